@@ -1,0 +1,138 @@
+"""`apply_plan`: the one line that a training function needs where the server's plan freezes a part of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from flwr.app import Message
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from tepal.exchange.layout import Entry
+from tepal.exchange.mod import received
+
+_FROZEN = "_tepal_frozen"  # on a Parameter that apply_plan froze as a whole
+_ROWS = "_tepal_frozen_rows"  # on a Parameter that holds frozen and trained entries: a _FrozenRows
+
+
+@dataclass(frozen=True)
+class AppliedPlan:
+    """What a plan asks of local training beyond freezing."""
+
+    ridge: float = 0.0
+    value_projection: tuple[tuple[nn.Parameter, Entry], ...] = field(default=(), repr=False)
+
+    def penalty(self) -> Tensor | float:
+        """(λ/2)·‖W_V‖²_F over the weights of the value projections: a scalar to add to the loss; 0.0 without ridge."""
+        if not self.ridge:
+            return 0.0
+        squares = [parameter[entry.index].square().sum() for parameter, entry in self.value_projection]
+        return 0.5 * self.ridge * torch.stack(squares).sum()
+
+
+def apply_plan(model: nn.Module, msg: Message) -> AppliedPlan:
+    """Freeze in `model` what the plan in `msg` freezes, and unfreeze what an earlier plan froze.
+
+    Call it before the optimizer is made. Frozen entries then get no gradient and no optimizer state. Where a frozen
+    entry shares one tensor with trained ones (a fused query-key-value projection), its gradients are zeroed as they
+    arise, so before any clipping, and its values are restored after every optimizer step, so that weight decay and
+    momentum leave no trace.
+
+    Args:
+        model: the torch module whose `state_dict` the message carries; it may be loaded before or after this call.
+        msg: the message that the ClientApp got. One that no strategy of Tepal's sent freezes nothing.
+
+    Raises:
+        ValueError: the model has no parameter of a name that the plan freezes or regularises.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for parameter in parameters.values():
+        _release(parameter)
+    came = received(msg)
+    if came is None:
+        return AppliedPlan()
+    layout = came.manifest.layout
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    frozen = set(came.frozen)
+    for raw, entries in layout.entries_of.items():
+        rows = [entry for entry in entries if entry.name in frozen]
+        if not rows or raw in buffers:
+            continue
+        parameter = _parameter(parameters, raw)
+        if len(rows) == len(entries):
+            if parameter.requires_grad:
+                parameter.requires_grad_(False)
+                setattr(parameter, _FROZEN, True)
+        else:
+            _FrozenRows.put(parameter, [(entry, came.model[entry.name]) for entry in rows])
+    # The strategy that sets a ridge sends its λ as an option in the app's config record.
+    ridge = next((float(r["ridge"]) for r in msg.content.config_records.values() if "ridge" in r), 0.0)  # type: ignore[arg-type]
+    group = [layout.by_name[name] for name in came.manifest.groups.get("value_projection", ())]
+    return AppliedPlan(ridge, tuple((_parameter(parameters, entry.raw), entry) for entry in group))
+
+
+def frozen_rows(parameter: nn.Parameter) -> bool:
+    """Whether a plan freezes some rows of this parameter, but not all."""
+    return hasattr(parameter, _ROWS)
+
+
+class _FrozenRows:
+    """Rows of a parameter that must stay as they were received while its other rows train."""
+
+    def __init__(self, parameter: nn.Parameter, rows: list[tuple[Entry, np.ndarray]]) -> None:
+        self.rows = [(entry.index, torch.from_numpy(np.array(value))) for entry, value in rows]
+        self.hook = parameter.register_hook(self.without_gradient)
+
+    @staticmethod
+    def put(parameter: nn.Parameter, rows: list[tuple[Entry, np.ndarray]]) -> None:
+        setattr(parameter, _ROWS, _FrozenRows(parameter, rows))
+
+    def without_gradient(self, gradient: Tensor) -> Tensor:
+        gradient = gradient.clone()
+        for index, _ in self.rows:
+            gradient[index] = 0
+        return gradient
+
+    def restore(self, parameter: nn.Parameter) -> None:
+        with torch.no_grad():
+            for index, value in self.rows:
+                parameter[index].copy_(value)
+
+
+def _release(parameter: nn.Parameter) -> None:
+    """Undo what an earlier plan did: a model outlives its plan where a process serves several messages."""
+    if hasattr(parameter, _FROZEN):
+        delattr(parameter, _FROZEN)
+        parameter.requires_grad_(True)
+    if hasattr(parameter, _ROWS):
+        getattr(parameter, _ROWS).hook.remove()
+        delattr(parameter, _ROWS)
+
+
+def _parameter(parameters: dict[str, nn.Parameter], name: str) -> nn.Parameter:
+    if name not in parameters:
+        raise ValueError(
+            f"the plan speaks of {name!r}, and the model has no parameter of this name: give apply_plan the model whose "
+            "state_dict the app loads and returns, not one that wraps it"
+        )
+    return parameters[name]
+
+
+def _restore_after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    for parameter in _parameters(optimizer):
+        if frozen_rows(parameter):
+            getattr(parameter, _ROWS).restore(parameter)
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+# For all optimizers of the process, because an app makes its own and apply_plan does not see it; a parameter without
+# frozen rows costs one attribute lookup a step.
+register_optimizer_step_post_hook(_restore_after_step)

@@ -1,0 +1,188 @@
+"""What a client keeps between messages: parts as safetensors files, found by content digest.
+
+    <root>/<experiment>/content/<part id>.safetensors          the values, once for all clients on this machine
+    <root>/<experiment>/clients/<name>/<tree>.<block>@<part id>.safetensors    a hard link: this client holds that part
+
+A client holds at most one part for a block of a tree: a newer one takes the older one's place. The file system counts
+the links, so that content which nobody holds any more is seen by its link count of one. Everything is written beside
+and renamed; a torn or damaged file shows in the digests of its entries and is dropped, and the server sends it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from logging import getLogger
+from pathlib import Path
+from urllib.parse import quote
+
+import numpy as np
+import safetensors.numpy
+from safetensors import SafetensorError
+
+from tepal.exchange.layout import Arrays, Names
+from tepal.exchange.parts import Part, digest
+
+log = getLogger("flwr")
+
+DEFAULT_LIMIT = 8_000_000_000
+"""Bytes on disk over all experiments and clients of one cache folder."""
+
+_SUFFIX = ".safetensors"
+_WAITING = "waiting."
+
+
+def default_root() -> Path:
+    """`$TEPAL_CACHE`, else `tepal` in the user's cache folder."""
+    if root := os.environ.get("TEPAL_CACHE"):
+        return Path(root)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tepal"
+
+
+def _file_name(text: str) -> str:
+    """`text` as one file name that no other text has."""
+    return quote(text, safe="").replace(".", "%2E")
+
+
+class ClientCache:
+    """The parts that one client holds in one experiment.
+
+    A cache that cannot write (full disk, read-only folder) keeps nothing and says so: training goes on, and the
+    server sends what is not held.
+    """
+
+    def __init__(self, root: Path, experiment: str, client: str, limit: int = DEFAULT_LIMIT) -> None:
+        self.root = root
+        self.limit = limit
+        self._content = root / _file_name(experiment) / "content"
+        self._links = root / _file_name(experiment) / "clients" / _file_name(client)
+
+    def holds(self) -> Names:
+        """Ids of the parts that this client keeps, without those of an exchange that waits for a resend."""
+        return tuple(sorted({_id_of(link) for link in self._held() if not link.name.startswith(_WAITING)}))
+
+    def find(self, part: Part) -> dict[str, np.ndarray]:
+        """The entries of `part` that this client holds with the right values. Damaged files are dropped."""
+        link = self._find_link(part.id)
+        if link is None:
+            return {}
+        try:
+            stored = safetensors.numpy.load_file(link)
+        except (OSError, SafetensorError, KeyError, TypeError) as error:
+            self._drop_damaged(link, str(error))
+            return {}
+        good = {name: stored[name] for name, value in part.digest_of.items() if name in stored}
+        good = {name: array for name, array in good.items() if digest(array) == part.digest_of[name]}
+        if len(good) < len(part.names):
+            self._drop_damaged(link, "its entries do not have the digests they were kept under")
+        else:
+            with contextlib.suppress(OSError):
+                os.utime(link)
+        return good
+
+    def keep(self, part: Part, values: Arrays) -> None:
+        """Keep a complete part in place of any older one of the same block."""
+        self._store(part, values, "")
+
+    def keep_waiting(self, part: Part, values: Arrays) -> None:
+        """Keep what has come of a message that lacks something, until the server has sent the rest."""
+        self._store(part, values, _WAITING)
+
+    def drop_waiting(self) -> None:
+        """Drop what `keep_waiting` kept."""
+        for link in self._held():
+            if link.name.startswith(_WAITING):
+                self._unlink(link)
+
+    def _held(self) -> Iterator[Path]:
+        with contextlib.suppress(OSError):
+            yield from list(self._links.glob(f"*@*{_SUFFIX}"))
+
+    def _find_link(self, part_id: str) -> Path | None:
+        return next((link for link in self._held() if _id_of(link) == part_id), None)
+
+    def _store(self, part: Part, values: Arrays, prefix: str) -> None:
+        slot = f"{prefix}{_file_name(part.tree)}.{_file_name(part.block)}"
+        link = self._links / f"{slot}@{part.id}{_SUFFIX}"
+        try:
+            content = self._content / f"{part.id}{_SUFFIX}"
+            self._links.mkdir(parents=True, exist_ok=True)
+            if not link.exists():
+                for _ in range(3):  # another client's process may remove unheld content between the two steps
+                    if not content.exists():
+                        self._write(content, {name: values[name] for name in part.names})
+                    with contextlib.suppress(FileNotFoundError):
+                        _link(content, link)
+                        break
+        except OSError as error:
+            log.warning("The client's cache keeps nothing of block %s: %s.", part.block, error)
+            return
+        for old in self._held():
+            if old.name.startswith(f"{slot}@") and old != link:
+                self._unlink(old)
+
+    def _write(self, path: Path, values: Arrays) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._make_room(sum(array.nbytes for array in values.values()))
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(safetensors.numpy.save({key: _contiguous(array) for key, array in values.items()}))
+            os.replace(name, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
+            raise
+
+    def _unlink(self, link: Path) -> None:
+        """Let go of a held part, and of its content when no other client holds it."""
+        with contextlib.suppress(OSError):
+            link.unlink()
+            content = self._content / f"{_id_of(link)}{_SUFFIX}"
+            if content.stat().st_nlink == 1:
+                content.unlink()
+
+    def _drop_damaged(self, link: Path, reason: str) -> None:
+        log.warning("The client's cache drops %s, which will be sent again: %s.", link, reason)
+        with contextlib.suppress(OSError):
+            content = self._content / f"{_id_of(link)}{_SUFFIX}"
+            if content.samefile(link):
+                content.unlink()
+        with contextlib.suppress(OSError):
+            link.unlink()
+
+    def _make_room(self, nbytes: int) -> None:
+        """Remove what was used longest ago, of any experiment in this folder, until `nbytes` more are within the limit."""
+        contents = sorted(self.root.glob(f"*/content/*{_SUFFIX}"), key=lambda path: path.stat().st_mtime)
+        used = sum(path.stat().st_size for path in contents)
+        for content in contents:
+            if used + nbytes <= self.limit:
+                return
+            used -= content.stat().st_size
+            log.info("The client's cache is at its limit of %d bytes and drops %s.", self.limit, content.name)
+            for link in content.parent.parent.glob(f"clients/*/*@{content.name}"):
+                link.unlink(missing_ok=True)
+            content.unlink(missing_ok=True)
+
+
+def _id_of(link: Path) -> str:
+    return link.name.rpartition("@")[2].removesuffix(_SUFFIX)
+
+
+def _contiguous(array: np.ndarray) -> np.ndarray:
+    # Not np.ascontiguousarray: that turns a 0-d array into one of shape (1,).
+    return np.array(array, order="C", copy=None)
+
+
+def _link(content: Path, link: Path) -> None:
+    try:
+        os.link(content, link)
+    except FileNotFoundError:
+        raise
+    except FileExistsError:
+        pass
+    except OSError:  # a file system without hard links
+        shutil.copyfile(content, link)

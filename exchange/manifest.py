@@ -1,0 +1,217 @@
+"""The manifest: what a message is about, beside the arrays that travel with it; and the header of its answer.
+
+Both are one compressed JSON value in a Flower `ConfigRecord` of the message. They are small (about 30 bytes for an
+entry), so they carry everything that is needed to complete and to strip an app's raw `state_dict`: no state must be
+shared between server and client but the values themselves.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flwr.app import ConfigRecord
+
+from tepal.exchange.layout import Layout, Names
+from tepal.exchange.parts import DIGEST_BYTES, Part, Shaped
+from tepal.exchange.plan import Tree
+
+RECORD = "tepal"
+"""Name of the ConfigRecord that carries manifest or header."""
+PARTS = "tepal.parts"
+"""Name of the ArrayRecord that carries the packed parts."""
+
+_LIMIT = 64 * 1024 * 1024  # of decompressed JSON: a client must not be able to fill the server's memory
+
+
+class ProtocolError(ValueError):
+    """A manifest or header that cannot be read, or that contradicts itself."""
+
+
+def _to_bytes(value: Any) -> bytes:
+    return zlib.compress(json.dumps(value, separators=(",", ":")).encode())
+
+
+def _from_record(content: Mapping[str, Any], key: str) -> dict[str, Any]:
+    try:
+        record = content[RECORD]
+        inflate = zlib.decompressobj()
+        text = inflate.decompress(record[key], _LIMIT)
+        if inflate.unconsumed_tail:
+            raise ValueError(f"more than {_LIMIT} bytes")
+        value = json.loads(text)
+        if not isinstance(value, dict):
+            raise TypeError("not an object")
+        return value
+    except (KeyError, TypeError, ValueError, zlib.error, RecursionError) as error:
+        raise ProtocolError(f"its {key} cannot be read ({error})") from error
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """A part as one message treats it: which of its entries travel with it, and whether the client keeps the part."""
+
+    part: Part
+    keep: bool
+    sent: Names
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What the server says to one client in one exchange."""
+
+    experiment: str
+    client: str
+    round: int
+    action: str
+    record: str
+    """Name of the ArrayRecord under which the app expects its model."""
+    layout: Layout
+    parcels: tuple[Parcel, ...] = ()
+    trains: Names = ()
+    returns: Mapping[Tree, Names] = field(default_factory=dict)
+    groups: Mapping[str, Names] = field(default_factory=dict)
+
+    @property
+    def model(self) -> Tree:
+        """The tree that is handed to the app as its model."""
+        return self.parcels[0].part.tree
+
+    def to_record(self) -> ConfigRecord:
+        number = {name: k for k, name in enumerate(self.layout.names)}
+
+        def numbers(names: Names) -> list[int]:
+            return [number[name] for name in names]
+
+        return ConfigRecord(
+            {
+                "manifest": _to_bytes(
+                    {
+                        "experiment": self.experiment,
+                        "client": self.client,
+                        "round": self.round,
+                        "action": self.action,
+                        "record": self.record,
+                        "layout": self.layout.to_json(),
+                        "parcels": [
+                            {
+                                "tree": parcel.part.tree,
+                                "block": parcel.part.block,
+                                "names": numbers(parcel.part.names),
+                                "digests": base64.b64encode(b"".join(parcel.part.digests)).decode(),
+                                "keep": parcel.keep,
+                                "sent": numbers(parcel.sent) if len(parcel.sent) < len(parcel.part.names) else "all",
+                            }
+                            for parcel in self.parcels
+                        ],
+                        "trains": numbers(self.trains),
+                        "returns": {tree: numbers(names) for tree, names in self.returns.items()},
+                        "groups": {group: numbers(names) for group, names in self.groups.items()},
+                    }
+                )
+            }
+        )
+
+    @staticmethod
+    def from_content(content: Mapping[str, Any]) -> Manifest:
+        """Read the manifest of a message. Raises ProtocolError."""
+        data = _from_record(content, "manifest")
+        try:
+            layout = Layout.from_json(data["layout"])
+
+            def names(numbers: list[int]) -> Names:
+                return tuple(layout.names[k] for k in numbers)
+
+            parcels = []
+            for item in data["parcels"]:
+                joined = base64.b64decode(item["digests"])
+                digests = tuple(joined[k : k + DIGEST_BYTES] for k in range(0, len(joined), DIGEST_BYTES))
+                part = Part(item["tree"], item["block"], names(item["names"]), digests)
+                sent = part.names if item["sent"] == "all" else names(item["sent"])
+                parcels.append(Parcel(part, item["keep"], sent))
+            return Manifest(
+                experiment=data["experiment"],
+                client=data["client"],
+                round=data["round"],
+                action=data["action"],
+                record=data["record"],
+                layout=layout,
+                parcels=tuple(parcels),
+                trains=names(data["trains"]),
+                returns={tree: names(numbers) for tree, numbers in data["returns"].items()},
+                groups={group: names(numbers) for group, numbers in data["groups"].items()},
+            )
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise ProtocolError(f"its manifest cannot be read ({error!r})") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """What a client says in its answer, beside its arrays and metrics."""
+
+    experiment: str
+    client: str
+    round: int
+    action: str
+    holds: Names = ()
+    """Ids of the parts that the client now keeps."""
+    parts: Mapping[Tree, tuple[Shaped, ...]] = field(default_factory=dict)
+    """What lies in each packed part of the answer."""
+    missing: Mapping[str, Names] = field(default_factory=dict)
+    """Part id → entries that were neither sent nor kept: the server sends them, in the same round."""
+    refused: str = ""
+    """Why the client gives no result; "" when it does."""
+
+    def to_record(self) -> ConfigRecord:
+        return ConfigRecord(
+            {
+                "header": _to_bytes(
+                    {
+                        "experiment": self.experiment,
+                        "client": self.client,
+                        "round": self.round,
+                        "action": self.action,
+                        "holds": list(self.holds),
+                        "parts": {tree: [list(item) for item in shaped] for tree, shaped in self.parts.items()},
+                        "missing": {part: list(names) for part, names in self.missing.items()},
+                        "refused": self.refused,
+                    }
+                )
+            }
+        )
+
+    @staticmethod
+    def from_content(content: Mapping[str, Any]) -> Header:
+        """Read the header of an answer. Raises ProtocolError: nothing that a client sends is trusted."""
+        data = _from_record(content, "header")
+        try:
+            parts: dict[Tree, tuple[Shaped, ...]] = {}
+            for tree, shaped in data["parts"].items():
+                items = []
+                for name, dtype, shape in shaped:
+                    if not (isinstance(name, str) and isinstance(dtype, str)):
+                        raise TypeError("an entry's name or dtype is not text")
+                    if not all(type(n) is int and 0 <= n < 2**48 for n in shape):
+                        raise ValueError(f"entry {name!r} has a shape of {shape!r}")
+                    items.append((name, dtype, tuple(shape)))
+                parts[tree] = tuple(items)
+            texts = [data["experiment"], data["client"], data["action"], data["refused"], *data["holds"]]
+            texts += [name for names in data["missing"].values() for name in names]
+            if not all(isinstance(text, str) for text in texts) or type(data["round"]) is not int:
+                raise TypeError("a field has the wrong type")
+            return Header(
+                experiment=data["experiment"],
+                client=data["client"],
+                round=data["round"],
+                action=data["action"],
+                holds=tuple(data["holds"]),
+                parts=parts,
+                missing={part: tuple(names) for part, names in data["missing"].items()},
+                refused=data["refused"],
+            )
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ProtocolError(f"its header cannot be read ({error})") from error

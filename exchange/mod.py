@@ -1,0 +1,257 @@
+"""The client's half of the exchange, as a Flower mod: `ClientApp(mods=[partial_exchange])`.
+
+It completes what the server sent with what this client keeps, checks every digest, and hands the app a full model under
+the name it expects. Of the app's answer it sends back only what the plan asks for. An app needs to know nothing of it
+but one line, where the plan freezes something: `apply_plan(model, msg)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from logging import getLogger
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+
+from tepal.exchange.cache import DEFAULT_LIMIT, ClientCache, default_root
+from tepal.exchange.layout import Arrays, Names
+from tepal.exchange.manifest import PARTS, RECORD, Header, Manifest
+from tepal.exchange.parts import digest, pack, unpack
+from tepal.exchange.plan import INTRODUCE, Tree
+
+log = getLogger("flwr")
+
+Next = Callable[[Message, Context], Message]
+
+_RECEIVED = "_tepal_received"
+
+
+@dataclass(frozen=True)
+class Received:
+    """What a message of Tepal brought: its manifest, and the complete values of every tree (read-only arrays)."""
+
+    manifest: Manifest
+    trees: Mapping[Tree, Arrays]
+
+    @property
+    def model(self) -> Arrays:
+        return self.trees[self.manifest.model]
+
+    @property
+    def frozen(self) -> Names:
+        """Entries of the model that the app must leave as they are."""
+        trains = set(self.manifest.trains)
+        return tuple(name for name in self.model if name not in trains)
+
+
+def received(msg: Message) -> Received | None:
+    """What `partial_exchange` found in this message; None when the server's strategy is not one of Tepal's."""
+    found = msg.__dict__.get(_RECEIVED)
+    return found if isinstance(found, Received) else None
+
+
+def own_name(context: Context) -> str:
+    """What a client calls itself: `name` in its node config, else `client-<partition-id>`, else `node-<node id>`.
+
+    A name under which its key is registered at the server goes before it.
+    """
+    config = context.node_config
+    if "name" in config:
+        return str(config["name"])
+    if "partition-id" in config:
+        return f"client-{config['partition-id']}"
+    return f"node-{context.node_id}"
+
+
+class PartialExchange:
+    """A Flower mod (see the module's text). `partial_exchange` is one with the defaults.
+
+    Args:
+        introduce: called when the server first meets this client, before any round, with the client's context. It may
+            look at the client's data and settings; what it raises is told to the server as this client's refusal, and
+            the figures it returns are told to it as metrics.
+    """
+
+    def __init__(self, introduce: Callable[[Context], Mapping[str, int | float]] | None = None) -> None:
+        self.introduce = introduce
+
+    def __call__(self, msg: Message, context: Context, call_next: Next) -> Message:
+        if not msg.has_content() or RECORD not in msg.content:
+            return call_next(msg, context)
+        exchange = _Exchange(msg, context)
+        if exchange.manifest.action == INTRODUCE:
+            return exchange.introduction(self.introduce)
+        trees = exchange.complete()
+        if trees is None:
+            return exchange.answer(missing=exchange.missing)
+        exchange.hand_over(trees)
+        reply = call_next(msg, context)
+        return reply if reply.has_error() else exchange.strip(reply, trees)
+
+
+partial_exchange = PartialExchange()
+
+
+class _Exchange:
+    """One message and its answer."""
+
+    def __init__(self, msg: Message, context: Context) -> None:
+        self.msg = msg
+        self.context = context
+        self.manifest = Manifest.from_content(msg.content)
+        self.client = self.manifest.client or own_name(context)
+        root = context.node_config.get("cache-path")
+        megabytes = context.node_config.get("cache-megabytes")
+        self.cache = ClientCache(
+            Path(str(root)) if root else default_root(),
+            self.manifest.experiment,
+            self.client,
+            int(float(megabytes) * 1e6) if megabytes is not None else DEFAULT_LIMIT,
+        )
+        self.missing: dict[str, Names] = {}
+
+    def introduction(self, introduce: Callable[[Context], Mapping[str, int | float]] | None) -> Message:
+        figures: Mapping[str, int | float] = {}
+        refused = ""
+        if introduce is not None:
+            try:
+                figures = introduce(self.context)
+            except Exception as error:  # the client's own trouble, whatever it is, belongs into the server's log
+                refused = f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error)
+                log.warning("%s cannot take part: %s", self.client, refused)
+        return self.answer(refused=refused, content={"metrics": MetricRecord(dict(figures))} if figures else None)
+
+    def complete(self) -> dict[Tree, dict[str, np.ndarray]] | None:
+        """Values of all needed entries, from the message and the cache; None when `missing` had to be filled."""
+        entries = self.manifest.layout.by_name
+        arrays = self.msg.content.get(PARTS, {})
+        trees: dict[Tree, dict[str, np.ndarray]] = {}
+        arrived: list[tuple[Any, dict[str, np.ndarray]]] = []
+        for number, parcel in enumerate(self.manifest.parcels):
+            part = parcel.part
+            values: dict[str, np.ndarray] = {}
+            if parcel.sent:
+                shaped = [(name, entries[name].dtype, entries[name].shape) for name in parcel.sent]
+                came = unpack(arrays[str(number)], shaped)
+                values = {name: array for name, array in came.items() if digest(array) == part.digest_of[name]}
+            if len(values) < len(part.names):
+                values = {**self.cache.find(part), **values}
+            if lacking := tuple(name for name in part.names if name not in values):
+                self.missing[part.id] = lacking
+            elif parcel.sent:
+                arrived.append((parcel, values))
+            trees.setdefault(part.tree, {}).update(values)
+        for parcel, values in arrived:
+            if parcel.keep:
+                self.cache.keep(parcel.part, values)
+            elif self.missing:
+                self.cache.keep_waiting(parcel.part, values)
+        if self.missing:
+            return None
+        self.cache.drop_waiting()
+        return trees
+
+    def hand_over(self, trees: Mapping[Tree, Arrays]) -> None:
+        """Replace what travelled by what the app expects: the raw `state_dict`, in its order, under its name."""
+        content = self.msg.content
+        del content[RECORD]
+        content.pop(PARTS, None)
+        for tree, values in trees.items():
+            whole = tree == self.manifest.model
+            record = self.manifest.record if whole else tree
+            raw = self.manifest.layout.join(values) if whole else values
+            content[record] = ArrayRecord({name: Array(np.asarray(array)) for name, array in raw.items()})
+        self.msg.__dict__[_RECEIVED] = Received(self.manifest, trees)
+
+    def strip(self, reply: Message, trees: Mapping[Tree, Arrays]) -> Message:
+        """The app's answer with only what the plan asks for; a refusal when it is not what the plan allows."""
+        content = reply.content
+        if not self.manifest.returns:
+            for name in list(content.array_records):
+                del content[name]
+            return self.answer(content=content)
+        try:
+            parts = {tree: self._returned(tree, names, content, trees) for tree, names in self.manifest.returns.items()}
+        except _Refusal as refusal:
+            return self.answer(refused=str(refusal))
+        for name in list(content.array_records):
+            del content[name]
+        content[PARTS] = ArrayRecord({tree: pack(values, values) for tree, values in parts.items()})
+        return self.answer(parts=parts, content=content)
+
+    def _returned(
+        self, tree: Tree, names: Names, content: RecordDict, trees: Mapping[Tree, Arrays]
+    ) -> dict[str, np.ndarray]:
+        layout = self.manifest.layout
+        is_model = tree == self.manifest.model
+        record = self.manifest.record if is_model else tree
+        records = content.array_records
+        if record not in records and not (is_model and len(records) == 1):
+            raise _Refusal(f"the app's answer has no ArrayRecord {record!r}; it has {sorted(records) or 'none'}")
+        raw = {
+            name: array.numpy() for name, array in (records[record] if record in records else _only(records)).items()
+        }
+        returned: dict[str, np.ndarray] = {}
+        wanted = set(names)
+        trains = set(self.manifest.trains)
+        changed: list[str] = []
+        for entry in layout.entries if is_model else [layout.by_name[name] for name in names]:
+            source = entry.raw if is_model else entry.name
+            if source not in raw:
+                if entry.name in wanted:
+                    raise _Refusal(f"the app's answer lacks the tensor {source!r}")
+                continue
+            value = raw[source][entry.index] if is_model else raw[source]
+            if value.shape != entry.shape or value.dtype.name != entry.dtype:
+                raise _Refusal(
+                    f"the app's answer has {entry.name!r} as {value.dtype.name}{list(value.shape)}, "
+                    f"and the model has it as {entry.dtype}{list(entry.shape)}"
+                )
+            if entry.name in wanted:
+                returned[entry.name] = value
+            if is_model and entry.name not in trains and not np.array_equal(value, trees[tree][entry.name]):
+                changed.append(entry.name)
+        if changed:
+            raise _Refusal(_CHANGED.format(count=len(changed), first=changed[0]))
+        return returned
+
+    def answer(
+        self,
+        *,
+        parts: Mapping[Tree, Arrays] | None = None,
+        content: Mapping[str, ArrayRecord | MetricRecord | ConfigRecord] | None = None,
+        missing: Mapping[str, Names] | None = None,
+        refused: str = "",
+    ) -> Message:
+        header = Header(
+            experiment=self.manifest.experiment,
+            client=self.client,
+            round=self.manifest.round,
+            action=self.manifest.action,
+            holds=self.cache.holds(),
+            parts={
+                tree: tuple((name, array.dtype.name, array.shape) for name, array in values.items())
+                for tree, values in (parts or {}).items()
+            },
+            missing=missing or {},
+            refused=refused,
+        )
+        return Message(RecordDict({**(content or {}), RECORD: header.to_record()}), reply_to=self.msg)
+
+
+class _Refusal(Exception):
+    """The app's answer is not one that the plan allows."""
+
+
+_CHANGED = (
+    "{count} entries that this round keeps frozen came back changed, {first!r} first. The app trained the whole model: "
+    "call `apply_plan(model, msg)` (from tepal.client_app import apply_plan) in its training function, after the model "
+    "is made and before the first step, so that frozen entries stay as they were received."
+)
+
+
+def _only(records: Mapping[str, ArrayRecord]) -> ArrayRecord:
+    return next(iter(records.values()))

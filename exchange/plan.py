@@ -1,0 +1,59 @@
+"""What one client is asked in one exchange, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tepal.exchange.layout import Names
+
+Tree = str
+"""A named set of entries. All trees of a run share one layout: "model", "mode/3", "control"."""
+
+MODEL: Tree = "model"
+
+Scalar = str | int | float | bool
+
+TRAIN, EVALUATE, INTRODUCE = "train", "evaluate", "introduce"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What `client` is asked in one exchange of a round.
+
+    The first tree of `needs` is the model that the app gets; further trees are given to it under their own names.
+    """
+
+    client: str
+    round: int
+    action: str = TRAIN
+    needs: Mapping[Tree, Names]
+    """Entries that the client must have before its app is called, by tree."""
+    trains: Names = ()
+    """Entries of the model that may change; all others must come back bit-identical, if they come back."""
+    returns: Mapping[Tree, Names] = field(default_factory=dict)
+    """Entries that the reply carries, by tree."""
+    keeps: Mapping[Tree, Names] = field(default_factory=dict)
+    """Entries, of those needed, that the client should keep as received, because later rounds need the same values."""
+    objective: str = ""
+    groups: Mapping[str, Names] = field(default_factory=dict)
+    """Named sets of entries that the objective speaks of, such as the value projections of FedFrozen's ridge."""
+    options: Mapping[str, Scalar] = field(default_factory=dict)
+    """Scalars for the app's training function, in its config record."""
+
+    @property
+    def model(self) -> Tree:
+        """The tree that is handed to the app as its model."""
+        return next(iter(self.needs))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """What a client answered, checked against its plan: right entries, shapes and dtypes, finite, with a weight."""
+
+    client: str
+    parts: Mapping[Tree, Mapping[str, np.ndarray]]
+    examples: int
+    metrics: Mapping[str, float]

@@ -1,0 +1,240 @@
+"""The server's half of the exchange: what to send to a client that holds some parts, and what its answer says.
+
+The server keeps one record per client: the ids of the parts it holds, one for a block of a tree, as the client itself
+said in its last answer. A part that is not in the record travels; a client that has lost one says so and gets it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, Message, RecordDict
+
+from tepal.exchange.layout import Arrays, Layout, Names
+from tepal.exchange.manifest import PARTS, RECORD, Header, Manifest, Parcel, ProtocolError
+from tepal.exchange.parts import Part, digest, pack, unpack
+from tepal.exchange.plan import INTRODUCE, Plan, Reply, Tree
+
+
+class BadReply(ValueError):
+    """A client's answer that must not be merged; the text says why."""
+
+
+class ClientRefuses(BadReply):
+    """The client itself gave no result, and said why."""
+
+
+@dataclass(frozen=True)
+class Missing:
+    """Part id → entries that the client lacks: send them in the same round."""
+
+    entries: Mapping[str, Names]
+
+
+@dataclass
+class Traffic:
+    """Measured bytes of messages: `payload` of the entries' values, `overhead` of manifests and headers."""
+
+    payload: int = 0
+    overhead: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.payload + other.payload, self.overhead + other.overhead)
+
+    @staticmethod
+    def of(content: Mapping[str, object]) -> Traffic:
+        """Bytes of what this project put into a message; an app's own records are not counted."""
+        traffic = Traffic()
+        parts = content.get(PARTS)
+        if isinstance(parts, ArrayRecord):
+            traffic.payload = sum(len(array.data) for array in parts.values())
+        record = content.get(RECORD)
+        if isinstance(record, Mapping):
+            traffic.overhead = sum(len(value) for value in record.values() if isinstance(value, bytes))
+        return traffic
+
+
+class Sender:
+    """Builds messages from plans, and reads their answers.
+
+    Args:
+        layout: of the model; all trees share it.
+        blocks: label → entries, disjoint and complete: the grain in which parts are sent and kept.
+        experiment: id of the experiment, which outlives a run that is resumed.
+        record: name of the ArrayRecord under which the app expects its model.
+    """
+
+    def __init__(self, layout: Layout, blocks: Mapping[str, Names], *, experiment: str, record: str) -> None:
+        if sorted(name for names in blocks.values() for name in names) != sorted(layout.names):
+            raise ValueError("the blocks are not a partition of the model's entries")
+        self.layout = layout
+        self.blocks = blocks
+        self.experiment = experiment
+        self.record = record
+        self.held: dict[str, frozenset[str]] = {}
+        # Arrays of a method's state are never changed in place, so identity stands for value; the array is kept with
+        # its digest so that its id cannot be used again.
+        self._digests: dict[int, tuple[np.ndarray, bytes]] = {}
+        self._used: dict[int, tuple[np.ndarray, bytes]] = {}
+        self._packed: dict[tuple[str, Names], Array] = {}
+
+    def new_round(self) -> None:
+        """Forget packed parts, and digests of arrays that the last round did not use."""
+        self._digests, self._used = self._used, {}
+        self._packed.clear()
+
+    def content(
+        self, plan: Plan, values: Callable[[Tree], Arrays], missing: Mapping[str, Names] | None = None
+    ) -> RecordDict:
+        """Manifest and arrays for one plan.
+
+        Args:
+            plan: what the client is asked.
+            values: tree → the values that this client gets.
+            missing: of an answer to the same plan (`Missing.entries`): then only these entries travel.
+        """
+        held = self.held.get(plan.client, frozenset())
+        parcels: list[Parcel] = []
+        arrays: dict[str, Array] = {}
+        for tree, names in plan.needs.items():
+            tree_values = values(tree)
+            wanted, kept = set(names), set(plan.keeps.get(tree, ()))
+            for block, block_names in self.blocks.items():
+                chosen = tuple(name for name in block_names if name in wanted)
+                if not chosen:
+                    continue
+                part = Part(tree, block, chosen, tuple(self._digest(tree_values[name]) for name in chosen))
+                if missing is not None:
+                    sent = tuple(name for name in chosen if name in missing.get(part.id, ()))
+                else:
+                    sent = () if part.id in held else chosen
+                if sent:
+                    key = (part.id, sent)
+                    if key not in self._packed:
+                        self._packed[key] = pack(tree_values, sent)
+                    arrays[str(len(parcels))] = self._packed[key]
+                parcels.append(Parcel(part, keep=wanted.issuperset(chosen) and kept.issuperset(chosen), sent=sent))
+        manifest = Manifest(
+            experiment=self.experiment,
+            client=plan.client,
+            round=plan.round,
+            action=plan.action,
+            record=self.record,
+            layout=self.layout,
+            parcels=tuple(parcels),
+            trains=plan.trains,
+            returns=plan.returns,
+            groups=plan.groups,
+        )
+        content = RecordDict({RECORD: manifest.to_record()})
+        if arrays:
+            record = ArrayRecord()
+            for key, array in arrays.items():  # not ArrayRecord(arrays): it would make new Arrays, to be hashed again
+                record[key] = array
+            content[PARTS] = record
+        return content
+
+    def read(self, plan: Plan, message: Message, weighted_by: str = "num-examples") -> Reply | Missing:
+        """Check an answer against its plan, entry by entry. Raises BadReply, and believes what the client holds."""
+        content = message.content
+        try:
+            header = Header.from_content(content)
+        except ProtocolError as error:
+            if RECORD not in content:
+                raise BadReply(_NO_MOD) from error
+            raise BadReply(str(error)) from error
+        for what, got, expected in (
+            ("experiment", header.experiment, self.experiment),
+            ("client", header.client, plan.client or header.client),  # "": a node that has not introduced itself yet
+            ("round", header.round, plan.round),
+            ("action", header.action, plan.action),
+        ):
+            if got != expected:
+                raise BadReply(f"it answers {what} {got!r}, and was asked for {expected!r}")
+        self.held[header.client] = frozenset(header.holds)
+        if header.missing:
+            return Missing(header.missing)
+        if header.refused:
+            raise ClientRefuses(header.refused)
+        metrics = _metrics(content)
+        return Reply(
+            client=header.client,
+            parts=self._parts(plan, header, content),
+            examples=0 if plan.action == INTRODUCE else _examples(metrics, weighted_by),
+            metrics=metrics,
+        )
+
+    def _parts(self, plan: Plan, header: Header, content: Mapping[str, object]) -> dict[Tree, dict[str, np.ndarray]]:
+        if foreign := sorted(set(header.parts) - set(plan.returns)):
+            raise BadReply(f"it carries {foreign[0]!r}, which was not asked for")
+        arrays = content.get(PARTS)
+        parts: dict[Tree, dict[str, np.ndarray]] = {}
+        for tree, names in plan.returns.items():
+            shaped = header.parts.get(tree, ())
+            got = [name for name, _, _ in shaped]
+            if lacking := sorted(set(names) - set(got)):
+                raise BadReply(f"{len(lacking)} entries of {tree!r} are missing, {lacking[0]!r} first")
+            if foreign := sorted(set(got) - set(names)):
+                raise BadReply(f"{len(foreign)} entries of {tree!r} were not asked for, {foreign[0]!r} first")
+            if len(got) != len(names):
+                raise BadReply(f"an entry of {tree!r} comes twice")
+            for name, dtype, shape in shaped:
+                entry = self.layout.by_name[name]
+                if (dtype, shape) != (entry.dtype, entry.shape):
+                    raise BadReply(
+                        f"entry {name!r} is {dtype}{list(shape)}, and the model has it as "
+                        f"{entry.dtype}{list(entry.shape)}"
+                    )
+            if not isinstance(arrays, ArrayRecord) or tree not in arrays:
+                raise BadReply(f"it has no arrays for {tree!r}")
+            try:
+                parts[tree] = unpack(arrays[tree], shaped)
+            except (TypeError, ValueError) as error:
+                raise BadReply(str(error)) from error
+            for name, array in parts[tree].items():
+                if not _finite(array):
+                    raise BadReply(f"entry {name!r} has values that are NaN or infinite")
+        return parts
+
+    def _digest(self, array: np.ndarray) -> bytes:
+        found = self._used.get(id(array)) or self._digests.get(id(array))
+        if found is None:
+            found = (array, digest(array))
+        self._used[id(array)] = found
+        return found[1]
+
+
+_NO_MOD = (
+    "it does not speak Tepal's exchange: its ClientApp must be made with mods=[partial_exchange] "
+    "(from tepal.exchange import partial_exchange)"
+)
+
+
+def _metrics(content: RecordDict) -> dict[str, float]:
+    """All finite scalar metrics of an answer. A NaN loss is no reason to refuse finite weights; it is left out."""
+    found: dict[str, float] = {}
+    for record in content.metric_records.values():
+        for name, value in record.items():
+            if isinstance(value, int | float) and np.isfinite(value):
+                found[name] = value
+    return found
+
+
+def _examples(metrics: Mapping[str, float], weighted_by: str) -> int:
+    examples = metrics.get(weighted_by)
+    if examples is None:
+        raise BadReply(f"its metrics have no finite number under {weighted_by!r}, which its weight is taken from")
+    if examples < 1 or examples != int(examples):
+        raise BadReply(f"its metrics have {weighted_by}={examples:g}, and a weight is a whole number of at least 1")
+    return int(examples)
+
+
+def _finite(array: np.ndarray) -> bool:
+    if array.dtype.kind not in "fc":
+        return True
+    with np.errstate(over="ignore", invalid="ignore"):
+        # One pass without a temporary: a sum is finite only if every element is. An overflowing sum of finite
+        # elements is rare, and then the elements are looked at one by one.
+        return bool(np.isfinite(array.sum())) or bool(np.isfinite(array).all())

@@ -1,0 +1,7 @@
+"""Flower strategies that send only the parts of a model that a round needs. A file is one method, named after it."""
+
+from tepal.strategies.base import MethodStrategy, RoundFailed, RoundReport
+from tepal.strategies.fedavg import FedAvg
+from tepal.strategies.fedfrozen import FedFrozen, NoAttentionError
+
+__all__ = ["FedAvg", "FedFrozen", "MethodStrategy", "NoAttentionError", "RoundFailed", "RoundReport"]

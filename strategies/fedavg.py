@@ -1,0 +1,87 @@
+"""FedAvg: everything travels, both ways, every round (McMahan et al. 2017, arXiv:1602.05629, algorithm 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tepal.exchange.layout import Arrays, Names
+from tepal.exchange.plan import EVALUATE, MODEL, Plan, Reply, Tree
+from tepal.strategies.aggregate import WeightedMean
+from tepal.strategies.base import MethodStrategy
+from tepal.strategies.method import ServerModel
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """A global model and how often it was merged."""
+
+    entries: Arrays
+    merges: int = 0
+
+
+class ModelMerger:
+    """w ← Σ_k (n_k / Σ n) w_k over the replies, entry by entry; entries that nobody returned stay as they are."""
+
+    def __init__(self, state: ModelState) -> None:
+        self._state = state
+        self._mean = WeightedMean()
+
+    def add(self, reply: Reply) -> None:
+        self._mean.add(reply.parts[MODEL], reply.examples)
+
+    def finish(self) -> ModelState:
+        merged = {**self._state.entries, **self._mean.result()}
+        return replace(self._state, entries=merged, merges=self._state.merges + 1)
+
+
+class Averaging:
+    """The method of FedAvg, and the ground on which methods with one global model stand."""
+
+    phases: tuple[str, ...] = ("train",)
+
+    def init(self, model: ServerModel, seed: int) -> ModelState:
+        return ModelState(model.entries)
+
+    def grain(self, model: ServerModel) -> Mapping[str, Names]:
+        return {"model": model.layout.names}
+
+    def plan(
+        self, state: ModelState, round: int, phase: str, cohort: Sequence[str], heard: Mapping[str, Reply]
+    ) -> list[Plan]:
+        names = tuple(state.entries)
+        return [
+            Plan(client=client, round=round, needs={MODEL: names}, trains=names, returns={MODEL: names})
+            for client in cohort
+        ]
+
+    def evaluation(self, state: ModelState, round: int, cohort: Sequence[str], *, more_rounds: bool) -> list[Plan]:
+        needs = {MODEL: tuple(state.entries)}
+        return [
+            # The next round starts from the model that is scored now: a client that keeps it needs no second copy.
+            Plan(client=client, round=round, action=EVALUATE, needs=needs, keeps=needs if more_rounds else {})
+            for client in cohort
+        ]
+
+    def values(self, state: ModelState, client: str, tree: Tree) -> Arrays:
+        return state.entries
+
+    def merger(self, state: ModelState, round: int) -> ModelMerger:
+        return ModelMerger(state)
+
+    def model(self, state: ModelState) -> Arrays:
+        return state.entries
+
+    def phase_name(self, state: ModelState) -> str:
+        return "train"
+
+    def describe(self) -> Mapping[str, str | int | float]:
+        return {}
+
+
+class FedAvg(MethodStrategy):
+    """Federated averaging over Tepal's exchange. Takes the keyword arguments of `MethodStrategy` and no others."""
+
+    def __init__(self, **round_options: Any) -> None:
+        super().__init__(Averaging(), **round_options)

@@ -1,0 +1,152 @@
+"""FedFrozen: warm up, then freeze all query and key projections (arXiv:2605.06446).
+
+State: Φ, the query and key projections (weights and biases) of every attention module, and θ, everything else, which
+this project calls the value block.
+
+    rounds 1 … T_warm        FedAvg on (Φ, θ)
+    rounds T_warm + 1 … T    Φ̄ = Φ after round T_warm, fixed; clients train θ only, and only θ travels, both ways
+    both                     local loss F_k + (λ/2)·‖W_V‖²_F over the weights of the value projections
+
+Φ̄ goes down once to every client that has not got it: the plan says that the client needs it and keeps it, and the
+exchange does the rest, for late joiners and restarted clients too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from tepal.exchange.layout import Names
+from tepal.exchange.plan import MODEL, Plan, Reply
+from tepal.strategies.base import MethodStrategy
+from tepal.strategies.fedavg import Averaging, ModelState
+from tepal.strategies.method import ModelBlocks, ServerModel
+
+if TYPE_CHECKING:
+    from torch import nn
+
+RIDGE = "ridge"
+"""Objective and option: λ of (λ/2)·‖W_V‖²_F, over the entries of the plan's group `value_projection`."""
+
+
+class NoAttentionError(ValueError):
+    """FedFrozen was given a model in which no query and key projections are found."""
+
+
+class Freezing(Averaging):
+    """The method of FedFrozen: FedAvg until `warmup_rounds` merges, then FedAvg on the value block."""
+
+    def __init__(self, warmup_rounds: int, ridge: float = 0.0) -> None:
+        if warmup_rounds < 0:
+            raise ValueError(f"warmup_rounds is {warmup_rounds}; it must be 0 or more (0 never trains query and key)")
+        if not 0 <= ridge < float("inf"):
+            raise ValueError(f"ridge is {ridge}; it must be 0 or a positive number")
+        self.warmup_rounds = warmup_rounds
+        self.ridge = ridge
+        self._blocks: ModelBlocks
+
+    def init(self, model: ServerModel, seed: int) -> ModelState:
+        self._blocks = attention_blocks(model)
+        return super().init(model, seed)
+
+    def grain(self, model: ServerModel) -> Mapping[str, Names]:
+        blocks = attention_blocks(model)
+        return {"query_key": blocks.query_key, "value": blocks.value}
+
+    def frozen(self, state: ModelState) -> bool:
+        return state.merges >= self.warmup_rounds
+
+    def plan(
+        self, state: ModelState, round: int, phase: str, cohort: Sequence[str], heard: Mapping[str, Reply]
+    ) -> list[Plan]:
+        plans = super().plan(state, round, phase, cohort, heard)
+        if self.ridge:
+            groups = {"value_projection": self._blocks.value_projection}
+            plans = [replace(p, objective=RIDGE, groups=groups, options={RIDGE: self.ridge}) for p in plans]
+        if self.frozen(state):
+            theta, phi = self._blocks.value, self._blocks.query_key
+            plans = [replace(p, trains=theta, returns={MODEL: theta}, keeps={MODEL: phi}) for p in plans]
+        return plans
+
+    def evaluation(self, state: ModelState, round: int, cohort: Sequence[str], *, more_rounds: bool) -> list[Plan]:
+        plans = super().evaluation(state, round, cohort, more_rounds=more_rounds)
+        if self.frozen(state) and not more_rounds:
+            plans = [replace(plan, keeps={MODEL: self._blocks.query_key}) for plan in plans]
+        return plans
+
+    def phase_name(self, state: ModelState) -> str:
+        return "frozen" if self.frozen(state) else "warm-up"
+
+    def describe(self) -> Mapping[str, str | int | float]:
+        return {"warm-up rounds": self.warmup_rounds, "ridge": self.ridge}
+
+
+class FedFrozen(MethodStrategy):
+    """FedFrozen over Tepal's exchange.
+
+    Args:
+        warmup_rounds: T_warm. At least the number of rounds: FedAvg. 0: query and key stay as they start.
+        ridge: λ of (λ/2)·‖W_V‖²_F on the weights of the value projections, added by the clients' training function.
+        model: the torch model, or its blocks from `find_blocks`: names alone do not tell which entries are query and
+            key. Its query and key projections must be found, else NoAttentionError.
+        round_options: see `MethodStrategy`.
+    """
+
+    def __init__(
+        self, *, warmup_rounds: int, ridge: float = 0.0, model: nn.Module | ModelBlocks | None = None, **round_options: Any
+    ) -> None:
+        super().__init__(Freezing(warmup_rounds, ridge), model=model, **round_options)
+        if self.blocks is not None:
+            require_attention(self.blocks)
+
+
+def attention_blocks(model: ServerModel) -> ModelBlocks:
+    """The model's blocks, of which query and key are not empty. Raises NoAttentionError."""
+    if model.blocks is None:
+        raise NoAttentionError(
+            "FedFrozen must know which entries are query and key projections, and names alone do not tell: "
+            "give it the model, FedFrozen(warmup_rounds=..., model=model)."
+        )
+    require_attention(model.blocks)
+    return model.blocks
+
+
+def require_attention(blocks: ModelBlocks) -> None:
+    if not blocks.query_key:
+        raise NoAttentionError(
+            f"FedFrozen freezes query and key projections, and {blocks.model} has none. "
+            "Choose a model with attention, or the strategy FedAvg."
+        )
+
+
+def cost_ratio(model: nn.Module, warmup_rounds: int, rounds: int, *, downlink: bool = False) -> float:
+    """Communication of FedFrozen relative to FedAvg, by parameter counts (the paper's cost table).
+
+    With φ = |Φ| / |unique parameters|, one round of FedAvg costs 1 up and 1 down, a frozen round 1 − φ each, and Φ̄
+    goes down once more.
+
+    Args:
+        model: torch module; the meta device will do.
+        warmup_rounds: T_warm, 0 … rounds.
+        rounds: T, at least 1.
+        downlink: count both directions instead of the uplink alone.
+
+    Raises:
+        NoAttentionError: a model without query and key projections.
+        ValueError: round numbers out of range.
+    """
+    from tepal.models.blocks import find_blocks
+
+    if not (rounds >= 1 and 0 <= warmup_rounds <= rounds):
+        raise ValueError(f"{warmup_rounds} warm-up rounds of {rounds}: 0 ≤ warm-up ≤ rounds, and at least one round")
+    blocks = find_blocks(model)
+    require_attention(blocks)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    phi = sum(blocks.layout.by_name[name].size for name in blocks.query_key) / parameters
+    frozen_rounds = rounds - warmup_rounds
+    uplink = rounds - frozen_rounds * phi
+    if not downlink:
+        return uplink / rounds
+    once = phi if frozen_rounds else 0.0
+    return (uplink + rounds - frozen_rounds * phi + once) / (2 * rounds)

@@ -1,0 +1,111 @@
+"""A Flower `Grid` whose nodes are ClientApps in this process: for trying a method out, for tests and measurements."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.proto.node_pb2 import NodeInfo
+from flwr.serverapp import Grid
+from flwr.supercore.run import Run
+from flwr.supercore.task_identity import TaskIdentity
+
+NodeConfig = Mapping[str, str | int | float | bool]
+
+
+@dataclass
+class Node:
+    """One simulated machine: its app, and the context that Flower would give it."""
+
+    app: ClientApp
+    config: NodeConfig
+    name: str = ""
+    """Under which its key would be registered at the server; "" for none."""
+    context: Context = field(init=False)
+
+
+class InProcessGrid(Grid):
+    """Runs a message's ClientApp when its reply is pulled, in the order of the pulls.
+
+    Args:
+        nodes: the clients; more may be added, and any removed, between rounds.
+        run_config: of the run, as the apps' contexts show it.
+        spoil: called with (node, message, reply) for every reply; what it returns is delivered in its place, and None
+            means that nothing ever comes. For tests of faults.
+    """
+
+    def __init__(
+        self,
+        nodes: Iterable[Node],
+        run_config: NodeConfig | None = None,
+        spoil: Callable[[Node, Message, Message], Message | None] | None = None,
+    ) -> None:
+        self.run_config = dict(run_config or {})
+        self.spoil = spoil or (lambda node, message, reply: reply)
+        self.nodes: dict[int, Node] = {}
+        self._sent: dict[str, Message] = {}
+        self._next_id = 1
+        TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1  # a Message outside a task needs them
+        for node in nodes:
+            self.add(node)
+
+    def add(self, node: Node) -> int:
+        """Connect a node; returns its node id."""
+        node_id = self._next_id
+        self._next_id += 1
+        node.context = Context(1, node_id, dict(node.config), RecordDict(), dict(self.run_config))
+        self.nodes[node_id] = node
+        return node_id
+
+    def remove(self, node_id: int) -> None:
+        """Disconnect a node."""
+        del self.nodes[node_id]
+
+    def get_node_ids(self) -> list[int]:
+        return list(self.nodes)
+
+    def get_nodes(self) -> list[NodeInfo]:
+        return [NodeInfo(node_id=node_id, name=node.name) for node_id, node in self.nodes.items()]
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        ids = []
+        for message in messages:
+            message_id = uuid.uuid4().hex
+            message.metadata.__dict__["_message_id"] = message_id
+            self._sent[message_id] = message
+            ids.append(message_id)
+        return ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        replies = []
+        for message_id in list(message_ids):
+            message = self._sent.pop(message_id, None)
+            reply = None if message is None else self._answer(message)
+            if reply is not None:
+                replies.append(reply)
+        return replies
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        return self.pull_messages(self.push_messages(messages))
+
+    def _answer(self, message: Message) -> Message | None:
+        node = self.nodes[message.metadata.dst_node_id]
+        try:
+            reply = node.app(message, node.context)
+        except Exception as error:  # as Flower does: an app that raises answers with error code 2
+            reply = Message(Error(2, f"{type(error).__name__}: {error}"), reply_to=message)
+        return self.spoil(node, message, reply)
+
+    def set_run(self, run: Run) -> None:
+        """There is only one run, 1."""
+
+    @property
+    def run(self) -> Run:
+        return Run.create_empty(1)
+
+    def create_message(self, *args: Any, **kwargs: Any) -> Message:
+        raise NotImplementedError("make messages with flwr.app.Message(content, node_id, message_type)")
