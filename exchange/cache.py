@@ -65,23 +65,20 @@ class ClientCache:
         return tuple(sorted({_id_of(link) for link in self._held() if not link.name.startswith(_WAITING)}))
 
     def find(self, part: Part) -> dict[str, np.ndarray]:
-        """The entries of `part` that this client holds with the right values. Damaged files are dropped."""
+        """The entries of `part`, when this client holds it; {} when it does not, or its file is damaged and dropped."""
         link = self._find_link(part.id)
         if link is None:
             return {}
         try:
             stored = safetensors.numpy.load_file(link)
-        except (OSError, SafetensorError, KeyError, TypeError) as error:
+            if any(digest(stored[name]) != value for name, value in part.digest_of.items()):
+                raise ValueError("its entries do not have the digests they were kept under")
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             self._drop_damaged(link, str(error))
             return {}
-        good = {name: stored[name] for name, value in part.digest_of.items() if name in stored}
-        good = {name: array for name, array in good.items() if digest(array) == part.digest_of[name]}
-        if len(good) < len(part.names):
-            self._drop_damaged(link, "its entries do not have the digests they were kept under")
-        else:
-            with contextlib.suppress(OSError):
-                os.utime(link)
-        return good
+        with contextlib.suppress(OSError):
+            os.utime(link)
+        return stored
 
     def keep(self, part: Part, values: Arrays) -> None:
         """Keep a complete part in place of any older one of the same block."""

@@ -143,7 +143,7 @@ class Sender:
             header = Header.from_content(content)
         except ProtocolError as error:
             if RECORD not in content:
-                raise BadReply(_NO_MOD) from error
+                raise BadReply(NO_MOD) from error
             raise BadReply(str(error)) from error
         for what, got, expected in (
             ("experiment", header.experiment, self.experiment),
@@ -206,7 +206,7 @@ class Sender:
         return found[1]
 
 
-_NO_MOD = (
+NO_MOD = (
     "it does not speak Tepal's exchange: its ClientApp must be made with mods=[partial_exchange] "
     "(from tepal.exchange import partial_exchange)"
 )

@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from tepal.exchange.layout import Layout, Names
 from tepal.exchange.plan import EVALUATE, INTRODUCE, TRAIN, Plan, Reply
-from tepal.exchange.sender import BadReply, ClientRefuses, Missing, Sender, Traffic
+from tepal.exchange.sender import NO_MOD, BadReply, ClientRefuses, Missing, Sender, Traffic
 from tepal.strategies.aggregate import mean_metrics
 from tepal.strategies.method import Method, ModelBlocks, ServerModel
 from tepal.strategies.nodes import Nodes
@@ -45,6 +46,7 @@ RESENDS = 2
 """How often a client may say in one exchange that it lacks something."""
 
 _INTRODUCTION = 300.0  # seconds that a new node is given to introduce itself
+_SAY_AGAIN = 15.0  # seconds
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5  # seconds between two looks for replies
 
 _SCORED = ("received-", "trained-", "personal-")
@@ -68,6 +70,8 @@ class RoundReport:
     replied: list[str] = field(default_factory=list)
     refused: list[tuple[str, str]] = field(default_factory=list)
     """(client, reason): its answer came and was not merged."""
+    refused_by_client: list[str] = field(default_factory=list)
+    """Clients, of those refused, that themselves said why they give no result."""
     lost: list[tuple[str, str]] = field(default_factory=list)
     """(client, reason): no answer came."""
     down: Traffic = field(default_factory=Traffic)
@@ -271,8 +275,10 @@ class MethodStrategy(Strategy):
                 server_round, len(metrics), len(plans), self.min_replies, attempt + 1, ATTEMPTS,
             )  # fmt: skip
             report.replied.clear()
+            if len(report.refused_by_client) >= len(plans):
+                break  # they would refuse again: it is the app, not the weather
         raise RoundFailed(
-            f"round {server_round} got fewer than min_replies={self.min_replies} good replies in {ATTEMPTS} attempts"
+            f"round {server_round} got fewer than min_replies={self.min_replies} good replies in {attempt + 1} attempts"
             + _reasons(report)
         )
 
@@ -379,6 +385,12 @@ class MethodStrategy(Strategy):
     ) -> Reply | Missing | None:
         if message.has_error():
             reason = (message.error.reason or "").strip() or "no reason given"
+            if asked.plan.action == INTRODUCE and message.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION:
+                # The mod answers an introduction itself; only an app without it gets to see one, and fails on it.
+                self._refuse(report, asked, f"{NO_MOD}. (The app said: {reason.splitlines()[-1]})")
+                if refused is not None:
+                    refused[asked.node_id] = NO_MOD
+                return None
             self._lose(report, asked, f"error {message.error.code}: {reason}")
             return None
         report.up += Traffic.of(message.content)
@@ -392,6 +404,8 @@ class MethodStrategy(Strategy):
 
     def _refuse(self, report: RoundReport, asked: _Asked, reason: str, by_client: bool = False) -> None:
         report.refused.append((asked.name, reason))
+        if by_client:
+            report.refused_by_client.append(asked.name)
         said = "gives no result" if by_client else "is refused"
         log.warning("%s %s in round %d: %s", asked.name, said, report.round, reason)
 
@@ -408,12 +422,13 @@ class MethodStrategy(Strategy):
     # ---- clients -------------------------------------------------------------------------------------------------
 
     def _meet(self, grid: Grid, server_round: int, timeout: float, report: RoundReport) -> None:
-        """Wait until enough nodes are connected, and let new ones introduce themselves."""
+        """Wait until enough clients are there, and let new nodes introduce themselves."""
         deadline = time.monotonic() + timeout
-        said = 0.0
+        again = time.monotonic()  # when nodes that did not answer are asked again, and what is waited for is said
         while True:
             self._nodes.update(grid)
-            asked = dict(self._nodes.take_new(self.min_available_nodes))
+            too_few = len(self._nodes.available()) < self.min_available_nodes
+            asked = dict(self._nodes.take_new(silent_too=too_few and time.monotonic() >= again))
             if asked:
                 plans = [
                     (node_id, Plan(client=name, round=server_round, action=INTRODUCE, needs={}))
@@ -434,15 +449,14 @@ class MethodStrategy(Strategy):
                     f"only {available} of {available + len(refusals)} clients can take part, and min_available_nodes is "
                     f"{self.min_available_nodes}. The others say: " + "; ".join(sorted(set(refusals)))
                 )
-            now = time.monotonic()
-            if now > deadline:
+            if time.monotonic() > deadline:
                 raise RoundFailed(
-                    f"{available} nodes are connected after {timeout:g} s, and {self.min_available_nodes} are needed: "
-                    "start more SuperNodes, or set min_available_nodes lower"
+                    f"{available} clients are there after {timeout:g} s, and {self.min_available_nodes} are needed: "
+                    "start more SuperNodes, or set min_available_nodes lower" + _reasons(report)
                 )
-            if now - said > 10:
-                said = now
-                log.info("Waiting for nodes: %d connected, %d needed.", available, self.min_available_nodes)
+            if time.monotonic() >= again:
+                again = time.monotonic() + _SAY_AGAIN
+                log.info("Waiting for clients: %d are there, %d are needed.", available, self.min_available_nodes)
             time.sleep(0.5)
 
     def _sample(self, fraction: float, server_round: int, attempt: int, what: str) -> list[str]:
@@ -533,5 +547,11 @@ def _scalars(record: MetricRecord | None) -> dict[str, float]:
 
 
 def _reasons(report: RoundReport) -> str:
-    said = [f"{client}: {reason}" for client, reason in [*report.refused, *report.lost]]
-    return ": " + "; ".join(said[-5:]) if said else ""
+    """Every reason once, with the clients that gave it."""
+    by_reason: dict[str, list[str]] = {}
+    for client, reason in [*report.refused, *report.lost]:
+        clients = by_reason.setdefault(reason, [])
+        if client not in clients:
+            clients.append(client)
+    said = [f"{', '.join(clients[:5])}{' …' * (len(clients) > 5)}: {reason}" for reason, clients in by_reason.items()]
+    return ". " + "; ".join(said[-3:]) if said else ""

@@ -37,13 +37,11 @@ class Nodes:
         self._sessions = now
         self._new += sorted(changed)
 
-    def take_new(self, enough: int) -> list[tuple[int, str]]:
-        """(node id, registered name or "") of nodes to be introduced now; silent ones too while too few are there."""
-        chosen = self._new
-        if len(self._names) + len(chosen) < enough:
-            chosen = chosen + self._silent
-            self._silent = []
-        self._new = []
+    def take_new(self, *, silent_too: bool = False) -> list[tuple[int, str]]:
+        """(node id, registered name or "") of nodes that are to introduce themselves now."""
+        chosen, self._new = self._new, []
+        if silent_too:
+            chosen, self._silent = chosen + self._silent, []
         return [(node_id, self._sessions[node_id][1]) for node_id in chosen]
 
     def settle(self, introduced: Mapping[int, str], refused: Mapping[int, str], asked: Mapping[int, str]) -> None:

@@ -34,7 +34,7 @@ def quickstart_app(make_model, mods, *, calls_apply_plan: bool, optimizer=None, 
         loss = torch.zeros(())
         for _ in range(3):
             step.zero_grad()
-            loss = torch.nn.functional.cross_entropy(model(images), labels)
+            loss = torch.nn.functional.cross_entropy(model(images.to(_dtype(model))), labels)
             loss.backward()
             if clip:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
@@ -50,8 +50,12 @@ def quickstart_app(make_model, mods, *, calls_apply_plan: bool, optimizer=None, 
         model.load_state_dict(msg.content["arrays"].to_torch_state_dict())
         images, labels = load(context)
         with torch.no_grad():
-            right = (model(images).argmax(1) == labels).float().mean().item()
+            right = (model(images.to(_dtype(model))).argmax(1) == labels).float().mean().item()
         metrics = MetricRecord({"num-examples": len(labels), "accuracy": right})
         return Message(RecordDict({"metrics": metrics}), reply_to=msg)
 
     return app
+
+
+def _dtype(model):
+    return next(model.parameters()).dtype

@@ -1,0 +1,53 @@
+# Everything from an empty checkout: `make run`, `make test`, `make lint`. The virtual environment is made on first use
+# and again only when pyproject.toml or constraints.txt change.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+PACKAGES := models exchange strategies client_app server_app
+
+.DEFAULT_GOAL := help
+.PHONY: help run test lint clean
+
+help:
+	@echo "make run    set up and run the main job: a simulation on this machine, results under runs/"
+	@echo "make test   set up and run the unit and integration tests"
+	@echo "make lint   check style (ruff) and types (mypy)"
+	@echo "make clean  remove the virtual environment, caches and build outputs; runs/ stays"
+	@echo "PYTHON=...  the Python to build the environment with (3.11 or newer), default: python3"
+
+run: $(VENV)/.ready-run
+	$(BIN)/tepal simulate .
+
+# Unit tests share both cores, so one thread each. Integration tests start servers and Ray: one at a time.
+test: $(VENV)/.ready-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit -n 2 --dist loadscope
+	$(BIN)/python -m pytest tests/integration
+
+lint: $(VENV)/.ready-dev
+	$(BIN)/ruff check .
+	@mkdir -p .typing/tepal
+	@for package in $(PACKAGES); do ln -sfn ../../$$package .typing/tepal/$$package; done
+	@ln -sfn ../../tepal/__init__.py .typing/tepal/__init__.py
+	MYPYPATH=.typing $(BIN)/mypy $(PACKAGES:%=-p tepal.%)
+
+clean:
+	rm -rf $(VENV) .typing .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info *.fab
+	find . -name __pycache__ -type d -not -path './runs/*' -prune -exec rm -rf {} +
+
+$(VENV)/.python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "Tepal needs Python 3.11 or newer; '$(PYTHON)' is: $$($(PYTHON) --version 2>&1)." >&2; \
+		echo "Name another one: make PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.ready-run: pyproject.toml constraints.txt $(VENV)/.python
+	@echo "Installing Tepal for simulation into $(VENV) (some minutes the first time) ..."
+	$(PIP) -e '.[simulation]'
+	@touch $@
+
+$(VENV)/.ready-dev: $(VENV)/.ready-run
+	@echo "Installing what the tests and checks need ..."
+	$(PIP) -e '.[simulation,text,dev]'
+	@touch $@

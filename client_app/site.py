@@ -1,0 +1,92 @@
+"""What one client brings to a message: its data, its model, its device and settings, kept between messages."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from flwr.app import Context, Message
+from torch import Tensor, nn
+
+from tepal import models
+from tepal.client_app.data import ClientData, DataConfig, load_client
+from tepal.client_app.training import Batches, TrainingConfig, device_of
+from tepal.exchange.mod import own_name, received
+
+
+@dataclass(frozen=True)
+class Site:
+    """One client in one message. `model` is one object per process: its weights are those of whoever loaded it last."""
+
+    name: str
+    model: nn.Module
+    batches: Batches
+    test: tuple[Tensor, Tensor]
+    training: TrainingConfig
+
+    @staticmethod
+    def of(context: Context, msg: Message | None = None) -> Site:
+        """Load data and model. Settings in the message's config record go before the run config.
+
+        Raises ValueError (DataError, ModelError, …) in words for the client's owner.
+        """
+        came = received(msg) if msg is not None else None
+        name = came.manifest.client if came else own_name(context)
+        sent: Mapping[str, Any] = msg.content.config_records.get("config", {}) if msg is not None else {}
+        training = TrainingConfig.of({**context.run_config, **sent})
+        if training.deterministic:
+            torch.set_num_threads(1)
+        device = device_of(_text(context.node_config.get("device")))
+        # A process may serve many clients, as simulation's actors do, and one client many rounds.
+        data = _load(json.dumps([context.run_config, context.node_config], sort_keys=True, default=str), name, context)
+        seed = int(context.run_config.get("seed", 0))
+        inputs, labels, test_inputs, test_labels = (tensor.to(device) for tensor in data.tensors)
+        round_seed = zlib.crc32(f"{seed}/{sent.get('server-round', 0)}/{name}".encode())
+        return Site(
+            name=name,
+            model=_model(str(context.run_config.get("model")), data.data.shape, data.data.classes).to(device),
+            batches=Batches(inputs, labels, training.batch_size, round_seed),
+            test=(test_inputs, test_labels),
+            training=training,
+        )
+
+    def figures(self) -> dict[str, int]:
+        """What a client tells of itself when it is introduced."""
+        return {"num-examples": len(self.batches), "test-examples": len(self.test[1])}
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    data: ClientData
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+_loaded: dict[tuple[str, str], _Loaded] = {}
+_MOST_LOADED = 64  # clients whose examples one process keeps
+
+
+def _load(key: str, name: str, context: Context) -> _Loaded:
+    if (key, name) not in _loaded:
+        data = load_client(DataConfig.from_run_config(context.run_config), context.node_config, client=name)
+        tensors = tuple(
+            torch.from_numpy(array)
+            for array in (data.train.images, data.train.labels, data.test.images, data.test.labels)
+        )
+        if len(_loaded) >= _MOST_LOADED:
+            _loaded.pop(next(iter(_loaded)))
+        _loaded[key, name] = _Loaded(data, tensors)  # type: ignore[arg-type]
+    return _loaded[key, name]
+
+
+@lru_cache(maxsize=1)
+def _model(name: str, shape: tuple[int, int, int], classes: int) -> nn.Module:
+    return models.build(name, image_shape=shape, classes=classes, seed=0)
+
+
+def _text(value: object) -> str | None:
+    return None if value is None else str(value)

@@ -1,0 +1,13 @@
+"""Flower's ServerApp. Flower loads this file as `server_app.app`; nothing else imports it."""
+
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+
+from tepal.server_app.run import run
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    run(grid, context.run_config)

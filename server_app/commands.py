@@ -1,0 +1,135 @@
+"""The command line: `tepal …`. Flower's own commands (`flwr run`, `flower-superlink`, …) stay as they are."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from tepal.server_app.config import ConfigError, RunConfig, read_run_config
+from tepal.server_app.report import write_report
+from tepal.server_app.run_directory import METRICS, find_run, read_metrics, read_summary
+from tepal.server_app.simulation import SimulationError, app_run_config, parse_run_config, simulate
+from tepal.server_app.terminal import RoundProgress, final_table, follow_metrics
+
+main = typer.Typer(
+    name="tepal",
+    help="Federated learning that moves only the parts of a model that a round needs.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@main.callback()
+def tepal() -> None:
+    """Federated learning that moves only the parts of a model that a round needs."""
+
+
+@main.command("simulate")
+def simulate_command(
+    app: Annotated[Path, typer.Argument(help="folder of the Flower app: a checkout of this project")] = Path("."),
+    clients: Annotated[int, typer.Option(min=2, help="simulated clients")] = 10,
+    run_config: Annotated[
+        list[str] | None,
+        typer.Option("--run-config", "-c", help="'key=value …' or a TOML file, as in `flwr run`; may be repeated"),
+    ] = None,
+    cpus: Annotated[float, typer.Option(min=0.01, help="CPU cores for each client at work")] = 1,
+    gpus: Annotated[float, typer.Option(min=0, help="share of a GPU for each client at work")] = 0,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="show Flower's own log")] = False,
+) -> None:
+    """Run the app with simulated clients on this machine, show its progress, and say what it moved.
+
+    An own SuperLink is started for it on a free port, and stopped whatever happens.
+    """
+    console = Console()
+    try:
+        given = parse_run_config(run_config or [])
+        config = read_run_config({**app_run_config(app), **given})
+        _check_model(config)
+        _simulate(console, app, config, clients, cpus, gpus, verbose)
+    except (ConfigError, SimulationError, ValueError) as error:
+        console.print(f"[bold red]error:[/] {_escaped(error)}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from error
+
+
+@main.command("report")
+def report_command(
+    run: Annotated[Path, typer.Argument(help="a run directory, or a folder of them: then the latest")] = Path("runs"),
+) -> None:
+    """Write a run's report.html anew, of a run in progress too, and say where it is."""
+    try:
+        typer.echo(write_report(find_run(run)))
+    except (OSError, ValueError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+def _check_model(config: RunConfig) -> None:
+    # Here and not at the top: torch takes seconds to import, and `tepal report` needs none of it.
+    from tepal.server_app.run import build_model, build_strategy
+
+    _, blocks = build_model(config)
+    build_strategy(config, blocks)
+
+
+def _simulate(
+    console: Console, app: Path, config: RunConfig, clients: int, cpus: float, gpus: float, verbose: bool
+) -> None:
+    runs = Path(config.rounds.runs).expanduser().resolve()
+    before = {path.name for path in runs.glob("*")} if runs.exists() else set()
+    done = threading.Event()
+    rounds = config.rounds.num_server_rounds
+
+    def follow() -> None:
+        # The run directory is made by the ServerApp, in a process of Flower's: its metrics are what this one sees.
+        while not done.wait(0.1):
+            new = [path for path in runs.glob("*-*") if path.name not in before and path.is_dir()]
+            if new:
+                found.append(new[0])
+                for line in follow_metrics(new[0] / METRICS, done.is_set):
+                    progress.update(line)
+                return
+
+    found: list[Path] = []
+    with RoundProgress(rounds, console=console) as progress:
+        follower = threading.Thread(target=follow, daemon=True)
+        follower.start()
+        try:
+            values = {**config.flat, "runs": str(runs)}
+            outcome = simulate(
+                app,
+                clients=clients,
+                run_config=values,
+                cpus_per_client=cpus,
+                gpus_per_client=gpus,
+                on_event=(lambda kind, text: console.print(text, markup=False, highlight=False)) if verbose else None,
+            )
+        finally:
+            done.set()
+            follower.join(timeout=5)
+    if not found:
+        raise SimulationError("the run ended without a run directory", outcome.log)
+    outcome.log.replace(found[0] / "flower.log") if _same_device(outcome.log, found[0]) else None
+    summary = read_summary(found[0])
+    if summary is not None:
+        console.print(final_table(summary, read_metrics(found[0]), found[0]))
+
+
+def _same_device(a: Path, b: Path) -> bool:
+    return os.stat(a).st_dev == os.stat(b).st_dev
+
+
+def _escaped(error: Exception) -> str:
+    from rich.markup import escape
+
+    return escape(str(error))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

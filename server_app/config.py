@@ -1,0 +1,183 @@
+"""The run config: every key with its default, what is allowed, and what it is for; checked before anything starts.
+
+Keys are flat and kebab-case, as Flower's `[tool.flwr.app.config]` and `--run-config` have them; a method's own keys
+begin with its name (`fedfrozen.warmup-rounds`). Keys about data and local training are defined where they are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from logging import getLogger
+from typing import Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from tepal import models
+from tepal.client_app.data import DataConfig, DataError, DatasetInfo, dataset_info
+from tepal.client_app.training import TrainingConfig
+
+log = getLogger("flwr")
+
+StrategyName = Literal["fedavg", "fedfrozen"]
+STRATEGIES: tuple[str, ...] = get_args(StrategyName)
+
+Value = str | int | float | bool
+
+
+class ConfigError(ValueError):
+    """A run config that cannot be run; the text names every key that is wrong, its value, and what is allowed."""
+
+
+def _keys(prefix: str = "") -> ConfigDict:
+    return ConfigDict(
+        alias_generator=lambda name: prefix + name.replace("_", "-"), populate_by_name=True, extra="ignore", frozen=True
+    )
+
+
+class RoundConfig(BaseModel):
+    """Keys of the run and its rounds."""
+
+    model_config = _keys()
+
+    strategy: StrategyName = Field("fedfrozen", description="what is sent and merged: " + ", ".join(STRATEGIES))
+    model: str = Field("tiny-vit", description="what is trained: " + ", ".join(models.names()))
+    num_server_rounds: int = Field(20, ge=1, description="rounds of the run")
+    fraction_train: float = Field(1.0, gt=0, le=1, description="share of the available clients that train in a round")
+    fraction_evaluate: float = Field(
+        1.0, ge=0, le=1, description="share that scores the final model on its own test examples; 0 skips it"
+    )
+    min_clients: int = Field(2, ge=1, description="clients that must be connected before a round starts")
+    min_replies: int = Field(1, ge=1, description="fewer good replies than this, and the round is repeated")
+    max_replies: int = Field(0, ge=0, description="the round ends with this many good replies; 0: it waits for all")
+    round_timeout: float = Field(3600.0, gt=0, description="deadline of one exchange, in seconds")
+    schedule: Literal["cosine", "constant"] = Field("cosine", description="of the learning rate over the rounds")
+    seed: int = Field(42, ge=0, lt=2**32, description="of everything that is drawn: model, partition, cohorts, batches")
+    runs: str = Field("runs", description="folder for run directories, on the server")
+
+
+class FedFrozenConfig(BaseModel):
+    """Keys of FedFrozen."""
+
+    model_config = _keys("fedfrozen.")
+
+    warmup_rounds: int = Field(6, ge=0, description="rounds before query and key projections are frozen")
+    ridge: float = Field(0.0, ge=0, allow_inf_nan=False, description="λ of (λ/2)·‖W_V‖² on the value projections")
+
+
+SECTIONS: tuple[type[BaseModel], ...] = (RoundConfig, DataConfig, TrainingConfig, FedFrozenConfig)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A run config that was checked, by section; `flat` is the whole of it as key → value, defaults included."""
+
+    rounds: RoundConfig
+    data: DataConfig
+    training: TrainingConfig
+    fedfrozen: FedFrozenConfig
+
+    @property
+    def flat(self) -> dict[str, Value]:
+        values: dict[str, Value] = {}
+        for section in (self.rounds, self.data, self.training, self.fedfrozen):
+            values |= section.model_dump(by_alias=True)
+        return values
+
+
+def defaults() -> dict[str, Value]:
+    """Every key with its default."""
+    return RunConfig(RoundConfig(), DataConfig(), TrainingConfig(), FedFrozenConfig()).flat
+
+
+def read_run_config(values: Mapping[str, Any]) -> RunConfig:
+    """Check a run config: known keys, types, ranges, and what must hold between keys.
+
+    Args:
+        values: key → value; keys that are left out have their defaults.
+
+    Raises:
+        ConfigError: naming all keys that are wrong at once.
+    """
+    problems = [_unknown(key) for key in values if key not in defaults()]
+    sections: list[Any] = []
+    for section in SECTIONS:
+        try:
+            sections.append(section.model_validate(dict(values)))
+        except ValidationError as error:
+            problems += [_explain(section, dict(one)) for one in error.errors()]
+    if not problems:
+        config = RunConfig(*sections)
+        problems = list(_contradictions(config))
+    if problems:
+        unique = list(dict.fromkeys(problems))
+        raise ConfigError("\n".join(["the run config cannot be run:", *(f"  {problem}" for problem in unique)]))
+    for warning in _warnings(config):
+        log.warning(warning)
+    return config
+
+
+def dataset_of(config: RunConfig) -> DatasetInfo:
+    """Image shape and classes of the run's dataset. Raises ConfigError when it cannot be read."""
+    try:
+        return dataset_info(config.data)
+    except DataError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _unknown(key: str) -> str:
+    known = defaults()
+    near = get_close_matches(key, known, n=1) or [name for name in known if name.rpartition(".")[2] == key]
+    hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(known))}"
+    return f"{key!r} is no key of the run config: {hint}"
+
+
+def _explain(section: type[BaseModel], error: dict[str, Any]) -> str:
+    key = str(error["loc"][0])
+    field = next(
+        (f for f in section.model_fields.values() if f.alias == key), section.model_fields.get(key.replace("-", "_"))
+    )
+    value = error["input"]
+    said = str(error["msg"]).removeprefix("Value error, ").removeprefix("Input ")
+    if error["type"] == "literal_error":
+        allowed = [str(option) for option in get_args(field.annotation)] if field else []
+        near = get_close_matches(str(value), allowed, n=1)
+        said = f"did you mean {near[0]!r}? Known are {', '.join(allowed)}" if near else f"known are {', '.join(allowed)}"
+    about = f" ({field.description})" if field and field.description else ""
+    return f"{key}={value!r}: {said}{about}"
+
+
+def _contradictions(config: RunConfig) -> list[str]:
+    rounds, found = config.rounds, []
+    try:
+        if models.find(rounds.model).kind != models.IMAGES:
+            fitting = [name for name in models.names() if models.find(name).kind == models.IMAGES]
+            found.append(
+                f"model={rounds.model!r} does {models.find(rounds.model).kind}, and dataset={config.data.dataset!r} is "
+                f"images with classes: choose one of {', '.join(fitting)}"
+            )
+    except models.ModelError as error:
+        found.append(f"model: {error}")
+    if rounds.max_replies and rounds.max_replies < rounds.min_replies:
+        found.append(f"max-replies={rounds.max_replies} is less than min-replies={rounds.min_replies}")
+    if config.training.deterministic and rounds.max_replies:
+        found.append("deterministic=true and max-replies do not go together: which replies are first is not determined")
+    if not config.training.local_steps and not config.training.local_epochs:
+        found.append("local-epochs=0 and local-steps=0: clients would not train; set one of them")
+    if not found:
+        try:
+            dataset_info(config.data)
+        except DataError as error:
+            found.append(str(error))
+    return found
+
+
+def _warnings(config: RunConfig) -> list[str]:
+    rounds = config.rounds
+    if rounds.strategy == "fedfrozen" and config.fedfrozen.warmup_rounds >= rounds.num_server_rounds:
+        return [
+            f"fedfrozen.warmup-rounds={config.fedfrozen.warmup_rounds} and num-server-rounds="
+            f"{rounds.num_server_rounds}: nothing will ever be frozen, so this run is FedAvg."
+        ]
+    return []

@@ -1,0 +1,304 @@
+"""Child processes that cannot be left behind: SuperLink, SuperNodes, executors, the dashboard.
+
+Flower and Ray start processes in sessions of their own (flower-superexec, flwr-simulation, gcs_server, raylet), so
+ending a process group is not enough. `started` marks what it starts in the environment, which every descendant
+inherits, and at the end stops the group, all descendants, and whoever else carries the mark or descends from such a
+process. It does so after a normal end, an exception, Ctrl-C, and SIGTERM or SIGHUP to this process. Should this process
+itself be killed, the kernel (on Linux) sends SIGTERM to the child.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+MARK = "TEPAL_RUN_TOKEN"
+"""Environment variable that marks the processes of a run: tokens joined by commas, the outermost first."""
+
+_PR_SET_PDEATHSIG = 1
+# Looked up before any fork: between fork and exec only what needs no lock may run.
+_libc = ctypes.CDLL(None, use_errno=True) if sys.platform.startswith("linux") else None
+
+
+class ProcessError(RuntimeError):
+    """A child process could not be started, or ended when it should not have. The message ends with its log's tail."""
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """Return a TCP port that nobody listens on now. Another process may take it before you do: try again then."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def flower_environment(home: Path) -> dict[str, str]:
+    """Return this process's environment, changed for running Flower commands that are private and call nobody.
+
+    `home` becomes FLWR_HOME: connections and installed app bundles are kept there and not in the user's `~/.flwr`.
+    """
+    environment = dict(os.environ)
+    # Flower finds flower-superexec, flwr-simulation and the like by name: they must be those of this interpreter, also
+    # when its virtual environment was never activated.
+    programs = str(Path(sys.executable).parent)
+    environment["PATH"] = os.pathsep.join([programs, environment.get("PATH", os.defpath)])
+    environment |= {
+        "FLWR_HOME": str(home),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        # Else the SuperLink resolves and downloads the app's dependencies for every run.
+        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "HF_HUB_OFFLINE": environment.get("HF_HUB_OFFLINE", "1"),
+        "PYTHONUNBUFFERED": "1",
+    }
+    return environment
+
+
+@dataclass
+class Process:
+    """A running child and everything below it. Made by `started`."""
+
+    name: str
+    pid: int
+    log: Path
+    token: str
+    _popen: subprocess.Popen[bytes]
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit status of the child itself, None while it runs."""
+        return self._popen.poll()
+
+    @property
+    def running(self) -> bool:
+        return self.returncode is None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the child's end and return its exit status; `TimeoutError` after `timeout` seconds."""
+        try:
+            return self._popen.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"{self.name} (pid {self.pid}) still runs after {timeout:g} s") from None
+
+    def tail(self, lines: int = 20) -> str:
+        """Return the last lines of its log."""
+        with contextlib.suppress(FileNotFoundError):
+            return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+        return ""
+
+    def tree(self) -> list[psutil.Process]:
+        """Return every live process that belongs to this child: its own, all below it, and those it left behind."""
+        # Once the child has been reaped, its pid may be another's.
+        return marked(self.token, *([self.pid] if self.running else []))
+
+    def stop(self, grace: float = 10.0) -> None:
+        """End the child and all that belongs to it: SIGTERM, and SIGKILL to what is left after `grace` seconds."""
+        end = time.monotonic() + grace
+        tree = {process.pid: process for process in self.tree()}
+        _signal(tree.values(), signal.SIGTERM)
+        while tree and time.monotonic() < end:
+            time.sleep(0.02)
+            tree = self._left(tree)
+        # A process may fork while it is being killed: repeat until a look finds nothing.
+        for _ in range(50):
+            if not tree:
+                break
+            self._kill_group()
+            _signal(tree.values(), signal.SIGKILL)
+            time.sleep(0.02)
+            tree = self._left(tree)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._popen.wait(1)
+
+    def _left(self, tree: Mapping[int, psutil.Process]) -> dict[int, psutil.Process]:
+        """Return who is alive of the tree, and who has joined it."""
+        self._popen.poll()  # reaps it
+        # A process that has been seen is ours also when its parent is gone and its environment unreadable.
+        alive = {pid: process for pid, process in tree.items() if _alive(process)}
+        return alive | {process.pid: process for process in self.tree()}
+
+    def _kill_group(self) -> None:
+        # The group's id is the child's pid, which stays reserved only while the child has not been reaped.
+        if self._popen.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def started(
+    command: Sequence[str | os.PathLike[str]],
+    *,
+    log: Path,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    name: str | None = None,
+    grace: float = 10.0,
+) -> Iterator[Process]:
+    """Run a command beside the block, and stop it with everything it started when the block is left, in any way.
+
+    Output of both streams is appended to `log`. `env` is the whole environment (default: this process's). The child
+    dies with the thread that started it, so use this from a thread that outlives the block; SIGTERM and SIGHUP end the
+    block as Ctrl-C does (by `SystemExit`) when it runs in the main thread.
+
+    Raises `ProcessError` if the command cannot be started.
+    """
+    arguments = [os.fspath(part) for part in command]
+    name = name or Path(arguments[0]).name
+    token = uuid.uuid4().hex
+    environment = dict(os.environ if env is None else env)
+    environment[MARK] = ",".join(part for part in (os.environ.get(MARK, ""), token) if part)
+    # Popen looks for the program on this process's PATH, not on the child's.
+    program = shutil.which(arguments[0], path=environment.get("PATH")) or arguments[0]
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with _ending_by_signal(), log.open("ab") as output:
+        try:
+            popen = subprocess.Popen(
+                [program, *arguments[1:]],
+                env=environment,
+                cwd=cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_die_with(os.getpid()),
+            )
+        except OSError as error:
+            raise ProcessError(f"Cannot start {name}: {error}. The command was: {shlex.join(arguments)}") from error
+        process = Process(name=name, pid=popen.pid, log=log, token=token, _popen=popen)
+        try:
+            yield process
+        finally:
+            with _undisturbed():
+                process.stop(grace)
+
+
+def wait_for_http(url: str, *, timeout: float = 60.0, process: Process | None = None) -> None:
+    """Wait until `url` answers with a success status.
+
+    Raises `ProcessError` with the end of its log as soon as `process` is gone, `TimeoutError` after `timeout` seconds.
+    """
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # our own servers, never through a proxy
+    end = time.monotonic() + timeout
+    last = "no answer"
+    while True:
+        if process is not None and not process.running:
+            raise ProcessError(
+                f"{process.name} ended with status {process.returncode} before {url} answered.\n"
+                f"The end of {process.log}:\n{process.tail()}"
+            )
+        try:
+            with opener.open(url, timeout=2):
+                return
+        except urllib.error.HTTPError as error:
+            last = f"status {error.code}"
+        except OSError as error:
+            last = str(error)
+        if time.monotonic() > end:
+            tail = f"\nThe end of {process.log}:\n{process.tail()}" if process else ""
+            raise TimeoutError(f"{url} did not answer within {timeout:g} s ({last}).{tail}")
+        time.sleep(0.05)
+
+
+def marked(token: str, *pids: int) -> list[psutil.Process]:
+    """Return the live processes that carry `token` in their environment or are named by `pids`, and all below them.
+
+    Some programs (Ray's workers) overwrite the memory their environment is read from; they are found through a parent.
+    """
+    processes = {process.pid: process for process in psutil.process_iter()}
+    children: dict[int, list[int]] = {}
+    found: list[int] = []
+    for pid, process in processes.items():
+        with contextlib.suppress(psutil.Error, OSError):
+            children.setdefault(process.ppid(), []).append(pid)
+            if pid in pids or token in process.environ().get(MARK, "").split(","):
+                found.append(pid)
+    tree: dict[int, psutil.Process] = {}
+    while found:
+        pid = found.pop()
+        if pid not in tree and pid in processes:
+            tree[pid] = processes[pid]
+            found += children.get(pid, [])
+    return [process for process in tree.values() if _alive(process)]
+
+
+def _alive(process: psutil.Process) -> bool:
+    """Whether the process runs; one that has ended and only waits to be reaped does not."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def _signal(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            process.send_signal(number)
+
+
+def _die_with(parent: int) -> Callable[[], None] | None:
+    """Return what the child runs before the command: ask the kernel for SIGTERM when this process dies. Linux only."""
+    if _libc is None:
+        return None
+    libc = _libc
+
+    def ask() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # it died before the kernel knew
+            os._exit(1)
+
+    return ask
+
+
+@contextlib.contextmanager
+def _ending_by_signal() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP raise `SystemExit` inside the block, where they would end the process without cleaning."""
+
+    def leave(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    changed = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:  # who has a handler has a plan
+                changed[number] = signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number, handler in changed.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Hold signals back while processes are being stopped: a second Ctrl-C must not leave half of them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    waiting: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = {number: signal.signal(number, lambda got, _frame: waiting.append(got)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for got in dict.fromkeys(waiting):
+            signal.raise_signal(got)

@@ -1,0 +1,232 @@
+"""What a run shows in the terminal: its progress round by round, a run in progress followed from its file, the final
+table.
+
+Piped into a file the same calls print plain lines, one a round, without colours or cursor movements.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console, Group
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from tepal.server_app.run_directory import METRICS, MODEL, REPORT, SUMMARY, add, parse_line, total
+
+UNKNOWN = "unknown"
+
+
+def bytes_text(n: float | None) -> str:
+    """Bytes for people, decimal units, three figures: 999 B, 1.00 kB, 41.2 MB, 1.05 GB. None is unknown."""
+    if n is None:
+        return UNKNOWN
+    if abs(n) < 999.5:
+        return f"{n:.0f} B"
+    for unit in ("kB", "MB", "GB", "TB", "PB"):
+        n /= 1000
+        # Rounded first: 999,999 bytes are 1.00 MB, not 1000 kB.
+        for decimals in (2, 1, 0):
+            text = f"{n:.{decimals}f}"
+            if abs(float(text)) < 10 ** (3 - decimals):
+                return f"{text} {unit}"
+    return f"{n:,.0f} PB"
+
+
+def seconds_text(seconds: float | None) -> str:
+    """A duration: 1.7 s below a minute, then 2:05 min, then 1:02:05 h. None is unknown."""
+    if seconds is None:
+        return UNKNOWN
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02} h" if hours else f"{minutes}:{rest:02} min"
+
+
+def score_text(value: float | None) -> str:
+    """An accuracy or a loss with four decimals."""
+    return UNKNOWN if value is None else f"{value:.4f}"
+
+
+class RoundProgress:
+    """Progress over the rounds of a run: a bar in a terminal, one plain line a round elsewhere.
+
+        with RoundProgress(num_rounds) as progress:
+            for line in ...:
+                progress.update(line)       # a line of metrics.jsonl
+
+    Time counts the `seconds` of the rounds, so that a run that is followed from its middle shows its own age.
+    """
+
+    def __init__(self, rounds: int, *, console: Console | None = None) -> None:
+        self._rounds = rounds
+        self._console = console or Console()
+        self._bytes: float | None = 0
+        self._seconds = 0.0
+        self._since = time.monotonic()
+        # Asked of the file itself: rich also says "terminal" when FORCE_COLOR is set, as build servers do.
+        isatty = getattr(self._console.file, "isatty", lambda: False)
+        self._progress: Progress | None = None
+        if isatty() and not self._console.is_dumb_terminal:
+            self._progress = Progress(
+                SpinnerColumn(),
+                TextColumn("{task.description}", markup=False),
+                BarColumn(bar_width=None),
+                TextColumn("{task.fields[figures]}", markup=False),
+                _Elapsed(self),
+                console=self._console,
+                expand=True,
+            )
+            self._task = self._progress.add_task(f"round 0/{rounds}", total=rounds, figures="")
+
+    def __enter__(self) -> RoundProgress:
+        self._since = time.monotonic()
+        if self._progress is not None:
+            self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def update(self, line: Mapping[str, Any]) -> None:
+        """Show one round that has ended."""
+        now = time.monotonic()
+        seconds = line.get("seconds")
+        self._seconds += now - self._since if seconds is None else seconds
+        self._since = now
+        self._bytes = add(self._bytes, total([line], "bytes_down"), total([line], "bytes_up"))
+
+        where = f"round {line['round']}/{self._rounds}"
+        phase = line.get("phase") or ("initial model" if line["round"] == 0 else "")
+        scores = [f"{key} {score_text(line[key])}" for key in ("accuracy", "loss") if line.get(key) is not None]
+        moved_text = f"{bytes_text(self._bytes)} moved"
+        if self._progress is not None:
+            self._progress.update(
+                self._task,
+                completed=line["round"],
+                description=f"{where} {phase}".strip(),
+                figures="  ".join([*scores[:1], moved_text]),
+            )
+            for text in _trouble(line):
+                self._progress.print(Text(f"{where}: {text}", style="yellow"))
+        else:
+            parts = [where, phase, *scores, moved_text, seconds_text(self._seconds), *_trouble(line)]
+            print("  ".join(part for part in parts if part), file=self._console.file, flush=True)
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds of the rounds that have ended, and of the one that is under way."""
+        return self._seconds + time.monotonic() - self._since
+
+
+class _Elapsed(ProgressColumn):
+    def __init__(self, progress: RoundProgress) -> None:
+        super().__init__()
+        self._of = progress
+
+    def render(self, task: Task) -> Text:
+        done = task.total is not None and task.completed >= task.total
+        return Text(seconds_text(self._of._seconds if done else self._of.elapsed), style="dim")
+
+
+def lost_reply(lost: str | Mapping[str, Any]) -> tuple[str, str]:
+    """(client, reason) of an entry of `lost`: a client's name, or an object with its `reason` as in `refused`."""
+    if isinstance(lost, Mapping):
+        return str(lost.get("client")), str(lost.get("reason") or "no reply came")
+    return str(lost), "no reply came"
+
+
+def _trouble(line: Mapping[str, Any]) -> list[str]:
+    found = []
+    if refused := line.get("refused"):
+        reasons = "; ".join(f"{reply.get('client')}: {reply.get('reason')}" for reply in refused)
+        found.append(f"refused {len(refused)} ({reasons})")
+    if lost := line.get("lost"):
+        found.append(f"no reply from {', '.join(client for client, _ in map(lost_reply, lost))}")
+    return found
+
+
+def follow_metrics(path: Path, stop: Callable[[], bool], *, poll: float = 0.2) -> Iterator[dict[str, Any]]:
+    """Yield the rounds of a `metrics.jsonl` as they are written, from the first; the file need not exist yet.
+
+    Ends once `stop()` is true, after the lines that were written until then. A line that is still being written is
+    waited for. Looks every `poll` seconds. Raises ValueError at a complete line that is not a round.
+    """
+    path = Path(path)
+    read = 0  # bytes up to the end of the last complete line
+    while True:
+        # Asked before reading: what was written before the run said that it had ended is still read.
+        last = stop()
+        try:
+            with path.open("rb") as file:
+                file.seek(0, 2)
+                if file.tell() < read:
+                    read = 0  # another file under the same name
+                file.seek(read)
+                fresh = file.read()
+        except FileNotFoundError:
+            fresh = b""
+        complete = fresh[: fresh.rfind(b"\n") + 1]
+        read += len(complete)
+        for line in complete.splitlines():
+            if line.strip():
+                try:
+                    parsed = parse_line(line)
+                except ValueError as error:
+                    raise ValueError(f"{path}: a line is {error}: {line[:80]!r}") from error
+                yield parsed
+        if last:
+            return
+        time.sleep(poll)
+
+
+def final_table(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], run: Path | None = None) -> Group:
+    """This run's bytes beside "FedAvg, same rounds", its scores, and where the results in directory `run` lie.
+
+    For `console.print(…, soft_wrap=True)`: long paths then stay in one piece. Without it they are folded, not cut.
+    """
+    down, up, fedavg = summary.get("bytes_down"), summary.get("bytes_up"), total(metrics, "bytes_fedavg")
+    moved = add(down, up)
+    # FedAvg moves the same model both ways, so each way is half of it, but only where every client that was asked
+    # answered.
+    trained = [line for line in metrics if line["round"] > 0]
+    all_replied = all(line.get("clients_asked") == line.get("clients_replied", -1) for line in trained)
+    half = fedavg / 2 if fedavg is not None and all_replied else None
+
+    rounds = summary.get("rounds")
+    table = Table(
+        title=Text(" · ".join(str(summary[key]) for key in ("strategy", "model") if summary.get(key)), style="bold"),
+        caption=Text(f"{rounds} rounds, {seconds_text(summary.get('seconds'))}, payload bytes of all clients"),
+        title_justify="left",
+        caption_justify="left",
+    )
+    table.add_column("")
+    for heading in ("this run", "FedAvg, same rounds", "ratio"):
+        table.add_column(heading, justify="right")
+    ratios = [ours / theirs if ours is not None and theirs else None for ours, theirs in ((down, half), (up, half))]
+    for name, ours, theirs, ratio in (
+        ("bytes down", down, half, ratios[0]),
+        ("bytes up", up, half, ratios[1]),
+        ("bytes in total", moved, fedavg, summary.get("bytes_vs_fedavg")),
+    ):
+        theirs_text = "–" if theirs is None else bytes_text(theirs)
+        table.add_row(name, bytes_text(ours), theirs_text, "–" if ratio is None else f"{ratio:.4f}")
+    for key in ("accuracy", "loss"):
+        table.add_row(key, score_text(summary.get(key)), "–", "–")
+    table.add_row("refused replies", str(summary.get("refused_replies", UNKNOWN)), "–", "–")
+    if run is None:
+        return Group(table)
+    lines = [f"Results in {run}"]
+    for name, what in ((REPORT, "  (open it in a browser)"), (SUMMARY, ""), (METRICS, ""), (MODEL, "")):
+        if (Path(run) / name).exists():
+            lines.append(f"  {Path(run) / name}{what}")
+    return Group(table, *(Text(line) for line in lines))

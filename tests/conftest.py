@@ -1,0 +1,29 @@
+"""What all tests share: nothing calls out, and a client's cache never outlives its test."""
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# Machines that run tests are shared: how long an example takes says nothing about the code.
+settings.register_profile("tepal", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tepal")
+
+for name in ("FLWR_DISABLE_UPDATE_CHECK", "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION", "HF_HUB_OFFLINE"):
+    os.environ[name] = "1"
+os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(tmp_path, monkeypatch):
+    """The folder in which clients of this test keep what they hold."""
+    monkeypatch.setenv("TEPAL_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _few_threads():
+    import torch
+
+    torch.set_num_threads(1)  # small tensors: more threads only wait for each other

@@ -1,0 +1,314 @@
+"""`simulate` runs an app to its end, says why it failed, and leaves nothing behind, whatever happens."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tepal.server_app.processes import MARK, marked
+from tepal.server_app.simulation import (
+    SimulationError,
+    _resources,
+    explain,
+    parse_run_config,
+    simulate,
+    stage_app,
+    to_toml,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PYPROJECT = """
+[project]
+name = "toy-app"
+version = "0.1.0"
+description = "A toy"
+license = "Apache-2.0"
+dependencies = ["flwr"]
+
+[tool.flwr.app]
+publisher = "tepal"
+fab-include = ["/toy/**/*.py"]
+
+[tool.flwr.app.components]
+serverapp = "toy.server:app"
+clientapp = "toy.client:app"
+
+[tool.flwr.app.config]
+num-server-rounds = 2
+result = ""
+note = ""
+mode = "work"
+a.x = 1
+a.y = 0.5
+"""
+
+SERVER = """
+import json, os, pathlib, time
+import numpy as np
+from flwr.app import ArrayRecord
+from flwr.serverapp import ServerApp
+from flwr.serverapp.strategy import FedAvg
+
+app = ServerApp()
+
+@app.main()
+def main(grid, context):
+    config = context.run_config
+    print("the server app begins")
+    if config["mode"] == "raise":
+        raise ValueError("warm-up-rounds is 7\\nexpected at most 5")
+    if config["mode"] == "wait":
+        time.sleep(300)
+    rounds = config["num-server-rounds"]
+    strategy = FedAvg(fraction_evaluate=0.0, min_available_nodes=2)
+    result = strategy.start(grid=grid, initial_arrays=ArrayRecord([np.zeros(2)]), num_rounds=rounds)
+    [array] = result.arrays.to_numpy_ndarrays()
+    answer = {"array": array.tolist(), "config": dict(config), "folder": os.listdir(), "file": __file__}
+    pathlib.Path(config["result"]).write_text(json.dumps(answer))
+"""
+
+CLIENT = """
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+app = ClientApp()
+
+@app.train()
+def train(msg, context):
+    arrays = [array + 1 + context.node_config["partition-id"] for array in msg.content["arrays"].to_numpy_ndarrays()]
+    content = {"arrays": ArrayRecord(arrays), "metrics": MetricRecord({"num-examples": 1})}
+    return Message(RecordDict(content), reply_to=msg)
+"""
+
+
+@pytest.fixture
+def app(tmp_path):
+    """A Flower app in a folder with a name that Flower refuses for an app, beside things that are not part of it."""
+    folder = tmp_path / "Toy app (copy 2)"
+    (folder / "toy").mkdir(parents=True)
+    (folder / "pyproject.toml").write_text(PYPROJECT)
+    (folder / "toy" / "__init__.py").touch()
+    (folder / "toy" / "server.py").write_text(SERVER)
+    (folder / "toy" / "client.py").write_text(CLIENT)
+    return folder
+
+
+@pytest.fixture
+def mark(monkeypatch):
+    """Marks every process that this test starts, so that it can look for what was left."""
+    token = f"launcher-{os.getpid()}-{time.monotonic_ns()}"
+    monkeypatch.setenv(MARK, token)
+    return token
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(mark, monkeypatch):
+    # Short, because Ray's sockets lie below it, else `simulate` goes to /tmp itself.
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr("tempfile.tempdir", None)
+        yield
+        assert marked(mark) == []
+        assert [path.name for path in Path(folder).iterdir() if path.is_dir()] == []
+
+
+@pytest.mark.simulation
+def test_a_run_completes_with_the_configuration_it_was_given(app, tmp_path):
+    result, events = tmp_path / "result.json", []
+    config = {"result": str(result), "note": 'it\'s "quoted", naïve\nand long', "a.x": 3}
+    outcome = simulate(
+        app,
+        clients=2,
+        run_config=config,
+        cpus_per_client=0.5,
+        log=tmp_path / "run.log",
+        on_event=lambda kind, text: events.append((kind, text)),
+    )
+    assert outcome.status == "completed"
+    answer = json.loads(result.read_text())
+    # Two clients add 1 and 2 to what they get, twice: the mean grows by 1.5 a round.
+    assert answer["array"] == [3.0, 3.0]
+    assert answer["config"] == config | {"num-server-rounds": 2, "mode": "work", "a.y": 0.5}
+    assert answer["folder"] == [], "the apps must run in an empty folder: actors import from it first"
+    assert "toy/server.py" in answer["file"] and not answer["file"].startswith(str(app))
+    assert "the server app begins" in outcome.log.read_text()
+    assert "\x1b" not in outcome.log.read_text()
+    assert ("log", "the server app begins") in events
+    assert [kind for kind, _ in events].count("stage") == 4
+    print({stage: round(seconds, 1) for stage, seconds in outcome.seconds.items()})
+
+
+@pytest.mark.simulation
+def test_a_failing_server_app_is_reported_with_its_own_words_and_line(app, tmp_path):
+    with pytest.raises(SimulationError) as caught:
+        simulate(app, clients=2, run_config=['mode="raise"'], log=tmp_path / "run.log")
+    line = SERVER.splitlines().index('        raise ValueError("warm-up-rounds is 7\\nexpected at most 5")') + 1
+    assert str(caught.value) == (
+        "The run failed: ValueError: warm-up-rounds is 7\nexpected at most 5 "
+        f"(toy/server.py, line {line}, in main)\nThe whole log: {tmp_path / 'run.log'}"
+    )
+
+
+@pytest.mark.simulation
+def test_the_time_limit_stops_a_run(app):
+    begun = time.monotonic()
+    with pytest.raises(SimulationError, match="longer than 6 s"):
+        simulate(app, clients=2, run_config={"mode": "wait"}, timeout=6)
+    assert time.monotonic() - begun < 15
+
+
+@pytest.mark.simulation
+def test_a_superlink_that_dies_during_the_run_is_reported_at_once(app, mark):
+    killed = []
+
+    def kill_the_superlink(kind: str, text: str) -> None:
+        if (kind, text) == ("log", "the server app begins"):
+            superlinks = [process for process in marked(mark) if "flower-superlink" in " ".join(process.cmdline())]
+            killed.extend(superlinks)
+            for process in superlinks:
+                process.kill()
+
+    begun = time.monotonic()
+    with pytest.raises(SimulationError, match="SuperLink"):
+        simulate(app, clients=2, run_config={"mode": "wait"}, on_event=kill_the_superlink, timeout=90)
+    assert len(killed) == 1
+    assert time.monotonic() - begun < 45
+
+
+CALLER = """
+import sys
+from pathlib import Path
+from tepal.server_app.simulation import simulate
+simulate(Path(sys.argv[1]), clients=2, run_config={"mode": "wait"}, on_event=lambda *event: print(*event, flush=True))
+"""
+
+
+@pytest.mark.simulation
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_a_signal_in_mid_run_leaves_no_process_and_no_file(app, mark, number):
+    command = [sys.executable, "-c", CALLER, str(app)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as call:
+        assert call.stdout is not None
+        try:
+            assert any("the server app begins" in line for line in call.stdout)
+            names = " ".join(process.name() for process in marked(mark))
+            assert "flower-superlin" in names and "flwr-simulation" in names
+            call.send_signal(number)
+            assert call.wait(30) in (128 + number, -number)
+        finally:
+            call.kill()
+
+
+def test_a_folder_without_an_app_and_unknown_keys_are_refused_before_anything_starts(app, tmp_path):
+    with pytest.raises(SimulationError, match="has no pyproject"):
+        simulate(tmp_path, clients=2)
+    with pytest.raises(SimulationError, match=r"no run configuration key a\.z\. It has: a\.x, a\.y, mode"):
+        simulate(app, clients=2, run_config=["a.z=1"])
+    with pytest.raises(ValueError, match="clients is 0"):
+        simulate(app, clients=0)
+
+
+def test_the_staged_app_is_what_flower_would_bundle_of_it(app, tmp_path):
+    for name in ("toy/data.bin", "toy/test_toy.txt", "notes.py", ".venv/lib/x.py", "env2/lib/y.py", "runs/1/toy/a.py"):
+        (app / name).parent.mkdir(parents=True, exist_ok=True)
+        (app / name).write_text("")
+    (app / "env2" / "pyvenv.cfg").touch()
+    (app / "toy" / "link.py").symlink_to(app / "notes.py")
+    (app / "toy" / "secret.py").write_text("")
+    (app / ".gitignore").write_text("runs/\nsecret.py\n")
+    (tmp_path / "staged").mkdir()
+    stage_app(app, tmp_path / "staged")
+
+    def bundle(folder: Path) -> set[str]:
+        # Flower's own choice of files, by its own builder.
+        from io import BytesIO
+        from zipfile import ZipFile
+
+        from flwr.cli.build import build_fab_from_disk
+
+        return {name for name in ZipFile(BytesIO(build_fab_from_disk(folder))).namelist() if name != ".info/CONTENT"}
+
+    assert bundle(app) == bundle(tmp_path / "staged") == {"pyproject.toml", *(f"toy/{n}.py" for n in NAMES)}
+    assert not (tmp_path / "staged" / "notes.py").exists()
+
+
+NAMES = ("__init__", "client", "server")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [True, False, 3, -1, 0.1, 1e-05, 1e16, float("inf"), "", "two words", "it's", 'a "b"', "tab\t\\ é 🌷\x7f\n"],
+)
+def test_run_configuration_keeps_its_values_and_types_through_toml(value):
+    written = tomllib.loads(to_toml({"table.key-name": value}))["table"]["key-name"]
+    assert written == value and type(written) is type(value)
+
+
+def test_run_configuration_is_read_as_flower_reads_it_and_keeps_all_keys_of_a_table(tmp_path):
+    from flwr.common.config import parse_config_args
+
+    pairs = "lr=0.1 name='two words' flag=true a.x=1 a.y=\"s\""
+    assert parse_run_config([pairs]) == parse_config_args([pairs])
+    # Flower itself forgets a.x here.
+    assert parse_run_config(["a.x=1", "a.y=2"]) == {"a.x": 1, "a.y": 2}
+    (tmp_path / "c.toml").write_text("lr = 1.0\n[a]\nx = 5\n")
+    assert parse_run_config([str(tmp_path / "c.toml"), "lr=0.5"]) == {"lr": 0.5, "a.x": 5}
+
+
+@pytest.mark.parametrize("text", ["mode=raise", "mode", "a=1 b"])
+def test_run_configuration_that_cannot_be_read_is_named(text):
+    with pytest.raises(ValueError, match="run configuration"):
+        parse_run_config([text])
+
+
+@pytest.mark.parametrize(
+    ("clients", "cpus", "each", "cores"), [(10, 1, 1, 8), (3, 1, 1, 3), (10, 2, 2, 8), (10, 3, 3, 6), (20, 0.5, 1, 16)]
+)
+def test_clients_at_once_follow_from_cores_and_shares(monkeypatch, clients, cpus, each, cores):
+    monkeypatch.setattr("joblib.cpu_count", lambda: 8)
+    expected = f"client-resources-num-cpus={each} client-resources-num-gpus=0.0 init-args-num-cpus={cores}"
+    assert _resources(clients, cpus, 0) == expected
+
+
+def test_more_cores_than_there_are_cannot_be_asked_for(monkeypatch):
+    monkeypatch.setattr("joblib.cpu_count", lambda: 8)
+    with pytest.raises(ValueError, match="there are 8 cores"):
+        _resources(2, 9, 0)
+
+
+def test_of_a_chain_of_exceptions_the_last_that_is_not_flowers_wrapper_is_told():
+    log = textwrap.dedent(
+        """\
+        ERROR :     Simulation raised an exception
+        Traceback (most recent call last):
+          File "/x/ray_actor.py", line 136, in pool_size
+            raise ValueError(
+        ValueError: ActorPool is empty.
+
+        The above exception was the direct cause of the following exception:
+
+        Traceback (most recent call last):
+          File "/x/vce_api.py", line 267, in run_api
+        RuntimeError: Simulation Runtime crashed.
+
+        The above exception was the direct cause of the following exception:
+
+        Traceback (most recent call last):
+        RuntimeError: An error was encountered. Ending simulation.
+        ERROR :     Exit Code: 700
+        """
+    )
+    assert explain(log, "details") == "ValueError: ActorPool is empty."
+    assert explain("nothing of use", "details") == "details"

@@ -1,0 +1,81 @@
+import json
+import zlib
+
+import pytest
+from flwr.app import ConfigRecord
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tepal.exchange.manifest import RECORD, Header, Manifest, Parcel, ProtocolError
+from tepal.exchange.parts import Part
+from tests.unit.exchange.test_layout import fused_layout
+
+PART = Part("model", "query_key", ("attn.qkv:q", "attn.qkv:k"), (b"a" * 16, b"b" * 16))
+
+
+def test_manifest_survives_its_record():
+    manifest = Manifest(
+        experiment="e",
+        client="site-1",
+        round=3,
+        action="train",
+        record="arrays",
+        layout=fused_layout(),
+        parcels=(Parcel(PART, keep=True, sent=("attn.qkv:k",)), Parcel(PART, keep=False, sent=PART.names)),
+        trains=("embed", "steps"),
+        returns={"model": ("embed",)},
+        groups={"value_projection": ("attn.qkv:v",)},
+    )
+    assert Manifest.from_content({RECORD: manifest.to_record()}) == manifest
+
+
+def test_header_survives_its_record():
+    header = Header(
+        experiment="e",
+        client="site-1",
+        round=3,
+        action="train",
+        holds=(PART.id,),
+        parts={"model": (("embed", "float32", (5, 4)), ("steps", "int64", ()))},
+        missing={PART.id: PART.names},
+        refused="no",
+    )
+    assert Header.from_content({RECORD: header.to_record()}) == header
+
+
+def test_a_manifest_of_many_entries_is_small():
+    layout = fused_layout()
+    size = len(Manifest(experiment="e", client="c", round=1, action="train", record="arrays", layout=layout).to_record()
+               ["manifest"])  # fmt: skip
+    assert size < 400
+
+
+@pytest.mark.parametrize("kind", [Manifest, Header])
+@pytest.mark.parametrize("content", [{}, {RECORD: ConfigRecord()}, {RECORD: ConfigRecord({"manifest": 3, "header": "x"})}])
+def test_what_is_not_there_is_a_protocol_error(kind, content):
+    with pytest.raises(ProtocolError):
+        kind.from_content(content)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=10,
+)
+FIELDS = ("experiment", "client", "round", "action", "holds", "parts", "missing", "refused")
+
+
+@given(st.binary(max_size=40) | st.fixed_dictionaries({field: JSON for field in FIELDS}).map(json.dumps))
+def test_whatever_a_client_sends_is_read_or_is_a_protocol_error(data):
+    sent = data if isinstance(data, bytes) else zlib.compress(data.encode())
+    try:
+        header = Header.from_content({RECORD: ConfigRecord({"header": sent})})
+    except ProtocolError:
+        return
+    assert isinstance(header.round, int) and all(isinstance(held, str) for held in header.holds)
+
+
+def test_a_decompression_bomb_is_a_protocol_error():
+    bomb = zlib.compress(b" " * 200_000_000)
+    with pytest.raises(ProtocolError, match="more than"):
+        Header.from_content({RECORD: ConfigRecord({"header": bomb})})

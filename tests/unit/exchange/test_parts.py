@@ -1,0 +1,59 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from tepal.exchange.parts import STYPE, Part, digest, pack, unpack
+
+DTYPES = st.sampled_from(["float32", "float64", "float16", "int64", "int32", "uint8", "bool"])
+ARRAYS = st.dictionaries(
+    st.text(min_size=1, max_size=8),
+    DTYPES.flatmap(lambda d: hnp.arrays(np.dtype(d), hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4))),
+    max_size=6,
+)
+
+
+@given(ARRAYS)
+def test_unpack_undoes_pack_bit_for_bit(values):
+    packed = pack(values, values)
+    assert packed.stype == STYPE
+    assert len(packed.data) == sum(array.nbytes for array in values.values())
+    found = unpack(packed, [(name, array.dtype.name, array.shape) for name, array in values.items()])
+    assert found.keys() == values.keys()
+    for name, array in values.items():
+        assert found[name].tobytes() == array.tobytes()
+        assert (found[name].dtype, found[name].shape) == (array.dtype, array.shape)
+        assert found[name].flags.aligned and not found[name].flags.writeable
+
+
+def test_unpack_copies_nothing():
+    packed = pack({"a": np.ones(3, np.float32)}, ["a"])
+    assert np.shares_memory(unpack(packed, [("a", "float32", (3,))])["a"], np.frombuffer(packed.data, np.uint8))
+
+
+@pytest.mark.parametrize("shape", [(2,), (4,), ()])
+def test_unpack_refuses_a_part_of_another_length(shape):
+    packed = pack({"a": np.ones(3, np.float32)}, ["a"])
+    with pytest.raises(ValueError, match="12 bytes"):
+        unpack(packed, [("a", "float32", shape)])
+
+
+def test_a_slice_of_a_transposed_tensor_has_the_digest_of_its_copy():
+    whole = np.arange(24, dtype=np.float32).reshape(4, 6)
+    assert digest(whole[:, 2:4]) == digest(whole[:, 2:4].copy())
+
+
+@given(ARRAYS)
+def test_digest_tells_values_dtypes_and_shapes_apart(values):
+    seen: dict[bytes, tuple] = {}
+    for array in values.values():
+        key = (array.dtype.name, array.shape, array.tobytes())
+        assert seen.setdefault(digest(array), key) == key
+
+
+def test_parts_of_equal_values_have_equal_ids_whatever_their_tree():
+    one = Part("model", "value", ("a",), (b"x" * 16,))
+    assert one.id == Part("mode/3", "other", ("a",), (b"x" * 16,)).id
+    assert one.id != Part("model", "value", ("b",), (b"x" * 16,)).id
+    assert len(one.id) == 32
