@@ -63,6 +63,10 @@ class Entry:
             return ()
         return (slice(None),) * self.axis + (slice(self.start, self.stop),)
 
+    def of(self, raw: np.ndarray) -> np.ndarray:
+        """This entry of its raw tensor, as a view."""
+        return raw if self.whole else raw[self.index]  # raw[()] would make a scalar of a 0-d array
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -101,10 +105,10 @@ class Layout:
 
     def split(self, raw: Arrays) -> dict[str, np.ndarray]:
         """Entries of a raw `state_dict`, as views."""
-        return {entry.name: raw[entry.raw][entry.index] for entry in self.entries}
+        return {entry.name: entry.of(raw[entry.raw]) for entry in self.entries}
 
     def join(self, entries: Arrays) -> dict[str, np.ndarray]:
-        """The raw `state_dict` of entries. Whole entries are passed on, fused ones are assembled, shared ones repeated."""
+        """The raw `state_dict`: whole entries are passed on, fused ones assembled, shared ones repeated."""
         raw: dict[str, np.ndarray] = {}
         for tensor in self.raw:
             if tensor.same_as:

@@ -204,7 +204,7 @@ class _Exchange:
                 if entry.name in wanted:
                     raise _Refusal(f"the app's answer lacks the tensor {source!r}")
                 continue
-            value = raw[source][entry.index] if is_model else raw[source]
+            value = entry.of(raw[source]) if is_model else raw[source]
             if value.shape != entry.shape or value.dtype.name != entry.dtype:
                 raise _Refusal(
                     f"the app's answer has {entry.name!r} as {value.dtype.name}{list(value.shape)}, "

@@ -1,9 +1,9 @@
 """Parts: the arrays of some entries, as they travel and as they are kept. One block of one tree is one part.
 
-A part travels as **one** Flower `Array` of our own stype, because each `Array` of a message costs kilobytes and tens of
-milliseconds whatever its size. Its bytes are the entries' own, little-endian and row-major, the widest dtypes first, so
-that every entry lies aligned without padding and is read as a view. Nothing else is in it: a part's length is the sum of
-its entries' `nbytes`.
+A part travels as **one** Flower `Array` of our own stype, because each `Array` of a message costs kilobytes and tens
+of milliseconds whatever its size. Its bytes are the entries' own, little-endian and row-major, the widest dtypes
+first, so that every entry lies aligned without padding and is read as a view. Nothing else is in it: a part's length
+is the sum of its entries' `nbytes`.
 """
 
 from __future__ import annotations

@@ -446,8 +446,8 @@ class MethodStrategy(Strategy):
             refusals = self._nodes.refusals()
             if available + len(refusals) >= self.min_available_nodes:
                 raise RoundFailed(
-                    f"only {available} of {available + len(refusals)} clients can take part, and min_available_nodes is "
-                    f"{self.min_available_nodes}. The others say: " + "; ".join(sorted(set(refusals)))
+                    f"only {available} of {available + len(refusals)} clients can take part, and min_available_nodes "
+                    f"is {self.min_available_nodes}. The others say: " + "; ".join(sorted(set(refusals)))
                 )
             if time.monotonic() > deadline:
                 raise RoundFailed(

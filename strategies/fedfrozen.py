@@ -94,7 +94,12 @@ class FedFrozen(MethodStrategy):
     """
 
     def __init__(
-        self, *, warmup_rounds: int, ridge: float = 0.0, model: nn.Module | ModelBlocks | None = None, **round_options: Any
+        self,
+        *,
+        warmup_rounds: int,
+        ridge: float = 0.0,
+        model: nn.Module | ModelBlocks | None = None,
+        **round_options: Any,
     ) -> None:
         super().__init__(Freezing(warmup_rounds, ridge), model=model, **round_options)
         if self.blocks is not None:

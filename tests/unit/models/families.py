@@ -131,6 +131,11 @@ FAMILIES = {
                 num_classes=4, qk_norm=True, qkv_bias=False),
         pixels("x"), 2, 2, 4 * projection(12, 12, bias=False), "pos_embed", "head.weight",
     ),
+    "timm with biases of their own": Family(
+        library("timm.models.beit", "Beit", img_size=8, patch_size=4, embed_dim=12, depth=2, num_heads=3,
+                num_classes=4),
+        pixels("x"), 2, 2, 2 * (2 * 144 + 12), "cls_token", "head.weight",
+    ),
     "ViT": Family(
         hf("ViTForImageClassification", "ViTConfig", num_hidden_layers=2, **VIT),
         pixels(), 2, 2, 4 * square, "vit.embeddings.cls_token", "classifier.weight",
