@@ -70,7 +70,8 @@ def apply_plan(model: nn.Module, msg: Message) -> AppliedPlan:
         else:
             _FrozenRows.put(parameter, [(entry, came.model[entry.name]) for entry in rows])
     # The strategy that sets a ridge sends its λ as an option in the app's config record.
-    ridge = next((float(r["ridge"]) for r in msg.content.config_records.values() if "ridge" in r), 0.0)  # type: ignore[arg-type]
+    options = {key: value for record in msg.content.config_records.values() for key, value in record.items()}
+    ridge = float(options.get("ridge", 0.0))  # type: ignore[arg-type]
     group = [layout.by_name[name] for name in came.manifest.groups.get("value_projection", ())]
     return AppliedPlan(ridge, tuple((_parameter(parameters, entry.raw), entry) for entry in group))
 
@@ -116,8 +117,8 @@ def _release(parameter: nn.Parameter) -> None:
 def _parameter(parameters: dict[str, nn.Parameter], name: str) -> nn.Parameter:
     if name not in parameters:
         raise ValueError(
-            f"the plan speaks of {name!r}, and the model has no parameter of this name: give apply_plan the model whose "
-            "state_dict the app loads and returns, not one that wraps it"
+            f"the plan speaks of {name!r}, and the model has no parameter of this name: give apply_plan the model "
+            "whose state_dict the app loads and returns, not one that wraps it"
         )
     return parameters[name]
 

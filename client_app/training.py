@@ -30,7 +30,7 @@ class TrainingConfig(BaseModel):
     learning_rate: float = Field(3e-3, gt=0, le=100, description="of the first round; see schedule")
     momentum: float = Field(0.0, ge=0, lt=1, description="of sgd")
     weight_decay: float = Field(0.01, ge=0, description="decoupled for adamw, added to the gradient otherwise")
-    clip_norm: float = Field(0.0, ge=0, description="largest norm of the gradient over all trained entries; 0: no limit")
+    clip_norm: float = Field(0.0, ge=0, description="largest norm of the gradient of all trained entries; 0: no limit")
     autocast: Literal["no", "bf16", "fp16"] = Field("no", description="dtype of the forward pass's matrix products")
     deterministic: bool = Field(False, description="one thread and a fixed order of replies: the same bits every time")
 

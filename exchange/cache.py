@@ -65,7 +65,7 @@ class ClientCache:
         return tuple(sorted({_id_of(link) for link in self._held() if not link.name.startswith(_WAITING)}))
 
     def find(self, part: Part) -> dict[str, np.ndarray]:
-        """The entries of `part`, when this client holds it; {} when it does not, or its file is damaged and dropped."""
+        """The entries of `part`, when this client holds it; {} when not, or when its file is damaged and dropped."""
         link = self._find_link(part.id)
         if link is None:
             return {}
@@ -152,7 +152,7 @@ class ClientCache:
             link.unlink()
 
     def _make_room(self, nbytes: int) -> None:
-        """Remove what was used longest ago, of any experiment in this folder, until `nbytes` more are within the limit."""
+        """Remove what was used longest ago, of any experiment, until `nbytes` more are within the limit."""
         contents = sorted(self.root.glob(f"*/content/*{_SUFFIX}"), key=lambda path: path.stat().st_mtime)
         used = sum(path.stat().st_size for path in contents)
         for content in contents:

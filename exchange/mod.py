@@ -127,7 +127,7 @@ class _Exchange:
     def complete(self) -> dict[Tree, dict[str, np.ndarray]] | None:
         """Values of all needed entries, from the message and the cache; None when `missing` had to be filled."""
         entries = self.manifest.layout.by_name
-        arrays = self.msg.content.get(PARTS, {})
+        arrays = self.msg.content.array_records.get(PARTS, ArrayRecord())
         trees: dict[Tree, dict[str, np.ndarray]] = {}
         arrived: list[tuple[Any, dict[str, np.ndarray]]] = []
         for number, parcel in enumerate(self.manifest.parcels):

@@ -131,8 +131,8 @@ class Sender:
         content = RecordDict({RECORD: manifest.to_record()})
         if arrays:
             record = ArrayRecord()
-            for key, array in arrays.items():  # not ArrayRecord(arrays): it would make new Arrays, to be hashed again
-                record[key] = array
+            for number, packed in arrays.items():  # not ArrayRecord(arrays): it makes new Arrays, to be hashed again
+                record[number] = packed
             content[PARTS] = record
         return content
 

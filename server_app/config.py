@@ -143,7 +143,7 @@ def _explain(section: type[BaseModel], error: dict[str, Any]) -> str:
     if error["type"] == "literal_error":
         allowed = [str(option) for option in get_args(field.annotation)] if field else []
         near = get_close_matches(str(value), allowed, n=1)
-        said = f"did you mean {near[0]!r}? Known are {', '.join(allowed)}" if near else f"known are {', '.join(allowed)}"
+        said = (f"did you mean {near[0]!r}? " if near else "") + f"known are {', '.join(allowed)}"
     about = f" ({field.description})" if field and field.description else ""
     return f"{key}={value!r}: {said}{about}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -61,13 +62,13 @@ class WeightedMean:
         """Entry name → mean, read-only, in the dtype of the parts."""
         means: dict[str, np.ndarray] = {}
         for name, total in self._sums.items():
-            mean = total / self._weights[name]
             dtype = self._dtypes[name]
+            mean: Any = total / self._weights[name]
             if dtype.kind == "b":
                 mean = mean >= 0.5
             elif dtype.kind in "iu":
                 mean = np.rint(mean)
-            means[name] = np.asarray(mean).astype(dtype)
+            means[name] = np.asarray(mean, dtype=dtype)
             means[name].flags.writeable = False
         return means
 

@@ -539,7 +539,7 @@ def _blocks(model: nn.Module | ModelBlocks | None) -> ModelBlocks | None:
         return model  # type: ignore[return-value]
     from tepal.models.blocks import find_blocks
 
-    return find_blocks(model)
+    return find_blocks(model)  # type: ignore[arg-type]
 
 
 def _scalars(record: MetricRecord | None) -> dict[str, float]:

@@ -16,9 +16,10 @@ def fused_layout() -> Layout:
     entries = (
         Entry("embed", "embed", (5, 4), "float32"),
         *(Entry(f"attn.qkv:{p}", "attn.qkv", (4, 4), "float32", 0, 4 * k, 4 * k + 4) for k, p in enumerate("qkv")),
-        *(Entry(f"conv.c_attn:{p}", "conv.c_attn", (4, 4), "float32", 1, 4 * k, 4 * k + 4) for k, p in enumerate("qkv")),
+        *(Entry(f"conv.c_attn:{p}", "conv.c_attn", (4, 4), "float32", 1, 4 * k, 4 * k + 4)
+          for k, p in enumerate("qkv")),
         Entry("steps", "steps", (), "int64"),
-    )
+    )  # fmt: skip
     return Layout(raw, entries)
 
 

@@ -51,8 +51,9 @@ def test_a_manifest_of_many_entries_is_small():
 
 
 @pytest.mark.parametrize("kind", [Manifest, Header])
-@pytest.mark.parametrize("content", [{}, {RECORD: ConfigRecord()}, {RECORD: ConfigRecord({"manifest": 3, "header": "x"})}])
-def test_what_is_not_there_is_a_protocol_error(kind, content):
+@pytest.mark.parametrize("record", [None, {}, {"manifest": 3, "header": "x"}])
+def test_what_is_not_there_is_a_protocol_error(kind, record):
+    content = {} if record is None else {RECORD: ConfigRecord(record)}
     with pytest.raises(ProtocolError):
         kind.from_content(content)
 

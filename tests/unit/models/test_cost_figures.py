@@ -7,6 +7,7 @@ import torch
 from families import hf
 
 from tepal.models.blocks import find_blocks
+from tepal.strategies.fedfrozen import cost_ratio
 
 BASE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
 VISION = {**BASE, "image_size": 224, "patch_size": 32}
@@ -36,6 +37,19 @@ def test_the_value_block_costs_what_fedfrozen_prints(model):
     frozen = sum(layout.by_name[name].size for name in blocks.query_key)
     # The two warm-up rounds move everything, the eight others all but query and key.
     assert (2 * unique + 8 * (unique - frozen)) / (10 * unique) == pytest.approx(printed, abs=5e-5)
+
+
+@pytest.mark.parametrize(
+    ("model", "both_ways"),
+    [("ViT-B/32", 0.87926), ("T5-small", 0.88302), ("BART-base", 0.88563), ("ELECTRA-base", 0.90237),
+     ("BERT-base", 0.90290)],
+)  # fmt: skip
+def test_cost_ratio_is_the_papers_table(model, both_ways):
+    build, printed = PRINTED[model]
+    with torch.device("meta"):
+        made = build()
+    assert cost_ratio(made, 2, 10) == pytest.approx(printed, abs=5e-5)
+    assert cost_ratio(made, 2, 10, downlink=True) == pytest.approx(both_ways, abs=5e-6)
 
 
 @pytest.mark.parametrize(("budget", "printed"), [(1, 0.0852), (2, 0.1659)])

@@ -230,15 +230,12 @@ def test_the_ridge_is_on_the_weights_of_the_value_projections():
             plan = apply_plan(model, msg)
             model.zero_grad()
             plan.penalty().backward()
-            weights = [
-                model.state_dict(keep_vars=True)[f"blocks.{k}.attention." + name][rows]
-                for k in range(2)
-                for name, rows in [("value.weight", slice(None)) if make is make_split else ("qkv.weight", slice(128, 192))]
-            ]
+            rows = slice(None) if make is make_split else slice(128, 192)
+            name = "value.weight" if make is make_split else "qkv.weight"
+            weights = [model.state_dict()[f"blocks.{k}.attention.{name}"][rows] for k in range(2)]
             found.append((plan.penalty().item(), 0.5 * 0.3 * sum(w.square().sum().item() for w in weights)))
             grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0}
             assert len(grads) == 2 and all("weight" in name for name in grads)
-            rows = slice(None) if make is make_split else slice(128, 192)
             for name, grad in grads.items():
                 torch.testing.assert_close(grad[rows], 0.3 * model.state_dict()[name][rows])
             raise ValueError("enough")
@@ -272,11 +269,10 @@ def test_a_model_without_attention_is_refused_by_name():
         run(FedFrozen(warmup_rounds=1), make_split)
 
 
-@pytest.mark.parametrize("options", [{"warmup_rounds": -1}, {"warmup_rounds": 1, "ridge": -0.1},
-                                     {"warmup_rounds": 1, "fraction_train": 0}, {"warmup_rounds": 1, "schedule": "x"}])  # fmt: skip
-def test_options_out_of_range_are_errors(options):
+@pytest.mark.parametrize("option", [{"warmup_rounds": -1}, {"ridge": -0.1}, {"fraction_train": 0}, {"schedule": "x"}])
+def test_options_out_of_range_are_errors(option):
     with pytest.raises(ValueError, match="must be"):
-        FedFrozen(model=make_split(), **options)
+        FedFrozen(model=make_split(), **{"warmup_rounds": 1, **option})
 
 
 def test_cost_ratio_counts_what_a_run_moves():

@@ -118,7 +118,7 @@ def test_registered_names_go_before_what_clients_call_themselves():
 def test_two_nodes_of_one_name_are_told_apart():
     app = numpy_app()
     grid = InProcessGrid([Node(app, {"partition-id": 0, "name": "twin"}) for _ in range(2)])
-    ours, history = start(FedAvg(), grid)
+    _, history = start(FedAvg(), grid)
     assert history[0].replied == ["twin", "twin@2"]
 
 
@@ -297,12 +297,12 @@ def test_a_client_that_cannot_take_part_says_why_before_the_first_round():
     _, history = start(FedAvg(), grid_of(3, app))
     assert history[0].refused == [("node 2", "data-path /data/scans: no images found")]
     assert history[0].asked == ["client-0", "client-2"]
-    with pytest.raises(RoundFailed, match="only 2 of 3 clients can take part.*no images found"):
+    with pytest.raises(RoundFailed, match=r"only 2 of 3 clients can take part.*no images found"):
         start(FedAvg(min_available_nodes=3), grid_of(3, app))
 
 
 def test_waiting_for_clients_ends_with_advice():
-    with pytest.raises(RoundFailed, match="1 clients are there after 0.3 s, and 2 are needed: start more SuperNodes"):
+    with pytest.raises(RoundFailed, match=r"1 clients are there after 0\.3 s, and 2 are needed: start more SuperNodes"):
         start(FedAvg(), grid_of(1), timeout=0.3)
 
 
