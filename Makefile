@@ -1,7 +1,7 @@
 # Everything from an empty checkout: `make run`, `make test`, `make lint`. The virtual environment is made on first use
 # and again only when pyproject.toml or constraints.txt change.
 PYTHON ?= python3
-VENV := .venv
+VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 PACKAGES := models exchange strategies client_app server_app
@@ -15,6 +15,7 @@ help:
 	@echo "make lint   check style (ruff) and types (mypy)"
 	@echo "make clean  remove the virtual environment, caches and build outputs; runs/ stays"
 	@echo "PYTHON=...  the Python to build the environment with (3.11 or newer), default: python3"
+	@echo "VENV=...    where that environment is (a path without spaces: Ray cannot run from one), default: .venv"
 
 run: $(VENV)/.ready-run
 	$(BIN)/tepal simulate .

@@ -15,9 +15,11 @@ import math
 import os
 import queue
 import re
+import shlex
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -105,6 +107,12 @@ def simulate(
         raise ValueError(f"clients is {clients}, expected at least 1")
     resources = _resources(clients, cpus_per_client, gpus_per_client)
     config = parse_run_config(run_config) if not isinstance(run_config, Mapping) else dict(run_config)
+    if shlex.quote(sys.executable) != sys.executable:
+        # Its workers never start, and Flower waits six minutes before it says so.
+        raise SimulationError(
+            f"Ray cannot start its workers with {sys.executable}: the path has a space or another character that a "
+            "shell reads. Make the virtual environment elsewhere (with make: VENV=/a/path/without/spaces)."
+        )
     app = app.resolve()
     known = app_run_config(app)
     if unknown := sorted(set(config) - set(known)):

@@ -220,6 +220,12 @@ def test_a_folder_without_an_app_and_unknown_keys_are_refused_before_anything_st
         simulate(app, clients=0)
 
 
+def test_an_interpreter_that_ray_cannot_start_is_refused(app, monkeypatch):
+    monkeypatch.setattr("sys.executable", "/home/me/my projects/.venv/bin/python")
+    with pytest.raises(SimulationError, match=r"Ray cannot start .*my projects"):
+        simulate(app, clients=2)
+
+
 def test_the_staged_app_is_what_flower_would_bundle_of_it(app, tmp_path):
     for name in ("toy/data.bin", "toy/test_toy.txt", "notes.py", ".venv/lib/x.py", "env2/lib/y.py", "runs/1/toy/a.py"):
         (app / name).parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,70 @@
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tepal.server_app.config import ConfigError, defaults, read_run_config
+
+
+def flat(table, prefix=""):
+    return {k: v for name, value in table.items() for k, v in
+            (flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}).items()}  # fmt: skip
+
+
+def test_flower_knows_every_key_with_our_default():
+    """Flower refuses a key that is not in pyproject.toml, and takes its default from there."""
+    pyproject = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
+    assert flat(pyproject["tool"]["flwr"]["app"]["config"]) == defaults()
+
+
+def test_an_empty_config_is_the_default_run():
+    config = read_run_config({})
+    assert config.flat == defaults()
+    assert (config.rounds.strategy, config.rounds.model, config.data.dataset) == ("fedfrozen", "tiny-vit", "digits")
+    assert (config.rounds.num_server_rounds, config.fedfrozen.warmup_rounds) == (20, 6)
+
+
+def test_values_reach_their_section():
+    config = read_run_config({"seed": 7, "fedfrozen.ridge": 0.5, "local-steps": 3, "dirichlet-alpha": 0.1})
+    assert (config.rounds.seed, config.data.seed) == (7, 7)
+    assert (config.fedfrozen.ridge, config.training.local_steps, config.data.dirichlet_alpha) == (0.5, 3, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"strategy": "fedfrozn"}, r"strategy='fedfrozn': did you mean 'fedfrozen'\? known are fedavg, fedfrozen"),
+        ({"model": "tiny-vti"}, r"unknown model 'tiny-vti': did you mean 'tiny-vit'"),
+        ({"dataset": "digit"}, r"dataset='digit' is not known \(did you mean 'digits'"),
+        ({"num-server-round": 3}, r"'num-server-round' is no key of the run config: did you mean 'num-server-rounds'"),
+        ({"warmup-rounds": 3}, r"did you mean 'fedfrozen\.warmup-rounds'"),
+        ({"zzz": 3}, r"'zzz' is no key of the run config: known are autocast, batch-size"),
+        ({"fraction-train": 1.5}, r"fraction-train=1\.5: should be less than or equal to 1"),
+        ({"num-server-rounds": 0}, r"num-server-rounds=0: should be greater than or equal to 1"),
+        ({"learning-rate": "fast"}, r"learning-rate='fast': should be a valid number"),
+        ({"fedfrozen.ridge": -1}, r"fedfrozen\.ridge=-1: should be greater than or equal to 0"),
+        ({"fedfrozen.warmup-rounds": -1}, r"fedfrozen\.warmup-rounds=-1"),
+        ({"dirichlet-alpha": 0}, r"dirichlet-alpha=0: should be greater than 0"),
+        ({"model": "linear-attention"}, r"does sequence-regression, and dataset='digits' is images.*cnn, tiny-vit"),
+        ({"max-replies": 2, "min-replies": 3}, r"max-replies=2 is less than min-replies=3"),
+        ({"deterministic": True, "max-replies": 2}, r"do not go together"),
+        ({"local-epochs": 0}, r"clients would not train"),
+        ({"dataset": "local"}, r"set image-shape and classes"),
+        ({"dataset": "/nowhere/x.npz"}, r"/nowhere/x\.npz"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said_with_what_is_allowed(values, said):
+    with pytest.raises(ConfigError, match=said):
+        read_run_config(values)
+
+
+def test_everything_that_is_wrong_is_said_at_once():
+    with pytest.raises(ConfigError) as error:
+        read_run_config({"strategy": "x", "batch-size": 0, "sead": 1})
+    assert len(str(error.value).splitlines()) == 4
+
+
+def test_a_warm_up_as_long_as_the_run_is_a_warning(caplog):
+    with caplog.at_level("WARNING", logger="flwr"):
+        read_run_config({"fedfrozen.warmup-rounds": 20})
+    assert "this run is FedAvg" in caplog.text

@@ -1,0 +1,156 @@
+"""The whole of a run, server and clients, in one process: config, data, rounds, run directory."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, ConfigRecord
+from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import FedAdam
+from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
+from safetensors.numpy import load_file
+
+from tepal.client_app.site import Site
+from tepal.client_app.training import TrainingConfig
+from tepal.models import build
+from tepal.models.blocks import find_blocks
+from tepal.server_app.config import ConfigError, defaults
+from tepal.server_app.run import run
+from tepal.server_app.run_directory import read_metrics
+from tepal.strategies import RoundFailed
+from tepal.strategies.in_process import InProcessGrid, Node
+
+ROOT = Path(__file__).parents[3]
+SMALL = {"num-server-rounds": 3, "local-epochs": 1, "fedfrozen.warmup-rounds": 1}
+
+
+def client_app() -> ClientApp:
+    from client_app.app import app  # as Flower loads it
+
+    return app
+
+
+@pytest.fixture
+def small_run(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+
+    def start(clients=3, nodes=None, **values):
+        given = {**SMALL, "runs": str(tmp_path / "runs"), **{k.replace("_", "-"): v for k, v in values.items()}}
+        config = {**defaults(), **given}
+        nodes = nodes or [{"partition-id": k, "num-partitions": clients} for k in range(clients)]
+        grid = InProcessGrid([Node(client_app(), node) for node in nodes], config)
+        return run(grid, config)
+
+    return start
+
+
+def test_a_run_leaves_everything_in_its_directory(small_run):
+    path = small_run()
+    assert {p.name for p in path.iterdir()} == {
+        "config.toml", "metrics.jsonl", "model.safetensors", "summary.json", "report.html"
+    }  # fmt: skip
+    assert (path.parent / "latest").resolve() == path
+    metrics = read_metrics(path)
+    assert [(m["round"], m["phase"]) for m in metrics] == [(0, "initial"), (1, "warm-up"), (2, "frozen"), (3, "frozen")]
+    model = build("tiny-vit", image_shape=(1, 8, 8), classes=10, seed=42)
+    layout, phi = find_blocks(model).layout, find_blocks(model).query_key
+    theta = layout.nbytes() - layout.nbytes(phi)
+    assert [m["bytes_up"] for m in metrics] == [0, 3 * layout.nbytes(), 3 * theta, 3 * theta]
+    assert [m["bytes_down"] for m in metrics] == [0, 3 * layout.nbytes(), 3 * layout.nbytes(), 2 * 3 * theta]
+    summary = json.loads((path / "summary.json").read_text())
+    assert list(summary)[:11] == ["strategy", "model", "parameters", "rounds", "accuracy", "loss", "bytes_up",
+                                  "bytes_down", "bytes_vs_fedavg", "seconds", "refused_replies"]  # fmt: skip
+    assert summary["parameters"] == sum(p.numel() for p in model.parameters())
+    assert summary["accuracy"] == metrics[-1]["accuracy"]
+    moved = summary["bytes_up"] + summary["bytes_down"]
+    assert summary["bytes_vs_fedavg"] == pytest.approx(moved / (7 * 3 * layout.nbytes()))
+    assert set(load_file(path / "model.safetensors")) == set(model.state_dict())
+
+
+def test_a_run_repeats_bit_for_bit(small_run):
+    one, two = (load_file(small_run(deterministic=True, optimizer="sgd") / "model.safetensors") for _ in range(2))
+    assert {name: array.tobytes() for name, array in one.items()} == {n: a.tobytes() for n, a in two.items()}
+
+
+def test_clients_read_their_own_data_in_deployment(small_run, tmp_path):
+    rng = np.random.default_rng(0)
+    nodes = []
+    for k in range(2):
+        file = tmp_path / f"site-{k}.npz"
+        np.savez(file, images=rng.integers(0, 255, (40, 8, 8), dtype=np.uint8), labels=rng.integers(0, 4, 40))
+        nodes.append({"data-path": str(file), "name": f"site-{k}"})
+    path = small_run(nodes=nodes, dataset="local", image_shape="1x8x8", classes=4)
+    metrics = read_metrics(path)
+    assert metrics[-1]["accuracy_of"] == "clients" and 0 <= metrics[-1]["accuracy"] <= 1
+    assert metrics[0]["round"] == 1 and metrics[0]["received_accuracy"] is not None
+
+
+def test_a_client_with_bad_data_is_refused_alone_before_the_first_round(small_run, tmp_path, caplog):
+    (tmp_path / "empty").mkdir()
+    good = {"partition-id": 0, "num-partitions": 3}
+    nodes = [good, {**good, "partition-id": 1}, {"data-path": str(tmp_path / "empty"), "name": "site-9"}]
+    with caplog.at_level("WARNING", logger="flwr"):
+        path = small_run(nodes=nodes)
+    first = read_metrics(path)[1]
+    assert first["clients_replied"] == 2
+    assert "empty" in first["refused"][0]["reason"] and "site-9" in first["refused"][0]["reason"]
+    with pytest.raises(RoundFailed, match="only 2 of 3 clients can take part"):
+        small_run(nodes=nodes, min_clients=3)
+
+
+def test_an_impossible_partition_stops_the_run_before_it_starts(small_run):
+    with pytest.raises(RoundFailed, match="min-partition-size"):
+        small_run(min_partition_size=1000)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [({"model": "cnn"}, "CNN has none. Choose a model with attention"), ({"strategy": "fedavgg"}, "fedavg")],
+)
+def test_a_run_that_cannot_be_leaves_no_directory(small_run, tmp_path, values, said):
+    with pytest.raises(ConfigError, match=said):
+        small_run(**values)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_cnn_trains_under_fedavg(small_run):
+    path = small_run(model="cnn", strategy="fedavg", num_server_rounds=2)
+    summary = json.loads((path / "summary.json").read_text())
+    assert summary["bytes_vs_fedavg"] == 1.0
+
+
+def test_a_failed_run_saves_the_model_of_its_last_finished_round(small_run, tmp_path, monkeypatch):
+    of = Site.of
+
+    def failing(context, msg=None):
+        if msg is not None and msg.content["config"]["server-round"] == 3:
+            raise RuntimeError("the disk is gone")
+        return of(context, msg)
+
+    monkeypatch.setattr(Site, "of", staticmethod(failing))
+    with pytest.raises(RoundFailed, match="the disk is gone"):
+        small_run(deterministic=True, schedule="constant")
+    monkeypatch.undo()
+    failed = load_file(tmp_path / "runs/latest/model.safetensors")
+    assert json.loads((tmp_path / "runs/latest/summary.json").read_text())["rounds"] == 3
+    monkeypatch.syspath_prepend(str(ROOT))
+    path = small_run(deterministic=True, schedule="constant", num_server_rounds=2)
+    for name, array in load_file(path / "model.safetensors").items():
+        np.testing.assert_array_equal(failed[name], array)
+
+
+@pytest.mark.parametrize("strategy", [FlowerFedAvg(), FedAdam(eta=1e-3)], ids=["FedAvg", "FedAdam"])
+def test_our_client_app_runs_under_flowers_own_strategies(strategy, small_run):
+    config = {**defaults(), **SMALL}
+    nodes = [Node(client_app(), {"partition-id": k, "num-partitions": 3}) for k in range(3)]
+    model = build("tiny-vit", image_shape=(1, 8, 8), classes=10, seed=42)
+    result = strategy.start(
+        InProcessGrid(nodes, config),
+        ArrayRecord(model.state_dict()),
+        num_rounds=2,
+        train_config=ConfigRecord(TrainingConfig.of(config).model_dump(by_alias=True)),
+    )
+    assert set(result.arrays) == set(model.state_dict())
+    assert result.train_metrics_clientapp[2]["train-loss"] < result.train_metrics_clientapp[1]["train-loss"]
+    assert "received-accuracy" in result.evaluate_metrics_clientapp[2]
