@@ -7,8 +7,10 @@ from tepal.server_app.config import ConfigError, defaults, read_run_config
 
 
 def flat(table, prefix=""):
-    return {k: v for name, value in table.items() for k, v in
-            (flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}).items()}  # fmt: skip
+    found = {}
+    for name, value in table.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return found
 
 
 def test_flower_knows_every_key_with_our_default():
