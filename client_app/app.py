@@ -21,18 +21,20 @@ def train(msg: Message, context: Context) -> Message:
     received = score(site.model, *site.test, site.training)
     fitted = fit(site.model, site.batches, site.training, plan.penalty)
     trained = score(site.model, *site.test, site.training)
-    metrics = {
-        "num-examples": len(site.batches),
-        "train-loss": fitted.loss,
-        "train-steps": fitted.steps,
-        "test-examples": received.examples,
-        "received-accuracy": received.accuracy,
-        "received-loss": received.loss,
-        "trained-accuracy": trained.accuracy,
-        "trained-loss": trained.loss,
-    }
-    content = {"arrays": ArrayRecord(site.model.state_dict()), "metrics": MetricRecord(metrics)}
-    return Message(RecordDict(content), reply_to=msg)
+    metrics = MetricRecord(
+        {
+            "num-examples": len(site.batches),
+            "train-loss": fitted.loss,
+            "train-steps": fitted.steps,
+            "test-examples": received.examples,
+            "received-accuracy": received.accuracy,
+            "received-loss": received.loss,
+            "trained-accuracy": trained.accuracy,
+            "trained-loss": trained.loss,
+        }
+    )
+    arrays = ArrayRecord(site.model.state_dict())
+    return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=msg)
 
 
 @app.evaluate()
@@ -40,9 +42,11 @@ def evaluate(msg: Message, context: Context) -> Message:
     site = Site.of(context, msg)
     site.model.load_state_dict(msg.content["arrays"].to_torch_state_dict())
     scored = score(site.model, *site.test, site.training)
-    metrics = {
-        "num-examples": scored.examples,
-        "received-accuracy": scored.accuracy,
-        "received-loss": scored.loss,
-    }
-    return Message(RecordDict({"metrics": MetricRecord(metrics)}), reply_to=msg)
+    metrics = MetricRecord(
+        {
+            "num-examples": scored.examples,
+            "received-accuracy": scored.accuracy,
+            "received-loss": scored.loss,
+        }
+    )
+    return Message(RecordDict({"metrics": metrics}), reply_to=msg)

@@ -118,7 +118,7 @@ def _simulate(
     outcome.log.replace(found[0] / "flower.log") if _same_device(outcome.log, found[0]) else None
     summary = read_summary(found[0])
     if summary is not None:
-        console.print(final_table(summary, read_metrics(found[0]), found[0]))
+        console.print(final_table(summary, read_metrics(found[0]), found[0]), soft_wrap=True)
 
 
 def _same_device(a: Path, b: Path) -> bool:

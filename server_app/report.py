@@ -35,9 +35,9 @@ Lines = Sequence[Mapping[str, Any]]
 # Whose test data an accuracy is of, as `accuracy_of` says it: (short, for legends; long, for sentences).
 TEST_DATA = {
     "server": ("server's test data", "on the server's held-out data, the model after the round's merge"),
-    "received": (
+    "clients": (
         "clients' test data",
-        "on the clients' own test splits, the model that they received, so before the round's training",
+        "on the clients' own test splits, weighted by their sizes, the model after the round's merge",
     ),
 }
 

@@ -143,7 +143,6 @@ def metrics_line(report: RoundReport, model_bytes: int) -> dict[str, Any]:
         "accuracy": scored.get("accuracy"),
         "loss": scored.get("loss"),
         "accuracy_of": accuracy_of,
-        "clients_accuracy": clients["accuracy"],
         "received_accuracy": train.get("received-accuracy"),
         "received_loss": train.get("received-loss"),
         "trained_accuracy": train.get("trained-accuracy"),

@@ -27,6 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from enum import Enum
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,9 @@ METRICS_KEYS = (
     "accuracy",
     "loss",
     "accuracy_of",
+    "received_accuracy",
+    "received_loss",
+    "trained_accuracy",
     "train_loss",
     "learning_rate",
     "bytes_down",
@@ -206,7 +210,17 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
                     f"{path}, line {number}: {error}. Each line must be a JSON object with a whole number as its "
                     '"round"; remove the line, or take the file from a copy'
                 ) from error
-    return [rounds[number] for number in sorted(rounds)]
+    return _scored([rounds[number] for number in sorted(rounds)])
+
+
+def _scored(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Fill in scores that the clients gave a round later: what they *received* is the model after the round before."""
+    for line, following in pairwise(metrics):
+        if line.get("accuracy") is None and line.get("loss") is None and following["round"] == line["round"] + 1:
+            scores = {key: following.get(f"received_{key}") for key in ("accuracy", "loss")}
+            if any(score is not None for score in scores.values()):
+                line |= scores | {"accuracy_of": "clients"}
+    return metrics
 
 
 def parse_line(line: bytes) -> dict[str, Any]:

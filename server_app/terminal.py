@@ -108,6 +108,8 @@ class RoundProgress:
         where = f"round {line['round']}/{self._rounds}"
         phase = line.get("phase") or ("initial model" if line["round"] == 0 else "")
         scores = [f"{key} {score_text(line[key])}" for key in ("accuracy", "loss") if line.get(key) is not None]
+        if not scores and line.get("received_accuracy") is not None:
+            scores = [f"accuracy before {score_text(line['received_accuracy'])}"]
         moved_text = f"{bytes_text(self._bytes)} moved"
         if self._progress is not None:
             self._progress.update(

@@ -13,16 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from tepal.server_app.flower import RunError, explain, parse_run_config, stage_app, to_toml
 from tepal.server_app.processes import MARK, marked
-from tepal.server_app.simulation import (
-    SimulationError,
-    _resources,
-    explain,
-    parse_run_config,
-    simulate,
-    stage_app,
-    to_toml,
-)
+from tepal.server_app.simulation import _resources, simulate
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -149,7 +142,7 @@ def test_a_run_completes_with_the_configuration_it_was_given(app, tmp_path):
 
 @pytest.mark.simulation
 def test_a_failing_server_app_is_reported_with_its_own_words_and_line(app, tmp_path):
-    with pytest.raises(SimulationError) as caught:
+    with pytest.raises(RunError) as caught:
         simulate(app, clients=2, run_config=['mode="raise"'], log=tmp_path / "run.log")
     line = SERVER.splitlines().index('        raise ValueError("warm-up-rounds is 7\\nexpected at most 5")') + 1
     assert str(caught.value) == (
@@ -161,7 +154,7 @@ def test_a_failing_server_app_is_reported_with_its_own_words_and_line(app, tmp_p
 @pytest.mark.simulation
 def test_the_time_limit_stops_a_run(app):
     begun = time.monotonic()
-    with pytest.raises(SimulationError, match="longer than 6 s"):
+    with pytest.raises(RunError, match="longer than 6 s"):
         simulate(app, clients=2, run_config={"mode": "wait"}, timeout=6)
     assert time.monotonic() - begun < 15
 
@@ -178,7 +171,7 @@ def test_a_superlink_that_dies_during_the_run_is_reported_at_once(app, mark):
                 process.kill()
 
     begun = time.monotonic()
-    with pytest.raises(SimulationError, match="SuperLink"):
+    with pytest.raises(RunError, match="SuperLink"):
         simulate(app, clients=2, run_config={"mode": "wait"}, on_event=kill_the_superlink, timeout=90)
     assert len(killed) == 1
     assert time.monotonic() - begun < 45
@@ -212,9 +205,9 @@ def test_a_signal_in_mid_run_leaves_no_process_and_no_file(app, mark, number):
 
 
 def test_a_folder_without_an_app_and_unknown_keys_are_refused_before_anything_starts(app, tmp_path):
-    with pytest.raises(SimulationError, match="has no pyproject"):
+    with pytest.raises(RunError, match="has no pyproject"):
         simulate(tmp_path, clients=2)
-    with pytest.raises(SimulationError, match=r"no run configuration key a\.z\. It has: a\.x, a\.y, mode"):
+    with pytest.raises(RunError, match=r"no run configuration key a\.z\. It has: a\.x, a\.y, mode"):
         simulate(app, clients=2, run_config=["a.z=1"])
     with pytest.raises(ValueError, match="clients is 0"):
         simulate(app, clients=0)
@@ -222,7 +215,7 @@ def test_a_folder_without_an_app_and_unknown_keys_are_refused_before_anything_st
 
 def test_an_interpreter_that_ray_cannot_start_is_refused(app, monkeypatch):
     monkeypatch.setattr("sys.executable", "/home/me/my projects/.venv/bin/python")
-    with pytest.raises(SimulationError, match=r"Ray cannot start .*my projects"):
+    with pytest.raises(RunError, match=r"Ray cannot start .*my projects"):
         simulate(app, clients=2)
 
 
@@ -273,9 +266,9 @@ def test_run_configuration_is_read_as_flower_reads_it_and_keeps_all_keys_of_a_ta
     assert parse_run_config([str(tmp_path / "c.toml"), "lr=0.5"]) == {"lr": 0.5, "a.x": 5}
 
 
-@pytest.mark.parametrize("text", ["mode=raise", "mode", "a=1 b"])
+@pytest.mark.parametrize("text", ["mode=raise", "mode", "a=1 b", "no-such-file.toml"])
 def test_run_configuration_that_cannot_be_read_is_named(text):
-    with pytest.raises(ValueError, match="run configuration"):
+    with pytest.raises(ValueError, match=f"run configuration '?{text.partition('=')[0]}"):
         parse_run_config([text])
 
 
@@ -318,3 +311,23 @@ def test_of_a_chain_of_exceptions_the_last_that_is_not_flowers_wrapper_is_told()
     )
     assert explain(log, "details") == "ValueError: ActorPool is empty."
     assert explain("nothing of use", "details") == "details"
+
+
+def test_of_a_failed_server_app_in_deployment_its_last_exception_is_told():
+    log = textwrap.dedent(
+        """\
+        INFO :      ServerApp raised an exception
+        ERROR :     ServerApp raised an exception
+        Traceback (most recent call last):
+          File "/x/run_serverapp.py", line 210, in run_serverapp
+          File "/h/.flwr/apps/me.toy.0.1.0.ab12/toy/server.py", line 12, in main
+            raise ValueError("no")
+        ValueError: the run config cannot be run:
+          strategy='x': known are fedavg, fedfrozen
+        ERROR :     Exit Code: 200
+        """
+    )
+    assert explain(log, "details") == (
+        "ValueError: the run config cannot be run:\n  strategy='x': known are fedavg, fedfrozen "
+        "(toy/server.py, line 12, in main)"
+    )

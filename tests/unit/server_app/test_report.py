@@ -214,12 +214,12 @@ def test_the_summary_can_state_the_freeze_where_phases_do_not(tmp_path):
 
 
 def test_accuracies_of_different_test_data_are_different_curves(tmp_path):
-    lines = [metrics_line(1, accuracy_of="received"), metrics_line(2, accuracy_of="received"), metrics_line(3)]
+    lines = [metrics_line(1, accuracy_of="clients"), metrics_line(2, accuracy_of="clients"), metrics_line(3)]
     page = report(tmp_path, lines)
     figure = page.figures["accuracy-rounds"]
     assert trace(figure, "clients' test data")["x"] == [1, 2]
     assert trace(figure, "server's test data")["x"] == [3]
-    assert "before the round's training" in page.texts["figcaption"][0]
+    assert "weighted by their sizes" in page.texts["figcaption"][0]
     assert "held-out" in page.texts["figcaption"][0]
 
 
@@ -385,7 +385,7 @@ def test_a_torn_last_line_costs_only_that_round(tmp_path):
 
 
 def test_the_score_of_the_final_model_may_come_after_the_last_round(tmp_path):
-    page = report(tmp_path, [metrics_line(1, accuracy_of="received")], accuracy=0.77)
+    page = report(tmp_path, [metrics_line(1, accuracy_of="clients")], accuracy=0.77)
     assert page.headlines["Final accuracy"] == ("77.00 %", "of the final model")
 
 

@@ -308,3 +308,14 @@ def test_one_round_of_unknown_bytes_makes_the_total_unknown(run):
     run.append({"round": 2, "bytes_down": 60, "bytes_up": None, "bytes_fedavg": 100})
     summary = run.write_summary()
     assert (summary["bytes_down"], summary["bytes_up"], summary["bytes_vs_fedavg"]) == (120, None, None)
+
+
+def test_a_score_that_the_clients_gave_a_round_later_belongs_to_the_round_before(tmp_path):
+    run = RunDirectory.create(tmp_path, "fedavg", {})
+    run.append({"round": 1, "received_accuracy": 0.1, "received_loss": 2.0})
+    run.append({"round": 2, "received_accuracy": 0.5, "received_loss": 1.0})
+    run.append({"round": 4, "received_accuracy": 0.7, "accuracy": 0.8, "accuracy_of": "server"})
+    lines = read_metrics(run.path)
+    assert [(m["accuracy"], m["loss"], m["accuracy_of"]) for m in lines] == [
+        (0.5, 1.0, "clients"), (None, None, None), (0.8, None, "server")
+    ]  # fmt: skip
