@@ -6,6 +6,7 @@ begin with its name (`fedfrozen.warmup-rounds`). Keys about data and local train
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -41,7 +42,7 @@ class RoundConfig(BaseModel):
 
     model_config = _keys()
 
-    strategy: StrategyName = Field("fedfrozen", description="what is sent and merged: " + ", ".join(STRATEGIES))
+    strategy: StrategyName = Field("fedfrozen", description="what is sent and merged")
     model: str = Field("tiny-vit", description="what is trained: " + ", ".join(models.names()))
     num_server_rounds: int = Field(20, ge=1, description="rounds of the run")
     fraction_train: float = Field(1.0, gt=0, le=1, description="share of the available clients that train in a round")
@@ -126,6 +127,22 @@ def dataset_of(config: RunConfig) -> DatasetInfo:
         raise ConfigError(str(error)) from error
 
 
+def reference() -> str:
+    """All keys as a page of the documentation, docs/run-config.md: `python -m tepal.server_app.config` prints it."""
+    lines = ["# The run config", "", "Set keys with `--run-config 'key=value …'` or in a TOML file. Text needs quotes."]
+    seen: set[str] = set()
+    for title, section in zip(("Run and rounds", "Data", "Local training", "FedFrozen"), SECTIONS, strict=True):
+        lines += ["", f"## {title}", "", "| key | default | what it is |", "|---|---|---|"]
+        for field in section.model_fields.values():
+            if str(field.alias) in seen:
+                continue
+            seen.add(str(field.alias))
+            allowed = get_args(field.annotation)
+            about = (f"one of {', '.join(map(str, allowed))}: " if allowed else "") + (field.description or "")
+            lines.append(f"| `{field.alias}` | `{json.dumps(field.default)}` | {about.replace('|', chr(92) + '|')} |")
+    return "\n".join(lines) + "\n"
+
+
 def _unknown(key: str) -> str:
     known = defaults()
     near = get_close_matches(key, known, n=1) or [name for name in known if name.rpartition(".")[2] == key]
@@ -181,3 +198,7 @@ def _warnings(config: RunConfig) -> list[str]:
             f"{rounds.num_server_rounds}: nothing will ever be frozen, so this run is FedAvg."
         ]
     return []
+
+
+if __name__ == "__main__":
+    print(reference(), end="")

@@ -281,8 +281,10 @@ def add(*values: float | None) -> float | None:
 
 
 def find_run(path: Path) -> Path:
-    """The run directory that `path` means: itself, what a link points at, or what a `latest` text file names."""
+    """The run directory that `path` means: itself, the latest one in a folder of runs, or what `latest` names."""
     path = Path(path)
+    if (path / LATEST).exists():
+        path = path / LATEST
     if path.is_file() and path.name == LATEST:
         path = path.parent / path.read_text(encoding="utf-8").strip()
     path = path.resolve()

@@ -1,0 +1,115 @@
+"""What README and docs say is run, or stands against the code it speaks of."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from typer.testing import CliRunner
+
+from tepal.exchange import partial_exchange
+from tepal.models import build
+from tepal.server_app.commands import main
+from tepal.server_app.config import read_run_config, reference
+from tepal.server_app.run_directory import RunDirectory
+from tepal.strategies.in_process import InProcessGrid, Node
+from tests.apps import quickstart_app
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+
+
+def commands():
+    return [line.split("#")[0].strip() for block in blocks("sh") for line in block.splitlines() if line.strip()]
+
+
+# README's commands, and the test that runs each.
+RUN_BY = {
+    "make run": "tests/integration/test_main_job.py",
+    "make test": "is what runs these tests",
+    "tepal simulate": "tests/integration/test_main_job.py",
+    "tepal report": "test_the_report_command_says_where_the_report_is",
+    "python benchmarks/bytes.py": "tests/unit/test_benchmarks.py",
+    "flower-superlink": "tests/integration/test_loopback.py",
+    "flower-supernode": "tests/integration/test_loopback.py",
+    "flwr run": "tests/integration/test_loopback.py",
+}
+
+
+def test_every_command_of_the_readme_is_run_by_a_test():
+    for command in commands():
+        assert any(command.startswith(known) for known in RUN_BY), command
+    for path in {by for by in RUN_BY.values() if by.endswith(".py")}:
+        assert (ROOT / path).exists(), path
+
+
+def test_the_readmes_run_config_can_be_run():
+    from tepal.server_app.flower import parse_run_config
+
+    (simulate,) = [command for command in commands() if command.startswith("tepal simulate")]
+    words = shlex.split(simulate)
+    config = read_run_config(parse_run_config([words[words.index("-c") + 1]]))
+    assert (config.rounds.num_server_rounds, config.fedfrozen.warmup_rounds) == (2, 1)
+
+
+def test_the_readmes_python_runs():
+    """The server's snippet with the client's snippet on its nodes, and the snippet on blocks."""
+    server, client, blocks_ = blocks("python")
+
+    def make():
+        return build("tiny-vit", image_shape=(1, 8, 8), classes=10, seed=0)
+
+    names = {"ArrayRecord": ArrayRecord, "MetricRecord": MetricRecord, "RecordDict": RecordDict, "Message": Message,
+             "ClientApp": ClientApp, "model": make(), "fit": lambda model: None}  # fmt: skip
+    exec(client, names)
+    grid = InProcessGrid([Node(names["app"], {"partition-id": k}) for k in range(2)])
+    server_names = {"ArrayRecord": ArrayRecord, "model": make(), "grid": grid}
+    exec(server.replace("warmup_rounds=2", "warmup_rounds=2, fraction_evaluate=0"), server_names)
+    assert set(server_names["result"].arrays) == set(make().state_dict())
+    block_names = {"model": make()}
+    exec(blocks_, block_names)
+    assert len(block_names["blocks"].query_key) == 8
+
+
+def test_the_readmes_files_are_there():
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", README):
+        assert (ROOT / target).exists(), target
+    for folder in re.findall(r"^\| (`[^|]*`) \|", README, flags=re.MULTILINE):
+        for name in re.findall(r"`([^`]+)/`", folder):
+            assert (ROOT / name).is_dir(), name
+
+
+def test_the_page_of_run_config_keys_is_that_of_the_code():
+    assert (ROOT / "docs/run-config.md").read_text() == reference(), (
+        "write it anew: python -m tepal.server_app.config > docs/run-config.md"
+    )
+
+
+def test_the_report_command_says_where_the_report_is(tmp_path):
+    run = RunDirectory.create(tmp_path / "runs", "fedavg", {"strategy": "fedavg"})
+    run.append({"round": 1, "phase": "train", "accuracy": 0.5})
+    done = CliRunner().invoke(main, ["report", str(tmp_path / "runs")])
+    assert done.exit_code == 0 and Path(done.output.strip()).name == "report.html"
+    failed = CliRunner().invoke(main, ["report", str(tmp_path / "nothing")])
+    assert failed.exit_code == 1 and "nothing" in failed.output
+
+
+@pytest.mark.parametrize("calls_apply_plan", [True, False])
+def test_the_line_that_the_readme_adds_is_the_one_that_is_needed(calls_apply_plan):
+    from tepal.strategies import FedFrozen, RoundFailed
+
+    model = build("tiny-vit", image_shape=(1, 8, 8), classes=10, seed=0)
+    app = quickstart_app(lambda: model, [partial_exchange], calls_apply_plan=calls_apply_plan)
+    grid = InProcessGrid([Node(app, {"partition-id": k}) for k in range(2)])
+    strategy = FedFrozen(warmup_rounds=1, model=model)
+    if calls_apply_plan:
+        strategy.start(grid, ArrayRecord(model.state_dict()), num_rounds=2)
+    else:
+        with pytest.raises(RoundFailed, match="apply_plan"):
+            strategy.start(grid, ArrayRecord(model.state_dict()), num_rounds=2)
