@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import shutil
 import sys
 import threading
 from pathlib import Path
@@ -10,10 +10,11 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from tepal.server_app.config import ConfigError, RunConfig, read_run_config
 from tepal.server_app.report import write_report
-from tepal.server_app.run_directory import METRICS, find_run, read_metrics, read_summary
+from tepal.server_app.run_directory import KEPT_IN, METRICS, find_run, read_metrics, read_summary
 from tepal.server_app.simulation import SimulationError, app_run_config, parse_run_config, simulate
 from tepal.server_app.terminal import RoundProgress, final_table, follow_metrics
 
@@ -54,7 +55,7 @@ def simulate_command(
         _check_model(config)
         _simulate(console, app, config, clients, cpus, gpus, verbose)
     except (ConfigError, SimulationError, ValueError) as error:
-        console.print(f"[bold red]error:[/] {_escaped(error)}", highlight=False, soft_wrap=True)
+        console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from error
 
 
@@ -82,53 +83,45 @@ def _simulate(
     console: Console, app: Path, config: RunConfig, clients: int, cpus: float, gpus: float, verbose: bool
 ) -> None:
     runs = Path(config.rounds.runs).expanduser().resolve()
-    before = {path.name for path in runs.glob("*")} if runs.exists() else set()
     done = threading.Event()
-    rounds = config.rounds.num_server_rounds
-
-    def follow() -> None:
-        # The run directory is made by the ServerApp, in a process of Flower's: its metrics are what this one sees.
-        while not done.wait(0.1):
-            new = [path for path in runs.glob("*-*") if path.name not in before and path.is_dir()]
-            if new:
-                found.append(new[0])
-                for line in follow_metrics(new[0] / METRICS, done.is_set):
-                    progress.update(line)
-                return
-
     found: list[Path] = []
-    with RoundProgress(rounds, console=console) as progress:
-        follower = threading.Thread(target=follow, daemon=True)
-        follower.start()
+    followers: list[threading.Thread] = []
+
+    def follow(run: Path) -> None:
+        for line in follow_metrics(run / METRICS, done.is_set):
+            progress.update(line)
+
+    def hear(kind: str, text: str) -> None:
+        if verbose:
+            console.print(text, markup=False, highlight=False)
+        if kind == "stage" and not found and text:
+            progress.stage(text)
+        if kind == "log" and KEPT_IN in text and not found:
+            # The ServerApp runs in a process of Flower's; the metrics that it writes are what is seen of it here.
+            found.append(Path(text.partition(KEPT_IN)[2].strip()))
+            followers.append(threading.Thread(target=follow, args=found, daemon=True))
+            followers[0].start()
+
+    with RoundProgress(config.rounds.num_server_rounds, console=console) as progress:
         try:
-            values = {**config.flat, "runs": str(runs)}
             outcome = simulate(
                 app,
                 clients=clients,
-                run_config=values,
+                run_config={**config.flat, "runs": str(runs)},
                 cpus_per_client=cpus,
                 gpus_per_client=gpus,
-                on_event=(lambda kind, text: console.print(text, markup=False, highlight=False)) if verbose else None,
+                on_event=hear,
             )
         finally:
             done.set()
-            follower.join(timeout=5)
+            for follower in followers:
+                follower.join(timeout=5)
     if not found:
         raise SimulationError("the run ended without a run directory", outcome.log)
-    outcome.log.replace(found[0] / "flower.log") if _same_device(outcome.log, found[0]) else None
+    shutil.move(outcome.log, found[0] / "flower.log")
     summary = read_summary(found[0])
     if summary is not None:
         console.print(final_table(summary, read_metrics(found[0]), found[0]), soft_wrap=True)
-
-
-def _same_device(a: Path, b: Path) -> bool:
-    return os.stat(a).st_dev == os.stat(b).st_dev
-
-
-def _escaped(error: Exception) -> str:
-    from rich.markup import escape
-
-    return escape(str(error))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from tepal.client_app.training import score
 from tepal.models.blocks import Blocks, BlocksError, find_blocks
 from tepal.server_app.config import ConfigError, RunConfig, dataset_of, read_run_config
 from tepal.server_app.report import write_report
-from tepal.server_app.run_directory import RunDirectory
+from tepal.server_app.run_directory import KEPT_IN, RunDirectory
 from tepal.strategies import FedAvg, FedFrozen, MethodStrategy, NoAttentionError, RoundFailed, RoundReport
 
 log = getLogger("flwr")
@@ -35,7 +35,7 @@ def run(grid: Grid, values: Mapping[str, Any]) -> Path:
     model, blocks = build_model(config)
     strategy = build_strategy(config, blocks)
     directory = RunDirectory.create(Path(config.rounds.runs).expanduser(), config.rounds.strategy, config.flat)
-    log.info("This run is kept in %s", directory.path.resolve())
+    log.info("%s%s", KEPT_IN, directory.path.resolve())
     model_bytes = blocks.layout.nbytes()
     strategy.on_round = lambda report: directory.append(metrics_line(report, model_bytes))
     started = time.monotonic()
@@ -151,7 +151,8 @@ def metrics_line(report: RoundReport, model_bytes: int) -> dict[str, Any]:
         "bytes_down": report.down.payload,
         "bytes_up": report.up.payload,
         "bytes_overhead": report.down.overhead + report.up.overhead,
-        "bytes_fedavg": report.full_models * model_bytes,
+        "bytes_fedavg": (report.fedavg_down + report.fedavg_up) * model_bytes,
+        "bytes_fedavg_down": report.fedavg_down * model_bytes,
         "resent": report.resent,
         "seconds": round(report.seconds, 3),
         "seconds_train": round(report.seconds_train, 3),

@@ -49,6 +49,9 @@ CONFIG, METRICS, MODEL, SUMMARY, REPORT, LATEST = (
     "latest",
 )
 
+KEPT_IN = "This run is kept in "
+"""How a run's log says where its directory is; what follows a run from outside looks for it."""
+
 METRICS_KEYS = (
     "round",
     "phase",
@@ -68,6 +71,7 @@ METRICS_KEYS = (
     "bytes_up",
     "bytes_overhead",
     "bytes_fedavg",
+    "bytes_fedavg_down",
     "resent",
     "seconds",
     "seconds_train",

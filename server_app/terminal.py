@@ -97,6 +97,13 @@ class RoundProgress:
         if self._progress is not None:
             self._progress.stop()
 
+    def stage(self, text: str) -> None:
+        """Say what goes on before the first round."""
+        if self._progress is not None:
+            self._progress.update(self._task, description=text)
+        else:
+            print(text, file=self._console.file, flush=True)
+
     def update(self, line: Mapping[str, Any]) -> None:
         """Show one round that has ended."""
         now = time.monotonic()
@@ -198,11 +205,8 @@ def final_table(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]
     """
     down, up, fedavg = summary.get("bytes_down"), summary.get("bytes_up"), total(metrics, "bytes_fedavg")
     moved = add(down, up)
-    # FedAvg moves the same model both ways, so each way is half of it, but only where every client that was asked
-    # answered.
-    trained = [line for line in metrics if line["round"] > 0]
-    all_replied = all(line.get("clients_asked") == line.get("clients_replied", -1) for line in trained)
-    half = fedavg / 2 if fedavg is not None and all_replied else None
+    fedavg_down = total(metrics, "bytes_fedavg_down")
+    fedavg_up = None if fedavg is None or fedavg_down is None else fedavg - fedavg_down
 
     rounds = summary.get("rounds")
     table = Table(
@@ -214,17 +218,16 @@ def final_table(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]
     table.add_column("")
     for heading in ("this run", "FedAvg, same rounds", "ratio"):
         table.add_column(heading, justify="right")
-    ratios = [ours / theirs if ours is not None and theirs else None for ours, theirs in ((down, half), (up, half))]
-    for name, ours, theirs, ratio in (
-        ("bytes down", down, half, ratios[0]),
-        ("bytes up", up, half, ratios[1]),
-        ("bytes in total", moved, fedavg, summary.get("bytes_vs_fedavg")),
+    for name, ours, theirs in (
+        ("bytes down", down, fedavg_down),
+        ("bytes up", up, fedavg_up),
+        ("bytes in total", moved, fedavg),
     ):
-        theirs_text = "–" if theirs is None else bytes_text(theirs)
-        table.add_row(name, bytes_text(ours), theirs_text, "–" if ratio is None else f"{ratio:.4f}")
+        ratio = f"{ours / theirs:.4f}" if ours is not None and theirs else "–"
+        table.add_row(name, bytes_text(ours), "–" if theirs is None else bytes_text(theirs), ratio)
     for key in ("accuracy", "loss"):
-        table.add_row(key, score_text(summary.get(key)), "–", "–")
-    table.add_row("refused replies", str(summary.get("refused_replies", UNKNOWN)), "–", "–")
+        table.add_row(key, score_text(summary.get(key)))
+    table.add_row("refused replies", str(summary.get("refused_replies", UNKNOWN)))
     if run is None:
         return Group(table)
     lines = [f"Results in {run}"]

@@ -76,8 +76,9 @@ class RoundReport:
     """(client, reason): no answer came."""
     down: Traffic = field(default_factory=Traffic)
     up: Traffic = field(default_factory=Traffic)
-    full_models: int = 0
-    """How many times the full model would have travelled, had the same exchanges been FedAvg's."""
+    fedavg_down: int = 0
+    """How often the full model would have gone down, had the same exchanges been FedAvg's."""
+    fedavg_up: int = 0
     resent: int = 0
     learning_rate: float | None = None
     train_metrics: Mapping[str, float] = field(default_factory=dict)
@@ -266,7 +267,8 @@ class MethodStrategy(Strategy):
                 merger.add(reply)
                 metrics.append((reply.metrics, reply.examples))
                 report.replied.append(reply.client)
-            report.full_models += len(plans) + len(report.replied)
+            report.fedavg_down += len(plans)
+            report.fedavg_up += len(report.replied)
             if len(metrics) >= self.min_replies:
                 report.train_metrics = mean_metrics(metrics, self.weighted_by_key)
                 return merger.finish()
@@ -298,7 +300,7 @@ class MethodStrategy(Strategy):
         plans = self.method.evaluation(state, server_round, cohort, more_rounds=more_rounds)
         config = ConfigRecord({**config, "server-round": server_round})
         metrics = [(r.metrics, r.examples) for r in self._exchange(grid, state, plans, config, timeout, report)]
-        report.full_models += len(plans)
+        report.fedavg_down += len(plans)
         report.evaluate_metrics = mean_metrics(metrics, self.weighted_by_key)
 
     def _exchange(

@@ -22,6 +22,7 @@ LINE = {
     "bytes_down": 500_000,
     "bytes_up": 250_000,
     "bytes_fedavg": 1_000_000,
+    "bytes_fedavg_down": 600_000,
     "seconds": 1.7,
 }
 
@@ -198,17 +199,11 @@ SUMMARY = {
 
 def test_the_final_table_puts_the_run_beside_fedavg():
     text = shown(SUMMARY, [LINE, {**LINE, "round": 4}])
-    assert cells(text, "bytes down") == ["bytes down", "1.00 MB", "1.00 MB", "1.0000"]
-    assert cells(text, "bytes up") == ["bytes up", "500 kB", "1.00 MB", "0.5000"]
+    assert cells(text, "bytes down") == ["bytes down", "1.00 MB", "1.20 MB", "0.8333"]
+    assert cells(text, "bytes up") == ["bytes up", "500 kB", "800 kB", "0.6250"]
     assert cells(text, "in total") == ["bytes in total", "1.50 MB", "2.00 MB", "0.7500"]
     assert cells(text, "accuracy")[1] == "0.8312"
     assert cells(text, "refused")[1] == "1"
-
-
-def test_fedavg_is_split_into_down_and_up_only_where_every_client_answered():
-    text = shown(SUMMARY, [LINE, {**LINE, "round": 4, "clients_replied": 9}])
-    assert cells(text, "bytes down")[2:] == ["–", "–"]
-    assert cells(text, "in total")[2] == "2.00 MB"
 
 
 def test_the_final_table_says_what_is_not_known():
@@ -234,3 +229,10 @@ def test_printed_without_soft_wrap_long_paths_are_folded_and_not_cut(tmp_path):
     out = io.StringIO()
     Console(file=out, width=60).print(final_table(SUMMARY, [LINE], run))
     assert str(run) in out.getvalue().replace("\n", "")
+
+
+def test_what_goes_on_before_the_first_round_is_said():
+    out = io.StringIO()
+    with RoundProgress(3, console=Console(file=out)) as progress:
+        progress.stage("Starting a SuperLink ...")
+    assert out.getvalue() == "Starting a SuperLink ...\n"

@@ -92,7 +92,7 @@ def test_a_model_that_was_scored_is_not_sent_again_to_be_trained():
     size = START["w"].nbytes + START["count"].nbytes
     _, history = start(FedAvg(), grid_of(2), rounds=3)
     assert [report.down.payload for report in history] == [4 * size, 2 * size, 2 * size]
-    assert [report.full_models for report in history] == [6, 6, 6]
+    assert [(report.fedavg_down, report.fedavg_up) for report in history] == [(4, 2)] * 3
 
 
 def test_cohorts_follow_from_seed_round_and_names_alone():
