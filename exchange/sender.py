@@ -122,7 +122,7 @@ class Sender:
             round=plan.round,
             action=plan.action,
             record=self.record,
-            layout=self.layout,
+            layout=self.layout if parcels else _NOTHING,
             parcels=tuple(parcels),
             trains=plan.trains,
             returns=plan.returns,
@@ -205,6 +205,8 @@ class Sender:
         self._used[id(array)] = found
         return found[1]
 
+
+_NOTHING = Layout((), ())
 
 NO_MOD = (
     "it does not speak Tepal's exchange: its ClientApp must be made with mods=[partial_exchange] "

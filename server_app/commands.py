@@ -13,9 +13,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from tepal.server_app.config import ConfigError, RunConfig, read_run_config
+from tepal.server_app.flower import RunError, app_run_config, parse_run_config
 from tepal.server_app.report import write_report
 from tepal.server_app.run_directory import KEPT_IN, METRICS, find_run, read_metrics, read_summary
-from tepal.server_app.simulation import SimulationError, app_run_config, parse_run_config, simulate
+from tepal.server_app.simulation import simulate
 from tepal.server_app.terminal import RoundProgress, final_table, follow_metrics
 
 main = typer.Typer(
@@ -54,7 +55,7 @@ def simulate_command(
         config = read_run_config({**app_run_config(app), **given})
         _check_model(config)
         _simulate(console, app, config, clients, cpus, gpus, verbose)
-    except (ConfigError, SimulationError, ValueError) as error:
+    except (ConfigError, RunError, ValueError) as error:
         console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from error
 
@@ -117,7 +118,7 @@ def _simulate(
             for follower in followers:
                 follower.join(timeout=5)
     if not found:
-        raise SimulationError("the run ended without a run directory", outcome.log)
+        raise RunError("the run ended without a run directory", outcome.log)
     shutil.move(outcome.log, found[0] / "flower.log")
     summary = read_summary(found[0])
     if summary is not None:

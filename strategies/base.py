@@ -210,11 +210,10 @@ class MethodStrategy(Strategy):
         )
         self.summary()
         result = Result()
-        result.arrays = self._arrays(state)
         train_config, evaluate_config = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
         if evaluate_fn is not None:
             report = RoundReport(0, "initial")
-            report.server_metrics = _scalars(evaluate_fn(0, result.arrays))
+            report.server_metrics = _scalars(evaluate_fn(0, initial_arrays))
             result.evaluate_metrics_serverapp[0] = MetricRecord(dict(report.server_metrics))
             self.on_round(report)
 

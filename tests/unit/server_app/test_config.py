@@ -70,3 +70,8 @@ def test_a_warm_up_as_long_as_the_run_is_a_warning(caplog):
     with caplog.at_level("WARNING", logger="flwr"):
         read_run_config({"fedfrozen.warmup-rounds": 20})
     assert "this run is FedAvg" in caplog.text
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).parents[3] / "conf").glob("*.toml")), ids=lambda p: p.name)
+def test_every_experiment_of_conf_can_be_run(path):
+    assert read_run_config(flat(tomllib.loads(path.read_text())))
