@@ -100,8 +100,7 @@ def connect(home: Path, address: str) -> None:
     """Let Flower's commands, run with FLWR_HOME=`home`, find the SuperLink at `address` (without TLS)."""
     home.mkdir(parents=True, exist_ok=True)
     (home / "config.toml").write_text(
-        f'[superlink]\ndefault = "{CONNECTION}"\n\n'
-        f'[superlink.{CONNECTION}]\naddress = "{address}"\ninsecure = true\n'
+        f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\naddress = "{address}"\ninsecure = true\n'
     )
 
 

@@ -46,8 +46,6 @@ from tepal.server_app.processes import (
 # A Unix socket's path has 107 bytes on Linux and 103 on macOS; Ray puts its sockets 69 bytes below its folder.
 _LONGEST_RAY_FOLDER = 34
 
-SimulationError = RunError  # the name that commands.py imports
-
 
 def simulate(
     app: Path,

@@ -69,19 +69,16 @@ def loopback(nodes: int) -> Iterator[Loopback]:
             return stack.enter_context(started(command, log=log, env=environment, cwd=work, name=name, grace=5))
 
         superlink = start("superlink", superlink_port, "flower-superlink", "--fleet-api-address", fleet)
+        supernode = ("flower-supernode", "--superlink", fleet, "--node-config")
         supernodes = tuple(
-            start(
-                f"node-{k}", port, "flower-supernode", "--superlink", fleet,
-                "--node-config", f"partition-id={k} num-partitions={nodes}",
-            )  # fmt: skip
+            start(f"node-{k}", port, *supernode, f"partition-id={k} num-partitions={nodes}")
             for k, port in enumerate(node_ports)
         )
+        stack.callback(_stop_all, [*supernodes, superlink])
         for process, port in zip((superlink, *supernodes), (superlink_port, *node_ports), strict=True):
             wait_for_http(f"http://127.0.0.1:{port}/health", timeout=60, process=process)
         address = f"127.0.0.1:{superlink_port}"
         connect(folder / "home", address)
-        # Each is stopped in its own time, all at once.
-        stack.callback(_stop_all, [*supernodes, superlink])
         yield Loopback(folder, address, superlink, supernodes, _environment(folder / "home"))
 
 
@@ -102,6 +99,7 @@ def _free_ports(count: int) -> list[int]:
 
 
 def _stop_all(processes: list[Process]) -> None:
+    """Stop them side by side: each takes a second or two to say goodbye."""
     threads = [threading.Thread(target=process.stop, args=(5,)) for process in processes]
     for thread in threads:
         thread.start()

@@ -1,0 +1,123 @@
+"""The main job as a user starts it, from the command line; and what the command line says when it cannot run."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tepal.server_app.commands import main
+from tepal.server_app.processes import MARK, marked
+from tepal.server_app.run_directory import SUMMARY_KEYS, read_metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def tepal(monkeypatch, tmp_path):
+    """Runs `tepal …` in a process of its own, in the project's folder, and sees that nothing of it is left."""
+    token = f"main-job-{os.getpid()}"
+    monkeypatch.setenv(MARK, token)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # a failed run leaves its log there
+
+    def run(*arguments: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-m", "tepal.server_app.commands", *arguments]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
+        assert marked(token) == []
+        return done
+
+    return run
+
+
+@pytest.mark.simulation
+def test_the_main_job_runs_and_says_what_it_moved(tepal, tmp_path):
+    shorter = "num-server-rounds=2 fedfrozen.warmup-rounds=1 local-epochs=1"
+    done = tepal("simulate", ".", "-c", shorter, "-c", f'runs="{tmp_path / "runs"}"', "--clients", "3")
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = (tmp_path / "runs" / "latest").resolve()
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary.keys() >= set(SUMMARY_KEYS)
+    assert (summary["strategy"], summary["model"], summary["rounds"]) == ("fedfrozen", "tiny-vit", 2)
+    assert summary["refused_replies"] == 0
+    lines = read_metrics(run)
+    assert [(line["phase"], line["clients_replied"]) for line in lines[1:]] == [("warm-up", 3), ("frozen", 3)]
+    assert lines[2]["bytes_up"] < lines[1]["bytes_up"] == lines[1]["bytes_down"]
+
+    shown = done.stdout
+    for number, line in enumerate(lines):
+        assert f"round {number}/2  {line['phase'] if number else ''}" in shown
+    for text in ("fedfrozen · tiny-vit", "FedAvg, same rounds", "bytes down", "bytes up", "refused replies"):
+        assert text in shown
+    assert f"{summary['bytes_vs_fedavg']:.4f}" in shown and f"{summary['accuracy']:.4f}" in shown
+    # The paths lie whole in one line each, to be copied.
+    for name in ("report.html", "summary.json", "metrics.jsonl", "model.safetensors"):
+        assert (run / name).is_file()
+        assert str(run / name) in shown.split()
+    assert "Accuracy " in (run / "flower.log").read_text(), "Flower's own log lies beside the results"
+
+
+@pytest.mark.simulation
+def test_a_partition_that_cannot_be_drawn_fails_the_run_before_its_first_round(tepal, tmp_path):
+    """Only the clients know how many they are, so it is they who find out."""
+    config = f'min-partition-size=1000 num-server-rounds=2 runs="{tmp_path / "runs"}"'
+    done = tepal("simulate", ".", "-c", config, "--clients", "3")
+    assert done.returncode == 1
+    shown = " ".join(done.stdout.split())
+    assert "error: The run failed:" in shown and "min-partition-size" in shown and "1000" in shown
+    assert "Traceback" not in done.stdout + done.stderr
+    assert not any(line["clients_asked"] for line in read_metrics(tmp_path / "runs" / "latest")), "nobody trained"
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ('strategy="fedfrosen"', ["strategy='fedfrosen'", "did you mean 'fedfrozen'?", "known are fedavg, fedfrozen"]),
+        ('model="tiny-vti"', ["'tiny-vti'", "did you mean 'tiny-vit'?", "cnn"]),
+        ('dataset="digit"', ["dataset='digit'", "did you mean 'digits'?"]),
+        ("num-server-round=3", ["'num-server-round'", "did you mean 'num-server-rounds'?"]),
+        ("warmup-rounds=3", ["'warmup-rounds'", "did you mean 'fedfrozen.warmup-rounds'?"]),
+        ("num-server-rounds=0", ["num-server-rounds=0", "greater than or equal to 1"]),
+        ("learning-rate=-0.1", ["learning-rate=-0.1", "greater than"]),
+        ("fedfrozen.ridge=-1", ["fedfrozen.ridge=-1", "greater than or equal to 0"]),
+        ('batch-size="many"', ["batch-size='many'", "valid integer"]),
+        ('optimizer="sdg"', ["optimizer='sdg'", "did you mean 'sgd'?"]),
+        ('model="cnn"', ["strategy='fedfrozen' with model='cnn'", "CNN", "model with attention"]),
+        ('model="linear-attention"', ["model='linear-attention'", "choose one of cnn, tiny-vit"]),
+        ('image-shape="1x9x9"', ["image-shape", "1x9x9"]),
+        ("strategy=fedavg", ["strategy=fedavg", "text needs quotes"]),
+        ("no-such-file.toml", ["no-such-file.toml", "cannot be read"]),
+        ("seed=-1 local-epochs=-1", ["seed=-1", "local-epochs=-1"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_run_config_that_cannot_be_run_is_refused_before_anything_starts(monkeypatch, config, said):
+    def never(*_, **__):
+        raise AssertionError("a run was started")
+
+    monkeypatch.setattr("tepal.server_app.commands.simulate", never)
+    monkeypatch.chdir(ROOT)
+    result = CliRunner().invoke(main, ["simulate", ".", "--clients", "3", "-c", config])
+    assert result.exit_code == 1, result.output
+    message = result.output.strip()
+    assert message.startswith("error: ")
+    for text in said:
+        assert text in message
+    assert "\n\n" not in message and len(message) < 1000, "one paragraph"
+    assert "Traceback" not in message and "pydantic" not in message
+
+
+def test_a_folder_that_is_no_app_is_refused(tmp_path):
+    result = CliRunner().invoke(main, ["simulate", str(tmp_path)])
+    assert result.exit_code == 1
+    assert result.output.strip() == f"error: {tmp_path} is not a Flower app: it has no pyproject.toml"
+
+
+def test_an_error_ends_the_process_with_a_status_and_without_a_traceback(tepal):
+    done = tepal("simulate", ".", "-c", 'strategy="fedfrosen"')
+    assert done.returncode == 1
+    assert "did you mean 'fedfrozen'?" in done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
