@@ -235,26 +235,23 @@ def load_client(config: DataConfig, node_config: Mapping[str, Any], *, client: s
             example that was trained on would be tested on after a restart.)
 
     Raises:
-        DataError: naming the client and what to do about it.
+        DataError: what is wrong with this client's data, and what to do about it.
     """
-    try:
-        path = node_config.get("data-path")
-        if path:
-            known = _known_info(config)
-            source = _path_source(str(path), *known)
-            train, test, origin = np.arange(len(source.train.labels)), source.test, source.origin
-        else:
-            partition, partitions = _partition_of(config, node_config)
-            source = _named_source(config)
-            train, test = _partition(source, _Scheme.of(config, partitions))[partition], None
-            origin = f"{source.origin}, partition {partition} of {partitions}"
-        if test is None:
-            own_train, own_test = _split(train, config.test_fraction, config.seed, client)
-            parts = source.train.take(own_train), source.train.take(own_test)
-        else:
-            parts = source.train.take(train), test.take(np.arange(len(test.labels)))
-    except DataError as error:
-        raise DataError(f"client {client!r}: {error}") from error
+    path = node_config.get("data-path")
+    if path:
+        known = _known_info(config)
+        source = _path_source(str(path), *known)
+        train, test, origin = np.arange(len(source.train.labels)), source.test, source.origin
+    else:
+        partition, partitions = _partition_of(config, node_config)
+        source = _named_source(config)
+        train, test = _partition(source, _Scheme.of(config, partitions))[partition], None
+        origin = f"{source.origin}, partition {partition} of {partitions}"
+    if test is None:
+        own_train, own_test = _split(train, config.test_fraction, config.seed, client)
+        parts = source.train.take(own_train), source.train.take(own_test)
+    else:
+        parts = source.train.take(train), test.take(np.arange(len(test.labels)))
     return ClientData(*parts, shape=source.shape, classes=source.classes, name=client, origin=origin)
 
 

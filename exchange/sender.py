@@ -23,7 +23,11 @@ class BadReply(ValueError):
 
 
 class ClientRefuses(BadReply):
-    """The client itself gave no result, and said why."""
+    """The client itself, which calls itself `client`, gave no result, and said why."""
+
+    def __init__(self, client: str, reason: str) -> None:
+        super().__init__(reason)
+        self.client = client
 
 
 @dataclass(frozen=True)
@@ -157,7 +161,7 @@ class Sender:
         if header.missing:
             return Missing(header.missing)
         if header.refused:
-            raise ClientRefuses(header.refused)
+            raise ClientRefuses(header.client, header.refused)
         metrics = _metrics(content)
         return Reply(
             client=header.client,

@@ -49,14 +49,14 @@ def simulate_command(
 
     An own SuperLink is started for it on a free port, and stopped whatever happens.
     """
-    console = Console()
+    console, errors = Console(), Console(stderr=True)
     try:
         given = parse_run_config(run_config or [])
         config = read_run_config({**app_run_config(app), **given})
-        _check_model(config)
+        _check(config, clients)
         _simulate(console, app, config, clients, cpus, gpus, verbose)
     except (ConfigError, RunError, ValueError) as error:
-        console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        errors.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from error
 
 
@@ -72,7 +72,14 @@ def report_command(
         raise typer.Exit(1) from error
 
 
-def _check_model(config: RunConfig) -> None:
+def _check(config: RunConfig, clients: int) -> None:
+    """What can be known before anything is started. Raises ConfigError."""
+    needed = max(config.rounds.min_clients, config.rounds.min_replies)
+    if needed > clients:
+        raise ConfigError(
+            f"min-clients={config.rounds.min_clients} and min-replies={config.rounds.min_replies}: at least {needed} "
+            f"clients are needed, and --clients is {clients}"
+        )
     # Here and not at the top: torch takes seconds to import, and `tepal report` needs none of it.
     from tepal.server_app.run import build_model, build_strategy
 
@@ -113,16 +120,25 @@ def _simulate(
                 gpus_per_client=gpus,
                 on_event=hear,
             )
+        except RunError as error:
+            if not found or error.log is None:
+                raise
+            raise RunError(f"{error.reason}\nWhat there is of it: {found[0]}", _kept(error.log, found[0])) from error
         finally:
             done.set()
             for follower in followers:
                 follower.join(timeout=5)
     if not found:
         raise RunError("the run ended without a run directory", outcome.log)
-    shutil.move(outcome.log, found[0] / "flower.log")
+    _kept(outcome.log, found[0])
     summary = read_summary(found[0])
     if summary is not None:
         console.print(final_table(summary, read_metrics(found[0]), found[0]), soft_wrap=True)
+
+
+def _kept(log: Path, run: Path) -> Path:
+    """Move Flower's own log of a run to its results."""
+    return Path(shutil.move(log, run / "flower.log"))
 
 
 if __name__ == "__main__":

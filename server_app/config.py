@@ -103,11 +103,14 @@ def read_run_config(values: Mapping[str, Any]) -> RunConfig:
     """
     problems = [_unknown(key) for key in values if key not in defaults()]
     sections: list[Any] = []
+    explained: set[str] = set()  # `seed` is a key of two sections
     for section in SECTIONS:
         try:
             sections.append(section.model_validate(dict(values)))
         except ValidationError as error:
-            problems += [_explain(section, dict(one)) for one in error.errors()]
+            wrong = {str(one["loc"][0]): dict(one) for one in error.errors()}
+            problems += [_explain(section, one) for key, one in wrong.items() if key not in explained]
+            explained |= set(wrong)
     if not problems:
         config = RunConfig(*sections)
         problems = list(_contradictions(config))

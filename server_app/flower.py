@@ -50,6 +50,7 @@ class RunError(RuntimeError):
 
     def __init__(self, message: str, log: Path | None = None) -> None:
         super().__init__(f"{message}\nThe whole log: {log}" if log else message)
+        self.reason = message
         self.log = log
 
 

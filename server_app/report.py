@@ -12,10 +12,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from string import Template
-from typing import Any
-
-import plotly.graph_objects as go
-from plotly.offline import get_plotlyjs
+from typing import TYPE_CHECKING, Any
 
 from tepal.server_app.run_directory import (
     REPORT,
@@ -29,6 +26,9 @@ from tepal.server_app.run_directory import (
     write_whole,
 )
 from tepal.server_app.terminal import UNKNOWN, bytes_text, lost_reply, score_text, seconds_text
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
 
 Lines = Sequence[Mapping[str, Any]]
 
@@ -243,6 +243,10 @@ def _bytes_against_fedavg(
 
 
 def _empty(x_title: str, y_title: str, *, rounds: int | None = None) -> go.Figure:
+    # Not at the top: plotly looks up its own version as it is imported, which fails now and then while Flower changes
+    # sys.path in another thread. When a report is written, that is long over.
+    import plotly.graph_objects as go
+
     plot = go.Figure()
     plot.update_layout(
         template="none",
@@ -328,7 +332,7 @@ def _page(name: str, config: Mapping[str, Any], metrics: Lines, written_summary:
         provenance=_provenance(metrics),
         style=_STYLE,
         script=_SCRIPT,
-        plotly=get_plotlyjs() if any(figure.plot for figure in drawn) else "",
+        plotly=_plotly_js() if any(figure.plot for figure in drawn) else "",
     )
 
 
@@ -415,6 +419,12 @@ def _figure_html(figure: Figure) -> str:
             f'<script type="application/json" data-for="{figure.key}">{figure.plot.to_json()}</script>'
         )
     return f"<figure><h3>{title}</h3>{body}<figcaption>{caption}</figcaption></figure>"
+
+
+def _plotly_js() -> str:
+    from plotly.offline import get_plotlyjs
+
+    return str(get_plotlyjs())
 
 
 def _spoken(plot: go.Figure) -> str:

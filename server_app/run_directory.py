@@ -262,7 +262,7 @@ def summarise(metrics: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -
         "strategy": config.get("strategy"),
         "model": config.get("model"),
         "parameters": None,
-        "rounds": max((line["round"] for line in metrics), default=0),
+        "rounds": max((line["round"] for line in metrics if line.get("clients_replied") != 0), default=0),
         "accuracy": _last_known(metrics, "accuracy"),
         "loss": _last_known(metrics, "loss"),
         "bytes_up": up,

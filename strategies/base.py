@@ -398,17 +398,17 @@ class MethodStrategy(Strategy):
         try:
             return self._sender.read(asked.plan, message, self.weighted_by_key)
         except BadReply as refusal:
-            self._refuse(report, asked, str(refusal), by_client=isinstance(refusal, ClientRefuses))
+            self._refuse(report, asked, str(refusal), refusal.client if isinstance(refusal, ClientRefuses) else "")
             if refused is not None:
                 refused[asked.node_id] = str(refusal)
             return None
 
-    def _refuse(self, report: RoundReport, asked: _Asked, reason: str, by_client: bool = False) -> None:
-        report.refused.append((asked.name, reason))
+    def _refuse(self, report: RoundReport, asked: _Asked, reason: str, by_client: str = "") -> None:
+        report.refused.append((by_client or asked.name, reason))
         if by_client:
-            report.refused_by_client.append(asked.name)
+            report.refused_by_client.append(by_client)
         said = "gives no result" if by_client else "is refused"
-        log.warning("%s %s in round %d: %s", asked.name, said, report.round, reason)
+        log.warning("%s %s in round %d: %s", by_client or asked.name, said, report.round, reason)
 
     def _lose(self, report: RoundReport, asked: _Asked, reason: str) -> None:
         report.lost.append((asked.name, reason))

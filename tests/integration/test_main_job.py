@@ -61,12 +61,24 @@ def test_the_main_job_runs_and_says_what_it_moved(tepal, tmp_path):
 
 
 @pytest.mark.simulation
+@pytest.mark.slow
+def test_the_main_job_reads_nine_of_ten_held_out_digits(tepal, tmp_path):
+    """What `make run` does, with nothing changed."""
+    done = tepal("simulate", ".", "-c", f'runs="{tmp_path / "runs"}"')
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((tmp_path / "runs" / "latest" / "summary.json").read_text())
+    assert summary["rounds"] == 20 and summary["accuracy"] >= 0.90
+    assert summary["bytes_vs_fedavg"] < 0.9
+
+
+@pytest.mark.simulation
 def test_a_partition_that_cannot_be_drawn_fails_the_run_before_its_first_round(tepal, tmp_path):
     """Only the clients know how many they are, so it is they who find out."""
     config = f'min-partition-size=1000 num-server-rounds=2 runs="{tmp_path / "runs"}"'
     done = tepal("simulate", ".", "-c", config, "--clients", "3")
     assert done.returncode == 1
-    shown = " ".join(done.stdout.split())
+    shown = " ".join(done.stderr.split())
+    assert "What there is of it:" in shown and (tmp_path / "runs" / "latest" / "flower.log").exists()
     assert "error: The run failed:" in shown and "min-partition-size" in shown and "1000" in shown
     assert "Traceback" not in done.stdout + done.stderr
     assert not any(line["clients_asked"] for line in read_metrics(tmp_path / "runs" / "latest")), "nobody trained"
@@ -91,6 +103,7 @@ def test_a_partition_that_cannot_be_drawn_fails_the_run_before_its_first_round(t
         ("strategy=fedavg", ["strategy=fedavg", "text needs quotes"]),
         ("no-such-file.toml", ["no-such-file.toml", "cannot be read"]),
         ("seed=-1 local-epochs=-1", ["seed=-1", "local-epochs=-1"]),
+        ("min-clients=5", ["min-clients=5", "--clients is 3"]),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -345,7 +345,7 @@ def test_a_partition_that_cannot_be_is_refused_with_numbers_and_cures(
     node = {"partition-id": 1, "num-partitions": clients}
     with pytest.raises(DataError, match=message) as refused:
         load_client(DataConfig.from_run_config(config), node, client="client-1")
-    assert str(refused.value).startswith("client 'client-1': dataset=\"digits\"")
+    assert str(refused.value).startswith("dataset=\"digits\"")
     assert not [str(one.message) for one in recwarn]  # nothing beside the error, whatever was drawn again
 
 
@@ -362,9 +362,8 @@ def test_a_partition_that_cannot_be_is_refused_with_numbers_and_cures(
     ],
 )
 def test_a_node_config_without_data_is_refused(node: dict[str, object], message: str) -> None:
-    with pytest.raises(DataError, match=message) as refused:
+    with pytest.raises(DataError, match=message):
         load_client(DataConfig(), node, client="ward-3")
-    assert str(refused.value).startswith("client 'ward-3': ")
 
 
 # Which dataset
@@ -385,7 +384,7 @@ def test_a_missing_file_is_named_with_its_full_path(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match=f"^{tmp_path}/none.npz: no such file or folder"):
         dataset_info(DataConfig(dataset="none.npz"))
-    with pytest.raises(DataError, match=f"^client 'ward-3': {tmp_path}/none: no such file or folder"):
+    with pytest.raises(DataError, match=f"^{tmp_path}/none: no such file or folder"):
         own("none")
 
 
@@ -533,7 +532,6 @@ def test_an_npz_file_that_cannot_be_used_is_refused(npz: WriteNpz, arrays: dict[
     path = npz(**arrays)
     with pytest.raises(DataError, match=message) as refused:
         own(path, **{"image-shape": "1x2x2", "classes": 4})
-    assert str(refused.value).startswith("client 'ward-3': ")
     assert path in str(refused.value) or "at least 2" in message
 
 
@@ -635,7 +633,7 @@ def test_an_unreadable_image_is_named(tmp_path: Path) -> None:
     Image.fromarray(noise).save(bad)
     for content in (b"", b"not a picture", bad.read_bytes()[:600]):
         bad.write_bytes(content)
-        with pytest.raises(DataError, match=f"client 'ward-3': {bad}: not a readable image.*remove or replace"):
+        with pytest.raises(DataError, match=f"^{bad}: not a readable image.*remove or replace"):
             own(tmp_path)
     Image.fromarray(np.full((4, 4), 60_000, np.uint16)).save(bad)
     with pytest.raises(DataError, match=f"{bad}: more than 8 bits a channel"):

@@ -94,7 +94,7 @@ def test_a_client_with_bad_data_is_refused_alone_before_the_first_round(small_ru
         path = small_run(nodes=nodes)
     first = read_metrics(path)[1]
     assert first["clients_replied"] == 2
-    assert "empty" in first["refused"][0]["reason"] and "site-9" in first["refused"][0]["reason"]
+    assert "empty" in first["refused"][0]["reason"] and first["refused"][0]["client"] == "site-9"
     with pytest.raises(RoundFailed, match="only 2 of 3 clients can take part"):
         small_run(nodes=nodes, min_clients=3)
 
@@ -133,7 +133,7 @@ def test_a_failed_run_saves_the_model_of_its_last_finished_round(small_run, tmp_
         small_run(deterministic=True, schedule="constant")
     monkeypatch.undo()
     failed = load_file(tmp_path / "runs/latest/model.safetensors")
-    assert json.loads((tmp_path / "runs/latest/summary.json").read_text())["rounds"] == 3
+    assert json.loads((tmp_path / "runs/latest/summary.json").read_text())["rounds"] == 2
     monkeypatch.syspath_prepend(str(ROOT))
     path = small_run(deterministic=True, schedule="constant", num_server_rounds=2)
     for name, array in load_file(path / "model.safetensors").items():
