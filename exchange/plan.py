@@ -37,7 +37,6 @@ class Plan:
     """Entries that the reply carries, by tree."""
     keeps: Mapping[Tree, Names] = field(default_factory=dict)
     """Entries, of those needed, that the client should keep as received, because later rounds need the same values."""
-    objective: str = ""
     groups: Mapping[str, Names] = field(default_factory=dict)
     """Named sets of entries that the objective speaks of, such as the value projections of FedFrozen's ridge."""
     options: Mapping[str, Scalar] = field(default_factory=dict)

@@ -59,7 +59,6 @@ def run(grid: Grid, values: Mapping[str, Any]) -> Path:
     summary = directory.write_summary(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         seconds=round(time.monotonic() - started, 3),
-        experiment=strategy.experiment,
     )
     report = write_report(directory.path)
     log.info("Accuracy %s after %s rounds; report: %s", summary["accuracy"], summary["rounds"], report.resolve())

@@ -342,9 +342,8 @@ class MethodStrategy(Strategy):
             content = self._sender.content(plan, lambda tree: self.method.values(state, plan.client, tree), missing)
             report.down += Traffic.of(content)
             content[self.configrecord_key] = ConfigRecord({**config, **plan.options, "server-round": plan.round})
-            kind = EVALUATE if plan.action == EVALUATE else TRAIN  # a mod sees only messages that the app has code for
             left = max(deadline - time.monotonic(), 1.0)
-            message = Message(content, asked.node_id, kind, ttl=left, group_id=str(plan.round))
+            message = Message(content, asked.node_id, _message_type(plan), ttl=left, group_id=str(plan.round))
             # One at a time: a push that fails is then known to be this client's.
             if ids := [message_id for message_id in grid.push_messages([message]) if message_id]:
                 waiting[ids[0]] = asked
@@ -528,6 +527,14 @@ _HOOKS = (
     "(configure_train, aggregate_train, …) cannot express: call start(), and override the method's functions "
     "(plan, values, merger) to change what is sent and merged."
 )
+
+
+def _message_type(plan: Plan) -> str:
+    """Flower's name of an action: an app has its functions by these. Further phases are `@app.train("<action>")`."""
+    if plan.action in (TRAIN, EVALUATE):
+        return plan.action
+    # The mod answers an introduction, and sees only messages that the app has a function for: every app can train.
+    return TRAIN if plan.action == INTRODUCE else f"{TRAIN}.{plan.action}"
 
 
 def _check(name: str, value: object, good: bool, allowed: str) -> None:

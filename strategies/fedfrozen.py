@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 RIDGE = "ridge"
-"""Objective and option: λ of (λ/2)·‖W_V‖²_F, over the entries of the plan's group `value_projection`."""
+"""Option of a plan: λ of (λ/2)·‖W_V‖²_F, over the entries of the plan's group `value_projection`."""
 
 
 class NoAttentionError(ValueError):
@@ -63,7 +63,7 @@ class Freezing(Averaging):
         plans = super().plan(state, round, phase, cohort, heard)
         if self.ridge:
             groups = {"value_projection": self._blocks.value_projection}
-            plans = [replace(p, objective=RIDGE, groups=groups, options={RIDGE: self.ridge}) for p in plans]
+            plans = [replace(p, groups=groups, options={RIDGE: self.ridge}) for p in plans]
         if self.frozen(state):
             theta, phi = self._blocks.value, self._blocks.query_key
             plans = [replace(p, trains=theta, returns={MODEL: theta}, keeps={MODEL: phi}) for p in plans]
