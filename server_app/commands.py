@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
+import tempfile
 import threading
 from pathlib import Path
 from typing import Annotated
@@ -110,33 +112,41 @@ def _simulate(
             followers.append(threading.Thread(target=follow, args=found, daemon=True))
             followers[0].start()
 
+    handle, name = tempfile.mkstemp(prefix="tepal-simulation-", suffix=".log")
+    os.close(handle)
+    log = Path(name)
     with RoundProgress(config.rounds.num_server_rounds, console=console) as progress:
         try:
-            outcome = simulate(
+            simulate(
                 app,
                 clients=clients,
                 run_config={**config.flat, "runs": str(runs)},
                 cpus_per_client=cpus,
                 gpus_per_client=gpus,
                 on_event=hear,
+                log=log,
             )
         except RunError as error:
-            if not found or error.log is None:
-                raise
-            raise RunError(f"{error.reason}\nWhat there is of it: {found[0]}", _kept(error.log, found[0])) from error
+            if not found:
+                raise  # its text says where the log is
+            kept = _keep_log(log, found[0])
+            raise RunError(f"{error.reason}\nWhat there is of it: {found[0]}", kept) from error
         finally:
             done.set()
             for follower in followers:
                 follower.join(timeout=5)
+            if found and log.exists():
+                _keep_log(log, found[0])
+            elif not isinstance(sys.exception(), RunError):
+                log.unlink(missing_ok=True)
     if not found:
-        raise RunError("the run ended without a run directory", outcome.log)
-    _kept(outcome.log, found[0])
+        raise RunError("the run ended without a run directory")
     summary = read_summary(found[0])
     if summary is not None:
         console.print(final_table(summary, read_metrics(found[0]), found[0]), soft_wrap=True)
 
 
-def _kept(log: Path, run: Path) -> Path:
+def _keep_log(log: Path, run: Path) -> Path:
     """Move Flower's own log of a run to its results."""
     return Path(shutil.move(log, run / "flower.log"))
 
