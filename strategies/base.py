@@ -10,21 +10,21 @@ import math
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from logging import getLogger
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
-from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from tepal.exchange.layout import Layout, Names
+from tepal.exchange.layout import Layout
 from tepal.exchange.plan import EVALUATE, INTRODUCE, TRAIN, Plan, Reply
-from tepal.exchange.sender import NO_MOD, BadReply, ClientRefuses, Missing, Sender, Traffic
+from tepal.exchange.sender import Sender
 from tepal.strategies.aggregate import mean_metrics
+from tepal.strategies.messenger import Messenger, RoundReport
 from tepal.strategies.method import Method, ModelBlocks, ServerModel
 from tepal.strategies.nodes import Nodes
 
@@ -42,12 +42,8 @@ SCHEDULES: Mapping[str, Callable[[int, int], float]] = {
 ATTEMPTS = 3
 """How often a round with too few replies is tried, each time with a new cohort."""
 
-RESENDS = 2
-"""How often a client may say in one exchange that it lacks something."""
-
 _INTRODUCTION = 300.0  # seconds that a new node is given to introduce itself
 _SAY_AGAIN = 15.0  # seconds
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5  # seconds between two looks for replies
 
 _SCORED = ("received-", "trained-", "personal-")
 
@@ -61,44 +57,13 @@ class RoundFailed(RuntimeError):
 
 
 @dataclass
-class RoundReport:
-    """What happened in one round; every figure in it was measured."""
+class _Round:
+    """What all exchanges of one round share."""
 
-    round: int
-    phase: str
-    asked: list[str] = field(default_factory=list)
-    replied: list[str] = field(default_factory=list)
-    refused: list[tuple[str, str]] = field(default_factory=list)
-    """(client, reason): its answer came and was not merged."""
-    refused_by_client: list[str] = field(default_factory=list)
-    """Clients, of those refused, that themselves said why they give no result."""
-    lost: list[tuple[str, str]] = field(default_factory=list)
-    """(client, reason): no answer came."""
-    down: Traffic = field(default_factory=Traffic)
-    up: Traffic = field(default_factory=Traffic)
-    fedavg_down: int = 0
-    """How often the full model would have gone down, had the same exchanges been FedAvg's."""
-    fedavg_up: int = 0
-    resent: int = 0
-    learning_rate: float | None = None
-    train_metrics: Mapping[str, float] = field(default_factory=dict)
-    evaluate_metrics: Mapping[str, float] = field(default_factory=dict)
-    server_metrics: Mapping[str, float] = field(default_factory=dict)
-    seconds: float = 0.0
-    seconds_train: float = 0.0
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """A plan on its way: to which node, and how often what it lacked was sent again."""
-
-    node_id: int
-    plan: Plan
-    resends: int = 0
-
-    @property
-    def name(self) -> str:
-        return self.plan.client or f"node {self.node_id}"
+    number: int
+    config: ConfigRecord
+    timeout: float
+    report: RoundReport
 
 
 class MethodStrategy(Strategy):
@@ -164,8 +129,8 @@ class MethodStrategy(Strategy):
         self.configrecord_key = configrecord_key
         self.on_round = on_round or (lambda report: None)
         self._sender: Sender
+        self._messenger: Messenger
         self._nodes = Nodes()
-        self._late: set[str] = set()
 
     def summary(self) -> None:
         """Log what is in force."""
@@ -208,6 +173,9 @@ class MethodStrategy(Strategy):
         self._sender = Sender(
             model.layout, self.method.grain(model), experiment=self.experiment, record=self.arrayrecord_key
         )
+        self._messenger = Messenger(
+            grid, self._sender, weighted_by_key=self.weighted_by_key, configrecord_key=self.configrecord_key
+        )
         self.summary()
         result = Result()
         train_config, evaluate_config = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
@@ -223,7 +191,7 @@ class MethodStrategy(Strategy):
             config, report.learning_rate = self._scheduled(train_config, server_round, num_rounds)
             self._sender.new_round()
             try:
-                state = self._train_round(grid, state, server_round, config, timeout, report)
+                state = self._train(state, _Round(server_round, config, timeout, report))
             except RoundFailed as failure:
                 report.seconds = time.monotonic() - started
                 self.on_round(report)
@@ -234,7 +202,7 @@ class MethodStrategy(Strategy):
             result.train_metrics_clientapp[server_round] = MetricRecord(dict(report.train_metrics))
             last = server_round == num_rounds
             if self.fraction_evaluate and (last or not any(key.startswith(_SCORED) for key in report.train_metrics)):
-                self._evaluate(grid, state, server_round, evaluate_config, timeout, report, more_rounds=not last)
+                self._evaluate(state, _Round(server_round, evaluate_config, timeout, report), more_rounds=not last)
                 result.evaluate_metrics_clientapp[server_round] = MetricRecord(dict(report.evaluate_metrics))
             if evaluate_fn is not None:
                 report.server_metrics = _scalars(evaluate_fn(server_round, self._arrays(state)))
@@ -246,22 +214,21 @@ class MethodStrategy(Strategy):
 
     # ---- one round -----------------------------------------------------------------------------------------------
 
-    def _train_round(
-        self, grid: Grid, state: Any, server_round: int, config: ConfigRecord, timeout: float, report: RoundReport
-    ) -> Any:
+    def _train(self, state: Any, this: _Round) -> Any:
         """Sampling, all phases, merge. Returns the next state; the old one is untouched when it fails."""
+        report = this.report
         for attempt in range(ATTEMPTS):
-            self._meet(grid, server_round, timeout, report)
-            cohort = self._sample(self.fraction_train, server_round, attempt, TRAIN)
+            self._meet(this)
+            cohort = self._sample(self.fraction_train, this.number, attempt, TRAIN)
             heard: dict[str, Reply] = {}
             for phase in self.method.phases[:-1]:
-                plans = self.method.plan(state, server_round, phase, cohort, heard)
-                heard = {r.client: r for r in self._exchange(grid, state, plans, config, timeout, report)}
-            plans = self.method.plan(state, server_round, self.method.phases[-1], cohort, heard)
-            merger = self.method.merger(state, server_round)
-            metrics: list[tuple[Mapping[str, float], int]] = []
+                plans = self.method.plan(state, this.number, phase, cohort, heard)
+                heard = {reply.client: reply for reply in self._ask(state, plans, this)}
+            plans = self.method.plan(state, this.number, self.method.phases[-1], cohort, heard)
             report.asked = [plan.client for plan in plans]
-            replies = self._exchange(grid, state, plans, config, timeout, report, self.max_replies)
+            replies = self._ask(state, plans, this, self.max_replies)
+            merger = self.method.merger(state, this.number)
+            metrics: list[tuple[Mapping[str, float], int]] = []
             for reply in sorted(replies, key=lambda reply: reply.client) if self.deterministic else replies:
                 merger.add(reply)
                 metrics.append((reply.metrics, reply.examples))
@@ -273,177 +240,52 @@ class MethodStrategy(Strategy):
                 return merger.finish()
             log.warning(
                 "Round %d has %d good replies of %d asked, and needs %d (attempt %d of %d).",
-                server_round, len(metrics), len(plans), self.min_replies, attempt + 1, ATTEMPTS,
+                this.number, len(metrics), len(plans), self.min_replies, attempt + 1, ATTEMPTS,
             )  # fmt: skip
             report.replied.clear()
-            if len(report.refused_by_client) >= len(plans):
+            if report.refused_by_client.issuperset(report.asked):
                 break  # they would refuse again: it is the app, not the weather
         raise RoundFailed(
-            f"round {server_round} got fewer than min_replies={self.min_replies} good replies in {attempt + 1} attempts"
-            + _reasons(report)
+            f"round {this.number} got fewer than min_replies={self.min_replies} good replies in {attempt + 1} attempts"
+            + report.reasons()
         )
 
-    def _evaluate(
-        self,
-        grid: Grid,
-        state: Any,
-        server_round: int,
-        config: ConfigRecord,
-        timeout: float,
-        report: RoundReport,
-        *,
-        more_rounds: bool,
-    ) -> None:
+    def _evaluate(self, state: Any, this: _Round, *, more_rounds: bool) -> None:
         """Let a cohort score the global model on its own test examples."""
-        cohort = self._sample(self.fraction_evaluate, server_round, 0, EVALUATE)
-        plans = self.method.evaluation(state, server_round, cohort, more_rounds=more_rounds)
-        config = ConfigRecord({**config, "server-round": server_round})
-        metrics = [(r.metrics, r.examples) for r in self._exchange(grid, state, plans, config, timeout, report)]
-        report.fedavg_down += len(plans)
-        report.evaluate_metrics = mean_metrics(metrics, self.weighted_by_key)
+        cohort = self._sample(self.fraction_evaluate, this.number, 0, EVALUATE)
+        plans = self.method.evaluation(state, this.number, cohort, more_rounds=more_rounds)
+        metrics = [(reply.metrics, reply.examples) for reply in self._ask(state, plans, this)]
+        this.report.fedavg_down += len(plans)
+        this.report.evaluate_metrics = mean_metrics(metrics, self.weighted_by_key)
 
-    def _exchange(
-        self,
-        grid: Grid,
-        state: Any,
-        plans: Iterable[Plan],
-        config: ConfigRecord,
-        timeout: float,
-        report: RoundReport,
-        limit: int | None = None,
-    ) -> Iterator[Reply]:
-        """Send every plan to its client, and yield good replies as they come (see `_answers`)."""
+    def _ask(self, state: Any, plans: list[Plan], this: _Round, limit: int | None = None) -> Iterator[Reply]:
+        """Send every plan to its client, and yield the good replies as they come."""
         node_of = self._nodes.node_of()
-        addressed = [(node_of[plan.client], plan) for plan in plans]
-        for _, reply in self._answers(grid, state, addressed, config, timeout, report, limit):
+        answers = self._messenger.ask(
+            [(node_of[plan.client], plan) for plan in plans],
+            this.report,
+            values=lambda plan, tree: self.method.values(state, plan.client, tree),
+            config=this.config,
+            timeout=this.timeout,
+            limit=limit,
+        )
+        for _, reply in answers:
             yield reply
-
-    def _answers(
-        self,
-        grid: Grid,
-        state: Any,
-        plans: Sequence[tuple[int, Plan]],
-        config: ConfigRecord,
-        timeout: float,
-        report: RoundReport,
-        limit: int | None = None,
-        refused: dict[int, str] | None = None,
-    ) -> Iterator[tuple[int, Reply]]:
-        """Send plans to nodes; yield (node id, good reply) until all came, `limit` came, or the deadline.
-
-        A client that lacks something gets it here, in the same exchange. Bad replies go into the report, and into
-        `refused` by node id.
-        """
-        deadline = time.monotonic() + timeout
-        waiting: dict[str, _Asked] = {}
-
-        def send(asked: _Asked, missing: Mapping[str, Names] | None = None) -> None:
-            plan = asked.plan
-            content = self._sender.content(plan, lambda tree: self.method.values(state, plan.client, tree), missing)
-            report.down += Traffic.of(content)
-            content[self.configrecord_key] = ConfigRecord({**config, **plan.options, "server-round": plan.round})
-            left = max(deadline - time.monotonic(), 1.0)
-            message = Message(content, asked.node_id, _message_type(plan), ttl=left, group_id=str(plan.round))
-            # One at a time: a push that fails is then known to be this client's.
-            if ids := [message_id for message_id in grid.push_messages([message]) if message_id]:
-                waiting[ids[0]] = asked
-            else:
-                self._lose(report, asked, "its message could not be sent")
-
-        for node_id, plan in plans:
-            send(_Asked(node_id, plan))
-        self._drop_late(grid)
-        good, pause = 0, _SHORTEST_PAUSE
-        while waiting and (limit is None or good < limit) and time.monotonic() < deadline:
-            came = False
-            for message_id in list(waiting):
-                for message in grid.pull_messages([message_id]):
-                    came = True
-                    asked = waiting.pop(message_id)
-                    answer = self._read(asked, message, report, refused)
-                    if isinstance(answer, Missing) and asked.resends == RESENDS:
-                        self._refuse(report, asked, "it lacks entries again after they were sent")
-                    elif isinstance(answer, Missing):
-                        report.resent += 1
-                        log.info("%s lacks entries in round %d; they are sent.", asked.plan.client, asked.plan.round)
-                        send(replace(asked, resends=asked.resends + 1), answer.entries)
-                    elif answer is not None:
-                        good += 1
-                        yield asked.node_id, answer
-                if limit is not None and good >= limit:
-                    break
-            pause = _SHORTEST_PAUSE if came else min(2 * pause, _LONGEST_PAUSE)
-            if waiting and not came:
-                time.sleep(max(min(pause, deadline - time.monotonic()), 0))
-        if limit is None or good < limit:
-            for asked in waiting.values():
-                self._lose(report, asked, f"it did not answer within {timeout:g} s")
-        self._late.update(waiting)
-
-    def _read(
-        self, asked: _Asked, message: Message, report: RoundReport, refused: dict[int, str] | None
-    ) -> Reply | Missing | None:
-        if message.has_error():
-            reason = (message.error.reason or "").strip() or "no reason given"
-            if asked.plan.action == INTRODUCE and message.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION:
-                # The mod answers an introduction itself; only an app without it gets to see one, and fails on it.
-                self._refuse(report, asked, f"{NO_MOD}. (The app said: {reason.splitlines()[-1]})")
-                if refused is not None:
-                    refused[asked.node_id] = NO_MOD
-                return None
-            self._lose(report, asked, f"error {message.error.code}: {reason}")
-            return None
-        report.up += Traffic.of(message.content)
-        try:
-            return self._sender.read(asked.plan, message, self.weighted_by_key)
-        except BadReply as refusal:
-            self._refuse(report, asked, str(refusal), refusal.client if isinstance(refusal, ClientRefuses) else "")
-            if refused is not None:
-                refused[asked.node_id] = str(refusal)
-            return None
-
-    def _refuse(self, report: RoundReport, asked: _Asked, reason: str, by_client: str = "") -> None:
-        report.refused.append((by_client or asked.name, reason))
-        if by_client:
-            report.refused_by_client.append(by_client)
-        said = "gives no result" if by_client else "is refused"
-        log.warning("%s %s in round %d: %s", by_client or asked.name, said, report.round, reason)
-
-    def _lose(self, report: RoundReport, asked: _Asked, reason: str) -> None:
-        report.lost.append((asked.name, reason))
-        log.warning("%s is lost in round %d: %s", asked.name, report.round, reason)
-
-    def _drop_late(self, grid: Grid) -> None:
-        """Replies that come after their round are pulled and dropped: else they stay in the SuperLink's memory."""
-        for message_id in list(self._late):
-            if list(grid.pull_messages([message_id])):
-                self._late.discard(message_id)
 
     # ---- clients -------------------------------------------------------------------------------------------------
 
-    def _meet(self, grid: Grid, server_round: int, timeout: float, report: RoundReport) -> None:
+    def _meet(self, this: _Round) -> None:
         """Wait until enough clients are there, and let new nodes introduce themselves."""
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + this.timeout
         again = time.monotonic()  # when nodes that did not answer are asked again, and what is waited for is said
         while True:
-            self._nodes.update(grid)
+            self._nodes.update(self._messenger.grid)
             too_few = len(self._nodes.available()) < self.min_available_nodes
-            asked = dict(self._nodes.take_new(silent_too=too_few and time.monotonic() >= again))
-            if asked:
-                plans = [
-                    (node_id, Plan(client=name, round=server_round, action=INTRODUCE, needs={}))
-                    for node_id, name in asked.items()
-                ]
-                refused: dict[int, str] = {}
-                answers = self._answers(
-                    grid, None, plans, ConfigRecord(), min(timeout, _INTRODUCTION), report, refused=refused
-                )
-                introduced = {node_id: reply.client for node_id, reply in answers}
-                self._nodes.settle(introduced, refused, asked)
-            available = len(self._nodes.available())
+            if asked := dict(self._nodes.take_new(silent_too=too_few and time.monotonic() >= again)):
+                self._introduce(asked, this)
+            available, refusals = len(self._nodes.available()), self._nodes.refusals()
             if available >= self.min_available_nodes:
                 return
-            refusals = self._nodes.refusals()
             if available + len(refusals) >= self.min_available_nodes:
                 raise RoundFailed(
                     f"only {available} of {available + len(refusals)} clients can take part, and min_available_nodes "
@@ -451,13 +293,30 @@ class MethodStrategy(Strategy):
                 )
             if time.monotonic() > deadline:
                 raise RoundFailed(
-                    f"{available} clients are there after {timeout:g} s, and {self.min_available_nodes} are needed: "
-                    "start more SuperNodes, or set min_available_nodes lower" + _reasons(report)
+                    f"{available} clients are there after {this.timeout:g} s, and {self.min_available_nodes} are "
+                    "needed: start more SuperNodes, or set min_available_nodes lower" + this.report.reasons()
                 )
             if time.monotonic() >= again:
                 again = time.monotonic() + _SAY_AGAIN
                 log.info("Waiting for clients: %d are there, %d are needed.", available, self.min_available_nodes)
             time.sleep(0.5)
+
+    def _introduce(self, asked: Mapping[int, str], this: _Round) -> None:
+        """Ask new nodes (node id → registered name or "") who they are, what they hold, and whether they can train."""
+        plans = [
+            (node_id, Plan(client=name, round=this.number, action=INTRODUCE, needs={}))
+            for node_id, name in asked.items()
+        ]
+        refused: dict[int, str] = {}
+        answers = self._messenger.ask(
+            plans,
+            this.report,
+            values=lambda plan, tree: {},
+            config={},
+            timeout=min(this.timeout, _INTRODUCTION),
+            refused=refused,
+        )
+        self._nodes.settle({node_id: reply.client for node_id, reply in answers}, refused, asked)
 
     def _sample(self, fraction: float, server_round: int, attempt: int, what: str) -> list[str]:
         """A cohort, drawn from the names of the available clients by (seed, round, attempt) alone; sorted."""
@@ -529,14 +388,6 @@ _HOOKS = (
 )
 
 
-def _message_type(plan: Plan) -> str:
-    """Flower's name of an action: an app has its functions by these. Further phases are `@app.train("<action>")`."""
-    if plan.action in (TRAIN, EVALUATE):
-        return plan.action
-    # The mod answers an introduction, and sees only messages that the app has a function for: every app can train.
-    return TRAIN if plan.action == INTRODUCE else f"{TRAIN}.{plan.action}"
-
-
 def _check(name: str, value: object, good: bool, allowed: str) -> None:
     if not good:
         raise ValueError(f"{name} is {value!r}; it must be {allowed}")
@@ -552,14 +403,3 @@ def _blocks(model: nn.Module | ModelBlocks | None) -> ModelBlocks | None:
 
 def _scalars(record: MetricRecord | None) -> dict[str, float]:
     return {name: value for name, value in (record or {}).items() if isinstance(value, int | float)}
-
-
-def _reasons(report: RoundReport) -> str:
-    """Every reason once, with the clients that gave it."""
-    by_reason: dict[str, list[str]] = {}
-    for client, reason in [*report.refused, *report.lost]:
-        clients = by_reason.setdefault(reason, [])
-        if client not in clients:
-            clients.append(client)
-    said = [f"{', '.join(clients[:5])}{' …' * (len(clients) > 5)}: {reason}" for reason, clients in by_reason.items()]
-    return ". " + "; ".join(said[-3:]) if said else ""

@@ -1,0 +1,212 @@
+"""One exchange with many clients over Flower's grid: plans go out, good replies come back as they arrive.
+
+What a client lacks is sent to it in the same exchange; what must not be merged, and who does not answer, goes into the
+round's report with its reason. Replies are handed on one by one and not kept.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from logging import getLogger
+
+from flwr.app import ConfigRecord, Message
+from flwr.common.constant import ErrorCode
+from flwr.serverapp import Grid
+
+from tepal.exchange.layout import Arrays, Names
+from tepal.exchange.plan import EVALUATE, INTRODUCE, TRAIN, Plan, Reply, Tree
+from tepal.exchange.sender import NO_MOD, BadReply, ClientRefuses, Missing, Sender, Traffic
+
+log = getLogger("flwr")
+
+RESENDS = 2
+"""How often a client may say in one exchange that it lacks something."""
+
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5  # seconds between two looks for replies
+_LONGEST_REASON = 2000  # characters of what a client says: it goes into logs and metrics
+
+
+@dataclass
+class RoundReport:
+    """What happened in one round; every figure in it was measured."""
+
+    round: int
+    phase: str
+    asked: list[str] = field(default_factory=list)
+    replied: list[str] = field(default_factory=list)
+    refused: list[tuple[str, str]] = field(default_factory=list)
+    """(client, reason): its answer came and was not merged."""
+    refused_by_client: set[str] = field(default_factory=set)
+    """Clients, of those refused, that themselves said why they give no result."""
+    lost: list[tuple[str, str]] = field(default_factory=list)
+    """(client, reason): no answer came."""
+    down: Traffic = field(default_factory=Traffic)
+    up: Traffic = field(default_factory=Traffic)
+    fedavg_down: int = 0
+    """How often the full model would have gone down, had the same exchanges been FedAvg's."""
+    fedavg_up: int = 0
+    resent: int = 0
+    learning_rate: float | None = None
+    train_metrics: Mapping[str, float] = field(default_factory=dict)
+    evaluate_metrics: Mapping[str, float] = field(default_factory=dict)
+    server_metrics: Mapping[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+    seconds_train: float = 0.0
+
+    def reasons(self) -> str:
+        """Every reason for which a client was refused or lost once, with the clients that gave it; "" for none."""
+        by_reason: dict[str, list[str]] = {}
+        for client, reason in [*self.refused, *self.lost]:
+            clients = by_reason.setdefault(reason, [])
+            if client not in clients:
+                clients.append(client)
+        said = [f"{', '.join(names[:5])}{' …' * (len(names) > 5)}: {reason}" for reason, names in by_reason.items()]
+        return ". " + "; ".join(said[-3:]) if said else ""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A plan on its way: to which node, and how often what it lacked was sent again."""
+
+    node_id: int
+    plan: Plan
+    resends: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.plan.client or f"node {self.node_id}"
+
+
+class Messenger:
+    """Sends plans and reads replies.
+
+    Args:
+        grid: Flower's.
+        sender: what to send to whom.
+        weighted_by_key: metric that a reply's weight is taken from.
+        configrecord_key: name of the ConfigRecord with the app's settings.
+    """
+
+    def __init__(self, grid: Grid, sender: Sender, *, weighted_by_key: str, configrecord_key: str) -> None:
+        self.grid = grid
+        self.sender = sender
+        self.weighted_by_key = weighted_by_key
+        self.configrecord_key = configrecord_key
+        self._late: set[str] = set()
+
+    def ask(
+        self,
+        plans: Iterable[tuple[int, Plan]],
+        report: RoundReport,
+        *,
+        values: Callable[[Plan, Tree], Arrays],
+        config: Mapping[str, object],
+        timeout: float,
+        limit: int | None = None,
+        refused: dict[int, str] | None = None,
+    ) -> Iterator[tuple[int, Reply]]:
+        """Send plans to nodes; yield (node id, good reply) until all came, `limit` came, or the deadline.
+
+        Args:
+            plans: (node id, plan).
+            report: is filled with bytes, refusals and losses.
+            values: what a plan's client gets of a tree.
+            config: the app's settings; a plan's options go before them.
+            timeout: seconds until the deadline.
+            limit: after so many good replies the others are dropped when they come.
+            refused: is filled with node id → reason.
+        """
+        deadline = time.monotonic() + timeout
+        waiting: dict[str, Asked] = {}
+
+        def send(asked: Asked, missing: Mapping[str, Names] | None = None) -> None:
+            plan = asked.plan
+            content = self.sender.content(plan, lambda tree: values(plan, tree), missing)
+            report.down += Traffic.of(content)
+            settings = {**config, **plan.options, "server-round": plan.round}
+            content[self.configrecord_key] = ConfigRecord(settings)  # type: ignore[arg-type]
+            left = max(deadline - time.monotonic(), 1.0)
+            message = Message(content, asked.node_id, message_type(plan), ttl=left, group_id=str(plan.round))
+            # One at a time: a push that fails is then known to be this client's.
+            if ids := [message_id for message_id in self.grid.push_messages([message]) if message_id]:
+                waiting[ids[0]] = asked
+            else:
+                _lose(report, asked, "its message could not be sent")
+
+        for node_id, plan in plans:
+            send(Asked(node_id, plan))
+        self._drop_late()
+        good, pause = 0, _SHORTEST_PAUSE
+        while waiting and (limit is None or good < limit) and time.monotonic() < deadline:
+            came = False
+            for message_id in list(waiting):
+                for message in self.grid.pull_messages([message_id]):
+                    came = True
+                    asked = waiting.pop(message_id)
+                    answer = self._read(asked, message, report, refused)
+                    if isinstance(answer, Missing):
+                        report.resent += 1
+                        log.info("%s lacks entries in round %d; they are sent.", asked.name, asked.plan.round)
+                        send(replace(asked, resends=asked.resends + 1), answer.entries)
+                    elif answer is not None:
+                        good += 1
+                        yield asked.node_id, answer
+                if limit is not None and good >= limit:
+                    break
+            pause = _SHORTEST_PAUSE if came else min(2 * pause, _LONGEST_PAUSE)
+            if waiting and not came:
+                time.sleep(max(min(pause, deadline - time.monotonic()), 0))
+        if limit is None or good < limit:
+            for asked in waiting.values():
+                _lose(report, asked, f"it did not answer within {timeout:g} s")
+        self._late.update(waiting)
+
+    def _read(
+        self, asked: Asked, message: Message, report: RoundReport, refused: dict[int, str] | None
+    ) -> Reply | Missing | None:
+        """The checked answer; None, with the reason in the report, for one that must not be merged."""
+        try:
+            if message.has_error():
+                reason = (message.error.reason or "no reason given").strip()
+                if asked.plan.action != INTRODUCE or message.error.code != ErrorCode.CLIENT_APP_RAISED_EXCEPTION:
+                    _lose(report, asked, f"error {message.error.code}: {reason}")
+                    return None
+                # The mod answers an introduction itself; only an app without it gets to see one, and fails on it.
+                raise BadReply(f"{NO_MOD}. (The app said: {reason.splitlines()[-1]})")
+            report.up += Traffic.of(message.content)
+            answer = self.sender.read(asked.plan, message, self.weighted_by_key)
+            if isinstance(answer, Missing) and asked.resends == RESENDS:
+                raise BadReply("it lacks entries again after they were sent")
+            return answer
+        except BadReply as refusal:
+            name, said, reason = asked.name, "is refused", str(refusal)[:_LONGEST_REASON]
+            if isinstance(refusal, ClientRefuses):
+                name, said = refusal.client, "gives no result"
+                report.refused_by_client.add(name)
+            report.refused.append((name, reason))
+            if refused is not None:
+                refused[asked.node_id] = reason
+            log.warning("%s %s in round %d: %s", name, said, report.round, reason)
+            return None
+
+    def _drop_late(self) -> None:
+        """Replies that come after their round are pulled and dropped: else they stay in the SuperLink's memory."""
+        for message_id in list(self._late):
+            if list(self.grid.pull_messages([message_id])):
+                self._late.discard(message_id)
+
+
+def message_type(plan: Plan) -> str:
+    """Flower's name of an action: an app has its functions by these. Further phases are `@app.train("<action>")`."""
+    if plan.action in (TRAIN, EVALUATE):
+        return plan.action
+    # The mod answers an introduction, and sees only messages that the app has a function for: every app can train.
+    return TRAIN if plan.action == INTRODUCE else f"{TRAIN}.{plan.action}"
+
+
+def _lose(report: RoundReport, asked: Asked, reason: str) -> None:
+    reason = reason[:_LONGEST_REASON]
+    report.lost.append((asked.name, reason))
+    log.warning("%s is lost in round %d: %s", asked.name, report.round, reason)
