@@ -205,6 +205,21 @@ def test_a_damaged_cache_file_is_healed_in_the_same_round(cache_folder):
     assert history[2].resent == 2 and not history[2].refused
 
 
+def test_a_client_that_cannot_keep_anything_trains_all_the_same(tmp_path, caplog):
+    (tmp_path / "file").write_text("not a folder")
+    spy = Spy()
+    app = quickstart_app(make_split, [spy, partial_exchange], calls_apply_plan=True)
+    nodes = [Node(app, {"partition-id": 0}), Node(app, {"partition-id": 1, "cache-path": str(tmp_path / "file")})]
+    model = make_split()
+    strategy = FedFrozen(warmup_rounds=1, model=model, fraction_evaluate=0)
+    _, history, _ = run(strategy, make_split, grid=InProcessGrid(nodes))
+    phi = find_blocks(model).query_key
+    assert spy.rounds_with("client-0", phi) == [1, 2]
+    assert spy.rounds_with("client-1", phi) == [1, 2, 3, 4]
+    assert all(len(report.replied) == 2 for report in history)
+    assert "keeps nothing of block query_key" in caplog.text
+
+
 def test_an_app_without_apply_plan_is_refused_with_the_cure():
     with pytest.raises(RoundFailed, match=r"call `apply_plan\(model, msg\)`") as failure:
         run(FedFrozen(warmup_rounds=1, model=make_split()), make_split, calls_apply_plan=False)
