@@ -4,7 +4,7 @@ Flower and Ray start processes in sessions of their own (flower-superexec, flwr-
 ending a process group is not enough. `started` marks what it starts in the environment, which every descendant
 inherits, and at the end stops the group, all descendants, and whoever else carries the mark or descends from such a
 process. It does so after a normal end, an exception, Ctrl-C, and SIGTERM or SIGHUP to this process. Should this process
-itself be killed, the kernel (on Linux) sends SIGTERM to the child.
+itself be killed, a guard does it: a small process that waits for the end of a pipe.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ import psutil
 MARK = "TEPAL_RUN_TOKEN"
 """Environment variable that marks the processes of a run: tokens joined by commas, the outermost first."""
 
+_IN_ORDER = b"in order"  # what the guard hears at the end of a block that has cleaned up itself
 _PR_SET_PDEATHSIG = 1
 # Looked up before any fork: between fork and exec only what needs no lock may run.
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform.startswith("linux") else None
@@ -151,12 +152,14 @@ def started(
     cwd: Path | None = None,
     name: str | None = None,
     grace: float = 10.0,
+    folder: Path | None = None,
 ) -> Iterator[Process]:
     """Run a command beside the block, and stop it with everything it started when the block is left, in any way.
 
     Output of both streams is appended to `log`. `env` is the whole environment (default: this process's). The child
     dies with the thread that started it, so use this from a thread that outlives the block; SIGTERM and SIGHUP end the
-    block as Ctrl-C does (by `SystemExit`) when it runs in the main thread.
+    block as Ctrl-C does (by `SystemExit`) when it runs in the main thread. `folder` is temporary and the caller's to
+    remove; should this process be killed, it is removed as well.
 
     Raises `ProcessError` if the command cannot be started.
     """
@@ -168,7 +171,7 @@ def started(
     # Popen looks for the program on this process's PATH, not on the child's.
     program = shutil.which(arguments[0], path=environment.get("PATH")) or arguments[0]
     log.parent.mkdir(parents=True, exist_ok=True)
-    with _ending_by_signal(), log.open("ab") as output:
+    with _ending_by_signal(), log.open("ab") as output, _guarded(token, folder):
         try:
             popen = subprocess.Popen(
                 [program, *arguments[1:]],
@@ -188,6 +191,34 @@ def started(
         finally:
             with _undisturbed():
                 process.stop(grace)
+
+
+@contextlib.contextmanager
+def _guarded(token: str, folder: Path | None) -> Iterator[None]:
+    """Have what carries `token` ended, and `folder` removed, also if this process is killed inside the block."""
+    command = [sys.executable, __file__, token, *([] if folder is None else [os.fspath(folder)])]
+    environment = {name: value for name, value in os.environ.items() if name != MARK}  # it is no part of what it guards
+    guard = subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        yield
+    finally:
+        with _undisturbed():
+            guard.communicate(_IN_ORDER)
+
+
+def _guard(token: str, folders: Sequence[str]) -> None:
+    if sys.stdin.buffer.read() == _IN_ORDER:  # the pipe ends with the guarded block, or with its process
+        return
+    for _ in range(200):
+        left = marked(token)
+        if not left:
+            break
+        _signal(left, signal.SIGKILL)
+        time.sleep(0.05)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def wait_for_http(url: str, *, timeout: float = 60.0, process: Process | None = None) -> None:
@@ -302,3 +333,7 @@ def _undisturbed() -> Iterator[None]:
             signal.signal(number, handler)
         for got in dict.fromkeys(waiting):
             signal.raise_signal(got)
+
+
+if __name__ == "__main__":
+    _guard(sys.argv[1], sys.argv[2:])

@@ -144,7 +144,9 @@ def _superlink(
     for attempts_left in (2, 1, 0):
         port = free_port()
         command = ["flower-superlink", "--simulation", "--insecure", "--host", "127.0.0.1", "--port", str(port)]
-        with started(command, log=folder / "superlink.log", env=environment, cwd=work, grace=2) as process:
+        with started(
+            command, log=folder / "superlink.log", env=environment, cwd=work, grace=2, folder=folder
+        ) as process:
             # Imports for following the run, while the SuperLink does its own.
             importlib.import_module("flwr.supercore.control")
             try:

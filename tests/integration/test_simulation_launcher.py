@@ -186,12 +186,21 @@ simulate(Path(sys.argv[1]), clients=2, run_config={"mode": "wait"}, on_event=lam
 
 
 @pytest.mark.simulation
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
 def test_a_signal_in_mid_run_leaves_no_process_and_no_file(app, mark, number):
     command = [sys.executable, "-c", CALLER, str(app)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
+
+    def hear_signals() -> None:  # what runs in the background hands an ignored SIGINT on to its children
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
     with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        preexec_fn=hear_signals,
     ) as call:
         assert call.stdout is not None
         try:
@@ -200,6 +209,11 @@ def test_a_signal_in_mid_run_leaves_no_process_and_no_file(app, mark, number):
             assert "flower-superlin" in names and "flwr-simulation" in names
             call.send_signal(number)
             assert call.wait(30) in (128 + number, -number)
+            # Killed, it leaves the rest to its guard, which takes a moment.
+            end = time.monotonic() + 30
+            while marked(mark) or any(path.is_dir() for path in Path(os.environ["TMPDIR"]).iterdir()):
+                assert number == signal.SIGKILL and time.monotonic() < end
+                time.sleep(0.1)
         finally:
             call.kill()
 

@@ -122,7 +122,7 @@ from pathlib import Path
 from tepal.server_app.processes import started
 family, log, pids = sys.argv[1:]
 try:
-    with started([sys.executable, "-c", family], log=Path(log)) as child:
+    with started([sys.executable, "-c", family], log=Path(log), folder=Path(log).parent / "temporary") as child:
         while "ready" not in child.tail():
             time.sleep(0.02)
         family = dict.fromkeys([child.pid, *(process.pid for process in child.tree())])
@@ -134,12 +134,21 @@ finally:
 """
 
 
+def hear_signals():
+    """What runs in the background, or under nohup, hands ignored signals on to its children."""
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+
+
 @contextlib.contextmanager
 def holder(tmp_path: Path):
     """Another Python that is inside a `started` block; gives it and the pids of the family it started."""
     pids = tmp_path / "pids"
     command = [*python(HOLDER), FAMILY, str(tmp_path / "log"), str(pids)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": ROOT}) as process:
+    environment = os.environ | {"PYTHONPATH": ROOT}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=environment, preexec_fn=hear_signals
+    ) as process:
         try:
             wait_until(lambda: (pids.exists() and pids.read_text()) or process.poll() is not None, "the holder")
             assert process.poll() is None
@@ -169,16 +178,14 @@ def test_two_ctrl_c_in_a_row_do_not_leave_half_of_the_family(tmp_path):
         assert gone(family)
 
 
-@linux_only
-def test_the_child_ends_when_the_holder_is_killed(tmp_path):
+def test_the_whole_family_ends_and_the_folder_goes_when_the_holder_is_killed(tmp_path):
+    (tmp_path / "temporary").mkdir()
     with holder(tmp_path) as (process, family):
+        assert len(family) == 3 and not gone(family)
         process.kill()
         process.wait(10)
-        head, *others = family
-        wait_until(lambda: gone([head]), "the end of the child")
-        for pid in others:  # without the holder nobody looks after the others: Flower's watch their parent
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: gone(family), "the end of the family")
+        wait_until(lambda: not (tmp_path / "temporary").exists(), "the end of the folder")
 
 
 def test_a_command_that_does_not_exist_is_named(tmp_path):
