@@ -28,7 +28,7 @@ class Loopback:
     _environment: Mapping[str, str]
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
-    def run(self, app: Path, run_config: Mapping[str, Value] | None = None, *, timeout: float = 240) -> Outcome:
+    def run(self, app: Path, run_config: Mapping[str, Value] | None = None, *, timeout: float = 600) -> Outcome:
         """Submit the app in the folder `app` with `flwr run`, and wait for the end of its run, good or bad.
 
         The run config goes to Flower as it is: nothing is checked before the ServerApp sees it.
@@ -76,7 +76,7 @@ def loopback(nodes: int) -> Iterator[Loopback]:
         )
         stack.callback(_stop_all, [*supernodes, superlink])
         for process, port in zip((superlink, *supernodes), (superlink_port, *node_ports), strict=True):
-            wait_for_http(f"http://127.0.0.1:{port}/health", timeout=60, process=process)
+            wait_for_http(f"http://127.0.0.1:{port}/health", timeout=120, process=process)
         address = f"127.0.0.1:{superlink_port}"
         connect(folder / "home", address)
         yield Loopback(folder, address, superlink, supernodes, _environment(folder / "home"))

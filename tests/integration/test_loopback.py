@@ -156,7 +156,7 @@ def test_the_run_directory_is_complete(deployed):
     assert summary["bytes_vs_fedavg"] == (moved["bytes_up"] + moved["bytes_down"]) / moved["bytes_fedavg"]
     assert (summary["accuracy"], summary["loss"]) == (rounds[-1]["accuracy"], rounds[-1]["loss"])
     assert summary["refused_replies"] == 0
-    assert sum(line["seconds"] for line in rounds) <= summary["seconds"] < 240
+    assert sum(line["seconds"] for line in rounds) <= summary["seconds"]
     report = (deployed / "report.html").read_text()
     assert report.lstrip().lower().startswith("<!doctype html>") and "fedfrozen" in report
 

@@ -26,7 +26,7 @@ def tepal(monkeypatch, tmp_path):
 
     def run(*arguments: str) -> subprocess.CompletedProcess:
         command = [sys.executable, "-m", "tepal.server_app.commands", *arguments]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
         assert marked(token) == []
         return done
 

@@ -245,9 +245,9 @@ def test_the_round_ends_at_its_deadline_without_the_silent_client():
     def silent(node, message, reply):
         return None if node.config["partition-id"] == 2 and "metrics" in reply.content else reply
 
-    ours, history = start(FedAvg(fraction_evaluate=0), grid_of(3, spoil=silent), timeout=0.5)
+    ours, history = start(FedAvg(fraction_evaluate=0), grid_of(3, spoil=silent), timeout=2)
     assert [client for client, _ in history[0].lost] == ["client-2"]
-    assert "0.5 s" in history[0].lost[0][1]
+    assert "within 2 s" in history[0].lost[0][1]
     np.testing.assert_allclose(ours["w"], mean_of([0, 1], 1), rtol=1e-6)
 
 
