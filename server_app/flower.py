@@ -307,7 +307,7 @@ def explain(log: str, details: str = "") -> str:
         start = next((i for i, line in enumerate(lines) if line and not line.startswith(" ")), None)
         if start is None:
             continue
-        message = [lines[start]]
+        message = [re.sub(r"^(?:\w+\.)+(\w+: )", r"\1", lines[start])]  # the module of an exception tells a user nothing
         for line in lines[start + 1 :]:
             if not line.strip() or _LOG_LINE.match(line) or len(message) == 20:
                 break

@@ -157,7 +157,10 @@ def lost_reply(lost: str | Mapping[str, Any]) -> tuple[str, str]:
 def _trouble(line: Mapping[str, Any]) -> list[str]:
     found = []
     if refused := line.get("refused"):
-        reasons = "; ".join(f"{reply.get('client')}: {reply.get('reason')}" for reply in refused)
+        by_reason: dict[str, list[str]] = {}
+        for reply in refused:
+            by_reason.setdefault(str(reply.get("reason")), []).append(str(reply.get("client")))
+        reasons = "; ".join(f"{', '.join(clients)}: {reason}" for reason, clients in by_reason.items())
         found.append(f"refused {len(refused)} ({reasons})")
     if lost := line.get("lost"):
         found.append(f"no reply from {', '.join(client for client, _ in map(lost_reply, lost))}")

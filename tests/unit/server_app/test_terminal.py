@@ -236,3 +236,11 @@ def test_what_goes_on_before_the_first_round_is_said():
     with RoundProgress(3, console=Console(file=out)) as progress:
         progress.stage("Starting a SuperLink ...")
     assert out.getvalue() == "Starting a SuperLink ...\n"
+
+
+def test_a_reason_that_many_clients_give_is_said_once():
+    out = io.StringIO()
+    with RoundProgress(3, console=Console(file=out)) as progress:
+        refused = [{"client": f"client-{k}", "reason": "no images" if k else "NaN"} for k in range(3)]
+        progress.update({**LINE, "refused": refused})
+    assert "refused 3 (client-0: NaN; client-1, client-2: no images)" in out.getvalue()
