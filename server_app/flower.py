@@ -40,6 +40,7 @@ _BUNDLED = ("*.py", "*.toml", "*.md", "*.yaml", "*.yml", "*.json", "*.jsonl", "/
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _LOG_LINE = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL)\s*:\s")
 _PAIR = re.compile(r"(\S+?)=('[^']*'|\"[^\"]*\"|\S+)")  # as `flwr run --run-config` splits its argument
+_MODULE = re.compile(r"^(?:\w+\.)+(\w+: )")  # of an exception: it tells a user nothing
 _RAISED = re.compile(r"(?:Simulation|ServerApp) raised an exception\n")
 # Flower wraps what went wrong in these; they say nothing.
 _WRAPPERS = ("RuntimeError: Simulation Runtime crashed.", "RuntimeError: An error was encountered. Ending simulation.")
@@ -307,7 +308,7 @@ def explain(log: str, details: str = "") -> str:
         start = next((i for i, line in enumerate(lines) if line and not line.startswith(" ")), None)
         if start is None:
             continue
-        message = [re.sub(r"^(?:\w+\.)+(\w+: )", r"\1", lines[start])]  # the module of an exception tells a user nothing
+        message = [_MODULE.sub(r"\1", lines[start])]
         for line in lines[start + 1 :]:
             if not line.strip() or _LOG_LINE.match(line) or len(message) == 20:
                 break

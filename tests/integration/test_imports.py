@@ -107,7 +107,7 @@ def test_imports_from_a_wheel(wheel, tmp_path):
 def test_a_wheel_brings_only_tepal_into_site_packages(wheel, checkout):
     names = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
     assert {name.split("/")[0] for name in names} == {"tepal"}
-    assert {name.split("/")[1] for name in names} == {"__init__.py", *PACKAGES}
+    assert {name.split("/")[1] for name in names} == {"__init__.py", "py.typed", *PACKAGES}
     assert not [name for name in names if "test_" in name or "benchmarks" in name or "__pycache__" in name]
     assert {f"tepal/{module}" for module in modules(checkout)} <= set(names)
 
