@@ -14,8 +14,9 @@ from flwr.app import Context, Message
 from torch import Tensor, nn
 
 from tepal import models
+from tepal.client_app.config import TrainingConfig
 from tepal.client_app.data import ClientData, DataConfig, load_client
-from tepal.client_app.training import Batches, TrainingConfig, device_of
+from tepal.client_app.training import Batches, device_of
 from tepal.exchange.mod import own_name, received
 
 

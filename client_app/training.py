@@ -3,40 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-
-class TrainingConfig(BaseModel):
-    """Settings of local training: keys of the run config, sent to the clients with every train message."""
-
-    model_config = ConfigDict(
-        alias_generator=lambda name: name.replace("_", "-"), populate_by_name=True, extra="ignore", frozen=True
-    )
-
-    local_epochs: int = Field(5, ge=0, le=10_000, description="passes over a client's examples in one round")
-    local_steps: int = Field(0, ge=0, description="steps in one round; when not 0, it goes before local-epochs")
-    batch_size: int = Field(32, ge=1, description="examples in a step")
-    optimizer: Literal["sgd", "adam", "adamw"] = Field("adamw", description="made anew every round")
-    learning_rate: float = Field(3e-3, gt=0, le=100, description="of the first round; see schedule")
-    momentum: float = Field(0.0, ge=0, lt=1, description="of sgd")
-    weight_decay: float = Field(0.01, ge=0, description="decoupled for adamw, added to the gradient otherwise")
-    clip_norm: float = Field(0.0, ge=0, description="largest norm of the gradient of all trained entries; 0: no limit")
-    autocast: Literal["no", "bf16", "fp16"] = Field("no", description="dtype of the forward pass's matrix products")
-    deterministic: bool = Field(False, description="one thread and a fixed order of replies: the same bits every time")
-
-    @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Self:
-        return cls.model_validate(dict(config))
+from tepal.client_app.config import TrainingConfig
 
 
 @dataclass(frozen=True)

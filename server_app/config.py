@@ -16,8 +16,8 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tepal import models
+from tepal.client_app.config import TrainingConfig
 from tepal.client_app.data import DataConfig, DataError, DatasetInfo, dataset_info
-from tepal.client_app.training import TrainingConfig
 
 log = getLogger("flwr")
 

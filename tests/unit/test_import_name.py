@@ -35,3 +35,12 @@ def test_two_threads_may_import_server_and_client_at_once(component):
         env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, cwd="/",
     )  # fmt: skip
     assert done.stdout.strip() == "imported", done.stderr[-500:]
+
+
+@pytest.mark.parametrize("module", ["tepal.server_app.commands", "tepal.exchange", "tepal.strategies", "tepal.models"])
+def test_torch_is_not_imported_before_it_is_needed(module):
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys, {module}; print('torch' in sys.modules)"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.strip() == "False"

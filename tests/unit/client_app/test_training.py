@@ -6,7 +6,8 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from tepal.client_app.training import Batches, TrainingConfig, device_of, fit, optimizer_for, score
+from tepal.client_app.config import TrainingConfig
+from tepal.client_app.training import Batches, device_of, fit, optimizer_for, score
 
 
 def examples(count=23, seed=0):

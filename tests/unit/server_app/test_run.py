@@ -11,8 +11,8 @@ from flwr.serverapp.strategy import FedAdam
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from safetensors.numpy import load_file
 
+from tepal.client_app.config import TrainingConfig
 from tepal.client_app.site import Site
-from tepal.client_app.training import TrainingConfig
 from tepal.models import build
 from tepal.models.blocks import find_blocks
 from tepal.server_app.config import ConfigError, defaults
