@@ -117,6 +117,8 @@ def _run(
         each.mkdir()
     environment = flower_environment(home) | {
         "RAY_TMPDIR": str(folder),
+        # What simulated clients hold ends with the simulation.
+        "TEPAL_CACHE": os.environ.get("TEPAL_CACHE") or str(folder / "cache"),
         "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",  # how long a submitted run lies there (default 1 s)
     }
     clock.stage("start SuperLink", "Starting a SuperLink ...")

@@ -23,11 +23,14 @@ def tepal(monkeypatch, tmp_path):
     monkeypatch.setenv(MARK, token)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # a failed run leaves its log there
+    monkeypatch.delenv("TEPAL_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user-cache"))
 
     def run(*arguments: str) -> subprocess.CompletedProcess:
         command = [sys.executable, "-m", "tepal.server_app.commands", *arguments]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
         assert marked(token) == []
+        assert not (tmp_path / "user-cache" / "tepal").exists(), "what simulated clients hold is not the user's"
         return done
 
     return run
