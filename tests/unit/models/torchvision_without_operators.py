@@ -11,13 +11,13 @@ import importlib
 import re
 import sys
 
-import torch
+from torch import library
 
 SCHEMAS = {
     "nms": "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms": "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 }
-_declared = torch.library.Library("torchvision", "FRAGMENT")  # kept alive: declarations go with their Library
+_declared = library.Library("torchvision", "FRAGMENT")  # kept alive: declarations go with their Library
 
 
 def import_torchvision() -> bool:
