@@ -7,7 +7,7 @@ import itertools
 import os
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -48,13 +48,13 @@ class Loopback:
 
 
 @contextlib.contextmanager
-def loopback(nodes: int) -> Iterator[Loopback]:
-    """Start a SuperLink and `nodes` SuperNodes, of node config `partition-id=k num-partitions=nodes`.
+def loopback(nodes: Sequence[str]) -> Iterator[Loopback]:
+    """Start a SuperLink, and a SuperNode for each of the node configs `nodes`.
 
     Everything they write is in one temporary folder, which goes with them when the block is left. Tepal is importable
     for apps that do not bring it along, as where it is installed.
     """
-    superlink_port, fleet_port, *node_ports = _free_ports(2 + nodes)
+    superlink_port, fleet_port, *node_ports = _free_ports(2 + len(nodes))
     fleet = f"127.0.0.1:{fleet_port}"
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tepal-loopback-")))
@@ -71,8 +71,8 @@ def loopback(nodes: int) -> Iterator[Loopback]:
         superlink = start("superlink", superlink_port, "flower-superlink", "--fleet-api-address", fleet)
         supernode = ("flower-supernode", "--superlink", fleet, "--node-config")
         supernodes = tuple(
-            start(f"node-{k}", port, *supernode, f"partition-id={k} num-partitions={nodes}")
-            for k, port in enumerate(node_ports)
+            start(f"node-{k}", port, *supernode, config)
+            for k, (port, config) in enumerate(zip(node_ports, nodes, strict=True))
         )
         stack.callback(_stop_all, [*supernodes, superlink])
         for process, port in zip((superlink, *supernodes), (superlink_port, *node_ports), strict=True):
@@ -80,6 +80,11 @@ def loopback(nodes: int) -> Iterator[Loopback]:
         address = f"127.0.0.1:{superlink_port}"
         connect(folder / "home", address)
         yield Loopback(folder, address, superlink, supernodes, _environment(folder / "home"))
+
+
+def partitions(clients: int) -> list[str]:
+    """Node configs of clients that each take a partition of the run's dataset."""
+    return [f"partition-id={k} num-partitions={clients}" for k in range(clients)]
 
 
 def _environment(home: Path) -> dict[str, str]:

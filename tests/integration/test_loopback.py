@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 from safetensors.numpy import load_file
 
 from tepal.models import build
@@ -17,7 +18,7 @@ from tepal.server_app.flower import app_run_config, explain
 from tepal.server_app.processes import MARK, marked
 from tepal.server_app.run_directory import read_metrics
 from tepal.server_app.simulation import simulate
-from tests.integration.loopback import ROOT, loopback
+from tests.integration.loopback import ROOT, loopback, partitions
 
 pytestmark = pytest.mark.deployment
 
@@ -30,7 +31,7 @@ def deployment():
     token = f"loopback-{os.getpid()}"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(MARK, token)
-        with loopback(CLIENTS) as running:
+        with loopback(partitions(CLIENTS)) as running:
             assert len(marked(token)) >= 1 + CLIENTS
             yield running
         assert marked(token) == []
@@ -40,7 +41,7 @@ def deployment():
 def test_a_failing_block_leaves_no_process_and_no_folder(monkeypatch):
     token = f"loopback-failing-{os.getpid()}"
     monkeypatch.setenv(MARK, token)
-    with pytest.raises(ZeroDivisionError), loopback(1) as running:
+    with pytest.raises(ZeroDivisionError), loopback(partitions(1)) as running:
         commands = [" ".join(process.cmdline()) for process in marked(token)]
         for program in ("flower-superlink", "flower-supernode", "flower-superexec"):
             assert any(program in command for command in commands)
@@ -302,7 +303,7 @@ def test_a_foreign_app_without_apply_plan_is_told_the_line_that_it_lacks(deploym
     log = outcome.log.read_text()
     assert outcome.status == "failed"
     said = explain(log, outcome.details)
-    assert said.startswith("tepal.strategies.base.RoundFailed: round 2 ")
+    assert said.startswith("RoundFailed: round 2 ")
     assert "call `apply_plan(model, msg)` (from tepal.client_app import apply_plan)" in said
     assert "'encoder.layers.0.self_attn.in_proj_weight:q' first" in said
     assert uploads(log)[1] == (CLIENTS, CLIENTS * MODEL)
@@ -316,3 +317,34 @@ def test_with_that_line_the_foreign_app_completes_and_its_frozen_round_uploads_l
     assert outcome.status == "completed", explain(log, outcome.details)
     assert uploads(log) == {1: (CLIENTS, CLIENTS * MODEL), 2: (CLIENTS, CLIENTS * (MODEL - QUERY_AND_KEY))}
     print(f"foreign app: {outcome.seconds}")
+
+
+# Sites with data of their own ---------------------------------------------------------------------------------------
+
+
+def test_sites_train_on_their_own_data_under_their_own_names(tmp_path):
+    """One has a .npz file, one an image folder, and a third nothing that can be read: it alone is left out."""
+    rng = np.random.default_rng(0)
+    images, labels = rng.integers(0, 256, (60, 8, 8), dtype=np.uint8), np.arange(60) % 3
+    np.savez(tmp_path / "scans.npz", images=images, labels=labels)
+    for number, (image, label) in enumerate(zip(images, labels, strict=True)):
+        (tmp_path / "scans" / f"class-{label}").mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(tmp_path / "scans" / f"class-{label}" / f"{number}.png")
+    (tmp_path / "nothing").mkdir()
+    sites = {"north": "scans.npz", "south": "scans", "west": "nothing"}
+    config = {
+        **CONFIG, "dataset": "local", "image-shape": "1x8x8", "classes": 3, "num-server-rounds": 2,
+        "fedfrozen.warmup-rounds": 1, "min-clients": 2, "runs": str(tmp_path / "runs"),
+    }  # fmt: skip
+    with loopback([f'name="{name}" data-path="{tmp_path / data}"' for name, data in sites.items()]) as running:
+        outcome = running.run(ROOT, config)
+        log = outcome.log.read_text()
+    assert outcome.status == "completed", explain(log, outcome.details)
+    rounds = read_metrics(tmp_path / "runs" / "latest")
+    assert [(line["round"], line["phase"], line["clients_replied"]) for line in rounds] == [
+        (1, "warm-up", 2), (2, "frozen", 2)
+    ]  # fmt: skip
+    assert {line["accuracy_of"] for line in rounds} == {"clients"}, "the server has no data"
+    refused = [reply for line in rounds for reply in line["refused"]]
+    assert [reply["client"] for reply in refused] == ["west"] and str(tmp_path / "nothing") in refused[0]["reason"]
+    assert "west gives no result in round 1" in log
