@@ -50,7 +50,8 @@ class Nodes:
             for other, taken in list(self._names.items()):
                 if taken != name:
                     continue
-                if other in introduced:
+                registered = self._sessions[other][1] == taken != self._sessions[node_id][1]
+                if other in introduced or registered:  # a name that a key is registered under is not for others
                     name = f"{name}@{node_id}"
                     log.warning("Two nodes call themselves %r; node %d goes by %r. Give each its own `name`.",
                                 taken, node_id, name)  # fmt: skip

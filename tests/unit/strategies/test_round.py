@@ -122,6 +122,21 @@ def test_two_nodes_of_one_name_are_told_apart():
     assert history[0].replied == ["twin", "twin@2"]
 
 
+def test_a_registered_name_cannot_be_taken_by_who_calls_itself_so():
+    app = numpy_app()
+    grid = InProcessGrid([Node(app, {"partition-id": 0}, name="site-1"), Node(app, {"partition-id": 1})])
+    history = []
+
+    def join(report):
+        history.append(report)
+        if report.round == 1:
+            grid.add(Node(app, {"partition-id": 2, "name": "site-1"}))
+
+    strategy = FedAvg(on_round=join)
+    strategy.start(grid, ArrayRecord({n: Array(a) for n, a in START.items()}), num_rounds=2)
+    assert history[1].replied == ["client-1", "site-1", "site-1@3"]
+
+
 def test_a_restarted_node_takes_over_its_name():
     app = numpy_app()
     grid = grid_of(3, app)
