@@ -69,9 +69,7 @@ def apply_plan(model: nn.Module, msg: Message) -> AppliedPlan:
                 setattr(parameter, _FROZEN, True)
         else:
             _FrozenRows.put(parameter, [(entry, came.model[entry.name]) for entry in rows])
-    # The strategy that sets a ridge sends its λ as an option in the app's config record.
-    options = {key: value for record in msg.content.config_records.values() for key, value in record.items()}
-    ridge = float(options.get("ridge", 0.0))  # type: ignore[arg-type]
+    ridge = float(came.manifest.options.get("ridge", 0.0))
     group = [layout.by_name[name] for name in came.manifest.groups.get("value_projection", ())]
     return AppliedPlan(ridge, tuple((_parameter(parameters, entry.raw), entry) for entry in group))
 

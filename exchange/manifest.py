@@ -18,7 +18,7 @@ from flwr.app import ConfigRecord
 
 from tepal.exchange.layout import Layout, Names
 from tepal.exchange.parts import DIGEST_BYTES, Part, Shaped
-from tepal.exchange.plan import Tree
+from tepal.exchange.plan import Scalar, Tree
 
 RECORD = "tepal"
 """Name of the ConfigRecord that carries manifest or header."""
@@ -75,6 +75,7 @@ class Manifest:
     trains: Names = ()
     returns: Mapping[Tree, Names] = field(default_factory=dict)
     groups: Mapping[str, Names] = field(default_factory=dict)
+    options: Mapping[str, Scalar] = field(default_factory=dict)
 
     @property
     def model(self) -> Tree:
@@ -111,6 +112,7 @@ class Manifest:
                         "trains": numbers(self.trains),
                         "returns": {tree: numbers(names) for tree, names in self.returns.items()},
                         "groups": {group: numbers(names) for group, names in self.groups.items()},
+                        "options": dict(self.options),
                     }
                 )
             }
@@ -144,6 +146,7 @@ class Manifest:
                 trains=names(data["trains"]),
                 returns={tree: names(numbers) for tree, numbers in data["returns"].items()},
                 groups={group: names(numbers) for group, numbers in data["groups"].items()},
+                options=dict(data["options"]),
             )
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise ProtocolError(f"its manifest cannot be read ({error!r})") from error

@@ -160,9 +160,9 @@ class _Exchange:
         del content[RECORD]
         content.pop(PARTS, None)
         for tree, values in trees.items():
-            whole = tree == self.manifest.model
-            record = self.manifest.record if whole else tree
-            raw = self.manifest.layout.join(values) if whole else values
+            is_model = tree == self.manifest.model
+            record = self.manifest.record if is_model else tree
+            raw = self.manifest.layout.join(values) if is_model else values
             content[record] = ArrayRecord({name: Array(np.asarray(array)) for name, array in raw.items()})
         self.msg.__dict__[_RECEIVED] = Received(self.manifest, trees)
 

@@ -40,7 +40,7 @@ class Plan:
     groups: Mapping[str, Names] = field(default_factory=dict)
     """Named sets of entries that the objective speaks of, such as the value projections of FedFrozen's ridge."""
     options: Mapping[str, Scalar] = field(default_factory=dict)
-    """Scalars for the app's training function, in its config record."""
+    """Scalars for the app's training function: in its config record, and in the manifest for `apply_plan`."""
 
     @property
     def model(self) -> Tree:

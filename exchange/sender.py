@@ -131,6 +131,7 @@ class Sender:
             trains=plan.trains,
             returns=plan.returns,
             groups=plan.groups,
+            options=plan.options,
         )
         content = RecordDict({RECORD: manifest.to_record()})
         if arrays:
@@ -210,6 +211,9 @@ class Sender:
         return found[1]
 
 
+MOST_EXAMPLES = 10**15
+"""Largest weight of a reply: float64 sums of float32 values with larger ones could overflow."""
+
 _NOTHING = Layout((), ())
 
 NO_MOD = (
@@ -232,8 +236,10 @@ def _examples(metrics: Mapping[str, float], weighted_by: str) -> int:
     examples = metrics.get(weighted_by)
     if examples is None:
         raise BadReply(f"its metrics have no finite number under {weighted_by!r}, which its weight is taken from")
-    if examples < 1 or examples != int(examples):
-        raise BadReply(f"its metrics have {weighted_by}={examples:g}, and a weight is a whole number of at least 1")
+    if not 1 <= examples <= MOST_EXAMPLES or examples != int(examples):
+        raise BadReply(
+            f"its metrics have {weighted_by}={examples:g}, and a weight is a whole number from 1 to {MOST_EXAMPLES:.0e}"
+        )
     return int(examples)
 
 

@@ -22,7 +22,6 @@ from tepal.client_app.data import DataConfig, DataError, DatasetInfo, dataset_in
 log = getLogger("flwr")
 
 StrategyName = Literal["fedavg", "fedfrozen"]
-STRATEGIES: tuple[str, ...] = get_args(StrategyName)
 
 Value = str | int | float | bool
 

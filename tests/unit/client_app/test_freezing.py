@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, Context, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from torch import nn
 
 from tepal.client_app import apply_plan
@@ -148,3 +148,9 @@ def test_frozen_values_may_live_on_another_dtype(message_for):
     optimizer.step()
     expected = sent.blocks[0].attention.qkv.weight[:32].detach().to(torch.bfloat16).float().numpy()
     np.testing.assert_array_equal(net.blocks[0].attention.qkv.weight[:32].detach().float().numpy(), expected)
+
+
+def test_an_apps_own_setting_of_the_same_name_is_no_ridge(message_for):
+    msg = message_for(model(), ())
+    msg.content["config"] = ConfigRecord({"ridge": 3.0})
+    assert apply_plan(model(), msg).penalty() == 0.0

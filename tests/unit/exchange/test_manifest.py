@@ -25,6 +25,7 @@ def test_manifest_survives_its_record():
         trains=("embed", "steps"),
         returns={"model": ("embed",)},
         groups={"value_projection": ("attn.qkv:v",)},
+        options={"ridge": 0.5},
     )
     assert Manifest.from_content({RECORD: manifest.to_record()}) == manifest
 

@@ -120,6 +120,18 @@ def test_the_cnn_trains_under_fedavg(small_run):
     assert summary["bytes_vs_fedavg"] == 1.0
 
 
+def test_the_ridge_of_the_run_config_shrinks_the_value_projections(small_run):
+    """It acts on the weights of the value projections: they end smaller, and by far the most."""
+
+    def norms(ridge):
+        path = small_run(deterministic=True, optimizer="sgd", learning_rate=0.05, **{"fedfrozen.ridge": ridge})
+        return {name: float(np.linalg.norm(array)) for name, array in load_file(path / "model.safetensors").items()}
+
+    without, ridged = norms(0.0), norms(1.0)
+    shrunk = {name for name in without if ridged[name] < 0.8 * without[name]}
+    assert shrunk == {f"blocks.{k}.attention.value.weight" for k in range(2)}
+
+
 def test_a_failed_run_saves_the_model_of_its_last_finished_round(small_run, tmp_path, monkeypatch):
     of = Site.of
 

@@ -210,6 +210,7 @@ BAD_REPLIES = {
     "experiment": (lambda r, h: with_header(r, h, experiment="x"), "experiment"),
     "no weight": (without_metrics, "num-examples"),
     "zero weight": (with_examples(0), "num-examples=0"),
+    "endless weight": (with_examples(1e300), r"num-examples=1e\+300"),
     "half weight": (with_examples(0.5), "num-examples=0.5"),
     "unreadable": (lambda r, h: (r.content[RECORD].__setitem__("header", b"junk"), r)[1], "cannot be read"),
     "no header": (lambda r, h: (r.content.__delitem__(RECORD), r)[1], "mods="),
