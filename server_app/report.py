@@ -25,7 +25,7 @@ from tepal.server_app.run_directory import (
     total,
     write_whole,
 )
-from tepal.server_app.terminal import UNKNOWN, bytes_text, lost_reply, score_text, seconds_text
+from tepal.server_app.terminal import UNKNOWN, bytes_text, score_text, seconds_text
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -184,7 +184,10 @@ def _bytes_per_round(trained: Lines, freeze: int | None) -> Figure:
             meta={"role": role},
             hovertemplate=f"round %{{x}}: %{{y:.4~g}} {unit}",
         )
-    caption = "Payload bytes of all clients, down and up."
+    caption = (
+        "Payload bytes of all clients, down and up. Where clients score the model after a round, as after the last, "
+        "its way down counts in that round."
+    )
     fedavg = [_scaled(line.get("bytes_fedavg"), divisor) for line in trained]
     if any(value is not None for value in fedavg):
         plot.add_scatter(
@@ -439,16 +442,13 @@ def _spoken(plot: go.Figure) -> str:
 
 def _replies_html(metrics: Lines) -> str:
     rows = [
-        (line["round"], reply.get("client"), "refused", reply.get("reason") or "no reason given")
+        (line["round"], reply.get("client"), what, reply.get("reason") or "no reason given")
         for line in metrics
-        for reply in line.get("refused") or ()
+        for what in ("refused", "lost")
+        for reply in line.get(what) or ()
     ]
-    for line in metrics:
-        for client, reason in map(lost_reply, line.get("lost") or ()):
-            rows.append((line["round"], client, "lost", reason))
     if not rows:
         return ""
-    rows.sort(key=lambda row: row[0])
     table = _table("Replies that were not merged", ("round", "client", "what", "reason"), rows, words={1, 2, 3})
     return f"<section><h2>Replies that were not merged</h2>{table}</section>"
 

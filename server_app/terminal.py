@@ -147,13 +147,6 @@ class _Elapsed(ProgressColumn):
         return Text(seconds_text(self._of._seconds if done else self._of.elapsed), style="dim")
 
 
-def lost_reply(lost: str | Mapping[str, Any]) -> tuple[str, str]:
-    """(client, reason) of an entry of `lost`: a client's name, or an object with its `reason` as in `refused`."""
-    if isinstance(lost, Mapping):
-        return str(lost.get("client")), str(lost.get("reason") or "no reply came")
-    return str(lost), "no reply came"
-
-
 def _trouble(line: Mapping[str, Any]) -> list[str]:
     found = []
     if refused := line.get("refused"):
@@ -163,7 +156,7 @@ def _trouble(line: Mapping[str, Any]) -> list[str]:
         reasons = "; ".join(f"{', '.join(clients)}: {reason}" for reason, clients in by_reason.items())
         found.append(f"refused {len(refused)} ({reasons})")
     if lost := line.get("lost"):
-        found.append(f"no reply from {', '.join(client for client, _ in map(lost_reply, lost))}")
+        found.append(f"no reply from {', '.join(str(reply.get('client')) for reply in lost)}")
     return found
 
 

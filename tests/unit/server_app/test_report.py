@@ -259,21 +259,21 @@ def test_names_from_the_run_are_shown_and_never_run(tmp_path):
     evil = "</script><script>alert(1)</script><img src=x onerror='alert(2)'>&\"'"
     config = {"strategy": evil, "model": evil, "dataset": evil, evil: evil}
     refused = [{"client": evil, "reason": evil}]
-    line = metrics_line(1, phase=evil, accuracy_of=evil, refused=refused, lost=[evil])
+    line = metrics_line(1, phase=evil, accuracy_of=evil, refused=refused, lost=[{"client": evil, "reason": evil}])
     page = report(tmp_path, [line], config=config)
     assert not [tag for tag, _ in page.tags if tag == "img"]
     assert not [a for _, a in page.tags if any(name.startswith("on") for name in a)]
     # One script with data a figure, plotly, and the page's own.
     assert len(page.scripts) == 6 + 2
     assert page.texts["h1"] == [evil]
-    assert page.table("round", "client")[1:] == [["1", evil, "refused", evil], ["1", evil, "lost", "no reply came"]]
+    assert page.table("round", "client")[1:] == [["1", evil, "refused", evil], ["1", evil, "lost", evil]]
     assert page.table("key", "value")[-1] == [evil, evil]
     assert page.figures["accuracy-rounds"]["data"][0]["name"] == evil
 
 
 def test_refused_and_lost_replies_are_listed_by_round(tmp_path):
     lines = [
-        metrics_line(1, lost=["client-4"], clients_replied=9),
+        metrics_line(1, lost=[{"client": "client-4", "reason": "error 2"}], clients_replied=9),
         metrics_line(2, refused=[{"client": "client-3", "reason": "entry 'w' holds NaN"}]),
         metrics_line(
             3, lost=[{"client": "client-4", "reason": "after 30 s"}], refused=[{"client": "client-1", "reason": None}]
@@ -281,7 +281,7 @@ def test_refused_and_lost_replies_are_listed_by_round(tmp_path):
     ]
     page = report(tmp_path, lines)
     assert page.table("round", "client")[1:] == [
-        ["1", "client-4", "lost", "no reply came"],
+        ["1", "client-4", "lost", "error 2"],
         ["2", "client-3", "refused", "entry 'w' holds NaN"],
         ["3", "client-1", "refused", "no reason given"],
         ["3", "client-4", "lost", "after 30 s"],

@@ -82,7 +82,8 @@ def test_refused_and_lost_replies_are_named_and_not_taken_for_markup():
     out = io.StringIO()
     refused = [{"client": "client-3", "reason": "shape [2, 3]; expected [bold]"}]
     with RoundProgress(20, console=Console(file=out)) as progress:
-        progress.update({**LINE, "refused": refused, "lost": ["client-4", {"client": "client-5", "reason": "x"}]})
+        lost = [{"client": client, "reason": "x"} for client in ("client-4", "client-5")]
+        progress.update({**LINE, "refused": refused, "lost": lost})
     line = out.getvalue()
     assert "refused 1 (client-3: shape [2, 3]; expected [bold])" in line
     assert "no reply from client-4, client-5" in line
