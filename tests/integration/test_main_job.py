@@ -26,8 +26,8 @@ def tepal(monkeypatch, tmp_path):
     monkeypatch.delenv("TEPAL_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user-cache"))
 
-    def run(*arguments: str) -> subprocess.CompletedProcess:
-        command = [sys.executable, "-m", "tepal.server_app.commands", *arguments]
+    def run(*arguments: str, within: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
+        command = [*within, sys.executable, "-m", "tepal.server_app.commands", *arguments]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
         assert marked(token) == []
         assert not (tmp_path / "user-cache" / "tepal").exists(), "what simulated clients hold is not the user's"
@@ -61,6 +61,26 @@ def test_the_main_job_runs_and_says_what_it_moved(tepal, tmp_path):
         assert (run / name).is_file()
         assert str(run / name) in shown.split()
     assert "Accuracy " in (run / "flower.log").read_text(), "Flower's own log lies beside the results"
+
+
+# A network namespace of its own, with a loopback interface and nothing else.
+OFFLINE = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
+
+
+def may_go_offline() -> bool:
+    try:
+        return subprocess.run([*OFFLINE, "true"], capture_output=True).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.simulation
+@pytest.mark.skipif(not may_go_offline(), reason="needs unshare, ip, and the right to make a network namespace")
+def test_the_main_job_needs_no_network(tepal, tmp_path):
+    config = f'num-server-rounds=1 local-epochs=1 runs="{tmp_path / "runs"}"'
+    done = tepal("simulate", ".", "--clients", "2", "-c", config, within=OFFLINE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line["clients_replied"] for line in read_metrics(tmp_path / "runs" / "latest")] == [0, 2]
 
 
 @pytest.mark.simulation
