@@ -10,12 +10,12 @@ from tepal.client_app.site import Site
 from tepal.client_app.training import fit, score
 from tepal.exchange import PartialExchange
 
-app = ClientApp(mods=[PartialExchange(introduce=lambda context: Site.of(context).figures())])
+app = ClientApp(mods=[PartialExchange(introduce=lambda msg, context: Site.of(msg, context).figures())])
 
 
 @app.train()
 def train(msg: Message, context: Context) -> Message:
-    site = Site.of(context, msg)
+    site = Site.of(msg, context)
     site.model.load_state_dict(msg.content["arrays"].to_torch_state_dict())
     plan = apply_plan(site.model, msg)
     received = score(site.model, *site.test, site.training)
@@ -39,7 +39,7 @@ def train(msg: Message, context: Context) -> Message:
 
 @app.evaluate()
 def evaluate(msg: Message, context: Context) -> Message:
-    site = Site.of(context, msg)
+    site = Site.of(msg, context)
     site.model.load_state_dict(msg.content["arrays"].to_torch_state_dict())
     scored = score(site.model, *site.test, site.training)
     metrics = MetricRecord(

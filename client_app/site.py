@@ -31,26 +31,25 @@ class Site:
     training: TrainingConfig
 
     @staticmethod
-    def of(context: Context, msg: Message | None = None) -> Site:
+    def of(msg: Message, context: Context) -> Site:
         """Load data and model. Settings in the message's config record go before the run config.
 
         Raises ValueError (DataError, ModelError, …) in words for the client's owner.
         """
-        came = received(msg) if msg is not None else None
+        came = received(msg)
         name = came.manifest.client if came else own_name(context)
-        sent: Mapping[str, Any] = msg.content.config_records.get("config", {}) if msg is not None else {}
-        training = TrainingConfig.of({**context.run_config, **sent})
+        settings: dict[str, Any] = {**context.run_config, **msg.content.config_records.get("config", {})}
+        training = TrainingConfig.of(settings)
         if training.deterministic:
             torch.set_num_threads(1)
         device = device_of(_text(context.node_config.get("device")))
         # A process may serve many clients, as simulation's actors do, and one client many rounds.
-        data = _load(json.dumps([context.run_config, context.node_config], sort_keys=True, default=str), name, context)
-        seed = int(context.run_config.get("seed", 0))
+        data = _load(DataConfig.from_run_config(settings), context.node_config, name)
         inputs, labels, test_inputs, test_labels = (tensor.to(device) for tensor in data.tensors)
-        round_seed = zlib.crc32(f"{seed}/{sent.get('server-round', 0)}/{name}".encode())
+        round_seed = zlib.crc32(f"{settings.get('seed', 0)}/{settings.get('server-round', 0)}/{name}".encode())
         return Site(
             name=name,
-            model=_model(str(context.run_config.get("model")), data.data.shape, data.data.classes).to(device),
+            model=_model(str(settings.get("model")), data.data.shape, data.data.classes).to(device),
             batches=Batches(inputs, labels, training.batch_size, round_seed),
             test=(test_inputs, test_labels),
             training=training,
@@ -67,21 +66,22 @@ class _Loaded:
     tensors: tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-_loaded: dict[tuple[str, str], _Loaded] = {}
+_loaded: dict[str, _Loaded] = {}
 _MOST_LOADED = 64  # clients whose examples one process keeps
 
 
-def _load(key: str, name: str, context: Context) -> _Loaded:
-    if (key, name) not in _loaded:
-        data = load_client(DataConfig.from_run_config(context.run_config), context.node_config, client=name)
+def _load(config: DataConfig, node_config: Mapping[str, Any], name: str) -> _Loaded:
+    key = json.dumps([config.model_dump(), dict(node_config), name], sort_keys=True, default=str)
+    if key not in _loaded:
+        data = load_client(config, node_config, client=name)
         tensors = tuple(
             torch.from_numpy(array)
             for array in (data.train.images, data.train.labels, data.test.images, data.test.labels)
         )
         if len(_loaded) >= _MOST_LOADED:
             _loaded.pop(next(iter(_loaded)))
-        _loaded[key, name] = _Loaded(data, tensors)  # type: ignore[arg-type]
-    return _loaded[key, name]
+        _loaded[key] = _Loaded(data, tensors)  # type: ignore[arg-type]
+    return _loaded[key]
 
 
 @lru_cache(maxsize=1)

@@ -2,6 +2,7 @@
 
     <root>/<experiment>/content/<part id>.safetensors          the values, once for all clients on this machine
     <root>/<experiment>/clients/<name>/<tree>.<block>@<part id>.safetensors    a hard link: this client holds that part
+    <root>/<experiment>/personal/<name>/                       see `tepal.exchange.personal`
 
 A client holds at most one part for a block of a tree: a newer one takes the older one's place. The file system counts
 the links, so that content which nobody holds any more is seen by its link count of one. Everything is written beside
@@ -13,25 +14,23 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from logging import getLogger
 from pathlib import Path
 from urllib.parse import quote
 
 import numpy as np
-import safetensors.numpy
-from safetensors import SafetensorError
 
+from tepal.exchange.files import SUFFIX, DamagedFile, read_arrays, write_arrays
 from tepal.exchange.layout import Arrays, Names
-from tepal.exchange.parts import Part, digest
+from tepal.exchange.parts import Part
 
 log = getLogger("flwr")
 
 DEFAULT_LIMIT = 8_000_000_000
 """Bytes on disk over all experiments and clients of one cache folder."""
 
-_SUFFIX = ".safetensors"
+_CONTENT, _CLIENTS = "content", "clients"
 _WAITING = "waiting."
 
 
@@ -57,8 +56,12 @@ class ClientCache:
     def __init__(self, root: Path, experiment: str, client: str, limit: int = DEFAULT_LIMIT) -> None:
         self.root = root
         self.limit = limit
-        self._content = root / _file_name(experiment) / "content"
-        self._links = root / _file_name(experiment) / "clients" / _file_name(client)
+        self._content = root / _file_name(experiment) / _CONTENT
+        self._links = root / _file_name(experiment) / _CLIENTS / _file_name(client)
+        self.personal = root / _file_name(experiment) / "personal" / _file_name(client)
+        """The folder of this client's personal state, which has no size limit."""
+        self.notes: list[str] = []
+        """What went wrong, for the server's log."""
 
     def holds(self) -> Names:
         """Ids of the parts that this client keeps, without those of an exchange that waits for a resend."""
@@ -70,11 +73,9 @@ class ClientCache:
         if link is None:
             return {}
         try:
-            stored = safetensors.numpy.load_file(link)
-            if any(digest(stored[name]) != value for name, value in part.digest_of.items()):
-                raise ValueError("its entries do not have the digests they were kept under")
-        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-            self._drop_damaged(link, str(error))
+            stored = read_arrays(link, part.digest_of)
+        except (OSError, DamagedFile) as error:
+            self._drop_damaged(link, part.block, str(error))
             return {}
         with contextlib.suppress(OSError):
             os.utime(link)
@@ -96,16 +97,16 @@ class ClientCache:
 
     def _held(self) -> Iterator[Path]:
         with contextlib.suppress(OSError):
-            yield from list(self._links.glob(f"*@*{_SUFFIX}"))
+            yield from list(self._links.glob(f"*@*{SUFFIX}"))
 
     def _find_link(self, part_id: str) -> Path | None:
         return next((link for link in self._held() if _id_of(link) == part_id), None)
 
     def _store(self, part: Part, values: Arrays, prefix: str) -> None:
         slot = f"{prefix}{_file_name(part.tree)}.{_file_name(part.block)}"
-        link = self._links / f"{slot}@{part.id}{_SUFFIX}"
+        link = self._links / f"{slot}@{part.id}{SUFFIX}"
         try:
-            content = self._content / f"{part.id}{_SUFFIX}"
+            content = self._content / f"{part.id}{SUFFIX}"
             self._links.mkdir(parents=True, exist_ok=True)
             if not link.exists():
                 for _ in range(3):  # another client's process may remove unheld content between the two steps
@@ -115,37 +116,32 @@ class ClientCache:
                         _link(content, link)
                         break
         except OSError as error:
-            log.warning("The client's cache keeps nothing of block %s: %s.", part.block, error)
+            self._note(f"the cache in {self.root} keeps nothing of block {part.block!r}: {error}")
             return
         for old in self._held():
             if old.name.startswith(f"{slot}@") and old != link:
                 self._unlink(old)
 
     def _write(self, path: Path, values: Arrays) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         self._make_room(sum(array.nbytes for array in values.values()))
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(safetensors.numpy.save({key: _contiguous(array) for key, array in values.items()}))
-            os.replace(name, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(name)
-            raise
+        write_arrays(path, values, durable=False)  # what a crash tears is found by its digests, and sent again
 
     def _unlink(self, link: Path) -> None:
         """Let go of a held part, and of its content when no other client holds it."""
         with contextlib.suppress(OSError):
             link.unlink()
-            content = self._content / f"{_id_of(link)}{_SUFFIX}"
+            content = self._content / f"{_id_of(link)}{SUFFIX}"
             if content.stat().st_nlink == 1:
                 content.unlink()
 
-    def _drop_damaged(self, link: Path, reason: str) -> None:
-        log.warning("The client's cache drops %s, which will be sent again: %s.", link, reason)
+    def _note(self, text: str) -> None:
+        log.warning("%s", text)
+        self.notes.append(text)
+
+    def _drop_damaged(self, link: Path, block: str, reason: str) -> None:
+        self._note(f"the cache drops block {block!r}, which will be sent again: {link}: {reason}")
         with contextlib.suppress(OSError):
-            content = self._content / f"{_id_of(link)}{_SUFFIX}"
+            content = self._content / f"{_id_of(link)}{SUFFIX}"
             if content.samefile(link):
                 content.unlink()
         with contextlib.suppress(OSError):
@@ -153,7 +149,7 @@ class ClientCache:
 
     def _make_room(self, nbytes: int) -> None:
         """Remove what was used longest ago, of any experiment, until `nbytes` more are within the limit."""
-        contents = sorted(self.root.glob(f"*/content/*{_SUFFIX}"), key=lambda path: path.stat().st_mtime)
+        contents = sorted(self.root.glob(f"*/content/*{SUFFIX}"), key=lambda path: path.stat().st_mtime)
         used = sum(path.stat().st_size for path in contents)
         for content in contents:
             if used + nbytes <= self.limit:
@@ -165,13 +161,16 @@ class ClientCache:
             content.unlink(missing_ok=True)
 
 
+def forget_parts(experiment: Path) -> None:
+    """Remove the parts that clients hold of an experiment (a folder in a cache's root); their personal state stays."""
+    for name in (_CONTENT, _CLIENTS):
+        shutil.rmtree(experiment / name, ignore_errors=True)
+    with contextlib.suppress(OSError):  # it is not empty
+        experiment.rmdir()
+
+
 def _id_of(link: Path) -> str:
-    return link.name.rpartition("@")[2].removesuffix(_SUFFIX)
-
-
-def _contiguous(array: np.ndarray) -> np.ndarray:
-    # Not np.ascontiguousarray: that turns a 0-d array into one of shape (1,).
-    return np.array(array, order="C", copy=None)
+    return link.name.rpartition("@")[2].removesuffix(SUFFIX)
 
 
 def _link(content: Path, link: Path) -> None:

@@ -3,18 +3,23 @@
 Both are one compressed JSON value in a Flower `ConfigRecord` of the message. They are small (about 30 bytes for an
 entry), so they carry everything that is needed to complete and to strip an app's raw `state_dict`: no state must be
 shared between server and client but the values themselves.
+
+An **exchange** is one message and its answer. Its id is the digest of the manifest, which no two messages share: an
+answer that carries it was made from this very manifest, and from no other round, attempt or altered copy. The answer
+is **sealed** with a digest of all that it carries.
 """
 
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from flwr.app import ConfigRecord
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 
 from tepal.exchange.layout import Layout, Names
 from tepal.exchange.parts import DIGEST_BYTES, Part, Shaped
@@ -32,8 +37,12 @@ class ProtocolError(ValueError):
     """A manifest or header that cannot be read, or that contradicts itself."""
 
 
+def _to_text(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
 def _to_bytes(value: Any) -> bytes:
-    return zlib.compress(json.dumps(value, separators=(",", ":")).encode())
+    return zlib.compress(_to_text(value))
 
 
 def _from_record(content: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -49,6 +58,14 @@ def _from_record(content: Mapping[str, Any], key: str) -> dict[str, Any]:
         return value
     except (KeyError, TypeError, ValueError, zlib.error, RecursionError) as error:
         raise ProtocolError(f"its {key} cannot be read ({error})") from error
+
+
+def exchange_id(content: Mapping[str, Any]) -> str:
+    """Id of the exchange that a message with this content begins, 32 hexadecimal digits. Raises ProtocolError."""
+    try:
+        return hashlib.sha256(content[RECORD]["manifest"]).hexdigest()[: 2 * DIGEST_BYTES]
+    except (KeyError, TypeError) as error:
+        raise ProtocolError(f"it has no manifest ({error!r})") from error
 
 
 @dataclass(frozen=True)
@@ -76,6 +93,12 @@ class Manifest:
     returns: Mapping[Tree, Names] = field(default_factory=dict)
     groups: Mapping[str, Names] = field(default_factory=dict)
     options: Mapping[str, Scalar] = field(default_factory=dict)
+    current: str = ""
+    """Id of the exchange whose personal state of this client counts; "" when none does."""
+    kept: Names = ()
+    """Ids of exchanges to whose personal state the server may go back, because a checkpoint of it says so."""
+    nonce: str = ""
+    """Makes manifests that say the same two exchanges."""
 
     @property
     def model(self) -> Tree:
@@ -113,6 +136,9 @@ class Manifest:
                         "returns": {tree: numbers(names) for tree, names in self.returns.items()},
                         "groups": {group: numbers(names) for group, names in self.groups.items()},
                         "options": dict(self.options),
+                        "current": self.current,
+                        "kept": list(self.kept),
+                        "nonce": self.nonce,
                     }
                 )
             }
@@ -147,8 +173,11 @@ class Manifest:
                 returns={tree: names(numbers) for tree, numbers in data["returns"].items()},
                 groups={group: names(numbers) for group, numbers in data["groups"].items()},
                 options=dict(data["options"]),
+                current=data["current"],
+                kept=tuple(data["kept"]),
+                nonce=data["nonce"],
             )
-        except (KeyError, TypeError, ValueError, IndexError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
             raise ProtocolError(f"its manifest cannot be read ({error!r})") from error
 
 
@@ -160,6 +189,8 @@ class Header:
     client: str
     round: int
     action: str
+    answers: str
+    """Id of the exchange, from the manifest as it arrived."""
     holds: Names = ()
     """Ids of the parts that the client now keeps."""
     parts: Mapping[Tree, tuple[Shaped, ...]] = field(default_factory=dict)
@@ -168,24 +199,48 @@ class Header:
     """Part id → entries that were neither sent nor kept: the server sends them, in the same round."""
     refused: str = ""
     """Why the client gives no result; "" when it does."""
+    notes: Names = ()
+    """What went wrong on the way to a result, for the server's log."""
+    metrics: Names = ()
+    """The MetricRecords that are sealed. A mod outside of the exchange may add others."""
+    seal: str = ""
+    """See `seal_of`."""
+
+    def sealed(self, content: Mapping[str, Any]) -> Header:
+        """This header with the seal of an answer's content."""
+        return replace(self, seal=self.seal_of(content))
+
+    def seal_of(self, content: Mapping[str, Any]) -> str:
+        """Digest of an answer: this header without its seal, the metrics that it names, and the packed parts."""
+        known = hashlib.sha256(_to_text(replace(self, seal="")._to_json()))
+        for name in self.metrics:
+            record = content.get(name)
+            known.update(repr(sorted(record.items()) if isinstance(record, MetricRecord) else None).encode())
+        parts = content.get(PARTS)
+        if isinstance(parts, ArrayRecord):
+            for name, array in parts.items():
+                known.update(repr((name, array.dtype, array.shape, array.stype, len(array.data))).encode())
+                known.update(array.data)
+        return known.hexdigest()[: 2 * DIGEST_BYTES]
 
     def to_record(self) -> ConfigRecord:
-        return ConfigRecord(
-            {
-                "header": _to_bytes(
-                    {
-                        "experiment": self.experiment,
-                        "client": self.client,
-                        "round": self.round,
-                        "action": self.action,
-                        "holds": list(self.holds),
-                        "parts": {tree: [list(item) for item in shaped] for tree, shaped in self.parts.items()},
-                        "missing": {part: list(names) for part, names in self.missing.items()},
-                        "refused": self.refused,
-                    }
-                )
-            }
-        )
+        return ConfigRecord({"header": _to_bytes(self._to_json())})
+
+    def _to_json(self) -> dict[str, Any]:
+        return {
+            "experiment": self.experiment,
+            "client": self.client,
+            "round": self.round,
+            "action": self.action,
+            "answers": self.answers,
+            "holds": list(self.holds),
+            "parts": {tree: [list(item) for item in shaped] for tree, shaped in self.parts.items()},
+            "missing": {part: list(names) for part, names in self.missing.items()},
+            "refused": self.refused,
+            "notes": list(self.notes),
+            "metrics": list(self.metrics),
+            "seal": self.seal,
+        }
 
     @staticmethod
     def from_content(content: Mapping[str, Any]) -> Header:
@@ -202,7 +257,8 @@ class Header:
                         raise ValueError(f"entry {name!r} has a shape of {shape!r}")
                     items.append((name, dtype, tuple(shape)))
                 parts[tree] = tuple(items)
-            texts = [data["experiment"], data["client"], data["action"], data["refused"], *data["holds"]]
+            texts = [data[key] for key in ("experiment", "client", "action", "answers", "refused", "seal")]
+            texts += [text for key in ("holds", "notes", "metrics") for text in data[key]]
             texts += [name for names in data["missing"].values() for name in names]
             if not all(isinstance(text, str) for text in texts) or type(data["round"]) is not int:
                 raise TypeError("a field has the wrong type")
@@ -211,10 +267,14 @@ class Header:
                 client=data["client"],
                 round=data["round"],
                 action=data["action"],
+                answers=data["answers"],
                 holds=tuple(data["holds"]),
                 parts=parts,
                 missing={part: tuple(names) for part, names in data["missing"].items()},
                 refused=data["refused"],
+                notes=tuple(data["notes"]),
+                metrics=tuple(data["metrics"]),
+                seal=data["seal"],
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"its header cannot be read ({error})") from error

@@ -18,13 +18,15 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 
 from tepal.exchange.cache import DEFAULT_LIMIT, ClientCache, default_root
 from tepal.exchange.layout import Arrays, Names
-from tepal.exchange.manifest import PARTS, RECORD, Header, Manifest
+from tepal.exchange.manifest import PARTS, RECORD, Header, Manifest, exchange_id
 from tepal.exchange.parts import digest, pack, unpack
-from tepal.exchange.plan import INTRODUCE, Tree
+from tepal.exchange.personal import PersonalState
+from tepal.exchange.plan import EVALUATE, INTRODUCE, Tree
 
 log = getLogger("flwr")
 
 Next = Callable[[Message, Context], Message]
+Introduce = Callable[[Message, Context], Mapping[str, int | float]]
 
 _RECEIVED = "_tepal_received"
 
@@ -35,6 +37,8 @@ class Received:
 
     manifest: Manifest
     trees: Mapping[Tree, Arrays]
+    personal: PersonalState
+    """What this client keeps for itself: `load()` it, and `save()` it after training."""
 
     @property
     def model(self) -> Arrays:
@@ -70,12 +74,12 @@ class PartialExchange:
     """A Flower mod (see the module's text). `partial_exchange` is one with the defaults.
 
     Args:
-        introduce: called when the server first meets this client, before any round, with the client's context. It may
-            look at the client's data and settings; what it raises is told to the server as this client's refusal, and
-            the figures it returns are told to it as metrics.
+        introduce: called when the server first meets this client, before any round, with the server's message and the
+            client's context. It may look at the client's data and settings; what it raises is told to the server as
+            this client's refusal, and the figures it returns are told to it as metrics.
     """
 
-    def __init__(self, introduce: Callable[[Context], Mapping[str, int | float]] | None = None) -> None:
+    def __init__(self, introduce: Introduce | None = None) -> None:
         self.introduce = introduce
 
     def __call__(self, msg: Message, context: Context, call_next: Next) -> Message:
@@ -102,6 +106,7 @@ class _Exchange:
         self.msg = msg
         self.context = context
         self.manifest = Manifest.from_content(msg.content)
+        self.id = exchange_id(msg.content)
         self.client = self.manifest.client or own_name(context)
         root = context.node_config.get("cache-path")
         megabytes = context.node_config.get("cache-megabytes")
@@ -111,14 +116,22 @@ class _Exchange:
             self.client,
             int(float(megabytes) * 1e6) if megabytes is not None else DEFAULT_LIMIT,
         )
+        self.personal = PersonalState(
+            self.cache.personal,
+            current=self.manifest.current,
+            keep=self.manifest.kept,
+            exchange=self.id,
+            round=self.manifest.round,
+            advances=self.manifest.action != EVALUATE,
+        )
         self.missing: dict[str, Names] = {}
 
-    def introduction(self, introduce: Callable[[Context], Mapping[str, int | float]] | None) -> Message:
+    def introduction(self, introduce: Introduce | None) -> Message:
         figures: Mapping[str, int | float] = {}
         refused = ""
         if introduce is not None:
             try:
-                figures = introduce(self.context)
+                figures = introduce(self.msg, self.context)
             except Exception as error:  # the client's own trouble, whatever it is, belongs into the server's log
                 refused = f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error)
                 log.warning("%s cannot take part: %s", self.client, refused)
@@ -152,6 +165,7 @@ class _Exchange:
         if self.missing:
             return None
         self.cache.drop_waiting()
+        self.personal.prune()
         return trees
 
     def hand_over(self, trees: Mapping[Tree, Arrays]) -> None:
@@ -164,22 +178,22 @@ class _Exchange:
             record = self.manifest.record if is_model else tree
             raw = self.manifest.layout.join(values) if is_model else values
             content[record] = ArrayRecord({name: Array(np.asarray(array)) for name, array in raw.items()})
-        self.msg.__dict__[_RECEIVED] = Received(self.manifest, trees)
+        self.msg.__dict__[_RECEIVED] = Received(self.manifest, trees, self.personal)
 
     def strip(self, reply: Message, trees: Mapping[Tree, Arrays]) -> Message:
         """The app's answer with only what the plan asks for; a refusal when it is not what the plan allows."""
         content = reply.content
-        if not self.manifest.returns:
-            for name in list(content.array_records):
-                del content[name]
-            return self.answer(content=content)
         try:
             parts = {tree: self._returned(tree, names, content, trees) for tree, names in self.manifest.returns.items()}
+            self.personal.commit()
         except _Refusal as refusal:
             return self.answer(refused=str(refusal))
+        except OSError as error:
+            return self.answer(refused=f"its personal state could not be written to {self.cache.personal}: {error}")
         for name in list(content.array_records):
             del content[name]
-        content[PARTS] = ArrayRecord({tree: pack(values, values) for tree, values in parts.items()})
+        if parts:
+            content[PARTS] = ArrayRecord({tree: pack(values, values) for tree, values in parts.items()})
         return self.answer(parts=parts, content=content)
 
     def _returned(
@@ -226,11 +240,13 @@ class _Exchange:
         missing: Mapping[str, Names] | None = None,
         refused: str = "",
     ) -> Message:
+        carried = RecordDict(dict(content or {}))
         header = Header(
             experiment=self.manifest.experiment,
             client=self.client,
             round=self.manifest.round,
             action=self.manifest.action,
+            answers=self.id,
             holds=self.cache.holds(),
             parts={
                 tree: tuple((name, array.dtype.name, array.shape) for name, array in values.items())
@@ -238,8 +254,11 @@ class _Exchange:
             },
             missing=missing or {},
             refused=refused,
+            notes=(*self.cache.notes, *filter(None, [self.personal.lost])),
+            metrics=tuple(carried.metric_records),
         )
-        return Message(RecordDict({**(content or {}), RECORD: header.to_record()}), reply_to=self.msg)
+        carried[RECORD] = header.sealed(carried).to_record()
+        return Message(carried, reply_to=self.msg)
 
 
 class _Refusal(Exception):

@@ -56,3 +56,9 @@ class Reply:
     parts: Mapping[Tree, Mapping[str, np.ndarray]]
     examples: int
     metrics: Mapping[str, float]
+    exchange: str = ""
+    """Id of the exchange that it answers."""
+    holds: Names = ()
+    """Ids of the parts that the client now keeps."""
+    notes: Names = ()
+    """What went wrong on the way to it, in the client's words."""

@@ -6,6 +6,7 @@ said in its last answer. A part that is not in the record travels; a client that
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -32,9 +33,10 @@ class ClientRefuses(BadReply):
 
 @dataclass(frozen=True)
 class Missing:
-    """Part id → entries that the client lacks: send them in the same round."""
+    """Part id → entries that the client lacks: send them in the same round. `notes`: why, in the client's words."""
 
     entries: Mapping[str, Names]
+    notes: Names = ()
 
 
 @dataclass
@@ -78,6 +80,11 @@ class Sender:
         self.experiment = experiment
         self.record = record
         self.held: dict[str, frozenset[str]] = {}
+        """Client → ids of the parts that it holds."""
+        self.current: dict[str, str] = {}
+        """Client → id of the exchange whose reply was merged last: its personal state is as that exchange left it."""
+        self.restorable: tuple[Mapping[str, str], ...] = ()
+        """`current` as it was at each checkpoint that a run may still go back to."""
         # Arrays of a method's state are never changed in place, so identity stands for value; the array is kept with
         # its digest so that its id cannot be used again.
         self._digests: dict[int, tuple[np.ndarray, bytes]] = {}
@@ -132,6 +139,9 @@ class Sender:
             returns=plan.returns,
             groups=plan.groups,
             options=plan.options,
+            current=self.current.get(plan.client, ""),
+            kept=tuple(sorted({then[plan.client] for then in self.restorable if plan.client in then})),
+            nonce=os.urandom(8).hex(),
         )
         content = RecordDict({RECORD: manifest.to_record()})
         if arrays:
@@ -141,8 +151,18 @@ class Sender:
             content[PARTS] = record
         return content
 
-    def read(self, plan: Plan, message: Message, weighted_by: str = "num-examples") -> Reply | Missing:
-        """Check an answer against its plan, entry by entry. Raises BadReply, and believes what the client holds."""
+    def read(self, plan: Plan, sent: str, message: Message, weighted_by: str = "num-examples") -> Reply | Missing:
+        """Check an answer against its plan, entry by entry, and believe what it says the client holds.
+
+        Args:
+            plan: what the client was asked.
+            sent: id of the exchange in which it was asked (`exchange_id` of the content).
+            message: the answer.
+            weighted_by: metric that the reply's weight is taken from.
+
+        Raises:
+            BadReply: an answer that must not be merged. The record of what the client holds stays as it was.
+        """
         content = message.content
         try:
             header = Header.from_content(content)
@@ -158,17 +178,28 @@ class Sender:
         ):
             if got != expected:
                 raise BadReply(f"it answers {what} {got!r}, and was asked for {expected!r}")
-        self.held[header.client] = frozenset(header.holds)
+        if header.answers != sent:
+            raise BadReply("it answers another message than the one it was sent, or that one was altered on its way")
+        no_result = bool(header.missing or header.refused)
+        metrics = _metrics(content)
+        parts = {} if no_result else self._parts(plan, header, content)
+        examples = 0 if no_result or plan.action == INTRODUCE else _examples(metrics, weighted_by)
+        if header.seal != header.seal_of(content):
+            raise BadReply("it was altered on its way: its seal does not fit what it carries")
+        if plan.client:
+            self.held[plan.client] = frozenset(header.holds)
         if header.missing:
-            return Missing(header.missing)
+            return Missing(header.missing, header.notes)
         if header.refused:
             raise ClientRefuses(header.client, header.refused)
-        metrics = _metrics(content)
         return Reply(
             client=header.client,
-            parts=self._parts(plan, header, content),
-            examples=0 if plan.action == INTRODUCE else _examples(metrics, weighted_by),
+            parts=parts,
+            examples=examples,
             metrics=metrics,
+            exchange=sent,
+            holds=header.holds,
+            notes=header.notes,
         )
 
     def _parts(self, plan: Plan, header: Header, content: Mapping[str, object]) -> dict[Tree, dict[str, np.ndarray]]:

@@ -14,12 +14,15 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from tepal.server_app.config import ConfigError, RunConfig, read_run_config
+from tepal.exchange.cache import forget_parts
+from tepal.server_app.config import ConfigError, RunConfig, open_run
 from tepal.server_app.flower import RunError, app_run_config, parse_run_config
 from tepal.server_app.report import write_report
 from tepal.server_app.run_directory import KEPT_IN, METRICS, find_run, read_metrics, read_summary
 from tepal.server_app.simulation import simulate
 from tepal.server_app.terminal import RoundProgress, final_table, follow_metrics
+
+_CLIENTS = ".clients"  # in the folder of runs: what simulated clients keep, by experiment
 
 main = typer.Typer(
     name="tepal",
@@ -49,12 +52,13 @@ def simulate_command(
 ) -> None:
     """Run the app with simulated clients on this machine, show its progress, and say what it moved.
 
-    An own SuperLink is started for it on a free port, and stopped whatever happens.
+    An own SuperLink is started for it on a free port, and stopped whatever happens. A run that was stopped goes on with
+    -c 'resume="runs/latest"'.
     """
     console, errors = Console(), Console(stderr=True)
     try:
         given = parse_run_config(run_config or [])
-        config = read_run_config({**app_run_config(app), **given})
+        config, _ = open_run({**app_run_config(app), **given})
         _check(config, clients)
         _simulate(console, app, config, clients, cpus, gpus, verbose)
     except (ConfigError, RunError, ValueError) as error:
@@ -92,7 +96,10 @@ def _check(config: RunConfig, clients: int) -> None:
 def _simulate(
     console: Console, app: Path, config: RunConfig, clients: int, cpus: float, gpus: float, verbose: bool
 ) -> None:
-    runs = Path(config.rounds.runs).expanduser().resolve()
+    resumed = find_run(Path(config.rounds.resume).expanduser()) if config.rounds.resume else None
+    runs = resumed.parent if resumed else Path(config.rounds.runs).expanduser().resolve()
+    # What simulated clients keep must outlive a run that is stopped, for it to go on.
+    cache = Path(os.environ.get("TEPAL_CACHE") or runs / _CLIENTS)
     done = threading.Event()
     found: list[Path] = []
     followers: list[threading.Thread] = []
@@ -120,11 +127,12 @@ def _simulate(
             simulate(
                 app,
                 clients=clients,
-                run_config={**config.flat, "runs": str(runs)},
+                run_config={**config.flat, "runs": str(runs), "resume": str(resumed or "")},
                 cpus_per_client=cpus,
                 gpus_per_client=gpus,
                 on_event=hear,
                 log=log,
+                cache=cache,
             )
         except RunError as error:
             if not found:
@@ -141,14 +149,20 @@ def _simulate(
                 log.unlink(missing_ok=True)
     if not found:
         raise RunError("the run ended without a run directory")
+    for experiment in cache.glob(f"{found[0].name}-*"):
+        forget_parts(experiment)
     summary = read_summary(found[0])
     if summary is not None:
         console.print(final_table(summary, read_metrics(found[0]), found[0]), soft_wrap=True)
 
 
 def _keep_log(log: Path, run: Path) -> Path:
-    """Move Flower's own log of a run to its results."""
-    return Path(shutil.move(log, run / "flower.log"))
+    """Move Flower's own log of a run to its results, behind that of the run which this one resumed."""
+    kept = run / "flower.log"
+    with kept.open("ab") as file, log.open("rb") as new:
+        shutil.copyfileobj(new, file)
+    log.unlink()
+    return kept
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from logging import getLogger
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -18,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tepal import models
 from tepal.client_app.config import TrainingConfig
 from tepal.client_app.data import DataConfig, DataError, DatasetInfo, dataset_info
+from tepal.server_app.run_directory import RunDirectory
 
 log = getLogger("flwr")
 
@@ -55,6 +57,8 @@ class RoundConfig(BaseModel):
     schedule: Literal["cosine", "constant"] = Field("cosine", description="of the learning rate over the rounds")
     seed: int = Field(42, ge=0, lt=2**32, description="of everything that is drawn: model, partition, cohorts, batches")
     runs: str = Field("runs", description="folder for run directories, on the server")
+    checkpoints: int = Field(3, ge=1, description="how many of the last rounds' checkpoints a run directory keeps")
+    resume: str = Field("", description="run directory on the server (or a folder of them: the latest) to go on with")
 
 
 class FedFrozenConfig(BaseModel):
@@ -119,6 +123,53 @@ def read_run_config(values: Mapping[str, Any]) -> RunConfig:
     for warning in _warnings(config):
         log.warning(warning)
     return config
+
+
+CHANGEABLE = (
+    "num-server-rounds", "min-clients", "min-replies", "max-replies", "round-timeout", "fraction-evaluate",
+    "checkpoints",
+)  # fmt: skip
+"""Keys that a resumed run may have other than it was started with."""
+
+
+def open_run(values: Mapping[str, Any]) -> tuple[RunConfig, RunDirectory | None]:
+    """The checked config of a run, and its directory where it is one that is resumed. Raises ConfigError."""
+    if not values.get("resume"):
+        return read_run_config(values), None
+    try:
+        directory = RunDirectory.resume(Path(str(values["resume"])).expanduser())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"resume={values['resume']!r}: {error}") from error
+    return read_run_config(_resumed(values, directory.config)), directory
+
+
+def _resumed(values: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
+    """The run config of a run that is resumed: as it was kept, but for what may change and is given anew.
+
+    Flower fills in the defaults of all keys that a user leaves out, so a key that has its default counts as left out.
+
+    Args:
+        values: of the Flower run that resumes.
+        kept: the run directory's `config.toml`.
+
+    Raises:
+        ConfigError: a key is given that cannot change any more.
+    """
+    usual = defaults()
+    given = {
+        key: value
+        for key, value in values.items()
+        if key not in ("runs", "resume") and value != usual.get(key) and value != kept.get(key)
+    }
+    if fixed := [key for key in given if key not in CHANGEABLE]:
+        raise ConfigError(
+            f"resume={values['resume']!r}: the run goes on as it was started, so leave out what cannot change: "
+            + ", ".join(f"{key}={given[key]!r} (it has {kept.get(key)!r})" for key in fixed)
+            + f". What may change: {', '.join(CHANGEABLE)}"
+        )
+    for key, value in given.items():
+        log.info("%s is now %r (it was %r).", key, value, kept.get(key))
+    return {**kept, **given, "resume": values["resume"]}
 
 
 def dataset_of(config: RunConfig) -> DatasetInfo:

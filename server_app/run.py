@@ -2,69 +2,126 @@
 
 from __future__ import annotations
 
+import json
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from logging import getLogger
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result
 from torch import nn
 
 from tepal import models
 from tepal.client_app.data import held_out
 from tepal.client_app.training import score
 from tepal.models.blocks import Blocks, BlocksError, find_blocks
-from tepal.server_app.config import ConfigError, RunConfig, dataset_of, read_run_config
+from tepal.server_app.config import ConfigError, RunConfig, dataset_of, open_run
 from tepal.server_app.report import write_report
-from tepal.server_app.run_directory import KEPT_IN, RunDirectory
+from tepal.server_app.run_directory import CHECKPOINTS, KEPT_IN, RunDirectory, read_metrics, total
 from tepal.strategies import FedAvg, FedFrozen, MethodStrategy, NoAttentionError, RoundFailed, RoundReport
+from tepal.strategies.checkpoint import CheckpointError, Checkpoints
 
 log = getLogger("flwr")
 
+T = TypeVar("T")
+
+GO_ON = "The run can go on, after what stopped it is mended, with "
+"""How a run's log says what to give to `flwr run` to resume it."""
+
+_OWN = ("runs", "resume")  # keys that are about this server, and no business of the clients
+_PATIENCE = 600.0  # seconds during which a result that cannot be written is tried again
+_TRY_AGAIN = 5.0
+
 
 def run(grid: Grid, values: Mapping[str, Any]) -> Path:
-    """Run the strategy that the run config names, and leave everything in a new run directory.
+    """Run the strategy that the run config names, or go on with the run that it resumes.
 
-    Returns the directory. Raises ConfigError before anything starts, and RoundFailed when clients give too few
-    replies; the model of the last finished round is saved even then.
+    Everything is left in a run directory, which is returned. Raises ConfigError before anything starts, and RoundFailed
+    when clients give too few replies; the model of the last finished round is saved even then, and the run can be
+    resumed.
     """
-    config = read_run_config(values)
+    config, directory = open_run(values)
     model, blocks = build_model(config)
     strategy = build_strategy(config, blocks)
-    directory = RunDirectory.create(Path(config.rounds.runs).expanduser(), config.rounds.strategy, config.flat)
-    log.info("%s%s", KEPT_IN, directory.path.resolve())
-    model_bytes = blocks.layout.nbytes()
-    strategy.on_round = lambda report: directory.append(metrics_line(report, model_bytes))
-    started = time.monotonic()
-    failure: RoundFailed | None = None
+    if directory is None:
+        directory = RunDirectory.create(Path(config.rounds.runs).expanduser(), config.rounds.strategy, config.flat)
+    with directory.in_use():
+        log.info("%s%s", KEPT_IN, directory.path.resolve())
+        resumed = bool(config.rounds.resume)
+        if resumed:
+            directory.write_config({**config.flat, "runs": directory.config.get("runs"), "resume": ""})
+        strategy.experiment = f"{directory.path.name}-{uuid.uuid4().hex[:8]}"
+        strategy.checkpoints = Checkpoints(directory.path / CHECKPOINTS, config.rounds.checkpoints)
+        strategy.resume = resumed
+        seconds_before = total(read_metrics(directory.path), "seconds") or 0.0
+        begun = time.monotonic()
+        result, failure = _start(strategy, grid, config, values, model, directory)
+        arrays = {name: array.numpy() for name, array in result.arrays.items()}
+        _insist(lambda: directory.write_model(arrays))
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        seconds = round(seconds_before + time.monotonic() - begun, 3)
+        summary = _insist(lambda: directory.write_summary(parameters=parameters, seconds=seconds))
+        log.info("Accuracy %s after %s rounds.", summary["accuracy"], summary["rounds"])
+        try:
+            log.info("Report: %s", write_report(directory.path).resolve())
+        except OSError as error:
+            log.error("%s. `tepal report %s` writes it, when there is room.", error, directory.path)
+        if failure is not None:
+            raise failure
+    return directory.path
+
+
+def _start(
+    strategy: MethodStrategy,
+    grid: Grid,
+    config: RunConfig,
+    values: Mapping[str, Any],
+    model: nn.Module,
+    directory: RunDirectory,
+) -> tuple[Result, RoundFailed | None]:
+    """All rounds; the result, and why there is no more of it, where the clients failed."""
+    assert strategy.blocks is not None
+    model_bytes = strategy.blocks.layout.nbytes()
+    strategy.on_round = lambda report: directory.add(metrics_line(report, model_bytes))
+    # Clients have the config of the Flower run. Where that is not this run's, because it is resumed, they are told.
+    told = {key: value for key, value in config.flat.items() if key not in _OWN and values.get(key, value) != value}
+    settings = ConfigRecord({**told, **config.training.model_dump(by_alias=True)})
     try:
         result = strategy.start(
             grid,
             ArrayRecord(model.state_dict()),
             num_rounds=config.rounds.num_server_rounds,
             timeout=config.rounds.round_timeout,
-            train_config=ConfigRecord(config.training.model_dump(by_alias=True)),
-            evaluate_config=ConfigRecord(config.training.model_dump(by_alias=True)),
+            train_config=settings,
+            evaluate_config=settings,
             evaluate_fn=server_evaluation(config, model),
         )
-    except RoundFailed as error:
-        failure = error
-        if error.result is None:
+        return result, None
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+    except RoundFailed as failure:
+        log.error("%sresume=%s", GO_ON, json.dumps(str(directory.path.resolve())))
+        if failure.result is None:
             raise
-        result = error.result
-    directory.write_model({name: array.numpy() for name, array in result.arrays.items()})
-    summary = directory.write_summary(
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        seconds=round(time.monotonic() - started, 3),
-    )
-    report = write_report(directory.path)
-    log.info("Accuracy %s after %s rounds; report: %s", summary["accuracy"], summary["rounds"], report.resolve())
-    if failure is not None:
-        raise failure
-    return directory.path
+        return failure.result, failure
+
+
+def _insist(write: Callable[[], T]) -> T:
+    """Write a result of the run: where that fails, say so and try again for some minutes; it is nowhere else."""
+    give_up = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            return write()
+        except OSError as error:
+            if time.monotonic() > give_up:
+                raise
+            log.error("%s. It is tried again for %d minutes.", error, _PATIENCE / 60)
+            time.sleep(_TRY_AGAIN)
 
 
 def build_model(config: RunConfig) -> tuple[nn.Module, Blocks]:
@@ -139,6 +196,9 @@ def metrics_line(report: RoundReport, model_bytes: int) -> dict[str, Any]:
         "clients_replied": len(report.replied),
         "refused": [{"client": client, "reason": reason} for client, reason in report.refused],
         "lost": [{"client": client, "reason": reason} for client, reason in report.lost],
+        "late": [{"client": client, "of_round": number} for client, number in report.late],
+        "left_out": report.left_out,
+        "notes": [{"from": who, "note": note} for who, note in report.notes],
         "accuracy": scored.get("accuracy"),
         "loss": scored.get("loss"),
         "accuracy_of": accuracy_of,

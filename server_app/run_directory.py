@@ -5,16 +5,18 @@
     model.safetensors   the final model under its raw state_dict names
     summary.json        the figures of the whole run
     report.html         written by `tepal.server_app.report`
+    checkpoint/         what it takes to resume the run (`tepal.strategies.checkpoint`)
     ../latest           a link to the newest run
 
 Files that are written whole appear whole: they are written beside and renamed. Only `metrics.jsonl` grows in place; a
 server that is killed leaves at most one torn last line there, which `read_metrics` passes over and
-`RunDirectory.resume` cuts off.
+`RunDirectory.in_use` cuts off.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import logging
 import math
@@ -49,6 +51,8 @@ CONFIG, METRICS, MODEL, SUMMARY, REPORT, LATEST = (
     "latest",
 )
 
+CHECKPOINTS = "checkpoint"
+
 KEPT_IN = "This run is kept in "
 """How a run's log says where its directory is; what follows a run from outside looks for it."""
 
@@ -59,6 +63,9 @@ METRICS_KEYS = (
     "clients_replied",
     "refused",
     "lost",
+    "late",
+    "left_out",
+    "notes",
     "accuracy",
     "loss",
     "accuracy_of",
@@ -92,12 +99,17 @@ SUMMARY_KEYS = (
 )
 
 
+class RunInUse(RuntimeError):
+    """Another process runs in this run directory."""
+
+
 class RunDirectory:
     """One run's directory. `create` starts a new one, `resume` goes on with one that was begun."""
 
     def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
         self.path = path
         self.config = dict(config)
+        self._unwritten: list[Mapping[str, Any]] = []
 
     @classmethod
     def create(
@@ -115,21 +127,54 @@ class RunDirectory:
             base.mkdir(parents=True, exist_ok=True)
             path = _make_first_free(base, name)
         run = cls(path, config)
-        write_whole(path / CONFIG, tomli_w.dumps(_toml_table(config)).encode())
+        run.write_config(config)
         _point_latest_at(path)
         return run
 
     @classmethod
     def resume(cls, path: Path) -> RunDirectory:
-        """Go on with the run in `path` (or the `latest` link); a torn last line of its metrics is removed."""
+        """The run in `path` (or the `latest` link), to go on with it."""
         path = find_run(path)
-        run = cls(path, read_config(path))
-        metrics = path / METRICS
-        with _explained("write", metrics):
-            if metrics.exists():
-                _mend_last_line(metrics)
         _point_latest_at(path)
-        return run
+        return cls(path, read_config(path))
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Keep other processes from running in this directory; the lock ends with the block, or with this process.
+
+        A torn last line of the metrics is removed. Raises RunInUse where another process has the lock.
+        """
+        handle = os.open(self.path, os.O_RDONLY)
+        try:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise RunInUse(f"{self.path} belongs to a run that has not ended; stop that one first") from error
+            metrics = self.path / METRICS
+            with _explained("write", metrics):
+                if metrics.exists():
+                    _mend_last_line(metrics)
+            yield
+        finally:
+            os.close(handle)
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """Write `config.toml`, of a run that begins or goes on with other settings."""
+        self.config = dict(config)
+        write_whole(self.path / CONFIG, tomli_w.dumps(_toml_table(config)).encode())
+
+    def add(self, round_line: Mapping[str, Any]) -> None:
+        """`append`, for a run that must go on: a line that cannot be written is said, and written with a later one."""
+        self._unwritten.append(round_line)
+        try:
+            self._write_kept_back()
+        except OSError as error:
+            log.error("%s. The run goes on, and writes round %s later.", error, round_line.get("round"))
+
+    def _write_kept_back(self) -> None:
+        while self._unwritten:
+            self.append(self._unwritten[0])
+            del self._unwritten[0]
 
     def append(self, round_line: Mapping[str, Any]) -> None:
         """Add one round to `metrics.jsonl` and wait until it is on disk.
@@ -181,7 +226,11 @@ class RunDirectory:
         return path
 
     def write_summary(self, **values: Any) -> dict[str, Any]:
-        """Write `summary.json` and return it. Keys that `values` leaves out follow from metrics and config."""
+        """Write `summary.json` and return it. Keys that `values` leaves out follow from metrics and config.
+
+        Raises OSError where it cannot be written, or a round that was kept back still cannot.
+        """
+        self._write_kept_back()
         known = summarise(read_metrics(self.path), self.config)
         summary = as_json({key: values.get(key, known[key]) for key in SUMMARY_KEYS} | values)
         write_whole(self.path / SUMMARY, (json.dumps(summary, indent=2, allow_nan=False) + "\n").encode())

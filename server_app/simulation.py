@@ -57,6 +57,7 @@ def simulate(
     on_event: Listener | None = None,
     timeout: float | None = None,
     log: Path | None = None,
+    cache: Path | None = None,
 ) -> Outcome:
     """Run the Flower app in the folder `app` with simulated clients, and wait for its end.
 
@@ -71,6 +72,7 @@ def simulate(
         on_event: Hears stages and log lines.
         timeout: Seconds after which the run is stopped, from the call on. None: no limit.
         log: File for the run's log (default: a new one in the system's temporary folder).
+        cache: Folder for what clients keep (default: $TEPAL_CACHE, else a temporary one that ends with the run).
 
     Raises:
         RunError: with the app's own error where the app failed.
@@ -101,7 +103,8 @@ def simulate(
     clock = Clock(on_event or (lambda _kind, _text: None), timeout)
     folder = Path(tempfile.mkdtemp(prefix="tepal-", dir=_short_temporary_folder()))
     try:
-        return _run(app, folder, clients, resources, config, clock, log.resolve())
+        kept = cache or Path(os.environ.get("TEPAL_CACHE") or folder / "cache")
+        return _run(app, folder, clients, resources, config, clock, log.resolve(), kept.resolve())
     except (ProcessError, TimeoutError, subprocess.TimeoutExpired) as error:
         raise RunError(str(error), log) from error
     finally:
@@ -109,16 +112,22 @@ def simulate(
 
 
 def _run(
-    app: Path, folder: Path, clients: int, resources: str, config: Mapping[str, Value], clock: Clock, log: Path
+    app: Path,
+    folder: Path,
+    clients: int,
+    resources: str,
+    config: Mapping[str, Value],
+    clock: Clock,
+    log: Path,
+    cache: Path,
 ) -> Outcome:
-    """Start the SuperLink, submit the app, follow the run. Everything this writes, except the log, is in `folder`."""
+    """Start the SuperLink, submit the app, follow the run. Everything else that this writes is in `folder`."""
     home, work, bundle = folder / "home", folder / "work", folder / "app"
     for each in (home, work, bundle):
         each.mkdir()
     environment = flower_environment(home) | {
         "RAY_TMPDIR": str(folder),
-        # What simulated clients hold ends with the simulation.
-        "TEPAL_CACHE": os.environ.get("TEPAL_CACHE") or str(folder / "cache"),
+        "TEPAL_CACHE": str(cache),
         "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",  # how long a submitted run lies there (default 1 s)
     }
     clock.stage("start SuperLink", "Starting a SuperLink ...")

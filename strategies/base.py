@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from logging import getLogger
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,9 +25,10 @@ from tepal.exchange.layout import Layout
 from tepal.exchange.plan import EVALUATE, INTRODUCE, TRAIN, Plan, Reply
 from tepal.exchange.sender import Sender
 from tepal.strategies.aggregate import mean_metrics
-from tepal.strategies.messenger import Messenger, RoundReport
+from tepal.strategies.checkpoint import Checkpoint, CheckpointError, Checkpoints, layout_digest
+from tepal.strategies.messenger import SERVER, Messenger, RoundReport
 from tepal.strategies.method import Method, ModelBlocks, ServerModel
-from tepal.strategies.nodes import Nodes
+from tepal.strategies.nodes import Nodes, Standing
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,6 +46,7 @@ ATTEMPTS = 3
 
 _INTRODUCTION = 300.0  # seconds that a new node is given to introduce itself
 _SAY_AGAIN = 15.0  # seconds
+_RETURN = 300.0  # seconds that a deterministic run which is resumed waits for the clients that it had
 
 _SCORED = ("received-", "trained-", "personal-")
 
@@ -83,7 +86,10 @@ class MethodStrategy(Strategy):
             the train config, where that has them.
         seed: of everything the server draws.
         deterministic: merge in the order of client names, so that the same replies give the same bits.
-        experiment: id under which clients keep what they hold; a new one by default.
+        experiment: id under which clients keep what they hold; a new one by default, and the checkpoint's own where a
+            run is resumed.
+        checkpoints: folder, or Checkpoints, where the run is saved after every round; None: it cannot be resumed.
+        resume: go on from the newest checkpoint there; from the beginning when there is none.
         weighted_by_key, arrayrecord_key, configrecord_key: as in Flower's FedAvg.
         on_round: called with a `RoundReport` after the initial evaluation (round 0) and after every round.
     """
@@ -102,6 +108,8 @@ class MethodStrategy(Strategy):
         seed: int = 0,
         deterministic: bool = False,
         experiment: str | None = None,
+        checkpoints: Checkpoints | Path | str | None = None,
+        resume: bool = False,
         weighted_by_key: str = "num-examples",
         arrayrecord_key: str = "arrays",
         configrecord_key: str = "config",
@@ -124,6 +132,10 @@ class MethodStrategy(Strategy):
         self.seed = seed
         self.deterministic = deterministic
         self.experiment = experiment or uuid.uuid4().hex[:12]
+        self.checkpoints = Checkpoints(checkpoints) if isinstance(checkpoints, Path | str) else checkpoints
+        self.resume = resume
+        if resume and checkpoints is None:
+            raise ValueError("resume=True needs the folder with the run's checkpoints: checkpoints=...")
         self.weighted_by_key = weighted_by_key
         self.arrayrecord_key = arrayrecord_key
         self.configrecord_key = configrecord_key
@@ -131,6 +143,9 @@ class MethodStrategy(Strategy):
         self._sender: Sender
         self._messenger: Messenger
         self._nodes = Nodes()
+        self._standing = Standing()
+        self._awaited: set[str] = set()
+        self._note = ""  # the server's own trouble, for the next report
 
     def summary(self) -> None:
         """Log what is in force."""
@@ -164,12 +179,16 @@ class MethodStrategy(Strategy):
         Raises:
             RoundFailed: fewer good replies than `min_replies` in several attempts at a round, or too few clients that
                 can take part. The exception carries the result so far.
+            CheckpointError: a checkpoint of another model, method or seed; or one that is in the way of a new run.
             ValueError: initial arrays that are not those of the model, or a model that the method cannot train.
         """
         _check("num_rounds", num_rounds, num_rounds >= 1, "at least 1")
         _check("timeout", timeout, timeout > 0, "positive")
         model = self._server_model(initial_arrays)
         state = self.method.init(model, self.seed)
+        checkpoint = self._checkpoint(model)
+        if checkpoint is not None:
+            self.experiment = checkpoint.experiment
         self._sender = Sender(
             model.layout, self.method.grain(model), experiment=self.experiment, record=self.arrayrecord_key
         )
@@ -178,16 +197,23 @@ class MethodStrategy(Strategy):
         )
         self.summary()
         result = Result()
+        first = 1
+        if checkpoint is not None:
+            state, first = checkpoint.state, checkpoint.round + 1
+            self._go_on(checkpoint, result)
         train_config, evaluate_config = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
-        if evaluate_fn is not None:
+        if evaluate_fn is not None and first == 1:
             report = RoundReport(0, "initial")
             report.server_metrics = _scalars(evaluate_fn(0, initial_arrays))
             result.evaluate_metrics_serverapp[0] = MetricRecord(dict(report.server_metrics))
             self.on_round(report)
 
-        for server_round in range(1, num_rounds + 1):
+        for server_round in range(first, num_rounds + 1):
             started = time.monotonic()
             report = RoundReport(server_round, self.method.phase_name(state))
+            if self._note:
+                report.notes.append((SERVER, self._note))
+                self._note = ""
             config, report.learning_rate = self._scheduled(train_config, server_round, num_rounds)
             self._sender.new_round()
             try:
@@ -209,6 +235,7 @@ class MethodStrategy(Strategy):
                 result.evaluate_metrics_serverapp[server_round] = MetricRecord(dict(report.server_metrics))
             report.seconds = time.monotonic() - started
             self.on_round(report)
+            self._save(state, server_round, result)
         result.arrays = self._arrays(state)
         return result
 
@@ -219,7 +246,7 @@ class MethodStrategy(Strategy):
         report = this.report
         for attempt in range(ATTEMPTS):
             self._meet(this)
-            cohort = self._sample(self.fraction_train, this.number, attempt, TRAIN)
+            cohort = self._sample(self.fraction_train, this, attempt, TRAIN)
             heard: dict[str, Reply] = {}
             for phase in self.method.phases[:-1]:
                 plans = self.method.plan(state, this.number, phase, cohort, heard)
@@ -229,15 +256,19 @@ class MethodStrategy(Strategy):
             replies = self._ask(state, plans, this, self.max_replies)
             merger = self.method.merger(state, this.number)
             metrics: list[tuple[Mapping[str, float], int]] = []
+            merged: dict[str, str] = {}
             for reply in sorted(replies, key=lambda reply: reply.client) if self.deterministic else replies:
                 merger.add(reply)
                 metrics.append((reply.metrics, reply.examples))
                 report.replied.append(reply.client)
+                merged[reply.client] = reply.exchange
             report.fedavg_down += len(plans)
             report.fedavg_up += len(report.replied)
             if len(metrics) >= self.min_replies:
                 report.train_metrics = mean_metrics(metrics, self.weighted_by_key)
-                return merger.finish()
+                state = merger.finish()
+                self._sender.current.update(merged)
+                return state
             log.warning(
                 "Round %d has %d good replies of %d asked, and needs %d (attempt %d of %d).",
                 this.number, len(metrics), len(plans), self.min_replies, attempt + 1, ATTEMPTS,
@@ -252,7 +283,7 @@ class MethodStrategy(Strategy):
 
     def _evaluate(self, state: Any, this: _Round, *, more_rounds: bool) -> None:
         """Let a cohort score the global model on its own test examples."""
-        cohort = self._sample(self.fraction_evaluate, this.number, 0, EVALUATE)
+        cohort = self._sample(self.fraction_evaluate, this, 0, EVALUATE)
         plans = self.method.evaluation(state, this.number, cohort, more_rounds=more_rounds)
         metrics = [(reply.metrics, reply.examples) for reply in self._ask(state, plans, this)]
         this.report.fedavg_down += len(plans)
@@ -261,6 +292,7 @@ class MethodStrategy(Strategy):
     def _ask(self, state: Any, plans: list[Plan], this: _Round, limit: int | None = None) -> Iterator[Reply]:
         """Send every plan to its client, and yield the good replies as they come."""
         node_of = self._nodes.node_of()
+        without_result = len(this.report.refused), len(this.report.lost)
         answers = self._messenger.ask(
             [(node_of[plan.client], plan) for plan in plans],
             this.report,
@@ -270,23 +302,37 @@ class MethodStrategy(Strategy):
             limit=limit,
         )
         for _, reply in answers:
+            self._standing.good(reply.client)
             yield reply
+        for client, _ in this.report.refused[without_result[0] :] + this.report.lost[without_result[1] :]:
+            self._standing.failed(client, this.number)
 
     # ---- clients -------------------------------------------------------------------------------------------------
 
     def _meet(self, this: _Round) -> None:
         """Wait until enough clients are there, and let new nodes introduce themselves."""
-        deadline = time.monotonic() + this.timeout
+        begun = time.monotonic()
+        deadline = begun + this.timeout
         again = time.monotonic()  # when nodes that did not answer are asked again, and what is waited for is said
         while True:
-            self._nodes.update(self._messenger.grid)
+            try:
+                self._nodes.update(self._messenger.grid)
+            except Exception as error:  # a SuperLink that is busy or starting; it is asked again until the deadline
+                log.warning("The SuperLink does not say which nodes are there: %s", error)
             too_few = len(self._nodes.available()) < self.min_available_nodes
             if asked := dict(self._nodes.take_new(silent_too=too_few and time.monotonic() >= again)):
                 self._introduce(asked, this)
             available, refusals = len(self._nodes.available()), self._nodes.refusals()
-            if available >= self.min_available_nodes:
+            self._awaited -= {*self._nodes.available()}
+            if self._awaited and time.monotonic() > begun + _RETURN:
+                log.warning(
+                    "%s took part before the run was resumed and did not come back: the run goes on without them, and "
+                    "will not end as it would have.", ", ".join(sorted(self._awaited)),
+                )  # fmt: skip
+                self._awaited.clear()
+            if available >= self.min_available_nodes and not self._awaited:
                 return
-            if available + len(refusals) >= self.min_available_nodes:
+            if available < self.min_available_nodes <= available + len(refusals):
                 raise RoundFailed(
                     f"only {available} of {available + len(refusals)} clients can take part, and min_available_nodes "
                     f"is {self.min_available_nodes}. The others say: " + "; ".join(sorted(set(refusals)))
@@ -298,7 +344,10 @@ class MethodStrategy(Strategy):
                 )
             if time.monotonic() >= again:
                 again = time.monotonic() + _SAY_AGAIN
-                log.info("Waiting for clients: %d are there, %d are needed.", available, self.min_available_nodes)
+                if available < self.min_available_nodes:
+                    log.info("Waiting for clients: %d are there, %d are needed.", available, self.min_available_nodes)
+                else:
+                    log.info("Waiting for %s, as the run was resumed.", ", ".join(sorted(self._awaited)))
             time.sleep(0.5)
 
     def _introduce(self, asked: Mapping[int, str], this: _Round) -> None:
@@ -312,18 +361,103 @@ class MethodStrategy(Strategy):
             plans,
             this.report,
             values=lambda plan, tree: {},
-            config={},
+            config=this.config,
             timeout=min(this.timeout, _INTRODUCTION),
             refused=refused,
         )
-        self._nodes.settle({node_id: reply.client for node_id, reply in answers}, refused, asked)
+        introduced = dict(answers)
+        names = self._nodes.settle({node_id: reply.client for node_id, reply in introduced.items()}, refused, asked)
+        for node_id, name in names.items():
+            reply = introduced[node_id]
+            self._sender.held[name] = frozenset(reply.holds if reply.client == name else ())
+        for name in self._nodes.returned(names.values()):
+            self._standing.good(name)
 
-    def _sample(self, fraction: float, server_round: int, attempt: int, what: str) -> list[str]:
+    def _sample(self, fraction: float, this: _Round, attempt: int, what: str) -> list[str]:
         """A cohort, drawn from the names of the available clients by (seed, round, attempt) alone; sorted."""
         names = self._nodes.available()
+        out = self._standing.out(names, this.number)
+        if len(names) - len(out) < self.min_replies:
+            out = []  # better those than none
+        this.report.left_out = out
+        names = [name for name in names if name not in out]
         size = min(len(names), max(int(len(names) * fraction), self.min_replies))
-        rng = np.random.default_rng([self.seed, server_round, attempt, zlib.crc32(what.encode())])
+        rng = np.random.default_rng([self.seed, this.number, attempt, zlib.crc32(what.encode())])
         return sorted(names[k] for k in rng.choice(len(names), size, replace=False))
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------------
+
+    def _checkpoint(self, model: ServerModel) -> Checkpoint | None:
+        """The checkpoint to go on from; None for a run from the beginning. Raises CheckpointError."""
+        if self.checkpoints is None:
+            return None
+        if not self.resume:
+            if rounds := self.checkpoints.rounds():
+                raise CheckpointError(
+                    f"{self.checkpoints.folder} has a checkpoint of round {rounds[-1]}: go on from it with "
+                    "resume=True, or choose another folder"
+                )
+            return None
+        checkpoint = self.checkpoints.latest()
+        if checkpoint is None:
+            log.info("%s has no checkpoint: the run begins at round 1.", self.checkpoints.folder)
+            return None
+        for what, then, now in (
+            ("strategy", checkpoint.method, self._identity()),
+            ("seed", checkpoint.seed, self.seed),
+            ("model", checkpoint.layout, layout_digest(model.layout)),
+        ):
+            if then != now:
+                raise CheckpointError(
+                    f"the checkpoint of round {checkpoint.round} in {self.checkpoints.folder} is of another {what} "
+                    f"({then}; this run has {now}): resume with what the run was started with"
+                )
+        return checkpoint
+
+    def _go_on(self, checkpoint: Checkpoint, result: Result) -> None:
+        """Take over what a checkpoint remembers, beside the method's state."""
+        assert self.checkpoints is not None
+        log.info("Resumed after round %d, from %s.", checkpoint.round, self.checkpoints.folder)
+        self._sender.held = {client: frozenset(ids) for client, ids in checkpoint.held.items()}
+        self._sender.current = dict(checkpoint.current)
+        self._sender.restorable = tuple(self.checkpoints.versions())
+        self._standing = Standing(**checkpoint.standing)
+        self._awaited = set(checkpoint.clients) if self.deterministic else set()
+        for kind, rounds in checkpoint.history.items():
+            getattr(result, kind).update({int(number): MetricRecord(dict(m)) for number, m in rounds.items()})
+
+    def _save(self, state: Any, server_round: int, result: Result) -> None:
+        """Write a checkpoint. One that cannot be written is said, and the run goes on."""
+        if self.checkpoints is None:
+            return
+        history = {
+            kind: {str(number): dict(metrics) for number, metrics in getattr(result, kind).items()}
+            for kind in ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp")
+        }
+        checkpoint = Checkpoint(
+            round=server_round,
+            experiment=self.experiment,
+            seed=self.seed,
+            method=self._identity(),
+            layout=layout_digest(self._sender.layout),
+            state=state,
+            held={client: tuple(sorted(ids)) for client, ids in sorted(self._sender.held.items())},
+            current=dict(self._sender.current),
+            standing=self._standing.to_json(),
+            clients=tuple(self._nodes.available()),
+            history=history,
+        )
+        try:
+            self.checkpoints.save(checkpoint)
+        except OSError as error:
+            self._note = f"no checkpoint of round {server_round} could be written: {error}"
+            log.error("%s. The run goes on; should it be killed, it resumes after an earlier round.", self._note)
+        else:
+            kept = (*self._sender.restorable, checkpoint.current)
+            self._sender.restorable = kept[-self.checkpoints.keep :]
+
+    def _identity(self) -> dict[str, str | int | float]:
+        return {"name": type(self.method).__name__, **self.method.describe()}
 
     # ---- arrays and settings -------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -49,6 +50,7 @@ class InProcessGrid(Grid):
         self.nodes: dict[int, Node] = {}
         self._sent: dict[str, Message] = {}
         self._next_id = 1
+        self._turn = threading.Lock()  # one app at a time, whoever pulls: they may share a model
         TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1  # a Message outside a task needs them
         for node in nodes:
             self.add(node)
@@ -84,7 +86,8 @@ class InProcessGrid(Grid):
         replies = []
         for message_id in list(message_ids):
             message = self._sent.pop(message_id, None)
-            reply = None if message is None else self._answer(message)
+            with self._turn:
+                reply = None if message is None else self._answer(message)
             if reply is not None:
                 replies.append(reply)
         return replies

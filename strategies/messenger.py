@@ -1,7 +1,8 @@
 """One exchange with many clients over Flower's grid: plans go out, good replies come back as they arrive.
 
-What a client lacks is sent to it in the same exchange; what must not be merged, and who does not answer, goes into the
-round's report with its reason. Replies are handed on one by one and not kept.
+What a client lacks is sent to it in the same exchange, and a client that was restarted is asked again; what must not be
+merged, and who does not answer, goes into the round's report with its reason. Replies are handed on one by one and not
+kept.
 """
 
 from __future__ import annotations
@@ -16,15 +17,22 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 from tepal.exchange.layout import Arrays, Names
+from tepal.exchange.manifest import exchange_id
 from tepal.exchange.plan import EVALUATE, INTRODUCE, TRAIN, Plan, Reply, Tree
 from tepal.exchange.sender import NO_MOD, BadReply, ClientRefuses, Missing, Sender, Traffic
+from tepal.strategies.inbox import Inbox
 
 log = getLogger("flwr")
 
 RESENDS = 2
-"""How often a client may say in one exchange that it lacks something."""
+"""How often a client is sent something again in one round: what it lacks, or all, because it was restarted."""
 
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5  # seconds between two looks for replies
+SERVER = "server"
+"""Whose note it is, in a report, when it is not a client's."""
+
+_LATE = 60.0  # seconds after the deadline during which a reply still comes through, to be recognised and dropped
+_LOOK_AROUND = 5.0  # seconds between two looks whether nodes that are waited for were restarted
+_GIVE_UP = 60.0  # seconds during which pulling one reply may fail
 _LONGEST_REASON = 2000  # characters of what a client says: it goes into logs and metrics
 
 
@@ -42,6 +50,12 @@ class RoundReport:
     """Clients, of those refused, that themselves said why they give no result."""
     lost: list[tuple[str, str]] = field(default_factory=list)
     """(client, reason): no answer came."""
+    late: list[tuple[str, int]] = field(default_factory=list)
+    """(client, round): its answer to that round came now, and was dropped."""
+    left_out: list[str] = field(default_factory=list)
+    """Clients that are there and were not asked, because they failed several times in a row."""
+    notes: list[tuple[str, str]] = field(default_factory=list)
+    """(client or SERVER, what went wrong and was got over)."""
     down: Traffic = field(default_factory=Traffic)
     up: Traffic = field(default_factory=Traffic)
     fedavg_down: int = 0
@@ -68,10 +82,11 @@ class RoundReport:
 
 @dataclass(frozen=True)
 class Asked:
-    """A plan on its way: to which node, and how often what it lacked was sent again."""
+    """A plan on its way: to which node, in which exchange, and how often it was sent again."""
 
     node_id: int
     plan: Plan
+    exchange: str = ""
     resends: int = 0
 
     @property
@@ -94,7 +109,8 @@ class Messenger:
         self.sender = sender
         self.weighted_by_key = weighted_by_key
         self.configrecord_key = configrecord_key
-        self._late: set[str] = set()
+        self._inbox = Inbox(grid)
+        self._late: dict[str, Asked] = {}
 
     def ask(
         self,
@@ -120,48 +136,75 @@ class Messenger:
         """
         deadline = time.monotonic() + timeout
         waiting: dict[str, Asked] = {}
+        failing: dict[str, float] = {}  # message id → since when pulling its reply fails
 
         def send(asked: Asked, missing: Mapping[str, Names] | None = None) -> None:
             plan = asked.plan
             content = self.sender.content(plan, lambda tree: values(plan, tree), missing)
-            report.down += Traffic.of(content)
+            asked = replace(asked, exchange=exchange_id(content))
             settings = {**config, **plan.options, "server-round": plan.round}
             content[self.configrecord_key] = ConfigRecord(settings)  # type: ignore[arg-type]
             left = max(deadline - time.monotonic(), 1.0)
-            message = Message(content, asked.node_id, message_type(plan), ttl=left, group_id=str(plan.round))
-            # One at a time: a push that fails is then known to be this client's.
-            if ids := [message_id for message_id in self.grid.push_messages([message]) if message_id]:
+            message = Message(content, asked.node_id, message_type(plan), ttl=left + _LATE, group_id=str(plan.round))
+            try:
+                # One at a time: a push that fails is then known to be this client's.
+                ids = [message_id for message_id in self.grid.push_messages([message]) if message_id]
+                reason = ""
+            except Exception as error:  # whatever the grid raises for one message is no reason to lose the others
+                ids, reason = [], f": {type(error).__name__}: {error}"
+            if ids:
+                report.down += Traffic.of(content)
                 waiting[ids[0]] = asked
+                self._inbox.expect(ids)
             else:
-                _lose(report, asked, "its message could not be sent")
+                _lose(report, asked, "its message could not be sent" + reason)
 
         for node_id, plan in plans:
             send(Asked(node_id, plan))
-        self._drop_late()
-        good, pause = 0, _SHORTEST_PAUSE
+        sessions = self._sessions()
+        looked = time.monotonic()
+        self._inbox.expect(self._late)
+        good = 0
         while waiting and (limit is None or good < limit) and time.monotonic() < deadline:
-            came = False
-            for message_id in list(waiting):
-                for message in self.grid.pull_messages([message_id]):
-                    came = True
-                    asked = waiting.pop(message_id)
-                    answer = self._read(asked, message, report, refused)
-                    if isinstance(answer, Missing):
+            came = self._inbox.take(min(deadline - time.monotonic(), _LOOK_AROUND))
+            if came is not None and (asked := waiting.pop(came[0], None)) is not None:
+                message_id, message = came
+                if isinstance(message, Exception):
+                    since = failing.setdefault(message_id, time.monotonic())
+                    if time.monotonic() - since < _GIVE_UP:
+                        log.warning("The reply of %s cannot be pulled now: %s", asked.name, message)
+                        time.sleep(0.5)
+                        waiting[message_id] = asked
+                        self._inbox.expect([message_id])
+                    else:
+                        _lose(report, asked, f"its reply cannot be pulled: {type(message).__name__}: {message}")
+                    continue
+                answer = self._read(asked, message, report, refused)
+                if isinstance(answer, Missing):
+                    report.resent += 1
+                    log.info("%s lacks entries in round %d; they are sent.", asked.name, asked.plan.round)
+                    send(replace(asked, resends=asked.resends + 1), answer.entries)
+                elif answer is not None:
+                    good += 1
+                    yield asked.node_id, answer
+            elif came is not None:
+                self._drop_late(*came, report)
+            if time.monotonic() - looked >= _LOOK_AROUND:
+                now, looked = self._sessions(), time.monotonic()
+                restarted = {node for node, session in now.items() if sessions.get(node, session) != session}
+                sessions |= now
+                for message_id, asked in list(waiting.items()):
+                    if asked.node_id in restarted and asked.resends < RESENDS:
+                        # What it had been sent went with its process.
+                        log.warning("%s was restarted in round %d, and is asked again.", asked.name, report.round)
                         report.resent += 1
-                        log.info("%s lacks entries in round %d; they are sent.", asked.name, asked.plan.round)
-                        send(replace(asked, resends=asked.resends + 1), answer.entries)
-                    elif answer is not None:
-                        good += 1
-                        yield asked.node_id, answer
-                if limit is not None and good >= limit:
-                    break
-            pause = _SHORTEST_PAUSE if came else min(2 * pause, _LONGEST_PAUSE)
-            if waiting and not came:
-                time.sleep(max(min(pause, deadline - time.monotonic()), 0))
+                        self._late[message_id] = waiting.pop(message_id)
+                        send(replace(asked, resends=asked.resends + 1))
         if limit is None or good < limit:
             for asked in waiting.values():
                 _lose(report, asked, f"it did not answer within {timeout:g} s")
         self._late.update(waiting)
+        self._inbox.forget()
 
     def _read(
         self, asked: Asked, message: Message, report: RoundReport, refused: dict[int, str] | None
@@ -176,9 +219,19 @@ class Messenger:
                 # The mod answers an introduction itself; only an app without it gets to see one, and fails on it.
                 raise BadReply(f"{NO_MOD}. (The app said: {reason.splitlines()[-1]})")
             report.up += Traffic.of(message.content)
-            answer = self.sender.read(asked.plan, message, self.weighted_by_key)
+            try:
+                answer = self.sender.read(asked.plan, asked.exchange, message, self.weighted_by_key)
+            except BadReply:
+                raise
+            except Exception as error:  # it is somebody else's data: whatever it does to us, it is refused alone
+                log.debug("An answer of %s cannot be read.", asked.name, exc_info=True)
+                raise BadReply(f"it cannot be read ({type(error).__name__}: {error})") from error
             if isinstance(answer, Missing) and asked.resends == RESENDS:
                 raise BadReply("it lacks entries again after they were sent")
+            for text in answer.notes:
+                note = (asked.name, text[:_LONGEST_REASON])
+                report.notes.append(note)
+                log.warning("%s says in round %d: %s", note[0], report.round, note[1])
             return answer
         except BadReply as refusal:
             name, said, reason = asked.name, "is refused", str(refusal)[:_LONGEST_REASON]
@@ -191,11 +244,21 @@ class Messenger:
             log.warning("%s %s in round %d: %s", name, said, report.round, reason)
             return None
 
-    def _drop_late(self) -> None:
-        """Replies that come after their round are pulled and dropped: else they stay in the SuperLink's memory."""
-        for message_id in list(self._late):
-            if list(self.grid.pull_messages([message_id])):
-                self._late.discard(message_id)
+    def _drop_late(self, message_id: str, message: Message | Exception, report: RoundReport) -> None:
+        """A reply that comes after its round is pulled and dropped: else it stays in the SuperLink's memory."""
+        asked = self._late.pop(message_id, None)
+        if asked is None or isinstance(message, Exception) or message.has_error():
+            return
+        report.late.append((asked.name, asked.plan.round))
+        log.warning("%s answers round %d too late; its reply is dropped.", asked.name, asked.plan.round)
+
+    def _sessions(self) -> dict[int, str]:
+        """Node id → when the node was started; {} when that cannot be known now."""
+        try:
+            return {node.node_id: node.last_activated_at for node in self.grid.get_nodes()}
+        except Exception as error:
+            log.warning("The SuperLink does not say which nodes are there: %s", error)
+            return {}
 
 
 def message_type(plan: Plan) -> str:

@@ -1,9 +1,14 @@
-"""Who is connected, and under which name. A client's name outlives its node id, which changes at every restart."""
+"""Who is connected, and under which name; and who has failed so often that others are asked for a while.
+
+A client's name outlives its node id, which changes at every restart.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from logging import getLogger
+from typing import Any
 
 from flwr.serverapp import Grid
 
@@ -23,6 +28,7 @@ class Nodes:
         self._silent: list[int] = []
         self._names: dict[int, str] = {}
         self._refused: dict[int, str] = {}
+        self._met: set[str] = set()
 
     def update(self, grid: Grid) -> None:
         """Read who is connected. A node that was restarted is new again: it may have lost what it held."""
@@ -44,8 +50,14 @@ class Nodes:
             chosen, self._silent = chosen + self._silent, []
         return [(node_id, self._sessions[node_id][1]) for node_id in chosen]
 
-    def settle(self, introduced: Mapping[int, str], refused: Mapping[int, str], asked: Mapping[int, str]) -> None:
-        """Enter the outcome of introductions: node id → name, node id → reason; all others of `asked` are silent."""
+    def settle(
+        self, introduced: Mapping[int, str], refused: Mapping[int, str], asked: Mapping[int, str]
+    ) -> dict[int, str]:
+        """Enter the outcome of introductions: node id → name, node id → reason; all others of `asked` are silent.
+
+        Returns under which name each of those introduced goes from now on.
+        """
+        names: dict[int, str] = {}
         for node_id, name in sorted(introduced.items()):
             for other, taken in list(self._names.items()):
                 if taken != name:
@@ -58,9 +70,16 @@ class Nodes:
                 else:
                     log.info("%s is back as node %d (was %d).", name, node_id, other)
                     del self._names[other]
-            self._names[node_id] = name
+            self._names[node_id] = names[node_id] = name
         self._refused.update(refused)
         self._silent += [node_id for node_id in asked if node_id not in introduced and node_id not in refused]
+        return names
+
+    def returned(self, names: Collection[str]) -> set[str]:
+        """Which of these, just introduced, had been met before: their nodes were restarted."""
+        back = self._met.intersection(names)
+        self._met.update(names)
+        return back
 
     def available(self) -> list[str]:
         """Names of the clients that can take part, sorted."""
@@ -73,3 +92,42 @@ class Nodes:
     def refusals(self) -> list[str]:
         """Why nodes that are connected cannot take part."""
         return list(self._refused.values())
+
+
+@dataclass
+class Standing:
+    """Who has failed how often in a row: a client that gives no result three times is left out for some rounds.
+
+    Failing is a reply that was refused, and no reply. A good reply, and a restart of the client's node, clear it.
+    """
+
+    failures: dict[str, int] = field(default_factory=dict)
+    """Client → exchanges in a row without a good reply."""
+    until: dict[str, int] = field(default_factory=dict)
+    """Client → the first round in which it is asked again."""
+
+    def good(self, client: str) -> None:
+        self.failures.pop(client, None)
+        self.until.pop(client, None)
+
+    def failed(self, client: str, round: int) -> None:
+        self.failures[client] = self.failures.get(client, 0) + 1
+        if self.failures[client] >= FAILURES:
+            self.until[client] = round + 1 + LEFT_OUT
+            log.warning(
+                "%s has given no result %d times in a row; it is left out until round %d.",
+                client, self.failures[client], self.until[client],
+            )  # fmt: skip
+
+    def out(self, clients: Collection[str], round: int) -> list[str]:
+        """Which of these clients are left out of this round, sorted."""
+        return sorted(client for client in clients if self.until.get(client, 0) > round)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"failures": self.failures, "until": self.until}
+
+
+FAILURES = 3
+"""After so many exchanges in a row without a good reply a client is left out."""
+LEFT_OUT = 5
+"""For so many rounds. Should it fail again after them, it is left out again at once."""

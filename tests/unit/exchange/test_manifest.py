@@ -36,10 +36,14 @@ def test_header_survives_its_record():
         client="site-1",
         round=3,
         action="train",
+        answers="0" * 32,
         holds=(PART.id,),
         parts={"model": (("embed", "float32", (5, 4)), ("steps", "int64", ()))},
         missing={PART.id: PART.names},
         refused="no",
+        notes=("its disk is full",),
+        metrics=("metrics",),
+        seal="1" * 32,
     )
     assert Header.from_content({RECORD: header.to_record()}) == header
 

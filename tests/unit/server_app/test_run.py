@@ -1,6 +1,8 @@
 """The whole of a run, server and clients, in one process: config, data, rounds, run directory."""
 
+import errno
 import json
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +19,8 @@ from tepal.models import build
 from tepal.models.blocks import find_blocks
 from tepal.server_app.config import ConfigError, defaults
 from tepal.server_app.run import run
-from tepal.server_app.run_directory import read_metrics
-from tepal.strategies import RoundFailed
+from tepal.server_app.run_directory import RunDirectory, read_metrics
+from tepal.strategies import RoundFailed, checkpoint
 from tepal.strategies.in_process import InProcessGrid, Node
 
 ROOT = Path(__file__).parents[3]
@@ -48,7 +50,7 @@ def small_run(tmp_path, monkeypatch):
 def test_a_run_leaves_everything_in_its_directory(small_run):
     path = small_run()
     assert {p.name for p in path.iterdir()} == {
-        "config.toml", "metrics.jsonl", "model.safetensors", "summary.json", "report.html"
+        "config.toml", "metrics.jsonl", "model.safetensors", "summary.json", "report.html", "checkpoint"
     }  # fmt: skip
     assert (path.parent / "latest").resolve() == path
     metrics = read_metrics(path)
@@ -132,24 +134,107 @@ def test_the_ridge_of_the_run_config_shrinks_the_value_projections(small_run):
     assert shrunk == {f"blocks.{k}.attention.value.weight" for k in range(2)}
 
 
-def test_a_failed_run_saves_the_model_of_its_last_finished_round(small_run, tmp_path, monkeypatch):
+@pytest.fixture
+def failing_in_round_3(monkeypatch):
+    """Clients that fail in round 3, for whoever calls it; until the test says otherwise."""
     of = Site.of
 
-    def failing(context, msg=None):
-        if msg is not None and msg.content["config"]["server-round"] == 3:
+    def failing(msg, context):
+        if msg.content["config"]["server-round"] == 3:
             raise RuntimeError("the disk is gone")
-        return of(context, msg)
+        return of(msg, context)
 
     monkeypatch.setattr(Site, "of", staticmethod(failing))
+    return lambda: monkeypatch.setattr(Site, "of", staticmethod(of))
+
+
+def test_a_failed_run_saves_the_model_of_its_last_finished_round(small_run, tmp_path, failing_in_round_3):
     with pytest.raises(RoundFailed, match="the disk is gone"):
         small_run(deterministic=True, schedule="constant")
-    monkeypatch.undo()
+    failing_in_round_3()
     failed = load_file(tmp_path / "runs/latest/model.safetensors")
     assert json.loads((tmp_path / "runs/latest/summary.json").read_text())["rounds"] == 2
-    monkeypatch.syspath_prepend(str(ROOT))
     path = small_run(deterministic=True, schedule="constant", num_server_rounds=2)
     for name, array in load_file(path / "model.safetensors").items():
         np.testing.assert_array_equal(failed[name], array)
+
+
+UNUSUAL = {"deterministic": True, "partitioner": "iid", "batch-size": 16, "seed": 7, "learning-rate": 0.01}
+
+
+def test_a_run_goes_on_from_its_directory_alone(small_run, tmp_path, failing_in_round_3, caplog):
+    """`resume` is all that is given: the Flower run, and so its clients, have the defaults of all other keys."""
+    whole = small_run(**UNUSUAL, num_server_rounds=2)  # the rounds that succeed with and without the fault
+    with pytest.raises(RoundFailed, match="the disk is gone"), caplog.at_level("ERROR", "flwr"):
+        small_run(**UNUSUAL)
+    stopped = (tmp_path / "runs/latest").resolve()
+    assert f'resume="{stopped}"' in caplog.text
+    failing_in_round_3()
+    values = {**defaults(), "resume": str(tmp_path / "runs"), "runs": str(tmp_path / "elsewhere")}
+    nodes = [Node(client_app(), {"partition-id": k, "num-partitions": 3}) for k in range(3)]
+    assert run(InProcessGrid(nodes, values), values) == stopped
+    assert not (tmp_path / "elsewhere").exists()
+    uninterrupted = small_run(**UNUSUAL)
+    ours, theirs = (load_file(path / "model.safetensors") for path in (stopped, uninterrupted))
+    assert {name: array.tobytes() for name, array in ours.items()} == {n: a.tobytes() for n, a in theirs.items()}
+    assert read_metrics(whole)[1]["train_loss"] == read_metrics(stopped)[1]["train_loss"]
+    mine, other = read_metrics(stopped), read_metrics(uninterrupted)
+    own = {"seconds", "seconds_train", "bytes_overhead"}
+    assert [{k: v for k, v in line.items() if k not in own} for line in mine] == [
+        {k: v for k, v in line.items() if k not in own} for line in other
+    ]
+    summary = json.loads((stopped / "summary.json").read_text())
+    assert summary["rounds"] == 3 and summary["seconds"] >= sum(line["seconds"] for line in mine[:3])
+
+
+def test_a_finished_run_can_be_prolonged(small_run, tmp_path):
+    options = {"deterministic": True, "schedule": "constant"}
+    path = small_run(**options, num_server_rounds=2)
+    assert small_run(**options, num_server_rounds=4, resume=str(path)) == path
+    longer = small_run(**options, num_server_rounds=4)
+    ours, theirs = (load_file(run / "model.safetensors") for run in (path, longer))
+    assert {name: array.tobytes() for name, array in ours.items()} == {n: a.tobytes() for n, a in theirs.items()}
+    assert tomllib.loads((path / "config.toml").read_text())["num-server-rounds"] == 4
+
+
+def test_what_cannot_change_is_refused_on_resume(small_run, tmp_path):
+    path = small_run(num_server_rounds=1)
+    with pytest.raises(ConfigError, match=r"leave out what cannot change: batch-size=7 \(it has 32\)"):
+        small_run(resume=str(path), batch_size=7)
+    with pytest.raises(ConfigError, match="no run directory"):
+        small_run(resume=str(tmp_path / "nowhere"))
+
+
+def test_a_full_disk_at_checkpoint_time_is_said_and_the_run_goes_on(small_run, monkeypatch, caplog):
+    write = checkpoint.write_arrays
+
+    def full(path, arrays):
+        if not calls:
+            calls.append(path)
+            raise OSError(errno.ENOSPC, "no space left on device")
+        write(path, arrays)
+
+    calls: list[Path] = []
+    monkeypatch.setattr(checkpoint, "write_arrays", full)
+    path = small_run(num_server_rounds=3)
+    assert "no checkpoint of round 1 could be written: [Errno 28] no space left" in caplog.text
+    assert [line["notes"] for line in read_metrics(path)][2][0]["from"] == "server"
+    assert read_metrics(path)[-1]["round"] == 3
+
+
+def test_a_final_model_that_cannot_be_written_is_tried_again(small_run, monkeypatch, caplog):
+    left = [OSError(errno.ENOSPC, "no space left on device")] * 2
+    write = RunDirectory.write_model
+
+    def write_model(self, arrays):
+        if left:
+            raise left.pop()
+        return write(self, arrays)
+
+    monkeypatch.setattr(RunDirectory, "write_model", write_model)
+    monkeypatch.setattr("tepal.server_app.run._TRY_AGAIN", 0)
+    assert (small_run(num_server_rounds=1) / "model.safetensors").exists()
+    assert caplog.text.count("It is tried again") == 2
 
 
 @pytest.mark.parametrize("strategy", [FlowerFedAvg(), FedAdam(eta=1e-3)], ids=["FedAvg", "FedAdam"])

@@ -20,6 +20,7 @@ from tepal.server_app.run_directory import (
     METRICS_KEYS,
     SUMMARY_KEYS,
     RunDirectory,
+    RunInUse,
     find_run,
     read_metrics,
     read_summary,
@@ -157,9 +158,37 @@ def test_a_line_torn_anywhere_costs_only_that_round(run, cut):
     assert [line["round"] for line in read_metrics(path)] == rounds
 
     resumed = RunDirectory.resume(run.path)
-    resumed.append({"round": 2, "accuracy": 0.3})
+    with resumed.in_use():
+        resumed.append({"round": 2, "accuracy": 0.3})
     assert [(line["round"], line["accuracy"]) for line in read_metrics(path)] == [(1, 0.1), (2, 0.3)]
     assert path.read_bytes().startswith(whole[: whole.index(b"\n") + 1])
+
+
+def test_a_run_that_goes_on_cannot_be_resumed_beside_itself(run):
+    with run.in_use():
+        with pytest.raises(RunInUse, match="has not ended"), RunDirectory.resume(run.path).in_use():
+            pass
+    with RunDirectory.resume(run.path).in_use():
+        pass
+
+
+def test_rounds_that_cannot_be_written_are_kept_back_and_written_later(run, monkeypatch, caplog):
+    append = RunDirectory.append
+    full = OSError(errno.ENOSPC, "no space left")
+
+    def refuse(self, line):
+        raise full
+
+    run.add({"round": 1})
+    monkeypatch.setattr(RunDirectory, "append", refuse)
+    run.add({"round": 2})
+    run.add({"round": 3})
+    assert "no space left" in caplog.text and "writes round 2 later" in caplog.text
+    with pytest.raises(OSError, match="no space"):
+        run.write_summary()
+    monkeypatch.setattr(RunDirectory, "append", append)
+    run.write_summary()
+    assert [line["round"] for line in read_metrics(run.path)] == [1, 2, 3]
 
 
 def test_a_resumed_run_keeps_its_config_and_becomes_the_latest(run):

@@ -166,7 +166,7 @@ def spoil_partition(partition, change, action="train"):
 def with_header(reply, header, **changes):
     from dataclasses import replace
 
-    reply.content[RECORD] = replace(header, **changes).to_record()
+    reply.content[RECORD] = replace(header, **changes).sealed(reply.content).to_record()
     return reply
 
 
@@ -240,7 +240,7 @@ def test_huge_finite_values_are_not_taken_for_infinite():
 def test_a_diverged_loss_does_not_refuse_finite_weights():
     def change(reply, header):
         reply.content["metrics"]["train-loss"] = float("nan")
-        return reply
+        return with_header(reply, header)
 
     _, history = start(FedAvg(), grid_of(2, spoil=spoil_partition(0, change)))
     assert len(history[0].replied) == 2 and history[0].train_metrics["train-loss"] == 0.5
@@ -304,7 +304,7 @@ def test_a_run_that_cannot_go_on_keeps_what_was_learned():
 
 
 def test_a_client_that_cannot_take_part_says_why_before_the_first_round():
-    def introduce(context):
+    def introduce(msg, context):
         if context.node_config["partition-id"] == 1:
             raise ValueError("data-path /data/scans: no images found")
         return {"num-examples": 3}

@@ -1,0 +1,82 @@
+"""Arrays on disk: safetensors files that appear whole, and that are known to be what was written when they are read."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from tepal.exchange.layout import Arrays
+from tepal.exchange.parts import digest
+
+SUFFIX = ".safetensors"
+
+_DIGEST = "sha256/"  # and an array's name: its digest, in the file's metadata
+
+
+class DamagedFile(ValueError):
+    """A file that does not hold what was written into it."""
+
+
+def write_arrays(path: Path, arrays: Arrays, *, durable: bool = True) -> None:
+    """Write a safetensors file beside `path` and rename it, so that nobody ever sees a part of it.
+
+    The digest of every array goes into the metadata; `read_arrays` checks it. `durable`: wait until the disk has it.
+    Raises OSError.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    contiguous = {name: _contiguous(array) for name, array in arrays.items()}
+    metadata = {f"{_DIGEST}{name}": digest(array).hex() for name, array in contiguous.items()}
+    handle, beside = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
+    try:
+        os.close(handle)
+        save_file(contiguous, beside, metadata=metadata)
+        if durable:
+            with open(beside, "rb") as file:
+                os.fsync(file.fileno())
+        os.replace(beside, path)
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(beside)
+
+
+def read_arrays(path: Path, digests: Mapping[str, bytes] | None = None) -> dict[str, np.ndarray]:
+    """Read a file of `write_arrays`; the arrays are read-only.
+
+    Args:
+        path: the file.
+        digests: what the arrays must be, by name; by default what the file says of itself.
+
+    Raises:
+        DamagedFile: another content than was written.
+        OSError: no such file, or one that cannot be read.
+    """
+    try:
+        with safe_open(path, framework="numpy") as file:
+            arrays: dict[str, np.ndarray] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            if digests is None:
+                metadata = file.metadata() or {}
+                digests = {name: bytes.fromhex(metadata[f"{_DIGEST}{name}"]) for name in arrays}
+        changed = [name for name, value in digests.items() if digest(arrays[name]) != value]
+    except OSError:
+        raise
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise DamagedFile(f"it cannot be read as a safetensors file of this project ({error})") from error
+    if changed:
+        raise DamagedFile(f"its entries do not have the digests they were kept under, {changed[0]!r} first")
+    for array in arrays.values():
+        array.flags.writeable = False
+    return arrays
+
+
+def _contiguous(array: np.ndarray) -> np.ndarray:
+    # Not np.ascontiguousarray: that turns a 0-d array into one of shape (1,).
+    return np.array(array, order="C", copy=None)

@@ -1,0 +1,103 @@
+"""Replies as they come, pulled beside the round's own work."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+
+from flwr.app import Message
+from flwr.serverapp import Grid
+
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5  # seconds between two looks for replies
+_STUCK = 1.0  # seconds that a pull may take before another thread looks for the other replies
+_MOST_THREADS = 16
+
+
+class Inbox:
+    """Pulls the replies to messages whose ids it was told.
+
+    Flower announces a reply before its arrays have arrived, and a pull then waits for them: for minutes where a network
+    is slow or cut. A round must neither miss its deadline for one such client nor keep the others waiting. So pulls run
+    in threads: in one, and in a further one whenever all that there are have been at one reply for a second. A thread
+    that has a reply waits until it was taken, so few replies are in memory at any time.
+    """
+
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
+        self._came: queue.Queue[tuple[str, Message | Exception]] = queue.Queue(maxsize=1)
+        self._lock = threading.Lock()
+        self._expected: set[str] = set()
+        self._to_look: deque[str] = deque()  # expected ids at which no thread looks now
+        self._looking: dict[int, float] = {}  # thread → since when it is at one id
+
+    def expect(self, message_ids: Iterable[str]) -> None:
+        """Pull the replies to these messages, from the next `take` on."""
+        with self._lock:
+            new = [message_id for message_id in message_ids if message_id not in self._expected]
+            self._expected.update(new)
+            self._to_look.extend(new)
+
+    def forget(self) -> None:
+        """Expect nothing any more. A reply that is being pulled now still comes out of a later `take`."""
+        with self._lock:
+            self._expected.clear()
+            self._to_look.clear()
+
+    def take(self, timeout: float) -> tuple[str, Message | Exception] | None:
+        """(id of the message, its reply or what went wrong in pulling it), or None after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while True:
+            self._have_somebody_look()
+            left = deadline - time.monotonic()
+            try:
+                message_id, reply = self._came.get(timeout=max(min(left, 0.2), 0))
+            except queue.Empty:
+                if left <= 0:
+                    return None
+                continue
+            with self._lock:
+                self._expected.discard(message_id)
+            return message_id, reply
+
+    def _have_somebody_look(self) -> None:
+        with self._lock:
+            stuck = time.monotonic() - _STUCK
+            free = any(since > stuck for since in self._looking.values())
+            if not self._to_look or free or len(self._looking) >= _MOST_THREADS:
+                return
+            thread = threading.Thread(target=self._look, name="inbox", daemon=True)
+            # Entered before it runs, so that the next look does not start a second one.
+            self._looking[id(thread)] = time.monotonic()
+            thread.start()
+
+    def _look(self) -> None:
+        me = id(threading.current_thread())
+        pause, in_vain = _SHORTEST_PAUSE, 0
+        while True:
+            with self._lock:
+                if not self._to_look:
+                    del self._looking[me]
+                    return
+                message_id = self._to_look.popleft()
+                self._looking[me] = time.monotonic()
+            reply: Message | Exception | None
+            try:
+                reply = next(iter(self._grid.pull_messages([message_id])), None)
+            except Exception as error:  # the caller decides whether it is worth another try
+                reply = error
+            with self._lock:
+                # Who has a reply that waits to be taken, or pauses, is not stuck.
+                self._looking[me] = time.monotonic() + 3600
+                if reply is None and message_id in self._expected:
+                    self._to_look.append(message_id)
+                in_vain = in_vain + 1 if reply is None else 0
+                swept = in_vain >= len(self._to_look)
+            if reply is not None:
+                self._came.put((message_id, reply))
+                pause = _SHORTEST_PAUSE
+            elif swept:
+                time.sleep(pause)
+                pause, in_vain = min(2 * pause, _LONGEST_PAUSE), 0
