@@ -98,11 +98,17 @@ class Clock:
             raise TimeoutError(f"The run was stopped: it took longer than {self.limit:g} s")
 
 
-def connect(home: Path, address: str) -> None:
-    """Let Flower's commands, run with FLWR_HOME=`home`, find the SuperLink at `address` (without TLS)."""
+def connect(home: Path, address: str, root_certificates: Path | None = None) -> None:
+    """Let Flower's commands, run with FLWR_HOME=`home`, find the SuperLink at `address`.
+
+    They speak TLS and trust the PEM file `root_certificates`, or speak plain HTTP if there is none.
+    """
     home.mkdir(parents=True, exist_ok=True)
+    connection: dict[str, Value] = {"address": address}
+    # Flower wants the path absolute.
+    connection |= {"root-certificates": str(root_certificates.resolve())} if root_certificates else {"insecure": True}
     (home / "config.toml").write_text(
-        f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\naddress = "{address}"\ninsecure = true\n'
+        f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\n{to_toml(connection)}', encoding="utf-8"
     )
 
 
@@ -225,8 +231,12 @@ def submit(
     return int(answer["run-id"])
 
 
-def follow(run_id: int, address: str, superlink: Process, clock: Clock, log: Path) -> tuple[str, str]:
+def follow(
+    run_id: int, address: str, superlink: Process, clock: Clock, log: Path, root_certificates: Path | None = None
+) -> tuple[str, str]:
     """Write the run's log to `log` as it comes; return its final status and Flower's words on it.
+
+    The SuperLink speaks TLS if there are `root_certificates` to trust, a PEM file.
 
     Raises:
         ProcessError: the SuperLink, which runs in the process `superlink`, ended or does not answer.
@@ -246,7 +256,10 @@ def follow(run_id: int, address: str, superlink: Process, clock: Clock, log: Pat
 
     def client(*interceptors: Keep) -> ControlHttpClient:
         return ControlHttpClient.from_server_address(
-            server_address=address, insecure=True, root_certificates=None, interceptors=interceptors
+            server_address=address,
+            insecure=root_certificates is None,
+            root_certificates=root_certificates.read_bytes() if root_certificates else None,
+            interceptors=interceptors,
         )
 
     # The stream blocks while the app says nothing, so it is read beside the loop that watches clock and SuperLink.
@@ -288,6 +301,8 @@ def follow(run_id: int, address: str, superlink: Process, clock: Clock, log: Pat
                 return status.sub_status, status.details
             clock.check()
             time.sleep(0.2)
+    except TimeoutError:  # the clock's; it is an OSError, too
+        raise
     except (OSError, httpx.HTTPError) as error:
         raise ProcessError(f"The SuperLink does not answer: {error}\n{superlink.tail()}") from error
     finally:

@@ -329,7 +329,7 @@ def _page(name: str, config: Mapping[str, Any], metrics: Lines, written_summary:
             _headline(*figure) for figure in _headlines(config, metrics, summary, ended=written_summary is not None)
         ),
         figures="".join(map(_figure_html, drawn)),
-        replies=_replies_html(metrics),
+        replies=_trouble_html(metrics),
         rounds=_rounds_html(metrics),
         config=_config_html(config),
         provenance=_provenance(metrics),
@@ -440,17 +440,20 @@ def _spoken(plot: go.Figure) -> str:
     return " ".join(said)
 
 
-def _replies_html(metrics: Lines) -> str:
+def _trouble_html(metrics: Lines) -> str:
     rows = [
-        (line["round"], reply.get("client"), what, reply.get("reason") or "no reason given")
+        (line["round"], reply.get("client"), _TROUBLE[what], reply.get("reason") or "no reason given")
         for line in metrics
-        for what in ("refused", "lost")
+        for what in _TROUBLE
         for reply in line.get(what) or ()
     ]
     if not rows:
         return ""
-    table = _table("Replies that were not merged", ("round", "client", "what", "reason"), rows, words={1, 2, 3})
-    return f"<section><h2>Replies that were not merged</h2>{table}</section>"
+    table = _table("What went wrong", ("round", "client", "what", "reason"), rows, words={1, 2, 3})
+    return f"<section><h2>What went wrong</h2>{table}</section>"
+
+
+_TROUBLE = {"refused": "refused", "lost": "lost", "late": "late", "left_out": "left out", "notes": "got over"}
 
 
 # Column of the table of rounds: heading, key in metrics.jsonl, how a value is written.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from logging import getLogger
 from pathlib import Path
 from typing import Any, TypeVar
@@ -194,11 +194,11 @@ def metrics_line(report: RoundReport, model_bytes: int) -> dict[str, Any]:
         "phase": report.phase,
         "clients_asked": len(report.asked),
         "clients_replied": len(report.replied),
-        "refused": [{"client": client, "reason": reason} for client, reason in report.refused],
-        "lost": [{"client": client, "reason": reason} for client, reason in report.lost],
-        "late": [{"client": client, "of_round": number} for client, number in report.late],
-        "left_out": report.left_out,
-        "notes": [{"from": who, "note": note} for who, note in report.notes],
+        "refused": _said(report.refused),
+        "lost": _said(report.lost),
+        "late": _said((client, f"it is an answer to round {number}") for client, number in report.late),
+        "left_out": _said((client, "it failed several times in a row") for client in report.left_out),
+        "notes": _said(report.notes),
         "accuracy": scored.get("accuracy"),
         "loss": scored.get("loss"),
         "accuracy_of": accuracy_of,
@@ -216,3 +216,7 @@ def metrics_line(report: RoundReport, model_bytes: int) -> dict[str, Any]:
         "seconds": round(report.seconds, 3),
         "seconds_train": round(report.seconds_train, 3),
     }
+
+
+def _said(reasons: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
+    return [{"client": client, "reason": reason} for client, reason in reasons]

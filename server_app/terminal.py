@@ -156,8 +156,17 @@ def _trouble(line: Mapping[str, Any]) -> list[str]:
         reasons = "; ".join(f"{', '.join(clients)}: {reason}" for reason, clients in by_reason.items())
         found.append(f"refused {len(refused)} ({reasons})")
     if lost := line.get("lost"):
-        found.append(f"no reply from {', '.join(str(reply.get('client')) for reply in lost)}")
+        found.append(f"no reply from {_clients(lost)}")
+    if late := line.get("late"):
+        found.append(f"late and dropped: {_clients(late)}")
+    if left_out := line.get("left_out"):
+        found.append(f"left out: {_clients(left_out)}")
+    found += [f"{note.get('client')}: {note.get('reason')}" for note in line.get("notes") or ()]
     return found
+
+
+def _clients(replies: Sequence[Mapping[str, Any]]) -> str:
+    return ", ".join(str(reply.get("client")) for reply in replies)
 
 
 def follow_metrics(path: Path, stop: Callable[[], bool], *, poll: float = 0.2) -> Iterator[dict[str, Any]]:

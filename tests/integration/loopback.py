@@ -4,37 +4,283 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
+import shutil
+import ssl
+import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
-from tepal.server_app.flower import Clock, Outcome, Value, connect, follow, stage_app, submit, to_toml
+import psutil
+
+from tepal.server_app.flower import CONNECTION, Clock, Outcome, Value, connect, follow, stage_app, submit, to_toml
 from tepal.server_app.processes import Process, flower_environment, free_port, started, wait_for_http
+from tests.integration.credentials import authority, node_key
+from tests.integration.relay import Relay
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+class Submitted:
+    """A run that the SuperLink has accepted, followed by a thread. Made by `Loopback.submit`."""
+
+    def __init__(self, run_id: int, folder: Path, clock: Clock, watch: Callable[[Path], tuple[str, str]]) -> None:
+        self.run_id = run_id
+        self.folder = folder
+        self.log = folder / "run.log"
+        self._clock = clock
+        self._end: Outcome | BaseException | None = None
+        self._thread = threading.Thread(target=self._follow, args=(watch,), name=f"run-{run_id}", daemon=True)
+        self._thread.start()
+
+    def log_text(self) -> str:
+        """The run's log so far."""
+        return self.log.read_text(encoding="utf-8") if self.log.exists() else ""
+
+    @property
+    def running(self) -> bool:
+        """Whether the run's end has not been seen yet."""
+        return self._thread.is_alive()
+
+    def wait(self, timeout: float | None = None) -> Outcome:
+        """Wait for the end of the run, good or bad; `TimeoutError` after `timeout` seconds, the run goes on.
+
+        Raises what `follow` does: `ProcessError` if the SuperLink has ended, `TimeoutError` at the limit of `submit`.
+        """
+        self._thread.join(timeout)
+        if self._end is None:
+            raise TimeoutError(f"run {self.run_id} still goes on after {timeout:g} s\n{self.log_text()}")
+        if isinstance(self._end, BaseException):
+            raise self._end
+        return self._end
+
+    def leave(self) -> None:
+        """Follow it no longer. The run goes on."""
+        self._clock.limit = 0.0
+        self._thread.join(30)
+
+    def _follow(self, watch: Callable[[Path], tuple[str, str]]) -> None:
+        try:
+            status, details = watch(self.log)
+            self._clock.stage("", "")
+            self._end = Outcome(self.run_id, status, self.log, details, self._clock.seconds)
+        except BaseException as error:  # `wait` raises it
+            self._end = error
+
+
 @dataclass(frozen=True)
+class _Program:
+    """What it takes to start a SuperLink or SuperNode, any number of times."""
+
+    name: str
+    command: tuple[str, ...]
+    port: int
+    health: str
+
+
 class Loopback:
-    """A SuperLink with its SuperNodes. Made by `loopback`."""
+    """A SuperLink with its SuperNodes. Made by `loopback`.
 
-    folder: Path
-    address: str
-    superlink: Process
-    nodes: tuple[Process, ...]
-    _environment: Mapping[str, str]
-    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    A process that is started dies with the thread that starts it: start them from the thread that holds the block.
+    """
 
-    def run(self, app: Path, run_config: Mapping[str, Value] | None = None, *, timeout: float = 600) -> Outcome:
-        """Submit the app in the folder `app` with `flwr run`, and wait for the end of its run, good or bad.
+    def __init__(
+        self,
+        stack: contextlib.ExitStack,
+        folder: Path,
+        nodes: Sequence[str],
+        *,
+        secure: bool,
+        relay: bool,
+        inside: Mapping[str, Sequence[str]],
+    ) -> None:
+        self.folder = folder
+        self.secure = secure
+        superlink_port, fleet_port, *node_ports = _free_ports(2 + len(nodes))
+        self.address = f"127.0.0.1:{superlink_port}"
+        self.fleet = f"127.0.0.1:{fleet_port}"
+        self.authority = authority(folder / "keys") if secure else None
+        self.root_certificates = self.authority.certificate if self.authority else None
+        self.keys = tuple(node_key(folder / "keys", f"site-{k}") for k in range(len(nodes))) if secure else ()
+        self.relays = tuple(stack.enter_context(Relay("127.0.0.1", fleet_port)) for _ in nodes) if relay else ()
+        self.node_ids: tuple[int, ...] = ()
+        """Of the registered keys, in order. A SuperLink that is started again gives them other ids."""
+        self._stack = stack
+        self._inside = inside
+        self._processes: dict[str, Process] = {}
+        self._blocks: dict[str, contextlib.ExitStack] = {}
+        self._runs: list[Submitted] = []
+        self._numbers = itertools.count(1)
+        self._environment = _environment(folder / "home")
+        connect(folder / "home", self.address, self.root_certificates)
 
-        The run config goes to Flower as it is: nothing is checked before the ServerApp sees it.
+        command = ["flower-superlink", "--fleet-api-address", self.fleet]
+        if self.authority:
+            certificate, key = self.authority.server(folder / "keys")
+            command += ["--ssl-ca-certfile", str(self.root_certificates), "--ssl-certfile", str(certificate)]
+            command += ["--ssl-keyfile", str(key), "--enable-supernode-auth"]
+        scheme = "https" if secure else "http"
+        self._superlink = _Program(
+            "superlink", (*command, *([] if secure else ["--insecure"])), superlink_port, f"{scheme}://{self.address}"
+        )
+        self._nodes = tuple(
+            self._supernode(k, port, config) for k, (port, config) in enumerate(zip(node_ports, nodes, strict=True))
+        )
+
+    def _supernode(self, k: int, port: int, config: str) -> _Program:
+        command = ["flower-supernode", "--superlink", self.relays[k].address if self.relays else self.fleet]
+        command += ["--node-config", config]
+        if self.secure:
+            command += ["--root-certificates", str(self.root_certificates)]
+            command += ["--auth-supernode-private-key", str(self.keys[k])]
+        else:
+            command += ["--insecure"]
+        return _Program(f"node-{k}", tuple(command), port, f"http://127.0.0.1:{port}")
+
+    # Processes --------------------------------------------------------------------------------------------------------
+
+    @property
+    def superlink(self) -> Process:
+        """The SuperLink, as last started."""
+        return self._processes[self._superlink.name]
+
+    @property
+    def nodes(self) -> tuple[Process, ...]:
+        """The SuperNodes, each as last started."""
+        return tuple(self._processes[program.name] for program in self._nodes)
+
+    def cache(self, k: int) -> Path:
+        """The folder where a client on node k keeps what it has received."""
+        return self.folder / f"node-{k}" / "cache"
+
+    def stop_node(self, k: int) -> None:
+        """End node k as an administrator would: SIGTERM, and SIGKILL to what is left after 5 s."""
+        self.nodes[k].stop(5)
+
+    def kill_node(self, k: int) -> None:
+        """End node k as a crash of its machine would: SIGKILL to the SuperNode and all that it started."""
+        self.nodes[k].kill()
+
+    def start_node(self, k: int, timeout: float = 180) -> None:
+        """Start node k again, with the same configuration, key, cache and ports; what is left of it is killed first.
+
+        It is started until the SuperLink takes it, as `restart: always` would do: the SuperLink refuses the registered
+        key of a node that was killed until the node has missed its heartbeats, 40 to 60 s later.
+        """
+        end = time.monotonic() + timeout
+        log = self.folder / f"node-{k}.log"
+        before = log.stat().st_size
+        self._start(self._nodes[k])
+        while b"SuperNode ID:" not in log.read_bytes()[before:]:
+            if time.monotonic() > end:
+                raise TimeoutError(f"node {k} is not connected after {timeout:g} s\n{self.nodes[k].tail()}")
+            time.sleep(0.1)
+            if not self.nodes[k].running:
+                time.sleep(2)
+                self._start(self._nodes[k])
+        self._wait(self._nodes[k])
+
+    def kill_superlink(self) -> None:
+        """SIGKILL to the SuperLink and to the ServerApps that it runs. What it knew is lost."""
+        self.superlink.kill()
+
+    def start_superlink(self) -> None:
+        """Start the SuperLink again on the same ports, and register the keys of all nodes with it."""
+        self._start(self._superlink)
+        self._wait(self._superlink)
+        self._register()
+
+    def server_apps(self) -> list[psutil.Process]:
+        """The live ServerApp processes."""
+        return _running(self.superlink, "flwr-serverapp")
+
+    def client_apps(self, k: int) -> list[psutil.Process]:
+        """The live ClientApp processes of node k: Flower starts one for each message."""
+        return _running(self.nodes[k], "flwr-clientapp")
+
+    def start(self, name: str, *command: str) -> Process:
+        """Start a process until the block is left, in folders of its own, with its output in `name`.log.
+
+        One of that name is ended first.
+        """
+        folder = self.folder / name
+        (folder / "work").mkdir(parents=True, exist_ok=True)
+        environment = _environment(folder / "home") | {"TEPAL_CACHE": str(folder / "cache")}
+        log = self.folder / f"{name}.log"
+        if name not in self._blocks:
+            self._blocks[name] = self._stack.enter_context(contextlib.ExitStack())
+        self._blocks[name].close()
+        process = started(command, log=log, env=environment, cwd=folder / "work", name=name, grace=5)
+        self._processes[name] = self._blocks[name].enter_context(process)
+        return self._processes[name]
+
+    def flwr(self, *arguments: str) -> str:
+        """Run Flower's command line, to which this SuperLink is the default one; return what it prints."""
+        program = shutil.which("flwr", path=self._environment["PATH"]) or "flwr"
+        done = subprocess.run(
+            [program, *arguments], env=self._environment, capture_output=True, text=True, stdin=subprocess.DEVNULL
+        )
+        assert done.returncode == 0, f"flwr {' '.join(arguments)}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    def _start(self, program: _Program) -> None:
+        if program.name in self._processes:
+            self._processes[program.name].kill()
+        command = (*self._inside.get(program.name, ()), *program.command)
+        self.start(program.name, *command, "--host", "127.0.0.1", "--port", str(program.port))
+
+    def _wait(self, program: _Program) -> None:
+        context = ssl.create_default_context(cafile=self.root_certificates) if self.secure else None
+        process = self._processes[program.name]
+        wait_for_http(f"{program.health}/health", timeout=120, process=process, context=context)
+
+    def _register(self) -> None:
+        def register(key: Path) -> int:
+            command = ("supernode", "register", f"{key}.pub", CONNECTION, "--name", key.name, "--format", "json")
+            answer = json.loads(self.flwr(*command))  # as JSON, a refusal has a good exit status
+            assert answer["success"], answer
+            return int(answer["node-id"])
+
+        with ThreadPoolExecutor(max_workers=2) as pool:
+            self.node_ids = tuple(pool.map(register, self.keys))
+
+    def _start_all(self) -> None:
+        """Start SuperLink and nodes side by side; with authentication a node comes after its key."""
+        self._start(self._superlink)
+        if self.secure:
+            self._wait(self._superlink)
+            self._register()
+        for program in self._nodes:
+            self._start(program)
+        for program in (self._superlink, *self._nodes):
+            self._wait(program)
+
+    def _stop_all(self) -> None:
+        """Stop all side by side: each takes a second or two to say goodbye."""
+        for run in self._runs:
+            run.leave()
+        threads = [threading.Thread(target=process.stop, args=(5,)) for process in self._processes.values()]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    # Runs -------------------------------------------------------------------------------------------------------------
+
+    def submit(self, app: Path, run_config: Mapping[str, Value] | None = None, *, timeout: float = 600) -> Submitted:
+        """Submit the app in the folder `app` with `flwr run`, and return as soon as the SuperLink has accepted it.
+
+        The run config goes to Flower as it is: nothing is checked before the ServerApp sees it. `timeout` is how long
+        the run is followed.
         """
         folder = self.folder / f"run-{next(self._numbers)}"
-        log, bundle, config = folder / "run.log", folder / "app", folder / "run-config.toml"
+        bundle, config = folder / "app", folder / "run-config.toml"
         bundle.mkdir(parents=True)
         stage_app(app, bundle)
         config.write_text(to_toml(run_config or {}))
@@ -42,44 +288,47 @@ class Loopback:
         clock.stage("submit", "")
         run_id = submit(bundle, config, self._environment, clock.left())
         clock.stage("run", "")
-        status, details = follow(run_id, self.address, self.superlink, clock, log)
-        clock.stage("", "")
-        return Outcome(run_id, status, log, details, clock.seconds)
+        superlink = self.superlink
+        self._runs.append(
+            Submitted(
+                run_id, folder, clock,
+                lambda log: follow(run_id, self.address, superlink, clock, log, self.root_certificates),
+            )
+        )  # fmt: skip
+        return self._runs[-1]
+
+    def run(self, app: Path, run_config: Mapping[str, Value] | None = None, *, timeout: float = 600) -> Outcome:
+        """Submit the app, and wait for the end of its run, good or bad."""
+        return self.submit(app, run_config, timeout=timeout).wait()
 
 
 @contextlib.contextmanager
-def loopback(nodes: Sequence[str]) -> Iterator[Loopback]:
+def loopback(
+    nodes: Sequence[str],
+    *,
+    secure: bool = False,
+    relay: bool = False,
+    inside: Mapping[str, Sequence[str]] | None = None,
+) -> Iterator[Loopback]:
     """Start a SuperLink, and a SuperNode for each of the node configs `nodes`.
 
     Everything they write is in one temporary folder, which goes with them when the block is left. Tepal is importable
     for apps that do not bring it along, as where it is installed.
+
+    Args:
+        nodes: The node config of each SuperNode, as `flower-supernode --node-config` takes it.
+        secure: TLS on the SuperLink's ports and authenticated SuperNodes, registered under the names site-0, site-1, …
+        relay: Each SuperNode reaches the SuperLink through a relay of its own, `relays[k]`.
+        inside: Name of a process (superlink, node-0, …) → a command that runs it, such as `unshare` with its arguments.
     """
-    superlink_port, fleet_port, *node_ports = _free_ports(2 + len(nodes))
-    fleet = f"127.0.0.1:{fleet_port}"
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tepal-loopback-")))
-
-        def start(name: str, port: int, *command: str) -> Process:
-            home, work = folder / name / "home", folder / name / "work"
-            home.mkdir(parents=True)
-            work.mkdir()
-            environment = _environment(home) | {"TEPAL_CACHE": str(folder / name / "cache")}
-            command = (*command, "--insecure", "--host", "127.0.0.1", "--port", str(port))
-            log = folder / f"{name}.log"
-            return stack.enter_context(started(command, log=log, env=environment, cwd=work, name=name, grace=5))
-
-        superlink = start("superlink", superlink_port, "flower-superlink", "--fleet-api-address", fleet)
-        supernode = ("flower-supernode", "--superlink", fleet, "--node-config")
-        supernodes = tuple(
-            start(f"node-{k}", port, *supernode, config)
-            for k, (port, config) in enumerate(zip(node_ports, nodes, strict=True))
-        )
-        stack.callback(_stop_all, [*supernodes, superlink])
-        for process, port in zip((superlink, *supernodes), (superlink_port, *node_ports), strict=True):
-            wait_for_http(f"http://127.0.0.1:{port}/health", timeout=120, process=process)
-        address = f"127.0.0.1:{superlink_port}"
-        connect(folder / "home", address)
-        yield Loopback(folder, address, superlink, supernodes, _environment(folder / "home"))
+        deployment = Loopback(stack, folder, nodes, secure=secure, relay=relay, inside=inside or {})
+        try:
+            deployment._start_all()
+            yield deployment
+        finally:
+            deployment._stop_all()
 
 
 def partitions(clients: int) -> list[str]:
@@ -87,7 +336,17 @@ def partitions(clients: int) -> list[str]:
     return [f"partition-id={k} num-partitions={clients}" for k in range(clients)]
 
 
+def _running(process: Process, program: str) -> list[psutil.Process]:
+    found = []
+    for candidate in process.tree():
+        with contextlib.suppress(psutil.Error):
+            if any(Path(part).name == program for part in candidate.cmdline()[:2]):
+                found.append(candidate)
+    return found
+
+
 def _environment(home: Path) -> dict[str, str]:
+    home.mkdir(parents=True, exist_ok=True)
     path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return flower_environment(home) | {
         "PYTHONPATH": os.pathsep.join(path),
@@ -101,12 +360,3 @@ def _free_ports(count: int) -> list[int]:
     while len(ports) < count:
         ports[free_port()] = None
     return list(ports)
-
-
-def _stop_all(processes: list[Process]) -> None:
-    """Stop them side by side: each takes a second or two to say goodbye."""
-    threads = [threading.Thread(target=process.stop, args=(5,)) for process in processes]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()

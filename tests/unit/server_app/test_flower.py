@@ -2,11 +2,30 @@
 
 import textwrap
 import tomllib
+from pathlib import Path
 
 import pytest
 
-from tepal.server_app.flower import explain, parse_run_config, to_toml
+from tepal.server_app.flower import CONNECTION, connect, explain, parse_run_config, to_toml
 from tepal.server_app.simulation import _resources
+
+
+def test_flower_finds_a_superlink_and_whom_to_trust_in_what_connect_writes(tmp_path, monkeypatch):
+    from flwr.cli.flower_config import read_superlink_connection
+
+    monkeypatch.chdir(tmp_path)
+    home = tmp_path / 'a "home"'
+    monkeypatch.setenv("FLWR_HOME", str(home))
+    connect(home, "127.0.0.1:8000")
+    connection = read_superlink_connection()
+    assert (connection.name, connection.address) == (CONNECTION, "127.0.0.1:8000")
+    assert connection.insecure and connection.root_certificates is None
+
+    connect(home, "example.org:443", Path("certificates") / "ca.pem")
+    connection = read_superlink_connection()
+    assert (connection.name, connection.address) == (CONNECTION, "example.org:443")
+    assert not connection.insecure
+    assert connection.root_certificates == str(tmp_path / "certificates" / "ca.pem"), "Flower refuses relative paths"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import textwrap
@@ -24,6 +25,7 @@ from tepal.server_app.processes import (
     started,
     wait_for_http,
 )
+from tests.integration.credentials import authority
 
 # A child that starts two more: one in its own session, and one in a session of its own whose parent ends at once.
 FAMILY = textwrap.dedent(
@@ -96,6 +98,17 @@ def test_a_child_that_ignores_sigterm_is_killed_after_the_grace_period(tmp_path)
         begun = time.monotonic()
     assert child.returncode == -signal.SIGKILL
     assert 0.3 <= time.monotonic() - begun < 30
+
+
+def test_a_killed_child_ends_with_all_that_belongs_to_it_and_hears_nothing_before(tmp_path):
+    begun = "import signal, sys; signal.signal(15, lambda *_: (print('asked', flush=True), sys.exit(0)))\n"
+    with started(python(begun + FAMILY), log=tmp_path / "log") as child:
+        wait_until(lambda: "ready" in child.tail(), "the family")
+        tree = [process.pid for process in child.tree()]
+        child.kill()
+        assert len(tree) == 3 and gone(tree)
+        assert child.returncode == -signal.SIGKILL
+    assert "asked" not in child.tail()
 
 
 def test_an_exception_in_the_block_stops_the_child_and_goes_on(tmp_path):
@@ -232,6 +245,29 @@ def test_an_error_status_is_no_answer():
         threading.Thread(target=server.serve_forever, daemon=True).start()
         with pytest.raises(TimeoutError, match=r"did not answer within .* \(status 503\)"):
             wait_for_http(f"http://127.0.0.1:{server.server_port}/health", timeout=0.3)
+        server.shutdown()
+
+
+def test_a_server_with_tls_answers_to_those_who_trust_its_authority(tmp_path):
+    class Well(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    ours, other = authority(tmp_path, "ours"), authority(tmp_path, "other")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*ours.server(tmp_path))
+    with HTTPServer(("127.0.0.1", 0), Well) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"https://127.0.0.1:{server.server_port}/health"
+        wait_for_http(url, timeout=20, context=ssl.create_default_context(cafile=ours.certificate))
+        for context in (ssl.create_default_context(cafile=other.certificate), None):
+            with pytest.raises(TimeoutError, match="CERTIFICATE_VERIFY_FAILED"):
+                wait_for_http(url, timeout=0.3, context=context)
         server.shutdown()
 
 

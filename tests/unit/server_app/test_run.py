@@ -218,7 +218,7 @@ def test_a_full_disk_at_checkpoint_time_is_said_and_the_run_goes_on(small_run, m
     monkeypatch.setattr(checkpoint, "write_arrays", full)
     path = small_run(num_server_rounds=3)
     assert "no checkpoint of round 1 could be written: [Errno 28] no space left" in caplog.text
-    assert [line["notes"] for line in read_metrics(path)][2][0]["from"] == "server"
+    assert [note["client"] for note in read_metrics(path)[2]["notes"]] == ["server"]
     assert read_metrics(path)[-1]["round"] == 3
 
 

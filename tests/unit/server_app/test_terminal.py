@@ -89,6 +89,17 @@ def test_refused_and_lost_replies_are_named_and_not_taken_for_markup():
     assert "no reply from client-4, client-5" in line
 
 
+def test_what_was_late_left_out_or_got_over_is_named():
+    out = io.StringIO()
+    with RoundProgress(20, console=Console(file=out)) as progress:
+        late, left_out = [{"client": "client-4", "reason": "x"}], [{"client": "client-5", "reason": "x"}]
+        notes = [{"client": "server", "reason": "no checkpoint of round 2 could be written"}]
+        progress.update({**LINE, "late": late, "left_out": left_out, "notes": notes})
+    line = out.getvalue()
+    for part in ("late and dropped: client-4", "left out: client-5", "server: no checkpoint of round 2 could be"):
+        assert part in line
+
+
 def test_bytes_so_far_are_unknown_once_a_round_does_not_know_its_own():
     out = io.StringIO()
     with RoundProgress(20, console=Console(file=out)) as progress:
