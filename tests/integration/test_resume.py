@@ -1,0 +1,133 @@
+"""A run that was killed goes on, and ends with the bits of a run that never was: in simulation, and on the loopback."""
+
+import random
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+
+from tepal.server_app.config import defaults
+from tepal.server_app.flower import explain, to_toml
+from tepal.server_app.processes import started
+from tepal.server_app.run import run
+from tepal.server_app.run_directory import read_metrics
+from tepal.strategies.in_process import InProcessGrid, Node
+from tests.integration.loopback import ROOT, loopback, partitions
+
+CLIENTS = 3
+CONFIG = {
+    "num-server-rounds": 6,
+    "fedfrozen.warmup-rounds": 2,
+    "min-clients": CLIENTS,
+    "optimizer": "sgd",
+    "learning-rate": 0.05,
+    "local-epochs": 1,
+    "deterministic": True,
+}
+OWN = {"seconds", "seconds_train", "bytes_overhead", "resent", "notes", "bytes_down"}
+"""What a round's line has of its own in every run; a client that lost its cache with its machine is sent more."""
+
+
+def bits(path: Path) -> dict[str, bytes]:
+    return {name: array.tobytes() for name, array in load_file(path / "model.safetensors").items()}
+
+
+def measured(path: Path) -> list[dict]:
+    return [{key: value for key, value in line.items() if key not in OWN} for line in read_metrics(path)]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """Name prefix of the clients → run directory of CONFIG with that many rounds, in this process."""
+    from client_app.app import app
+
+    def make(rounds: int, names: str) -> Path:
+        folder = tmp_path_factory.mktemp("uninterrupted")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TEPAL_CACHE", str(folder / "cache"))
+            config = {**defaults(), **CONFIG, "num-server-rounds": rounds, "runs": str(folder / "runs")}
+            nodes = [
+                Node(app, {"partition-id": k, "num-partitions": CLIENTS}, name=names.format(k) if names else "")
+                for k in range(CLIENTS)
+            ]
+            return run(InProcessGrid(nodes, config), config)
+
+    return make
+
+
+def rounds_done(runs: Path) -> int:
+    try:
+        return max((line["round"] for line in read_metrics(runs / "latest")), default=-1)
+    except FileNotFoundError:
+        return -1
+
+
+def wait_for_round(runs: Path, number: int, alive, seconds: float = 300) -> None:
+    end = time.monotonic() + seconds
+    while rounds_done(runs) < number:
+        assert alive() and time.monotonic() < end, f"round {number} did not end"
+        time.sleep(0.02)
+
+
+@pytest.mark.simulation
+def test_a_simulation_that_is_killed_three_times_ends_as_if_it_never_was(tmp_path, uninterrupted, monkeypatch):
+    monkeypatch.delenv("TEPAL_CACHE")
+    draw = random.Random(20)
+    points = [(number, draw.uniform(0, 1.5)) for number in sorted(draw.sample(range(6), 3))]
+    print(f"killed after rounds and seconds {points}")
+    runs = tmp_path / "runs"
+    (tmp_path / "config.toml").write_text(to_toml({**CONFIG, "runs": str(runs)}))
+
+    def simulation(*arguments: str):
+        command = [sys.executable, "-m", "tepal.server_app.commands", "simulate", str(ROOT)]
+        command += ["--clients", str(CLIENTS), "-c", str(tmp_path / "config.toml"), *arguments]
+        return started(command, log=tmp_path / "simulation.log", cwd=tmp_path)
+
+    resume = ("-c", f'resume="{runs}"')
+    for attempt, (number, seconds) in enumerate(points):
+        with simulation(*(resume if attempt else ())) as process:
+            wait_for_round(runs, number, lambda process=process: process.running)
+            time.sleep(seconds)
+            process.kill()
+    with simulation(*resume) as process:
+        assert process.wait(300) == 0, process.tail()
+    assert len(list(runs.glob("*-fedfrozen"))) == 1, "it is one run"
+    whole = uninterrupted(6, "")
+    assert bits(runs / "latest") == bits(whole)
+    assert measured(runs / "latest") == measured(whole)
+    assert not list((runs / ".clients").glob("*/content")), "what clients held for the rounds is not needed any more"
+
+
+@pytest.mark.deployment
+def test_a_deployment_whose_server_is_killed_goes_on_and_ends_as_if_it_never_was(tmp_path, uninterrupted):
+    """First the ServerApp alone is killed, then the SuperLink with all that it knew; with TLS and registered nodes."""
+    draw = random.Random(3)
+    runs = tmp_path / "runs"
+    config = {**CONFIG, "num-server-rounds": 5, "runs": str(runs)}
+    with loopback(partitions(CLIENTS), secure=True) as running:
+        submitted = running.submit(ROOT, config)
+        wait_for_round(runs, 1, lambda: submitted.running)
+        time.sleep(draw.uniform(0, 8))
+        (server_app,) = running.server_apps()
+        server_app.kill()
+        assert submitted.wait(300).status == "failed"
+        before = rounds_done(runs)
+
+        # All that is given now is which run shall go on.
+        submitted = running.submit(ROOT, {"resume": str(runs)})
+        wait_for_round(runs, before + 1, lambda: submitted.running)
+        time.sleep(draw.uniform(0, 8))
+        running.kill_superlink()
+        submitted.leave()
+
+        running.start_superlink()
+        for k in range(CLIENTS):
+            running.start_node(k)
+        outcome = running.run(ROOT, {"resume": str(runs)})
+        assert outcome.status == "completed", explain(outcome.log.read_text(), outcome.details)
+    assert len(list(runs.glob("*-fedfrozen"))) == 1
+    whole = uninterrupted(5, "site-{}")
+    assert bits(runs / "latest") == bits(whole)
+    assert measured(runs / "latest") == measured(whole)
