@@ -1,0 +1,73 @@
+"""What passes through the socket between SuperNode and SuperLink, beside what the run says it moved."""
+
+import json
+import time
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from tepal.server_app.flower import explain
+from tests.integration.loopback import loopback
+
+pytestmark = pytest.mark.deployment
+
+APP = Path(__file__).parent / "large_app"
+MODEL = 100 * 25_000 * 4
+LARGE = 1_000_000  # bytes of a burst that carries a model, and no poll
+
+
+@pytest.fixture(scope="module")
+def exchanges(tmp_path_factory):
+    """(Bytes up and down, and the seconds they took to pass, by round; the rounds' own figures; idle bytes a second).
+
+    With TLS and a registered key. A round is what passes from the end of the one before to its own end; in the first
+    one the app's bundle passes as well, so it is left out.
+    """
+    results = tmp_path_factory.mktemp("large") / "rounds.jsonl"
+    with loopback(["name=0"], secure=True, relay=True) as running:
+        (relay,) = running.relays
+        begun = time.monotonic()
+        time.sleep(10)
+        idle = [moved / (time.monotonic() - begun) for moved in relay.moved(begun)]
+        outcome = running.run(APP, {"results": str(results), "rounds": 4})
+        assert outcome.status == "completed", explain(outcome.log.read_text(), outcome.details)
+        rounds = [json.loads(line) for line in results.read_text().splitlines()]
+        bursts = {way: [b for b in relay.bursts(way) if b[2] > LARGE] for way in ("up", "down")}
+        return [
+            {
+                **this,
+                "since": before["ended"],
+                "moved": dict(zip(("up", "down"), relay.moved(before["ended"], this["ended"]), strict=True)),
+                "passing": {
+                    way: sum(end - start for start, end, _ in bursts[way] if before["ended"] < end <= this["ended"])
+                    for way in bursts
+                },
+                "idle": dict(zip(("up", "down"), idle, strict=True)),
+            }
+            for before, this in pairwise(rounds)
+        ]
+
+
+@pytest.mark.parametrize("way", ["down", "up"])
+def test_the_socket_carries_hardly_more_than_the_payload(exchanges, way):
+    """10 MB in 100 entries; the node's idle polls, which pass whether there is a model or not, counted apart."""
+    for this in exchanges:
+        polls = this["idle"][way] * (this["ended"] - this["since"])
+        ratio = (this["moved"][way] - polls) / this[way]
+        print(f"round {this['round']} {way}: {this['moved'][way]} bytes, {polls:.0f} of polls, ratio {ratio:.5f}")
+        assert this[way] == MODEL
+        assert 1 <= ratio <= 1.01
+
+
+def test_an_exchange_takes_less_than_a_second_without_flowers_waits(exchanges):
+    """Both transfers, and what both sides of the exchange do before and after them. Not in it: starting a process for
+    every message, polls, and what passes between processes of one machine."""
+    seconds = []
+    for this in exchanges:
+        parts = {**this["passing"], "client": this["client_seconds"], "server": this["server_seconds"]}
+        seconds.append(sum(parts.values()))
+        print(f"round {this['round']}: " + ", ".join(f"{name} {value:.3f} s" for name, value in parts.items()))
+        assert parts["up"] > 0 and parts["down"] > 0
+    assert median(seconds) <= 1.0
