@@ -18,7 +18,7 @@ from tepal.exchange.cache import forget_parts
 from tepal.server_app.config import ConfigError, RunConfig, open_run
 from tepal.server_app.flower import RunError, app_run_config, parse_run_config
 from tepal.server_app.report import write_report
-from tepal.server_app.run_directory import KEPT_IN, METRICS, find_run, read_metrics, read_summary
+from tepal.server_app.run_directory import CHECKPOINTS, KEPT_IN, METRICS, find_run, read_metrics, read_summary
 from tepal.server_app.simulation import simulate
 from tepal.server_app.terminal import RoundProgress, final_table, follow_metrics
 
@@ -138,7 +138,11 @@ def _simulate(
             if not found:
                 raise  # its text says where the log is
             kept = _keep_log(log, found[0])
-            raise RunError(f"{error.reason}\nWhat there is of it: {found[0]}", kept) from error
+            said = [error.reason, f"What there is of it: {found[0]}", _go_on(found[0])]
+            raise RunError("\n".join(filter(None, said)), kept) from error
+        except KeyboardInterrupt:
+            console.print(_go_on(found[0]) if found else "", markup=False, highlight=False, soft_wrap=True)
+            raise
         finally:
             done.set()
             for follower in followers:
@@ -154,6 +158,11 @@ def _simulate(
     summary = read_summary(found[0])
     if summary is not None:
         console.print(final_table(summary, read_metrics(found[0]), found[0]), soft_wrap=True)
+
+
+def _go_on(run: Path) -> str:
+    """How to resume a run that was stopped; "" for one that has no checkpoint."""
+    return f"It goes on with -c 'resume=\"{run}\"'" if any((run / CHECKPOINTS).glob("round-*")) else ""
 
 
 def _keep_log(log: Path, run: Path) -> Path:

@@ -36,6 +36,8 @@ RUN_BY = {
     "tepal simulate": "tests/integration/test_main_job.py",
     "tepal report": "test_the_report_command_says_where_the_report_is",
     "python benchmarks/bytes.py": "tests/unit/test_benchmarks.py",
+    "tepal simulate . -c 'resume=": "tests/integration/test_resume.py",
+    "flwr run . CONNECTION --stream --run-config 'resume=": "tests/integration/test_resume.py",
     "flower-superlink": "tests/integration/test_loopback.py",
     "flower-supernode": "tests/integration/test_loopback.py",
     "flwr run": "tests/integration/test_loopback.py",
@@ -52,7 +54,8 @@ def test_every_command_of_the_readme_is_run_by_a_test():
 def test_the_readmes_run_config_can_be_run():
     from tepal.server_app.flower import parse_run_config
 
-    (simulate,) = [command for command in commands() if command.startswith("tepal simulate")]
+    simulate, resume = [command for command in commands() if command.startswith("tepal simulate")]
+    assert "resume=" in resume, "tests/integration/test_resume.py runs it"
     words = shlex.split(simulate)
     config = read_run_config(parse_run_config([words[words.index("-c") + 1]]))
     assert (config.rounds.num_server_rounds, config.fedfrozen.warmup_rounds) == (2, 1)
