@@ -18,6 +18,7 @@ from tepal.exchange.parts import digest
 SUFFIX = ".safetensors"
 
 _DIGEST = "sha256/"  # and an array's name: its digest, in the file's metadata
+_RESERVED = "__metadata__"  # the format's own name among those of arrays
 
 
 class DamagedFile(ValueError):
@@ -28,11 +29,14 @@ def write_arrays(path: Path, arrays: Arrays, *, durable: bool = True) -> None:
     """Write a safetensors file beside `path` and rename it, so that nobody ever sees a part of it.
 
     The digest of every array goes into the metadata; `read_arrays` checks it. `durable`: wait until the disk has it.
-    Raises OSError.
+    Raises OSError, and ValueError for a name that the format does not allow.
     """
+    if _RESERVED in arrays:
+        raise ValueError(f"no array in a safetensors file can be named {_RESERVED!r}")
     path.parent.mkdir(parents=True, exist_ok=True)
     contiguous = {name: _contiguous(array) for name, array in arrays.items()}
     metadata = {f"{_DIGEST}{name}": digest(array).hex() for name, array in contiguous.items()}
+    metadata["arrays"] = str(len(contiguous))  # a file without any must have metadata to be read again
     handle, beside = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
     try:
         os.close(handle)
@@ -64,7 +68,13 @@ def read_arrays(path: Path, digests: Mapping[str, bytes] | None = None) -> dict[
             arrays: dict[str, np.ndarray] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             if digests is None:
                 metadata = file.metadata() or {}
-                digests = {name: bytes.fromhex(metadata[f"{_DIGEST}{name}"]) for name in arrays}
+                digests = {
+                    key.removeprefix(_DIGEST): bytes.fromhex(value)
+                    for key, value in metadata.items()
+                    if key.startswith(_DIGEST)
+                }
+                if digests.keys() != arrays.keys():
+                    raise ValueError("its arrays are not those that it lists")
         changed = [name for name, value in digests.items() if digest(arrays[name]) != value]
     except OSError:
         raise

@@ -11,7 +11,7 @@ import time
 import uuid
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from logging import getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,6 +67,7 @@ class _Round:
     config: ConfigRecord
     timeout: float
     report: RoundReport
+    started: float = field(default_factory=time.monotonic)
 
 
 class MethodStrategy(Strategy):
@@ -140,12 +141,13 @@ class MethodStrategy(Strategy):
         self.arrayrecord_key = arrayrecord_key
         self.configrecord_key = configrecord_key
         self.on_round = on_round or (lambda report: None)
+        # Of one run; `start` makes them.
         self._sender: Sender
         self._messenger: Messenger
-        self._nodes = Nodes()
-        self._standing = Standing()
-        self._awaited: set[str] = set()
-        self._note = ""  # the server's own trouble, for the next report
+        self._nodes: Nodes
+        self._standing: Standing
+        self._awaited: set[str]  # clients for which a resumed run waits
+        self._note: str  # the server's own trouble, for the next report
 
     def summary(self) -> None:
         """Log what is in force."""
@@ -195,6 +197,7 @@ class MethodStrategy(Strategy):
         self._messenger = Messenger(
             grid, self._sender, weighted_by_key=self.weighted_by_key, configrecord_key=self.configrecord_key
         )
+        self._nodes, self._standing, self._awaited, self._note = Nodes(), Standing(), set(), ""
         self.summary()
         result = Result()
         first = 1
@@ -208,38 +211,46 @@ class MethodStrategy(Strategy):
             result.evaluate_metrics_serverapp[0] = MetricRecord(dict(report.server_metrics))
             self.on_round(report)
 
-        for server_round in range(first, num_rounds + 1):
-            started = time.monotonic()
-            report = RoundReport(server_round, self.method.phase_name(state))
-            if self._note:
-                report.notes.append((SERVER, self._note))
-                self._note = ""
-            config, report.learning_rate = self._scheduled(train_config, server_round, num_rounds)
-            self._sender.new_round()
-            try:
-                state = self._train(state, _Round(server_round, config, timeout, report))
-            except RoundFailed as failure:
-                report.seconds = time.monotonic() - started
-                self.on_round(report)
-                result.arrays = self._arrays(state)
-                failure.result = result
-                raise
-            report.seconds_train = time.monotonic() - started
-            result.train_metrics_clientapp[server_round] = MetricRecord(dict(report.train_metrics))
-            last = server_round == num_rounds
-            if self.fraction_evaluate and (last or not any(key.startswith(_SCORED) for key in report.train_metrics)):
-                self._evaluate(state, _Round(server_round, evaluate_config, timeout, report), more_rounds=not last)
-                result.evaluate_metrics_clientapp[server_round] = MetricRecord(dict(report.evaluate_metrics))
-            if evaluate_fn is not None:
-                report.server_metrics = _scalars(evaluate_fn(server_round, self._arrays(state)))
-                result.evaluate_metrics_serverapp[server_round] = MetricRecord(dict(report.server_metrics))
-            report.seconds = time.monotonic() - started
-            self.on_round(report)
-            self._save(state, server_round, result)
+        try:
+            for number in range(first, num_rounds + 1):
+                this = self._begin(state, number, num_rounds, train_config, timeout)
+                state = self._train(state, this)
+                self._score(state, replace(this, config=evaluate_config), evaluate_fn, last=number == num_rounds)
+                self._end(this, result)
+                self._save(state, number, result)
+        except RoundFailed as failure:
+            this.report.seconds = time.monotonic() - this.started
+            self.on_round(this.report)
+            result.arrays = self._arrays(state)
+            failure.result = result
+            raise
+        finally:
+            self._messenger.close()
         result.arrays = self._arrays(state)
         return result
 
     # ---- one round -----------------------------------------------------------------------------------------------
+
+    def _begin(self, state: Any, number: int, rounds: int, train_config: ConfigRecord, timeout: float) -> _Round:
+        report = RoundReport(number, self.method.phase_name(state))
+        if self._note:
+            report.notes.append((SERVER, self._note))
+            self._note = ""
+        config, report.learning_rate = self._scheduled(train_config, number, rounds)
+        self._sender.new_round()
+        return _Round(number, config, timeout, report)
+
+    def _end(self, this: _Round, result: Result) -> None:
+        report, number = this.report, this.number
+        report.seconds = time.monotonic() - this.started
+        for metrics, of_rounds in (
+            (report.train_metrics, result.train_metrics_clientapp),
+            (report.evaluate_metrics, result.evaluate_metrics_clientapp),
+            (report.server_metrics, result.evaluate_metrics_serverapp),
+        ):
+            if metrics:
+                of_rounds[number] = MetricRecord(dict(metrics))
+        self.on_round(report)
 
     def _train(self, state: Any, this: _Round) -> Any:
         """Sampling, all phases, merge. Returns the next state; the old one is untouched when it fails."""
@@ -281,13 +292,25 @@ class MethodStrategy(Strategy):
             + report.reasons()
         )
 
-    def _evaluate(self, state: Any, this: _Round, *, more_rounds: bool) -> None:
-        """Let a cohort score the global model on its own test examples."""
-        cohort = self._sample(self.fraction_evaluate, this, 0, EVALUATE)
-        plans = self.method.evaluation(state, this.number, cohort, more_rounds=more_rounds)
-        metrics = [(reply.metrics, reply.examples) for reply in self._ask(state, plans, this)]
-        this.report.fedavg_down += len(plans)
-        this.report.evaluate_metrics = mean_metrics(metrics, self.weighted_by_key)
+    def _score(
+        self,
+        state: Any,
+        this: _Round,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None,
+        *,
+        last: bool,
+    ) -> None:
+        """Score the global model: by a cohort on its own test examples, unless clients do it as they train; here."""
+        report = this.report
+        report.seconds_train = time.monotonic() - this.started
+        if self.fraction_evaluate and (last or not any(key.startswith(_SCORED) for key in report.train_metrics)):
+            cohort = self._sample(self.fraction_evaluate, this, 0, EVALUATE)
+            plans = self.method.evaluation(state, this.number, cohort, more_rounds=not last)
+            metrics = [(reply.metrics, reply.examples) for reply in self._ask(state, plans, this)]
+            report.fedavg_down += len(plans)
+            report.evaluate_metrics = mean_metrics(metrics, self.weighted_by_key)
+        if evaluate_fn is not None:
+            report.server_metrics = _scalars(evaluate_fn(this.number, self._arrays(state)))
 
     def _ask(self, state: Any, plans: list[Plan], this: _Round, limit: int | None = None) -> Iterator[Reply]:
         """Send every plan to its client, and yield the good replies as they come."""
@@ -324,7 +347,7 @@ class MethodStrategy(Strategy):
                 self._introduce(asked, this)
             available, refusals = len(self._nodes.available()), self._nodes.refusals()
             self._awaited -= {*self._nodes.available()}
-            if self._awaited and time.monotonic() > begun + _RETURN:
+            if self._awaited and time.monotonic() > min(begun + _RETURN, deadline):
                 log.warning(
                     "%s took part before the run was resumed and did not come back: the run goes on without them, and "
                     "will not end as it would have.", ", ".join(sorted(self._awaited)),
@@ -379,7 +402,8 @@ class MethodStrategy(Strategy):
         out = self._standing.out(names, this.number)
         if len(names) - len(out) < self.min_replies:
             out = []  # better those than none
-        this.report.left_out = out
+        if what == TRAIN:
+            this.report.left_out = out
         names = [name for name in names if name not in out]
         size = min(len(names), max(int(len(names) * fraction), self.min_replies))
         rng = np.random.default_rng([self.seed, this.number, attempt, zlib.crc32(what.encode())])

@@ -18,7 +18,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from logging import getLogger
 from pathlib import Path
@@ -89,17 +89,21 @@ class Checkpoints:
     def save(self, checkpoint: Checkpoint) -> None:
         """Write a checkpoint, then remove those that are not kept any more.
 
-        Where the disk is full, all but the newest make room for it. Raises OSError when that is not enough; what was
-        there before is still there.
+        Where the disk is full, all but the newest that is whole make room for it. Raises OSError when that is not
+        enough; that one is still there.
         """
         try:
             self._write(checkpoint)
         except OSError:
-            if len(self.rounds()) < 2:
+            others = self.rounds()
+            whole = next((number for number, _ in self._readable()), None) if len(others) > 1 else None
+            if whole is None:
                 raise
-            self._prune(1)
+            self._remove(number for number in others if number != whole)
             self._write(checkpoint)
-        self._prune(self.keep)
+        # Those of later rounds were damaged, else this run would have gone on from them.
+        self._remove(number for number in self.rounds() if number > checkpoint.round)
+        self._remove(self.rounds()[: -self.keep])
 
     def latest(self) -> Checkpoint | None:
         """The newest checkpoint that is whole; None when there is none. Damaged ones are passed over, and said."""
@@ -142,8 +146,8 @@ class Checkpoints:
         finally:
             shutil.rmtree(beside, ignore_errors=True)
 
-    def _prune(self, keep: int) -> None:
-        for number in self.rounds()[:-keep]:
+    def _remove(self, rounds: Iterable[int]) -> None:
+        for number in rounds:
             shutil.rmtree(self._path(number), ignore_errors=True)
 
 
@@ -163,23 +167,24 @@ def to_json(value: Any, arrays: dict[str, np.ndarray]) -> Any:
     known = {id(array): name for name, array in arrays.items()}
 
     def encode(value: Any) -> Any:
-        if value is None or isinstance(value, bool | int | float | str):
+        if value is None or type(value) in (bool, int, float, str):
             return value
-        if isinstance(value, np.ndarray):
+        if type(value) in (np.ndarray, np.memmap):
+            if value.dtype.name not in _DTYPES:
+                raise TypeError(f"a method's state holds an array of {value.dtype}, which no checkpoint can keep")
             name = known.setdefault(id(value), str(len(known)))
             arrays[name] = value
             return {"array": name}
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            kind = type(value)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type) and _can_come_back(type(value)):
             fields = {item.name: encode(getattr(value, item.name)) for item in dataclasses.fields(value)}
-            return {"type": f"{kind.__module__}:{kind.__qualname__}", "fields": fields}
-        if isinstance(value, Mapping):
+            return {"type": _name_of(type(value)), "fields": fields}
+        if type(value) is dict:
             return {"dict": [[encode(key), encode(inner)] for key, inner in value.items()]}
-        if isinstance(value, tuple | list):
+        if type(value) in (tuple, list):
             return {type(value).__name__: [encode(inner) for inner in value]}
         raise TypeError(
-            f"a method's state holds a {type(value).__name__}, which no checkpoint can keep; it may hold dataclasses, "
-            "dicts, lists, tuples, numbers, text, None and numpy arrays"
+            f"a method's state holds a {type(value).__name__}, which no checkpoint can keep; it may hold dataclasses "
+            "that are defined in a module, dicts, lists, tuples, numbers, text, None and numpy arrays"
         )
 
     return encode(value)
@@ -201,6 +206,21 @@ def from_json(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
         case {"tuple": list(items)}:
             return tuple(from_json(inner, arrays) for inner in items)
     raise DamagedFile(f"its state has {sorted(value)}")
+
+
+_DTYPES = {"bool", "float16", "float32", "float64", "complex64"} | {f"{u}int{n}" for u in ("u", "") for n in (8, 16, 32, 64)}
+
+
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def _can_come_back(kind: type) -> bool:
+    """Whether a dataclass is found by its name, and made from its fields."""
+    try:
+        return _class_of(_name_of(kind)) is kind and all(item.init for item in dataclasses.fields(kind))
+    except DamagedFile:
+        return False
 
 
 def _class_of(name: str) -> Any:

@@ -31,20 +31,28 @@ class Inbox:
         self._lock = threading.Lock()
         self._expected: set[str] = set()
         self._to_look: deque[str] = deque()  # expected ids at which no thread looks now
+        self._pulling: set[str] = set()
+        self._failing: dict[str, float] = {}
         self._looking: dict[int, float] = {}  # thread → since when it is at one id
+        self._closed = threading.Event()
 
     def expect(self, message_ids: Iterable[str]) -> None:
         """Pull the replies to these messages, from the next `take` on."""
         with self._lock:
             new = [message_id for message_id in message_ids if message_id not in self._expected]
             self._expected.update(new)
-            self._to_look.extend(new)
+            self._to_look.extend(message_id for message_id in new if message_id not in self._pulling)
 
     def forget(self) -> None:
         """Expect nothing any more. A reply that is being pulled now still comes out of a later `take`."""
         with self._lock:
             self._expected.clear()
             self._to_look.clear()
+
+    def close(self) -> None:
+        """Forget everything, and let the threads end; a reply that one of them has is dropped."""
+        self._closed.set()
+        self.forget()
 
     def take(self, timeout: float) -> tuple[str, Message | Exception] | None:
         """(id of the message, its reply or what went wrong in pulling it), or None after `timeout` seconds."""
@@ -61,6 +69,11 @@ class Inbox:
             with self._lock:
                 self._expected.discard(message_id)
             return message_id, reply
+
+    def failing_since(self, message_id: str) -> float:
+        """Since when (`time.monotonic`) every pull of this message's reply has failed."""
+        with self._lock:
+            return self._failing.get(message_id, time.monotonic())
 
     def _have_somebody_look(self) -> None:
         with self._lock:
@@ -82,6 +95,7 @@ class Inbox:
                     del self._looking[me]
                     return
                 message_id = self._to_look.popleft()
+                self._pulling.add(message_id)
                 self._looking[me] = time.monotonic()
             reply: Message | Exception | None
             try:
@@ -91,13 +105,27 @@ class Inbox:
             with self._lock:
                 # Who has a reply that waits to be taken, or pauses, is not stuck.
                 self._looking[me] = time.monotonic() + 3600
+                self._pulling.discard(message_id)
+                if isinstance(reply, Exception):
+                    self._failing.setdefault(message_id, time.monotonic())
+                else:
+                    self._failing.pop(message_id, None)
                 if reply is None and message_id in self._expected:
                     self._to_look.append(message_id)
                 in_vain = in_vain + 1 if reply is None else 0
                 swept = in_vain >= len(self._to_look)
             if reply is not None:
-                self._came.put((message_id, reply))
+                self._hand_over(message_id, reply)
+                del reply
                 pause = _SHORTEST_PAUSE
             elif swept:
-                time.sleep(pause)
+                self._closed.wait(pause)
                 pause, in_vain = min(2 * pause, _LONGEST_PAUSE), 0
+
+    def _hand_over(self, message_id: str, reply: Message | Exception) -> None:
+        while not self._closed.is_set():
+            try:
+                self._came.put((message_id, reply), timeout=0.5)
+                return
+            except queue.Full:
+                pass

@@ -136,7 +136,6 @@ class Messenger:
         """
         deadline = time.monotonic() + timeout
         waiting: dict[str, Asked] = {}
-        failing: dict[str, float] = {}  # message id → since when pulling its reply fails
 
         def send(asked: Asked, missing: Mapping[str, Names] | None = None) -> None:
             plan = asked.plan
@@ -170,8 +169,7 @@ class Messenger:
             if came is not None and (asked := waiting.pop(came[0], None)) is not None:
                 message_id, message = came
                 if isinstance(message, Exception):
-                    since = failing.setdefault(message_id, time.monotonic())
-                    if time.monotonic() - since < _GIVE_UP:
+                    if time.monotonic() - self._inbox.failing_since(message_id) < _GIVE_UP:
                         log.warning("The reply of %s cannot be pulled now: %s", asked.name, message)
                         time.sleep(0.5)
                         waiting[message_id] = asked
@@ -205,6 +203,10 @@ class Messenger:
                 _lose(report, asked, f"it did not answer within {timeout:g} s")
         self._late.update(waiting)
         self._inbox.forget()
+
+    def close(self) -> None:
+        """End what goes on beside: no reply is taken any more."""
+        self._inbox.close()
 
     def _read(
         self, asked: Asked, message: Message, report: RoundReport, refused: dict[int, str] | None

@@ -68,8 +68,9 @@ class Nodes:
                     log.warning("Two nodes call themselves %r; node %d goes by %r. Give each its own `name`.",
                                 taken, node_id, name)  # fmt: skip
                 else:
-                    log.info("%s is back as node %d (was %d).", name, node_id, other)
                     del self._names[other]
+            if name in self._met:
+                log.info("%s is back, as node %d.", name, node_id)
             self._names[node_id] = names[node_id] = name
         self._refused.update(refused)
         self._silent += [node_id for node_id in asked if node_id not in introduced and node_id not in refused]
