@@ -4,9 +4,10 @@ Both are one compressed JSON value in a Flower `ConfigRecord` of the message. Th
 entry), so they carry everything that is needed to complete and to strip an app's raw `state_dict`: no state must be
 shared between server and client but the values themselves.
 
-An **exchange** is one message and its answer. Its id is the digest of the manifest, which no two messages share: an
-answer that carries it was made from this very manifest, and from no other round, attempt or altered copy. The answer
-is **sealed** with a digest of all that it carries.
+An **exchange** is one message and its answer. Its id is the digest of the manifest and the app's settings, which no two
+messages share. It goes down with the message, so that a client sees what was altered on its way, and comes back with
+the answer, which was then made from this very message and from none of another round or attempt. The answer is
+**sealed** with a digest of all that it carries.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ RECORD = "tepal"
 PARTS = "tepal.parts"
 """Name of the ArrayRecord that carries the packed parts."""
 
-_LIMIT = 64 * 1024 * 1024  # of decompressed JSON: a client must not be able to fill the server's memory
+_ID = "id"
+
+_LIMIT = 64_000_000  # bytes of decompressed JSON
+_HEADER, _HEADER_PER_ENTRY = 1_000_000, 1000  # of a header: a client must not be able to fill the server's memory
 
 
 class ProtocolError(ValueError):
@@ -45,13 +49,13 @@ def _to_bytes(value: Any) -> bytes:
     return zlib.compress(_to_text(value))
 
 
-def _from_record(content: Mapping[str, Any], key: str) -> dict[str, Any]:
+def _from_record(content: Mapping[str, Any], key: str, limit: int = _LIMIT) -> dict[str, Any]:
     try:
         record = content[RECORD]
         inflate = zlib.decompressobj()
-        text = inflate.decompress(record[key], _LIMIT)
+        text = inflate.decompress(record[key], limit)
         if inflate.unconsumed_tail:
-            raise ValueError(f"more than {_LIMIT} bytes")
+            raise ValueError(f"more than {limit} bytes")
         value = json.loads(text)
         if not isinstance(value, dict):
             raise TypeError("not an object")
@@ -63,9 +67,27 @@ def _from_record(content: Mapping[str, Any], key: str) -> dict[str, Any]:
 def exchange_id(content: Mapping[str, Any]) -> str:
     """Id of the exchange that a message with this content begins, 32 hexadecimal digits. Raises ProtocolError."""
     try:
-        return hashlib.sha256(content[RECORD]["manifest"]).hexdigest()[: 2 * DIGEST_BYTES]
+        known = hashlib.sha256(content[RECORD]["manifest"])
     except (KeyError, TypeError) as error:
         raise ProtocolError(f"it has no manifest ({error!r})") from error
+    for name, record in sorted(content.items()):
+        if name != RECORD and isinstance(record, ConfigRecord):
+            known.update(repr((name, sorted(record.items()))).encode())
+    return known.hexdigest()[: 2 * DIGEST_BYTES]
+
+
+def sign(content: Mapping[str, Any]) -> str:
+    """Write the exchange's id into a message's complete content, and return it."""
+    content[RECORD][_ID] = exchange_id(content)
+    return str(content[RECORD][_ID])
+
+
+def signed(content: Mapping[str, Any]) -> str:
+    """The id of the exchange that a message which has arrived begins. Raises ProtocolError for one that was altered."""
+    found = exchange_id(content)
+    if content[RECORD].get(_ID) != found:
+        raise ProtocolError("the server's message was altered on its way: its manifest or settings do not fit its id")
+    return found
 
 
 @dataclass(frozen=True)
@@ -243,9 +265,12 @@ class Header:
         }
 
     @staticmethod
-    def from_content(content: Mapping[str, Any]) -> Header:
-        """Read the header of an answer. Raises ProtocolError: nothing that a client sends is trusted."""
-        data = _from_record(content, "header")
+    def from_content(content: Mapping[str, Any], entries: int = 10_000) -> Header:
+        """Read the header of an answer. Raises ProtocolError: nothing that a client sends is trusted.
+
+        `entries`: of the model, after which it is known how long a header may be.
+        """
+        data = _from_record(content, "header", _HEADER + _HEADER_PER_ENTRY * entries)
         try:
             parts: dict[Tree, tuple[Shaped, ...]] = {}
             for tree, shaped in data["parts"].items():

@@ -18,7 +18,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 
 from tepal.exchange.cache import DEFAULT_LIMIT, ClientCache, default_root
 from tepal.exchange.layout import Arrays, Names
-from tepal.exchange.manifest import PARTS, RECORD, Header, Manifest, exchange_id
+from tepal.exchange.manifest import PARTS, RECORD, Header, Manifest, signed
 from tepal.exchange.parts import digest, pack, unpack
 from tepal.exchange.personal import PersonalState
 from tepal.exchange.plan import EVALUATE, INTRODUCE, Tree
@@ -105,8 +105,8 @@ class _Exchange:
     def __init__(self, msg: Message, context: Context) -> None:
         self.msg = msg
         self.context = context
+        self.id = signed(msg.content)
         self.manifest = Manifest.from_content(msg.content)
-        self.id = exchange_id(msg.content)
         self.client = self.manifest.client or own_name(context)
         root = context.node_config.get("cache-path")
         megabytes = context.node_config.get("cache-megabytes")

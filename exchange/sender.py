@@ -9,18 +9,31 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 
 from tepal.exchange.layout import Arrays, Layout, Names
-from tepal.exchange.manifest import PARTS, RECORD, Header, Manifest, Parcel, ProtocolError
+from tepal.exchange.manifest import PARTS, RECORD, Header, Manifest, Parcel, ProtocolError, sign
 from tepal.exchange.parts import Part, digest, pack, unpack
 from tepal.exchange.plan import INTRODUCE, Plan, Reply, Tree
+
+NO_MOD = (
+    "it does not speak Tepal's exchange: its ClientApp must be made with mods=[partial_exchange] "
+    "(from tepal.exchange import partial_exchange)"
+)
 
 
 class BadReply(ValueError):
     """A client's answer that must not be merged; the text says why."""
+
+
+class NoMod(BadReply):
+    """An answer of an app that knows nothing of this project."""
+
+    def __init__(self, said: str = "") -> None:
+        super().__init__(NO_MOD + (f". (The app said: {said})" if said else ""))
 
 
 class ClientRefuses(BadReply):
@@ -70,15 +83,25 @@ class Sender:
         blocks: label → entries, disjoint and complete: the grain in which parts are sent and kept.
         experiment: id of the experiment, which outlives a run that is resumed.
         record: name of the ArrayRecord under which the app expects its model.
+        settings_record: name of the ConfigRecord under which it expects its settings.
     """
 
-    def __init__(self, layout: Layout, blocks: Mapping[str, Names], *, experiment: str, record: str) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        blocks: Mapping[str, Names],
+        *,
+        experiment: str,
+        record: str,
+        settings_record: str = "config",
+    ) -> None:
         if sorted(name for names in blocks.values() for name in names) != sorted(layout.names):
             raise ValueError("the blocks are not a partition of the model's entries")
         self.layout = layout
         self.blocks = blocks
         self.experiment = experiment
         self.record = record
+        self.settings_record = settings_record
         self.held: dict[str, frozenset[str]] = {}
         """Client → ids of the parts that it holds."""
         self.current: dict[str, str] = {}
@@ -97,13 +120,18 @@ class Sender:
         self._packed.clear()
 
     def content(
-        self, plan: Plan, values: Callable[[Tree], Arrays], missing: Mapping[str, Names] | None = None
-    ) -> RecordDict:
-        """Manifest and arrays for one plan.
+        self,
+        plan: Plan,
+        values: Callable[[Tree], Arrays],
+        settings: Mapping[str, Any] | None = None,
+        missing: Mapping[str, Names] | None = None,
+    ) -> tuple[RecordDict, str]:
+        """Manifest, arrays and settings for one plan, and the id of the exchange that they begin.
 
         Args:
             plan: what the client is asked.
             values: tree → the values that this client gets.
+            settings: of the app.
             missing: of an answer to the same plan (`Missing.entries`): then only these entries travel.
         """
         held = self.held.get(plan.client, frozenset())
@@ -149,26 +177,29 @@ class Sender:
             for number, packed in arrays.items():  # not ArrayRecord(arrays): it makes new Arrays, to be hashed again
                 record[number] = packed
             content[PARTS] = record
-        return content
+        content[self.settings_record] = ConfigRecord(dict(settings or {}))
+        return content, sign(content)
 
     def read(self, plan: Plan, sent: str, message: Message, weighted_by: str = "num-examples") -> Reply | Missing:
         """Check an answer against its plan, entry by entry, and believe what it says the client holds.
 
         Args:
             plan: what the client was asked.
-            sent: id of the exchange in which it was asked (`exchange_id` of the content).
+            sent: id of the exchange in which it was asked.
             message: the answer.
             weighted_by: metric that the reply's weight is taken from.
 
         Raises:
             BadReply: an answer that must not be merged. The record of what the client holds stays as it was.
         """
+        if not message.has_content():
+            raise BadReply("it is empty")
         content = message.content
+        if RECORD not in content:
+            raise NoMod
         try:
-            header = Header.from_content(content)
+            header = Header.from_content(content, len(self.layout.entries))
         except ProtocolError as error:
-            if RECORD not in content:
-                raise BadReply(NO_MOD) from error
             raise BadReply(str(error)) from error
         for what, got, expected in (
             ("experiment", header.experiment, self.experiment),
@@ -181,7 +212,7 @@ class Sender:
         if header.answers != sent:
             raise BadReply("it answers another message than the one it was sent, or that one was altered on its way")
         no_result = bool(header.missing or header.refused)
-        metrics = _metrics(content)
+        metrics = _metrics(content, header.metrics)
         parts = {} if no_result else self._parts(plan, header, content)
         examples = 0 if no_result or plan.action == INTRODUCE else _examples(metrics, weighted_by)
         if header.seal != header.seal_of(content):
@@ -247,16 +278,13 @@ MOST_EXAMPLES = 10**15
 
 _NOTHING = Layout((), ())
 
-NO_MOD = (
-    "it does not speak Tepal's exchange: its ClientApp must be made with mods=[partial_exchange] "
-    "(from tepal.exchange import partial_exchange)"
-)
+def _metrics(content: RecordDict, sealed: Names) -> dict[str, float]:
+    """All finite scalar metrics of an answer. A NaN loss is no reason to refuse finite weights; it is left out.
 
-
-def _metrics(content: RecordDict) -> dict[str, float]:
-    """All finite scalar metrics of an answer. A NaN loss is no reason to refuse finite weights; it is left out."""
+    A metric in one of the sealed records goes before one of the same name in another.
+    """
     found: dict[str, float] = {}
-    for record in content.metric_records.values():
+    for _, record in sorted(content.metric_records.items(), key=lambda item: item[0] in sealed):
         for name, value in record.items():
             if isinstance(value, int | float) and np.isfinite(value):
                 found[name] = value

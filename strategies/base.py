@@ -45,7 +45,7 @@ ATTEMPTS = 3
 """How often a round with too few replies is tried, each time with a new cohort."""
 
 _INTRODUCTION = 300.0  # seconds that a new node is given to introduce itself
-_SAY_AGAIN = 15.0  # seconds
+_SAY_AGAIN, _ASK_AGAIN = 15.0, 3.0  # seconds
 _RETURN = 300.0  # seconds that a deterministic run which is resumed waits for the clients that it had
 
 _SCORED = ("received-", "trained-", "personal-")
@@ -192,11 +192,13 @@ class MethodStrategy(Strategy):
         if checkpoint is not None:
             self.experiment = checkpoint.experiment
         self._sender = Sender(
-            model.layout, self.method.grain(model), experiment=self.experiment, record=self.arrayrecord_key
+            model.layout,
+            self.method.grain(model),
+            experiment=self.experiment,
+            record=self.arrayrecord_key,
+            settings_record=self.configrecord_key,
         )
-        self._messenger = Messenger(
-            grid, self._sender, weighted_by_key=self.weighted_by_key, configrecord_key=self.configrecord_key
-        )
+        self._messenger = Messenger(grid, self._sender, weighted_by_key=self.weighted_by_key)
         self._nodes, self._standing, self._awaited, self._note = Nodes(), Standing(), set(), ""
         self.summary()
         result = Result()
@@ -336,15 +338,16 @@ class MethodStrategy(Strategy):
         """Wait until enough clients are there, and let new nodes introduce themselves."""
         begun = time.monotonic()
         deadline = begun + this.timeout
-        again = time.monotonic()  # when nodes that did not answer are asked again, and what is waited for is said
+        say_again = ask_again = begun  # when it is said what is waited for; when silent nodes are asked again
         while True:
             try:
                 self._nodes.update(self._messenger.grid)
             except Exception as error:  # a SuperLink that is busy or starting; it is asked again until the deadline
                 log.warning("The SuperLink does not say which nodes are there: %s", error)
             too_few = len(self._nodes.available()) < self.min_available_nodes
-            if asked := dict(self._nodes.take_new(silent_too=too_few and time.monotonic() >= again)):
+            if asked := dict(self._nodes.take_new(this.number, silent_too=too_few and time.monotonic() >= ask_again)):
                 self._introduce(asked, this)
+                ask_again = time.monotonic() + _ASK_AGAIN
             available, refusals = len(self._nodes.available()), self._nodes.refusals()
             self._awaited -= {*self._nodes.available()}
             if self._awaited and time.monotonic() > min(begun + _RETURN, deadline):
@@ -365,8 +368,8 @@ class MethodStrategy(Strategy):
                     f"{available} clients are there after {this.timeout:g} s, and {self.min_available_nodes} are "
                     "needed: start more SuperNodes, or set min_available_nodes lower" + this.report.reasons()
                 )
-            if time.monotonic() >= again:
-                again = time.monotonic() + _SAY_AGAIN
+            if time.monotonic() >= say_again:
+                say_again = time.monotonic() + _SAY_AGAIN
                 if available < self.min_available_nodes:
                     log.info("Waiting for clients: %d are there, %d are needed.", available, self.min_available_nodes)
                 else:
@@ -389,7 +392,9 @@ class MethodStrategy(Strategy):
             refused=refused,
         )
         introduced = dict(answers)
-        names = self._nodes.settle({node_id: reply.client for node_id, reply in introduced.items()}, refused, asked)
+        names = self._nodes.settle(
+            {node_id: reply.client for node_id, reply in introduced.items()}, refused, asked, this.number
+        )
         for node_id, name in names.items():
             reply = introduced[node_id]
             self._sender.held[name] = frozenset(reply.holds if reply.client == name else ())

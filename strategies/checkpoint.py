@@ -111,11 +111,7 @@ class Checkpoints:
 
     def versions(self) -> list[Mapping[str, str]]:
         """`current` of all checkpoints that are whole, the oldest first."""
-        found = []
-        for number in self.rounds():
-            with contextlib.suppress(OSError, DamagedFile):
-                found.append(_read_facts(self._path(number) / FACTS)["current"])
-        return found
+        return [checkpoint.current for _, checkpoint in self._readable()][::-1]
 
     def _readable(self) -> Iterator[tuple[int, Checkpoint]]:
         for number in reversed(self.rounds()):
@@ -208,7 +204,9 @@ def from_json(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
     raise DamagedFile(f"its state has {sorted(value)}")
 
 
-_DTYPES = {"bool", "float16", "float32", "float64", "complex64"} | {f"{u}int{n}" for u in ("u", "") for n in (8, 16, 32, 64)}
+_DTYPES = frozenset(
+    ["bool", "float16", "float32", "float64", "complex64", *(f"{u}int{n}" for u in ("u", "") for n in (8, 16, 32, 64))]
+)
 
 
 def _name_of(kind: type) -> str:

@@ -12,14 +12,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from logging import getLogger
 
-from flwr.app import ConfigRecord, Message
+from flwr.app import Message
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 from tepal.exchange.layout import Arrays, Names
-from tepal.exchange.manifest import exchange_id
 from tepal.exchange.plan import EVALUATE, INTRODUCE, TRAIN, Plan, Reply, Tree
-from tepal.exchange.sender import NO_MOD, BadReply, ClientRefuses, Missing, Sender, Traffic
+from tepal.exchange.sender import BadReply, ClientRefuses, Missing, NoMod, Sender, Traffic
 from tepal.strategies.inbox import Inbox
 
 log = getLogger("flwr")
@@ -101,14 +100,12 @@ class Messenger:
         grid: Flower's.
         sender: what to send to whom.
         weighted_by_key: metric that a reply's weight is taken from.
-        configrecord_key: name of the ConfigRecord with the app's settings.
     """
 
-    def __init__(self, grid: Grid, sender: Sender, *, weighted_by_key: str, configrecord_key: str) -> None:
+    def __init__(self, grid: Grid, sender: Sender, *, weighted_by_key: str) -> None:
         self.grid = grid
         self.sender = sender
         self.weighted_by_key = weighted_by_key
-        self.configrecord_key = configrecord_key
         self._inbox = Inbox(grid)
         self._late: dict[str, Asked] = {}
 
@@ -132,17 +129,16 @@ class Messenger:
             config: the app's settings; a plan's options go before them.
             timeout: seconds until the deadline.
             limit: after so many good replies the others are dropped when they come.
-            refused: is filled with node id → reason.
+            refused: is filled with node id → reason, for clients that themselves cannot take part.
         """
         deadline = time.monotonic() + timeout
         waiting: dict[str, Asked] = {}
 
         def send(asked: Asked, missing: Mapping[str, Names] | None = None) -> None:
             plan = asked.plan
-            content = self.sender.content(plan, lambda tree: values(plan, tree), missing)
-            asked = replace(asked, exchange=exchange_id(content))
             settings = {**config, **plan.options, "server-round": plan.round}
-            content[self.configrecord_key] = ConfigRecord(settings)  # type: ignore[arg-type]
+            content, exchange = self.sender.content(plan, lambda tree: values(plan, tree), settings, missing)
+            asked = replace(asked, exchange=exchange)
             left = max(deadline - time.monotonic(), 1.0)
             message = Message(content, asked.node_id, message_type(plan), ttl=left + _LATE, group_id=str(plan.round))
             try:
@@ -214,13 +210,14 @@ class Messenger:
         """The checked answer; None, with the reason in the report, for one that must not be merged."""
         try:
             if message.has_error():
-                reason = (message.error.reason or "no reason given").strip()
+                reason = (message.error.reason or "").strip() or "no reason given"
                 if asked.plan.action != INTRODUCE or message.error.code != ErrorCode.CLIENT_APP_RAISED_EXCEPTION:
                     _lose(report, asked, f"error {message.error.code}: {reason}")
                     return None
                 # The mod answers an introduction itself; only an app without it gets to see one, and fails on it.
-                raise BadReply(f"{NO_MOD}. (The app said: {reason.splitlines()[-1]})")
-            report.up += Traffic.of(message.content)
+                raise NoMod(reason.splitlines()[-1])
+            if message.has_content():
+                report.up += Traffic.of(message.content)
             try:
                 answer = self.sender.read(asked.plan, asked.exchange, message, self.weighted_by_key)
             except BadReply:
@@ -241,7 +238,7 @@ class Messenger:
                 name, said = refusal.client, "gives no result"
                 report.refused_by_client.add(name)
             report.refused.append((name, reason))
-            if refused is not None:
+            if refused is not None and isinstance(refusal, ClientRefuses | NoMod):
                 refused[asked.node_id] = reason
             log.warning("%s %s in round %d: %s", name, said, report.round, reason)
             return None

@@ -19,13 +19,15 @@ class Nodes:
     """Connected nodes, by what is known of them.
 
     A node is *new* until it has introduced itself; then it is *available* under its name, or *refused* with a reason.
-    A node that did not answer its introduction is *silent*; it is asked again only when there are too few others.
+    A node from which no introduction came is *silent*; it is asked again after 1, 2, 4, … rounds, because every time
+    the others may have to wait for it, and at once when there are too few others.
     """
 
     def __init__(self) -> None:
         self._sessions: dict[int, tuple[str, str]] = {}  # node id → (when it was last activated, registered name)
         self._new: list[int] = []
-        self._silent: list[int] = []
+        self._silent: dict[int, int] = {}  # node id → the round in which it is asked again
+        self._tries: dict[int, int] = {}
         self._names: dict[int, str] = {}
         self._refused: dict[int, str] = {}
         self._met: set[str] = set()
@@ -35,23 +37,24 @@ class Nodes:
         now = {node.node_id: (node.last_activated_at, node.name) for node in grid.get_nodes()}
         changed = [node_id for node_id, session in now.items() if self._sessions.get(node_id) != session]
         for node_id in {*(set(self._sessions) - set(now)), *changed}:
-            for known in (self._names, self._refused):
+            known: dict[int, Any]
+            for known in (self._names, self._refused, self._silent, self._tries):
                 known.pop(node_id, None)
-            for waiting in (self._new, self._silent):
-                if node_id in waiting:
-                    waiting.remove(node_id)
+            if node_id in self._new:
+                self._new.remove(node_id)
         self._sessions = now
         self._new += sorted(changed)
 
-    def take_new(self, *, silent_too: bool = False) -> list[tuple[int, str]]:
+    def take_new(self, round: int, *, silent_too: bool = False) -> list[tuple[int, str]]:
         """(node id, registered name or "") of nodes that are to introduce themselves now."""
-        chosen, self._new = self._new, []
-        if silent_too:
-            chosen, self._silent = chosen + self._silent, []
+        again = [node_id for node_id, due in self._silent.items() if silent_too or due <= round]
+        for node_id in again:
+            del self._silent[node_id]
+        chosen, self._new = self._new + again, []
         return [(node_id, self._sessions[node_id][1]) for node_id in chosen]
 
     def settle(
-        self, introduced: Mapping[int, str], refused: Mapping[int, str], asked: Mapping[int, str]
+        self, introduced: Mapping[int, str], refused: Mapping[int, str], asked: Mapping[int, str], round: int
     ) -> dict[int, str]:
         """Enter the outcome of introductions: node id → name, node id → reason; all others of `asked` are silent.
 
@@ -73,7 +76,10 @@ class Nodes:
                 log.info("%s is back, as node %d.", name, node_id)
             self._names[node_id] = names[node_id] = name
         self._refused.update(refused)
-        self._silent += [node_id for node_id in asked if node_id not in introduced and node_id not in refused]
+        for node_id in asked:
+            if node_id not in introduced and node_id not in refused:
+                self._tries[node_id] = self._tries.get(node_id, 0) + 1
+                self._silent[node_id] = round + 2 ** (self._tries[node_id] - 1)
         return names
 
     def returned(self, names: Collection[str]) -> set[str]:

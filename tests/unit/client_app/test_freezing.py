@@ -37,7 +37,7 @@ def message_for():
             seen.append(msg)
             return Message(RecordDict({"arrays": msg.content["arrays"]}), reply_to=msg)
 
-        sent = Message(sender.content(plan, lambda tree: entries), 1, "train")
+        sent = Message(sender.content(plan, lambda tree: entries)[0], 1, "train")
         partial_exchange(sent, Context(1, 1, {}, RecordDict(), {}), app)
         return seen[0]
 

@@ -165,9 +165,8 @@ def test_a_line_torn_anywhere_costs_only_that_round(run, cut):
 
 
 def test_a_run_that_goes_on_cannot_be_resumed_beside_itself(run):
-    with run.in_use():
-        with pytest.raises(RunInUse, match="has not ended"), RunDirectory.resume(run.path).in_use():
-            pass
+    with run.in_use(), pytest.raises(RunInUse, match="has not ended"), RunDirectory.resume(run.path).in_use():
+        pass
     with RunDirectory.resume(run.path).in_use():
         pass
 
