@@ -20,10 +20,11 @@ help:
 run: $(VENV)/.ready-run
 	$(BIN)/tepal simulate .
 
-# Unit tests share both cores, so one thread each. Integration tests start servers and Ray: one at a time.
+# One thread each, because two tests run side by side. Integration tests mostly wait: for processes to start, and for
+# Flower to look again.
 test: $(VENV)/.ready-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit -n 2 --dist loadscope
-	$(BIN)/python -m pytest tests/integration
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integration -n 2 --dist loadfile
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .

@@ -21,7 +21,7 @@ from urllib.parse import quote
 
 import numpy as np
 
-from tepal.exchange.files import SUFFIX, DamagedFile, read_arrays, write_arrays
+from tepal.exchange.files import SUFFIX, DamagedFile, read_arrays, sweep, write_arrays
 from tepal.exchange.layout import Arrays, Names
 from tepal.exchange.parts import Part
 
@@ -149,6 +149,7 @@ class ClientCache:
 
     def _make_room(self, nbytes: int) -> None:
         """Remove what was used longest ago, of any experiment, until `nbytes` more are within the limit."""
+        sweep(self._content)
         contents = sorted(self.root.glob(f"*/content/*{SUFFIX}"), key=lambda path: path.stat().st_mtime)
         used = sum(path.stat().st_size for path in contents)
         for content in contents:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from tepal.exchange.layout import Arrays
 from tepal.exchange.parts import digest
 
 SUFFIX = ".safetensors"
+
+_BESIDE = ".writing-"
+_LEFT_BEHIND = 3600.0  # seconds after which a file that is being written belongs to a process that was killed
 
 _DIGEST = "sha256/"  # and an array's name: its digest, in the file's metadata
 _RESERVED = "__metadata__"  # the format's own name among those of arrays
@@ -37,7 +41,7 @@ def write_arrays(path: Path, arrays: Arrays, *, durable: bool = True) -> None:
     contiguous = {name: _contiguous(array) for name, array in arrays.items()}
     metadata = {f"{_DIGEST}{name}": digest(array).hex() for name, array in contiguous.items()}
     metadata["arrays"] = str(len(contiguous))  # a file without any must have metadata to be read again
-    handle, beside = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
+    handle, beside = tempfile.mkstemp(dir=path.parent, prefix=_BESIDE)
     try:
         os.close(handle)
         save_file(contiguous, beside, metadata=metadata)
@@ -85,6 +89,15 @@ def read_arrays(path: Path, digests: Mapping[str, bytes] | None = None) -> dict[
     for array in arrays.values():
         array.flags.writeable = False
     return arrays
+
+
+def sweep(folder: Path) -> None:
+    """Remove what processes that were killed had begun to write in this folder."""
+    before = time.time() - _LEFT_BEHIND
+    for path in folder.glob(f"{_BESIDE}*"):
+        with contextlib.suppress(OSError):
+            if path.stat().st_mtime < before:
+                path.unlink()
 
 
 def _contiguous(array: np.ndarray) -> np.ndarray:

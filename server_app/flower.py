@@ -92,10 +92,15 @@ class Clock:
         """Return the seconds left of the limit, but no more than `at_most`."""
         return min(at_most, self._begun + self.limit - time.monotonic())
 
+    @property
+    def over(self) -> str:
+        """What there is to say when the limit is over; "" while it is not."""
+        return f"The run was stopped: it took longer than {self.limit:g} s" if self.left() <= 0 else ""
+
     def check(self) -> None:
         """Raise `TimeoutError` when the limit is over."""
-        if self.left() <= 0:
-            raise TimeoutError(f"The run was stopped: it took longer than {self.limit:g} s")
+        if self.over:
+            raise TimeoutError(self.over)
 
 
 def connect(home: Path, address: str, root_certificates: Path | None = None) -> None:

@@ -106,7 +106,8 @@ def simulate(
         kept = cache or Path(os.environ.get("TEPAL_CACHE") or folder / "cache")
         return _run(app, folder, clients, resources, config, clock, log.resolve(), kept.resolve())
     except (ProcessError, TimeoutError, subprocess.TimeoutExpired) as error:
-        raise RunError(str(error), log) from error
+        # At the limit, whatever was under way then may have failed by it, in words of its own.
+        raise RunError(clock.over or str(error), log) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -184,9 +184,7 @@ class Messenger:
             elif came is not None:
                 self._drop_late(*came, report)
             if time.monotonic() - looked >= _LOOK_AROUND:
-                now, looked = self._sessions(), time.monotonic()
-                restarted = {node for node, session in now.items() if sessions.get(node, session) != session}
-                sessions |= now
+                restarted, looked = self._restarted(sessions), time.monotonic()
                 for message_id, asked in list(waiting.items()):
                     if asked.node_id in restarted and asked.resends < RESENDS:
                         # What it had been sent went with its process.
@@ -258,6 +256,13 @@ class Messenger:
         except Exception as error:
             log.warning("The SuperLink does not say which nodes are there: %s", error)
             return {}
+
+    def _restarted(self, sessions: dict[int, str]) -> set[int]:
+        """Nodes that were restarted since `sessions` was known, which is brought up to date."""
+        now = self._sessions()
+        restarted = {node for node, session in now.items() if sessions.get(node, session) != session}
+        sessions.update(now)
+        return restarted
 
 
 def message_type(plan: Plan) -> str:

@@ -192,7 +192,7 @@ def spoiling(client, nth, kind):
 def test_it_stays_as_it_was_when_the_reply_was_not_merged(kind):
     seen = []
     grid = grid_of(counting_app(seen), ["a", "b"], spoil=spoiling("b", 2, kind))
-    history = run(grid, 4, timeout=3 if kind == "lost" else 60)
+    history = run(grid, 4, timeout=2 if kind == "lost" else 60)
     assert [report.replied for report in history] == [["a", "b"], ["a"], ["a", "b"], ["a", "b"]]
     assert counts(seen, "a") == [0, 1, 2, 3]
     assert counts(seen, "b") == [0, 1, 1, 2]

@@ -186,14 +186,6 @@ def test_when_too_few_others_are_there_they_are_asked_all_the_same(trained):
     assert models[5] == pytest.approx(mean_of("ab", 5))
 
 
-def test_a_round_in_which_all_are_left_out_asks_all(trained):
-    weather = {"good": False}
-    grid = InProcessGrid(nodes_of(trained.app(lambda client, number: number > 1 and not weather["good"])))
-    with pytest.raises(RoundFailed, match="no result today"):
-        run(grid, 2)
-    assert trained.rounds("a") == [1, 2, 2, 2]
-
-
 def test_a_resumed_run_knows_who_is_left_out(trained, tmp_path):
     app = trained.app(lambda client, number: client == "b" and number <= 3)
     run(InProcessGrid(nodes_of(app)), 3, checkpoints=tmp_path)
