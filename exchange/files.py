@@ -49,6 +49,8 @@ def write_arrays(path: Path, arrays: Arrays, *, durable: bool = True) -> None:
             with open(beside, "rb") as file:
                 os.fsync(file.fileno())
         os.replace(beside, path)
+        if durable:
+            sync_folder(path.parent)
     except SafetensorError as error:
         raise OSError(str(error)) from error
     finally:
@@ -89,6 +91,16 @@ def read_arrays(path: Path, digests: Mapping[str, bytes] | None = None) -> dict[
     for array in arrays.values():
         array.flags.writeable = False
     return arrays
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the disk has the names in this folder."""
+    with contextlib.suppress(OSError):  # not every file system lets a folder be opened
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def sweep(folder: Path) -> None:

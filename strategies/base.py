@@ -272,6 +272,7 @@ class MethodStrategy(Strategy):
             merged: dict[str, str] = {}
             for reply in sorted(replies, key=lambda reply: reply.client) if self.deterministic else replies:
                 merger.add(reply)
+                self._standing.good(reply.client)
                 metrics.append((reply.metrics, reply.examples))
                 report.replied.append(reply.client)
                 merged[reply.client] = reply.exchange
@@ -327,7 +328,6 @@ class MethodStrategy(Strategy):
             limit=limit,
         )
         for _, reply in answers:
-            self._standing.good(reply.client)
             yield reply
         for client, _ in this.report.refused[without_result[0] :] + this.report.lost[without_result[1] :]:
             self._standing.failed(client, this.number)

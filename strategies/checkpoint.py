@@ -10,7 +10,6 @@ tuples, numbers, text, None and numpy arrays, in any nesting; an array that stan
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -26,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from tepal.exchange.files import DamagedFile, read_arrays, write_arrays
+from tepal.exchange.files import DamagedFile, read_arrays, sync_folder, write_arrays
 from tepal.exchange.layout import Layout, Names
 
 log = getLogger("flwr")
@@ -138,7 +137,7 @@ class Checkpoints:
             if path.exists():  # a round that a resumed run repeats, because its checkpoint was damaged
                 shutil.rmtree(path)
             os.replace(beside, path)
-            _sync(self.folder)
+            sync_folder(self.folder)
         finally:
             shutil.rmtree(beside, ignore_errors=True)
 
@@ -264,13 +263,3 @@ def _read_facts(path: Path) -> dict[str, Any]:
         return dict(content["facts"])
     except (KeyError, TypeError, ValueError) as error:
         raise error if isinstance(error, DamagedFile) else DamagedFile(f"it cannot be read ({error!r})") from error
-
-
-def _sync(folder: Path) -> None:
-    """Wait until the disk has the names in this folder."""
-    with contextlib.suppress(OSError):  # not every file system lets a folder be opened
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

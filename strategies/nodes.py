@@ -105,7 +105,8 @@ class Nodes:
 class Standing:
     """Who has failed how often in a row: a client that gives no result three times is left out for some rounds.
 
-    Failing is a reply that was refused, and no reply. A good reply, and a restart of the client's node, clear it.
+    Failing is a reply that was refused, and no reply. A reply that was merged clears it, and a restart of the client's
+    node; a good answer to another question does not.
     """
 
     failures: dict[str, int] = field(default_factory=dict)

@@ -216,6 +216,13 @@ def test_a_report_does_not_call_left_out_whom_it_asked(trained):
         assert not set(report.left_out) & set(report.asked), f"round {report.round}"
 
 
+def test_a_good_score_does_not_make_up_for_training_that_fails(trained):
+    app = trained.app(lambda client, number: client == "b")
+    reports, _ = run(InProcessGrid(nodes_of(app)), 5, fraction_evaluate=1.0)
+    assert trained.rounds("b") == [1, 2, 3]
+    assert [reports[number].left_out for number in (3, 4, 5)] == [[], ["b"], ["b"]]
+
+
 def test_standing_counts_each_client_alone():
     standing = Standing()
     for number in (1, 2, 3):
