@@ -15,6 +15,12 @@ os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _cache_folder_of_nobody(tmp_path_factory):
+    """A client's app may still be at work in its thread when its test has ended."""
+    os.environ["TEPAL_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(autouse=True)
 def cache_folder(tmp_path, monkeypatch):
     """The folder in which clients of this test keep what they hold."""
