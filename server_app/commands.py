@@ -153,7 +153,7 @@ def _simulate(
                 log.unlink(missing_ok=True)
     if not found:
         raise RunError("the run ended without a run directory")
-    for experiment in cache.glob(f"{found[0].name}-*"):
+    for experiment in cache.glob(f"{found[0].name}-{'[0-9a-f]' * 8}"):  # as `run` names it
         forget_parts(experiment)
     summary = read_summary(found[0])
     if summary is not None:
