@@ -1,6 +1,8 @@
 """A run that was killed goes on, and ends with the bits of a run that never was: in simulation, and on the loopback."""
 
+import os
 import random
+import signal
 import sys
 import time
 from pathlib import Path
@@ -61,11 +63,15 @@ def rounds_done(runs: Path) -> int:
         return -1
 
 
-def wait_for_round(runs: Path, number: int, alive, seconds: float = 300) -> None:
+def wait_for(condition, what: str, alive=lambda: True, seconds: float = 300) -> None:
     end = time.monotonic() + seconds
-    while rounds_done(runs) < number:
-        assert alive() and time.monotonic() < end, f"round {number} did not end"
+    while not condition():
+        assert alive() and time.monotonic() < end, f"waited in vain for {what}"
         time.sleep(0.02)
+
+
+def wait_for_round(runs: Path, number: int, alive) -> None:
+    wait_for(lambda: rounds_done(runs) >= number, f"the end of round {number}", alive)
 
 
 @pytest.mark.simulation
@@ -81,14 +87,16 @@ def test_a_simulation_that_is_killed_three_times_ends_as_if_it_never_was(tmp_pat
     def simulation(*arguments: str):
         command = [sys.executable, "-m", "tepal.server_app.commands", "simulate", str(ROOT)]
         command += ["--clients", "3", "-c", str(tmp_path / "config.toml"), *arguments]
-        return started(command, log=tmp_path / "simulation.log", cwd=tmp_path)
+        environment = {**os.environ, "TMPDIR": str(tmp_path)}
+        return started(command, log=tmp_path / "simulation.log", cwd=tmp_path, env=environment)
 
     resume = ("-c", f'resume="{runs}"')
     for attempt, (number, seconds) in enumerate(points):
         with simulation(*(resume if attempt else ())) as process:
             wait_for_round(runs, number, lambda process=process: process.running)
             time.sleep(seconds)
-            process.kill()
+            os.kill(process.pid, signal.SIGKILL)
+            wait_for(lambda process=process: not process.tree(), "the end of what it had started")
     with simulation(*resume) as process:
         assert process.wait(300) == 0, process.tail()
     assert len(list(runs.glob("*-fedfrozen"))) == 1, "it is one run"
