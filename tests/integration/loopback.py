@@ -12,15 +12,17 @@ import subprocess
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tepal.server_app.flower import CONNECTION, Clock, Outcome, Value, connect, follow, stage_app, submit, to_toml
-from tepal.server_app.processes import Process, flower_environment, free_port, started, wait_for_http
+from tepal.server_app.processes import MARK, Process, flower_environment, free_port, marked, started, wait_for_http
 from tests.integration.credentials import authority, node_key
 from tests.integration.relay import Relay
 
@@ -312,8 +314,8 @@ def loopback(
 ) -> Iterator[Loopback]:
     """Start a SuperLink, and a SuperNode for each of the node configs `nodes`.
 
-    Everything they write is in one temporary folder, which goes with them when the block is left. Tepal is importable
-    for apps that do not bring it along, as where it is installed.
+    Everything they write is in one temporary folder, which goes with them when the block is left; no process of theirs
+    may be left then. Tepal is importable for apps that do not bring it along, as where it is installed.
 
     Args:
         nodes: The node config of each SuperNode, as `flower-supernode --node-config` takes it.
@@ -323,12 +325,17 @@ def loopback(
     """
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tepal-loopback-")))
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        token = uuid.uuid4().hex
+        patch.setenv(MARK, ",".join(filter(None, [os.environ.get(MARK), token])))
         deployment = Loopback(stack, folder, nodes, secure=secure, relay=relay, inside=inside or {})
         try:
             deployment._start_all()
             yield deployment
         finally:
             deployment._stop_all()
+        assert marked(token) == []
+    assert not folder.exists()
 
 
 def partitions(clients: int) -> list[str]:

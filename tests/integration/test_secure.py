@@ -2,7 +2,6 @@
 
 import contextlib
 import datetime
-import os
 import socket
 import textwrap
 import time
@@ -14,7 +13,7 @@ import pytest
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 
 from tepal.server_app.flower import explain
-from tepal.server_app.processes import MARK, Process, free_port, marked
+from tepal.server_app.processes import Process, free_port
 from tests.integration.credentials import DAY, authority, node_key
 from tests.integration.loopback import Loopback, loopback, partitions
 
@@ -25,14 +24,8 @@ SITES = ["site-0", "site-1", "site-2"]
 
 @pytest.fixture(scope="module")
 def deployment():
-    """Shared by all tests here; when they are done, no process of it may be left."""
-    token = f"secure-{os.getpid()}"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(MARK, token)
-        with loopback(partitions(len(SITES)), secure=True) as running:
-            yield running
-        assert marked(token) == []
-        assert not running.folder.exists()
+    with loopback(partitions(len(SITES)), secure=True) as running:
+        yield running
 
 
 def supernode(

@@ -16,6 +16,7 @@ import shutil
 import traceback
 import zlib
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -419,20 +420,23 @@ def replaced(name, *records):
     return replace
 
 
+def any_bytes(key, content, rng):
+    old = content[RECORD][key]
+    content[RECORD][key] = next(new for _ in range(100) if (new := changed_bytes(old, rng)) != old)
+
+
+def any_field(key, *fields):
+    def change(content, rng):
+        value = to_json(content[RECORD][key])
+        content[RECORD][key] = to_bytes(altered(value, rng, fields or None))
+
+    return change
+
+
 # ---- messages on their way to a client -------------------------------------------------------------------------------
 
 
-def manifest_bytes(content, rng):
-    old = content[RECORD]["manifest"]
-    content[RECORD]["manifest"] = next(new for _ in range(100) if (new := changed_bytes(old, rng)) != old)
-
-
-def manifest_field(*fields):
-    def change(content, rng):
-        value = to_json(content[RECORD]["manifest"])
-        content[RECORD]["manifest"] = to_bytes(altered(value, rng, fields or None))
-
-    return change
+manifest_bytes, manifest_field = partial(any_bytes, "manifest"), partial(any_field, "manifest")
 
 
 def manifest_layout_names(content, rng):
@@ -529,17 +533,7 @@ def test_a_message_that_is_changed_on_its_way_to_a_client_is_healed_or_costs_onl
 # ---- answers on their way back ---------------------------------------------------------------------------------------
 
 
-def header_bytes(content, rng):
-    old = content[RECORD]["header"]
-    content[RECORD]["header"] = next(new for _ in range(100) if (new := changed_bytes(old, rng)) != old)
-
-
-def header_field(*fields):
-    def change(content, rng):
-        value = to_json(content[RECORD]["header"])
-        content[RECORD]["header"] = to_bytes(altered(value, rng, fields or None))
-
-    return change
+header_bytes, header_field = partial(any_bytes, "header"), partial(any_field, "header")
 
 
 def header_type(content, rng):
