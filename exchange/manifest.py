@@ -113,6 +113,7 @@ class Manifest:
     parcels: tuple[Parcel, ...] = ()
     trains: Names = ()
     returns: Mapping[Tree, Names] = field(default_factory=dict)
+    remembers: Mapping[Tree, Tree] = field(default_factory=dict)
     groups: Mapping[str, Names] = field(default_factory=dict)
     options: Mapping[str, Scalar] = field(default_factory=dict)
     current: str = ""
@@ -156,6 +157,7 @@ class Manifest:
                         ],
                         "trains": numbers(self.trains),
                         "returns": {tree: numbers(names) for tree, names in self.returns.items()},
+                        "remembers": dict(self.remembers),
                         "groups": {group: numbers(names) for group, names in self.groups.items()},
                         "options": dict(self.options),
                         "current": self.current,
@@ -193,6 +195,7 @@ class Manifest:
                 parcels=tuple(parcels),
                 trains=names(data["trains"]),
                 returns={tree: names(numbers) for tree, numbers in data["returns"].items()},
+                remembers=dict(data["remembers"]),
                 groups={group: names(numbers) for group, numbers in data["groups"].items()},
                 options=dict(data["options"]),
                 current=data["current"],

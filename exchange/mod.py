@@ -19,7 +19,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from tepal.exchange.cache import DEFAULT_LIMIT, ClientCache, default_root
 from tepal.exchange.layout import Arrays, Names
 from tepal.exchange.manifest import PARTS, RECORD, Header, Manifest, signed
-from tepal.exchange.parts import digest, pack, unpack
+from tepal.exchange.parts import Part, digest, pack, unpack
 from tepal.exchange.personal import PersonalState
 from tepal.exchange.plan import EVALUATE, INTRODUCE, Tree
 
@@ -130,6 +130,7 @@ class _Exchange:
         figures: Mapping[str, int | float] = {}
         refused = ""
         if introduce is not None:
+            self.msg.__dict__[_RECEIVED] = Received(self.manifest, {}, self.personal)
             try:
                 figures = introduce(self.msg, self.context)
             except Exception as error:  # the client's own trouble, whatever it is, belongs into the server's log
@@ -176,7 +177,9 @@ class _Exchange:
         for tree, values in trees.items():
             is_model = tree == self.manifest.model
             record = self.manifest.record if is_model else tree
-            raw = self.manifest.layout.join(values) if is_model else values
+            # A whole model is an app's own `state_dict`, whichever tree it is; a part of one has names of entries.
+            whole = is_model or len(values) == len(self.manifest.layout.entries)
+            raw = self.manifest.layout.join(values) if whole else values
             content[record] = ArrayRecord({name: Array(np.asarray(array)) for name, array in raw.items()})
         self.msg.__dict__[_RECEIVED] = Received(self.manifest, trees, self.personal)
 
@@ -186,6 +189,8 @@ class _Exchange:
         try:
             parts = {tree: self._returned(tree, names, content, trees) for tree, names in self.manifest.returns.items()}
             self.personal.commit()
+            for tree, kept_as in self.manifest.remembers.items():
+                self._remember(parts[tree], kept_as)
         except _Refusal as refusal:
             return self.answer(refused=str(refusal))
         except OSError as error:
@@ -195,6 +200,14 @@ class _Exchange:
         if parts:
             content[PARTS] = ArrayRecord({tree: pack(values, values) for tree, values in parts.items()})
         return self.answer(parts=parts, content=content)
+
+    def _remember(self, returned: Arrays, tree: Tree) -> None:
+        """Keep what is returned as parts of `tree`, in the blocks in which the model came."""
+        for parcel in self.manifest.parcels:
+            part = parcel.part
+            if part.tree == self.manifest.model and returned.keys() >= set(part.names):
+                digests = tuple(digest(returned[name]) for name in part.names)
+                self.cache.keep(Part(tree, part.block, part.names, digests), returned)
 
     def _returned(
         self, tree: Tree, names: Names, content: RecordDict, trees: Mapping[Tree, Arrays]
@@ -210,15 +223,16 @@ class _Exchange:
         }
         returned: dict[str, np.ndarray] = {}
         wanted = set(names)
+        whole = is_model or len(wanted) == len(layout.entries)
         trains = set(self.manifest.trains)
         changed: list[str] = []
-        for entry in layout.entries if is_model else [layout.by_name[name] for name in names]:
-            source = entry.raw if is_model else entry.name
+        for entry in layout.entries if whole else [layout.by_name[name] for name in names]:
+            source = entry.raw if whole else entry.name
             if source not in raw:
                 if entry.name in wanted:
                     raise _Refusal(f"the app's answer lacks the tensor {source!r}")
                 continue
-            value = entry.of(raw[source]) if is_model else raw[source]
+            value = entry.of(raw[source]) if whole else raw[source]
             if value.shape != entry.shape or value.dtype.name != entry.dtype:
                 raise _Refusal(
                     f"the app's answer has {entry.name!r} as {value.dtype.name}{list(value.shape)}, "

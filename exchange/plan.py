@@ -37,8 +37,10 @@ class Plan:
     """Entries that the reply carries, by tree."""
     keeps: Mapping[Tree, Names] = field(default_factory=dict)
     """Entries, of those needed, that the client should keep as received, because later rounds need the same values."""
+    remembers: Mapping[Tree, Tree] = field(default_factory=dict)
+    """Tree of `returns` → tree as which the client should keep what it returned, because it may be asked to score it."""
     groups: Mapping[str, Names] = field(default_factory=dict)
-    """Named sets of entries that the objective speaks of, such as the value projections of FedFrozen's ridge."""
+    """Named sets of entries that the app must know: the value projections of FedFrozen's ridge, a model's layers."""
     options: Mapping[str, Scalar] = field(default_factory=dict)
     """Scalars for the app's training function: in its config record, and in the manifest for `apply_plan`."""
 
@@ -56,6 +58,8 @@ class Reply:
     parts: Mapping[Tree, Mapping[str, np.ndarray]]
     examples: int
     metrics: Mapping[str, float]
+    vectors: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """Metrics that are lists of numbers, all finite: a number for each layer, for example."""
     exchange: str = ""
     """Id of the exchange that it answers."""
     holds: Names = ()

@@ -112,7 +112,9 @@ class Sender:
         # its digest so that its id cannot be used again.
         self._digests: dict[int, tuple[np.ndarray, bytes]] = {}
         self._used: dict[int, tuple[np.ndarray, bytes]] = {}
-        self._packed: dict[tuple[str, Names], Array] = {}
+        # The part of each tree and block that was packed last: one that many clients get is packed once, and of a
+        # tree that differs from client to client there is never more than one in memory.
+        self._packed: dict[tuple[Tree, str], tuple[tuple[str, Names], Array]] = {}
 
     def new_round(self) -> None:
         """Forget packed parts, and digests of arrays that the last round did not use."""
@@ -150,10 +152,11 @@ class Sender:
                 else:
                     sent = () if part.id in held else chosen
                 if sent:
-                    key = (part.id, sent)
-                    if key not in self._packed:
-                        self._packed[key] = pack(tree_values, sent)
-                    arrays[str(len(parcels))] = self._packed[key]
+                    key, packed = self._packed.get((tree, block), (None, None))
+                    if packed is None or key != (part.id, sent):
+                        packed = pack(tree_values, sent)
+                        self._packed[tree, block] = (part.id, sent), packed
+                    arrays[str(len(parcels))] = packed
                 parcels.append(Parcel(part, keep=wanted.issuperset(chosen) and kept.issuperset(chosen), sent=sent))
         manifest = Manifest(
             experiment=self.experiment,
@@ -161,10 +164,11 @@ class Sender:
             round=plan.round,
             action=plan.action,
             record=self.record,
-            layout=self.layout if parcels else _NOTHING,
+            layout=self.layout,
             parcels=tuple(parcels),
             trains=plan.trains,
             returns=plan.returns,
+            remembers=plan.remembers,
             groups=plan.groups,
             options=plan.options,
             current=self.current.get(plan.client, ""),
@@ -212,7 +216,7 @@ class Sender:
         if header.answers != sent:
             raise BadReply("it answers another message than the one it was sent, or that one was altered on its way")
         no_result = bool(header.missing or header.refused)
-        metrics = _metrics(content, header.metrics)
+        metrics, vectors = _metrics(content, header.metrics)
         parts = {} if no_result else self._parts(plan, header, content)
         examples = 0 if no_result or plan.action == INTRODUCE else _examples(metrics, weighted_by)
         if header.seal != header.seal_of(content):
@@ -228,6 +232,7 @@ class Sender:
             parts=parts,
             examples=examples,
             metrics=metrics,
+            vectors=vectors,
             exchange=sent,
             holds=header.holds,
             notes=header.notes,
@@ -276,19 +281,20 @@ class Sender:
 MOST_EXAMPLES = 10**15
 """Largest weight of a reply: float64 sums of float32 values with larger ones could overflow."""
 
-_NOTHING = Layout((), ())
-
-def _metrics(content: RecordDict, sealed: Names) -> dict[str, float]:
-    """All finite scalar metrics of an answer. A NaN loss is no reason to refuse finite weights; it is left out.
+def _metrics(content: RecordDict, sealed: Names) -> tuple[dict[str, float], dict[str, tuple[float, ...]]]:
+    """All finite metrics of an answer, numbers and lists. A NaN loss is no reason to refuse finite weights.
 
     A metric in one of the sealed records goes before one of the same name in another.
     """
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
+    lists: dict[str, tuple[float, ...]] = {}
     for _, record in sorted(content.metric_records.items(), key=lambda item: item[0] in sealed):
         for name, value in record.items():
             if isinstance(value, int | float) and np.isfinite(value):
-                found[name] = value
-    return found
+                numbers[name] = value
+            elif isinstance(value, list) and np.isfinite(value).all():
+                lists[name] = tuple(float(one) for one in value)
+    return numbers, lists
 
 
 def _examples(metrics: Mapping[str, float], weighted_by: str) -> int:

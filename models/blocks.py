@@ -110,6 +110,8 @@ class Blocks:
     Embedding is patch, token and position embeddings, with their norm and projection, and class and mask tokens. What
     the last layer's output goes through before the head (final norm, pooler) is rest, in every family but CLIP, where
     the final norm and the projection are head. A head tied to the embedding is embedding.
+
+    `buffers` are the entries that no gradient trains: BatchNorm's statistics and counters, and the like.
     """
 
     model: str
@@ -120,6 +122,7 @@ class Blocks:
     layers: tuple[Names, ...]
     embedding: Names
     head: Names
+    buffers: Names
     attentions: int
 
     @property
@@ -194,6 +197,7 @@ def find_blocks(
         layers=tuple(_in_order(layout, layer) for layer in found_layers),
         embedding=_in_order(layout, embedding),
         head=_in_order(layout, head),
+        buffers=_in_order(layout, _buffers(model, layout)),
         attentions=len(attentions) if query_key is None else 0,
     )
 
@@ -565,6 +569,11 @@ def _embedding(model: nn.Module, layout: Layout) -> set[str]:
             # By any of its names: a head that is tied to the embedding is embedding.
             found |= {entry.name for entry in layout.entries_of[tensor.same_as or tensor.name]}
     return found
+
+
+def _buffers(model: nn.Module, layout: Layout) -> set[str]:
+    named = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    return {entry.name for entry in layout.entries if entry.raw in named}
 
 
 def _head(model: nn.Module, layout: Layout, free: set[str]) -> set[str]:

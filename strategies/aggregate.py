@@ -73,7 +73,13 @@ class WeightedMean:
         return means
 
 
-def mean_metrics(replies: Iterable[tuple[Mapping[str, float], int]], weighted_by: str) -> dict[str, float]:
+ON_TESTS = ("received-", "trained-", "personal-")
+"""How the names of metrics begin that a client measures on its own test examples: the model they are of."""
+
+
+def mean_metrics(
+    replies: Iterable[tuple[Mapping[str, float], int]], weighted_by: str, *, alike: bool = False
+) -> dict[str, float]:
     """Weighted mean of the metrics of several clients.
 
     Metrics that are measured on test examples, which is what a name with a prefix `received-`, `trained-` or
@@ -82,6 +88,7 @@ def mean_metrics(replies: Iterable[tuple[Mapping[str, float], int]], weighted_by
     Args:
         replies: (metrics, weight) of each client. A metric that a client does not have leaves that client out.
         weighted_by: the metric that the weight was taken from; it and `test-examples` are summed, not averaged.
+        alike: what is measured on test examples counts alike for every client, as personalised models are judged.
     """
     sums: dict[str, float] = {}
     weights: dict[str, float] = {}
@@ -92,7 +99,17 @@ def mean_metrics(replies: Iterable[tuple[Mapping[str, float], int]], weighted_by
                 w, value, weights[name] = 1.0, value, 1.0
                 sums[name] = sums.get(name, 0) + value
                 continue
-            w = on_tests if name.startswith(("received-", "trained-", "personal-")) else weight
+            w = (1.0 if alike else on_tests) if name.startswith(ON_TESTS) else weight
             sums[name] = sums.get(name, 0.0) + w * value
             weights[name] = weights.get(name, 0.0) + w
     return {name: total / weights[name] for name, total in sums.items() if weights[name]}
+
+
+def spread(replies: Iterable[tuple[Mapping[str, float], int]]) -> dict[str, float]:
+    """Standard deviation over clients of what each measured on its own test examples; metrics of one client have 0."""
+    values: dict[str, list[float]] = {}
+    for metrics, _ in replies:
+        for name, value in metrics.items():
+            if name.startswith(ON_TESTS):
+                values.setdefault(name, []).append(value)
+    return {name: float(np.std(found)) for name, found in values.items()}

@@ -24,7 +24,7 @@ from flwr.serverapp.strategy import Result, Strategy
 from tepal.exchange.layout import Layout
 from tepal.exchange.plan import EVALUATE, INTRODUCE, TRAIN, Plan, Reply
 from tepal.exchange.sender import Sender
-from tepal.strategies.aggregate import mean_metrics
+from tepal.strategies.aggregate import ON_TESTS, mean_metrics, spread
 from tepal.strategies.checkpoint import Checkpoint, CheckpointError, Checkpoints, layout_digest
 from tepal.strategies.messenger import SERVER, Messenger, RoundReport
 from tepal.strategies.method import Method, ModelBlocks, ServerModel
@@ -48,8 +48,6 @@ _INTRODUCTION = 300.0  # seconds that a new node is given to introduce itself
 _SAY_AGAIN, _ASK_AGAIN = 15.0, 3.0  # seconds
 _RETURN = 300.0  # seconds that a deterministic run which is resumed waits for the clients that it had
 
-_SCORED = ("received-", "trained-", "personal-")
-
 
 class RoundFailed(RuntimeError):
     """Too few clients. Nothing that was learned before is lost: `result` has the model of the last finished round."""
@@ -64,6 +62,7 @@ class _Round:
     """What all exchanges of one round share."""
 
     number: int
+    rounds: int
     config: ConfigRecord
     timeout: float
     report: RoundReport
@@ -198,14 +197,18 @@ class MethodStrategy(Strategy):
             record=self.arrayrecord_key,
             settings_record=self.configrecord_key,
         )
-        self._messenger = Messenger(grid, self._sender, weighted_by_key=self.weighted_by_key)
+        self._messenger = Messenger(
+            grid, self._sender, weighted_by_key=self.weighted_by_key, accept=self.method.accept
+        )
         self._nodes, self._standing, self._awaited, self._note = Nodes(), Standing(), set(), ""
         self.summary()
         result = Result()
         first = 1
+        folder, keep = (self.checkpoints.folder, self.checkpoints.keep) if self.checkpoints else (None, 0)
+        self.method.open(folder, keep)
         if checkpoint is not None:
-            state, first = checkpoint.state, checkpoint.round + 1
-            self._go_on(checkpoint, result)
+            first = checkpoint.round + 1
+            state = self._go_on(checkpoint, result)
         train_config, evaluate_config = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
         if evaluate_fn is not None and first == 1:
             report = RoundReport(0, "initial")
@@ -220,6 +223,8 @@ class MethodStrategy(Strategy):
                 self._score(state, replace(this, config=evaluate_config), evaluate_fn, last=number == num_rounds)
                 self._end(this, result)
                 self._save(state, number, result)
+            result.arrays = self._arrays(state)
+            return result
         except RoundFailed as failure:
             this.report.seconds = time.monotonic() - this.started
             self.on_round(this.report)
@@ -228,19 +233,17 @@ class MethodStrategy(Strategy):
             raise
         finally:
             self._messenger.close()
-        result.arrays = self._arrays(state)
-        return result
+            self.method.close()
 
     # ---- one round -----------------------------------------------------------------------------------------------
 
     def _begin(self, state: Any, number: int, rounds: int, train_config: ConfigRecord, timeout: float) -> _Round:
-        report = RoundReport(number, self.method.phase_name(state))
+        report = RoundReport(number, self.method.phase_name(state), scored=self.method.scored)
         if self._note:
             report.notes.append((SERVER, self._note))
             self._note = ""
-        config, report.learning_rate = self._scheduled(train_config, number, rounds)
         self._sender.new_round()
-        return _Round(number, config, timeout, report)
+        return _Round(number, rounds, train_config, timeout, report)
 
     def _end(self, this: _Round, result: Result) -> None:
         report, number = this.report, this.number
@@ -259,13 +262,18 @@ class MethodStrategy(Strategy):
         report = this.report
         for attempt in range(ATTEMPTS):
             self._meet(this)
-            cohort = self._sample(self.fraction_train, this, attempt, TRAIN)
+            state, cohort = self.method.cohort(state, *self._draw(self.fraction_train, this, attempt, TRAIN))
+            cohort = sorted(cohort)
             heard: dict[str, Reply] = {}
             for phase in self.method.phases[:-1]:
                 plans = self.method.plan(state, this.number, phase, cohort, heard)
+                report.asked = [plan.client for plan in plans]
                 heard = {reply.client: reply for reply in self._ask(state, plans, this)}
+                cohort = sorted(heard)
             plans = self.method.plan(state, this.number, self.method.phases[-1], cohort, heard)
-            report.asked = [plan.client for plan in plans]
+            report.asked = [plan.client for plan in plans] or report.asked
+            report.record = self.method.record(state, plans)
+            report.learning_rate = self._mean_rate(state, plans, this)
             replies = self._ask(state, plans, this, self.max_replies)
             merger = self.method.merger(state, this.number)
             metrics: list[tuple[Mapping[str, float], int]] = []
@@ -279,7 +287,8 @@ class MethodStrategy(Strategy):
             report.fedavg_down += len(plans)
             report.fedavg_up += len(report.replied)
             if len(metrics) >= self.min_replies:
-                report.train_metrics = mean_metrics(metrics, self.weighted_by_key)
+                report.train_metrics = mean_metrics(metrics, self.weighted_by_key, alike=report.scored != "received")
+                report.spread = spread(metrics)
                 state = merger.finish()
                 self._sender.current.update(merged)
                 return state
@@ -306,12 +315,14 @@ class MethodStrategy(Strategy):
         """Score the global model: by a cohort on its own test examples, unless clients do it as they train; here."""
         report = this.report
         report.seconds_train = time.monotonic() - this.started
-        if self.fraction_evaluate and (last or not any(key.startswith(_SCORED) for key in report.train_metrics)):
-            cohort = self._sample(self.fraction_evaluate, this, 0, EVALUATE)
+        if self.fraction_evaluate and (last or not any(key.startswith(ON_TESTS) for key in report.train_metrics)):
+            names, size, rng = self._draw(self.fraction_evaluate, this, 0, EVALUATE)
+            cohort = sorted(names[k] for k in rng.choice(len(names), size, replace=False))
             plans = self.method.evaluation(state, this.number, cohort, more_rounds=not last)
             metrics = [(reply.metrics, reply.examples) for reply in self._ask(state, plans, this)]
             report.fedavg_down += len(plans)
-            report.evaluate_metrics = mean_metrics(metrics, self.weighted_by_key)
+            report.evaluate_metrics = mean_metrics(metrics, self.weighted_by_key, alike=report.scored != "received")
+            report.spread = spread(metrics)
         if evaluate_fn is not None:
             report.server_metrics = _scalars(evaluate_fn(this.number, self._arrays(state)))
 
@@ -323,7 +334,7 @@ class MethodStrategy(Strategy):
             [(node_of[plan.client], plan) for plan in plans],
             this.report,
             values=lambda plan, tree: self.method.values(state, plan.client, tree),
-            config=this.config,
+            settings=lambda plan: self._settings(state, plan, this),
             timeout=this.timeout,
             limit=limit,
         )
@@ -387,7 +398,7 @@ class MethodStrategy(Strategy):
             plans,
             this.report,
             values=lambda plan, tree: {},
-            config=this.config,
+            settings=lambda plan: this.config,
             timeout=min(this.timeout, _INTRODUCTION),
             refused=refused,
         )
@@ -401,8 +412,8 @@ class MethodStrategy(Strategy):
         for name in self._nodes.returned(names.values()):
             self._standing.good(name)
 
-    def _sample(self, fraction: float, this: _Round, attempt: int, what: str) -> list[str]:
-        """A cohort, drawn from the names of the available clients by (seed, round, attempt) alone; sorted."""
+    def _draw(self, fraction: float, this: _Round, attempt: int, what: str) -> tuple[list[str], int, np.random.Generator]:
+        """What a cohort is drawn from: the available clients, sorted, its size, and a generator of this draw alone."""
         names = self._nodes.available()
         out = self._standing.out(names, this.number)
         if len(names) - len(out) < self.min_replies:
@@ -411,8 +422,7 @@ class MethodStrategy(Strategy):
             this.report.left_out = out
         names = [name for name in names if name not in out]
         size = min(len(names), max(int(len(names) * fraction), self.min_replies))
-        rng = np.random.default_rng([self.seed, this.number, attempt, zlib.crc32(what.encode())])
-        return sorted(names[k] for k in rng.choice(len(names), size, replace=False))
+        return names, size, np.random.default_rng([self.seed, this.number, attempt, zlib.crc32(what.encode())])
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -443,8 +453,8 @@ class MethodStrategy(Strategy):
                 )
         return checkpoint
 
-    def _go_on(self, checkpoint: Checkpoint, result: Result) -> None:
-        """Take over what a checkpoint remembers, beside the method's state."""
+    def _go_on(self, checkpoint: Checkpoint, result: Result) -> Any:
+        """Take over what a checkpoint remembers. Returns the method's state."""
         assert self.checkpoints is not None
         log.info("Resumed after round %d, from %s.", checkpoint.round, self.checkpoints.folder)
         self._sender.held = {client: frozenset(ids) for client, ids in checkpoint.held.items()}
@@ -454,6 +464,7 @@ class MethodStrategy(Strategy):
         self._awaited = set(checkpoint.clients) if self.deterministic else set()
         for kind, rounds in checkpoint.history.items():
             getattr(result, kind).update({int(number): MetricRecord(dict(m)) for number, m in rounds.items()})
+        return self.method.resume(checkpoint.state, self.checkpoints.states(before=checkpoint.round))
 
     def _save(self, state: Any, server_round: int, result: Result) -> None:
         """Write a checkpoint. One that cannot be written is said, and the run goes on."""
@@ -477,6 +488,7 @@ class MethodStrategy(Strategy):
             history=history,
         )
         try:
+            self.method.settle(state)
             self.checkpoints.save(checkpoint)
         except OSError as error:
             self._note = f"no checkpoint of round {server_round} could be written: {error}"
@@ -491,37 +503,46 @@ class MethodStrategy(Strategy):
     # ---- arrays and settings -------------------------------------------------------------------------------------
 
     def _server_model(self, initial_arrays: ArrayRecord) -> ServerModel:
-        raw = {name: array.numpy() for name, array in initial_arrays.items()}
-        for array in raw.values():
-            array.flags.writeable = False
-        if self.blocks is None:
-            layout = Layout.of_arrays(raw)
-            return ServerModel("the model", layout, layout.split(raw), None)
-        layout = self.blocks.layout
+        models: list[dict[str, np.ndarray]] = []
+        for record in modes_of(initial_arrays):
+            models.append({name: array.numpy() for name, array in record.items()})
+            for array in models[-1].values():
+                array.flags.writeable = False
+        name, layout = "the model", Layout.of_arrays(models[0])
+        if self.blocks is not None:
+            name, layout = self.blocks.model, self.blocks.layout
         expected = {t.name: (t.shape, t.dtype) for t in layout.raw}
-        given = {name: (array.shape, array.dtype.name) for name, array in raw.items()}
-        if different := sorted(name for name in {*expected, *given} if expected.get(name) != given.get(name)):
-            name = different[0]
-            raise ValueError(
-                f"the initial arrays are not those of {self.blocks.model}: {len(different)} tensors differ, {name!r} "
-                f"first (model: {expected.get(name, 'absent')}, arrays: {given.get(name, 'absent')})"
-            )
-        return ServerModel(self.blocks.model, layout, layout.split(raw), self.blocks)
+        for raw in models:
+            given = {name: (array.shape, array.dtype.name) for name, array in raw.items()}
+            if different := sorted(name for name in {*expected, *given} if expected.get(name) != given.get(name)):
+                first = different[0]
+                raise ValueError(
+                    f"the initial arrays are not those of {name}: {len(different)} tensors differ, {first!r} "
+                    f"first (model: {expected.get(first, 'absent')}, arrays: {given.get(first, 'absent')})"
+                )
+        return ServerModel(name, layout, tuple(layout.split(raw) for raw in models), self.blocks)
 
     def _arrays(self, state: Any) -> ArrayRecord:
-        """The global model as Flower and apps know it: the raw `state_dict`."""
-        raw = self._sender.layout.join(self.method.model(state))
-        return ArrayRecord({name: Array(np.asarray(array)) for name, array in raw.items()})
+        """What the run delivers, as Flower and apps know it: a raw `state_dict`, or those of an ensemble's modes."""
+        models = [self._sender.layout.join(entries) for entries in self.method.models(state)]
+        return join_modes(
+            ArrayRecord({name: Array(np.asarray(array)) for name, array in raw.items()}) for raw in models
+        )
 
-    def _scheduled(self, config: ConfigRecord, server_round: int, rounds: int) -> tuple[ConfigRecord, float | None]:
-        factor = SCHEDULES[self.schedule](server_round, rounds)
-        scheduled = ConfigRecord(dict(config))
-        rate = None
-        for key in ("learning-rate", "lr"):
-            value = config.get(key)
-            if isinstance(value, int | float):
-                scheduled[key] = rate = value * factor
-        return scheduled, rate
+    def _settings(self, state: Any, plan: Plan, this: _Round) -> Mapping[str, Any]:
+        """The app's settings for a plan, the learning rate scheduled."""
+        if plan.action != TRAIN:
+            return this.config
+        factor = SCHEDULES[self.schedule](*self.method.progress(state, plan, this.rounds))
+        rates = {key: this.config[key] for key in ("learning-rate", "lr") if key in this.config}
+        scaled = {key: rate * factor for key, rate in rates.items() if isinstance(rate, int | float)}
+        return {**this.config, **scaled}
+
+    def _mean_rate(self, state: Any, plans: list[Plan], this: _Round) -> float | None:
+        """The learning rate of a round, for its report; None where the app has another setting for it."""
+        told = (self._settings(state, plan, this) for plan in plans)
+        rates = [rate for of in told if isinstance(rate := of.get("lr", of.get("learning-rate")), int | float)]
+        return sum(rates) / len(rates) if rates else None
 
     # ---- Flower's hooks ------------------------------------------------------------------------------------------
 
@@ -549,6 +570,27 @@ _HOOKS = (
     "(configure_train, aggregate_train, …) cannot express: call start(), and override the method's functions "
     "(plan, values, merger) to change what is sent and merged."
 )
+
+_MODE = "mode/{}/"
+
+
+def join_modes(models: Iterable[Mapping[str, Array]]) -> ArrayRecord:
+    """The models of an ensemble in one record: the names of mode k begin with `mode/<k>/`. One model stays as it is."""
+    models = list(models)
+    if len(models) == 1:
+        return ArrayRecord(dict(models[0]))
+    return ArrayRecord({_MODE.format(k) + name: array for k, model in enumerate(models) for name, array in model.items()})
+
+
+def modes_of(record: Mapping[str, Array]) -> list[dict[str, Array]]:
+    """The models in a record that `join_modes` made: one, or one for each mode."""
+    models: list[dict[str, Array]] = []
+    while True:
+        prefix = _MODE.format(len(models))
+        mode = {name.removeprefix(prefix): array for name, array in record.items() if name.startswith(prefix)}
+        if not mode:
+            return models or [dict(record)]
+        models.append(mode)
 
 
 def _check(name: str, value: object, good: bool, allowed: str) -> None:

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tepal.exchange.layout import Arrays, Names
+from tepal.exchange.layout import Arrays
 from tepal.exchange.plan import EVALUATE, MODEL, Plan, Reply, Tree
 from tepal.strategies.aggregate import WeightedMean
 from tepal.strategies.base import MethodStrategy
-from tepal.strategies.method import ServerModel
+from tepal.strategies.method import Method, MethodError, ServerModel
 
 
 @dataclass(frozen=True)
@@ -36,16 +36,13 @@ class ModelMerger:
         return replace(self._state, entries=merged, merges=self._state.merges + 1)
 
 
-class Averaging:
+class Averaging(Method):
     """The method of FedAvg, and the ground on which methods with one global model stand."""
 
-    phases: tuple[str, ...] = ("train",)
-
     def init(self, model: ServerModel, seed: int) -> ModelState:
+        if len(model.starts) > 1:
+            raise MethodError(f"the initial arrays are of {len(model.starts)} models, and {type(self).__name__} has one")
         return ModelState(model.entries)
-
-    def grain(self, model: ServerModel) -> Mapping[str, Names]:
-        return {"model": model.layout.names}
 
     def plan(
         self, state: ModelState, round: int, phase: str, cohort: Sequence[str], heard: Mapping[str, Reply]
@@ -70,14 +67,8 @@ class Averaging:
     def merger(self, state: ModelState, round: int) -> ModelMerger:
         return ModelMerger(state)
 
-    def model(self, state: ModelState) -> Arrays:
-        return state.entries
-
-    def phase_name(self, state: ModelState) -> str:
-        return "train"
-
-    def describe(self) -> Mapping[str, str | int | float]:
-        return {}
+    def models(self, state: ModelState) -> tuple[Arrays, ...]:
+        return (state.entries,)
 
 
 class FedAvg(MethodStrategy):

@@ -21,7 +21,7 @@ from tepal.exchange.layout import Names
 from tepal.exchange.plan import MODEL, Plan, Reply
 from tepal.strategies.base import MethodStrategy
 from tepal.strategies.fedavg import Averaging, ModelState
-from tepal.strategies.method import ModelBlocks, ServerModel
+from tepal.strategies.method import MethodError, ModelBlocks, ServerModel
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,7 +30,7 @@ RIDGE = "ridge"
 """Option of a plan: λ of (λ/2)·‖W_V‖²_F, over the entries of the plan's group `value_projection`."""
 
 
-class NoAttentionError(ValueError):
+class NoAttentionError(MethodError):
     """FedFrozen was given a model in which no query and key projections are found."""
 
 

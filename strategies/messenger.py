@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from logging import getLogger
 
+import numpy as np
 from flwr.app import Message
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
@@ -62,9 +63,15 @@ class RoundReport:
     fedavg_up: int = 0
     resent: int = 0
     learning_rate: float | None = None
+    record: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """What the method says of the round beside its metrics (`Method.record`)."""
     train_metrics: Mapping[str, float] = field(default_factory=dict)
     evaluate_metrics: Mapping[str, float] = field(default_factory=dict)
     server_metrics: Mapping[str, float] = field(default_factory=dict)
+    spread: Mapping[str, float] = field(default_factory=dict)
+    """Of metrics that clients measured on their own test examples: standard deviation over the clients."""
+    scored: str = "received"
+    """See `Method.scored`."""
     seconds: float = 0.0
     seconds_train: float = 0.0
 
@@ -100,12 +107,21 @@ class Messenger:
         grid: Flower's.
         sender: what to send to whom.
         weighted_by_key: metric that a reply's weight is taken from.
+        accept: raises ValueError for a good reply that is of no use.
     """
 
-    def __init__(self, grid: Grid, sender: Sender, *, weighted_by_key: str) -> None:
+    def __init__(
+        self,
+        grid: Grid,
+        sender: Sender,
+        *,
+        weighted_by_key: str,
+        accept: Callable[[Plan, Reply], None] = lambda plan, reply: None,
+    ) -> None:
         self.grid = grid
         self.sender = sender
         self.weighted_by_key = weighted_by_key
+        self.accept = accept
         self._inbox = Inbox(grid)
         self._late: dict[str, Asked] = {}
 
@@ -115,7 +131,7 @@ class Messenger:
         report: RoundReport,
         *,
         values: Callable[[Plan, Tree], Arrays],
-        config: Mapping[str, object],
+        settings: Callable[[Plan], Mapping[str, object]],
         timeout: float,
         limit: int | None = None,
         refused: dict[int, str] | None = None,
@@ -126,7 +142,7 @@ class Messenger:
             plans: (node id, plan).
             report: is filled with bytes, refusals and losses.
             values: what a plan's client gets of a tree.
-            config: the app's settings; a plan's options go before them.
+            settings: what the app of a plan's client is told; a plan's options go before it.
             timeout: seconds until the deadline.
             limit: after so many good replies the others are dropped when they come.
             refused: is filled with node id → reason, for clients that themselves cannot take part.
@@ -136,8 +152,8 @@ class Messenger:
 
         def send(asked: Asked, missing: Mapping[str, Names] | None = None) -> None:
             plan = asked.plan
-            settings = {**config, **plan.options, "server-round": plan.round}
-            content, exchange = self.sender.content(plan, lambda tree: values(plan, tree), settings, missing)
+            told = {**settings(plan), **plan.options, "server-round": plan.round}
+            content, exchange = self.sender.content(plan, lambda tree: values(plan, tree), told, missing)
             asked = replace(asked, exchange=exchange)
             left = max(deadline - time.monotonic(), 1.0)
             message = Message(content, asked.node_id, message_type(plan), ttl=left + _LATE, group_id=str(plan.round))
@@ -225,6 +241,11 @@ class Messenger:
                 raise BadReply(f"it cannot be read ({type(error).__name__}: {error})") from error
             if isinstance(answer, Missing) and asked.resends == RESENDS:
                 raise BadReply("it lacks entries again after they were sent")
+            if isinstance(answer, Reply):
+                try:
+                    self.accept(asked.plan, answer)
+                except ValueError as error:
+                    raise _Useless(str(error)) from error
             for text in answer.notes:
                 note = (asked.name, text[:_LONGEST_REASON])
                 report.notes.append(note)
@@ -236,7 +257,7 @@ class Messenger:
                 name, said = refusal.client, "gives no result"
                 report.refused_by_client.add(name)
             report.refused.append((name, reason))
-            if refused is not None and isinstance(refusal, ClientRefuses | NoMod):
+            if refused is not None and isinstance(refusal, ClientRefuses | NoMod | _Useless):
                 refused[asked.node_id] = reason
             log.warning("%s %s in round %d: %s", name, said, report.round, reason)
             return None
@@ -263,6 +284,10 @@ class Messenger:
         restarted = {node for node, session in now.items() if sessions.get(node, session) != session}
         sessions.update(now)
         return restarted
+
+
+class _Useless(BadReply):
+    """The method cannot use it."""
 
 
 def message_type(plan: Plan) -> str:

@@ -7,12 +7,19 @@ the exchange knows that it need not be sent again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
+
+import numpy as np
 
 from tepal.exchange.layout import Arrays, Layout, Names
 from tepal.exchange.plan import Plan, Reply, Tree
+
+
+class MethodError(ValueError):
+    """A method that cannot train this model with these options; the text says why, and what to do."""
 
 
 class ModelBlocks(Protocol):
@@ -25,6 +32,16 @@ class ModelBlocks(Protocol):
     @property
     def value_projection(self) -> Names: ...
     @property
+    def layers(self) -> tuple[Names, ...]: ...
+    @property
+    def embedding(self) -> Names: ...
+    @property
+    def head(self) -> Names: ...
+    @property
+    def rest(self) -> Names: ...
+    @property
+    def buffers(self) -> Names: ...
+    @property
     def layout(self) -> Layout: ...
     @property
     def model(self) -> str: ...
@@ -32,13 +49,18 @@ class ModelBlocks(Protocol):
 
 @dataclass(frozen=True)
 class ServerModel:
-    """The model that a run starts from, as a method sees it."""
+    """What a run starts from, as a method sees it."""
 
     name: str
     layout: Layout
-    entries: Arrays
+    starts: tuple[Arrays, ...]
+    """Entries of every model that the run was given: one, or one for each mode of an ensemble."""
     blocks: ModelBlocks | None
     """None when the strategy was given no model: then every tensor is one entry, and no block is known."""
+
+    @property
+    def entries(self) -> Arrays:
+        return self.starts[0]
 
 
 class Merger(Protocol):
@@ -51,21 +73,44 @@ class Merger(Protocol):
 
 
 class Method(Protocol):
-    """The parts of a round that differ between methods. `state` is whatever `init` returned or a merger finished."""
+    """The parts of a round that differ between methods. `state` is whatever `init` returned or a merger finished.
 
-    phases: tuple[str, ...]
+    A method is a subclass of this; what has a body here need not be written.
+    """
+
+    phases: tuple[str, ...] = ("train",)
     """Actions of one round's exchanges, in order; the replies to the last one are merged."""
 
+    scored: str = "received"
+    """Which of the models that clients score is the method's result: the "received" one, or the "trained" one."""
+
     def init(self, model: ServerModel, seed: int) -> Any:
-        """The first state. Raises ValueError for a model that the method cannot train."""
+        """The first state. Raises MethodError for a model that the method cannot train."""
 
     def grain(self, model: ServerModel) -> Mapping[str, Names]:
         """Label → entries, disjoint and complete: the blocks in which entries are sent, kept and recorded."""
+        return {"model": model.layout.names}
+
+    def cohort(
+        self, state: Any, available: Sequence[str], size: int, rng: np.random.Generator
+    ) -> tuple[Any, Sequence[str]]:
+        """Who trains in a round: `size` of the available clients (sorted). A state that remembers clients may change.
+
+        Raises MethodError where the method needs other clients than there are.
+        """
+        return state, [available[k] for k in rng.choice(len(available), size, replace=False)]
 
     def plan(
         self, state: Any, round: int, phase: str, cohort: Sequence[str], heard: Mapping[str, Reply]
     ) -> list[Plan]:
         """What each client of the cohort is asked. `heard`: replies of this round's earlier phase, by client."""
+
+    def progress(self, state: Any, plan: Plan, rounds: int) -> tuple[int, int]:
+        """(t, T): this plan is round t of T for the model that it trains; the learning rate's schedule goes by it."""
+        return plan.round, rounds
+
+    def accept(self, plan: Plan, reply: Reply) -> None:
+        """Raises ValueError, with the reason, for a reply that fits the plan and is still of no use to this method."""
 
     def evaluation(self, state: Any, round: int, cohort: Sequence[str], *, more_rounds: bool) -> list[Plan]:
         """What each client of the cohort is asked to score. `more_rounds`: what it gets now is worth keeping."""
@@ -76,11 +121,32 @@ class Method(Protocol):
     def merger(self, state: Any, round: int) -> Merger:
         """Merges the replies of the round's last phase."""
 
-    def model(self, state: Any) -> Arrays:
-        """All entries of the global model."""
+    def models(self, state: Any) -> tuple[Arrays, ...]:
+        """All entries of what the run delivers: the global model, or every mode of an ensemble."""
 
     def phase_name(self, state: Any) -> str:
         """What a round that starts from this state is called in logs and reports."""
+        return "train"
 
     def describe(self) -> Mapping[str, str | int | float]:
         """Name → value of the method's options, for the log at the start of a run."""
+        return {}
+
+    def record(self, state: Any, plans: Sequence[Plan]) -> Mapping[str, np.ndarray]:
+        """What there is to know of a round beside its metrics, from its plans: name → array of numbers or text."""
+        return {}
+
+    # What a method keeps outside of its state, because it is too large for a checkpoint a round.
+
+    def open(self, folder: Path | None, keep: int) -> None:
+        """A run begins. `folder`: where it keeps its last `keep` checkpoints; None when it has none."""
+
+    def resume(self, state: Any, older: Iterable[Any]) -> Any:
+        """The state of a checkpoint, made ready. `older`: further states that the run may go back to, read lazily."""
+        return state
+
+    def settle(self, state: Any) -> None:
+        """All that this state refers to must be on disk when this returns: it is about to be saved."""
+
+    def close(self) -> None:
+        """The run has ended."""

@@ -211,8 +211,8 @@ class TwoModes(Averaging):
 
         return Merger()
 
-    def model(self, state):
-        return state["mode/0"]
+    def models(self, state):
+        return (state["mode/0"],)
 
 
 def test_what_is_held_of_one_mode_survives_the_rounds_of_another():
