@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +18,7 @@ from tepal.exchange.mod import received
 
 _FROZEN = "_tepal_frozen"  # on a Parameter that apply_plan froze as a whole
 _ROWS = "_tepal_frozen_rows"  # on a Parameter that holds frozen and trained entries: a _FrozenRows
+_STATISTICS = "_tepal_frozen_statistics"  # on a module whose running statistics are frozen: a _FrozenStatistics
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,8 @@ def apply_plan(model: nn.Module, msg: Message) -> AppliedPlan:
     Call it before the optimizer is made. Frozen entries then get no gradient and no optimizer state. Where a frozen
     entry shares one tensor with trained ones (a fused query-key-value projection), its gradients are zeroed as they
     arise, so before any clipping, and its values are restored after every optimizer step, so that weight decay and
-    momentum leave no trace.
+    momentum leave no trace. Where the running statistics of a norm (batch norm and its like) are frozen, the norm runs
+    as in eval mode, whatever mode the model is in: it uses these statistics and does not update them.
 
     Args:
         model: the torch module whose `state_dict` the message carries; it may be loaded before or after this call.
@@ -52,6 +55,9 @@ def apply_plan(model: nn.Module, msg: Message) -> AppliedPlan:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for parameter in parameters.values():
         _release(parameter)
+    for module in model.modules():
+        if hasattr(module, _STATISTICS):
+            getattr(module, _STATISTICS).release(module)
     came = received(msg)
     if came is None:
         return AppliedPlan()
@@ -60,7 +66,14 @@ def apply_plan(model: nn.Module, msg: Message) -> AppliedPlan:
     frozen = set(came.frozen)
     for raw, entries in layout.entries_of.items():
         rows = [entry for entry in entries if entry.name in frozen]
-        if not rows or raw in buffers:
+        if not rows:
+            continue
+        if raw in buffers:
+            path, _, name = raw.rpartition(".")
+            # By name, as other buffers (a table of positions, an image's mean) do not change, and the module that holds
+            # one may do more in train mode than keep statistics.
+            if name.startswith("running_") and buffers[raw].is_floating_point():
+                _FrozenStatistics.put(model.get_submodule(path))
             continue
         parameter = _parameter(parameters, raw)
         if len(rows) == len(entries):
@@ -77,6 +90,19 @@ def apply_plan(model: nn.Module, msg: Message) -> AppliedPlan:
 def frozen_rows(parameter: nn.Parameter) -> bool:
     """Whether a plan freezes some rows of this parameter, but not all."""
     return hasattr(parameter, _ROWS)
+
+
+@contextmanager
+def plan_lifted(model: nn.Module) -> Iterator[None]:
+    """Within it, norms whose running statistics a plan froze run in the mode of the model."""
+    held = [getattr(module, _STATISTICS) for module in model.modules() if hasattr(module, _STATISTICS)]
+    for statistics in held:
+        statistics.lifted = True
+    try:
+        yield
+    finally:
+        for statistics in held:
+            statistics.lifted = False
 
 
 class _FrozenRows:
@@ -100,6 +126,38 @@ class _FrozenRows:
         with torch.no_grad():
             for index, value in self.rows:
                 parameter[index].copy_(value)
+
+
+class _FrozenStatistics:
+    """A norm that runs as in eval mode while its statistics are frozen.
+
+    The mode is changed for the forward pass alone, as training code calls `model.train()` after the plan is applied.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.lifted = False
+        self.mode = module.training
+        self.hooks = [
+            module.register_forward_pre_hook(self.before),
+            module.register_forward_hook(self.after, always_call=True),
+        ]
+
+    @staticmethod
+    def put(module: nn.Module) -> None:
+        if not hasattr(module, _STATISTICS):
+            setattr(module, _STATISTICS, _FrozenStatistics(module))
+
+    def before(self, module: nn.Module, args: object) -> None:
+        self.mode = module.training
+        module.training = module.training and self.lifted
+
+    def after(self, module: nn.Module, args: object, output: object) -> None:
+        module.training = self.mode
+
+    def release(self, module: nn.Module) -> None:
+        for hook in self.hooks:
+            hook.remove()
+        delattr(module, _STATISTICS)
 
 
 def _release(parameter: nn.Parameter) -> None:

@@ -18,6 +18,8 @@ from tepal.client_app.config import TrainingConfig
 from tepal.client_app.data import ClientData, DataConfig, load_client
 from tepal.client_app.training import Batches, device_of
 from tepal.exchange.mod import own_name, received
+from tepal.exchange.plan import LAYER_BUDGET
+from tepal.models.blocks import layout_of
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,10 @@ class Site:
     batches: Batches
     test: tuple[Tensor, Tensor]
     training: TrainingConfig
+    node_config: Mapping[str, Any]
+    shape: tuple[int, int, int]
+    """Of an image: channels, height, width."""
+    classes: int
 
     @staticmethod
     def of(msg: Message, context: Context) -> Site:
@@ -53,11 +59,28 @@ class Site:
             batches=Batches(inputs, labels, training.batch_size, round_seed),
             test=(test_inputs, test_labels),
             training=training,
+            node_config=context.node_config,
+            shape=data.data.shape,
+            classes=data.data.classes,
         )
 
-    def figures(self) -> dict[str, int]:
-        """What a client tells of itself when it is introduced."""
-        return {"num-examples": len(self.batches), "test-examples": len(self.test[1])}
+    @property
+    def budget(self) -> dict[str, float]:
+        """What this client can train of a model in a round, where its owner says so (`layer-budget`). ValueError."""
+        if LAYER_BUDGET not in self.node_config:
+            return {}
+        budget = self.node_config[LAYER_BUDGET]
+        if isinstance(budget, bool) or not isinstance(budget, int | float):
+            raise ValueError(f"this node's config says {LAYER_BUDGET}={budget!r}, which is not a number")
+        return {LAYER_BUDGET: float(budget)}
+
+    def figures(self, msg: Message) -> dict[str, float]:
+        """What a client tells of itself when it is introduced. Raises ValueError for one that cannot take part."""
+        if (came := received(msg)) is not None:
+            here = layout_of(self.model)
+            if different := came.manifest.layout.difference(here, mine="the server's", others="this client's"):
+                raise ValueError(f"this client's model is not the server's: {different}")
+        return {"num-examples": len(self.batches), "test-examples": len(self.test[1]), **self.budget}
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,19 @@ class Layout:
         """Bytes of the named entries (all of them by default) as they travel."""
         return sum(self.by_name[name].nbytes for name in (self.names if names is None else names))
 
+    def difference(self, other: Layout, *, mine: str, others: str) -> str:
+        """In words, what tensors another layout has otherwise; "" for none. `mine`, `others`: whose they are."""
+        here = {t.name: f"{t.dtype}{list(t.shape)}" for t in self.raw}
+        there = {t.name: f"{t.dtype}{list(t.shape)}" for t in other.raw}
+        different = sorted(name for name in {*here, *there} if here.get(name) != there.get(name))
+        if not different:
+            return ""
+        first = different[0]
+        return (
+            f"{len(different)} tensors differ, {first!r} first ({mine}: {here.get(first, 'absent')}, "
+            f"{others}: {there.get(first, 'absent')})"
+        )
+
     @staticmethod
     def of_arrays(arrays: Arrays) -> Layout:
         """The layout of a plain `state_dict`: every tensor is one entry, nothing is fused or shared."""

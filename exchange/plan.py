@@ -16,7 +16,21 @@ MODEL: Tree = "model"
 
 Scalar = str | int | float | bool
 
-TRAIN, EVALUATE, INTRODUCE = "train", "evaluate", "introduce"
+TRAIN, EVALUATE, INTRODUCE, PROBE = "train", "evaluate", "introduce", "probe"
+
+# What a probe asks and what is answered. The layers are the plan's groups `layer/0`, `layer/1`, …, from the input on.
+PROBE_SCORE, PROBE_BATCHES, PROBE_TIMED = "probe.score", "probe.batches", "probe.timed"
+"""Options: which score of a layer (NO_SCORE: none), over how many batches (0: all), whether the layers are timed."""
+NO_SCORE = "none"
+LAYER_SCORES, LAYER_MILLISECONDS = "layer-scores", "layer-milliseconds"
+"""Vectors of the answer, one number a layer."""
+LAYER_BUDGET = "layer-budget"
+"""Key of a node config, and the metric with which a client declares its budget in an introduction and a probe."""
+
+SCORED_AS = "scored"
+"""Option of an evaluation: whose score it is, as in the names of the metrics; "received" where it is not said."""
+FINAL = "final"
+"""Option of an evaluation: what is scored is the run's result."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +50,9 @@ class Plan:
     returns: Mapping[Tree, Names] = field(default_factory=dict)
     """Entries that the reply carries, by tree."""
     keeps: Mapping[Tree, Names] = field(default_factory=dict)
-    """Entries, of those needed, that the client should keep as received, because later rounds need the same values."""
+    """Entries, of those needed, that the client should keep as received: later rounds need the same values."""
     remembers: Mapping[Tree, Tree] = field(default_factory=dict)
-    """Tree of `returns` → tree as which the client should keep what it returned, because it may be asked to score it."""
+    """Tree of `returns` → tree as which the client should keep what it returned: it may be asked to score it."""
     groups: Mapping[str, Names] = field(default_factory=dict)
     """Named sets of entries that the app must know: the value projections of FedFrozen's ridge, a model's layers."""
     options: Mapping[str, Scalar] = field(default_factory=dict)

@@ -78,19 +78,51 @@ def report_command(
         raise typer.Exit(1) from error
 
 
+@main.command("predict")
+def predict_command(
+    model: Annotated[
+        Path, typer.Argument(help="a run directory, a folder of runs (the latest), or a .safetensors file")
+    ],
+    files: Annotated[list[Path], typer.Argument(help="images, folders of images, .npz files (their test set if any)")],
+    output: Annotated[
+        Path | None, typer.Option(help="CSV file for all predictions; one that is there is replaced")
+    ] = None,
+) -> None:
+    """Predict images with a saved model, or with the mean over the models of an ensemble."""
+    # Here and not at the top: torch takes seconds to import, and `tepal report` needs none of it.
+    from tepal.server_app.predict import load_predictor, results_table, write_csv
+
+    console, errors = Console(), Console(stderr=True)
+    try:
+        if output is not None and not output.absolute().parent.is_dir():
+            raise ValueError(f"--output {output}: there is no folder {output.absolute().parent}")
+        predictor = load_predictor(model)
+        with errors.status("predicting …") as status:
+            rows = predictor.predict_files(files, lambda done: status.update(f"predicting … {done:,} examples"))
+        console.print(results_table(rows), soft_wrap=True)
+        if output is not None:
+            write_csv(rows, output)
+            console.print(f"All {len(rows):,} predictions: {output}", markup=False, highlight=False, soft_wrap=True)
+    except (OSError, ValueError) as error:
+        errors.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from error
+
+
 def _check(config: RunConfig, clients: int) -> None:
     """What can be known before anything is started. Raises ConfigError."""
-    needed = max(config.rounds.min_clients, config.rounds.min_replies)
-    if needed > clients:
-        raise ConfigError(
-            f"min-clients={config.rounds.min_clients} and min-replies={config.rounds.min_replies}: at least {needed} "
-            f"clients are needed, and --clients is {clients}"
-        )
     # Here and not at the top: torch takes seconds to import, and `tepal report` needs none of it.
     from tepal.server_app.run import build_model, build_strategy
 
     _, blocks = build_model(config)
-    build_strategy(config, blocks)
+    needed = build_strategy(config, blocks).min_available_nodes
+    if needed > clients:
+        rounds, said = config.rounds, ""
+        if rounds.strategy == "fedensemble":
+            said = f" and fedensemble.strata={config.fedensemble.strata} of fraction-train={rounds.fraction_train:g}"
+        raise ConfigError(
+            f"min-clients={rounds.min_clients}, min-replies={rounds.min_replies}{said}: at least {needed} clients are "
+            f"needed, and --clients is {clients}"
+        )
 
 
 def _simulate(

@@ -23,7 +23,7 @@ from tepal.server_app.run_directory import RunDirectory
 
 log = getLogger("flwr")
 
-StrategyName = Literal["fedavg", "fedfrozen"]
+StrategyName = Literal["fedavg", "fedfrozen", "selective", "fedensemble", "fedacs"]
 
 Value = str | int | float | bool
 
@@ -70,7 +70,55 @@ class FedFrozenConfig(BaseModel):
     ridge: float = Field(0.0, ge=0, allow_inf_nan=False, description="λ of (λ/2)·‖W_V‖² on the value projections")
 
 
-SECTIONS: tuple[type[BaseModel], ...] = (RoundConfig, DataConfig, TrainingConfig, FedFrozenConfig)
+class SelectiveConfig(BaseModel):
+    """Keys of selective layer fine-tuning."""
+
+    model_config = _keys("selective.")
+
+    budget: float = Field(1.0, gt=0, allow_inf_nan=False, description="of every client, in what selective.costs says")
+    draw_budgets: bool = Field(False, description="each client has its own budget, 1 to 4 layers, drawn by its name")
+    selection: Literal["gradient", "snr", "rgn", "top", "bottom", "both", "full"] = Field(
+        "gradient", description="how a client's layers are chosen"
+    )
+    coupling: float = Field(0.0, ge=0, allow_inf_nan=False, description="λ of (P1): the price of choosing differently")
+    distance: Literal["hamming", "squared"] = Field("hamming", description="of two clients' choices in (P1)")
+    costs: Literal["layers", "bytes", "milliseconds"] = Field("layers", description="what a layer costs of the budget")
+    probe_batches: int = Field(1, ge=0, description="batches of the gradient that a client is asked for; 0: all")
+
+
+class FedEnsembleConfig(BaseModel):
+    """Keys of Fed-ensemble."""
+
+    model_config = _keys("fedensemble.")
+
+    modes: int = Field(5, ge=1, le=1000, description="K, models in the ensemble")
+    strata: int = Field(0, ge=0, description="Q, groups of clients; 0: as many as clients train in a round")
+    member: Literal["fedavg", "fedfrozen", "selective"] = Field("fedavg", description="what a mode is trained with")
+    weighting: Literal["uniform", "examples"] = Field("uniform", description="of the clients that had the same mode")
+    assign: Literal["schedule", "highest-loss"] = Field(
+        "schedule", description="which mode a client gets: by turns, or that with the highest loss on its tests"
+    )
+
+
+class FedACSConfig(BaseModel):
+    """Keys of FedACS."""
+
+    model_config = _keys("fedacs.")
+
+    quantile: float = Field(0.5, gt=0, lt=1, description="p, share of the similarities that are too small to count")
+    alpha: float = Field(1.0, gt=0, le=1, description="α, how far a client goes from its own model to the mixture")
+
+
+SECTIONS: Mapping[str, tuple[str, type[BaseModel]]] = {
+    "rounds": ("Run and rounds", RoundConfig),
+    "data": ("Data", DataConfig),
+    "training": ("Local training", TrainingConfig),
+    "fedfrozen": ("FedFrozen", FedFrozenConfig),
+    "selective": ("Selective layers", SelectiveConfig),
+    "fedensemble": ("Fed-ensemble", FedEnsembleConfig),
+    "fedacs": ("FedACS", FedACSConfig),
+}
+"""Field of `RunConfig` → title and keys."""
 
 
 @dataclass(frozen=True)
@@ -81,18 +129,28 @@ class RunConfig:
     data: DataConfig
     training: TrainingConfig
     fedfrozen: FedFrozenConfig
+    selective: SelectiveConfig
+    fedensemble: FedEnsembleConfig
+    fedacs: FedACSConfig
 
     @property
     def flat(self) -> dict[str, Value]:
         values: dict[str, Value] = {}
-        for section in (self.rounds, self.data, self.training, self.fedfrozen):
-            values |= section.model_dump(by_alias=True)
+        for section in SECTIONS:
+            values |= getattr(self, section).model_dump(by_alias=True)
         return values
+
+    @property
+    def strategies(self) -> tuple[str, ...]:
+        """The strategy, and what an ensemble's modes are trained with."""
+        name = self.rounds.strategy
+        return (name, self.fedensemble.member) if name == "fedensemble" else (name,)
 
 
 def defaults() -> dict[str, Value]:
     """Every key with its default."""
-    return RunConfig(RoundConfig(), DataConfig(), TrainingConfig(), FedFrozenConfig()).flat
+    sections: dict[str, Any] = {name: section() for name, (_, section) in SECTIONS.items()}
+    return RunConfig(**sections).flat
 
 
 def read_run_config(values: Mapping[str, Any]) -> RunConfig:
@@ -105,17 +163,17 @@ def read_run_config(values: Mapping[str, Any]) -> RunConfig:
         ConfigError: naming all keys that are wrong at once.
     """
     problems = [_unknown(key) for key in values if key not in defaults()]
-    sections: list[Any] = []
+    sections: dict[str, Any] = {}
     explained: set[str] = set()  # `seed` is a key of two sections
-    for section in SECTIONS:
+    for name, (_, section) in SECTIONS.items():
         try:
-            sections.append(section.model_validate(dict(values)))
+            sections[name] = section.model_validate(dict(values))
         except ValidationError as error:
             wrong = {str(one["loc"][0]): dict(one) for one in error.errors()}
             problems += [_explain(section, one) for key, one in wrong.items() if key not in explained]
             explained |= set(wrong)
     if not problems:
-        config = RunConfig(*sections)
+        config = RunConfig(**sections)
         problems = list(_contradictions(config))
     if problems:
         unique = list(dict.fromkeys(problems))
@@ -184,7 +242,7 @@ def reference() -> str:
     """All keys as a page of the documentation, docs/run-config.md: `python -m tepal.server_app.config` prints it."""
     lines = ["# The run config", "", "Set keys with `--run-config 'key=value …'` or in a TOML file. Text needs quotes."]
     seen: set[str] = set()
-    for title, section in zip(("Run and rounds", "Data", "Local training", "FedFrozen"), SECTIONS, strict=True):
+    for title, section in SECTIONS.values():
         lines += ["", f"## {title}", "", "| key | default | what it is |", "|---|---|---|"]
         for field in section.model_fields.values():
             if str(field.alias) in seen:
@@ -235,6 +293,11 @@ def _contradictions(config: RunConfig) -> list[str]:
         found.append("deterministic=true and max-replies do not go together: which replies are first is not determined")
     if not config.training.local_steps and not config.training.local_epochs:
         found.append("local-epochs=0 and local-steps=0: clients would not train; set one of them")
+    if "selective" in config.strategies and config.selective.draw_budgets and config.selective.costs != "layers":
+        found.append(
+            f"selective.draw-budgets=true and selective.costs={config.selective.costs!r}: drawn budgets are numbers of "
+            "layers"
+        )
     if not found:
         try:
             dataset_info(config.data)
@@ -245,7 +308,7 @@ def _contradictions(config: RunConfig) -> list[str]:
 
 def _warnings(config: RunConfig) -> list[str]:
     rounds = config.rounds
-    if rounds.strategy == "fedfrozen" and config.fedfrozen.warmup_rounds >= rounds.num_server_rounds:
+    if "fedfrozen" in config.strategies and config.fedfrozen.warmup_rounds >= rounds.num_server_rounds:
         return [
             f"fedfrozen.warmup-rounds={config.fedfrozen.warmup_rounds} and num-server-rounds="
             f"{rounds.num_server_rounds}: nothing will ever be frozen, so this run is FedAvg."

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from logging import getLogger
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
@@ -18,12 +19,23 @@ from torch import nn
 
 from tepal import models
 from tepal.client_app.data import held_out
-from tepal.client_app.training import score
+from tepal.client_app.prediction import score_ensemble
+from tepal.exchange.modes import join_modes, modes_of
 from tepal.models.blocks import Blocks, BlocksError, find_blocks
 from tepal.server_app.config import ConfigError, RunConfig, dataset_of, open_run
 from tepal.server_app.report import write_report
 from tepal.server_app.run_directory import CHECKPOINTS, KEPT_IN, RunDirectory, read_metrics, total
-from tepal.strategies import FedAvg, FedFrozen, MethodStrategy, NoAttentionError, RoundFailed, RoundReport
+from tepal.strategies import (
+    FedACS,
+    FedAvg,
+    FedEnsemble,
+    FedFrozen,
+    MethodError,
+    MethodStrategy,
+    RoundFailed,
+    RoundReport,
+    SelectiveLayers,
+)
 from tepal.strategies.checkpoint import CheckpointError, Checkpoints
 
 log = getLogger("flwr")
@@ -62,7 +74,9 @@ def run(grid: Grid, values: Mapping[str, Any]) -> Path:
         begun = time.monotonic()
         result, failure = _start(strategy, grid, config, values, model, directory)
         arrays = {name: array.numpy() for name, array in result.arrays.items()}
-        _insist(lambda: directory.write_model(arrays))
+        info = dataset_of(config)
+        of_images = {"image-shape": "x".join(map(str, info.shape)), "classes": str(info.classes)}
+        _insist(lambda: directory.write_model(arrays, of_images))
         parameters = sum(parameter.numel() for parameter in model.parameters())
         seconds = round(seconds_before + time.monotonic() - begun, 3)
         summary = _insist(lambda: directory.write_summary(parameters=parameters, seconds=seconds))
@@ -87,14 +101,14 @@ def _start(
     """All rounds; the result, and why there is no more of it, where the clients failed."""
     assert strategy.blocks is not None
     model_bytes = strategy.blocks.layout.nbytes()
-    strategy.on_round = lambda report: directory.add(metrics_line(report, model_bytes))
+    strategy.on_round = lambda report: _keep(report, model_bytes, directory)
     # Clients have the config of the Flower run. Where that is not this run's, because it is resumed, they are told.
     told = {key: value for key, value in config.flat.items() if key not in _OWN and values.get(key, value) != value}
     settings = ConfigRecord({**told, **config.training.model_dump(by_alias=True)})
     try:
         result = strategy.start(
             grid,
-            ArrayRecord(model.state_dict()),
+            join_modes(ArrayRecord(start.state_dict()) for start in _starts(config, model)),
             num_rounds=config.rounds.num_server_rounds,
             timeout=config.rounds.round_timeout,
             train_config=settings,
@@ -102,7 +116,7 @@ def _start(
             evaluate_fn=server_evaluation(config, model),
         )
         return result, None
-    except CheckpointError as error:
+    except (CheckpointError, MethodError) as error:
         raise ConfigError(str(error)) from error
     except RoundFailed as failure:
         log.error("%sresume=%s", GO_ON, json.dumps(str(directory.path.resolve())))
@@ -124,12 +138,18 @@ def _insist(write: Callable[[], T]) -> T:
             time.sleep(_TRY_AGAIN)
 
 
-def build_model(config: RunConfig) -> tuple[nn.Module, Blocks]:
-    """The run's model with its initial weights, and its blocks. Raises ConfigError for what does not fit together."""
+def build_model(config: RunConfig, seed: int | None = None) -> tuple[nn.Module, Blocks]:
+    """The run's model with its initial weights, and its blocks. Raises ConfigError for what does not fit together.
+
+    `seed`: of the weights, by default the run's.
+    """
     info = dataset_of(config)
     try:
         model = models.build(
-            config.rounds.model, image_shape=info.shape, classes=info.classes, seed=config.rounds.seed
+            config.rounds.model,
+            image_shape=info.shape,
+            classes=info.classes,
+            seed=config.rounds.seed if seed is None else seed,
         )
         return model, find_blocks(model)
     except (models.ModelError, BlocksError) as error:
@@ -153,25 +173,64 @@ def build_strategy(config: RunConfig, blocks: Blocks) -> MethodStrategy:
         "deterministic": config.training.deterministic,
     }
     try:
-        if rounds.strategy == "fedfrozen":
-            frozen = config.fedfrozen
-            return FedFrozen(warmup_rounds=frozen.warmup_rounds, ridge=frozen.ridge, **options)
-        return FedAvg(**options)
-    except NoAttentionError as error:
+        return _strategy(rounds.strategy, config, options)
+    except MethodError as error:
         raise ConfigError(f"strategy={rounds.strategy!r} with model={rounds.model!r}: {error}") from error
 
 
+def _strategy(name: str, config: RunConfig, options: Mapping[str, Any]) -> MethodStrategy:
+    match name:
+        case "fedfrozen":
+            return FedFrozen(**config.fedfrozen.model_dump(), **options)
+        case "selective":
+            own = config.selective.model_dump()
+            if own.pop("draw_budgets"):
+                own["budget"] = "drawn"
+            return SelectiveLayers(**own, **options)
+        case "fedensemble":
+            own = config.fedensemble.model_dump()
+            return FedEnsemble(**{**own, "member": _strategy(own["member"], config, options)}, **options)
+        case "fedacs":
+            return FedACS(**config.fedacs.model_dump(), **options)
+        case _:
+            return FedAvg(**options)
+
+
+def _starts(config: RunConfig, model: nn.Module) -> Iterator[nn.Module]:
+    """The model, or the modes of an ensemble: the first is the model, the others are initialised independently."""
+    yield model
+    if config.rounds.strategy == "fedensemble":
+        for mode in range(1, config.fedensemble.modes):
+            seed = int(np.random.SeedSequence([config.rounds.seed, mode]).generate_state(1)[0])
+            yield build_model(config, seed)[0]
+
+
+def _keep(report: RoundReport, model_bytes: int, directory: RunDirectory) -> None:
+    if report.record:
+        try:
+            directory.write_record(report.round, report.record)
+        except OSError as error:
+            log.error("%s. The run goes on without.", error)
+    directory.add(metrics_line(report, model_bytes))
+
+
 def server_evaluation(config: RunConfig, model: nn.Module) -> Callable[[int, ArrayRecord], MetricRecord] | None:
-    """Scores the global model on the server's held-out examples; None where the server has none."""
+    """Scores the global model, or an ensemble, on the server's held-out examples.
+
+    None where the server has none, and where every client has a model of its own.
+    """
     examples = held_out(config.data)
-    if examples is None:
+    if examples is None or config.rounds.strategy == "fedacs":
         return None
     images, labels = torch.from_numpy(examples.images), torch.from_numpy(examples.labels)
 
     def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
-        model.load_state_dict(arrays.to_torch_state_dict())
-        scored = score(model, images, labels, config.training)
-        return MetricRecord({"accuracy": scored.accuracy, "loss": scored.loss, "examples": scored.examples})
+        modes = modes_of(arrays)
+        states = (ArrayRecord(mode).to_torch_state_dict() for mode in modes)
+        scored = score_ensemble(model, states, images, labels, config.training)
+        figures = {"accuracy": scored.accuracy, "loss": scored.loss, "examples": scored.examples}
+        diversity = {name.replace("_", "-"): value for name, value in vars(scored.diversity).items()}
+        return MetricRecord(figures | (diversity if len(modes) > 1 else {}))
 
     return evaluate
 
@@ -179,14 +238,13 @@ def server_evaluation(config: RunConfig, model: nn.Module) -> Callable[[int, Arr
 def metrics_line(report: RoundReport, model_bytes: int) -> dict[str, Any]:
     """One round as a line of `metrics.jsonl`.
 
-    `accuracy` and `loss` are of the global model after the round, on the server's held-out examples or, with
-    `accuracy_of` "clients", on the clients' own test examples. `received_…` are of the model that the round started
-    from, on the clients' test examples.
+    `accuracy` and `loss` are of the global model (or ensemble) after the round, on the server's held-out examples or,
+    with `accuracy_of` "clients", on the clients' own test examples; where every client has a model of its own, the mean
+    over the clients of each one's. `received_…` are of the model that the round started from, on the clients' test
+    examples, and `clients_…` of the result of the round, with the standard deviation over the clients as the spread.
     """
-    train, evaluated, server = report.train_metrics, report.evaluate_metrics, report.server_metrics
-    clients = {
-        key: evaluated.get(f"received-{key}", evaluated.get(key)) for key in ("accuracy", "loss")
-    }
+    train, server = report.train_metrics, report.server_metrics
+    clients = _of_result(report)
     accuracy_of = "server" if "accuracy" in server else "clients" if clients["accuracy"] is not None else None
     scored: Mapping[str, float | None] = server if accuracy_of == "server" else clients
     return {
@@ -202,6 +260,8 @@ def metrics_line(report: RoundReport, model_bytes: int) -> dict[str, Any]:
         "accuracy": scored.get("accuracy"),
         "loss": scored.get("loss"),
         "accuracy_of": accuracy_of,
+        "clients_accuracy": clients["accuracy"],
+        "clients_spread": clients["spread"],
         "received_accuracy": train.get("received-accuracy"),
         "received_loss": train.get("received-loss"),
         "trained_accuracy": train.get("trained-accuracy"),
@@ -215,7 +275,26 @@ def metrics_line(report: RoundReport, model_bytes: int) -> dict[str, Any]:
         "resent": report.resent,
         "seconds": round(report.seconds, 3),
         "seconds_train": round(report.seconds_train, 3),
+        **{name.replace("-", "_"): server[name] for name in _DIVERSITY if name in server},
     }
+
+
+def _of_result(report: RoundReport) -> dict[str, float | None]:
+    """What clients measured of the round's result on their own test examples, with the spread of the accuracy."""
+    measured = dict(report.evaluate_metrics)
+    if report.scored == "trained":
+        measured = {**report.train_metrics, **measured}
+    for of in ("personal", report.scored):
+        if f"{of}-accuracy" in measured:
+            return {
+                "accuracy": measured[f"{of}-accuracy"],
+                "loss": measured.get(f"{of}-loss"),
+                "spread": report.spread.get(f"{of}-accuracy"),
+            }
+    return {"accuracy": measured.get("accuracy"), "loss": measured.get("loss"), "spread": None}
+
+
+_DIVERSITY = ("lowest-accuracy", "highest-accuracy", "entropy", "disagreement")  # of an ensemble's modes
 
 
 def _said(reasons: Iterable[tuple[str, str]]) -> list[dict[str, str]]:

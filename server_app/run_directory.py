@@ -2,7 +2,8 @@
 
     config.toml         the whole validated run config, flat kebab-case keys
     metrics.jsonl       one JSON line a round, on disk before the next round starts
-    model.safetensors   the final model under its raw state_dict names
+    rounds/             what a method tells of a round beside its metrics, as arrays: `np.load("rounds/000001.npz")`
+    model.safetensors   the final model under its raw state_dict names; an ensemble's begin with `mode/<k>/`
     summary.json        the figures of the whole run
     report.html         written by `tepal.server_app.report`
     checkpoint/         what it takes to resume the run (`tepal.strategies.checkpoint`)
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import io
 import json
 import logging
 import math
@@ -52,6 +54,7 @@ CONFIG, METRICS, MODEL, SUMMARY, REPORT, LATEST = (
 )
 
 CHECKPOINTS = "checkpoint"
+ROUNDS = "rounds"
 
 KEPT_IN = "This run is kept in "
 """How a run's log says where its directory is; what follows a run from outside looks for it."""
@@ -69,6 +72,8 @@ METRICS_KEYS = (
     "accuracy",
     "loss",
     "accuracy_of",
+    "clients_accuracy",
+    "clients_spread",
     "received_accuracy",
     "received_loss",
     "trained_accuracy",
@@ -196,6 +201,15 @@ class RunDirectory:
                 with suppress(OSError):
                     file.truncate(before)
                 raise
+
+    def write_record(self, round: int, arrays: Mapping[str, np.ndarray]) -> None:
+        """Write what a method tells of a round, `rounds/<round>.npz`. Raises OSError naming the file."""
+        content = io.BytesIO()
+        np.savez_compressed(content, **dict(arrays))  # type: ignore[arg-type]
+        path = self.path / ROUNDS / f"{round:06d}.npz"
+        with _explained("write", path):
+            path.parent.mkdir(exist_ok=True)
+        write_whole(path, content.getvalue())
 
     def write_model(self, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None) -> Path:
         """Write `model.safetensors`; its header tells run, strategy, model and config, and `metadata` beside them."""

@@ -22,7 +22,8 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from tepal.exchange.layout import Layout
-from tepal.exchange.plan import EVALUATE, INTRODUCE, TRAIN, Plan, Reply
+from tepal.exchange.modes import join_modes, modes_of
+from tepal.exchange.plan import EVALUATE, FINAL, INTRODUCE, TRAIN, Plan, Reply
 from tepal.exchange.sender import Sender
 from tepal.strategies.aggregate import ON_TESTS, mean_metrics, spread
 from tepal.strategies.checkpoint import Checkpoint, CheckpointError, Checkpoints, layout_digest
@@ -279,7 +280,12 @@ class MethodStrategy(Strategy):
             metrics: list[tuple[Mapping[str, float], int]] = []
             merged: dict[str, str] = {}
             for reply in sorted(replies, key=lambda reply: reply.client) if self.deterministic else replies:
-                merger.add(reply)
+                try:
+                    merger.add(reply)
+                except OSError as error:  # of a method that keeps models on disk
+                    report.notes.append((SERVER, f"the reply of {reply.client} cannot be kept: {error}"))
+                    log.error("The reply of %s in round %d cannot be kept: %s", reply.client, this.number, error)
+                    continue
                 self._standing.good(reply.client)
                 metrics.append((reply.metrics, reply.examples))
                 report.replied.append(reply.client)
@@ -319,6 +325,8 @@ class MethodStrategy(Strategy):
             names, size, rng = self._draw(self.fraction_evaluate, this, 0, EVALUATE)
             cohort = sorted(names[k] for k in rng.choice(len(names), size, replace=False))
             plans = self.method.evaluation(state, this.number, cohort, more_rounds=not last)
+            if last:
+                plans = [replace(plan, options={**plan.options, FINAL: True}) for plan in plans]
             metrics = [(reply.metrics, reply.examples) for reply in self._ask(state, plans, this)]
             report.fedavg_down += len(plans)
             report.evaluate_metrics = mean_metrics(metrics, self.weighted_by_key, alike=report.scored != "received")
@@ -412,7 +420,9 @@ class MethodStrategy(Strategy):
         for name in self._nodes.returned(names.values()):
             self._standing.good(name)
 
-    def _draw(self, fraction: float, this: _Round, attempt: int, what: str) -> tuple[list[str], int, np.random.Generator]:
+    def _draw(
+        self, fraction: float, this: _Round, attempt: int, what: str
+    ) -> tuple[list[str], int, np.random.Generator]:
         """What a cohort is drawn from: the available clients, sorted, its size, and a generator of this draw alone."""
         names = self._nodes.available()
         out = self._standing.out(names, this.number)
@@ -494,6 +504,7 @@ class MethodStrategy(Strategy):
             self._note = f"no checkpoint of round {server_round} could be written: {error}"
             log.error("%s. The run goes on; should it be killed, it resumes after an earlier round.", self._note)
         else:
+            self.method.saved(state)
             kept = (*self._sender.restorable, checkpoint.current)
             self._sender.restorable = kept[-self.checkpoints.keep :]
 
@@ -511,15 +522,9 @@ class MethodStrategy(Strategy):
         name, layout = "the model", Layout.of_arrays(models[0])
         if self.blocks is not None:
             name, layout = self.blocks.model, self.blocks.layout
-        expected = {t.name: (t.shape, t.dtype) for t in layout.raw}
         for raw in models:
-            given = {name: (array.shape, array.dtype.name) for name, array in raw.items()}
-            if different := sorted(name for name in {*expected, *given} if expected.get(name) != given.get(name)):
-                first = different[0]
-                raise ValueError(
-                    f"the initial arrays are not those of {name}: {len(different)} tensors differ, {first!r} "
-                    f"first (model: {expected.get(first, 'absent')}, arrays: {given.get(first, 'absent')})"
-                )
+            if different := layout.difference(Layout.of_arrays(raw), mine="model", others="arrays"):
+                raise ValueError(f"the initial arrays are not those of {name}: {different}")
         return ServerModel(name, layout, tuple(layout.split(raw) for raw in models), self.blocks)
 
     def _arrays(self, state: Any) -> ArrayRecord:
@@ -570,27 +575,6 @@ _HOOKS = (
     "(configure_train, aggregate_train, …) cannot express: call start(), and override the method's functions "
     "(plan, values, merger) to change what is sent and merged."
 )
-
-_MODE = "mode/{}/"
-
-
-def join_modes(models: Iterable[Mapping[str, Array]]) -> ArrayRecord:
-    """The models of an ensemble in one record: the names of mode k begin with `mode/<k>/`. One model stays as it is."""
-    models = list(models)
-    if len(models) == 1:
-        return ArrayRecord(dict(models[0]))
-    return ArrayRecord({_MODE.format(k) + name: array for k, model in enumerate(models) for name, array in model.items()})
-
-
-def modes_of(record: Mapping[str, Array]) -> list[dict[str, Array]]:
-    """The models in a record that `join_modes` made: one, or one for each mode."""
-    models: list[dict[str, Array]] = []
-    while True:
-        prefix = _MODE.format(len(models))
-        mode = {name.removeprefix(prefix): array for name, array in record.items() if name.startswith(prefix)}
-        if not mode:
-            return models or [dict(record)]
-        models.append(mode)
 
 
 def _check(name: str, value: object, good: bool, allowed: str) -> None:

@@ -41,7 +41,7 @@ class Averaging(Method):
 
     def init(self, model: ServerModel, seed: int) -> ModelState:
         if len(model.starts) > 1:
-            raise MethodError(f"the initial arrays are of {len(model.starts)} models, and {type(self).__name__} has one")
+            raise MethodError(f"the initial arrays are of {len(model.starts)} models, and this method trains one")
         return ModelState(model.entries)
 
     def plan(

@@ -111,6 +111,7 @@ class Method(Protocol):
 
     def accept(self, plan: Plan, reply: Reply) -> None:
         """Raises ValueError, with the reason, for a reply that fits the plan and is still of no use to this method."""
+        return None
 
     def evaluation(self, state: Any, round: int, cohort: Sequence[str], *, more_rounds: bool) -> list[Plan]:
         """What each client of the cohort is asked to score. `more_rounds`: what it gets now is worth keeping."""
@@ -140,6 +141,7 @@ class Method(Protocol):
 
     def open(self, folder: Path | None, keep: int) -> None:
         """A run begins. `folder`: where it keeps its last `keep` checkpoints; None when it has none."""
+        return None
 
     def resume(self, state: Any, older: Iterable[Any]) -> Any:
         """The state of a checkpoint, made ready. `older`: further states that the run may go back to, read lazily."""
@@ -147,6 +149,12 @@ class Method(Protocol):
 
     def settle(self, state: Any) -> None:
         """All that this state refers to must be on disk when this returns: it is about to be saved."""
+        return None
+
+    def saved(self, state: Any) -> None:
+        """The run may go back to this state, until it has been saved `keep` times more."""
+        return None
 
     def close(self) -> None:
         """The run has ended."""
+        return None

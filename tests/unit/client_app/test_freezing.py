@@ -126,6 +126,100 @@ def test_buffers_are_not_taken_for_parameters(message_for):
     assert not net[0].weight.requires_grad and net[1].weight.requires_grad
 
 
+class Normed(nn.Module):
+    """Two stages, each a layer with running statistics, and a head."""
+
+    def __init__(self, norm=nn.BatchNorm2d):
+        super().__init__()
+        self.stages = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(1 if n == 0 else 4, 4, 3, padding=1), norm(4, track_running_stats=True), nn.ReLU())
+            for n in range(2)
+        )
+        self.head = nn.Linear(4 * 64, 2)
+
+    def forward(self, images):
+        return self.head(self.stages[1](self.stages[0](images)).flatten(1))
+
+
+def entries_below(net, path):
+    return tuple(name for name in find_blocks(net).layout.names if name.startswith(path))
+
+
+def bits(net, path):
+    return {name: tensor.numpy().tobytes() for name, tensor in net.state_dict().items() if name.startswith(path)}
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d, nn.InstanceNorm2d])
+def test_a_frozen_layers_running_statistics_stay_while_those_above_it_move(message_for, norm):
+    net = Normed(norm)
+    apply_plan(net, message_for(net, entries_below(net, "stages.0.")))
+    frozen, trained = bits(net, "stages.0."), bits(net, "stages.1.1.running")
+    optimizer = OPTIMIZERS["AdamW"](net.parameters())
+    for _ in range(3):
+        net.train()
+        step(net, optimizer)
+    assert bits(net, "stages.0.") == frozen
+    moved = bits(net, "stages.1.1.running")
+    assert len(moved) == 2 and all(moved[name] != trained[name] for name in trained)
+
+
+def test_a_frozen_layer_is_the_same_function_in_train_and_eval_mode(message_for):
+    net, images = Normed(), torch.rand(8, 1, 8, 8)
+    net.stages[0][1].running_mean.fill_(0.3)
+    apply_plan(net, message_for(net, entries_below(net, "stages.0.")))
+    outputs = {}
+    net.stages[0].register_forward_hook(lambda *args: outputs.setdefault(net.training, args[2].detach()))
+    net.train()(images)
+    assert net.stages[0][1].training  # its mode is the model's, outside its forward pass
+    net.eval()(images)
+    assert torch.equal(outputs[True], outputs[False])
+
+
+def test_a_later_plan_lets_the_statistics_move_again(message_for):
+    net, images = Normed(), torch.rand(8, 1, 8, 8)
+    frozen = entries_below(net, "stages.0.")
+    for plan, moves in [(frozen, False), (frozen, False), ((), True), (frozen, False)]:
+        apply_plan(net, message_for(net, plan))
+        before = bits(net, "stages.0.1.")
+        net.train()(images)
+        assert (bits(net, "stages.0.1.") != before) == moves
+    apply_plan(net, Message(RecordDict({"arrays": ArrayRecord(net.state_dict())}), 1, "train"))
+    net(images)
+    assert bits(net, "stages.0.1.") != before
+
+
+def test_a_forward_pass_that_fails_leaves_the_modes_alone(message_for):
+    net = Normed()
+    apply_plan(net, message_for(net, entries_below(net, "stages.0.")))
+    with pytest.raises(ValueError, match="expected 4D"):
+        net.stages[0][1](torch.rand(4))
+    assert all(module.training for module in net.modules())
+
+
+def test_statistics_that_train_and_weights_that_do_not(message_for):
+    """A plan may freeze a norm's weights alone: its statistics then follow the batches."""
+    net = Normed()
+    apply_plan(net, message_for(net, ("stages.0.1.weight", "stages.0.1.bias", "stages.0.1.num_batches_tracked")))
+    before = bits(net, "stages.0.1.running")
+    net(torch.rand(8, 1, 8, 8))
+    assert bits(net, "stages.0.1.running") != before
+
+
+def test_backward_ends_at_the_lowest_layer_that_trains(message_for):
+    """No graph is kept below it, so neither its activations nor its time are spent."""
+    net = TinyViT((1, 8, 8), 10, width=16, depth=3, heads=2, fused=True)
+    blocks = find_blocks(net)
+    trains = {*blocks.layers[2], *blocks.head}
+    apply_plan(net, message_for(net, tuple(name for name in blocks.layout.names if name not in trains)))
+    needs_graph = []
+    for block in net.blocks:
+        block.register_forward_hook(lambda *args: needs_graph.append(args[2].requires_grad))
+    step(net, OPTIMIZERS["AdamW"](net.parameters()))
+    assert needs_graph == [False, False, True]
+    with_gradient = {name for name, parameter in net.named_parameters() if parameter.grad is not None}
+    assert with_gradient == {name for name, _ in net.named_parameters() if name.startswith(("blocks.2.", "head."))}
+
+
 def test_a_message_of_another_strategy_freezes_nothing():
     InProcessGrid([])
     net = model()

@@ -1,0 +1,215 @@
+"""What a round of FedACS costs a server that holds many models: seconds and anonymous memory.
+
+    python benchmarks/mixing.py [--clients 500] [--parameters 1000000] [--participants 50] [--rounds 3] [--quick]
+
+Models lie in a `ModelStore`. A round writes the models of its participants, brings the dot products up to date, mixes
+the participants' next models and writes these into another mapped file. Beside it stands what a user would do instead:
+all models in one NumPy array, every similarity computed and every model mixed anew in every round; it is left out
+where it would not fit into memory. Memory is RssAnon of /proc/self/status (Linux), the highest of samples 5 ms apart,
+with the interpreter and its libraries in it. BLAS has the threads that it takes by default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from tepal.strategies.mixing import cosine, mix_rows, update_gram
+from tepal.strategies.model_store import ModelStore
+
+GROUPS = 10  # clients of a group share the larger part of their models, so that similarities differ
+COPIES = 3.3  # of all models that the in-memory round has at once: the models, normalised, mixed, and some room
+STAGES = {
+    "first": "first similarity of all (once)",
+    "write": "write the models that came",
+    "similarity": "similarity",
+    "mix": "mix",
+}
+
+
+class Peak:
+    """The highest anonymous memory of this process while the context lasts, in bytes."""
+
+    def __enter__(self) -> Peak:
+        self.bytes = anonymous_bytes()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._sample)
+        self._thread.start()
+        return self
+
+    def _sample(self) -> None:
+        while not self._over.wait(0.005):
+            self.bytes = max(self.bytes, anonymous_bytes())
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+
+def anonymous_bytes() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("/proc/self/status has no line RssAnon; this benchmark needs Linux")
+
+
+class Clients:
+    """Makes random models: what the client's group shares, and noise."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.rng = np.random.default_rng(0)
+        self.shared = self.rng.standard_normal((GROUPS, options.parameters), np.float32)
+
+    def model(self, client: int) -> np.ndarray:
+        model = self.rng.standard_normal(self.shared.shape[1], np.float32)
+        model += self.shared[client % GROUPS]
+        return model
+
+
+class Stopwatch:
+    def __init__(self) -> None:
+        self.seconds: dict[str, list[float]] = {stage: [0.0] for stage in STAGES}
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        before = time.perf_counter()
+        yield
+        self.seconds[stage][-1] += time.perf_counter() - before
+
+    def next_round(self) -> None:
+        for seconds in self.seconds.values():
+            seconds.append(0.0)
+
+    def medians(self) -> dict[str, float]:
+        """Of all rounds but the first item, which is what came before them."""
+        first = {"first": self.seconds["first"][0]}
+        return first | {stage: statistics.median(self.seconds[stage][1:]) for stage in STAGES if stage != "first"}
+
+
+def with_store(options: argparse.Namespace, clients: Clients, folder: Path) -> dict[str, Any]:
+    store = ModelStore(folder / "models", options.parameters)
+    slots = [store.write([clients.model(client)]) for client in range(options.clients)]
+    mixed = np.memmap(folder / "mixed", np.float32, "w+", shape=(options.participants, options.parameters))
+    watch = Stopwatch()
+    with Peak() as peak:
+        with watch("first"):
+            gram = update_gram(np.zeros((0, 0)), store.rows(slots), range(options.clients))
+        for _ in range(options.rounds):
+            watch.next_round()
+            participants = clients.rng.choice(options.clients, options.participants, replace=False).tolist()
+            for client in participants:
+                model = clients.model(client)
+                with watch("write"):
+                    slots[client] = store.write([model])
+            store.keep(slots)
+            with watch("similarity"):
+                gram = update_gram(gram, store.rows(slots), participants)
+                similarity = cosine(gram)
+            with watch("mix"):
+                at = {client: [k, 0] for k, client in enumerate(participants)}
+                for client, chunk in mix_rows(
+                    store.rows(slots), participants, options.quantile, similarity=similarity
+                ):
+                    k, start = at[client]
+                    mixed[k, start : start + chunk.size] = chunk
+                    at[client][1] += chunk.size
+    store.close()
+    return {"seconds": watch.medians(), "peak bytes": peak.bytes}
+
+
+def in_memory(options: argparse.Namespace, clients: Clients) -> dict[str, Any]:
+    watch = Stopwatch()
+    with Peak() as peak:
+        models = np.empty((options.clients, options.parameters), np.float32)
+        for client in range(options.clients):
+            models[client] = clients.model(client)
+        for _ in range(options.rounds):
+            watch.next_round()
+            for client in clients.rng.choice(options.clients, options.participants, replace=False):
+                model = clients.model(client)
+                with watch("write"):
+                    models[client] = model
+            with watch("similarity"):
+                directions = models / np.linalg.norm(models, axis=1, keepdims=True)
+                similarity = directions @ directions.T
+                del directions
+            with watch("mix"):
+                delta = np.quantile(similarity, options.quantile)
+                weights = np.where(similarity > delta, np.maximum(similarity, 0), 0)
+                mixed = weights / weights.sum(axis=1, keepdims=True) @ models
+            del mixed
+    return {"seconds": watch.medians(), "peak bytes": peak.bytes}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--clients", type=int, default=500)
+    parser.add_argument("--parameters", type=int, default=1_000_000)
+    parser.add_argument("--participants", type=int, default=50, help="clients of one round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quantile", type=float, default=0.5)
+    parser.add_argument("--folder", type=Path, help="where the models lie meanwhile (default: for temporary files)")
+    parser.add_argument("--quick", action="store_true", help="40 clients, 20 000 parameters, 8 participants, 2 rounds")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    options = parser.parse_args()
+    if options.quick:
+        options.clients, options.parameters, options.participants, options.rounds = 40, 20_000, 8, 2
+    options.participants = min(options.participants, options.clients)
+    clients = Clients(options)
+    result: dict[str, Any] = {
+        **{name: getattr(options, name) for name in ("clients", "parameters", "participants", "rounds", "quantile")},
+        "bytes of all models": options.clients * options.parameters * 4,
+        "peak bytes before": anonymous_bytes(),
+    }
+    with tempfile.TemporaryDirectory(prefix="tepal-mixing-", dir=options.folder) as folder:
+        result["Tepal"] = with_store(options, clients, Path(folder))
+    if COPIES * result["bytes of all models"] < psutil.virtual_memory().available:
+        result["NumPy in memory"] = in_memory(options, clients)
+    if options.json:
+        print(json.dumps(result))
+    else:
+        show(result)
+
+
+def show(result: dict[str, Any]) -> None:
+    columns = [name for name in ("Tepal", "NumPy in memory") if name in result]
+    table = Table(
+        title=f"{result['clients']} clients × {result['parameters']:,} float32 parameters, "
+        f"{result['participants']} participants: medians of {result['rounds']} rounds",
+        title_justify="left",
+    )
+    table.add_column("seconds")
+    for name in columns:
+        table.add_column(name, justify="right")
+    for stage, words in STAGES.items():
+        figures = [result[name]["seconds"][stage] for name in columns]
+        table.add_row(words, *(f"{figure:,.3f}" if figure else "" for figure in figures))
+    both = [result[name]["seconds"]["similarity"] + result[name]["seconds"]["mix"] for name in columns]
+    table.add_row("similarity and mix", *(f"{figure:,.3f}" for figure in both))
+    table.add_section()
+    table.add_row("peak anonymous memory, MB", *(f"{result[name]['peak bytes'] / 1e6:,.0f}" for name in columns))
+    console = Console()
+    console.print(table)
+    console.print(
+        f"All models are {result['bytes of all models'] / 1e6:,.0f} MB; "
+        f"{result['peak bytes before'] / 1e6:,.0f} MB of the memory were in use before the first."
+    )
+    if "NumPy in memory" not in result:
+        console.print(f"NumPy in memory is left out: it needs {COPIES:g} times all models, more than is free here.")
+
+
+if __name__ == "__main__":
+    main()

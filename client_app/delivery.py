@@ -1,0 +1,47 @@
+"""The result of a run, put where the client's owner wants it: a node config's `model-path`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from logging import getLogger
+from pathlib import Path
+
+from flwr.app import ArrayRecord, Context
+from safetensors.torch import save_file
+
+from tepal.client_app.site import Site
+from tepal.exchange.modes import join_modes
+
+log = getLogger("flwr")
+
+
+def deliver(records: Sequence[ArrayRecord], site: Site, context: Context) -> None:
+    """Write the final model, or all models of an ensemble, as `tepal predict` reads them.
+
+    Nothing is written without a `model-path`. One that cannot be written is said in this client's log: what was learned
+    is with the server all the same.
+    """
+    wanted = context.node_config.get("model-path")
+    if wanted is None:
+        return
+    path = Path(str(wanted)).expanduser()
+    channels, height, width = site.shape
+    metadata = {
+        "format": "pt",
+        "model": str(context.run_config.get("model")),
+        "image-shape": f"{channels}x{height}x{width}",
+        "classes": str(site.classes),
+        "config": json.dumps(dict(context.run_config)),
+    }
+    part = path.with_name(f".{path.name}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file({k: v.contiguous() for k, v in join_modes(records).to_torch_state_dict().items()}, part, metadata)
+        os.replace(part, path)
+        log.info("The final model is in %s.", path)
+    except OSError as error:
+        log.error("The final model cannot be written to model-path=%s: %s", path, error)
+    finally:
+        part.unlink(missing_ok=True)

@@ -1,0 +1,392 @@
+"""`tepal predict`: what a saved model, or the ensemble of all models in one file, says of images.
+
+    predictor = load_predictor(Path("runs/latest"))
+    rows = predictor.predict_files([Path("scan.png"), Path("more/"), Path("test.npz")])
+    write_csv(rows, Path("predictions.csv"))
+
+A model file is safetensors. One model's tensors have their state_dict names there; of an ensemble, the tensors of its
+k-th model are named `mode/<k>/<state_dict name>`, k = 0..K-1. The metadata tells what to build: `model`, and
+`image-shape` ("1x8x8") and `classes`; where these two are missing, the run config in `config` tells them, else the
+dataset that it names.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.box import SIMPLE_HEAD
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from tepal import models
+from tepal.client_app.data import (
+    IMAGE_SUFFIXES,
+    NPZ_PAIRS,
+    DataConfig,
+    DataError,
+    DatasetInfo,
+    _Arrays,
+    _checked,
+    _listed,
+    _member,
+    _read_image,
+    dataset_info,
+)
+from tepal.client_app.prediction import predict
+from tepal.client_app.training import device_of
+from tepal.server_app.run_directory import LATEST, MODEL, find_run
+
+NPZ = ".npz"
+SHOWN = 20  # rows of the table in the terminal
+
+_AT_ONCE = 512  # examples in memory as floats; each member's weights are read once for as many
+_OF_MEMBER = re.compile(r"mode/(0|[1-9][0-9]*)/(.+)")
+_COLUMNS = ("file", "index", "label", "probability", "entropy", "disagreement", "true_label")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What was predicted for one example.
+
+    file, index: where the example is; the index counts from 0 in a .npz file, and is None for an image file.
+    label: the class number with the highest mean probability; `probability` is that.
+    entropy: of the mean probabilities, in nats.
+    disagreement: share of the members whose own label is another one.
+    true_label: as the .npz file has it, else None.
+    """
+
+    file: Path
+    index: int | None
+    label: int
+    probability: float
+    entropy: float
+    disagreement: float
+    true_label: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Predictor:
+    """A model that was read and checked. `prefixes` come before the tensor names of its members in `file`."""
+
+    file: Path
+    model: nn.Module
+    info: DatasetInfo
+    prefixes: tuple[str, ...]
+
+    @property
+    def members(self) -> int:
+        return len(self.prefixes)
+
+    def predict_files(
+        self, files: Sequence[Path], on_progress: Callable[[int], object] = lambda done: None
+    ) -> list[Prediction]:
+        """Predict images in the order of `files`.
+
+        Args:
+            files: image files, folders (all images below them, sorted by path), and .npz files: their test images
+                where they have a test set, else all, with labels or without. Image files are made grey or coloured
+                and resized to what the model needs; arrays must have its shape.
+            on_progress: called with the number of examples that are done.
+
+        Raises:
+            OSError: a file is not there, or cannot be opened.
+            ValueError: a file is no image and no fitting .npz file; the text names it, and what the model needs. Also
+                where the model's outputs are not finite.
+        """
+        device = next(self.model.parameters()).device
+        rows: list[Prediction] = []
+        for batch in _batches(_expanded(files), self.info):
+            images = torch.from_numpy(batch.arrays.take(np.arange(len(batch.origins))).images)
+            said = predict(self.model, self._states(), images.to(device), None)
+            if not said.outputs.isfinite().all():
+                raise ValueError(f"{self.file}: the model's outputs are NaN or infinite; its training has diverged")
+            labels = said.labels
+            probabilities = said.outputs.gather(1, labels[:, None])[:, 0]
+            numbers = (column.tolist() for column in (labels, probabilities, said.entropy, said.dissent))
+            true_labels = batch.arrays.labels.tolist() if batch.labelled else [None] * len(labels)
+            rows += [
+                Prediction(file, index, label, probability, entropy, dissent, true_label)
+                for (file, index), label, probability, entropy, dissent, true_label in zip(
+                    batch.origins, *numbers, true_labels, strict=True
+                )
+            ]
+            on_progress(len(rows))
+        return rows
+
+    def _states(self) -> Iterator[dict[str, Tensor]]:
+        """One member's tensors after the other's, read when they are wanted."""
+        with _opened(self.file) as content:
+            for prefix in self.prefixes:
+                yield {name: content.get_tensor(prefix + name) for name in self.model.state_dict()}
+
+
+# The model
+
+
+def load_predictor(path: Path) -> Predictor:
+    """Read and check a saved model.
+
+    Args:
+        path: a run directory, a folder of runs (then the latest), or a safetensors file.
+
+    Raises:
+        OSError: there is no model at `path`.
+        ValueError: the file is not a model, does not tell which, or its tensors are not those of that model; the text
+            names the file and what is wrong.
+    """
+    file = _model_file(Path(path).expanduser())
+    with _opened(file) as content:
+        metadata = content.metadata() or {}
+        names = content.keys()
+        shapes = {name: tuple(content.get_slice(name).get_shape()) for name in names}
+    try:
+        name, told = _described(metadata)
+        info = _built_for(name, told)
+        model = models.build(name, image_shape=info.shape, classes=info.classes, seed=0)
+        prefixes = _prefixes(shapes)
+        _check_fit(shapes, prefixes, model, name)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+    return Predictor(file, model.to(device_of(None)), info, prefixes)
+
+
+def _model_file(path: Path) -> Path:
+    if path.is_file() and path.name != LATEST:
+        return path
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{path}: no such file or folder; expected is a run directory, a folder of runs, or a .safetensors file"
+        )
+    file = find_run(path) / MODEL
+    if not file.exists():
+        raise FileNotFoundError(f"{file}: not there; a run writes its model when it ends")
+    return file
+
+
+def _opened(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(
+            f"{file}: not a readable safetensors file ({error}); expected is the {MODEL} of a run directory"
+        ) from error
+
+
+def _described(metadata: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
+    """The model's name, and the run config that it comes from, what stands beside the config in the metadata in it."""
+    try:
+        config = json.loads(metadata.get("config", "{}"))
+    except ValueError as error:
+        raise ValueError(f"the run config in its metadata is not JSON ({error})") from error
+    if not isinstance(config, dict):
+        raise ValueError("the run config in its metadata is not a JSON object")
+    beside = {key: metadata[key] for key in ("model", "dataset", "image-shape", "classes") if key in metadata}
+    told = {**config, **beside}
+    if not told.get("model"):
+        raise ValueError(
+            f"its metadata does not tell which model it is; expected is the {MODEL} of a run directory, whose metadata "
+            "has model, image-shape and classes"
+        )
+    return str(told["model"]), told
+
+
+def _built_for(name: str, told: Mapping[str, Any]) -> DatasetInfo:
+    kind = models.find(name).kind
+    if kind != models.IMAGES:
+        raise ValueError(f"the model {name!r} does {kind}, and what is predicted here is classes of images")
+    data = DataConfig.from_run_config(told)
+    if data.shape and data.classes:
+        return DatasetInfo(data.shape, data.classes)
+    if "dataset" not in told:
+        raise ValueError("its metadata has no image-shape and classes, and no dataset that would tell them")
+    try:
+        return dataset_info(data)
+    except DataError as error:
+        raise ValueError(
+            f"its metadata has no image-shape and classes, and its dataset cannot tell: {error}"
+        ) from error
+
+
+def _prefixes(names: Iterable[str]) -> tuple[str, ...]:
+    """What comes before the tensor names of each member: "" for a single model, else mode/0/, mode/1/, …"""
+    of_member = {name: _OF_MEMBER.fullmatch(name) for name in sorted(names)}
+    modes = sorted({int(match[1]) for match in of_member.values() if match})
+    if not modes:
+        return ("",)
+    for name, match in of_member.items():
+        if not match:
+            raise ValueError(
+                f"has a tensor {name!r} beside those of an ensemble, whose names begin with mode/<number>/"
+            )
+    for expected, mode in enumerate(modes):
+        if mode != expected:
+            raise ValueError(f"part of the ensemble is missing: it has mode {modes[-1]}, but no mode {expected}")
+    return tuple(f"mode/{mode}/" for mode in modes)
+
+
+def _check_fit(
+    shapes: Mapping[str, tuple[int, ...]], prefixes: Sequence[str], model: nn.Module, model_name: str
+) -> None:
+    """Raise ValueError for the first tensor that is missing, has another shape, or is too many."""
+    expected = {
+        prefix + name: tuple(tensor.shape) for prefix in prefixes for name, tensor in model.state_dict().items()
+    }
+    needs = f"the model {model_name!r} needs"
+    for name, shape in expected.items():
+        if name not in shapes:
+            raise ValueError(f"has no tensor {name!r}; {needs} it with shape {shape}")
+        if shapes[name] != shape:
+            raise ValueError(f"tensor {name!r} has shape {shapes[name]}; {needs} {shape}")
+    for name in sorted(shapes.keys() - expected):
+        raise ValueError(f"has a tensor {name!r} that the model {model_name!r} does not have")
+
+
+# The images
+
+
+@dataclass(frozen=True, eq=False)
+class _Batch:
+    """Up to `_AT_ONCE` examples, and the (file, index) of each; labels are zeros where none are known."""
+
+    origins: list[tuple[Path, int | None]]
+    arrays: _Arrays
+    labelled: bool
+
+
+def _expanded(files: Sequence[Path]) -> list[Path]:
+    """Files with what they are checked by name, folders replaced by the images below them."""
+    found: list[Path] = []
+    for given in files:
+        file = Path(given).expanduser()
+        if file.is_dir():
+            inside = [
+                image
+                for image in sorted(file.rglob("*"))
+                if image.suffix.lower() in IMAGE_SUFFIXES
+                and image.is_file()
+                and not any(part.startswith(".") for part in image.relative_to(file).parts)
+            ]
+            if not inside:
+                raise ValueError(f"{file}: no image in this folder or below it; read are {', '.join(IMAGE_SUFFIXES)}")
+            found += inside
+        elif not file.exists():
+            raise FileNotFoundError(f"{file}: no such file or folder")
+        elif file.suffix.lower() in (NPZ, *IMAGE_SUFFIXES):
+            found.append(file)
+        else:
+            raise ValueError(f"{file}: not an image or .npz file; read are {', '.join((*IMAGE_SUFFIXES, NPZ))}")
+    return found
+
+
+def _batches(files: Sequence[Path], info: DatasetInfo) -> Iterator[_Batch]:
+    for is_npz, group in groupby(files, lambda file: file.suffix.lower() == NPZ):
+        if is_npz:
+            for file in group:
+                yield from _npz_batches(file, info)
+        else:
+            yield from _image_batches(list(group), info)
+
+
+def _image_batches(files: Sequence[Path], info: DatasetInfo) -> Iterator[_Batch]:
+    if info.shape[0] not in (1, 3):
+        raise DataError(
+            f"{files[0]}: image files are read with 1 (grey) or 3 (colour) channels, and the model needs "
+            f"{info.shape[0]}: give it arrays in a .npz file"
+        )
+    for start in range(0, len(files), _AT_ONCE):
+        part = files[start : start + _AT_ONCE]
+        images = np.stack([_read_image(file, info.shape) for file in part])
+        yield _Batch([(file, None) for file in part], _Arrays(images, np.zeros(len(part), np.int64)), labelled=False)
+
+
+def _npz_batches(file: Path, info: DatasetInfo) -> Iterator[_Batch]:
+    arrays, labelled = _read_npz(file, info)
+    for start in range(0, len(arrays.labels), _AT_ONCE):
+        part = _Arrays(arrays.images[start : start + _AT_ONCE], arrays.labels[start : start + _AT_ONCE])
+        yield _Batch([(file, start + index) for index in range(len(part.labels))], part, labelled)
+
+
+def _read_npz(file: Path, info: DatasetInfo) -> tuple[_Arrays, bool]:
+    """The file's images with their labels, and whether it has labels."""
+    try:
+        archive = np.load(file, allow_pickle=False)
+    except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
+        raise DataError(f"{file}: not a readable .npz file ({error}); write it with numpy.savez") from error
+    if not isinstance(archive, np.lib.npyio.NpzFile):
+        raise DataError(f"{file}: one array, not a .npz file; write it with numpy.savez(file, images=array)")
+    with archive:
+        # A test set goes before the training set beside it, as everywhere in Tepal.
+        pairs = [
+            (images.replace("train", part), labels.replace("train", part))
+            for images, labels in NPZ_PAIRS
+            for part in ("test", "train")
+        ]
+        pair = next((pair for pair in pairs if pair[0] in archive.files), None)
+        if pair is None:
+            raise DataError(
+                f"{file}: has no array of images; it has {_listed(archive.files)}, and one of these is needed: "
+                f"{', '.join(dict.fromkeys(images for images, _ in pairs))}"
+            )
+        images = _member(archive, pair[0], file)
+        labelled = pair[1] in archive.files
+        labels: NDArray[Any] = (
+            _member(archive, pair[1], file) if labelled else np.zeros(images.shape[0] if images.ndim else 1, np.int64)
+        )
+    return _checked(images, labels, f"{file}: {' and '.join(pair[: 1 + labelled])}", info.shape, info.classes), labelled
+
+
+# The results
+
+
+def accuracy(rows: Sequence[Prediction]) -> float | None:
+    """Share of correct labels among the examples whose true label is known; None where there is none."""
+    correct = [row.label == row.true_label for row in rows if row.true_label is not None]
+    return sum(correct) / len(correct) if correct else None
+
+
+def write_csv(rows: Sequence[Prediction], file: Path) -> None:
+    """One line for each example under a line of column names; what is not known is empty. Raises OSError."""
+    # Not written beside and renamed: `file` may be a pipe or a device. Names of files need not be valid text.
+    with Path(file).open("w", newline="", encoding="utf-8", errors="surrogateescape") as out:
+        writer = csv.writer(out, lineterminator="\n")
+        writer.writerow(_COLUMNS)
+        for row in rows:
+            writer.writerow([getattr(row, column) for column in _COLUMNS])
+
+
+def results_table(rows: Sequence[Prediction]) -> Group:
+    """The first rows, how many more there are, and the accuracy where labels are known, for the terminal."""
+    labelled = [row for row in rows if row.true_label is not None]
+    table = Table(box=SIMPLE_HEAD)
+    table.add_column("file", overflow="fold")
+    for heading in ("label", *(["true"] if labelled else []), "probability", "entropy", "disagreement"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows[:SHOWN]:
+        known = [] if not labelled else ["" if row.true_label is None else str(row.true_label)]
+        numbers = (f"{value:.4f}" for value in (row.probability, row.entropy, row.disagreement))
+        table.add_row(_origin(row), str(row.label), *known, *numbers)
+    lines = [f"… and {len(rows) - SHOWN:,} more"] if len(rows) > SHOWN else []
+    if labelled:
+        lines.append(f"Accuracy {accuracy(labelled):.4f} on {len(labelled):,} examples with a label")
+    return Group(table, *map(Text, lines))
+
+
+def _origin(row: Prediction) -> Text:
+    # Text, since brackets in a string would be read as markup; and names that no terminal can print lose those bytes.
+    name = os.fsencode(row.file).decode("utf-8", "replace")
+    return Text(name if row.index is None else f"{name}[{row.index}]")

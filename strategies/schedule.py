@@ -1,0 +1,44 @@
+"""Which mode of an ensemble each stratum of clients trains, and when (Fed-ensemble, arXiv:2107.10663, section 3).
+
+An age is K rounds. At its start every stratum draws its own permutation of the K modes; in the age's r-th round its
+clients train the r-th of them. So in one age every stratum trains every mode exactly once. The schedule is a function
+of (seed, age, stratum) alone: nothing that happens in a round shifts it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def mode_schedule(strata: int, modes: int, age: int, seed: int) -> np.ndarray:
+    """The modes of one age.
+
+    Args:
+        strata: Q, number of strata, at least 1.
+        modes: K, number of modes, at least 1; also the number of rounds in an age.
+        age: counts from 0.
+        seed: of the run.
+
+    Returns:
+        (Q, K) integers. Row q is a permutation of 0 … K − 1, drawn for this stratum and age alone: row q is the same
+        however many strata there are.
+
+    Raises:
+        ValueError: a number out of range.
+    """
+    if strata < 1 or modes < 1 or age < 0 or seed < 0:
+        raise ValueError(f"strata={strata}, modes={modes}: at least 1 each; age={age}, seed={seed}: 0 or more")
+    return np.array([np.random.default_rng([seed, age, stratum]).permutation(modes) for stratum in range(strata)])
+
+
+def mode_of(stratum: int, modes: int, round: int, seed: int) -> int:
+    """The mode that a stratum trains in a round (counted from 1)."""
+    age, position = divmod(round - 1, modes)
+    return int(np.random.default_rng([seed, age, stratum]).permutation(modes)[position])
+
+
+def rounds_of(mode: int, strata: int, modes: int, rounds: int, seed: int) -> int:
+    """In how many of the first `rounds` rounds some stratum trains this mode."""
+    ages = (mode_schedule(strata, modes, age, seed) for age in range(-(-rounds // modes)))
+    in_round = np.concatenate([(age == mode).any(axis=0) for age in ages])[:rounds]
+    return int(in_round.sum())

@@ -1,0 +1,265 @@
+"""Selective layer fine-tuning: each client trains the layers that its gradients speak for (arXiv:2408.15600).
+
+One round has two exchanges:
+
+    probe   client i gets what it lacks of θ^t, and answers with one number a layer: ‖g_{i,l}‖²
+    select  masks m_i ∈ {0,1}^L with cost·m_i ≤ R_i, by problem (P1) or one of the simpler rules
+    train   client i trains its layers and the head, and returns only these; the message carries no model
+    merge   per layer, w_{i,l} = n_i / Σ_{j selected l} n_j   (eq. 7)
+
+Layers are the transformer blocks, or the stages of a network that has none. The head always trains, outside the
+budget. Embeddings, and what is in neither layer nor head, are never trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tepal.exchange.layout import Names
+from tepal.exchange.plan import (
+    INTRODUCE,
+    LAYER_BUDGET,
+    LAYER_MILLISECONDS,
+    LAYER_SCORES,
+    MODEL,
+    NO_SCORE,
+    PROBE,
+    PROBE_BATCHES,
+    PROBE_SCORE,
+    PROBE_TIMED,
+    TRAIN,
+    Plan,
+    Reply,
+    Scalar,
+)
+from tepal.strategies.base import MethodStrategy
+from tepal.strategies.fedavg import Averaging, ModelState
+from tepal.strategies.layer_selection import DISTANCES, SELECTIONS, choose, drawn_budget
+from tepal.strategies.method import MethodError, ModelBlocks, ServerModel
+
+if TYPE_CHECKING:
+    from torch import nn
+
+LAYERS, BYTES, MILLISECONDS = COSTS = ("layers", "bytes", "milliseconds")
+DRAWN = "drawn"
+
+_BY_SCORE = ("gradient", "snr", "rgn")  # the other selections look at no gradient
+
+
+class Selecting(Averaging):
+    """The method of selective layer fine-tuning. Arguments are those of `SelectiveLayers`."""
+
+    phases = (PROBE, TRAIN)
+
+    def __init__(
+        self,
+        budget: float | str = 1,
+        *,
+        coupling: float = 0.0,
+        distance: str = "hamming",
+        selection: str = "gradient",
+        costs: str = LAYERS,
+        probe_batches: int = 1,
+    ) -> None:
+        for name, value, known in (
+            ("distance", distance, DISTANCES),
+            ("selection", selection, SELECTIONS),
+            ("costs", costs, COSTS),
+        ):
+            if value not in known:
+                raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
+        if not 0 <= coupling < float("inf"):
+            raise ValueError(f"coupling is {coupling}; it must be 0 or a positive number")
+        if probe_batches < 0:
+            raise ValueError(f"probe_batches is {probe_batches}; it must be 1 or more, or 0 for all of a client's")
+        if budget == DRAWN and costs != LAYERS:
+            raise ValueError(f"drawn budgets are numbers of layers, and costs is {costs!r}; give one budget for all")
+        if isinstance(budget, str) and budget != DRAWN:
+            raise ValueError(f"budget is {budget!r}; it must be a number or {DRAWN!r}")
+        self.budget = budget
+        self.coupling = coupling
+        self.distance = distance
+        self.selection = selection
+        self.costs = costs
+        self.probe_batches = probe_batches
+        self._blocks: ModelBlocks
+        self._costs: np.ndarray | None
+        self._seed: int
+
+    def init(self, model: ServerModel, seed: int) -> ModelState:
+        if model.blocks is None:
+            raise MethodError(
+                "SelectiveLayers must know the model's layers, and names alone do not tell: give it the model, "
+                "SelectiveLayers(budget=..., model=model)."
+            )
+        self.check(model.blocks)
+        self._blocks, self._seed = model.blocks, seed
+        entries = model.layout.by_name
+        sizes = [sum(entries[name].nbytes for name in layer) for layer in model.blocks.layers]
+        self._costs = np.array(sizes, float) if self.costs == BYTES else None
+        return super().init(model, seed)
+
+    def check(self, blocks: ModelBlocks) -> None:
+        """Raises MethodError for a model without layers, and for a budget that does not fit it."""
+        if not blocks.layers:
+            raise MethodError(f"SelectiveLayers chooses among a model's layers, and {blocks.model} has none")
+        if not isinstance(self.budget, str):
+            try:
+                self._check_budget(self.budget, blocks)
+            except ValueError as error:
+                raise MethodError(str(error)) from error
+
+    def _check_budget(self, budget: float, blocks: ModelBlocks) -> None:
+        if self.costs == LAYERS:
+            if not 1 <= budget <= len(blocks.layers) or budget != int(budget):
+                raise ValueError(
+                    f"a budget of {budget:g} layers: it must be a whole number from 1 to {len(blocks.layers)}, the "
+                    f"layers of {blocks.model}"
+                )
+        elif not 0 < budget < float("inf"):
+            raise ValueError(f"a budget of {budget:g} {self.costs}: it must be a positive number")
+
+    def grain(self, model: ServerModel) -> Mapping[str, Names]:
+        assert model.blocks is not None
+        blocks = {"embedding": model.blocks.embedding, **_layer_groups(model.blocks), "head": model.blocks.head}
+        return {label: names for label, names in {**blocks, "rest": model.blocks.rest}.items() if names}
+
+    def plan(
+        self, state: ModelState, round: int, phase: str, cohort: Sequence[str], heard: Mapping[str, Reply]
+    ) -> list[Plan]:
+        plans = super().plan(state, round, phase, cohort, heard)
+        groups = {**_layer_groups(self._blocks), "head": self._blocks.head}
+        if phase == PROBE:
+            options: dict[str, Scalar] = {
+                PROBE_SCORE: self.selection if self.selection in _BY_SCORE else NO_SCORE,
+                PROBE_BATCHES: self.probe_batches,
+                PROBE_TIMED: self.costs == MILLISECONDS,
+            }
+            # The model stays with the client, so that the second message needs to carry none.
+            return [
+                replace(p, action=PROBE, trains=(), returns={}, keeps=p.needs, groups=groups, options=options)
+                for p in plans
+            ]
+        if not plans:
+            return []
+        chosen = self._choose([heard[plan.client] for plan in plans])
+        trained = [self._trained(mask) for mask in chosen]
+        return [
+            replace(plan, trains=names, returns={MODEL: names}, keeps=plan.needs)
+            for plan, names in zip(plans, trained, strict=True)
+        ]
+
+    def _choose(self, probes: Sequence[Reply]) -> np.ndarray:
+        """Masks of these clients, (n, L) bool."""
+        layers = len(self._blocks.layers)
+        scores = np.array([probe.vectors.get(LAYER_SCORES, (0.0,) * layers) for probe in probes])
+        costs = self._costs
+        if self.costs == MILLISECONDS:
+            costs = np.array([probe.vectors[LAYER_MILLISECONDS] for probe in probes])
+        budgets = np.array([self._budget(probe) for probe in probes])
+        return choose(
+            self.selection, scores, budgets, coupling=self.coupling, distance=self.distance, costs=costs
+        )
+
+    def _budget(self, probe: Reply) -> float:
+        """R_i: what the client declares, else what all have, else drawn by its name."""
+        if LAYER_BUDGET in probe.metrics:
+            return probe.metrics[LAYER_BUDGET]
+        if isinstance(self.budget, str):
+            return min(drawn_budget(self._seed, probe.client), len(self._blocks.layers))
+        return self.budget
+
+    def _trained(self, mask: np.ndarray) -> Names:
+        layers = (layer for layer, chosen in zip(self._blocks.layers, mask, strict=True) if chosen)
+        names = {name for layer in layers for name in layer}.union(self._blocks.head)
+        return tuple(name for name in self._blocks.layout.names if name in names)
+
+    def accept(self, plan: Plan, reply: Reply) -> None:
+        if plan.action in (INTRODUCE, PROBE) and LAYER_BUDGET in reply.metrics:
+            try:
+                self._check_budget(reply.metrics[LAYER_BUDGET], self._blocks)
+            except ValueError as error:
+                raise ValueError(f"its node config declares, as {LAYER_BUDGET}, {error}") from error
+        if plan.action != PROBE:
+            return
+        layers = len(self._blocks.layers)
+        least = {}
+        if self.selection in _BY_SCORE:
+            least[LAYER_SCORES] = 0.0
+        if self.costs == MILLISECONDS:
+            least[LAYER_MILLISECONDS] = 1e-9
+        for name, smallest in least.items():
+            values = reply.vectors.get(name, ())
+            if len(values) != layers or min(values) < smallest:
+                raise ValueError(f"its probe must have {layers} finite positive numbers as {name!r}, and has {values}")
+
+    def record(self, state: ModelState, plans: Sequence[Plan]) -> Mapping[str, np.ndarray]:
+        """`clients` (n,) and `masks` (n, L): who trains which layers."""
+        masks = [[set(layer) <= set(plan.trains) for layer in self._blocks.layers] for plan in plans]
+        return {"clients": np.array([plan.client for plan in plans], str), "masks": np.array(masks, bool)}
+
+    def describe(self) -> Mapping[str, str | int | float]:
+        return {
+            "selection": self.selection,
+            "budget": self.budget,
+            "costs": self.costs,
+            "coupling": self.coupling,
+            "distance": self.distance,
+            "probe batches": self.probe_batches or "all",
+        }
+
+
+class SelectiveLayers(MethodStrategy):
+    """Selective layer fine-tuning over Tepal's exchange.
+
+    A client may declare its own budget R_i in its node config, as `layer-budget`; that goes before `budget`. The app
+    answers the probe in a function `@app.train("probe")` (`tepal.client_app.probing` computes the scores).
+
+    Args:
+        budget: R of every client: a number of layers (or of bytes or milliseconds, see `costs`), or "drawn": for each
+            client a whole number around 1, from 1 to 4, drawn by its name.
+        coupling: λ of (P1), 0 or more: how much it costs that clients choose differently. 0: each its own best layers.
+        distance: of two masks in (P1): "hamming", as in the authors' code, or "squared", as in the paper's text.
+        selection: "gradient" (P1); by each client's own scores "snr" or "rgn"; by place "top" (nearest the output),
+            "bottom", "both"; or "full", which trains every layer.
+        costs: what a layer costs: 1 ("layers"), its "bytes", or the "milliseconds" that its client measured.
+        probe_batches: over how many batches a client's gradient is taken; 0: all of them.
+        model: the torch model, or its blocks from `find_blocks`: names alone do not tell what a layer is.
+        round_options: see `MethodStrategy`.
+
+    Raises:
+        ValueError: an option out of range. MethodError: a budget that does not fit the model, a model without layers.
+    """
+
+    def __init__(
+        self,
+        *,
+        budget: float | str = 1,
+        coupling: float = 0.0,
+        distance: str = "hamming",
+        selection: str = "gradient",
+        costs: str = LAYERS,
+        probe_batches: int = 1,
+        model: nn.Module | ModelBlocks | None = None,
+        **round_options: Any,
+    ) -> None:
+        method = Selecting(
+            budget,
+            coupling=coupling,
+            distance=distance,
+            selection=selection,
+            costs=costs,
+            probe_batches=probe_batches,
+        )
+        super().__init__(method, model=model, **round_options)
+        if self.blocks is not None:
+            method.check(self.blocks)
+
+
+def _layer_groups(blocks: ModelBlocks) -> dict[str, Names]:
+    """ "layer/0", "layer/1", … from the input to the output."""
+    return {f"layer/{number}": layer for number, layer in enumerate(blocks.layers)}
