@@ -167,7 +167,8 @@ class Mixing(Method):
 
     def _mix(self, state: PersonalModels, cohort: Sequence[str]) -> None:
         """The mixtures of a cohort, all in one pass over the models, in a file that nobody else sees."""
-        rows = {k: client for k, client in enumerate(state.clients) if client in set(cohort)}
+        wanted = set(cohort)
+        rows = {k: client for k, client in enumerate(state.clients) if client in wanted}
         mixtures = np.empty((0, 0))
         if rows:
             number = {row: k for k, row in enumerate(rows)}

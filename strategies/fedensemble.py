@@ -95,14 +95,15 @@ class Ensembling(Method):
                 "clients train in one; set fewer strata, or a larger fraction_train"
             )
         strata = dict(state.strata)
-        sizes = [sum(stratum == q for stratum in strata.values()) for q in range(count)]
+        sizes = np.bincount(np.array([*strata.values()], int), minlength=count)
         joiners = [client for client in available if client not in strata]
         for k in rng.permutation(len(joiners)):
             smallest = int(np.argmin(sizes))
             strata[joiners[k]] = smallest
             sizes[smallest] += 1
-        here = [[client for client in available if strata[client] == q] for q in range(count)]
-        waiting = [[members[k] for k in rng.permutation(len(members))] for members in here]
+        waiting: list[list[str]] = [[] for _ in range(count)]
+        for k in rng.permutation(len(available)):
+            waiting[strata[available[k]]].append(available[k])
         order = rng.permutation(count)
         cohort: list[str] = []
         while len(cohort) < size:  # `size` is at most the number of clients that are there

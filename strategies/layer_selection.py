@@ -35,6 +35,7 @@ _STARTS = 9  # degrees of consensus, evenly spread when the budgets allow more
 _LEADERS = 12  # clients whose own best layers are tried as everybody's
 _OTHER_COUPLINGS = (0.5, 2.0)  # factors of λ under which the best result is moved
 _POLISHED = 2  # the best results of the row ascent go on to exchanges of layers
+_NODES = 1000  # of one knapsack by branch and bound; mostly it takes some ten
 _FRONT = 4096  # states of one knapsack; far more than up to 100 layers with real costs need
 _GAIN = 1e-11  # what a step must add, relative to the largest squared norm: rounding alone does not
 
@@ -326,14 +327,38 @@ def _best_row(gains: Floats, costs: Ints, budget: int, unit: bool) -> Mask:
 
 
 def _knapsack(gains: Floats, costs: Ints, budget: int, among: Mask) -> Mask:
-    """(L,) bool: the best of the layers `among`, which do not all fit.
+    """(L,) bool: the best of the layers `among`, which do not all fit: branch and bound over gain per cost."""
+    layers = np.flatnonzero(among)[::-1]
+    layers = layers[np.argsort(-gains[layers] / costs[layers], kind="stable")]
+    sizes, worths = costs[layers].tolist(), gains[layers].tolist()
+    row = np.zeros(len(gains), dtype=bool)
+    best, best_taken = -1.0, 0
+    open_nodes = [(0, budget, 0.0, 0)]  # decided layers, what is left of the budget, gain, bits of the layers taken
+    for _ in range(_NODES):
+        if not open_nodes:
+            row[[layer for k, layer in enumerate(layers.tolist()) if best_taken >> k & 1]] = True
+            return row
+        k, left, gain, taken = open_nodes.pop()
+        without = []
+        while k < len(sizes) and sizes[k] <= left:
+            without.append((k + 1, left, gain, taken))
+            left, gain, taken, k = left - sizes[k], gain + worths[k], taken | 1 << k, k + 1
+        if gain > best:
+            best, best_taken = gain, taken
+        # All others leave out one of these layers, or the first that does not fit: at best, a cut of it would.
+        if k < len(sizes) and gain + left * (worths[k] / sizes[k]) > best * (1 + 1e-13):
+            open_nodes += [*without, (k + 1, left, gain, taken)]
+    row[layers[_front(costs[layers], gains[layers], budget)]] = True
+    return row
+
+
+def _front(sizes: Ints, worths: Floats, budget: int) -> Mask:
+    """The knapsack where layers of nearly equal gain or cost make branches hard to tell apart; sorted as there.
 
     The front of (cost, gain) that no other choice beats in both grows layer by layer; what cannot reach the best
     complete choice any more, even if the rest could be cut to fill the budget, is dropped.
     """
-    layers = np.flatnonzero(among)[::-1]
-    layers = layers[np.argsort(-gains[layers] / costs[layers], kind="stable")]
-    sizes, worths = costs[layers], gains[layers]
+    layers = range(len(sizes))
     total_cost, total_gain = np.append(0, np.cumsum(sizes)), np.append(0.0, np.cumsum(worths))
     spent, gained = np.zeros(1, dtype=np.int64), np.zeros(1)
     taken = np.zeros((1, len(layers)), dtype=bool)
@@ -358,9 +383,8 @@ def _knapsack(gains: Floats, costs: Ints, budget: int, among: Mask) -> Mask:
         if len(order) > _FRONT:
             order = order[np.sort(np.argsort(-bound[order], kind="stable")[:_FRONT])]
         spent, gained, taken = spent[order], gained[order], taken[order]
-    row = np.zeros(len(gains), dtype=bool)
-    row[layers[taken[np.argmax(gained)]]] = True
-    return row
+    best: Mask = taken[np.argmax(gained)]
+    return best
 
 
 # The fast solver ------------------------------------------------------------------------------------------------------

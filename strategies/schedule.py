@@ -7,6 +7,8 @@ of (seed, age, stratum) alone: nothing that happens in a round shifts it.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 
@@ -39,6 +41,14 @@ def mode_of(stratum: int, modes: int, round: int, seed: int) -> int:
 
 def rounds_of(mode: int, strata: int, modes: int, rounds: int, seed: int) -> int:
     """In how many of the first `rounds` rounds some stratum trains this mode."""
-    ages = (mode_schedule(strata, modes, age, seed) for age in range(-(-rounds // modes)))
-    in_round = np.concatenate([(age == mode).any(axis=0) for age in ages])[:rounds]
-    return int(in_round.sum())
+    return _rounds_of_all(strata, modes, rounds, seed)[mode]
+
+
+@lru_cache(maxsize=8)
+def _rounds_of_all(strata: int, modes: int, rounds: int, seed: int) -> tuple[int, ...]:
+    counts = np.zeros(modes, int)
+    for first in range(0, rounds, modes):
+        age = mode_schedule(strata, modes, first // modes, seed)
+        for trained in age.T[: rounds - first]:
+            counts[np.unique(trained)] += 1
+    return tuple(counts.tolist())
