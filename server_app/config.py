@@ -80,7 +80,7 @@ class SelectiveConfig(BaseModel):
     selection: Literal["gradient", "snr", "rgn", "top", "bottom", "both", "full"] = Field(
         "gradient", description="how a client's layers are chosen"
     )
-    coupling: float = Field(0.0, ge=0, allow_inf_nan=False, description="λ of (P1): the price of choosing differently")
+    coupling: float = Field(10.0, ge=0, allow_inf_nan=False, description="λ of (P1): the price of choosing differently")
     distance: Literal["hamming", "squared"] = Field("hamming", description="of two clients' choices in (P1)")
     costs: Literal["layers", "bytes", "milliseconds"] = Field("layers", description="what a layer costs of the budget")
     probe_batches: int = Field(1, ge=0, description="batches of the gradient that a client is asked for; 0: all")
@@ -91,7 +91,7 @@ class FedEnsembleConfig(BaseModel):
 
     model_config = _keys("fedensemble.")
 
-    modes: int = Field(5, ge=1, le=1000, description="K, models in the ensemble")
+    modes: int = Field(3, ge=1, le=1000, description="K, models in the ensemble")
     strata: int = Field(0, ge=0, description="Q, groups of clients; 0: as many as clients train in a round")
     member: Literal["fedavg", "fedfrozen", "selective"] = Field("fedavg", description="what a mode is trained with")
     weighting: Literal["uniform", "examples"] = Field("uniform", description="of the clients that had the same mode")

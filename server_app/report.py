@@ -39,6 +39,10 @@ TEST_DATA = {
         "clients' test data",
         "on the clients' own test splits, weighted by their sizes, the model after the round's merge",
     ),
+    "personal": (
+        "clients' own models, own test data",
+        "of each client's own model on its own test split, the mean over the clients, after the round's training",
+    ),
 }
 
 

@@ -239,13 +239,18 @@ def metrics_line(report: RoundReport, model_bytes: int) -> dict[str, Any]:
     """One round as a line of `metrics.jsonl`.
 
     `accuracy` and `loss` are of the global model (or ensemble) after the round, on the server's held-out examples or,
-    with `accuracy_of` "clients", on the clients' own test examples; where every client has a model of its own, the mean
-    over the clients of each one's. `received_…` are of the model that the round started from, on the clients' test
-    examples, and `clients_…` of the result of the round, with the standard deviation over the clients as the spread.
+    with `accuracy_of` "clients", on the clients' own test examples. "personal": every client has a model of its own,
+    and it is the mean over the clients of each one's on its own test examples. `received_…` are of the model that the
+    round started from, on the clients' test examples, and `clients_…` of the result of the round, with the standard
+    deviation over the clients as the spread.
     """
     train, server = report.train_metrics, report.server_metrics
     clients = _of_result(report)
-    accuracy_of = "server" if "accuracy" in server else "clients" if clients["accuracy"] is not None else None
+    accuracy_of = None
+    if "accuracy" in server:
+        accuracy_of = "server"
+    elif clients["accuracy"] is not None:
+        accuracy_of = "clients" if report.scored == "received" else "personal"
     scored: Mapping[str, float | None] = server if accuracy_of == "server" else clients
     return {
         "round": report.round,

@@ -113,7 +113,7 @@ class Checkpoints:
         return [checkpoint.current for _, checkpoint in self._readable()][::-1]
 
     def states(self, *, before: int) -> Iterator[Any]:
-        """The methods' states of the checkpoints of earlier rounds that are whole, the newest first, read one by one."""
+        """States of the checkpoints of earlier rounds that are whole, the newest first, read one by one."""
         return (checkpoint.state for number, checkpoint in self._readable() if number < before)
 
     def _readable(self) -> Iterator[tuple[int, Checkpoint]]:

@@ -245,7 +245,7 @@ class Messenger:
                 try:
                     self.accept(asked.plan, answer)
                 except ValueError as error:
-                    raise _Useless(str(error)) from error
+                    raise _Useless(answer.client, str(error)) from error
             for text in answer.notes:
                 note = (asked.name, text[:_LONGEST_REASON])
                 report.notes.append(note)
@@ -253,8 +253,10 @@ class Messenger:
             return answer
         except BadReply as refusal:
             name, said, reason = asked.name, "is refused", str(refusal)[:_LONGEST_REASON]
+            if isinstance(refusal, ClientRefuses | _Useless):
+                name = refusal.client
             if isinstance(refusal, ClientRefuses):
-                name, said = refusal.client, "gives no result"
+                said = "gives no result"
                 report.refused_by_client.add(name)
             report.refused.append((name, reason))
             if refused is not None and isinstance(refusal, ClientRefuses | NoMod | _Useless):
@@ -288,6 +290,10 @@ class Messenger:
 
 class _Useless(BadReply):
     """The method cannot use it."""
+
+    def __init__(self, client: str, reason: str) -> None:
+        super().__init__(reason)
+        self.client = client
 
 
 def message_type(plan: Plan) -> str:

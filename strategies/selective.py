@@ -59,7 +59,7 @@ class Selecting(Averaging):
         self,
         budget: float | str = 1,
         *,
-        coupling: float = 0.0,
+        coupling: float = 10.0,
         distance: str = "hamming",
         selection: str = "gradient",
         costs: str = LAYERS,
@@ -223,6 +223,7 @@ class SelectiveLayers(MethodStrategy):
         budget: R of every client: a number of layers (or of bytes or milliseconds, see `costs`), or "drawn": for each
             client a whole number around 1, from 1 to 4, drawn by its name.
         coupling: λ of (P1), 0 or more: how much it costs that clients choose differently. 0: each its own best layers.
+            The paper has 5 to 1000; what is much or little depends on the size of the gradients.
         distance: of two masks in (P1): "hamming", as in the authors' code, or "squared", as in the paper's text.
         selection: "gradient" (P1); by each client's own scores "snr" or "rgn"; by place "top" (nearest the output),
             "bottom", "both"; or "full", which trains every layer.
@@ -239,7 +240,7 @@ class SelectiveLayers(MethodStrategy):
         self,
         *,
         budget: float | str = 1,
-        coupling: float = 0.0,
+        coupling: float = 10.0,
         distance: str = "hamming",
         selection: str = "gradient",
         costs: str = LAYERS,

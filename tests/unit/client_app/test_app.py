@@ -1,0 +1,93 @@
+"""What this project's ClientApp tells and leaves behind, beside training: introduction, probe, delivery."""
+
+import logging
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord
+from safetensors.numpy import load_file
+
+from client_app.app import app
+from tepal.models import build
+from tepal.server_app.config import defaults
+from tepal.server_app.predict import load_predictor
+from tepal.strategies import FedACS, FedAvg, FedEnsemble, RoundFailed, SelectiveLayers, join_modes
+from tepal.strategies.in_process import InProcessGrid, Node
+
+CONFIG = {**defaults(), "local-steps": 1, "batch-size": 16, "optimizer": "sgd", "learning-rate": 0.05}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TEPAL_CACHE", str(tmp_path / "cache"))
+
+
+def vit(seed=42):
+    return build("tiny-vit", image_shape=(1, 8, 8), classes=10, seed=seed)
+
+
+def start(strategy, models, configs, run_config=CONFIG, **options):
+    nodes = [Node(app, {"partition-id": k, "num-partitions": 2, **config}) for k, config in enumerate(configs)]
+    initial = join_modes(ArrayRecord(model.state_dict()) for model in models)
+    return strategy.start(InProcessGrid(nodes, run_config), initial, num_rounds=1, **options)
+
+
+def test_the_final_model_is_put_where_the_client_wants_it_and_predicts(tmp_path):
+    path = tmp_path / "models" / "final.safetensors"
+    result = start(FedAvg(model=vit()), [vit()], [{"model-path": str(path)}, {}])
+    kept = load_file(path)
+    assert {name: array.tobytes() for name, array in kept.items()} == {
+        name: array.numpy().tobytes() for name, array in result.arrays.items()
+    }
+    predictor = load_predictor(path)
+    np.savez(tmp_path / "images.npz", images=np.zeros((3, 8, 8), np.float32))
+    assert len(predictor.predict_files([tmp_path / "images.npz"])) == 3
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+def test_of_an_ensemble_a_client_keeps_every_mode(tmp_path):
+    path = tmp_path / "final.safetensors"
+    result = start(FedEnsemble(modes=2, model=vit()), [vit(1), vit(2)], [{"model-path": str(path)}, {}])
+    assert load_predictor(path).members == 2
+    assert load_file(path).keys() == result.arrays.keys()
+
+
+def test_of_personal_models_each_client_keeps_its_own(tmp_path):
+    paths = [tmp_path / f"{k}.safetensors" for k in range(2)]
+    result = start(FedACS(quantile=0.5, model=vit()), [vit()], [{"model-path": str(path)} for path in paths])
+    ours, theirs = map(load_file, paths)
+    assert not np.array_equal(ours["head.weight"], theirs["head.weight"])
+    mean = (ours["head.weight"].astype(np.float64) + theirs["head.weight"]) / 2
+    np.testing.assert_allclose(result.arrays["head.weight"].numpy(), mean, rtol=1e-6)
+
+
+def test_a_place_that_cannot_be_written_is_said_and_costs_nothing(tmp_path, caplog):
+    (tmp_path / "file").write_text("not a folder")
+    with caplog.at_level(logging.ERROR, "flwr"):
+        start(FedAvg(model=vit()), [vit()], [{"model-path": str(tmp_path / "file" / "final.safetensors")}, {}])
+    assert "model-path=" in caplog.text
+
+
+def test_clients_whose_model_is_another_are_refused_before_the_first_round():
+    other = build("tiny-vit", image_shape=(1, 8, 8), classes=12, seed=42)
+    with pytest.raises(RoundFailed, match=r"not the server's: 2 tensors differ, 'head.bias' first .*float32\[12\]"):
+        start(FedAvg(model=other), [other], [{}, {}])
+
+
+@pytest.mark.parametrize(
+    ("budget", "said"),
+    [
+        (0, "budget of 0 layers: it must be a whole number from 1 to 2"),
+        (3, "budget of 3 layers"),
+        (1.5, "budget of 1.5 layers"),
+        ("one", "layer-budget='one', which is not a number"),
+    ],
+)
+def test_a_budget_that_does_not_fit_is_refused_alone(budget, said):
+    reports = []
+    strategy = SelectiveLayers(model=vit(), min_available_nodes=1, on_round=reports.append)
+    start(strategy, [vit()], [{"layer-budget": budget}, {"layer-budget": 2}])
+    assert reports[-1].replied == ["client-1"]
+    ((client, reason),) = reports[-1].refused
+    assert client == "client-0" and said in reason
+    assert reports[-1].record["masks"].tolist() == [[True, True]]
