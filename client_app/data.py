@@ -457,7 +457,7 @@ def _draw(labels: NDArray[np.int64], scheme: _Scheme, seed: int) -> tuple[list[I
 
 
 @dataclass(frozen=True, eq=False)
-class _Arrays:
+class ImageArrays:
     """Examples as they are kept in memory: images (n, C, H, W), uint8 (a quarter of the size) or float32 in 0..1."""
 
     images: NDArray[Any]
@@ -474,8 +474,8 @@ class _Arrays:
 class _Source:
     """A dataset that was read and checked. Hashed by identity, so that partitions can be cached by it."""
 
-    train: _Arrays
-    test: _Arrays | None
+    train: ImageArrays
+    test: ImageArrays | None
     classes: int
     origin: str
 
@@ -533,17 +533,11 @@ def _load_digits(shape: Shape | None, classes: int) -> _Source:
 
 
 def _read_npz(path: Path, shape: Shape | None, classes: int) -> _Source:
-    try:
-        archive = np.load(path, allow_pickle=False)
-    except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
-        raise DataError(f"{path}: not a readable .npz file ({error}); write it with numpy.savez") from error
-    if not isinstance(archive, np.lib.npyio.NpzFile):
-        raise DataError(f"{path}: one array, not a .npz file with images and labels; write it with numpy.savez")
-    with archive:
+    with open_npz(path) as archive:
         train = next((pair for pair in NPZ_PAIRS if set(pair) <= set(archive.files)), None)
         if train is None:
             raise DataError(
-                f"{path}: has no pair of arrays for images and labels; it has {_listed(archive.files)}, and one of "
+                f"{path}: has no pair of arrays for images and labels; it has {listed(archive.files)}, and one of "
                 f"these pairs is needed: {'; '.join(' and '.join(pair) for pair in NPZ_PAIRS)}"
             )
         pairs = [train]
@@ -555,16 +549,27 @@ def _read_npz(path: Path, shape: Shape | None, classes: int) -> _Source:
                 raise DataError(f"{path}: has {found.pop()} but no {missing}: a test set needs both, add or remove one")
             pairs.append(test)
         arrays = {
-            " and ".join(pair): (_member(archive, pair[0], path), _member(archive, pair[1], path)) for pair in pairs
+            " and ".join(pair): (npz_array(archive, pair[0], path), npz_array(archive, pair[1], path)) for pair in pairs
         }
     return _checked_source(arrays, str(path), shape, classes)
 
 
-def _listed(names: list[str]) -> str:
+def open_npz(path: Path) -> np.lib.npyio.NpzFile:
+    """A .npz file, to be closed. Raises DataError."""
+    try:
+        archive = np.load(path, allow_pickle=False)
+    except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
+        raise DataError(f"{path}: not a readable .npz file ({error}); write it with numpy.savez") from error
+    if not isinstance(archive, np.lib.npyio.NpzFile):
+        raise DataError(f"{path}: one array, not a .npz file with images and labels; write it with numpy.savez")
+    return archive
+
+
+def listed(names: list[str]) -> str:
     return ", ".join(sorted(names)) or "no array"
 
 
-def _member(archive: np.lib.npyio.NpzFile, key: str, path: Path) -> NDArray[Any]:
+def npz_array(archive: np.lib.npyio.NpzFile, key: str, path: Path) -> NDArray[Any]:
     try:
         array = archive[key]
     except (OSError, EOFError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
@@ -606,7 +611,7 @@ def _read_folder(root: Path, shape: Shape | None, classes: int) -> _Source:
         raise DataError(
             f"{root}: image folders are read with 1 (grey) or 3 (colour) channels, image-shape has {shape[0]}"
         )
-    images = [_read_image(file, shape) for file, _ in files]
+    images = [read_image(file, shape) for file, _ in files]
     for image, (file, _) in zip(images, files, strict=True):
         if image.shape[1:] != images[0].shape[1:]:
             raise DataError(
@@ -619,7 +624,7 @@ def _read_folder(root: Path, shape: Shape | None, classes: int) -> _Source:
     return _checked_source({"": (stacked, labels)}, str(root), shape or stacked.shape[1:], classes or len(folders))
 
 
-def _read_image(file: Path, shape: Shape | None) -> NDArray[np.uint8]:
+def read_image(file: Path, shape: Shape | None) -> NDArray[np.uint8]:
     """One image as (C, H, W), uint8: converted and resized to `shape`, else 1 channel if it is grey, 3 if not."""
     try:
         from PIL import Image
@@ -651,7 +656,7 @@ def _checked_source(
 ) -> _Source:
     """Check the train pair and, if there is one, the test pair (in this order), keyed by the names of their arrays."""
     parts = [
-        _checked(images, labels, f"{origin}: {names}" if names else origin, shape, classes)
+        checked_arrays(images, labels, f"{origin}: {names}" if names else origin, shape, classes)
         for names, (images, labels) in arrays.items()
     ]
     train, test = parts[0], parts[1] if len(parts) > 1 else None
@@ -663,7 +668,9 @@ def _checked_source(
     return _Source(train, test, classes or 1 + max(int(part.labels.max()) for part in parts), origin)
 
 
-def _checked(images: NDArray[Any], labels: NDArray[Any], where: str, shape: Shape | None, classes: int) -> _Arrays:
+def checked_arrays(
+    images: NDArray[Any], labels: NDArray[Any], where: str, shape: Shape | None, classes: int
+) -> ImageArrays:
     """Channel-first images (a view where possible), as uint8 or float32 in 0..1, and int64 labels; else a DataError."""
     if labels.ndim == 2 and labels.shape[1] == 1:
         labels = labels[:, 0]
@@ -687,7 +694,7 @@ def _checked(images: NDArray[Any], labels: NDArray[Any], where: str, shape: Shap
             "allowed are "
             + (f"0 to {classes - 1}, since the run has {classes} classes" if classes else "whole numbers from 0 on")
         )
-    return _Arrays(_channel_first(_scalable(images, where), shape, where), labels.astype(np.int64))
+    return ImageArrays(_channel_first(_scalable(images, where), shape, where), labels.astype(np.int64))
 
 
 def _scalable(images: NDArray[Any], where: str) -> NDArray[Any]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from tepal import models
 from tepal.client_app.config import TrainingConfig
-from tepal.client_app.training import _autocast
+from tepal.client_app.training import autocast
 
 _BATCH = 512  # examples in one forward pass, as in training.score
 
@@ -180,7 +180,7 @@ def _outputs(model: nn.Module, state: Mapping[str, Tensor], inputs: Tensor, conf
     model.eval()
     parts = []
     for batch in inputs.split(_BATCH):
-        with _autocast(config, batch.device) if config else nullcontext():
+        with autocast(config, batch.device) if config else nullcontext():
             outputs = model(batch)
         parts.append(outputs.cpu().double())
     return torch.cat(parts)

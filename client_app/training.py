@@ -105,7 +105,7 @@ def fit(
     total = torch.zeros((), device=batches.labels.device)
     model.train()
     for step, (inputs, labels) in zip(range(steps), _endless(batches), strict=False):
-        with _autocast(config, inputs.device):
+        with autocast(config, inputs.device):
             loss = F.cross_entropy(model(inputs), labels) + penalty()
         optimizer.zero_grad(set_to_none=True)
         scaler.scale(loss).backward()
@@ -126,7 +126,7 @@ def score(model: nn.Module, inputs: Tensor, labels: Tensor, config: TrainingConf
     model.eval()
     loss, correct = 0.0, 0
     for x, y in zip(inputs.split(512), labels.split(512), strict=True):
-        with _autocast(config, x.device):
+        with autocast(config, x.device):
             logits = model(x)
         loss += float(F.cross_entropy(logits.float(), y, reduction="sum"))
         correct += int((logits.argmax(dim=1) == y).sum())
@@ -140,7 +140,8 @@ def _endless(batches: Batches) -> Iterator[tuple[Tensor, Tensor]]:
         epoch += 1
 
 
-def _autocast(config: TrainingConfig, device: torch.device) -> AbstractContextManager[Any]:
+def autocast(config: TrainingConfig, device: torch.device) -> AbstractContextManager[Any]:
+    """Within it, the forward pass computes in the dtype that the config says."""
     if config.autocast == "no":
         return nullcontext()
     return torch.autocast(device.type, torch.bfloat16 if config.autocast == "bf16" else torch.float16)

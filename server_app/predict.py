@@ -16,7 +16,6 @@ import csv
 import json
 import os
 import re
-import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -40,12 +39,13 @@ from tepal.client_app.data import (
     DataConfig,
     DataError,
     DatasetInfo,
-    _Arrays,
-    _checked,
-    _listed,
-    _member,
-    _read_image,
+    ImageArrays,
+    checked_arrays,
     dataset_info,
+    listed,
+    npz_array,
+    open_npz,
+    read_image,
 )
 from tepal.client_app.prediction import predict
 from tepal.client_app.training import device_of
@@ -159,6 +159,9 @@ def load_predictor(path: Path) -> Predictor:
         info = _built_for(name, told)
         model = models.build(name, image_shape=info.shape, classes=info.classes, seed=0)
         prefixes = _prefixes(shapes)
+        expected = told.get("fedensemble.modes") if told.get("strategy") == "fedensemble" else len(prefixes)
+        if len(prefixes) != expected:
+            raise ValueError(f"part of the ensemble is missing: it has {len(prefixes)} of its {expected} modes")
         _check_fit(shapes, prefixes, model, name)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
@@ -264,7 +267,7 @@ class _Batch:
     """Up to `_AT_ONCE` examples, and the (file, index) of each; labels are zeros where none are known."""
 
     origins: list[tuple[Path, int | None]]
-    arrays: _Arrays
+    arrays: ImageArrays
     labelled: bool
 
 
@@ -310,26 +313,21 @@ def _image_batches(files: Sequence[Path], info: DatasetInfo) -> Iterator[_Batch]
         )
     for start in range(0, len(files), _AT_ONCE):
         part = files[start : start + _AT_ONCE]
-        images = np.stack([_read_image(file, info.shape) for file in part])
-        yield _Batch([(file, None) for file in part], _Arrays(images, np.zeros(len(part), np.int64)), labelled=False)
+        images = np.stack([read_image(file, info.shape) for file in part])
+        arrays = ImageArrays(images, np.zeros(len(part), np.int64))
+        yield _Batch([(file, None) for file in part], arrays, labelled=False)
 
 
 def _npz_batches(file: Path, info: DatasetInfo) -> Iterator[_Batch]:
     arrays, labelled = _read_npz(file, info)
     for start in range(0, len(arrays.labels), _AT_ONCE):
-        part = _Arrays(arrays.images[start : start + _AT_ONCE], arrays.labels[start : start + _AT_ONCE])
+        part = ImageArrays(arrays.images[start : start + _AT_ONCE], arrays.labels[start : start + _AT_ONCE])
         yield _Batch([(file, start + index) for index in range(len(part.labels))], part, labelled)
 
 
-def _read_npz(file: Path, info: DatasetInfo) -> tuple[_Arrays, bool]:
+def _read_npz(file: Path, info: DatasetInfo) -> tuple[ImageArrays, bool]:
     """The file's images with their labels, and whether it has labels."""
-    try:
-        archive = np.load(file, allow_pickle=False)
-    except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
-        raise DataError(f"{file}: not a readable .npz file ({error}); write it with numpy.savez") from error
-    if not isinstance(archive, np.lib.npyio.NpzFile):
-        raise DataError(f"{file}: one array, not a .npz file; write it with numpy.savez(file, images=array)")
-    with archive:
+    with open_npz(file) as archive:
         # A test set goes before the training set beside it, as everywhere in Tepal.
         pairs = [
             (images.replace("train", part), labels.replace("train", part))
@@ -339,15 +337,18 @@ def _read_npz(file: Path, info: DatasetInfo) -> tuple[_Arrays, bool]:
         pair = next((pair for pair in pairs if pair[0] in archive.files), None)
         if pair is None:
             raise DataError(
-                f"{file}: has no array of images; it has {_listed(archive.files)}, and one of these is needed: "
+                f"{file}: has no array of images; it has {listed(archive.files)}, and one of these is needed: "
                 f"{', '.join(dict.fromkeys(images for images, _ in pairs))}"
             )
-        images = _member(archive, pair[0], file)
+        images = npz_array(archive, pair[0], file)
         labelled = pair[1] in archive.files
         labels: NDArray[Any] = (
-            _member(archive, pair[1], file) if labelled else np.zeros(images.shape[0] if images.ndim else 1, np.int64)
+            npz_array(archive, pair[1], file)
+            if labelled
+            else np.zeros(images.shape[0] if images.ndim else 1, np.int64)
         )
-    return _checked(images, labels, f"{file}: {' and '.join(pair[: 1 + labelled])}", info.shape, info.classes), labelled
+    where = f"{file}: {' and '.join(pair[: 1 + labelled])}"
+    return checked_arrays(images, labels, where, info.shape, info.classes), labelled
 
 
 # The results

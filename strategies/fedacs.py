@@ -152,11 +152,13 @@ class Mixing(Method):
         ]
 
     def evaluation(self, state: PersonalModels, round: int, cohort: Sequence[str], *, more_rounds: bool) -> list[Plan]:
+        """Each client scores the model that it returned last; who has not trained has none."""
         needs = {PERSONAL: tuple(state.initial)}
         options = {SCORED_AS: "personal"}
         return [
             Plan(client=client, round=round, action=EVALUATE, needs=needs, keeps=needs, options=options)
             for client in cohort
+            if client in state.slots
         ]
 
     def values(self, state: PersonalModels, client: str, tree: Tree) -> Arrays:

@@ -156,6 +156,12 @@ def test_a_file_that_is_not_the_model_it_should_be_is_named(saved, tensors, meta
         load_predictor(saved(tensors, metadata))
 
 
+def test_an_ensemble_without_its_last_modes_is_no_ensemble(saved):
+    config = json.dumps({"strategy": "fedensemble", "fedensemble.modes": 3})
+    with pytest.raises(ValueError, match="part of the ensemble is missing: it has 2 of its 3 modes"):
+        load_predictor(saved(ensemble(1, 2), {**TOLD, "config": config}))
+
+
 def test_a_file_of_another_kind_is_no_model(tmp_path):
     (tmp_path / "model.pt").write_bytes(b"PK\x03\x04 not a model")
     with pytest.raises(ValueError, match=r"model\.pt: not a readable safetensors file"):
