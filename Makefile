@@ -10,7 +10,7 @@ PACKAGES := models exchange strategies client_app server_app
 .PHONY: help run test lint clean
 
 help:
-	@echo "make run    set up and run the main job: a simulation on this machine, results under runs/"
+	@echo "make run    set up and run the main job: five strategies by simulation, compared; results under runs/"
 	@echo "make test   set up and run the unit and integration tests"
 	@echo "make lint   check style (ruff) and types (mypy)"
 	@echo "make clean  remove the virtual environment, caches and build outputs; runs/ stays"
@@ -18,7 +18,7 @@ help:
 	@echo "VENV=...    where that environment is (a path without spaces: Ray cannot run from one), default: .venv"
 
 run: $(VENV)/.ready-run
-	$(BIN)/tepal simulate .
+	$(BIN)/tepal compare .
 
 # One thread each, because two tests run side by side. Integration tests mostly wait: for processes to start, and for
 # Flower to look again.

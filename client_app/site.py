@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -70,8 +71,8 @@ class Site:
         if LAYER_BUDGET not in self.node_config:
             return {}
         budget = self.node_config[LAYER_BUDGET]
-        if isinstance(budget, bool) or not isinstance(budget, int | float):
-            raise ValueError(f"this node's config says {LAYER_BUDGET}={budget!r}, which is not a number")
+        if isinstance(budget, bool) or not isinstance(budget, int | float) or not math.isfinite(budget):
+            raise ValueError(f"this node's config says {LAYER_BUDGET}={budget!r}, which is not a finite number")
         return {LAYER_BUDGET: float(budget)}
 
     def figures(self, msg: Message) -> dict[str, float]:

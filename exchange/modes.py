@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 
 from flwr.app import Array, ArrayRecord
 
-_MODE = "mode/{}/"
+_OF_MODE = re.compile(r"mode/(0|[1-9][0-9]*)/(.*)", re.DOTALL)
 
 
 def join_modes(models: Iterable[Mapping[str, Array]]) -> ArrayRecord:
-    """The models of an ensemble in one record: the names of mode k begin with `mode/<k>/`. One model stays as it is."""
+    """The models of an ensemble in one record. A single model keeps its names, unless they look like an ensemble's."""
     models = list(models)
-    if len(models) == 1:
+    if len(models) == 1 and not all(map(_OF_MODE.fullmatch, models[0])):
         return ArrayRecord(dict(models[0]))
-    named = ((_MODE.format(k) + name, array) for k, model in enumerate(models) for name, array in model.items())
+    named = ((f"mode/{k}/{name}", array) for k, model in enumerate(models) for name, array in model.items())
     return ArrayRecord(dict(named))
 
 
 def modes_of(record: Mapping[str, Array]) -> list[dict[str, Array]]:
-    """The models in a record that `join_modes` made: one, or one for each mode."""
-    models: list[dict[str, Array]] = []
-    while True:
-        prefix = _MODE.format(len(models))
-        mode = {name.removeprefix(prefix): array for name, array in record.items() if name.startswith(prefix)}
-        if not mode:
-            return models or [dict(record)]
-        models.append(mode)
+    """The models in a record that `join_modes` made: one, or one for each mode.
+
+    Raises ValueError for an ensemble of which a mode is missing.
+    """
+    found = [_OF_MODE.fullmatch(name) for name in record]
+    if not found or not all(found):
+        return [dict(record)]
+    models: dict[int, dict[str, Array]] = {}
+    for match in found:
+        assert match is not None
+        models.setdefault(int(match[1]), {})[match[2]] = record[match[0]]
+    if missing := set(range(max(models) + 1)).difference(models):
+        raise ValueError(f"the arrays have mode {max(models)} of an ensemble, and no mode {min(missing)}")
+    return [models[k] for k in range(len(models))]

@@ -74,6 +74,8 @@ class Reply:
     metrics: Mapping[str, float]
     vectors: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """Metrics that are lists of numbers, all finite: a number for each layer, for example."""
+    not_finite: Names = ()
+    """Names of metrics that are not in the two above, because they are NaN or infinite."""
     exchange: str = ""
     """Id of the exchange that it answers."""
     holds: Names = ()

@@ -7,6 +7,7 @@ said in its last answer. A part that is not in the record travels; a client that
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -108,17 +109,16 @@ class Sender:
         """Client → id of the exchange whose reply was merged last: its personal state is as that exchange left it."""
         self.restorable: tuple[Mapping[str, str], ...] = ()
         """`current` as it was at each checkpoint that a run may still go back to."""
-        # Arrays of a method's state are never changed in place, so identity stands for value; the array is kept with
-        # its digest so that its id cannot be used again.
-        self._digests: dict[int, tuple[np.ndarray, bytes]] = {}
-        self._used: dict[int, tuple[np.ndarray, bytes]] = {}
+        # Arrays of a method's state are never changed in place, so identity stands for value: id → array and digest.
+        # Weakly, so that what was made for one client is gone when it has been sent.
+        self._digests: dict[int, tuple[weakref.ref[np.ndarray], bytes]] = {}
         # The part of each tree and block that was packed last: one that many clients get is packed once, and of a
         # tree that differs from client to client there is never more than one in memory.
         self._packed: dict[tuple[Tree, str], tuple[tuple[str, Names], Array]] = {}
 
     def new_round(self) -> None:
-        """Forget packed parts, and digests of arrays that the last round did not use."""
-        self._digests, self._used = self._used, {}
+        """Forget packed parts, and digests of arrays that are gone."""
+        self._digests = {number: found for number, found in self._digests.items() if found[0]() is not None}
         self._packed.clear()
 
     def content(
@@ -216,7 +216,7 @@ class Sender:
         if header.answers != sent:
             raise BadReply("it answers another message than the one it was sent, or that one was altered on its way")
         no_result = bool(header.missing or header.refused)
-        metrics, vectors = _metrics(content, header.metrics)
+        metrics, vectors, not_finite = _metrics(content, header.metrics)
         parts = {} if no_result else self._parts(plan, header, content)
         examples = 0 if no_result or plan.action == INTRODUCE else _examples(metrics, weighted_by)
         if header.seal != header.seal_of(content):
@@ -233,6 +233,7 @@ class Sender:
             examples=examples,
             metrics=metrics,
             vectors=vectors,
+            not_finite=not_finite,
             exchange=sent,
             holds=header.holds,
             notes=header.notes,
@@ -271,30 +272,32 @@ class Sender:
         return parts
 
     def _digest(self, array: np.ndarray) -> bytes:
-        found = self._used.get(id(array)) or self._digests.get(id(array))
-        if found is None:
-            found = (array, digest(array))
-        self._used[id(array)] = found
+        found = self._digests.get(id(array))
+        if found is None or found[0]() is not array:  # another array may have the id of one that is gone
+            found = self._digests[id(array)] = weakref.ref(array), digest(array)
         return found[1]
 
 
 MOST_EXAMPLES = 10**15
 """Largest weight of a reply: float64 sums of float32 values with larger ones could overflow."""
 
-def _metrics(content: RecordDict, sealed: Names) -> tuple[dict[str, float], dict[str, tuple[float, ...]]]:
-    """All finite metrics of an answer, numbers and lists. A NaN loss is no reason to refuse finite weights.
+def _metrics(content: RecordDict, sealed: Names) -> tuple[dict[str, float], dict[str, tuple[float, ...]], Names]:
+    """An answer's metrics: numbers, lists, names of those not finite. A NaN loss is no reason to refuse weights.
 
     A metric in one of the sealed records goes before one of the same name in another.
     """
     numbers: dict[str, float] = {}
     lists: dict[str, tuple[float, ...]] = {}
+    not_finite: list[str] = []
     for _, record in sorted(content.metric_records.items(), key=lambda item: item[0] in sealed):
         for name, value in record.items():
             if isinstance(value, int | float) and np.isfinite(value):
                 numbers[name] = value
             elif isinstance(value, list) and np.isfinite(value).all():
                 lists[name] = tuple(float(one) for one in value)
-    return numbers, lists
+            else:
+                not_finite.append(name)
+    return numbers, lists, tuple(not_finite)
 
 
 def _examples(metrics: Mapping[str, float], weighted_by: str) -> int:

@@ -1,19 +1,24 @@
-"""A run as one HTML file: figures, tables, config; opens from disk, offline, for as long as there are browsers.
-
-Everything is in the file: plotly.js once, each figure as JSON, the style. A content security policy inside the page
-forbids any request, so that neither plotly nor a name from a run can make the page load something. The template is
-text in this file because a Flower app bundle carries no other kind.
-"""
+"""A run as one HTML page (`page.py`): figures, tables, config."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
 
+from tepal.server_app.page import (
+    Figure,
+    config_html,
+    cumulative,
+    empty_plot,
+    figure_html,
+    page,
+    scaled,
+    table_html,
+    unit_of,
+)
 from tepal.server_app.run_directory import (
     REPORT,
     add,
@@ -53,8 +58,8 @@ def write_report(run: Path) -> Path:
     FileNotFoundError where there is no run, OSError naming the file where it cannot be written.
     """
     run = find_run(run)
-    page = _page(run.name, read_config(run), read_metrics(run), read_summary(run))
-    write_whole(run / REPORT, page.encode())
+    html = _page(run.name, read_config(run), read_metrics(run), read_summary(run))
+    write_whole(run / REPORT, html.encode())
     return run / REPORT
 
 
@@ -70,24 +75,14 @@ def frozen_after(metrics: Lines, summary: Mapping[str, Any]) -> int | None:
 # --- figures ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Figure:
-    """One figure of the page. `plot` is None where there is nothing to draw; `caption` then says why."""
-
-    key: str
-    title: str
-    caption: str
-    plot: go.Figure | None
-
-
 def figures(metrics: Lines, summary: Mapping[str, Any]) -> list[Figure]:
     """The six figures. Round 0, the initial model, belongs to the scores but moves nothing, so it has no bar."""
     trained = [line for line in metrics if line["round"] > 0]
     freeze = frozen_after(metrics, summary)
     moved = [add(line.get("bytes_down"), line.get("bytes_up")) for line in metrics]
     # The initial model's score is at the origin even where its line names no bytes.
-    sent = _cumulative([0 if m is None and line["round"] == 0 else m for m, line in zip(moved, metrics, strict=True)])
-    whole = _cumulative([0 if line["round"] == 0 else line.get("bytes_fedavg") for line in metrics])
+    sent = cumulative([0 if m is None and line["round"] == 0 else m for m, line in zip(moved, metrics, strict=True)])
+    whole = cumulative([0 if line["round"] == 0 else line.get("bytes_fedavg") for line in metrics])
     return [
         *_score_figures("accuracy", metrics, sent, freeze),
         *_score_figures("loss", metrics, sent, freeze),
@@ -129,7 +124,7 @@ def _score_figures(key: str, metrics: Lines, sent: Sequence[float | None], freez
     fmt = ".2%" if key == "accuracy" else ".4f"
     roles = ["main", "second", "third"]
 
-    per_round = _empty("round", name, rounds=len(metrics))
+    per_round = empty_plot("round", name, rounds=len(metrics))
     for role, (label, points) in zip(roles * len(curves), curves.items(), strict=False):
         per_round.add_scatter(
             x=[point[0] for point in points],
@@ -146,8 +141,8 @@ def _score_figures(key: str, metrics: Lines, sent: Sequence[float | None], freez
         per_byte = None
         caption = "The bytes of this run's rounds are not known."
     else:
-        divisor, unit = _unit(max(known))
-        per_byte = _empty(f"sent so far, down and up, all clients ({unit})", name)
+        divisor, unit = unit_of(max(known))
+        per_byte = empty_plot(f"sent so far, down and up, all clients ({unit})", name)
         for role, (label, points) in zip(roles * len(curves), curves.items(), strict=False):
             placed = [point for point in points if point[1] is not None]
             per_byte.add_scatter(
@@ -178,12 +173,12 @@ def _bytes_per_round(trained: Lines, freeze: int | None) -> Figure:
         return Figure(key, title, why, None)
     rounds = [line["round"] for line in trained]
     highest = max((add(line.get("bytes_down"), line.get("bytes_up")) or 0 for line in trained), default=0)
-    divisor, unit = _unit(max(highest, *(value or 0 for value in values)))
-    plot = _empty("round", unit, rounds=len(trained))
+    divisor, unit = unit_of(max(highest, *(value or 0 for value in values)))
+    plot = empty_plot("round", unit, rounds=len(trained))
     for label, name, role in (("down, to clients", "bytes_down", "down"), ("up, from clients", "bytes_up", "up")):
         plot.add_bar(
             x=rounds,
-            y=[_scaled(line.get(name), divisor) for line in trained],
+            y=[scaled(line.get(name), divisor) for line in trained],
             name=label,
             meta={"role": role},
             hovertemplate=f"round %{{x}}: %{{y:.4~g}} {unit}",
@@ -192,7 +187,7 @@ def _bytes_per_round(trained: Lines, freeze: int | None) -> Figure:
         "Payload bytes of all clients, down and up. Where clients score the model after a round, as after the last, "
         "its way down counts in that round."
     )
-    fedavg = [_scaled(line.get("bytes_fedavg"), divisor) for line in trained]
+    fedavg = [scaled(line.get("bytes_fedavg"), divisor) for line in trained]
     if any(value is not None for value in fedavg):
         plot.add_scatter(
             x=rounds,
@@ -223,9 +218,9 @@ def _bytes_against_fedavg(
     known = [value for value in (*sent, *whole) if value is not None]
     if max(known, default=0) == 0:
         return Figure(key, title, "The bytes of this run's rounds are not known.", None)
-    divisor, unit = _unit(max(known))
+    divisor, unit = unit_of(max(known))
     rounds = [line["round"] for line in metrics]
-    plot = _empty("round", unit, rounds=len(metrics))
+    plot = empty_plot("round", unit, rounds=len(metrics))
     drawn = []
     for label, values, role, dash in (("this run", sent, "main", "solid"), ("FedAvg", whole, "fedavg", "dash")):
         # Round 0 alone is the origin, no measurement.
@@ -233,7 +228,7 @@ def _bytes_against_fedavg(
             drawn.append(label)
             plot.add_scatter(
                 x=rounds,
-                y=[_scaled(value, divisor) for value in values],
+                y=[scaled(value, divisor) for value in values],
                 name=label,
                 mode="lines+markers" if role == "main" else "lines",
                 line={"dash": dash},
@@ -247,36 +242,6 @@ def _bytes_against_fedavg(
         missing = "FedAvg's bytes are" if "this run" in drawn else "This run's own bytes are"
         caption = f"Payload bytes since the start, down and up. {missing} not known, so there is no comparison."
     return Figure(key, title, caption, plot)
-
-
-def _empty(x_title: str, y_title: str, *, rounds: int | None = None) -> go.Figure:
-    # Not at the top: plotly looks up its own version as it is imported, which fails now and then while Flower changes
-    # sys.path in another thread. When a report is written, that is long over.
-    import plotly.graph_objects as go
-
-    plot = go.Figure()
-    plot.update_layout(
-        template="none",
-        height=340,
-        margin={"l": 8, "r": 12, "t": 34, "b": 8},
-        hovermode="closest" if rounds is None else "x unified",
-        legend={"orientation": "h", "x": 0, "y": -0.22, "yanchor": "top", "traceorder": "normal"},
-        showlegend=True,
-        paper_bgcolor="rgba(0,0,0,0)",
-        plot_bgcolor="rgba(0,0,0,0)",
-        bargap=0.25,
-    )
-    plot.update_xaxes(
-        title={"text": x_title, "standoff": 8, "font_size": 13}, automargin=True, zeroline=False, showgrid=False
-    )
-    plot.update_yaxes(
-        title={"text": y_title, "standoff": 8, "font_size": 13}, automargin=True, zeroline=False, nticks=6
-    )
-    if rounds is None:
-        plot.update_xaxes(rangemode="tozero")
-    elif rounds <= 12:
-        plot.update_xaxes(dtick=1)  # no such thing as round 1.5
-    return plot
 
 
 def _mark_freeze(plot: go.Figure, freeze: int | None, x: float | None, xs: Sequence[float]) -> None:
@@ -296,22 +261,7 @@ def _at_freeze(metrics: Lines, sent: Sequence[float | None], freeze: int | None,
     if freeze == 0:
         return 0
     at = [bytes_sent for line, bytes_sent in zip(metrics, sent, strict=True) if line["round"] == freeze]
-    return _scaled(at[0], divisor) if at else None
-
-
-def _unit(largest: float) -> tuple[float, str]:
-    """MB, unless the numbers would be awkward in it."""
-    return (1e9, "GB") if largest >= 1e9 else (1e6, "MB") if largest >= 1e6 else (1e3, "kB")
-
-
-def _scaled(value: float | None, divisor: float) -> float | None:
-    return None if value is None else value / divisor
-
-
-def _cumulative(values: Iterable[float | None]) -> list[float | None]:
-    """Running sum; from the first unknown on it is unknown."""
-    so_far: float | None = 0
-    return [so_far := add(so_far, value) for value in values]
+    return scaled(at[0], divisor) if at else None
 
 
 # --- page ----------------------------------------------------------------------------------------------------
@@ -323,8 +273,7 @@ def _page(name: str, config: Mapping[str, Any], metrics: Lines, written_summary:
     dataset = str(config.get("dataset") or "")
     title = " · ".join(part for part in (strategy, model, dataset) if part) or name
     drawn = figures(metrics, summary)
-    return Template(_PAGE).substitute(
-        title=escape(title),
+    body = Template(_BODY).substitute(
         heading=escape(strategy or name),
         subtitle=escape(" on ".join(part for part in (model, dataset) if part) or "model and dataset not recorded"),
         run=escape(name),
@@ -332,15 +281,13 @@ def _page(name: str, config: Mapping[str, Any], metrics: Lines, written_summary:
         headlines="".join(
             _headline(*figure) for figure in _headlines(config, metrics, summary, ended=written_summary is not None)
         ),
-        figures="".join(map(_figure_html, drawn)),
+        figures="".join(map(figure_html, drawn)),
         replies=_trouble_html(metrics),
         rounds=_rounds_html(metrics),
-        config=_config_html(config),
+        config=config_html(config),
         provenance=_provenance(metrics),
-        style=_STYLE,
-        script=_SCRIPT,
-        plotly=_plotly_js() if any(figure.plot for figure in drawn) else "",
     )
+    return page(title, body, drawn)
 
 
 def _notice(metrics: Lines, config: Mapping[str, Any], ended: bool) -> str:
@@ -414,36 +361,6 @@ def _headline(name: str, figure: str, small: str) -> str:
     return f"<div><dt>{escape(name)}</dt><dd{quiet}>{escape(figure)}</dd>{below}</div>"
 
 
-def _figure_html(figure: Figure) -> str:
-    title, caption = escape(figure.title), escape(figure.caption)
-    if figure.plot is None:
-        body = '<p class="empty">nothing to draw</p>'
-    else:
-        label = escape(f"{figure.title}. {_spoken(figure.plot)} Every number is in the table of rounds below.")
-        # to_json writes < and > as escapes, so no name can end the script element.
-        body = (
-            f'<div class="plot" id="{figure.key}" role="img" aria-label="{label}"></div>'
-            f'<script type="application/json" data-for="{figure.key}">{figure.plot.to_json()}</script>'
-        )
-    return f"<figure><h3>{title}</h3>{body}<figcaption>{caption}</figcaption></figure>"
-
-
-def _plotly_js() -> str:
-    from plotly.offline import get_plotlyjs
-
-    return str(get_plotlyjs())
-
-
-def _spoken(plot: go.Figure) -> str:
-    """First and last value of every curve, for those who do not see it."""
-    said = []
-    for trace in plot.data:
-        values = [value for value in trace.y if value is not None]
-        if values:
-            said.append(f"{trace.name}: from {values[0]:.4g} to {values[-1]:.4g}.")
-    return " ".join(said)
-
-
 def _trouble_html(metrics: Lines) -> str:
     rows = [
         (line["round"], reply.get("client"), _TROUBLE[what], reply.get("reason") or "no reason given")
@@ -453,7 +370,7 @@ def _trouble_html(metrics: Lines) -> str:
     ]
     if not rows:
         return ""
-    table = _table("What went wrong", ("round", "client", "what", "reason"), rows, words={1, 2, 3})
+    table = table_html("What went wrong", ("round", "client", "what", "reason"), rows, words={1, 2, 3})
     return f"<section><h2>What went wrong</h2>{table}</section>"
 
 
@@ -486,36 +403,8 @@ def _rounds_html(metrics: Lines) -> str:
     if not metrics:
         return ""
     rows = [["–" if line.get(key) is None else text(line[key]) for _, key, text in _COLUMNS] for line in metrics]
-    table = _table("Every round", [heading for heading, _, _ in _COLUMNS], rows, words={1})
+    table = table_html("Every round", [heading for heading, _, _ in _COLUMNS], rows, words={1})
     return f"<details><summary>Every round, as a table</summary>{table}</details>"
-
-
-def _config_html(config: Mapping[str, Any]) -> str:
-    if not config:
-        return "<p>No config.toml was found beside this report.</p>"
-    written = {True: "true", False: "false"}
-    rows = [(key, written[value] if isinstance(value, bool) else value) for key, value in config.items()]
-    table = _table("The run config", ("key", "value"), rows, words={0, 1})
-    return f"<details><summary>The whole run config</summary>{table}</details>"
-
-
-def _table(label: str, headings: Iterable[str], rows: Iterable[Sequence[Any]], *, words: set[int]) -> str:
-    """A table that scrolls inside its frame, by keyboard too. `words`: the columns set flush left, the others are
-    numbers.
-    """
-
-    def kind(column: int) -> str:
-        return "" if column in words else ' class="number"'
-
-    head = "".join(f'<th scope="col"{kind(i)}>{escape(text)}</th>' for i, text in enumerate(headings))
-    body = "".join(
-        "<tr>" + "".join(f"<td{kind(i)}>{escape(str(cell))}</td>" for i, cell in enumerate(row)) + "</tr>"
-        for row in rows
-    )
-    return (
-        f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(label)}">'
-        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
-    )
 
 
 def _provenance(metrics: Lines) -> str:
@@ -532,20 +421,7 @@ def _provenance(metrics: Lines) -> str:
     )
 
 
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'unsafe-inline'; \
-style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>$title</title>
-<style>$style</style>
-</head>
-<body>
-<main>
-<header>
+_BODY = """<header>
 <p class="run">Tepal run <code>$run</code></p>
 <h1>$heading</h1>
 <p class="subtitle">$subtitle</p>
@@ -562,122 +438,4 @@ $config
 </section>
 <section class="provenance"><h2>Where the figures come from</h2>
 $provenance
-</section>
-</main>
-<script>$plotly</script>
-<script>$script</script>
-</body>
-</html>
-"""
-
-_STYLE = """
-:root {
-  --paper: #fbfaf8; --card: #ffffff; --ink: #1d1b20; --soft: #5f5a66; --rule: #e4e0e6; --grid: #ece9ee;
-  --main: #a3295e; --second: #1f6f8b; --third: #8a6d00; --down: #2f6ea5; --up: #d9793a; --fedavg: #6b6573;
-  --freeze: #a3295e;
-}
-@media (prefers-color-scheme: dark) {
-  :root {
-    --paper: #16141a; --card: #1f1c24; --ink: #efecf2; --soft: #aba4b4; --rule: #37323e; --grid: #2e2a35;
-    --main: #f07fae; --second: #6cc3df; --third: #dfc15c; --down: #6aa9de; --up: #eb9a62; --fedavg: #b3acbc;
-    --freeze: #f07fae;
-  }
-}
-* { box-sizing: border-box; }
-body {
-  margin: 0; background: var(--paper); color: var(--ink);
-  font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif;
-}
-main { max-width: 1440px; margin: 0 auto; padding: clamp(20px, 4vw, 56px) clamp(16px, 4vw, 56px) 64px; }
-h1, h2, h3 { line-height: 1.2; text-wrap: balance; overflow-wrap: anywhere; }
-h1 { font-size: clamp(1.9rem, 4vw, 2.75rem); margin: 0; letter-spacing: -0.02em; }
-h2 { font-size: 1.25rem; margin: 48px 0 16px; }
-h3 { font-size: 1rem; margin: 0 0 4px; }
-p { margin: 0 0 12px; }
-code { font: 0.92em ui-monospace, "SF Mono", Consolas, "DejaVu Sans Mono", monospace; overflow-wrap: anywhere; }
-.run { color: var(--soft); margin: 0 0 8px; font-size: 0.9rem; }
-.subtitle { color: var(--soft); font-size: 1.2rem; margin: 6px 0 0; overflow-wrap: anywhere; }
-.notice { margin: 24px 0 0; padding: 12px 16px; border-left: 4px solid var(--main); background: var(--card); }
-.headlines {
-  display: grid; grid-template-columns: repeat(auto-fit, minmax(min(150px, 42%), 1fr)); gap: 1px; margin: 32px 0 0;
-  background: var(--rule); border: 1px solid var(--rule); border-radius: 10px; overflow: hidden;
-}
-.headlines div { background: var(--card); padding: 16px 18px; }
-.headlines dt { color: var(--soft); font-size: 0.85rem; }
-.headlines dd { margin: 0; color: var(--soft); font-size: 0.82rem; line-height: 1.35; }
-.headlines dt + dd {
-  color: var(--ink); font-size: 1.6rem; font-weight: 650; line-height: 1.35; letter-spacing: -0.01em;
-  font-variant-numeric: tabular-nums; white-space: nowrap;
-}
-.headlines dt + dd.unknown { color: var(--soft); font-weight: 400; }
-.figures { display: grid; grid-template-columns: minmax(0, 1fr); gap: 20px; }
-@media (min-width: 960px) { .figures { grid-template-columns: repeat(2, minmax(0, 1fr)); } }
-figure {
-  margin: 0; padding: 18px 18px 14px; background: var(--card); border: 1px solid var(--rule); border-radius: 10px;
-  display: flex; flex-direction: column; min-width: 0;
-}
-figcaption { color: var(--soft); font-size: 0.85rem; line-height: 1.45; margin-top: 6px; max-width: 72ch; }
-.plot { height: 340px; }
-.empty { flex: 1; min-height: 140px; display: grid; place-items: center; margin: 8px 0; color: var(--soft);
-  border: 1px dashed var(--rule); border-radius: 8px; }
-.scroll { overflow: auto; max-height: 70vh; background: var(--card); border: 1px solid var(--rule);
-  border-radius: 10px; }
-.scroll:focus-visible, summary:focus-visible { outline: 2px solid var(--main); outline-offset: 2px; }
-table { border-collapse: collapse; width: 100%; font-size: 0.88rem; font-variant-numeric: tabular-nums; }
-th, td { padding: 7px 10px; text-align: left; vertical-align: top; overflow-wrap: break-word; }
-th { position: sticky; top: 0; background: var(--card); color: var(--soft); font-weight: 600; vertical-align: bottom;
-  box-shadow: inset 0 -1px 0 var(--rule); }
-td { border-top: 1px solid var(--grid); }
-.number { text-align: right; }
-td.number { white-space: nowrap; }
-td:not(:last-child) { white-space: nowrap; }
-td:last-child:not(.number) { min-width: 14rem; overflow-wrap: anywhere; }
-details { margin: 0 0 12px; }
-summary { cursor: pointer; padding: 6px 0; font-weight: 600; }
-.provenance p { color: var(--soft); max-width: 78ch; }
-@media (max-width: 480px) { figure { padding: 14px 10px 12px; } td:last-child:not(.number) { min-width: 10rem; }
-  .headlines div { padding: 12px 14px; }
-  .headlines dt + dd { font-size: 1.35rem; } }
-@media print { figure { break-inside: avoid; } .scroll { max-height: none; } }
-"""
-
-# Colours come from the style sheet, so that figures follow the reader's light or dark setting, also when it changes.
-_SCRIPT = """
-(() => {
-  if (!window.Plotly) return;
-  const touch = matchMedia('(pointer: coarse)').matches;
-  const config = {
-    displaylogo: false, plotlyServerURL: '', showSendToCloud: false, responsive: true,
-    modeBarButtons: [['toImage', 'resetScale2d']],
-    displayModeBar: touch || innerWidth < 700 ? false : 'hover',  // on a phone it would cover the labels
-  };
-  const draw = () => {
-    const css = getComputedStyle(document.documentElement);
-    const colour = name => css.getPropertyValue('--' + name).trim();
-    const font = getComputedStyle(document.body).fontFamily;
-    for (const source of document.querySelectorAll('script[data-for]')) {
-      const {data, layout} = JSON.parse(source.textContent);
-      for (const trace of data) {
-        const own = colour(trace.meta.role);
-        trace.marker = {...trace.marker, color: own, ...(trace.type === 'bar' ? {} : {size: 6})};
-        if (trace.type === 'bar') continue;
-        trace.line = {...trace.line, color: own, width: 2};
-        trace.cliponaxis = false;  // the first marker sits on the axis
-      }
-      for (const axis of [layout.xaxis, layout.yaxis])
-        Object.assign(axis, {gridcolor: colour('grid'), linecolor: colour('rule'), tickcolor: colour('rule')});
-      for (const shape of layout.shapes ?? []) shape.line.color = colour('freeze');
-      for (const note of layout.annotations ?? []) note.font = {...note.font, color: colour('freeze')};
-      layout.modebar = {bgcolor: 'transparent', color: colour('fedavg'), activecolor: colour('ink')};
-      layout.font = {family: font, size: 13, color: colour('soft')};
-      layout.hoverlabel = {
-        bgcolor: colour('card'), bordercolor: colour('rule'), font: {family: font, color: colour('ink')},
-      };
-      if (touch) layout.dragmode = false;  // a finger on a figure scrolls the page
-      Plotly.react(document.getElementById(source.dataset.for), data, layout, config);
-    }
-  };
-  draw();
-  matchMedia('(prefers-color-scheme: dark)').addEventListener('change', draw);
-})();
-"""
+</section>"""

@@ -241,8 +241,8 @@ def metrics_line(report: RoundReport, model_bytes: int) -> dict[str, Any]:
     `accuracy` and `loss` are of the global model (or ensemble) after the round, on the server's held-out examples or,
     with `accuracy_of` "clients", on the clients' own test examples. "personal": every client has a model of its own,
     and it is the mean over the clients of each one's on its own test examples. `received_…` are of the model that the
-    round started from, on the clients' test examples, and `clients_…` of the result of the round, with the standard
-    deviation over the clients as the spread.
+    round started from, on the clients' test examples, and `clients_…` of the result of the round: mean and standard
+    deviation over the clients, each counted alike.
     """
     train, server = report.train_metrics, report.server_metrics
     clients = _of_result(report)
@@ -265,7 +265,7 @@ def metrics_line(report: RoundReport, model_bytes: int) -> dict[str, Any]:
         "accuracy": scored.get("accuracy"),
         "loss": scored.get("loss"),
         "accuracy_of": accuracy_of,
-        "clients_accuracy": clients["accuracy"],
+        "clients_accuracy": clients["mean"],
         "clients_spread": clients["spread"],
         "received_accuracy": train.get("received-accuracy"),
         "received_loss": train.get("received-loss"),
@@ -285,18 +285,22 @@ def metrics_line(report: RoundReport, model_bytes: int) -> dict[str, Any]:
 
 
 def _of_result(report: RoundReport) -> dict[str, float | None]:
-    """What clients measured of the round's result on their own test examples, with the spread of the accuracy."""
+    """What clients measured of the round's result on their own test examples.
+
+    `accuracy` and `loss` as they are averaged (by test examples, but for personal models); `mean` and `spread` of the
+    accuracy over the clients, each counted alike.
+    """
     measured = dict(report.evaluate_metrics)
     if report.scored == "trained":
         measured = {**report.train_metrics, **measured}
-    for of in ("personal", report.scored):
-        if f"{of}-accuracy" in measured:
-            return {
-                "accuracy": measured[f"{of}-accuracy"],
-                "loss": measured.get(f"{of}-loss"),
-                "spread": report.spread.get(f"{of}-accuracy"),
-            }
-    return {"accuracy": measured.get("accuracy"), "loss": measured.get("loss"), "spread": None}
+    of = next((f"{of}-" for of in ("personal", report.scored) if f"{of}-accuracy" in measured), "")
+    mean, spread = report.over_clients.get(f"{of}accuracy", (measured.get("accuracy"), None))
+    return {
+        "accuracy": measured.get(f"{of}accuracy"),
+        "loss": measured.get(f"{of}loss"),
+        "mean": mean,
+        "spread": spread,
+    }
 
 
 _DIVERSITY = ("lowest-accuracy", "highest-accuracy", "entropy", "disagreement")  # of an ensemble's modes

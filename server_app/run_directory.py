@@ -130,7 +130,7 @@ class RunDirectory:
         name = f"{start}-{re.sub(r'[^A-Za-z0-9_-]+', '-', strategy).strip('-') or 'run'}"
         with _explained("create a run directory in", base):
             base.mkdir(parents=True, exist_ok=True)
-            path = _make_first_free(base, name)
+            path = make_first_free(base, name)
         run = cls(path, config)
         run.write_config(config)
         _point_latest_at(path)
@@ -404,7 +404,7 @@ def _toml_table(config: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _make_first_free(base: Path, name: str) -> Path:
+def make_first_free(base: Path, name: str) -> Path:
     attempt = 1
     while True:
         path = base / (name if attempt == 1 else f"{name}-{attempt}")

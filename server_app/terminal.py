@@ -54,6 +54,45 @@ def score_text(value: float | None) -> str:
     return UNKNOWN if value is None else f"{value:.4f}"
 
 
+class TimeLeft:
+    """Estimates when the last of several runs of equally many rounds ends, from the rounds that are done.
+
+    A run's first round counts as its start: clients only import what they need when they are first asked.
+    """
+
+    def __init__(self, runs: int, rounds: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._runs_left, self._rounds, self._clock = runs, rounds, clock
+        self._starts: list[float] = []  # seconds
+        self._others: list[float] = []
+        self._begun = self._since = clock()
+        self._done = 0
+
+    def begin(self) -> None:
+        """The next run begins."""
+        self._runs_left -= 1
+        self._begun = self._since = self._clock()
+        self._done = 0
+
+    def update(self, line: Mapping[str, Any]) -> None:
+        """A round of this run has ended: a line of metrics.jsonl."""
+        now = self._clock()
+        if line["round"] > 0:
+            (self._others if self._done else self._starts).append(now - (self._since if self._done else self._begun))
+            self._done = line["round"]
+            self._since = now
+
+    @property
+    def seconds(self) -> float | None:
+        """From now to the end of the last run; None while too few rounds are done to tell."""
+        if not self._starts or (not self._others and self._rounds > 1):
+            return None
+        start = sum(self._starts) / len(self._starts)
+        each = sum(self._others) / len(self._others) if self._others else 0.0
+        rest = each * (self._rounds - max(self._done, 1)) + (0 if self._done else start)
+        rest = max(0.0, rest - (self._clock() - self._since))
+        return rest + self._runs_left * (start + each * (self._rounds - 1))
+
+
 class RoundProgress:
     """Progress over the rounds of a run: a bar in a terminal, one plain line a round elsewhere.
 
@@ -61,10 +100,15 @@ class RoundProgress:
             for line in ...:
                 progress.update(line)       # a line of metrics.jsonl
 
-    Time counts the `seconds` of the rounds, so that a run that is followed from its middle shows its own age.
+    Time counts the `seconds` of the rounds, so that a run that is followed from its middle shows its own age. Of
+    several runs, each has its `name`, and the time that is left of all of them is shown.
     """
 
-    def __init__(self, rounds: int, *, console: Console | None = None) -> None:
+    def __init__(
+        self, rounds: int, *, name: str = "", time_left: TimeLeft | None = None, console: Console | None = None
+    ) -> None:
+        self._name = f"{name}: " if name else ""
+        self._time_left = time_left
         self._rounds = rounds
         self._console = console or Console()
         self._bytes: float | None = 0
@@ -83,10 +127,12 @@ class RoundProgress:
                 console=self._console,
                 expand=True,
             )
-            self._task = self._progress.add_task(f"round 0/{rounds}", total=rounds, figures="")
+            self._task = self._progress.add_task(f"{self._name}round 0/{rounds}", total=rounds, figures="")
 
     def __enter__(self) -> RoundProgress:
         self._since = time.monotonic()
+        if self._time_left is not None:
+            self._time_left.begin()
         if self._progress is not None:
             self._progress.start()
         return self
@@ -100,9 +146,9 @@ class RoundProgress:
     def stage(self, text: str) -> None:
         """Say what goes on before the first round."""
         if self._progress is not None:
-            self._progress.update(self._task, description=text)
+            self._progress.update(self._task, description=f"{self._name}{text}")
         else:
-            print(text, file=self._console.file, flush=True)
+            print(f"{self._name}{text}", file=self._console.file, flush=True)
 
     def update(self, line: Mapping[str, Any]) -> None:
         """Show one round that has ended."""
@@ -110,9 +156,11 @@ class RoundProgress:
         seconds = line.get("seconds")
         self._seconds += now - self._since if seconds is None else seconds
         self._since = now
+        if self._time_left is not None:
+            self._time_left.update(line)
         self._bytes = add(self._bytes, total([line], "bytes_down"), total([line], "bytes_up"))
 
-        where = f"round {line['round']}/{self._rounds}"
+        where = f"{self._name}round {line['round']}/{self._rounds}"
         phase = line.get("phase") or ("initial model" if line["round"] == 0 else "")
         scores = [f"{key} {score_text(line[key])}" for key in ("accuracy", "loss") if line.get(key) is not None]
         if not scores and line.get("received_accuracy") is not None:
@@ -123,18 +171,25 @@ class RoundProgress:
                 self._task,
                 completed=line["round"],
                 description=f"{where} {phase}".strip(),
-                figures="  ".join([*scores[:1], moved_text]),
+                # With the name there is no room for both.
+                figures="  ".join([*scores[:1], moved_text][: 1 if self._name else 2]),
             )
             for text in _trouble(line):
                 self._progress.print(Text(f"{where}: {text}", style="yellow"))
         else:
-            parts = [where, phase, *scores, moved_text, seconds_text(self._seconds), *_trouble(line)]
+            parts = [where, phase, *scores, moved_text, seconds_text(self._seconds), self.left, *_trouble(line)]
             print("  ".join(part for part in parts if part), file=self._console.file, flush=True)
 
     @property
     def elapsed(self) -> float:
         """Seconds of the rounds that have ended, and of the one that is under way."""
         return self._seconds + time.monotonic() - self._since
+
+    @property
+    def left(self) -> str:
+        """What is left of all runs, in words; "" for a run alone, and while there is no telling."""
+        seconds = self._time_left.seconds if self._time_left is not None else None
+        return "" if seconds is None else f"{seconds_text(seconds)} left"
 
 
 class _Elapsed(ProgressColumn):
@@ -144,7 +199,8 @@ class _Elapsed(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         done = task.total is not None and task.completed >= task.total
-        return Text(seconds_text(self._of._seconds if done else self._of.elapsed), style="dim")
+        elapsed = seconds_text(self._of._seconds if done else self._of.elapsed)
+        return Text(elapsed if done else self._of.left or elapsed, style="dim")
 
 
 def _trouble(line: Mapping[str, Any]) -> list[str]:

@@ -105,11 +105,11 @@ def mean_metrics(
     return {name: total / weights[name] for name, total in sums.items() if weights[name]}
 
 
-def spread(replies: Iterable[tuple[Mapping[str, float], int]]) -> dict[str, float]:
-    """Standard deviation over clients of what each measured on its own test examples; metrics of one client have 0."""
+def over_clients(replies: Iterable[tuple[Mapping[str, float], int]]) -> dict[str, tuple[float, float]]:
+    """Mean and standard deviation over clients, all counted alike, of what they measured on their own test examples."""
     values: dict[str, list[float]] = {}
     for metrics, _ in replies:
         for name, value in metrics.items():
             if name.startswith(ON_TESTS):
                 values.setdefault(name, []).append(value)
-    return {name: float(np.std(found)) for name, found in values.items()}
+    return {name: (float(np.mean(found)), float(np.std(found))) for name, found in values.items()}

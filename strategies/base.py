@@ -10,7 +10,7 @@ import math
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from logging import getLogger
 from pathlib import Path
@@ -25,7 +25,7 @@ from tepal.exchange.layout import Layout
 from tepal.exchange.modes import join_modes, modes_of
 from tepal.exchange.plan import EVALUATE, FINAL, INTRODUCE, TRAIN, Plan, Reply
 from tepal.exchange.sender import Sender
-from tepal.strategies.aggregate import ON_TESTS, mean_metrics, spread
+from tepal.strategies.aggregate import ON_TESTS, mean_metrics, over_clients
 from tepal.strategies.checkpoint import Checkpoint, CheckpointError, Checkpoints, layout_digest
 from tepal.strategies.messenger import SERVER, Messenger, RoundReport
 from tepal.strategies.method import Method, ModelBlocks, ServerModel
@@ -127,6 +127,8 @@ class MethodStrategy(Strategy):
         self.fraction_train = fraction_train
         self.fraction_evaluate = fraction_evaluate
         self.min_available_nodes = max(min_available_nodes, min_replies)
+        self.needed_by = "min_available_nodes"
+        """The option that `min_available_nodes` comes from."""
         self.min_replies = min_replies
         self.max_replies = max_replies
         self.schedule = schedule
@@ -267,11 +269,13 @@ class MethodStrategy(Strategy):
             cohort = sorted(cohort)
             heard: dict[str, Reply] = {}
             for phase in self.method.phases[:-1]:
-                plans = self.method.plan(state, this.number, phase, cohort, heard)
+                plans = self._plans(state, this, phase, cohort, heard)
                 report.asked = [plan.client for plan in plans]
                 heard = {reply.client: reply for reply in self._ask(state, plans, this)}
                 cohort = sorted(heard)
-            plans = self.method.plan(state, this.number, self.method.phases[-1], cohort, heard)
+            # A cohort that has become too small has its next attempt at once.
+            cohort = cohort if len(cohort) >= self.min_replies else []
+            plans = self._plans(state, this, self.method.phases[-1], cohort, heard)
             report.asked = [plan.client for plan in plans] or report.asked
             report.record = self.method.record(state, plans)
             report.learning_rate = self._mean_rate(state, plans, this)
@@ -294,7 +298,7 @@ class MethodStrategy(Strategy):
             report.fedavg_up += len(report.replied)
             if len(metrics) >= self.min_replies:
                 report.train_metrics = mean_metrics(metrics, self.weighted_by_key, alike=report.scored != "received")
-                report.spread = spread(metrics)
+                report.over_clients = over_clients(metrics)
                 state = merger.finish()
                 self._sender.current.update(merged)
                 return state
@@ -309,6 +313,14 @@ class MethodStrategy(Strategy):
             f"round {this.number} got fewer than min_replies={self.min_replies} good replies in {attempt + 1} attempts"
             + report.reasons()
         )
+
+    def _plans(
+        self, state: Any, this: _Round, phase: str, cohort: Sequence[str], heard: Mapping[str, Reply]
+    ) -> list[Plan]:
+        try:
+            return self.method.plan(state, this.number, phase, cohort, heard)
+        except OSError as error:  # of a method that keeps models on disk
+            raise RoundFailed(f"round {this.number} cannot be planned: {error}") from error
 
     def _score(
         self,
@@ -330,7 +342,7 @@ class MethodStrategy(Strategy):
             metrics = [(reply.metrics, reply.examples) for reply in self._ask(state, plans, this)]
             report.fedavg_down += len(plans)
             report.evaluate_metrics = mean_metrics(metrics, self.weighted_by_key, alike=report.scored != "received")
-            report.spread = spread(metrics)
+            report.over_clients = {**report.over_clients, **over_clients(metrics)}
         if evaluate_fn is not None:
             report.server_metrics = _scalars(evaluate_fn(this.number, self._arrays(state)))
 
@@ -379,13 +391,14 @@ class MethodStrategy(Strategy):
                 return
             if available < self.min_available_nodes <= available + len(refusals):
                 raise RoundFailed(
-                    f"only {available} of {available + len(refusals)} clients can take part, and min_available_nodes "
-                    f"is {self.min_available_nodes}. The others say: " + "; ".join(sorted(set(refusals)))
+                    f"only {available} of {available + len(refusals)} clients can take part, and "
+                    f"{self.min_available_nodes} are needed ({self.needed_by}). The others say: "
+                    + "; ".join(sorted(set(refusals)))
                 )
             if time.monotonic() > deadline:
                 raise RoundFailed(
                     f"{available} clients are there after {this.timeout:g} s, and {self.min_available_nodes} are "
-                    "needed: start more SuperNodes, or set min_available_nodes lower" + this.report.reasons()
+                    f"needed: start more SuperNodes, or set {self.needed_by} lower" + this.report.reasons()
                 )
             if time.monotonic() >= say_again:
                 say_again = time.monotonic() + _SAY_AGAIN
@@ -420,6 +433,10 @@ class MethodStrategy(Strategy):
         for name in self._nodes.returned(names.values()):
             self._standing.good(name)
 
+    def cohort_size(self, available: int, fraction: float) -> int:
+        """How many of the available clients a round takes."""
+        return min(available, max(int(available * fraction), self.min_replies))
+
     def _draw(
         self, fraction: float, this: _Round, attempt: int, what: str
     ) -> tuple[list[str], int, np.random.Generator]:
@@ -431,7 +448,7 @@ class MethodStrategy(Strategy):
         if what == TRAIN:
             this.report.left_out = out
         names = [name for name in names if name not in out]
-        size = min(len(names), max(int(len(names) * fraction), self.min_replies))
+        size = self.cohort_size(len(names), fraction)
         return names, size, np.random.default_rng([self.seed, this.number, attempt, zlib.crc32(what.encode())])
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
@@ -503,13 +520,16 @@ class MethodStrategy(Strategy):
         except OSError as error:
             self._note = f"no checkpoint of round {server_round} could be written: {error}"
             log.error("%s. The run goes on; should it be killed, it resumes after an earlier round.", self._note)
-        else:
-            self.method.saved(state)
-            kept = (*self._sender.restorable, checkpoint.current)
-            self._sender.restorable = kept[-self.checkpoints.keep :]
+            if server_round not in self.checkpoints.rounds():
+                return
+            # It is there and may be all that there is, though the disk did not say that it will outlive a power cut.
+        self.method.saved(state)
+        kept = (*self._sender.restorable, checkpoint.current)
+        self._sender.restorable = kept[-self.checkpoints.keep :]
 
     def _identity(self) -> dict[str, str | int | float]:
-        return {"name": type(self.method).__name__, **self.method.describe()}
+        options = {key: np.asarray(value).item() for key, value in self.method.describe().items()}
+        return {"name": type(self.method).__name__, **options}
 
     # ---- arrays and settings -------------------------------------------------------------------------------------
 

@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from logging import getLogger
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -34,6 +33,8 @@ if TYPE_CHECKING:
 
 log = getLogger("flwr")
 
+T = TypeVar("T")
+
 MIXTURE: Tree = "mixture"
 PERSONAL: Tree = "personal"
 
@@ -48,6 +49,10 @@ class PersonalModels:
     """What the server knows of n clients that have reported; their models lie in the store."""
 
     initial: Arrays
+    order: tuple[str, ...]
+    """Entries in the order in which a row of the store has them."""
+    counted: int
+    """Of the numbers in a row, how many are compared."""
     clients: tuple[str, ...] = ()
     """In the order of the rows of `gram`."""
     slots: Mapping[str, int] = field(default_factory=dict)
@@ -84,17 +89,25 @@ class Mixing(Method):
         if len(model.starts) > 1:
             raise MethodError(f"the initial arrays are of {len(model.starts)} models, and FedACS starts from one")
         self._rows = _Rows.of(model)
-        return PersonalModels(model.entries)
+        return PersonalModels(model.entries, self._rows.names, self._rows.counted)
 
     # ---- the store --------------------------------------------------------------------------------------------------
 
     def open(self, folder: Path | None, keep: int) -> None:
         self._folder, self._keep, self._saved = folder, keep, []
-        self._store = ModelStore(folder / STORE if folder else None, self._rows.width, self._rows.dtype)
+        try:
+            self._store = ModelStore(folder / STORE if folder else None, self._rows.width, self._rows.dtype)
+        except OSError as error:
+            raise MethodError(f"the clients' models cannot be kept on this server: {error}") from error
         self._store.keep(())
 
     def resume(self, state: PersonalModels, older: Iterable[PersonalModels]) -> PersonalModels:
         """Forget clients whose model in the store is not what it was: they start from the initial model again."""
+        if (state.order, state.counted) != (self._rows.names, self._rows.counted):
+            raise MethodError(
+                "the clients' models were kept in another order, since what is a buffer was told otherwise: resume "
+                "with the model that the run was started with, FedACS(model=...), or without one as it was"
+            )
         lost = [client for client in state.clients if not self._is_whole(client, state)]
         if lost:
             log.error("The models of %s in %s are damaged, and begin anew.", ", ".join(lost), STORE)
@@ -102,11 +115,13 @@ class Mixing(Method):
             state = replace(
                 state,
                 clients=tuple(state.clients[k] for k in left),
-                slots={client: slot for client, slot in state.slots.items() if client not in lost},
+                slots=_without(state.slots, lost),
+                digests=_without(state.digests, lost),
+                counters=_without(state.counters, lost),
                 gram=state.gram[np.ix_(left, left)],
             )
-        for one in reversed([state, *islice(older, self._keep - 1)]):
-            self.saved(one)
+        # All that are there, also where fewer will be kept from now on.
+        self._saved = [frozenset(one.slots.values()) for one in [state, *older]][::-1]
         self.keep(state)
         return state
 
@@ -302,6 +317,10 @@ class _Rows:
     own: Names
     """Entries that are no floating-point numbers, such as counters."""
 
+    @property
+    def names(self) -> Names:
+        return tuple(entry.name for entry in self.entries)
+
     @staticmethod
     def of(model: ServerModel) -> _Rows:
         buffers = (
@@ -331,6 +350,10 @@ class _Rows:
             found[entry.name] = row[start : start + entry.size].astype(entry.dtype, copy=False).reshape(entry.shape)
             start += entry.size
         return found
+
+
+def _without(of_clients: Mapping[str, T], lost: Collection[str]) -> dict[str, T]:
+    return {client: value for client, value in of_clients.items() if client not in lost}
 
 
 def _write_at(handle: int, offset: int, values: np.ndarray) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,7 +42,7 @@ class EnsembleState:
 
     modes: tuple[ModelState, ...]
     count: int = 0
-    """Q; 0 until the first cohort says how many clients take part in a round."""
+    """Q; 0 before the first cohort. Where it is as many as take part in a round, it grows with them."""
     strata: Mapping[str, int] = field(default_factory=dict)
     """Client → stratum, for good."""
     losses: Mapping[str, list[float]] = field(default_factory=dict)
@@ -88,7 +89,7 @@ class Ensembling(Method):
         self, state: EnsembleState, available: Sequence[str], size: int, rng: np.random.Generator
     ) -> tuple[EnsembleState, Sequence[str]]:
         """Clients of all strata in turn, at least one of each; joiners go to the smallest stratum."""
-        count = state.count or self.strata or size
+        count = self.strata or max(state.count, size)
         if not state.count and count > size:
             raise MethodError(
                 f"strata={count}: every stratum gives at least one client a round, and {size} of {len(available)} "
@@ -139,11 +140,13 @@ class Ensembling(Method):
         clients_of: dict[int, list[str]] = {}
         for client in cohort:
             clients_of.setdefault(self.mode_of(state, client, round), []).append(client)
-        return [
-            _of_mode(plan, mode)
-            for mode, clients in sorted(clients_of.items())
+        plans = {
+            plan.client: _of_mode(plan, mode)
+            for mode, clients in clients_of.items()
             for plan in self.member.plan(state.modes[mode], round, phase, clients, heard)
-        ]
+        }
+        # Not mode by mode: who is asked last may be dropped, and that must not always be the same mode.
+        return [plans[client] for client in cohort if client in plans]
 
     def accept(self, plan: Plan, reply: Reply) -> None:
         self.member.accept(plan, reply)
@@ -259,7 +262,10 @@ class FedEnsemble(MethodStrategy):
             model = member.blocks
         ensembling = Ensembling(modes, strata, member=method, weighting=weighting, assign=assign)
         super().__init__(ensembling, model=model, **round_options)
-        self.min_available_nodes = max(self.min_available_nodes, math.ceil(strata / self.fraction_train))
+        enough = next(n for n in count(max(strata, 1)) if self.cohort_size(n, self.fraction_train) >= strata)
+        if enough > self.min_available_nodes:
+            self.min_available_nodes = enough
+            self.needed_by = f"strata={strata}"
 
 
 def _of_mode(plan: Plan, mode: int) -> Plan:

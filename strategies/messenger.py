@@ -68,8 +68,8 @@ class RoundReport:
     train_metrics: Mapping[str, float] = field(default_factory=dict)
     evaluate_metrics: Mapping[str, float] = field(default_factory=dict)
     server_metrics: Mapping[str, float] = field(default_factory=dict)
-    spread: Mapping[str, float] = field(default_factory=dict)
-    """Of metrics that clients measured on their own test examples: standard deviation over the clients."""
+    over_clients: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Of metrics that clients measured on their own test examples: mean and standard deviation over the clients."""
     scored: str = "received"
     """See `Method.scored`."""
     seconds: float = 0.0
@@ -193,7 +193,12 @@ class Messenger:
                 if isinstance(answer, Missing):
                     report.resent += 1
                     log.info("%s lacks entries in round %d; they are sent.", asked.name, asked.plan.round)
-                    send(replace(asked, resends=asked.resends + 1), answer.entries)
+                    again = replace(asked, resends=asked.resends + 1)
+                    if again.resends < RESENDS:
+                        send(again, answer.entries)
+                    else:  # its cache has no room: what it had kept may be gone by the time that the rest arrives
+                        self.sender.held[asked.plan.client] = frozenset()
+                        send(again)
                 elif answer is not None:
                     good += 1
                     yield asked.node_id, answer

@@ -74,7 +74,7 @@ class Selecting(Averaging):
                 raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
         if not 0 <= coupling < float("inf"):
             raise ValueError(f"coupling is {coupling}; it must be 0 or a positive number")
-        if probe_batches < 0:
+        if not probe_batches >= 0 or probe_batches != int(probe_batches):
             raise ValueError(f"probe_batches is {probe_batches}; it must be 1 or more, or 0 for all of a client's")
         if budget == DRAWN and costs != LAYERS:
             raise ValueError(f"drawn budgets are numbers of layers, and costs is {costs!r}; give one budget for all")
@@ -155,8 +155,9 @@ class Selecting(Averaging):
 
     def _choose(self, probes: Sequence[Reply]) -> np.ndarray:
         """Masks of these clients, (n, L) bool."""
-        layers = len(self._blocks.layers)
-        scores = np.array([probe.vectors.get(LAYER_SCORES, (0.0,) * layers) for probe in probes])
+        scores = np.zeros((len(probes), len(self._blocks.layers)))
+        if self.selection in _BY_SCORE:
+            scores[:] = [probe.vectors[LAYER_SCORES] for probe in probes]
         costs = self._costs
         if self.costs == MILLISECONDS:
             costs = np.array([probe.vectors[LAYER_MILLISECONDS] for probe in probes])
@@ -179,6 +180,8 @@ class Selecting(Averaging):
         return tuple(name for name in self._blocks.layout.names if name in names)
 
     def accept(self, plan: Plan, reply: Reply) -> None:
+        if LAYER_BUDGET in reply.not_finite:
+            raise ValueError(f"its node config declares, as {LAYER_BUDGET}, what is no finite number")
         if plan.action in (INTRODUCE, PROBE) and LAYER_BUDGET in reply.metrics:
             try:
                 self._check_budget(reply.metrics[LAYER_BUDGET], self._blocks)
@@ -187,20 +190,25 @@ class Selecting(Averaging):
         if plan.action != PROBE:
             return
         layers = len(self._blocks.layers)
-        least = {}
+        allowed = {}
         if self.selection in _BY_SCORE:
-            least[LAYER_SCORES] = 0.0
+            allowed[LAYER_SCORES] = 0.0, 1e100
         if self.costs == MILLISECONDS:
-            least[LAYER_MILLISECONDS] = 1e-9
-        for name, smallest in least.items():
+            allowed[LAYER_MILLISECONDS] = 1e-9, 1e12
+        for name, (least, most) in allowed.items():
             values = reply.vectors.get(name, ())
-            if len(values) != layers or min(values) < smallest:
-                raise ValueError(f"its probe must have {layers} finite positive numbers as {name!r}, and has {values}")
+            if len(values) != layers or not least <= min(values) <= max(values) <= most:
+                found = "one that is not finite" if name in reply.not_finite else values or "none"
+                raise ValueError(
+                    f"its probe must have {layers} finite positive numbers as {name!r}, up to {most:g}, and has {found}"
+                )
 
     def record(self, state: ModelState, plans: Sequence[Plan]) -> Mapping[str, np.ndarray]:
         """`clients` (n,) and `masks` (n, L): who trains which layers."""
-        masks = [[set(layer) <= set(plan.trains) for layer in self._blocks.layers] for plan in plans]
-        return {"clients": np.array([plan.client for plan in plans], str), "masks": np.array(masks, bool)}
+        masks = np.zeros((len(plans), len(self._blocks.layers)), bool)
+        for mask, plan in zip(masks, plans, strict=True):
+            mask[:] = [set(layer) <= set(plan.trains) for layer in self._blocks.layers]
+        return {"clients": np.array([plan.client for plan in plans], str), "masks": masks}
 
     def describe(self) -> Mapping[str, str | int | float]:
         return {
@@ -223,7 +231,8 @@ class SelectiveLayers(MethodStrategy):
         budget: R of every client: a number of layers (or of bytes or milliseconds, see `costs`), or "drawn": for each
             client a whole number around 1, from 1 to 4, drawn by its name.
         coupling: λ of (P1), 0 or more: how much it costs that clients choose differently. 0: each its own best layers.
-            The paper has 5 to 1000; what is much or little depends on the size of the gradients.
+            The paper has 5 to 1000; what is much or little depends on the size of the gradients. Where budgets differ,
+            a large λ leaves some of them unused: a layer that only a few may train then costs more than it brings.
         distance: of two masks in (P1): "hamming", as in the authors' code, or "squared", as in the paper's text.
         selection: "gradient" (P1); by each client's own scores "snr" or "rgn"; by place "top" (nearest the output),
             "bottom", "both"; or "full", which trains every layer.

@@ -1,5 +1,6 @@
 """The main job as a user starts it, from the command line; and what the command line says when it cannot run."""
 
+import csv
 import json
 import os
 import subprocess
@@ -61,6 +62,32 @@ def test_the_main_job_runs_and_says_what_it_moved(tepal, tmp_path):
         assert (run / name).is_file()
         assert str(run / name) in shown.split()
     assert "Accuracy " in (run / "flower.log").read_text(), "Flower's own log lies beside the results"
+
+
+@pytest.mark.simulation
+def test_strategies_are_compared_by_running_them_in_turn(tepal, tmp_path):
+    config = f'num-server-rounds=2 local-epochs=1 runs="{tmp_path / "runs"}"'
+    done = tepal("compare", ".", "--strategies", "fedavg,fedacs", "--clients", "3", "-c", config)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (folder,) = (tmp_path / "runs").glob("*-compare")
+    with (folder / "comparison.csv").open(newline="") as file:
+        fedavg, fedacs = csv.DictReader(file)
+    metrics = {row["strategy"]: read_metrics(folder / row["run"]) for row in (fedavg, fedacs)}
+    for row in (fedavg, fedacs):
+        summary = json.loads((folder / row["run"] / "summary.json").read_text())
+        assert (row["outcome"], row["rounds"], summary["strategy"]) == ("finished", "2", row["strategy"])
+        assert int(row["bytes_up"]) == summary["bytes_up"] > 0
+        last = metrics[row["strategy"]][-1]
+        assert float(row["clients_accuracy"]) == last["clients_accuracy"] and last["clients_spread"] is not None
+        assert f"{row['strategy']}: round 2/2" in done.stdout
+    assert float(fedavg["server_accuracy"]) == metrics["fedavg"][-1]["accuracy"]
+    assert fedacs["server_accuracy"] == "", "every client has a model of its own"
+    # The same clients trained the same first model on the same data, in the same order.
+    assert len({metrics[name][-2]["train_loss"] for name in metrics}) == 1
+    assert "left" in done.stdout
+    for name in ("comparison.html", "comparison.csv", "comparison.svg"):
+        assert str(folder / name) in done.stdout.split()
+    assert (tmp_path / "runs" / "latest").resolve() == (folder / fedacs["run"]).resolve()
 
 
 # A network namespace of its own, with a loopback interface and nothing else.

@@ -80,7 +80,7 @@ def test_clients_whose_model_is_another_are_refused_before_the_first_round():
         (0, "budget of 0 layers: it must be a whole number from 1 to 2"),
         (3, "budget of 3 layers"),
         (1.5, "budget of 1.5 layers"),
-        ("one", "layer-budget='one', which is not a number"),
+        ("one", "layer-budget='one', which is not a finite number"),
     ],
 )
 def test_a_budget_that_does_not_fit_is_refused_alone(budget, said):

@@ -226,10 +226,10 @@ def test_a_final_model_that_cannot_be_written_is_tried_again(small_run, monkeypa
     left = [OSError(errno.ENOSPC, "no space left on device")] * 2
     write = RunDirectory.write_model
 
-    def write_model(self, arrays):
+    def write_model(self, arrays, metadata):
         if left:
             raise left.pop()
-        return write(self, arrays)
+        return write(self, arrays, metadata)
 
     monkeypatch.setattr(RunDirectory, "write_model", write_model)
     monkeypatch.setattr("tepal.server_app.run._TRY_AGAIN", 0)

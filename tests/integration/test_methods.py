@@ -1,0 +1,122 @@
+"""Each method on the loopback from its run config: the server is killed, a node restarted, and the end is the same.
+
+What it must be the same as is the run of the same config in this process, which nothing interrupts.
+"""
+
+import json
+import random
+import time
+import tomllib
+
+import numpy as np
+import pytest
+
+from tepal.models import build
+from tepal.models.blocks import find_blocks
+from tepal.server_app.flower import explain
+from tepal.server_app.run_directory import read_metrics
+from tests.integration.loopback import ROOT, loopback, partitions
+from tests.integration.test_resume import bits, measured, rounds_done, uninterrupted, wait_for_round  # noqa: F401
+
+pytestmark = pytest.mark.deployment
+
+CLIENTS, ROUNDS = 2, 3
+SHORT = {
+    "num-server-rounds": ROUNDS,
+    "min-clients": CLIENTS,
+    "optimizer": "sgd",
+    "learning-rate": 0.05,
+    "local-epochs": 1,
+    "deterministic": True,
+}
+METHODS = {
+    "selective": {},
+    "fedensemble": {"fedensemble.modes": 2, "fedensemble.member": "fedfrozen", "fedfrozen.warmup-rounds": 1},
+    "fedacs": {},
+}
+
+
+def flat(table: dict, prefix: str = "") -> dict:
+    """The flat keys of a TOML table, as Flower reads them."""
+    values = {}
+    for key, value in table.items():
+        values |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return values
+
+
+def config_of(name: str) -> dict:
+    """The method's run config, shortened."""
+    return {**flat(tomllib.loads((ROOT / f"conf/{name}.toml").read_text())), **SHORT, **METHODS[name]}
+
+
+@pytest.fixture(scope="module")
+def deployment():
+    with loopback([f"{node} layer-budget=1" for node in partitions(CLIENTS)]) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def layout():
+    return find_blocks(build("tiny-vit", image_shape=(1, 8, 8), classes=10, seed=42))
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def interrupted(request, deployment, tmp_path_factory):
+    """(name, run directory) of a run whose ServerApp was killed; node 0 was restarted before it went on."""
+    name = request.param
+    runs = tmp_path_factory.mktemp(name)
+    submitted = deployment.submit(ROOT, {**config_of(name), "runs": str(runs)})
+    wait_for_round(runs, 1, lambda: submitted.running)
+    time.sleep(random.Random(name).uniform(0, 5))
+    (server_app,) = deployment.server_apps()
+    server_app.kill()
+    assert rounds_done(runs) < ROUNDS
+    deployment.stop_node(0)
+    deployment.start_node(0)
+    outcome = deployment.run(ROOT, {"resume": str(runs)})
+    assert outcome.status == "completed", explain(outcome.log.read_text(), outcome.details)
+    return name, (runs / "latest").resolve()
+
+
+def test_it_ends_as_in_one_process_without_interruption(interrupted, uninterrupted):  # noqa: F811
+    name, run = interrupted
+    whole = uninterrupted(config_of(name))
+    assert bits(run) == bits(whole)
+    assert measured(run) == measured(whole)
+    for record in (whole / "rounds").iterdir():
+        ours, theirs = np.load(run / "rounds" / record.name), np.load(record)
+        assert ours.files == theirs.files and ours.files
+        for key in ours.files:
+            np.testing.assert_array_equal(ours[key], theirs[key], err_msg=f"{record.name} {key}")
+
+
+def test_what_clients_hold_is_found_again_and_not_sent_twice(interrupted, layout):
+    name, run = interrupted
+    rounds = {line["round"]: line for line in read_metrics(run)}
+    full, bytes_of = CLIENTS * layout.layout.nbytes(), layout.layout.nbytes
+    # In the round in which the server was killed some parts had been sent before, and are not sent again.
+    if name == "selective":
+        masks = [np.load(run / "rounds" / f"{number:06d}.npz")["masks"] for number in range(1, ROUNDS + 1)]
+        assert all((mask.sum(axis=1) == 1).all() for mask in masks), "the budget that the nodes declare"
+        for number, mask in enumerate(masks, 1):
+            trained = [sum(bytes_of(layer) for layer, on in zip(layout.layers, row, strict=True) if on) for row in mask]
+            assert rounds[number]["bytes_up"] == sum(trained) + CLIENTS * bytes_of(layout.head)
+        assert rounds[1]["bytes_down"] == full
+        for number in (2, 3):
+            changed = [layer for layer, on in zip(layout.layers, masks[number - 2].any(axis=0), strict=True) if on]
+            new = CLIENTS * (sum(map(bytes_of, changed)) + bytes_of(layout.head))
+            last = [layer for layer, on in zip(layout.layers, masks[2].any(axis=0), strict=True) if on]
+            scored = CLIENTS * (sum(map(bytes_of, last)) + bytes_of(layout.head)) if number == ROUNDS else 0
+            assert 0 < rounds[number]["bytes_down"] <= new + scored
+    elif name == "fedensemble":
+        state = json.loads((run / "checkpoint" / "round-000003" / "checkpoint.json").read_text())["facts"]["state"]
+        assert state["type"].endswith(":EnsembleState")
+        modes = [np.load(run / "rounds" / f"{number:06d}.npz")["modes"] for number in range(1, ROUNDS + 1)]
+        assert all(sorted(together) == [0, 1] for together in zip(modes[0], modes[1], strict=True)), "one age"
+        # In round 3 both modes are frozen, and every client has had its mode before, with Q and K of then or later.
+        assert rounds[3]["bytes_up"] == CLIENTS * bytes_of(layout.value)
+        assert rounds[1]["bytes_down"] == full
+    else:
+        # The clients score the models that they returned, which they kept: nothing goes down for it.
+        assert rounds[ROUNDS]["bytes_down"] <= full and rounds[ROUNDS]["bytes_up"] == full
+        assert rounds[ROUNDS]["clients_accuracy"] is not None
