@@ -45,7 +45,7 @@ TEST_DATA = {
         "on the clients' own test splits, weighted by their sizes, the model after the round's merge",
     ),
     "personal": (
-        "clients' own models, own test data",
+        "clients' own models",
         "of each client's own model on its own test split, the mean over the clients, after the round's training",
     ),
 }

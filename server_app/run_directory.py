@@ -405,6 +405,7 @@ def _toml_table(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def make_first_free(base: Path, name: str) -> Path:
+    """Make a folder `name` in `base`, or `name`-2, -3, … where it is taken, and return it."""
     attempt = 1
     while True:
         path = base / (name if attempt == 1 else f"{name}-{attempt}")

@@ -113,7 +113,7 @@ def test_the_main_job_needs_no_network(tepal, tmp_path):
 @pytest.mark.simulation
 @pytest.mark.slow
 def test_the_main_job_reads_nine_of_ten_held_out_digits(tepal, tmp_path):
-    """What `make run` does, with nothing changed."""
+    """What `make run` does with FedFrozen, with nothing changed."""
     done = tepal("simulate", ".", "-c", f'runs="{tmp_path / "runs"}"')
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((tmp_path / "runs" / "latest" / "summary.json").read_text())

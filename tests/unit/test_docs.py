@@ -4,9 +4,11 @@ import re
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from PIL import Image
 from typer.testing import CliRunner
 
 from tepal.exchange import partial_exchange
@@ -34,12 +36,15 @@ RUN_BY = {
     "make run": "tests/integration/test_main_job.py",
     "make test": "is what runs these tests",
     "tepal simulate": "tests/integration/test_main_job.py",
+    "tepal compare": "tests/integration/test_main_job.py",
+    "tepal predict": "test_the_predict_command_reads_a_run_and_writes_what_it_predicts",
     "tepal report": "test_the_report_command_says_where_the_report_is",
     "python benchmarks/bytes.py": "tests/unit/test_benchmarks.py",
     "tepal simulate . -c 'resume=": "tests/integration/test_resume.py",
     "flwr run . CONNECTION --stream --run-config 'resume=": "tests/integration/test_resume.py",
     "flower-superlink": "tests/integration/test_loopback.py",
     "flower-supernode": "tests/integration/test_loopback.py",
+    "flwr run . CONNECTION --stream --run-config conf/": "tests/integration/test_methods.py",
     "flwr run": "tests/integration/test_loopback.py",
 }
 
@@ -101,6 +106,23 @@ def test_the_report_command_says_where_the_report_is(tmp_path):
     assert done.exit_code == 0 and Path(done.output.strip()).name == "report.html"
     failed = CliRunner().invoke(main, ["report", str(tmp_path / "nothing")])
     assert failed.exit_code == 1 and "nothing" in failed.output
+
+
+def test_the_predict_command_reads_a_run_and_writes_what_it_predicts(tmp_path):
+    model = build("tiny-vit", image_shape=(1, 8, 8), classes=10, seed=0)
+    config = {"strategy": "fedavg", "model": "tiny-vit", "image-shape": "1x8x8", "classes": 10}
+    run = RunDirectory.create(tmp_path / "runs", "fedavg", config)
+    run.write_model({name: tensor.numpy() for name, tensor in model.state_dict().items()})
+    (tmp_path / "images").mkdir()
+    Image.fromarray(np.zeros((8, 8), np.uint8)).save(tmp_path / "images" / "a.png")
+    arguments = ["predict", str(tmp_path / "runs"), str(tmp_path / "images"), "--output", str(tmp_path / "all.csv")]
+    done = CliRunner().invoke(main, arguments)
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "all.csv").read_text().count("\n") == 2 and "all.csv" in done.output
+    failed = CliRunner().invoke(main, ["predict", str(tmp_path / "runs"), str(tmp_path / "nothing")])
+    assert failed.exit_code == 1
+    away = CliRunner().invoke(main, [*arguments[:-1], str(tmp_path / "nowhere" / "all.csv")])
+    assert away.exit_code == 1
 
 
 @pytest.mark.parametrize("calls_apply_plan", [True, False])

@@ -236,7 +236,7 @@ def test_the_picture_sets_the_clients_data_apart(folder):
     assert [names[1] for names in curves if "of-clients" in names] == ["s-fedacs"]
     style = svg.find(f"{SVG}style").text
     assert re.search(r"\.of-clients polyline[^{]*\{stroke-dasharray", style)
-    assert "clients' own models, own test data" in words(svg)
+    assert "clients' own models" in words(svg)
     assert "not comparable with solid lines" in words(svg)
 
 
@@ -246,7 +246,7 @@ def test_the_picture_is_told_to_those_who_do_not_see_it(folder):
     assert svg.find(f"{SVG}title").text == "Accuracy against bytes moved, tiny-vit on digits"
     told = svg.find(f"{SVG}desc").text
     assert "fedfrozen: 0.7100 on the server's test data after 42.0 MB." in told
-    assert "fedacs: 0.9500 on the clients' own models, own test data after 30.0 MB." in told
+    assert "fedacs: 0.9500 on the clients' own models after 30.0 MB." in told
 
 
 def test_the_pictures_legend_does_not_overlap(folder):
@@ -341,7 +341,7 @@ def test_the_page_draws_accuracy_over_bytes(page):
     frozen = curves["fedfrozen, server's test data"]
     assert frozen["x"] == [0, 14, 28, 42] and frozen["y"] == RUNS["fedfrozen"][0]
     assert frozen["line"]["dash"] == "solid"
-    own = curves["fedacs, clients' own models, own test data"]
+    own = curves["fedacs, clients' own models"]
     assert own["x"] == [10, 20, 30] and own["line"]["dash"] == "dash"
 
 
