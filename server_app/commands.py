@@ -159,6 +159,8 @@ def predict_command(
         if output is not None and not output.absolute().parent.is_dir():
             raise ValueError(f"--output {output}: there is no folder {output.absolute().parent}")
         predictor = load_predictor(model)
+        if predictor.caution:
+            errors.print(f"[yellow]{escape(predictor.caution)}[/]", highlight=False, soft_wrap=True)
         with errors.status("predicting …") as status:
             rows = predictor.predict_files(files, lambda done: status.update(f"predicting … {done:,} examples"))
         console.print(results_table(rows), soft_wrap=True)

@@ -54,6 +54,10 @@ from tepal.server_app.run_directory import LATEST, MODEL, find_run
 NPZ = ".npz"
 SHOWN = 20  # rows of the table in the terminal
 
+_MEAN_OF_OWN = (
+    "this is the mean of the clients' own models, which no client uses: with FedACS each has its own, where its node's "
+    "model-path says"
+)
 _AT_ONCE = 512  # examples in memory as floats; each member's weights are read once for as many
 _OF_MEMBER = re.compile(r"mode/(0|[1-9][0-9]*)/(.+)")
 _COLUMNS = ("file", "index", "label", "probability", "entropy", "disagreement", "true_label")
@@ -87,6 +91,8 @@ class Predictor:
     model: nn.Module
     info: DatasetInfo
     prefixes: tuple[str, ...]
+    caution: str = ""
+    """What to know before its predictions are used; "" for nothing."""
 
     @property
     def members(self) -> int:
@@ -165,7 +171,8 @@ def load_predictor(path: Path) -> Predictor:
         _check_fit(shapes, prefixes, model, name)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
-    return Predictor(file, model.to(device_of(None)), info, prefixes)
+    caution = _MEAN_OF_OWN if told.get("strategy") == "fedacs" and "run" in metadata else ""
+    return Predictor(file, model.to(device_of(None)), info, prefixes, caution)
 
 
 def _model_file(path: Path) -> Path:

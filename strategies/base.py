@@ -299,6 +299,9 @@ class MethodStrategy(Strategy):
             if len(metrics) >= self.min_replies:
                 report.train_metrics = mean_metrics(metrics, self.weighted_by_key, alike=report.scored != "received")
                 report.over_clients = over_clients(metrics)
+                if report.scored != "received":
+                    measured = dict(zip(report.replied, (own for own, _ in metrics), strict=True))
+                    report.record = {**report.record, **_each_own(measured, report.scored)}
                 state = merger.finish()
                 self._sender.current.update(merged)
                 return state
@@ -339,7 +342,11 @@ class MethodStrategy(Strategy):
             plans = self.method.evaluation(state, this.number, cohort, more_rounds=not last)
             if last:
                 plans = [replace(plan, options={**plan.options, FINAL: True}) for plan in plans]
-            metrics = [(reply.metrics, reply.examples) for reply in self._ask(state, plans, this)]
+            replies = list(self._ask(state, plans, this))
+            metrics = [(reply.metrics, reply.examples) for reply in replies]
+            if report.scored != "received":
+                measured = {reply.client: reply.metrics for reply in replies}
+                report.record = {**report.record, **_each_own(measured, "personal")}
             report.fedavg_down += len(plans)
             report.evaluate_metrics = mean_metrics(metrics, self.weighted_by_key, alike=report.scored != "received")
             report.over_clients = {**report.over_clients, **over_clients(metrics)}
@@ -608,6 +615,12 @@ def _blocks(model: nn.Module | ModelBlocks | None) -> ModelBlocks | None:
     from tepal.models.blocks import find_blocks
 
     return find_blocks(model)  # type: ignore[arg-type]
+
+
+def _each_own(measured: Mapping[str, Mapping[str, float]], of: str) -> dict[str, np.ndarray]:
+    """`scored` (clients) and `accuracy` of each one's own model on its own test examples, where they measured it."""
+    found = {client: own[f"{of}-accuracy"] for client, own in sorted(measured.items()) if f"{of}-accuracy" in own}
+    return {"scored": np.array([*found], str), "accuracy": np.array([*found.values()], float)} if found else {}
 
 
 def _scalars(record: MetricRecord | None) -> dict[str, float]:

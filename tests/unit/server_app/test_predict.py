@@ -162,6 +162,14 @@ def test_an_ensemble_without_its_last_modes_is_no_ensemble(saved):
         load_predictor(saved(ensemble(1, 2), {**TOLD, "config": config}))
 
 
+def test_the_mean_of_personal_models_comes_with_a_caution_and_a_clients_own_without(tmp_path, saved):
+    config = {"strategy": "fedacs", "model": "tiny-vit", "image-shape": "1x8x8", "classes": 10}
+    run = RunDirectory.create(tmp_path / "runs", "fedacs", config)
+    run.write_model({name: array.numpy() for name, array in tiny_vit().state_dict().items()})
+    assert "mean of the clients' own models" in load_predictor(run.path).caution
+    assert load_predictor(saved(arrays(), {**TOLD, "config": json.dumps(config)})).caution == ""
+
+
 def test_a_file_of_another_kind_is_no_model(tmp_path):
     (tmp_path / "model.pt").write_bytes(b"PK\x03\x04 not a model")
     with pytest.raises(ValueError, match=r"model\.pt: not a readable safetensors file"):

@@ -259,7 +259,7 @@ def assert_simulated(seen, simulation):
                 np.testing.assert_allclose(weights, [expected.get(other, 0) for other in clients], atol=1e-5)
                 mixed += len(expected) > 1
         else:
-            assert {*record} == {"clients", "cohort"} and not len(record["cohort"])
+            assert not {"similarity", "threshold", "weights"} & {*record} and not len(record["cohort"])
         for client, mixture in simulation.round(number, report.asked, report.replied).items():
             if (client, number) in seen.received:
                 assert_alike(seen.received[client, number], mixture)
@@ -509,6 +509,8 @@ def test_a_score_is_the_plain_mean_over_clients_with_its_spread(scores):
     assert seen.history["evaluate_metrics_clientapp"][2]["personal-accuracy"] == pytest.approx(mean)
     deviation = math.sqrt(sum((a - mean) ** 2 for a in accuracies) / 5)
     assert report.over_clients["personal-accuracy"][1] == pytest.approx(deviation)
+    assert np.std(report.record["accuracy"]) == pytest.approx(deviation)
+    assert report.record["scored"].tolist() == sorted(report.record["scored"])
     # What is no score weighs by the examples: 1, 11, 21, 31 and 41 of them, with a loss of 0, 1, 2, 3 and 4.
     assert report.train_metrics["train-loss"] == pytest.approx((11 + 2 * 21 + 3 * 31 + 4 * 41) / 105)
     if scores:
