@@ -652,7 +652,7 @@ def _own_style() -> str:
     return (
         f":root {{ {light}}}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark}}} }}\n"
         # plotly draws whiskers in one fixed grey.
-        "path.yerror { stroke: var(--ink) !important; }\na { color: inherit; }\n"
+        "path.yerror { stroke: var(--ink) !important; }\na { color: inherit; }\n.scroll + p { margin-top: 8px; }\n"
     )
 
 

@@ -266,48 +266,13 @@ class MethodStrategy(Strategy):
         for attempt in range(ATTEMPTS):
             self._meet(this)
             state, cohort = self.method.cohort(state, *self._draw(self.fraction_train, this, attempt, TRAIN))
-            cohort = sorted(cohort)
-            heard: dict[str, Reply] = {}
-            for phase in self.method.phases[:-1]:
-                plans = self._plans(state, this, phase, cohort, heard)
-                report.asked = [plan.client for plan in plans]
-                heard = {reply.client: reply for reply in self._ask(state, plans, this)}
-                cohort = sorted(heard)
-            # A cohort that has become too small has its next attempt at once.
-            cohort = cohort if len(cohort) >= self.min_replies else []
-            plans = self._plans(state, this, self.method.phases[-1], cohort, heard)
-            report.asked = [plan.client for plan in plans] or report.asked
-            report.record = self.method.record(state, plans)
-            report.learning_rate = self._mean_rate(state, plans, this)
-            replies = self._ask(state, plans, this, self.max_replies)
-            merger = self.method.merger(state, this.number)
-            metrics: list[tuple[Mapping[str, float], int]] = []
-            merged: dict[str, str] = {}
-            for reply in sorted(replies, key=lambda reply: reply.client) if self.deterministic else replies:
-                try:
-                    merger.add(reply)
-                except OSError as error:  # of a method that keeps models on disk
-                    report.notes.append((SERVER, f"the reply of {reply.client} cannot be kept: {error}"))
-                    log.error("The reply of %s in round %d cannot be kept: %s", reply.client, this.number, error)
-                    continue
-                self._standing.good(reply.client)
-                metrics.append((reply.metrics, reply.examples))
-                report.replied.append(reply.client)
-                merged[reply.client] = reply.exchange
-            report.fedavg_down += len(plans)
-            report.fedavg_up += len(report.replied)
-            if len(metrics) >= self.min_replies:
-                report.train_metrics = mean_metrics(metrics, self.weighted_by_key, alike=report.scored != "received")
-                report.over_clients = over_clients(metrics)
-                if report.scored != "received":
-                    measured = dict(zip(report.replied, (own for own, _ in metrics), strict=True))
-                    report.record = {**report.record, **_each_own(measured, report.scored)}
-                state = merger.finish()
-                self._sender.current.update(merged)
-                return state
+            plans = self._prepare(state, this, sorted(cohort))
+            merged = self._merge(state, this, plans)
+            if merged is not None:
+                return merged
             log.warning(
                 "Round %d has %d good replies of %d asked, and needs %d (attempt %d of %d).",
-                this.number, len(metrics), len(plans), self.min_replies, attempt + 1, ATTEMPTS,
+                this.number, len(report.replied), len(plans), self.min_replies, attempt + 1, ATTEMPTS,
             )  # fmt: skip
             report.replied.clear()
             if report.refused_by_client.issuperset(report.asked):
@@ -316,6 +281,62 @@ class MethodStrategy(Strategy):
             f"round {this.number} got fewer than min_replies={self.min_replies} good replies in {attempt + 1} attempts"
             + report.reasons()
         )
+
+    def _prepare(self, state: Any, this: _Round, cohort: Sequence[str]) -> list[Plan]:
+        """All phases but the last, and the plans of the last one."""
+        report = this.report
+        heard: dict[str, Reply] = {}
+        for phase in self.method.phases[:-1]:
+            plans = self._plans(state, this, phase, cohort, heard)
+            report.asked = [plan.client for plan in plans]
+            heard = {reply.client: reply for reply in self._ask(state, plans, this)}
+            # A cohort that has become too small has its next attempt at once.
+            cohort = sorted(heard) if len(heard) >= self.min_replies else []
+        plans = self._plans(state, this, self.method.phases[-1], cohort, heard)
+        report.asked = [plan.client for plan in plans] or report.asked
+        report.record = self.method.record(state, plans)
+        report.learning_rate = self._mean_rate(state, plans, this)
+        return plans
+
+    def _merge(self, state: Any, this: _Round, plans: list[Plan]) -> Any | None:
+        """The next state, merged of the replies as they come; None for too few."""
+        report = this.report
+        replies = self._ask(state, plans, this, self.max_replies)
+        merger = self.method.merger(state, this.number)
+        metrics: dict[str, tuple[Mapping[str, float], int]] = {}
+        exchanges: dict[str, str] = {}
+        for reply in sorted(replies, key=lambda reply: reply.client) if self.deterministic else replies:
+            try:
+                merger.add(reply)
+            except OSError as error:  # of a method that keeps models on disk
+                report.notes.append((SERVER, f"the reply of {reply.client} cannot be kept: {error}"))
+                log.error("The reply of %s in round %d cannot be kept: %s", reply.client, this.number, error)
+                continue
+            self._standing.good(reply.client)
+            metrics[reply.client] = reply.metrics, reply.examples
+            exchanges[reply.client] = reply.exchange
+            report.replied.append(reply.client)
+        report.fedavg_down += len(plans)
+        report.fedavg_up += len(report.replied)
+        if len(metrics) < self.min_replies:
+            return None
+        report.train_metrics = self._measured(report, metrics, report.scored)
+        merged = merger.finish()
+        self._sender.current.update(exchanges)
+        return merged
+
+    def _measured(
+        self, report: RoundReport, metrics: Mapping[str, tuple[Mapping[str, float], int]], of: str
+    ) -> dict[str, float]:
+        """The mean of clients' metrics (client → metrics, weight); what the mean does not tell goes into the report."""
+        report.over_clients = {**report.over_clients, **over_clients(metrics.values())}
+        personal = report.scored != "received"
+        if personal:
+            # `scored` clients, and the `accuracy` of each one's own model on its own test examples.
+            found = {c: own[f"{of}-accuracy"] for c, (own, _) in sorted(metrics.items()) if f"{of}-accuracy" in own}
+            names, accuracy = np.array([*found], str), np.array([*found.values()], float)
+            report.record = {**report.record, **({"scored": names, "accuracy": accuracy} if found else {})}
+        return mean_metrics(metrics.values(), self.weighted_by_key, alike=personal)
 
     def _plans(
         self, state: Any, this: _Round, phase: str, cohort: Sequence[str], heard: Mapping[str, Reply]
@@ -342,14 +363,9 @@ class MethodStrategy(Strategy):
             plans = self.method.evaluation(state, this.number, cohort, more_rounds=not last)
             if last:
                 plans = [replace(plan, options={**plan.options, FINAL: True}) for plan in plans]
-            replies = list(self._ask(state, plans, this))
-            metrics = [(reply.metrics, reply.examples) for reply in replies]
-            if report.scored != "received":
-                measured = {reply.client: reply.metrics for reply in replies}
-                report.record = {**report.record, **_each_own(measured, "personal")}
+            metrics = {reply.client: (reply.metrics, reply.examples) for reply in self._ask(state, plans, this)}
             report.fedavg_down += len(plans)
-            report.evaluate_metrics = mean_metrics(metrics, self.weighted_by_key, alike=report.scored != "received")
-            report.over_clients = {**report.over_clients, **over_clients(metrics)}
+            report.evaluate_metrics = self._measured(report, metrics, "personal")
         if evaluate_fn is not None:
             report.server_metrics = _scalars(evaluate_fn(this.number, self._arrays(state)))
 
@@ -615,12 +631,6 @@ def _blocks(model: nn.Module | ModelBlocks | None) -> ModelBlocks | None:
     from tepal.models.blocks import find_blocks
 
     return find_blocks(model)  # type: ignore[arg-type]
-
-
-def _each_own(measured: Mapping[str, Mapping[str, float]], of: str) -> dict[str, np.ndarray]:
-    """`scored` (clients) and `accuracy` of each one's own model on its own test examples, where they measured it."""
-    found = {client: own[f"{of}-accuracy"] for client, own in sorted(measured.items()) if f"{of}-accuracy" in own}
-    return {"scored": np.array([*found], str), "accuracy": np.array([*found.values()], float)} if found else {}
 
 
 def _scalars(record: MetricRecord | None) -> dict[str, float]:
