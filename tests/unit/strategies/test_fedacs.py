@@ -6,7 +6,6 @@ replies first. Some of them share a direction: their models become alike, and ar
 
 import errno
 import gc
-import logging
 import math
 import os
 import random
@@ -32,6 +31,7 @@ from tepal.strategies.fedacs import STORE, ModelKeeper
 from tepal.strategies.in_process import InProcessGrid, Node
 from tepal.strategies.messenger import SERVER
 from tepal.strategies.model_store import ModelStore
+from tests.quiet import quiet  # noqa: F401
 from tests.unit.strategies.test_resume import flip, in_child
 
 _RNG = np.random.default_rng(0)
@@ -730,15 +730,6 @@ def reference(tmp_path_factory):
     assert len(end.models) == 5 and assert_simulated(seen, Simulation(QUANTILE)) > 3
     assert end.models == {client: floats_of(model) for client, model in seen.held[ROUNDS].items()}
     return seen, end
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quiet():
-    log = logging.getLogger("flwr")
-    level = log.level
-    log.setLevel(logging.WARNING)
-    yield
-    log.setLevel(level)
 
 
 def assert_tidy(folder, rounds):

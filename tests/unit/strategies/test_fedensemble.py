@@ -5,7 +5,6 @@ returned: the modes that must come out are computed from these notes.
 """
 
 import itertools
-import logging
 import math
 from dataclasses import dataclass, field
 
@@ -41,18 +40,10 @@ from tepal.strategies.fedensemble import Ensembling
 from tepal.strategies.in_process import InProcessGrid, Node
 from tepal.strategies.schedule import mode_schedule
 from tests.apps import quickstart_app
+from tests.quiet import quiet  # noqa: F401
 
 NBYTES = 5 * 8 + 3 * 4
 """Of one model."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quiet():
-    log = logging.getLogger("flwr")
-    level = log.level
-    log.setLevel(logging.WARNING)
-    yield
-    log.setLevel(level)
 
 
 # ---- a run of numpy clients ------------------------------------------------------------------------------------------

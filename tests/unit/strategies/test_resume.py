@@ -5,7 +5,6 @@ clients die with them, as in a simulation; what is left are the checkpoints and 
 """
 
 import itertools
-import logging
 import os
 import pickle
 import random
@@ -24,6 +23,7 @@ from tepal.exchange import MODEL, Layout, RawTensor, partial_exchange, received
 from tepal.strategies import FedAvg, FedFrozen, base
 from tepal.strategies.checkpoint import FACTS, STATE, Checkpoint, CheckpointError, Checkpoints
 from tepal.strategies.in_process import InProcessGrid, Node
+from tests.quiet import quiet  # noqa: F401
 from tests.unit.strategies.test_mutations import BLOCKS, LAYOUT, RAW
 
 CLIENTS, ROUNDS = 5, 6
@@ -137,15 +137,6 @@ def assert_same(resumed, reference, first):
         assert resumed.down[number] == reference.down[number] or (
             number == first and resumed.down[number] < reference.down[number]
         )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quiet():
-    log = logging.getLogger("flwr")
-    level = log.level
-    log.setLevel(logging.WARNING)
-    yield
-    log.setLevel(level)
 
 
 # ---- children that die -----------------------------------------------------------------------------------------------
