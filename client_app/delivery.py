@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Sequence
 from logging import getLogger
 from pathlib import Path
+from urllib.parse import quote
 
 from flwr.app import ArrayRecord, Context
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from tepal.client_app.site import Site
@@ -35,13 +38,14 @@ def deliver(records: Sequence[ArrayRecord], site: Site, context: Context) -> Non
         "classes": str(site.classes),
         "config": json.dumps(dict(context.run_config)),
     }
-    part = path.with_name(f".{path.name}.part")
+    part = path.parent / f".{path.name}.{quote(site.name, safe='')}.part"  # clients on one machine may name one place
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file({k: v.contiguous() for k, v in join_modes(records).to_torch_state_dict().items()}, part, metadata)
         os.replace(part, path)
         log.info("The final model is in %s.", path)
-    except OSError as error:
-        log.error("The final model cannot be written to model-path=%s: %s", path, error)
+    except (OSError, SafetensorError, ValueError) as error:
+        log.error("The final model cannot be written to model-path=%s: %s", wanted, error)
     finally:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)

@@ -21,7 +21,7 @@ from tepal.exchange.layout import Arrays, Names
 from tepal.exchange.manifest import PARTS, RECORD, Header, Manifest, signed
 from tepal.exchange.parts import Part, digest, pack, unpack
 from tepal.exchange.personal import PersonalState
-from tepal.exchange.plan import EVALUATE, INTRODUCE, Tree
+from tepal.exchange.plan import INTRODUCE, TRAIN, Tree
 
 log = getLogger("flwr")
 
@@ -122,7 +122,7 @@ class _Exchange:
             keep=self.manifest.kept,
             exchange=self.id,
             round=self.manifest.round,
-            advances=self.manifest.action != EVALUATE,
+            advances=self.manifest.action == TRAIN,
         )
         self.missing: dict[str, Names] = {}
 
@@ -190,7 +190,7 @@ class _Exchange:
             parts = {tree: self._returned(tree, names, content, trees) for tree, names in self.manifest.returns.items()}
             self.personal.commit()
             for tree, kept_as in self.manifest.remembers.items():
-                self._remember(parts[tree], kept_as)
+                self._remember(tree, parts[tree], kept_as)
         except _Refusal as refusal:
             return self.answer(refused=str(refusal))
         except OSError as error:
@@ -201,13 +201,13 @@ class _Exchange:
             content[PARTS] = ArrayRecord({tree: pack(values, values) for tree, values in parts.items()})
         return self.answer(parts=parts, content=content)
 
-    def _remember(self, returned: Arrays, tree: Tree) -> None:
-        """Keep what is returned as parts of `tree`, in the blocks in which the model came."""
+    def _remember(self, tree: Tree, returned: Arrays, kept_as: Tree) -> None:
+        """Keep what is returned of a tree as parts of another, in the blocks in which it came."""
         for parcel in self.manifest.parcels:
             part = parcel.part
-            if part.tree == self.manifest.model and returned.keys() >= set(part.names):
+            if part.tree == tree and returned.keys() >= set(part.names):
                 digests = tuple(digest(returned[name]) for name in part.names)
-                self.cache.keep(Part(tree, part.block, part.names, digests), returned)
+                self.cache.keep(Part(kept_as, part.block, part.names, digests), returned)
 
     def _returned(
         self, tree: Tree, names: Names, content: RecordDict, trees: Mapping[Tree, Arrays]

@@ -7,13 +7,14 @@ from collections.abc import Iterable, Mapping
 
 from flwr.app import Array, ArrayRecord
 
-_OF_MODE = re.compile(r"mode/(0|[1-9][0-9]*)/(.*)", re.DOTALL)
+OF_MODE = re.compile(r"mode/(0|[1-9][0-9]*)/(.*)", re.DOTALL)
+"""A name of an ensemble: (number of the mode, name in its model)."""
 
 
 def join_modes(models: Iterable[Mapping[str, Array]]) -> ArrayRecord:
     """The models of an ensemble in one record. A single model keeps its names, unless they look like an ensemble's."""
     models = list(models)
-    if len(models) == 1 and not all(map(_OF_MODE.fullmatch, models[0])):
+    if len(models) == 1 and not all(map(OF_MODE.fullmatch, models[0])):
         return ArrayRecord(dict(models[0]))
     named = ((f"mode/{k}/{name}", array) for k, model in enumerate(models) for name, array in model.items())
     return ArrayRecord(dict(named))
@@ -24,7 +25,7 @@ def modes_of(record: Mapping[str, Array]) -> list[dict[str, Array]]:
 
     Raises ValueError for an ensemble of which a mode is missing.
     """
-    found = [_OF_MODE.fullmatch(name) for name in record]
+    found = [OF_MODE.fullmatch(name) for name in record]
     if not found or not all(found):
         return [dict(record)]
     models: dict[int, dict[str, Array]] = {}

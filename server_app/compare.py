@@ -16,7 +16,6 @@ from __future__ import annotations
 import csv
 import io
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -39,10 +38,10 @@ from tepal.server_app.flower import RunError
 from tepal.server_app.page import Figure, config_html, cumulative, empty_plot, figure_html, page, table_html, unit_of
 from tepal.server_app.report import TEST_DATA
 from tepal.server_app.run_directory import (
-    LATEST,
     REPORT,
     add,
     make_first_free,
+    point_latest_at,
     read_config,
     read_metrics,
     read_summary,
@@ -138,23 +137,11 @@ def run_each(
 def _run(entry: Entry, config: RunConfig, folder: Path, start: Start, progress: RoundProgress) -> None:
     def begun(run: Path) -> None:
         entry.run, entry.outcome = run, "running"
-        _lead_latest_to(run, folder.parent)
+        # As it is without a comparison: for `tepal report runs`, or to resume it.
+        point_latest_at(run, folder.parent)
 
     entry.run = start(config, progress, begun)
     entry.outcome = "finished"
-
-
-def _lead_latest_to(run: Path, runs: Path) -> None:
-    """Let `runs/latest` be the newest run, as it is without a comparison: for `tepal report runs`, or to resume it."""
-    part = runs / f".{LATEST}-{os.getpid()}"
-    target = os.path.relpath(run, runs)
-    with suppress(OSError):  # a convenience, and no reason to stop a run
-        part.unlink(missing_ok=True)
-        try:
-            part.symlink_to(target, target_is_directory=True)
-        except (OSError, NotImplementedError):
-            part.write_text(f"{target}\n", encoding="utf-8")
-        os.replace(part, runs / LATEST)
 
 
 # --- what was measured ----------------------------------------------------------------------------------------------
@@ -258,8 +245,8 @@ def read_comparison(folder: Path) -> list[Entry]:
         raise ValueError(f"{folder / CSV} has no column {error}") from error
     for entry in entries:
         # A run that was stopped, or that failed, may have been resumed and finished since.
-        result = measured(entry)
-        if result.metrics and result.metrics[-1]["round"] == result.config.get("num-server-rounds"):
+        summary = read_summary(entry.run) if entry.run else None
+        if summary is not None and summary.get("stopped_by") is None:
             entry.outcome, entry.reason = "finished", ""
     return entries
 
@@ -342,8 +329,7 @@ def _shared(results: Sequence[Measured]) -> dict[str, Any]:
     return {
         key: value
         for key, value in (configs[0].items() if configs else ())
-        if key not in ("runs", "resume") and all(other.get(key) == value for other in configs)
-        if key != "strategy"
+        if key not in ("runs", "resume", "strategy") and all(other.get(key) == value for other in configs)
     }
 
 

@@ -53,7 +53,9 @@ class RoundConfig(BaseModel):
     min_clients: int = Field(2, ge=1, description="clients that must be connected before a round starts")
     min_replies: int = Field(1, ge=1, description="fewer good replies than this, and the round is repeated")
     max_replies: int = Field(0, ge=0, description="the round ends with this many good replies; 0: it waits for all")
-    round_timeout: float = Field(3600.0, gt=0, description="deadline of one exchange, in seconds")
+    round_timeout: float = Field(
+        3600.0, gt=0, description="deadline of a round's training, and of an evaluation, in seconds"
+    )
     schedule: Literal["cosine", "constant"] = Field("cosine", description="of the learning rate over the rounds")
     seed: int = Field(42, ge=0, lt=2**32, description="of everything that is drawn: model, partition, cohorts, batches")
     runs: str = Field("runs", description="folder for run directories, on the server")

@@ -15,7 +15,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -49,6 +48,7 @@ from tepal.client_app.data import (
 )
 from tepal.client_app.prediction import predict
 from tepal.client_app.training import device_of
+from tepal.exchange.modes import OF_MODE
 from tepal.server_app.run_directory import LATEST, MODEL, find_run
 
 NPZ = ".npz"
@@ -59,7 +59,6 @@ _MEAN_OF_OWN = (
     "model-path says"
 )
 _AT_ONCE = 512  # examples in memory as floats; each member's weights are read once for as many
-_OF_MEMBER = re.compile(r"mode/(0|[1-9][0-9]*)/(.+)")
 _COLUMNS = ("file", "index", "label", "probability", "entropy", "disagreement", "true_label")
 
 
@@ -234,7 +233,7 @@ def _built_for(name: str, told: Mapping[str, Any]) -> DatasetInfo:
 
 def _prefixes(names: Iterable[str]) -> tuple[str, ...]:
     """What comes before the tensor names of each member: "" for a single model, else mode/0/, mode/1/, …"""
-    of_member = {name: _OF_MEMBER.fullmatch(name) for name in sorted(names)}
+    of_member = {name: OF_MODE.fullmatch(name) for name in sorted(names)}
     modes = sorted({int(match[1]) for match in of_member.values() if match})
     if not modes:
         return ("",)

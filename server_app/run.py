@@ -79,7 +79,10 @@ def run(grid: Grid, values: Mapping[str, Any]) -> Path:
         _insist(lambda: directory.write_model(arrays, of_images))
         parameters = sum(parameter.numel() for parameter in model.parameters())
         seconds = round(seconds_before + time.monotonic() - begun, 3)
-        summary = _insist(lambda: directory.write_summary(parameters=parameters, seconds=seconds))
+        stopped_by = None if failure is None else str(failure)
+        summary = _insist(
+            lambda: directory.write_summary(parameters=parameters, seconds=seconds, stopped_by=stopped_by)
+        )
         log.info("Accuracy %s after %s rounds.", summary["accuracy"], summary["rounds"])
         try:
             log.info("Report: %s", write_report(directory.path).resolve())
@@ -290,10 +293,11 @@ def _of_result(report: RoundReport) -> dict[str, float | None]:
     `accuracy` and `loss` as they are averaged (by test examples, but for personal models); `mean` and `spread` of the
     accuracy over the clients, each counted alike.
     """
-    measured = dict(report.evaluate_metrics)
-    if report.scored == "trained":
-        measured = {**report.train_metrics, **measured}
-    of = next((f"{of}-" for of in ("personal", report.scored) if f"{of}-accuracy" in measured), "")
+    measured, of = report.evaluate_metrics, f"{report.judged}-"
+    if f"{of}accuracy" not in measured:
+        # Without an evaluation, what was measured in training; an app of one's own may say "accuracy" and no more.
+        trains, plain = report.scored == "trained", report.judged == "received"
+        measured, of = (report.train_metrics, "trained-") if trains else (measured if plain else {}, "")
     mean, spread = report.over_clients.get(f"{of}accuracy", (measured.get("accuracy"), None))
     return {
         "accuracy": measured.get(f"{of}accuracy"),

@@ -101,6 +101,7 @@ SUMMARY_KEYS = (
     "bytes_vs_fedavg",
     "seconds",
     "refused_replies",
+    "stopped_by",
 )
 
 
@@ -133,14 +134,14 @@ class RunDirectory:
             path = make_first_free(base, name)
         run = cls(path, config)
         run.write_config(config)
-        _point_latest_at(path)
+        point_latest_at(path)
         return run
 
     @classmethod
     def resume(cls, path: Path) -> RunDirectory:
         """The run in `path` (or the `latest` link), to go on with it."""
         path = find_run(path)
-        _point_latest_at(path)
+        point_latest_at(path)
         return cls(path, read_config(path))
 
     @contextmanager
@@ -333,6 +334,7 @@ def summarise(metrics: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -
         "bytes_vs_fedavg": (down + up) / fedavg if fedavg and down is not None and up is not None else None,
         "seconds": total(metrics, "seconds"),
         "refused_replies": sum(len(line.get("refused") or ()) for line in metrics),
+        "stopped_by": None,
     }
 
 
@@ -416,17 +418,20 @@ def make_first_free(base: Path, name: str) -> Path:
             attempt += 1
 
 
-def _point_latest_at(run: Path) -> None:
+def point_latest_at(run: Path, folder: Path | None = None) -> None:
+    """Let `latest` in a folder (by default the one that the run lies in) be this run."""
     # A convenience, so whatever goes wrong with it (no right to make links, a folder of that name) is no reason to
     # stop a run.
-    latest, part = run.parent / LATEST, run.parent / f".{LATEST}-{os.getpid()}"
+    folder = folder or run.parent
+    target = os.path.relpath(run, folder)
+    latest, part = folder / LATEST, folder / f".{LATEST}-{os.getpid()}"
     try:
         with suppress(OSError):
             part.unlink(missing_ok=True)
         try:
-            part.symlink_to(run.name, target_is_directory=True)
+            part.symlink_to(target, target_is_directory=True)
         except (OSError, NotImplementedError):
-            part.write_text(run.name + "\n", encoding="utf-8")
+            part.write_text(target + "\n", encoding="utf-8")
         os.replace(part, latest)
     except OSError as error:
         with suppress(OSError):

@@ -73,7 +73,7 @@ class WeightedMean:
         return means
 
 
-ON_TESTS = ("received-", "trained-", "personal-")
+ON_TESTS = ("received-", "trained-", "personal-", "ensemble-")
 """How the names of metrics begin that a client measures on its own test examples: the model they are of."""
 
 

@@ -68,6 +68,17 @@ class _Round:
     timeout: float
     report: RoundReport
     started: float = field(default_factory=time.monotonic)
+    deadline: float = 0.0
+    """Of the attempt's exchanges that are left; each gets its share of the time until then."""
+    phases_left: int = 0
+
+    def share(self) -> float:
+        """Seconds for the next exchange: a silent client in an early phase must not take the time of the others."""
+        if not self.phases_left:  # an evaluation
+            return self.timeout
+        seconds = max(self.deadline - time.monotonic(), 0.0) / self.phases_left
+        self.phases_left -= 1
+        return seconds
 
 
 class MethodStrategy(Strategy):
@@ -178,7 +189,8 @@ class MethodStrategy(Strategy):
     ) -> Result:
         """Run all rounds. Arguments and result are those of Flower's `Strategy.start`.
 
-        `timeout` is the deadline of one exchange, in seconds, and the longest wait for `min_available_nodes`.
+        `timeout` is the deadline of a round's training exchanges, which share it, and of an evaluation, in seconds; and
+        the longest wait for `min_available_nodes`.
 
         Raises:
             RoundFailed: fewer good replies than `min_replies` in several attempts at a round, or too few clients that
@@ -207,19 +219,18 @@ class MethodStrategy(Strategy):
         self.summary()
         result = Result()
         first = 1
+        train_config, evaluate_config = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
         folder, keep = (self.checkpoints.folder, self.checkpoints.keep) if self.checkpoints else (None, 0)
         self.method.open(folder, keep)
-        if checkpoint is not None:
-            first = checkpoint.round + 1
-            state = self._go_on(checkpoint, result)
-        train_config, evaluate_config = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
-        if evaluate_fn is not None and first == 1:
-            report = RoundReport(0, "initial")
-            report.server_metrics = _scalars(evaluate_fn(0, initial_arrays))
-            result.evaluate_metrics_serverapp[0] = MetricRecord(dict(report.server_metrics))
-            self.on_round(report)
-
         try:
+            if checkpoint is not None:
+                first = checkpoint.round + 1
+                state = self._go_on(checkpoint, result)
+            if evaluate_fn is not None and first == 1:
+                report = RoundReport(0, "initial")
+                report.server_metrics = _scalars(evaluate_fn(0, initial_arrays))
+                result.evaluate_metrics_serverapp[0] = MetricRecord(dict(report.server_metrics))
+                self.on_round(report)
             for number in range(first, num_rounds + 1):
                 this = self._begin(state, number, num_rounds, train_config, timeout)
                 state = self._train(state, this)
@@ -241,7 +252,9 @@ class MethodStrategy(Strategy):
     # ---- one round -----------------------------------------------------------------------------------------------
 
     def _begin(self, state: Any, number: int, rounds: int, train_config: ConfigRecord, timeout: float) -> _Round:
-        report = RoundReport(number, self.method.phase_name(state), scored=self.method.scored)
+        report = RoundReport(
+            number, self.method.phase_name(state), scored=self.method.scored, judged=self.method.judged
+        )
         if self._note:
             report.notes.append((SERVER, self._note))
             self._note = ""
@@ -286,6 +299,8 @@ class MethodStrategy(Strategy):
         """All phases but the last, and the plans of the last one."""
         report = this.report
         heard: dict[str, Reply] = {}
+        this.phases_left = len(self.method.phases)
+        this.deadline = time.monotonic() + this.timeout
         for phase in self.method.phases[:-1]:
             plans = self._plans(state, this, phase, cohort, heard)
             report.asked = [plan.client for plan in plans]
@@ -365,7 +380,7 @@ class MethodStrategy(Strategy):
                 plans = [replace(plan, options={**plan.options, FINAL: True}) for plan in plans]
             metrics = {reply.client: (reply.metrics, reply.examples) for reply in self._ask(state, plans, this)}
             report.fedavg_down += len(plans)
-            report.evaluate_metrics = self._measured(report, metrics, "personal")
+            report.evaluate_metrics = self._measured(report, metrics, report.judged)
         if evaluate_fn is not None:
             report.server_metrics = _scalars(evaluate_fn(this.number, self._arrays(state)))
 
@@ -378,7 +393,7 @@ class MethodStrategy(Strategy):
             this.report,
             values=lambda plan, tree: self.method.values(state, plan.client, tree),
             settings=lambda plan: self._settings(state, plan, this),
-            timeout=this.timeout,
+            timeout=this.share(),
             limit=limit,
         )
         for _, reply in answers:

@@ -69,6 +69,7 @@ class Mixing(Method):
     """The method of FedACS. Arguments are those of `FedACS`."""
 
     scored = "trained"
+    judged = "personal"
 
     def __init__(self, quantile: float, alpha: float = 1.0) -> None:
         if not 0 < quantile < 1:
@@ -169,7 +170,7 @@ class Mixing(Method):
     def evaluation(self, state: PersonalModels, round: int, cohort: Sequence[str], *, more_rounds: bool) -> list[Plan]:
         """Each client scores the model that it returned last; who has not trained has none."""
         needs = {PERSONAL: tuple(state.initial)}
-        options = {SCORED_AS: "personal"}
+        options = {SCORED_AS: self.judged}
         return [
             Plan(client=client, round=round, action=EVALUATE, needs=needs, keeps=needs, options=options)
             for client in cohort
@@ -201,6 +202,7 @@ class Mixing(Method):
         self._mixtures = {client: mixtures[k] for k, client in enumerate(rows.values())}
 
     def merger(self, state: PersonalModels, round: int) -> ModelKeeper:
+        self.keep(state)  # and not what came in an attempt that failed
         return ModelKeeper(self, state)
 
     def models(self, state: PersonalModels) -> tuple[Arrays, ...]:

@@ -41,7 +41,10 @@ class Averaging(Method):
 
     def init(self, model: ServerModel, seed: int) -> ModelState:
         if len(model.starts) > 1:
-            raise MethodError(f"the initial arrays are of {len(model.starts)} models, and this method trains one")
+            raise MethodError(
+                f"the initial arrays are of {len(model.starts)} models, and this method trains one: give it those of "
+                "one, or choose FedEnsemble"
+            )
         return ModelState(model.entries)
 
     def plan(

@@ -7,7 +7,8 @@ K modes w_1 … w_K are initialised independently; clients are split into Q stra
     predict mean over the K models, of probabilities or outputs
 
 One mode goes down and one comes up for each client and round: FedAvg's bytes. All K travel when they are scored at the
-clients. A mode is trained with any method of one global model, which keeps a state of its own for each mode.
+clients: after the last round, or after each one with apps that do not score what they train. A mode is trained with any
+method of one global model, which keeps a state of its own for each mode.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tepal.exchange.layout import Arrays, Names
-from tepal.exchange.plan import MODEL, Plan, Reply, Tree
+from tepal.exchange.plan import MODEL, SCORED_AS, Plan, Reply, Tree
 from tepal.strategies.base import MethodStrategy
 from tepal.strategies.fedavg import Averaging, ModelState
 from tepal.strategies.method import Merger, Method, MethodError, ModelBlocks, ServerModel
@@ -68,6 +69,7 @@ class Ensembling(Method):
         self.weighting = weighting
         self.assign = assign
         self.phases = member.phases
+        self.judged = "ensemble" if modes > 1 else "received"
         self._seed: int
 
     def init(self, model: ServerModel, seed: int) -> EnsembleState:
@@ -157,8 +159,12 @@ class Ensembling(Method):
             [_of_mode(plan, k) for plan in self.member.evaluation(mode, round, cohort, more_rounds=more_rounds)]
             for k, mode in enumerate(state.modes)
         ]
+        # An app that scores only the first model, because it knows no other, does not say that it is the ensemble's.
+        options = {SCORED_AS: self.judged}
         return [
-            replace(plans[0], needs=_joined(p.needs for p in plans), keeps=_joined(p.keeps for p in plans))
+            replace(
+                plans[0], needs=_joined(p.needs for p in plans), keeps=_joined(p.keeps for p in plans), options=options
+            )
             for plans in zip(*of_modes, strict=True)
         ]
 

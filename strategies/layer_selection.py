@@ -31,6 +31,8 @@ SOLVERS = ("auto", "exact", "fast")
 SELECTIONS = ("gradient", "snr", "rgn", "top", "bottom", "both", "full")
 
 _EXACT_UP_TO = 160  # variables of the program, clients²·layers/2: there it takes a few milliseconds
+_LIKE = 1e4  # largest over smallest client's norm up to which the program's tolerance does no harm
+_SECONDS, _CUTS = 2.0, 20  # of one solution of the program, and how often a set that is over budget is forbidden
 _STARTS = 9  # degrees of consensus, evenly spread when the budgets allow more
 _LEADERS = 12  # clients whose own best layers are tried as everybody's
 _OTHER_COUPLINGS = (0.5, 2.0)  # factors of λ under which the best result is moved
@@ -83,14 +85,16 @@ def select_layers(
         distance: "hamming" or "squared".
         costs: of a layer, for all clients (L,) or for each (n, L), in bytes or milliseconds, say; None: 1 per layer.
             No mask costs more than its budget, not even by rounding. A budget below every cost gives an empty mask.
-        solver: "exact", a mixed-integer program, for small cases; "fast", a local search; "auto", exact where
-            that takes a few milliseconds and else fast.
+        solver: "exact", a mixed-integer program, for small cases whose clients have norms of like size (it tolerates
+            about 1e-6 of the largest); "fast", a local search; "auto", exact where that takes a few milliseconds and
+            is exact, and else fast.
 
     Returns:
         (n, L) bool.
 
     Raises:
         ValueError: arrays of the wrong shape or out of range, an unknown distance or solver.
+        TimeoutError: of "exact", costs and budgets that are too close for it.
     """
     norms = _checked_scores(squared_norms, "squared_norms")
     _check_options(coupling, distance)
@@ -102,10 +106,16 @@ def select_layers(
     # In an order that the values give, every tie is broken the same way however the clients were listed.
     order = np.lexsort(np.column_stack((norms, limits, prices)).T)
     problem = _problem(norms[order], limits[order], prices[order], coupling, distance)
-    size = problem.clients**2 * problem.layers // 2
-    exact = solver == "exact" or (solver == "auto" and size <= _EXACT_UP_TO)
     masks = np.empty(norms.shape, dtype=bool)
-    masks[order] = _exact(problem)[0] if exact else _fast(problem)
+    if solver == "exact":
+        masks[order] = _exact(problem)[0]
+    elif solver == "auto" and _suits_exact(problem):
+        try:
+            masks[order] = _exact(problem, _SECONDS)[0]
+        except TimeoutError:  # costs and budgets that differ by less than the program sees
+            masks[order] = _fast(problem)
+    else:
+        masks[order] = _fast(problem)
     return masks
 
 
@@ -570,6 +580,14 @@ def _exchange_layers(problem: _Problem, masks: Mask) -> bool:
 # The exact solver -----------------------------------------------------------------------------------------------------
 
 
+def _suits_exact(problem: _Problem) -> bool:
+    """Whether the program is quick, and its tolerance small beside every client's norms."""
+    highest = problem.gains.max(axis=1)
+    highest = highest[highest > 0]
+    small = problem.clients**2 * problem.layers // 2 <= _EXACT_UP_TO
+    return small and bool(highest.size == 0 or highest.max() <= _LIKE * highest.min())
+
+
 def _exact(problem: _Problem, time_limit: float = math.inf) -> tuple[Mask, float]:
     """The optimum of (P1) as a linear mixed-integer program, and an upper bound on its value (that value, in time).
 
@@ -613,7 +631,7 @@ def _exact(problem: _Problem, time_limit: float = math.inf) -> tuple[Mask, float
     highest[: n * layers] = (problem.costs <= problem.budgets[:, None]).ravel()
     highest[n * layers : (n + pairs) * layers] = 1
     options = {"mip_rel_gap": 0.0} | ({"time_limit": time_limit} if time_limit < math.inf else {})
-    while True:
+    for _ in range(_CUTS):
         constraint = LinearConstraint(matrix, -np.inf, limits)
         result = milp(weights, integrality=whole, bounds=Bounds(0, highest), constraints=constraint, options=options)
         if result.x is None:
@@ -628,3 +646,4 @@ def _exact(problem: _Problem, time_limit: float = math.inf) -> tuple[Mask, float
             row[i * layers : (i + 1) * layers] = masks[i]
         matrix = sparse.vstack((matrix, sparse.csr_matrix(sets)), format="csr")
         limits = np.append(limits, masks[over].sum(axis=1) - 1.0)
+    raise TimeoutError(f"{_CUTS} solutions of {n} clients × {layers} layers were over a budget by a hair")

@@ -71,14 +71,16 @@ class RoundReport:
     over_clients: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Of metrics that clients measured on their own test examples: mean and standard deviation over the clients."""
     scored: str = "received"
-    """See `Method.scored`."""
+    judged: str = "received"
+    """See `Method`."""
     seconds: float = 0.0
     seconds_train: float = 0.0
 
     def reasons(self) -> str:
         """Every reason for which a client was refused or lost once, with the clients that gave it; "" for none."""
         by_reason: dict[str, list[str]] = {}
-        for client, reason in [*self.refused, *self.lost]:
+        own = [note for note in self.notes if note[0] == SERVER]
+        for client, reason in [*self.refused, *self.lost, *own]:
             clients = by_reason.setdefault(reason, [])
             if client not in clients:
                 clients.append(client)
@@ -215,7 +217,7 @@ class Messenger:
                         send(replace(asked, resends=asked.resends + 1))
         if limit is None or good < limit:
             for asked in waiting.values():
-                _lose(report, asked, f"it did not answer within {timeout:g} s")
+                _lose(report, asked, f"it did not answer within {round(timeout, 2):g} s")
         self._late.update(waiting)
         self._inbox.forget()
 

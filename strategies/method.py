@@ -82,7 +82,10 @@ class Method(Protocol):
     """Actions of one round's exchanges, in order; the replies to the last one are merged."""
 
     scored: str = "received"
-    """Which of the models that clients score is the method's result: the "received" one, or the "trained" one."""
+    """Which of the models that clients score as they train is the method's: the "received" or the "trained" one."""
+
+    judged: str = "received"
+    """How the metrics of an evaluation are named, by the model they are of: "received", "ensemble" or "personal"."""
 
     def init(self, model: ServerModel, seed: int) -> Any:
         """The first state. Raises MethodError for a model that the method cannot train."""

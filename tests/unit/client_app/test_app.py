@@ -61,11 +61,17 @@ def test_of_personal_models_each_client_keeps_its_own(tmp_path):
     np.testing.assert_allclose(result.arrays["head.weight"].numpy(), mean, rtol=1e-6)
 
 
-def test_a_place_that_cannot_be_written_is_said_and_costs_nothing(tmp_path, caplog):
+@pytest.mark.parametrize("place", ["file/final.safetensors", "folder", ""])
+def test_a_place_that_cannot_be_written_is_said_and_costs_nothing(tmp_path, caplog, place):
     (tmp_path / "file").write_text("not a folder")
+    (tmp_path / "folder").mkdir()
+    reports = []
     with caplog.at_level(logging.ERROR, "flwr"):
-        start(FedAvg(model=vit()), [vit()], [{"model-path": str(tmp_path / "file" / "final.safetensors")}, {}])
+        strategy = FedAvg(model=vit(), on_round=reports.append)
+        start(strategy, [vit()], [{"model-path": place and str(tmp_path / place)}, {}])
     assert "model-path=" in caplog.text
+    assert not reports[-1].refused + reports[-1].lost and "received-accuracy" in reports[-1].evaluate_metrics
+    assert {path.name for path in tmp_path.iterdir()} - {"cache"} == {"file", "folder"}
 
 
 def test_clients_whose_model_is_another_are_refused_before_the_first_round():

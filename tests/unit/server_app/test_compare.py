@@ -174,6 +174,10 @@ def test_a_run_that_was_resumed_and_finished_since_counts_as_finished(tmp_path):
     assert stopped.outcome == "stopped"
     with (stopped.run / "metrics.jsonl").open("a") as file:
         file.write('{"round": 2}\n{"round": 3}\n')
+    run = RunDirectory(stopped.run, {})
+    run.write_summary(stopped_by="too few replies, in the last round")
+    assert read_comparison(tmp_path)[0].outcome == "stopped"
+    run.write_summary()
     assert read_comparison(tmp_path)[0].outcome == "finished"
 
 

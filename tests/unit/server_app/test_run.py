@@ -18,9 +18,9 @@ from tepal.client_app.site import Site
 from tepal.models import build
 from tepal.models.blocks import find_blocks
 from tepal.server_app.config import ConfigError, defaults
-from tepal.server_app.run import run
+from tepal.server_app.run import metrics_line, run
 from tepal.server_app.run_directory import RunDirectory, read_metrics
-from tepal.strategies import RoundFailed, checkpoint
+from tepal.strategies import RoundFailed, RoundReport, checkpoint
 from tepal.strategies.in_process import InProcessGrid, Node
 
 ROOT = Path(__file__).parents[3]
@@ -253,3 +253,14 @@ def test_our_client_app_runs_under_flowers_own_strategies(strategy, small_run):
     assert all(not np.array_equal(array.numpy(), start[name].numpy()) for name, array in result.arrays.items())
     assert 0 < result.train_metrics_clientapp[2]["train-loss"] < 2.3
     assert "received-accuracy" in result.evaluate_metrics_clientapp[2]
+
+
+def test_a_metric_that_nobody_asked_for_does_not_become_the_runs_accuracy():
+    """One of ten clients says of itself that it has a perfect model of its own."""
+    measured = {"received-accuracy": 0.5, "received-loss": 1.0, "personal-accuracy": 1.0, "ensemble-accuracy": 1.0}
+    over_clients = {"received-accuracy": (0.4, 0.1), "personal-accuracy": (1.0, 0.0)}
+    report = RoundReport(1, "train", evaluate_metrics=measured, over_clients=over_clients)
+    line = metrics_line(report, 1)
+    assert (line["accuracy"], line["clients_accuracy"], line["clients_spread"]) == (0.5, 0.4, 0.1)
+    ensemble = metrics_line(RoundReport(1, "train", judged="ensemble", evaluate_metrics={"accuracy": 0.9}), 1)
+    assert ensemble["accuracy"] is None, "it is of one mode, from an app that knows no ensembles"

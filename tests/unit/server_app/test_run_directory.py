@@ -321,6 +321,7 @@ def test_the_summary_adds_up_the_rounds(run):
         "bytes_vs_fedavg": 0.75,
         "seconds": 2.0,
         "refused_replies": 2,
+        "stopped_by": None,
         "frozen_after": 1,
     }
 

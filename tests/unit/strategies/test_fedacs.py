@@ -23,13 +23,15 @@ from flwr.clientapp import ClientApp
 from tepal.exchange import Layout, partial_exchange
 from tepal.exchange.manifest import PARTS, RECORD, Manifest
 from tepal.exchange.modes import join_modes
+from tepal.exchange.plan import Reply
 from tepal.models.blocks import find_blocks
 from tepal.models.tiny_vit import TinyViT
 from tepal.strategies import FedACS, FedAvg, MethodError, RoundFailed, checkpoint, fedacs, model_store
 from tepal.strategies.checkpoint import STATE, CheckpointError, Checkpoints
-from tepal.strategies.fedacs import STORE, ModelKeeper
+from tepal.strategies.fedacs import STORE, Mixing, ModelKeeper
 from tepal.strategies.in_process import InProcessGrid, Node
 from tepal.strategies.messenger import SERVER
+from tepal.strategies.method import ServerModel
 from tepal.strategies.model_store import ModelStore
 from tests.quiet import quiet  # noqa: F401
 from tests.unit.strategies.test_resume import flip, in_child
@@ -1230,3 +1232,20 @@ def test_only_one_rounds_mixtures_take_room_on_the_disk(tmp_path):
     run(strategy, range(4), rounds=6, on_round=count)
     assert max(files[1:]) == 1, files
     assert not unnamed_files(tmp_path), "and none when the run has ended"
+
+
+def test_attempts_that_fail_leave_nothing_in_the_store():
+    """Of 60 clients each, in a store that has room for 64."""
+    method = Mixing(0.5)
+    layout = Layout.of_arrays({"w": np.zeros(4, np.float32)})
+    state = method.init(ServerModel("a model", layout, ({"w": np.zeros(4, np.float32)},), None), 0)
+    method.open(None, 0)
+    for attempt in range(4):
+        merger = method.merger(state, 1)
+        for k in range(60):
+            part = {"w": np.full(4, attempt + k, np.float32)}
+            merger.add(Reply(client=f"client-{k}", parts={"mixture": part}, examples=1, metrics={}))
+    assert len(method._store) == 64
+    state = merger.finish()
+    assert method.personal(state, "client-7")["w"].tolist() == [10, 10, 10, 10]
+    method.close()

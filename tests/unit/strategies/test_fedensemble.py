@@ -952,6 +952,6 @@ def test_the_projects_own_app_scores_the_mean_probability_of_the_modes():
         right += (mean.argmax(1) == test.labels).tolist()
         modes_right.append(len(test.labels) * max((p.argmax(1) == test.labels).mean() for p in probabilities))
     scores = run.reports[2].evaluate_metrics
-    assert scores["received-loss"] == pytest.approx(np.mean(negative_logs), rel=1e-5)
-    assert scores["received-accuracy"] == pytest.approx(np.mean(right))
-    assert scores["received-highest-accuracy"] == pytest.approx(sum(modes_right) / len(right))
+    assert scores["ensemble-loss"] == pytest.approx(np.mean(negative_logs), rel=1e-5)
+    assert scores["ensemble-accuracy"] == pytest.approx(np.mean(right))
+    assert scores["ensemble-highest-accuracy"] == pytest.approx(sum(modes_right) / len(right))

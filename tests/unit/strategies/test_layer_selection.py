@@ -274,3 +274,23 @@ def test_what_cannot_be_chosen_is_named():
         choose("top", NORMS, [3, 1])
     with pytest.raises(ValueError, match="masks have shape"):
         objective([[True]], NORMS, 1.0)
+
+
+@pytest.mark.parametrize("factor", [1e4, 1e8, 1e12])
+def test_a_client_with_far_larger_gradients_does_not_choose_for_the_others(factor):
+    norms = np.random.default_rng(5).random((3, 12))
+    norms[0] *= factor
+    masks = select_layers(norms, [2, 2, 2], 0.01)
+    alone = select_layers(norms, [2, 2, 2], 0.0)
+    # λ is small beside everybody's norms: whoever gives up its own best layers gains at most what disagreement costs.
+    assert (norms * masks).sum(axis=1)[1:] == pytest.approx((norms * alone).sum(axis=1)[1:], abs=0.01 * 2 * 2 * 4)
+
+
+def test_costs_that_miss_the_budget_by_a_hair_do_not_keep_the_server_busy():
+    norms = np.random.default_rng(6).random((3, 16))
+    costs = np.tile(1 + 1e-9 * np.arange(16), (3, 1))
+    budgets = np.full(3, 8 - 1e-9)
+    masks = select_layers(norms, budgets, 0.1, costs=costs)
+    assert ((costs * masks).sum(axis=1) <= budgets).all() and masks.sum() >= 3 * 6
+    with pytest.raises(TimeoutError, match="over a budget by a hair"):
+        select_layers(norms[:, :8], np.full(3, 4 - 1e-9), 0.1, costs=costs[:, :8], solver="exact")
