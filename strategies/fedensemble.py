@@ -13,10 +13,10 @@ method of one global model, which keeps a state of its own for each mode.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from tepal.exchange.layout import Arrays, Names
 from tepal.exchange.plan import MODEL, SCORED_AS, Plan, Reply, Tree
 from tepal.strategies.base import MethodStrategy
 from tepal.strategies.fedavg import Averaging, ModelState
-from tepal.strategies.method import Merger, Method, MethodError, ModelBlocks, ServerModel
+from tepal.strategies.method import Merger, Method, MethodError, ModelBlocks, ServerModel, check_one_of
 from tepal.strategies.schedule import mode_of, rounds_of
 
 if TYPE_CHECKING:
@@ -60,9 +60,7 @@ class Ensembling(Method):
             raise ValueError(f"modes is {modes}; it must be at least 1 (1 is {type(member).__name__} alone)")
         if strata < 0:
             raise ValueError(f"strata is {strata}; it must be at least 1, or 0: one for each client of a round")
-        for name, value, known in (("weighting", weighting, WEIGHTINGS), ("assign", assign, ASSIGNMENTS)):
-            if value not in known:
-                raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
+        check_one_of(weighting=(weighting, WEIGHTINGS), assign=(assign, ASSIGNMENTS))
         self.modes = modes
         self.strata = strata
         self.member = member
@@ -268,7 +266,7 @@ class FedEnsemble(MethodStrategy):
             model = member.blocks
         ensembling = Ensembling(modes, strata, member=method, weighting=weighting, assign=assign)
         super().__init__(ensembling, model=model, **round_options)
-        enough = next(n for n in count(max(strata, 1)) if self.cohort_size(n, self.fraction_train) >= strata)
+        enough = next(n for n in itertools.count(max(strata, 1)) if self.cohort_size(n, self.fraction_train) >= strata)
         if enough > self.min_available_nodes:
             self.min_available_nodes = enough
             self.needed_by = f"strata={strata}"

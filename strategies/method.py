@@ -22,6 +22,13 @@ class MethodError(ValueError):
     """A method that cannot train this model with these options; the text says why, and what to do."""
 
 
+def check_one_of(**options: tuple[str, Sequence[str]]) -> None:
+    """Raises ValueError for an option (name=(value, allowed values)) that is none of those allowed."""
+    for name, (value, allowed) in options.items():
+        if value not in allowed:
+            raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
+
+
 class ModelBlocks(Protocol):
     """The blocks of a model, as `tepal.models.blocks.find_blocks` gives them."""
 

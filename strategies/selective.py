@@ -39,7 +39,7 @@ from tepal.exchange.plan import (
 from tepal.strategies.base import MethodStrategy
 from tepal.strategies.fedavg import Averaging, ModelState
 from tepal.strategies.layer_selection import DISTANCES, SELECTIONS, choose, drawn_budget
-from tepal.strategies.method import MethodError, ModelBlocks, ServerModel
+from tepal.strategies.method import MethodError, ModelBlocks, ServerModel, check_one_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -65,13 +65,7 @@ class Selecting(Averaging):
         costs: str = LAYERS,
         probe_batches: int = 1,
     ) -> None:
-        for name, value, known in (
-            ("distance", distance, DISTANCES),
-            ("selection", selection, SELECTIONS),
-            ("costs", costs, COSTS),
-        ):
-            if value not in known:
-                raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
+        check_one_of(distance=(distance, DISTANCES), selection=(selection, SELECTIONS), costs=(costs, COSTS))
         if not 0 <= coupling < float("inf"):
             raise ValueError(f"coupling is {coupling}; it must be 0 or a positive number")
         if not probe_batches >= 0 or probe_batches != int(probe_batches):
@@ -207,7 +201,8 @@ class Selecting(Averaging):
         """`clients` (n,) and `masks` (n, L): who trains which layers."""
         masks = np.zeros((len(plans), len(self._blocks.layers)), bool)
         for mask, plan in zip(masks, plans, strict=True):
-            mask[:] = [set(layer) <= set(plan.trains) for layer in self._blocks.layers]
+            trained = set(plan.trains)
+            mask[:] = [trained.issuperset(layer) for layer in self._blocks.layers]
         return {"clients": np.array([plan.client for plan in plans], str), "masks": masks}
 
     def describe(self) -> Mapping[str, str | int | float]:

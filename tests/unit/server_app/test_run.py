@@ -17,10 +17,10 @@ from tepal.client_app.config import TrainingConfig
 from tepal.client_app.site import Site
 from tepal.models import build
 from tepal.models.blocks import find_blocks
-from tepal.server_app.config import ConfigError, defaults
-from tepal.server_app.run import metrics_line, run
+from tepal.server_app.config import ConfigError, defaults, read_run_config
+from tepal.server_app.run import build_model, build_strategy, metrics_line, run
 from tepal.server_app.run_directory import RunDirectory, read_metrics
-from tepal.strategies import RoundFailed, RoundReport, checkpoint
+from tepal.strategies import FedACS, FedEnsemble, RoundFailed, RoundReport, SelectiveLayers, checkpoint
 from tepal.strategies.in_process import InProcessGrid, Node
 
 ROOT = Path(__file__).parents[3]
@@ -264,3 +264,37 @@ def test_a_metric_that_nobody_asked_for_does_not_become_the_runs_accuracy():
     assert (line["accuracy"], line["clients_accuracy"], line["clients_spread"]) == (0.5, 0.4, 0.1)
     ensemble = metrics_line(RoundReport(1, "train", judged="ensemble", evaluate_metrics={"accuracy": 0.9}), 1)
     assert ensemble["accuracy"] is None, "it is of one mode, from an app that knows no ensembles"
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "told"),
+    [
+        (
+            {"strategy": "selective", "selective.budget": 2.0, "selective.selection": "both"},
+            SelectiveLayers,
+            {"budget": 2.0, "selection": "both", "costs": "layers", "coupling": 10.0, "probe batches": 1},
+        ),
+        ({"strategy": "selective", "selective.draw-budgets": True}, SelectiveLayers, {"budget": "drawn"}),
+        (
+            {"strategy": "fedensemble", "fedensemble.modes": 4, "fedensemble.strata": 2},
+            FedEnsemble,
+            {"modes": 4, "strata": 2, "member": "Averaging", "assign": "schedule", "weighting": "uniform"},
+        ),
+        (
+            {"strategy": "fedensemble", "fedensemble.member": "fedfrozen", "fedfrozen.warmup-rounds": 3},
+            FedEnsemble,
+            {"modes": 3, "member": "Freezing", "member warm-up rounds": 3},
+        ),
+        (
+            {"strategy": "fedensemble", "fedensemble.assign": "highest-loss", "fedensemble.weighting": "examples"},
+            FedEnsemble,
+            {"assign": "highest-loss", "weighting": "examples"},
+        ),
+        ({"strategy": "fedacs", "fedacs.quantile": 0.2, "fedacs.alpha": 0.5}, FedACS, {"quantile": 0.2, "alpha": 0.5}),
+    ],
+)
+def test_the_keys_of_a_method_reach_it(given, kind, told):
+    config = read_run_config(given)
+    strategy = build_strategy(config, build_model(config)[1])
+    assert type(strategy) is kind
+    assert told.items() <= dict(strategy.method.describe()).items()
