@@ -4,6 +4,7 @@ The client's half is a Flower mod, `partial_exchange`; the server's half, `Sende
 `tepal.strategies`. Nothing here needs torch.
 """
 
+from tepal.exchange.encodings import Encoding
 from tepal.exchange.layout import Entry, Layout, Names, RawTensor
 from tepal.exchange.mod import PartialExchange, Received, partial_exchange, received
 from tepal.exchange.plan import MODEL, Plan, Reply, Tree
@@ -12,6 +13,7 @@ from tepal.exchange.sender import BadReply, Missing, Sender, Traffic
 __all__ = [
     "MODEL",
     "BadReply",
+    "Encoding",
     "Entry",
     "Layout",
     "Missing",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import mmap
 import os
 import tempfile
 import time
@@ -14,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from tepal.exchange.layout import Arrays
-from tepal.exchange.parts import digest
+from tepal.exchange.parts import Digests, digest
 
 SUFFIX = ".safetensors"
 
@@ -23,23 +25,28 @@ _LEFT_BEHIND = 3600.0  # seconds after which a file that is being written belong
 
 _DIGEST = "sha256/"  # and an array's name: its digest, in the file's metadata
 _RESERVED = "__metadata__"  # the format's own name among those of arrays
+_DTYPES = {"BOOL": "bool", "C64": "complex64"}  # the format's names, and numpy's
+_DTYPES |= {f"F{bits}": f"float{bits}" for bits in (16, 32, 64)}
+_DTYPES |= {f"{kind[0].upper()}{bits}": f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
 
 
 class DamagedFile(ValueError):
     """A file that does not hold what was written into it."""
 
 
-def write_arrays(path: Path, arrays: Arrays, *, durable: bool = True) -> None:
+def write_arrays(path: Path, arrays: Arrays, *, durable: bool = True, digests: Digests | None = None) -> None:
     """Write a safetensors file beside `path` and rename it, so that nobody ever sees a part of it.
 
     The digest of every array goes into the metadata; `read_arrays` checks it. `durable`: wait until the disk has it.
+    `digests`: of arrays that are never changed, where they are known already or wanted again.
     Raises OSError, and ValueError for a name that the format does not allow.
     """
     if _RESERVED in arrays:
         raise ValueError(f"no array in a safetensors file can be named {_RESERVED!r}")
     path.parent.mkdir(parents=True, exist_ok=True)
     contiguous = {name: _contiguous(array) for name, array in arrays.items()}
-    metadata = {f"{_DIGEST}{name}": digest(array).hex() for name, array in contiguous.items()}
+    values = (digests or Digests()).of_all([*map(np.asarray, arrays.values())])
+    metadata = {f"{_DIGEST}{name}": value.hex() for name, value in zip(arrays, values, strict=True)}
     metadata["arrays"] = str(len(contiguous))  # a file without any must have metadata to be read again
     handle, beside = tempfile.mkstemp(dir=path.parent, prefix=_BESIDE)
     try:
@@ -91,6 +98,25 @@ def read_arrays(path: Path, digests: Mapping[str, bytes] | None = None) -> dict[
     for array in arrays.values():
         array.flags.writeable = False
     return arrays
+
+
+def map_arrays(path: Path) -> dict[str, tuple[np.ndarray, bytes]]:
+    """Name → (array, digest) of a file that was just written: read-only views of the file as it is mapped into memory,
+    from which the system drops what it needs room for, and the digests that the file says. Nothing is checked.
+
+    The views stay what they are when the file is removed or another is renamed to its place.
+    """
+    with path.open("rb") as file:
+        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    begin = 8 + int.from_bytes(mapping[:8], "little")
+    header = json.loads(mapping[8:begin])
+    metadata = header.pop(_RESERVED)
+    found: dict[str, tuple[np.ndarray, bytes]] = {}
+    for name, says in header.items():
+        kind = np.dtype(_DTYPES[says["dtype"]])
+        array = np.ndarray(tuple(says["shape"]), kind, mapping, begin + says["data_offsets"][0])
+        found[name] = array, bytes.fromhex(metadata[f"{_DIGEST}{name}"])
+    return found
 
 
 def sync_folder(folder: Path) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 
+from tepal.exchange.encodings import PLAIN, Wire
 from tepal.exchange.layout import Layout, Names
 from tepal.exchange.parts import DIGEST_BYTES, Part, Shaped
 from tepal.exchange.plan import Scalar, Tree
@@ -97,6 +98,8 @@ class Parcel:
     part: Part
     keep: bool
     sent: Names
+    dtype: str = "float32"
+    """What those that travel are encoded as."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,11 +118,14 @@ class Manifest:
     returns: Mapping[Tree, Names] = field(default_factory=dict)
     remembers: Mapping[Tree, Tree] = field(default_factory=dict)
     groups: Mapping[str, Names] = field(default_factory=dict)
+    objective: str = ""
     options: Mapping[str, Scalar] = field(default_factory=dict)
     current: str = ""
     """Id of the exchange whose personal state of this client counts; "" when none does."""
     kept: Names = ()
     """Ids of exchanges to whose personal state the server may go back, because a checkpoint of it says so."""
+    upload: Wire = PLAIN
+    """How the answer's entries are to be encoded."""
     nonce: str = ""
     """Makes manifests that say the same two exchanges."""
 
@@ -151,6 +157,7 @@ class Manifest:
                                 "names": numbers(parcel.part.names),
                                 "digests": base64.b64encode(b"".join(parcel.part.digests)).decode(),
                                 "keep": parcel.keep,
+                                "dtype": parcel.dtype,
                                 "sent": numbers(parcel.sent) if len(parcel.sent) < len(parcel.part.names) else "all",
                             }
                             for parcel in self.parcels
@@ -159,9 +166,11 @@ class Manifest:
                         "returns": {tree: numbers(names) for tree, names in self.returns.items()},
                         "remembers": dict(self.remembers),
                         "groups": {group: numbers(names) for group, names in self.groups.items()},
+                        "objective": self.objective,
                         "options": dict(self.options),
                         "current": self.current,
                         "kept": list(self.kept),
+                        "upload": self.upload.to_json(),
                         "nonce": self.nonce,
                     }
                 )
@@ -184,7 +193,7 @@ class Manifest:
                 digests = tuple(joined[k : k + DIGEST_BYTES] for k in range(0, len(joined), DIGEST_BYTES))
                 part = Part(item["tree"], item["block"], names(item["names"]), digests)
                 sent = part.names if item["sent"] == "all" else names(item["sent"])
-                parcels.append(Parcel(part, item["keep"], sent))
+                parcels.append(Parcel(part, item["keep"], sent, item["dtype"]))
             return Manifest(
                 experiment=data["experiment"],
                 client=data["client"],
@@ -197,9 +206,11 @@ class Manifest:
                 returns={tree: names(numbers) for tree, numbers in data["returns"].items()},
                 remembers=dict(data["remembers"]),
                 groups={group: names(numbers) for group, numbers in data["groups"].items()},
+                objective=data["objective"],
                 options=dict(data["options"]),
                 current=data["current"],
                 kept=tuple(data["kept"]),
+                upload=Wire(**data["upload"]),
                 nonce=data["nonce"],
             )
         except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from logging import getLogger
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,17 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 
 from tepal.exchange.cache import DEFAULT_LIMIT, ClientCache, default_root
+from tepal.exchange.encodings import EncodingError, Wire, add_difference
 from tepal.exchange.layout import Arrays, Names
 from tepal.exchange.manifest import PARTS, RECORD, Header, Manifest, signed
-from tepal.exchange.parts import Part, digest, pack, unpack
+from tepal.exchange.parts import Part, digest, pack, shapes_of, unpack, unpacked
 from tepal.exchange.personal import PersonalState
 from tepal.exchange.plan import INTRODUCE, TRAIN, Tree
 
 log = getLogger("flwr")
 
 Next = Callable[[Message, Context], Message]
-Introduce = Callable[[Message, Context], Mapping[str, int | float]]
+Introduce = Callable[[Message, Context], Mapping[str, int | float | list[int]]]
 
 _RECEIVED = "_tepal_received"
 
@@ -43,6 +45,12 @@ class Received:
     @property
     def model(self) -> Arrays:
         return self.trees[self.manifest.model]
+
+    def record_of(self, tree: Tree, values: Arrays) -> ArrayRecord:
+        """A tree as the app has it in a message: a whole model is a raw `state_dict`, a part of one its entries."""
+        whole = tree == self.manifest.model or len(values) == len(self.manifest.layout.entries)
+        raw = self.manifest.layout.join(values) if whole else values
+        return ArrayRecord({name: Array(np.asarray(array)) for name, array in raw.items()})
 
     @property
     def frozen(self) -> Names:
@@ -127,7 +135,7 @@ class _Exchange:
         self.missing: dict[str, Names] = {}
 
     def introduction(self, introduce: Introduce | None) -> Message:
-        figures: Mapping[str, int | float] = {}
+        figures: Mapping[str, int | float | list[int]] = {}
         refused = ""
         if introduce is not None:
             self.msg.__dict__[_RECEIVED] = Received(self.manifest, {}, self.personal)
@@ -149,7 +157,7 @@ class _Exchange:
             values: dict[str, np.ndarray] = {}
             if parcel.sent:
                 shaped = [(name, entries[name].dtype, entries[name].shape) for name in parcel.sent]
-                came = unpack(arrays[str(number)], shaped)
+                came = unpack(arrays[str(number)], shaped, Wire(parcel.dtype))
                 values = {name: array for name, array in came.items() if digest(array) == part.digest_of[name]}
             if len(values) < len(part.names):
                 values = {**self.cache.find(part), **values}
@@ -174,32 +182,53 @@ class _Exchange:
         content = self.msg.content
         del content[RECORD]
         content.pop(PARTS, None)
+        came = self.msg.__dict__[_RECEIVED] = Received(self.manifest, trees, self.personal)
         for tree, values in trees.items():
-            is_model = tree == self.manifest.model
-            record = self.manifest.record if is_model else tree
-            # A whole model is an app's own `state_dict`, whichever tree it is; a part of one has names of entries.
-            whole = is_model or len(values) == len(self.manifest.layout.entries)
-            raw = self.manifest.layout.join(values) if whole else values
-            content[record] = ArrayRecord({name: Array(np.asarray(array)) for name, array in raw.items()})
-        self.msg.__dict__[_RECEIVED] = Received(self.manifest, trees, self.personal)
+            content[self.manifest.record if tree == self.manifest.model else tree] = came.record_of(tree, values)
 
     def strip(self, reply: Message, trees: Mapping[Tree, Arrays]) -> Message:
         """The app's answer with only what the plan asks for; a refusal when it is not what the plan allows."""
         content = reply.content
         try:
             parts = {tree: self._returned(tree, names, content, trees) for tree, names in self.manifest.returns.items()}
+            packed = self._encoded(parts, trees)
             self.personal.commit()
             for tree, kept_as in self.manifest.remembers.items():
                 self._remember(tree, parts[tree], kept_as)
-        except _Refusal as refusal:
+        except (_Refusal, EncodingError) as refusal:
             return self.answer(refused=str(refusal))
         except OSError as error:
             return self.answer(refused=f"its personal state could not be written to {self.cache.personal}: {error}")
         for name in list(content.array_records):
             del content[name]
-        if parts:
-            content[PARTS] = ArrayRecord({tree: pack(values, values) for tree, values in parts.items()})
+        if packed:
+            content[PARTS] = ArrayRecord(packed)
         return self.answer(parts=parts, content=content)
+
+    def _encoded(self, parts: Mapping[Tree, dict[str, np.ndarray]], trees: Mapping[Tree, Arrays]) -> dict[Tree, Array]:
+        """What travels of each tree. Values in `parts` that are remembered become what the server decodes."""
+        wire, manifest = self.manifest.upload, self.manifest
+        left_out = self.personal.load_left_out() if wire.feedback else {}
+        packed: dict[Tree, Array] = {}
+        for tree, values in parts.items():
+            starts = trees[tree] if wire.differences and tree == manifest.model else {}
+            before = {name: left_out[f"{tree}/{name}"] for name in values if f"{tree}/{name}" in left_out}
+            written = partial(_written, wire, values, starts, before)
+            random = wire.random(manifest.client, manifest.round, tree)
+            packed[tree] = pack(values, values, wire, written=written, random=random)
+            if not (wire.feedback or (tree in manifest.remembers and not wire.plain)):
+                continue
+            for name, read in unpacked(packed[tree], shapes_of(values, values), wire):
+                if not wire.codec(read.dtype.name, read.shape):
+                    continue
+                if wire.feedback:
+                    left_out[f"{tree}/{name}"] = written(name) - read
+                if tree in manifest.remembers:
+                    add_difference(starts.get(name, np.zeros_like(read)), read)
+                    values[name] = read
+        if wire.feedback and parts:
+            self.personal.save_left_out(left_out)
+        return packed
 
     def _remember(self, tree: Tree, returned: Arrays, kept_as: Tree) -> None:
         """Keep what is returned of a tree as parts of another, in the blocks in which it came."""
@@ -273,6 +302,17 @@ class _Exchange:
         )
         carried[RECORD] = header.sealed(carried).to_record()
         return Message(carried, reply_to=self.msg)
+
+
+def _written(wire: Wire, values: Arrays, starts: Arrays, left_out: Arrays, name: str) -> np.ndarray:
+    """What is written of a value: where it is encoded, its difference from a start, and what was left out before."""
+    value = values[name]
+    if wire.codec(value.dtype.name, value.shape):
+        if name in starts:
+            value = value - starts[name]
+        if name in left_out:
+            value = value + left_out[name]
+    return value
 
 
 class _Refusal(Exception):

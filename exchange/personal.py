@@ -21,6 +21,8 @@ from tepal.exchange.layout import Arrays, Names
 
 log = getLogger("flwr")
 
+_LEFT_OUT = "left out/"  # how the names begin of what encodings keep
+
 
 class PersonalState:
     """The personal state of one client in one exchange. An app gets it from `received(msg).personal`.
@@ -44,11 +46,26 @@ class PersonalState:
         self._round = round
         self._advances = advances
         self._staged: Arrays | None = None
+        self._left_out: Arrays | None = None
+        self._own: Arrays = {}  # as `load` returns them, after `load_left_out`
         self.lost = ""
         """Why the version that counts is not here, after `load` found so; "" when all is well."""
 
     def load(self) -> dict[str, np.ndarray]:
         """The values as the server counts them (read-only arrays); {} for a client that has none yet, or lost them."""
+        return {name: array for name, array in self._load().items() if not name.startswith(_LEFT_OUT)}
+
+    def load_left_out(self) -> dict[str, np.ndarray]:
+        """What encodings have left out of this client's uploads."""
+        found = self._load()
+        self._own = {name: array for name, array in found.items() if not name.startswith(_LEFT_OUT)}
+        return {name.removeprefix(_LEFT_OUT): found[name] for name in found.keys() - self._own.keys()}
+
+    def save_left_out(self, values: Arrays) -> None:
+        """As `save`, of what `load_left_out` has returned; what is an app's own stays, where it saves nothing new."""
+        self._left_out = values
+
+    def _load(self) -> dict[str, np.ndarray]:
         if not self._current:
             return {}
         path = next(iter(self._folder.glob(f"*-{self._current}{SUFFIX}")), None)
@@ -69,8 +86,11 @@ class PersonalState:
 
     def commit(self) -> None:
         """Write what was handed in. Raises OSError: then the reply must not be merged."""
-        if self._staged is not None:
-            write_arrays(self._folder / f"{self._round:06d}-{self._exchange}{SUFFIX}", self._staged)
+        if self._staged is None and self._left_out is None:
+            return
+        values = dict(self._own if self._staged is None else self._staged)
+        values |= {_LEFT_OUT + name: array for name, array in (self._left_out or {}).items()}
+        write_arrays(self._folder / f"{self._round:06d}-{self._exchange}{SUFFIX}", values)
 
     def prune(self) -> None:
         """Remove versions that nobody will ask for.

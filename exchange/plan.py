@@ -27,10 +27,27 @@ LAYER_SCORES, LAYER_MILLISECONDS = "layer-scores", "layer-milliseconds"
 LAYER_BUDGET = "layer-budget"
 """Key of a node config, and the metric with which a client declares its budget in an introduction and a probe."""
 
+LABEL_COUNTS = "label-counts"
+"""The metric, a list, with which a client tells in an introduction how many of its examples each class has."""
+
 SCORED_AS = "scored"
 """Option of an evaluation: whose score it is, as in the names of the metrics; "received" where it is not said."""
 FINAL = "final"
 """Option of an evaluation: what is scored is the run's result."""
+
+
+CONTROL: Tree = "control"
+"""SCAFFOLD's control variate: of the server on its way down, its change at the client on its way up."""
+
+SCAFFOLD, LOCAL, DITTO, PERFEDAVG, PFEDME, APFL = "scaffold", "local", "ditto", "perfedavg", "pfedme", "apfl"
+"""Objectives of local training."""
+ACCUMULATION = "accumulation"
+"""Metric of local training: ‖a_i‖₁, how many gradients its way comes to (FedNova; `accumulation` in the client)."""
+PROXIMAL = "proximal"
+"""Option: μ of (μ/2)·‖w − w_received‖² over the trained entries, which is added to the loss."""
+LAMBDA, ALPHA, ADAPTIVE, DELTA, HESSIAN_FREE = "lambda", "alpha", "adaptive", "delta", "hessian-free"
+INNER_STEPS, INNER_RATE = "inner-steps", "inner-learning-rate"
+"""Options of the objectives; see there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +70,12 @@ class Plan:
     """Entries, of those needed, that the client should keep as received: later rounds need the same values."""
     remembers: Mapping[Tree, Tree] = field(default_factory=dict)
     """Tree of `returns` → tree as which the client should keep what it returned: it may be asked to score it."""
+    exact: Names = ()
+    """Entries that go down as they are, whatever the encoding: they are frozen, so an error in them would stay."""
     groups: Mapping[str, Names] = field(default_factory=dict)
     """Named sets of entries that the app must know: the value projections of FedFrozen's ridge, a model's layers."""
+    objective: str = ""
+    """What local training minimises, where it is not the app's own loss: a name that the app knows it by."""
     options: Mapping[str, Scalar] = field(default_factory=dict)
     """Scalars for the app's training function: in its config record, and in the manifest for `apply_plan`."""
 

@@ -7,17 +7,17 @@ said in its last answer. A part that is not in the record travels; a client that
 from __future__ import annotations
 
 import os
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 
+from tepal.exchange.encodings import PLAIN, Encoding, Wire, add_difference
 from tepal.exchange.layout import Arrays, Layout, Names
 from tepal.exchange.manifest import PARTS, RECORD, Header, Manifest, Parcel, ProtocolError, sign
-from tepal.exchange.parts import Part, digest, pack, unpack
+from tepal.exchange.parts import Digests, Part, digest, pack, shapes_of, unpacked
 from tepal.exchange.plan import INTRODUCE, Plan, Reply, Tree
 
 NO_MOD = (
@@ -85,6 +85,7 @@ class Sender:
         experiment: id of the experiment, which outlives a run that is resumed.
         record: name of the ArrayRecord under which the app expects its model.
         settings_record: name of the ConfigRecord under which it expects its settings.
+        encoding: of what travels.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Sender:
         experiment: str,
         record: str,
         settings_record: str = "config",
+        encoding: Encoding | None = None,
     ) -> None:
         if sorted(name for names in blocks.values() for name in names) != sorted(layout.names):
             raise ValueError("the blocks are not a partition of the model's entries")
@@ -103,22 +105,30 @@ class Sender:
         self.experiment = experiment
         self.record = record
         self.settings_record = settings_record
+        self.encoding = encoding or Encoding()
         self.held: dict[str, frozenset[str]] = {}
         """Client → ids of the parts that it holds."""
         self.current: dict[str, str] = {}
         """Client → id of the exchange whose reply was merged last: its personal state is as that exchange left it."""
         self.restorable: tuple[Mapping[str, str], ...] = ()
         """`current` as it was at each checkpoint that a run may still go back to."""
-        # Arrays of a method's state are never changed in place, so identity stands for value: id → array and digest.
-        # Weakly, so that what was made for one client is gone when it has been sent.
-        self._digests: dict[int, tuple[weakref.ref[np.ndarray], bytes]] = {}
+        self.digests = Digests()
+        self._decoded = Digests()  # of what clients decode
         # The part of each tree and block that was packed last: one that many clients get is packed once, and of a
         # tree that differs from client to client there is never more than one in memory.
-        self._packed: dict[tuple[Tree, str], tuple[tuple[str, Names], Array]] = {}
+        self._packed: dict[tuple[Tree, str], tuple[tuple[str, Names, Wire], Array]] = {}
+        # Exchange → trees of its plan that went down encoded, block by block.
+        self._rounded: dict[str, frozenset[tuple[Tree, str]]] = {}
 
     def new_round(self) -> None:
         """Forget packed parts, and digests of arrays that are gone."""
-        self._digests = {number: found for number, found in self._digests.items() if found[0]() is not None}
+        self.digests.forget_gone()
+        self._decoded.forget_gone()
+        self._packed.clear()
+        self._rounded.clear()
+
+    def all_sent(self) -> None:
+        """Forget packed parts: all clients have been sent what they get, and their replies come now."""
         self._packed.clear()
 
     def content(
@@ -139,6 +149,7 @@ class Sender:
         held = self.held.get(plan.client, frozenset())
         parcels: list[Parcel] = []
         arrays: dict[str, Array] = {}
+        rounded: set[tuple[Tree, str]] = set()
         for tree, names in plan.needs.items():
             tree_values = values(tree)
             wanted, kept = set(names), set(plan.keeps.get(tree, ()))
@@ -146,18 +157,17 @@ class Sender:
                 chosen = tuple(name for name in block_names if name in wanted)
                 if not chosen:
                     continue
-                part = Part(tree, block, chosen, tuple(self._digest(tree_values[name]) for name in chosen))
+                part, wire = self._part(tree, block, chosen, tree_values, plan, {*held, *(missing or ())})
                 if missing is not None:
                     sent = tuple(name for name in chosen if name in missing.get(part.id, ()))
                 else:
                     sent = () if part.id in held else chosen
                 if sent:
-                    key, packed = self._packed.get((tree, block), (None, None))
-                    if packed is None or key != (part.id, sent):
-                        packed = pack(tree_values, sent)
-                        self._packed[tree, block] = (part.id, sent), packed
-                    arrays[str(len(parcels))] = packed
-                parcels.append(Parcel(part, keep=wanted.issuperset(chosen) and kept.issuperset(chosen), sent=sent))
+                    arrays[str(len(parcels))] = self._pack(part, sent, tree_values, wire)
+                if not wire.plain:
+                    rounded.add((tree, block))
+                keep = wanted.issuperset(chosen) and kept.issuperset(chosen)
+                parcels.append(Parcel(part, keep=keep, sent=sent, dtype=wire.dtype))
         manifest = Manifest(
             experiment=self.experiment,
             client=plan.client,
@@ -170,9 +180,11 @@ class Sender:
             returns=plan.returns,
             remembers=plan.remembers,
             groups=plan.groups,
+            objective=plan.objective,
             options=plan.options,
             current=self.current.get(plan.client, ""),
             kept=tuple(sorted({then[plan.client] for then in self.restorable if plan.client in then})),
+            upload=self.encoding.upload if plan.returns else PLAIN,
             nonce=os.urandom(8).hex(),
         )
         content = RecordDict({RECORD: manifest.to_record()})
@@ -182,9 +194,46 @@ class Sender:
                 record[number] = packed
             content[PARTS] = record
         content[self.settings_record] = ConfigRecord(dict(settings or {}))
-        return content, sign(content)
+        exchange = sign(content)
+        self._rounded[exchange] = frozenset(rounded)
+        return content, exchange
 
-    def read(self, plan: Plan, sent: str, message: Message, weighted_by: str = "num-examples") -> Reply | Missing:
+    def _part(
+        self, tree: Tree, block: str, names: Names, values: Arrays, plan: Plan, known: Collection[str]
+    ) -> tuple[Part, Wire]:
+        """A block's part as a client gets it, and how it is encoded: not at all where it knows the exact values."""
+        wire = self.encoding.download
+        if wire.plain or known or set(plan.exact).issuperset(names):
+            part = Part(tree, block, names, tuple(self.digests.of_all([values[name] for name in names])))
+            if wire.plain or part.id in known or set(plan.exact).issuperset(names):
+                return part, PLAIN
+        packed = None
+        digests = [self._decoded.find(values[name]) for name in names]
+        if None in digests:
+            packed = pack(values, names, wire)
+            decoded = unpacked(packed, shapes_of(values, names), wire)
+            of_name = {name: self._decoded.know(values[name], digest(array)) for name, array in decoded}
+            digests = [of_name[name] for name in names]
+        part = Part(tree, block, names, tuple(filter(None, digests)))
+        if packed is not None:
+            self._packed[tree, block] = (part.id, names, wire), packed
+        return part, wire
+
+    def _pack(self, part: Part, names: Names, values: Arrays, wire: Wire) -> Array:
+        key, packed = self._packed.get((part.tree, part.block), (None, None))
+        if packed is None or key != (part.id, names, wire):
+            packed = pack(values, names, wire)
+            self._packed[part.tree, part.block] = (part.id, names, wire), packed
+        return packed
+
+    def read(
+        self,
+        plan: Plan,
+        sent: str,
+        message: Message,
+        weighted_by: str = "num-examples",
+        values: Callable[[Tree], Arrays] = lambda tree: {},
+    ) -> Reply | Missing:
         """Check an answer against its plan, entry by entry, and believe what it says the client holds.
 
         Args:
@@ -192,6 +241,7 @@ class Sender:
             sent: id of the exchange in which it was asked.
             message: the answer.
             weighted_by: metric that the reply's weight is taken from.
+            values: tree → the values that this client was sent of it, before they were encoded.
 
         Raises:
             BadReply: an answer that must not be merged. The record of what the client holds stays as it was.
@@ -217,7 +267,7 @@ class Sender:
             raise BadReply("it answers another message than the one it was sent, or that one was altered on its way")
         no_result = bool(header.missing or header.refused)
         metrics, vectors, not_finite = _metrics(content, header.metrics)
-        parts = {} if no_result else self._parts(plan, header, content)
+        parts = {} if no_result else self._parts(plan, header, content, values)
         examples = 0 if no_result or plan.action == INTRODUCE else _examples(metrics, weighted_by)
         if header.seal != header.seal_of(content):
             raise BadReply("it was altered on its way: its seal does not fit what it carries")
@@ -239,11 +289,14 @@ class Sender:
             notes=header.notes,
         )
 
-    def _parts(self, plan: Plan, header: Header, content: Mapping[str, object]) -> dict[Tree, dict[str, np.ndarray]]:
+    def _parts(
+        self, plan: Plan, header: Header, content: Mapping[str, object], values: Callable[[Tree], Arrays]
+    ) -> dict[Tree, dict[str, np.ndarray]]:
         if foreign := sorted(set(header.parts) - set(plan.returns)):
             raise BadReply(f"it carries {foreign[0]!r}, which was not asked for")
         arrays = content.get(PARTS)
         parts: dict[Tree, dict[str, np.ndarray]] = {}
+        wire = self.encoding.upload
         for tree, names in plan.returns.items():
             shaped = header.parts.get(tree, ())
             got = [name for name, _, _ in shaped]
@@ -263,23 +316,30 @@ class Sender:
             if not isinstance(arrays, ArrayRecord) or tree not in arrays:
                 raise BadReply(f"it has no arrays for {tree!r}")
             try:
-                parts[tree] = unpack(arrays[tree], shaped)
+                parts[tree] = dict(unpacked(arrays[tree], shaped, wire))
             except (TypeError, ValueError) as error:
                 raise BadReply(str(error)) from error
+            if wire.differences and tree == plan.model:
+                starts = values(tree)
+                for name, array in parts[tree].items():
+                    if wire.codec(array.dtype.name, array.shape):
+                        add_difference(self._start(plan, header.answers, name, starts[name]), array)
             for name, array in parts[tree].items():
                 if not _finite(array):
                     raise BadReply(f"entry {name!r} has values that are NaN or infinite")
         return parts
 
-    def _digest(self, array: np.ndarray) -> bytes:
-        found = self._digests.get(id(array))
-        if found is None or found[0]() is not array:  # another array may have the id of one that is gone
-            found = self._digests[id(array)] = weakref.ref(array), digest(array)
-        return found[1]
+    def _start(self, plan: Plan, exchange: str, name: str, value: np.ndarray) -> np.ndarray:
+        """What a difference is added to: the value as it is here; and as its client decoded it where that client keeps
+        what it returns, and must know it to the bit."""
+        block = next(block for block, names in self.blocks.items() if name in names)
+        if plan.model not in plan.remembers or (plan.model, block) not in self._rounded.get(exchange, ()):
+            return value
+        return self.encoding.download.decoded(value)
 
 
 MOST_EXAMPLES = 10**15
-"""Largest weight of a reply: float64 sums of float32 values with larger ones could overflow."""
+"""Largest weight of a reply: beyond it float64 no longer counts the examples of a round one by one."""
 
 def _metrics(content: RecordDict, sealed: Names) -> tuple[dict[str, float], dict[str, tuple[float, ...]], Names]:
     """An answer's metrics: numbers, lists, names of those not finite. A NaN loss is no reason to refuse weights.

@@ -9,9 +9,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
-from tepal.exchange import files
-from tepal.exchange.files import DamagedFile, read_arrays, sweep, write_arrays
-from tepal.exchange.parts import digest
+from tepal.exchange import files, parts
+from tepal.exchange.files import DamagedFile, map_arrays, read_arrays, sweep, write_arrays
+from tepal.exchange.parts import Digests, digest
 
 DTYPES = ["?", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "c8"]
 
@@ -57,6 +57,30 @@ def test_arrays_of_any_name_are_read_as_they_were_written(tmp_path_factory, arra
     path = tmp_path_factory.getbasetemp() / "files" / "arrays.safetensors"
     write_arrays(path, arrays, durable=False)
     assert_equal(read_arrays(path), arrays)
+    mapped = map_arrays(path)
+    assert_equal({name: array for name, (array, _) in mapped.items()}, arrays)
+    assert {name: value for name, (_, value) in mapped.items()} == {name: digest(arrays[name]) for name in arrays}
+
+
+def test_mapped_arrays_stay_when_their_file_goes_or_is_written_anew(tmp_path):
+    path, other = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    write_arrays(path, {"a": np.arange(5)}, durable=False)
+    array, _ = map_arrays(path)["a"]
+    write_arrays(path, {"a": np.zeros(50)}, durable=False)
+    again, _ = map_arrays(path)["a"]
+    os.replace(path, other)
+    other.unlink()
+    assert array.tolist() == [0, 1, 2, 3, 4] and not again.any()
+
+
+def test_digests_that_are_known_are_not_computed_again(tmp_path, monkeypatch):
+    arrays, digests = {"a": np.arange(5), "b": np.ones(3)}, Digests()
+    hashed = []
+    monkeypatch.setattr(parts, "digest", lambda array: hashed.append(array) or digest(array))
+    assert digests.of_all([arrays["a"]]) == [digest(arrays["a"])]
+    write_arrays(tmp_path / "a.safetensors", arrays, digests=digests)
+    assert [id(array) for array in hashed] == [id(arrays["a"]), id(arrays["b"])]
+    assert_equal(read_arrays(tmp_path / "a.safetensors"), arrays)
 
 
 def test_a_file_may_hold_no_array_at_all(tmp_path):

@@ -1,0 +1,175 @@
+"""Codecs, one matrix at a time: against torch, against brute force, and against bytes that nobody wrote."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from tepal.exchange.encodings import CODECS, DTYPES, PLAIN, Encoding, EncodingError, TopK, Wire
+from tepal.exchange.parts import pack, shapes_of, unpack, unpacked
+
+SHAPES = hnp.array_shapes(min_dims=2, max_dims=4, min_side=0, max_side=6)
+FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
+MATRICES = SHAPES.flatmap(lambda shape: hnp.arrays(np.float32, shape, elements=FLOATS))
+SMALL = SHAPES.flatmap(lambda shape: hnp.arrays(np.float32, shape, elements=st.floats(-100, 100, width=32)))
+
+
+def there_and_back(codec, values, random=None):
+    written = memoryview(codec.write(values, random))
+    assert codec.length(values.shape, written) == len(written)
+    read = codec.read(written, values.shape)
+    assert (read.shape, read.dtype) == (values.shape, np.float32)
+    return read
+
+
+@given(hnp.arrays(np.uint32, (3, 5)).map(lambda bits: bits.view(np.float32)))
+def test_bfloat16_is_torchs_for_any_bits(values):
+    read = there_and_back(CODECS["bfloat16"], values)
+    expected = torch.from_numpy(values).to(torch.bfloat16).float().numpy()
+    np.testing.assert_array_equal(np.isnan(read), np.isnan(expected))
+    np.testing.assert_array_equal(read[~np.isnan(read)].view(np.uint32), expected[~np.isnan(read)].view(np.uint32))
+
+
+@given(SMALL)
+def test_float16_is_torchs(values):
+    np.testing.assert_array_equal(
+        there_and_back(CODECS["float16"], values), torch.from_numpy(values).half().float().numpy()
+    )
+
+
+def test_a_value_beyond_float16_is_refused_in_words():
+    with pytest.raises(EncodingError, match=r"'w' cannot be sent as float16: it has values up to 7e.04.*bfloat16"):
+        pack({"w": np.full((2, 2), 7e4, np.float32)}, ["w"], Wire("float16"))
+    read = there_and_back(CODECS["float16"], np.array([[np.inf, np.nan]], np.float32))
+    assert not np.isfinite(read).any(), "a client that diverged is refused by the server, and not by this"
+
+
+@given(MATRICES)
+@example(np.full((1, 2), np.finfo(np.float32).max))
+@example(np.full((1, 2), np.finfo(np.float32).tiny))
+def test_int8_is_the_nearest_of_255_steps_of_its_row(values):
+    read = there_and_back(CODECS["int8"], values)
+    for row, came in zip(values, read, strict=True) if values.size else ():
+        step = np.abs(row).max() / 127
+        # Half a step; more where the scale itself is so small that float32 has few bits for it.
+        assert (np.abs(came.astype(float) - row) <= step * 0.5001 + 127 * 2.0**-149).all()
+
+
+def test_int8_written_at_random_is_right_in_the_mean():
+    values = np.random.default_rng(0).normal(size=(3, 40)).astype(np.float32)
+    draws = [there_and_back(CODECS["int8"], values, np.random.default_rng([1, k])) for k in range(4000)]
+    steps = np.abs(values).max(axis=1, keepdims=True) / 127
+    assert (np.abs(np.asarray(draws) - values) <= steps * 1.0001).all()
+    # The deviation of a mean of n is at most half a step / √n.
+    assert (np.abs(np.mean(draws, axis=0) - values) < 5 * 0.5 * steps / math.sqrt(4000)).all()
+    assert {*np.unique(draws[0] / steps - np.rint(draws[0] / steps)).round(3)} <= {0.0, -0.0}
+
+
+def test_int8_passes_on_that_a_row_is_not_finite():
+    values = np.ones((3, 2), np.float32)
+    values[1, 1] = np.nan
+    values[2, 0] = np.inf
+    read = there_and_back(CODECS["int8"], values)
+    np.testing.assert_array_equal(np.isnan(read).any(axis=1), [False, True, True])
+    np.testing.assert_allclose(read[0], 1, rtol=1e-6)
+
+
+@given(MATRICES, st.sampled_from([0.001, 0.01, 0.3, 0.5, 0.99]), st.sampled_from(["float32", "bfloat16"]))
+def test_top_k_is_the_largest_and_nothing_else(values, share, dtype):
+    codec = TopK(share, CODECS[dtype])
+    read = there_and_back(codec, values).reshape(-1)
+    count = min(math.ceil(share * values.size), values.size)
+    order = np.argsort(-np.abs(values.reshape(-1)), kind="stable")[:count]
+    expected = np.zeros(values.size, np.float32)
+    if count:
+        expected[order] = Wire(dtype).decoded(values.reshape(-1)[order].reshape(1, -1)).reshape(-1)
+    np.testing.assert_array_equal(read, expected)
+
+
+@pytest.mark.parametrize(
+    "places", [[0], [254], [255], [256], [509], [510], [511, 512], [99_999], [0, 99_999], range(0, 100_000, 255)]
+)
+def test_gaps_of_any_length_are_found_again(places):
+    values = np.zeros((100, 1000), np.float32)
+    values.reshape(-1)[list(places)] = 1
+    codec = TopK(len(places) / values.size, CODECS["float32"])
+    np.testing.assert_array_equal(there_and_back(codec, values), values)
+
+
+def test_how_long_what_is_written_is():
+    values = {"w": np.random.default_rng(0).normal(size=(768, 3072)).astype(np.float32)}
+    size = values["w"].size
+    lengths = {dtype: len(pack(values, ["w"], Wire(dtype)).data) for dtype in DTYPES}
+    assert lengths == {"float32": 4 * size, "float16": 2 * size, "bfloat16": 2 * size, "int8": size + 4 * 768}
+    kept = math.ceil(0.01 * size)
+    sparse = len(pack(values, ["w"], Wire(top_k=0.01)).data)
+    assert 5 * kept + 8 <= sparse <= 5 * kept + 8 + size / 255
+
+
+@pytest.mark.parametrize("wire", [PLAIN, *(Wire(dtype) for dtype in DTYPES[1:]), Wire("int8", 0.3), Wire(top_k=0.5)])
+def test_only_matrices_of_float32_and_float64_are_encoded(wire):
+    rng = np.random.default_rng(0)
+    values = {
+        "flag": np.array([True]), "bytes": np.arange(3, dtype=np.uint8), "count": np.array(3),
+        "half": np.ones((2, 2), np.float16), "bias": rng.normal(size=7).astype(np.float32),
+        "w": rng.normal(size=(5, 7)).astype(np.float32),
+        "other": rng.normal(size=(3, 3, 3)), "none": np.zeros((0, 4), np.float32),
+    }  # fmt: skip
+    packed = pack(values, values, wire)
+    found = unpack(packed, shapes_of(values, values), wire)
+    assert {name: (a.dtype, a.shape) for name, a in found.items()} == {n: (a.dtype, a.shape) for n, a in values.items()}
+    for name, array in found.items():
+        assert not array.flags.writeable
+        if name in ("w", "other"):
+            np.testing.assert_array_equal(array, wire.decoded(values[name]))
+        else:
+            assert array.tobytes() == values[name].tobytes()
+
+
+@given(st.binary(max_size=80), st.sampled_from([Wire("int8"), Wire("float16"), Wire(top_k=0.2), Wire("int8", 0.2)]))
+def test_bytes_that_nobody_wrote_are_refused_or_read_and_do_no_harm(data, wire):
+    shaped = [("w", "float32", (4, 5))]
+    packed = pack({"w": np.ones((4, 5), np.float32)}, ["w"], wire)
+    packed.data = data
+    try:
+        found = unpack(packed, shaped, wire)
+    except ValueError:
+        return
+    assert found["w"].shape == (4, 5)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda d: d[:-1], lambda d: d + b"\0", lambda d: b"\xff" * 8 + d[8:], lambda d: d[:8], lambda d: b""]
+)
+def test_another_length_is_refused(change):
+    packed = pack({"w": np.arange(20, dtype=np.float32).reshape(4, 5)}, ["w"], Wire(top_k=0.5))
+    packed.data = change(packed.data)
+    with pytest.raises(ValueError, match=r"bytes|gaps"):
+        dict(unpacked(packed, [("w", "float32", (4, 5))], Wire(top_k=0.5)))
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"down": "int4"}, "'int4'; it must be one of float32, float16"),
+        ({"up": "bf16"}, "'bf16'"),
+        ({"top_k": 1.0}, "top_k is 1.0"),
+    ],
+)
+def test_an_encoding_that_is_none(options, said):
+    with pytest.raises(ValueError, match=said):
+        Encoding(**options)
+
+
+def test_what_an_encoding_asks_of_clients():
+    assert Encoding().upload is PLAIN and str(Encoding()) == "none"
+    assert Encoding(up="bfloat16").upload == Wire("bfloat16", differences=True), "no error that is worth keeping"
+    assert Encoding(down="bfloat16").upload == Wire(differences=True)
+    assert Encoding(up="int8", seed=3).upload == Wire("int8", differences=True, feedback=True, seed=3)
+    assert Encoding(top_k=0.01, error_feedback=False).upload == Wire(top_k=0.01, differences=True)
+    described = "bfloat16 down, the largest 1 % of values in int8 up, with error feedback"
+    assert str(Encoding("bfloat16", "int8", 0.01)) == described
