@@ -93,7 +93,7 @@ _HEAD_OF_CLASS = {
     "CLIPModel": ("visual_projection.*", "text_projection.*", "logit_scale"),
 }
 # The stages of a network without attention: the first of these that its modules' names match.
-_STAGES = (r"stages\.[^.]+", r"layer\d+", r"features\.[^.]+", r"blocks\.[^.]+")
+_STAGES = (r"stages\.[^.]+", r"layer\d+", r"stage\d+", r"features\.[^.]+", r"blocks\.[^.]+")
 
 
 @dataclass(frozen=True)
@@ -155,13 +155,16 @@ def find_blocks(
     *,
     query_key: Sequence[str] | None = None,
     value_projection: Sequence[str] = (),
-    layers: Sequence[str] | None = None,
+    layers: Sequence[str] | str | None = None,
+    embedding: Sequence[str] | None = None,
+    head: Sequence[str] | None = None,
 ) -> Blocks:
     """The blocks of a model, found by family and proved against its configuration.
 
-    Where no family fits, name them: `query_key` and `value_projection` are glob patterns over entry names, and
-    `layers` is one pattern a layer, from input to output ("encoder.3.*"). Given patterns replace the search and its
-    proof. A model without attention has an empty `query_key`; its layers are its stages.
+    Where no family fits, name them: `query_key` and `value_projection` are glob patterns over entry names, and so are
+    `embedding` and `head`; `layers` is one pattern a layer, from input to output ("encoder.3.*"), or a text with one
+    `*` that stands for the layer's number ("encoder.*"). Given patterns replace the search and its proof. A model
+    without attention has an empty `query_key`; its layers are its stages.
 
     Raises BlocksError, naming the model, what was found and what was expected: when the number of attention modules
     or the shape of a projection differs from the configuration, when something that looks like a query or key
@@ -187,7 +190,8 @@ def find_blocks(
     stacks = _stacks(model, paths)
     if query_key is None:
         _prove_counts(model, stacks, paths)
-    found_layers, embedding, head = _parts_of(model, layout, stacks, layers)
+    named = (_numbered(model, layout, layers) if isinstance(layers, str) else layers, embedding, head)
+    found_layers, found_embedding, found_head = _parts_of(model, layout, stacks, *named)
     return Blocks(
         model=_name(model),
         layout=layout,
@@ -195,8 +199,8 @@ def find_blocks(
         value=_in_order(layout, set(layout.names) - chosen),
         value_projection=_in_order(layout, values),
         layers=tuple(_in_order(layout, layer) for layer in found_layers),
-        embedding=_in_order(layout, embedding),
-        head=_in_order(layout, head),
+        embedding=_in_order(layout, found_embedding),
+        head=_in_order(layout, found_head),
         buffers=_in_order(layout, _buffers(model, layout)),
         attentions=len(attentions) if query_key is None else 0,
     )
@@ -490,6 +494,9 @@ def _prove_counts(model: nn.Module, stacks: Sequence[_Stack], paths: Sequence[st
 def _declared_layers(modules: Mapping[str, nn.Module], path: str) -> tuple[int, str]:
     """The number of blocks that the nearest configuration gives the stack at `path`, and the key that says so."""
     side = _side(path)
+    depths, stage = getattr(_nearest(modules, path, "config"), "depths", None), re.findall(r"\.(\d+)\.", path)
+    if depths and stage:  # Swin: a stack for each stage
+        return int(depths[int(stage[-1])]), f"depths[{stage[-1]}]"
     keys = [f"{side}_layers", f"num_{side}_layers"] if side else []
     keys += ["num_hidden_layers", "num_layers", "n_layers", "n_layer", "depth"]
     for up in _upwards(path):
@@ -509,22 +516,46 @@ def _declared_attentions(config: Any, side: str) -> int:
 
 
 def _parts_of(
-    model: nn.Module, layout: Layout, stacks: Sequence[_Stack], patterns: Sequence[str] | None
+    model: nn.Module,
+    layout: Layout,
+    stacks: Sequence[_Stack],
+    layers: Sequence[str] | None,
+    embedding: Sequence[str] | None,
+    head: Sequence[str] | None,
 ) -> tuple[list[set[str]], set[str], set[str]]:
-    """Layers, embedding and head: disjoint sets of entry names."""
+    """Layers, embedding and head: disjoint sets of entry names. What is named goes before what is searched."""
     free = set(layout.names)
-    if patterns is not None:
-        layers = [_take(free, _matching(model, layout, [pattern])) for pattern in patterns]
-        if not all(layers):
-            raise BlocksError(f"{_name(model)}: two patterns of layers={list(patterns)} match the same entries")
+    of_embedding = set() if embedding is None else _take(free, _matching(model, layout, embedding))
+    of_head = set() if head is None else _take(free, _matching(model, layout, head))
+    if layers is not None:
+        found = [_take(free, _matching(model, layout, [pattern])) for pattern in layers]
+        if not all(found):
+            raise BlocksError(f"{_name(model)}: two patterns of layers={list(layers)} match the same entries")
     else:
         paths = [child for stack in stacks for child in stack.children] or _named_stages(model)
-        layers = [_take(free, _entries_below(layout, path)) for path in paths]
-    embedding = _take(free, _embedding(model, layout))
-    head = _take(free, _head(model, layout, free))
-    if not layers:
-        layers = [_take(free, stage) for stage in _children_as_stages(model, layout, free)]
-    return [layer for layer in layers if layer], embedding, head
+        found = [_take(free, _entries_below(layout, path)) for path in paths]
+    if embedding is None:
+        of_embedding = _take(free, _embedding(model, layout))
+    if head is None:
+        of_head = _take(free, _head(model, layout, free))
+    if not found:
+        found = [_take(free, stage) for stage in _children_as_stages(model, layout, free)]
+    return [layer for layer in found if layer], of_embedding, of_head
+
+
+def _numbered(model: nn.Module, layout: Layout, pattern: str) -> list[str]:
+    """One pattern a layer, by number, from one whose `*` stands for it."""
+    before, star, after = pattern.partition("*")
+    if not star or "*" in after:
+        raise BlocksError(f"layers={pattern!r}: expected is one * in it, for a layer's number, as in 'encoder.*'")
+    layer = re.compile(rf"{re.escape(before)}(\d+){re.escape(after)}\.")
+    numbers = {int(match[1]) for name in layout.names if (match := layer.match(name))}
+    if not numbers:
+        raise BlocksError(
+            f"{_name(model)}: no entry has a number where layers={pattern!r} has its *; entries are "
+            f"{_few(layout.names)}"
+        )
+    return [f"{before}{number}{after}.*" for number in sorted(numbers)]
 
 
 def _named_stages(model: nn.Module) -> list[str]:

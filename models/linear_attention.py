@@ -14,20 +14,24 @@ from torch import Tensor, nn
 
 
 class LinearAttention(nn.Module):
-    """(batch, tokens, width) → (batch, tokens, value_size).
+    """(batch, tokens, width) → (batch, tokens, value_size), or with `mean`, over the tokens, (batch, value_size).
 
     The matrices lie as in the paper, W_Q and W_K: (width, key_size), W_V: (width, value_size), without biases, drawn
-    from N(0, 1/width).
+    from N(0, 1/width). With `mean` an input may also be of one token, (batch, width).
     """
 
-    def __init__(self, width: int = 64, key_size: int = 32, value_size: int = 32) -> None:
+    def __init__(self, width: int = 64, key_size: int = 32, value_size: int = 32, *, mean: bool = False) -> None:
         super().__init__()
+        self.mean = mean
         self.query = nn.Parameter(torch.randn(width, key_size) / math.sqrt(width))
         self.key = nn.Parameter(torch.randn(width, key_size) / math.sqrt(width))
         self.value = nn.Parameter(torch.randn(width, value_size) / math.sqrt(width))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.attention(tokens) @ (tokens @ self.value)
+        if self.mean and tokens.ndim == 2:
+            tokens = tokens[:, None]  # else the examples of a batch would attend to each other
+        outputs = self.attention(tokens) @ (tokens @ self.value)
+        return outputs.mean(dim=-2) if self.mean else outputs
 
     def attention(self, tokens: Tensor) -> Tensor:
         """The attention map φ(H W_Q) φ(H W_K)ᵀ: (batch, tokens, tokens)."""
@@ -35,3 +39,8 @@ class LinearAttention(nn.Module):
         queries = torch.sigmoid(tokens @ self.query) / root
         keys = torch.sigmoid(tokens @ self.key) / root
         return queries @ keys.transpose(-2, -1)
+
+
+def regressor(features: int, outputs: int) -> LinearAttention:
+    """(batch, length, features) or (batch, features) → (batch, outputs)."""
+    return LinearAttention(features, value_size=outputs, mean=True)

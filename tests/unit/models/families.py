@@ -11,6 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from tepal.models.char_lstm import CharLSTM
+from tepal.models.cnn import CNN
+from tepal.models.resnet20 import ResNet20
 from tepal.models.tiny_vit import TinyViT
 
 
@@ -88,6 +91,20 @@ class TorchEncoder(nn.Module):
         return self.out(self.encoder(self.table(input_ids)).mean(1))
 
 
+class TorchConvEncoder(nn.Module):
+    """Convolutions with batch norm before a transformer, and a batch norm before the head: statistics and counters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch_embedding = nn.Sequential(nn.Conv2d(3, 12, 4, stride=4, bias=False), nn.BatchNorm2d(12))
+        layer = nn.TransformerEncoderLayer(12, 3, 16, batch_first=True, dropout=0.0)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Sequential(nn.BatchNorm1d(12), nn.Linear(12, 4))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encoder(self.patch_embedding(images).flatten(2).mT).mean(1))
+
+
 class TorchCrossAttention(nn.Module):
     """nn.MultiheadAttention with keys and values of other sizes than queries, and with a learned key and value."""
 
@@ -111,6 +128,9 @@ FAMILIES = {
         pixels("images"), 2, 2, 4 * square, "position_embedding", "head.weight",
     ),
     "nn.TransformerEncoder": Family(TorchEncoder, tokens(), 2, 2, 4 * square, "table.weight", "out.weight"),
+    "nn.TransformerEncoder after batch norm": Family(
+        TorchConvEncoder, pixels("images"), 2, 2, 4 * square, "patch_embedding.1.num_batches_tracked", "head.0.weight"
+    ),
     "nn.MultiheadAttention kdim": Family(
         TorchCrossAttention,
         lambda: {"x": torch.randn(2, 4, 7, generator=torch.Generator().manual_seed(1))},
@@ -225,11 +245,23 @@ FAMILIES = {
     ),
 }  # fmt: skip
 
+WITHOUT_ATTENTION = {
+    "CNN": Family(lambda: CNN((3, 8, 8), 4), pixels("images"), 0, 3, 0, "", "head.weight"),
+    "ResNet-20": Family(lambda: ResNet20((3, 8, 8), 4), pixels("images"), 0, 3, 0, "", "head.weight"),
+    "LSTM": Family(
+        lambda: CharLSTM(19, embedding=4, width=12),
+        lambda: {"characters": tokens()()["input_ids"]}, 0, 2, 0, "embedding.weight", "head.weight",
+    ),
+}  # fmt: skip
 
-def built(name: str) -> nn.Module:
+
+MODELS = {**FAMILIES, **WITHOUT_ATTENTION}
+
+
+def built(name: str, seed: int = 0) -> nn.Module:
     """The family's model, with random weights and biases everywhere (a zero bias hides what it does)."""
-    torch.manual_seed(0)
-    model = FAMILIES[name].build().eval()
+    torch.manual_seed(seed)
+    model = MODELS[name].build().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))

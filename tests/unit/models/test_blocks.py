@@ -368,3 +368,55 @@ def test_a_single_matrix_is_one_layer():
 def test_a_state_space_model_is_no_attention():
     blocks = find_blocks(nn.Sequential(Unknown("in_proj", "out_proj"), Unknown("in_proj", "out_proj")))
     assert blocks.query_key == () and len(blocks.layers) == 2
+
+
+# --- named by patterns ------------------------------------------------------------------------------------------------
+
+
+class Odd(nn.Module):
+    """Attention by names that no family has, in blocks that are no list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Linear(4, 6)
+        for number in (0, 2, 10):
+            self.add_module(f"block{number}", nn.ModuleDict({key: nn.Linear(6, 6) for key in ("ask", "tell", "mean")}))
+        self.norm = nn.LayerNorm(6)
+        self.verdict = nn.Linear(6, 2)
+
+
+def test_layers_embedding_and_head_are_what_patterns_say():
+    blocks = find_blocks(
+        Odd(), query_key=["*.ask.*", "*.tell.*"], layers="block*", embedding=["patches.*"], head=["norm.*", "verdict.*"]
+    )
+    assert [{name.split(".")[0] for name in layer} for layer in blocks.layers] == [{"block0"}, {"block2"}, {"block10"}]
+    assert all(len(layer) == 6 for layer in blocks.layers) and len(blocks.query_key) == 3 * 2 * 2
+    assert blocks.embedding == ("patches.weight", "patches.bias") and len(blocks.head) == 4 and blocks.rest == ()
+
+
+def test_what_is_named_goes_before_what_is_found_and_the_rest_is_found_as_ever():
+    model = TinyViT((1, 8, 8))
+    found, named = find_blocks(model), find_blocks(model, head=["norm.*", "head.*", "blocks.1.mlp.*"])
+    assert set(named.head) == set(found.head) | {"norm.weight", "norm.bias"} | {
+        name for name in found.layers[1] if ".mlp." in name
+    }
+    assert named.layers[0] == found.layers[0] and not set(named.layers[1]) & set(named.head)
+    assert (named.query_key, named.embedding, named.attentions) == (found.query_key, found.embedding, found.attentions)
+    assert find_blocks(model, layers="blocks.*").layers == found.layers
+    fused = TinyViT((1, 8, 8), fused=True)
+    assert find_blocks(fused, layers="blocks.*") == find_blocks(fused)
+
+
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        ({"layers": "stage*"}, r"no entry has a number where layers='stage\*' has its \*; entries are patches.weight"),
+        ({"layers": "block2"}, r"layers='block2': expected is one \* in it"),
+        ({"layers": "*.*"}, r"expected is one \* in it"),
+        ({"embedding": ["tokens.*"]}, r"no entry matches 'tokens\.\*'; entries are patches.weight, .* and 20 more"),
+        ({"head": ["block2.*"], "layers": "block*"}, "two patterns of layers=.* match the same entries"),
+    ],
+)
+def test_patterns_that_match_nothing_are_refused(named, said):
+    with pytest.raises(BlocksError, match=said):
+        find_blocks(Odd(), **named)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -9,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tepal.models import IMAGES, MODELS, SEQUENCES, ModelError, build, find, names
+from tepal.models import IMAGES, MODELS, NEEDS, SEQUENCES, ModelError, build, find, names
 from tepal.models.blocks import find_blocks
 from tepal.models.linear_attention import LinearAttention
 from tepal.models.tiny_vit import TinyViT, default_patch
 
-IMAGE_MODELS = [name for name in names() if MODELS[name].kind == IMAGES]
+OWN = [name for name in names() if MODELS[name].package == "tepal"]
+IMAGE_MODELS = [name for name in OWN if MODELS[name].kind == IMAGES]
 
 
 def test_importing_the_registry_imports_no_torch():
@@ -42,9 +44,10 @@ def test_image_models_give_one_logit_a_class_at_every_size(name, shape):
     assert blocks.head == ("head.weight", "head.bias") and len(blocks.layers) >= 2
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", OWN)
 def test_the_seed_alone_decides_the_weights_and_the_global_state_is_untouched(name):
-    shape = {"image_shape": (1, 8, 8), "classes": 3} if MODELS[name].kind == IMAGES else {}
+    known = {"image_shape": (1, 8, 8), "classes": 3, "vocabulary": 9, "features": 4, "outputs": 2}
+    shape = {key: known[key] for key in NEEDS[MODELS[name].kind]}
     torch.manual_seed(11)
     before = torch.get_rng_state()
     first = build(name, seed=5, **shape).state_dict()
@@ -56,7 +59,9 @@ def test_the_seed_alone_decides_the_weights_and_the_global_state_is_untouched(na
 
 
 def test_an_unknown_model_is_refused_with_the_nearest_and_all_known():
-    with pytest.raises(ModelError, match=r"'tiny-vti': did you mean 'tiny-vit'\? known are cnn, linear-att.*tiny-vit"):
+    with pytest.raises(
+        ModelError, match=r"'tiny-vti': did you mean 'tiny-vit'\? known are Qwen.*cnn, .*linear-att.*tiny-vit"
+    ):
         build("tiny-vti", image_shape=(1, 8, 8), classes=2, seed=0)
     with pytest.raises(ModelError, match="unknown model 'zzz': known are"):
         find("zzz")
@@ -64,9 +69,9 @@ def test_an_unknown_model_is_refused_with_the_nearest_and_all_known():
 
 def test_a_model_and_data_of_different_kinds_are_refused():
     assert find("linear-attention").kind == SEQUENCES
-    with pytest.raises(ModelError, match="sequence-regression: it takes no images"):
+    with pytest.raises(ModelError, match="sequence-regression: it needs features and outputs"):
         build("linear-attention", image_shape=(1, 8, 8), classes=2, seed=0)
-    with pytest.raises(ModelError, match="cnn classifies images: it needs image_shape"):
+    with pytest.raises(ModelError, match="cnn does image-classification: it needs image_shape and classes"):
         build("cnn", seed=0)
 
 
@@ -78,6 +83,64 @@ def test_the_cnn_on_mnist_has_the_papers_number_of_parameters():
     assert [{name.rsplit(".", 1)[0] for name in layer} for layer in blocks.layers] == [
         {"stages.0.0"}, {"stages.1.0"}, {"stages.2.1"}
     ]  # fmt: skip
+
+
+def test_resnet_20_has_the_papers_size_and_takes_every_second_pixel_past_a_halving():
+    model = build("resnet-20", image_shape=(3, 32, 32), classes=10, seed=0)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 269_722
+    # 6n + 2 weighted layers, n = 3, without parameters in the shortcuts.
+    assert sum(parameter.ndim > 1 for parameter in model.parameters()) == 6 * 3 + 2
+    assert [len(layer) for layer in find_blocks(model).layers] == [3 * 2 * (1 + 5)] * 3
+    block = model.stages[1][0].eval()
+    torch.nn.init.zeros_(block.norm2.weight)  # what remains is the shortcut
+    maps = torch.rand(2, 16, 4, 6)
+    out = block(maps)
+    assert out.shape == (2, 32, 2, 3) and not out[:, 16:].any()
+    for y in range(2):
+        for x in range(3):
+            assert torch.equal(out[:, :16, y, x], maps[:, :, 2 * y, 2 * x])
+
+
+def test_the_character_model_is_leafs_and_reads_the_whole_text():
+    model = build("char-lstm", vocabulary=80, seed=0)
+    # LEAF's embedding, LSTMs and projection; torch has a second bias of 4 x 256 in each LSTM, which adds nothing.
+    leaf = 80 * 8 + 4 * 256 * (8 + 256 + 1) + 4 * 256 * (256 + 256 + 1) + 256 * 80 + 80
+    assert sum(parameter.numel() for parameter in model.parameters()) == leaf + 2 * 4 * 256
+    texts = torch.arange(2 * 7).reshape(2, 7)
+    logits = model(texts)
+    assert logits.shape == (2, 80)
+    # One step after the other with torch's cells, the states carried by hand.
+    expected = model.embedding(texts)
+    for stage in model.stages:
+        cell = torch.nn.LSTMCell(stage.input_size, 256)
+        cell.load_state_dict({name.removesuffix("_l0"): value for name, value in stage.state_dict().items()})
+        state, steps = (torch.zeros(2, 256), torch.zeros(2, 256)), []
+        for step in range(7):
+            state = cell(expected[:, step], state)
+            steps.append(state[0])
+        expected = torch.stack(steps, 1)
+    torch.testing.assert_close(logits, expected[:, -1] @ model.head.weight.T + model.head.bias)
+    blocks = find_blocks(model)
+    assert len(blocks.layers) == 2 and blocks.embedding == ("embedding.weight",) and len(blocks.head) == 2
+
+
+def test_the_character_transformer_knows_where_each_character_stands_counted_from_the_end():
+    model = build("char-transformer", vocabulary=30, seed=0).double()
+    texts = torch.randint(0, 30, (3, 9))
+    states = model.embedding(texts)
+    for place in range(9):
+        for pair in range(32):
+            angle = (8 - place) / 10_000 ** (2 * pair / 64)
+            states[:, place, 2 * pair] += 0.02 * math.sin(angle)
+            states[:, place, 2 * pair + 1] += 0.02 * math.cos(angle)
+    for block in model.blocks:
+        states = block(states)
+    expected = model.head(model.norm(states))[:, -1]
+    torch.testing.assert_close(model(texts), expected, rtol=1e-5, atol=1e-7)
+    assert not torch.allclose(model(texts), model(texts[:, [1, 0, *range(2, 9)]]))
+    blocks = find_blocks(model)
+    assert len(blocks.layers) == 2 and blocks.embedding == ("embedding.weight",)
+    assert len(blocks.query_key) == 2 * 4 and len(blocks.head) == 2
 
 
 def test_linear_attention_is_the_papers_formula_token_by_token():
@@ -93,8 +156,18 @@ def test_linear_attention_is_the_papers_formula_token_by_token():
     torch.testing.assert_close(model(h), expected)
 
 
+def test_a_regressor_is_the_mean_of_linear_attention_over_the_tokens():
+    model = build("linear-attention", features=5, outputs=2, seed=0)
+    attention = LinearAttention(width=5, value_size=2)
+    attention.load_state_dict(model.state_dict())
+    h = torch.randn(3, 4, 5)
+    torch.testing.assert_close(model(h), torch.stack([attention(one[None])[0].sum(0) / 4 for one in h]))
+    # Without a length each example is of one token, and has nothing to do with the others.
+    torch.testing.assert_close(model(h[:, 0]), torch.cat([attention(one[None, :1])[0] for one in h]))
+
+
 def test_linear_attention_is_one_layer_of_three_matrices():
-    blocks = find_blocks(build("linear-attention", seed=0))
+    blocks = find_blocks(build("linear-attention", features=64, outputs=32, seed=0))
     assert blocks.query_key == ("query", "key") and blocks.value == blocks.value_projection == ("value",)
     assert blocks.layers == (("query", "key", "value"),)
     assert [entry.shape for entry in blocks.layout.entries] == [(64, 32)] * 3

@@ -1,0 +1,246 @@
+"""The models that have a name, each with what its library needs to build it. No model library is imported here.
+
+To add one of transformers' is to write down what its config.json on the hub says; one of torchvision's, the arguments
+that give it its size. The image size and the number of classes are given when it is built.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+IMAGES = "image-classification"  # (batch, channels, height, width) → (batch, classes)
+SEQUENCES = "sequence-regression"  # numbers (batch, length, features) or (batch, features) → (batch, outputs)
+TEXTS = "sequence-classification"  # token numbers (batch, tokens) → (batch, classes)
+CHARACTERS = "next-character"  # character numbers (batch, characters) → (batch, vocabulary), of the one that follows
+CHOICES = "multiple-choice"  # token numbers (batch, tokens) → (batch, tokens, vocabulary): what an answer is scored by
+ANYTHING = "anything"  # a model of one's own: what its function makes of it
+
+TRANSFORMERS = "transformers"
+CONFIG = "config.json"
+
+
+class ModelError(ValueError):
+    """A model that is not known, cannot be built here, is not for this kind of data, or for these weights."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a model is for, and how it is built.
+
+    kind: one of the constants above.
+    where: "module:callable", or `TRANSFORMERS` for what its library builds from a configuration.
+    config: the real configuration: arguments of the callable, or the content of a config.json.
+    """
+
+    kind: str
+    where: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def package(self) -> str:
+        """The package that must be installed: "tepal", "torchvision", "transformers", or that of one's own model."""
+        return self.where.partition(":")[0].partition(".")[0]
+
+    def does(self, kind: str) -> bool:
+        return self.kind in (kind, ANYTHING)
+
+
+def _torchvision(function: str) -> Model:
+    return Model(IMAGES, f"torchvision.models:{function}")
+
+
+def _vision_transformer(patch: int, *, width: int, heads: int, blocks: int = 12) -> Model:
+    """Dosovitskiy et al. 2021, table 1: the MLP is four times as wide as the tokens."""
+    size = {"patch_size": patch, "hidden_dim": width, "mlp_dim": 4 * width, "num_heads": heads, "num_layers": blocks}
+    return Model(IMAGES, "torchvision.models:VisionTransformer", size)
+
+
+def _transformers(kind: str, model_type: str, **config: Any) -> Model:
+    return Model(kind, TRANSFORMERS, {"model_type": model_type, **config})
+
+
+def _sizes(width: int, heads: int, mlp: int, blocks: int = 12) -> dict[str, int]:
+    """Of an encoder, by the names that most configurations have for them."""
+    return {
+        "hidden_size": width,
+        "num_attention_heads": heads,
+        "intermediate_size": mlp,
+        "num_hidden_layers": blocks,
+    }
+
+
+_BERT = {"vocab_size": 30522, "max_position_embeddings": 512, "type_vocab_size": 2, "layer_norm_eps": 1e-12}
+_BERT |= {"pad_token_id": 0}
+_ROBERTA = {"max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
+_ROBERTA |= {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+}
+
+MODELS: Mapping[str, Model] = MappingProxyType(
+    {
+        "char-lstm": Model(CHARACTERS, "tepal.models.char_lstm:CharLSTM"),
+        "char-transformer": Model(CHARACTERS, "tepal.models.char_transformer:CharTransformer"),
+        "cnn": Model(IMAGES, "tepal.models.cnn:CNN"),
+        "linear-attention": Model(SEQUENCES, "tepal.models.linear_attention:regressor"),
+        "resnet-20": Model(IMAGES, "tepal.models.resnet20:ResNet20"),
+        "tiny-vit": Model(IMAGES, "tepal.models.tiny_vit:TinyViT"),
+        # torchvision
+        "mobilenet-v2": _torchvision("mobilenet_v2"),
+        "resnet-18": _torchvision("resnet18"),
+        "resnet-50": _torchvision("resnet50"),
+        "shufflenet-v2": _torchvision("shufflenet_v2_x1_0"),
+        "vit-b-16": _vision_transformer(16, width=768, heads=12),
+        "vit-b-32": _vision_transformer(32, width=768, heads=12),
+        "vit-small-16": _vision_transformer(16, width=384, heads=6),
+        # transformers, images
+        "facebook/deit-small-patch16-224": _transformers(
+            IMAGES, "vit", image_size=224, patch_size=16, **_sizes(384, 6, 1536)
+        ),
+        "google/vit-base-patch16-224": _transformers(
+            IMAGES, "vit", image_size=224, patch_size=16, **_sizes(768, 12, 3072)
+        ),
+        "microsoft/swin-tiny-patch4-window7-224": _transformers(
+            IMAGES,
+            "swin",
+            image_size=224,
+            patch_size=4,
+            window_size=7,
+            embed_dim=96,
+            depths=[2, 2, 6, 2],
+            num_heads=[3, 6, 12, 24],
+            drop_path_rate=0.1,
+        ),
+        "openai/clip-vit-base-patch32": _transformers(
+            IMAGES,
+            "clip",
+            projection_dim=512,
+            vision_config={"image_size": 224, "patch_size": 32, "projection_dim": 512, **_sizes(768, 12, 3072)},
+        ),
+        # transformers, texts
+        "bert-base-uncased": _transformers(TEXTS, "bert", **_sizes(768, 12, 3072), **_BERT),
+        "distilbert-base-uncased": _transformers(
+            TEXTS,
+            "distilbert",
+            vocab_size=30522,
+            dim=768,
+            n_heads=12,
+            n_layers=6,
+            hidden_dim=3072,
+            max_position_embeddings=512,
+            sinusoidal_pos_embds=False,
+            pad_token_id=0,
+        ),
+        "facebook/bart-base": _transformers(
+            TEXTS,
+            "bart",
+            vocab_size=50265,
+            d_model=768,
+            encoder_layers=6,
+            decoder_layers=6,
+            encoder_attention_heads=12,
+            decoder_attention_heads=12,
+            encoder_ffn_dim=3072,
+            decoder_ffn_dim=3072,
+            max_position_embeddings=1024,
+            attention_dropout=0.1,
+            activation_dropout=0.1,
+            bos_token_id=0,
+            pad_token_id=1,
+            eos_token_id=2,
+            decoder_start_token_id=2,
+        ),
+        "google/electra-small-discriminator": _transformers(
+            TEXTS, "electra", embedding_size=128, **_sizes(256, 4, 1024), **_BERT
+        ),
+        "roberta-base": _transformers(TEXTS, "roberta", vocab_size=50265, **_sizes(768, 12, 3072), **_ROBERTA),
+        "t5-small": _transformers(
+            TEXTS,
+            "t5",
+            vocab_size=32128,
+            d_model=512,
+            d_kv=64,
+            d_ff=2048,
+            num_layers=6,
+            num_decoder_layers=6,
+            num_heads=8,
+            pad_token_id=0,
+            eos_token_id=1,
+            decoder_start_token_id=0,
+        ),
+        "xlm-roberta-base": _transformers(TEXTS, "xlm-roberta", vocab_size=250002, **_sizes(768, 12, 3072), **_ROBERTA),
+        # transformers, answers by their likelihood
+        "Qwen/Qwen2.5-0.5B": _transformers(
+            CHOICES,
+            "qwen2",
+            vocab_size=151936,
+            num_key_value_heads=2,
+            max_position_embeddings=32768,
+            rope_theta=1_000_000.0,
+            tie_word_embeddings=True,
+            bos_token_id=151643,
+            eos_token_id=151643,
+            **_sizes(896, 14, 4864, blocks=24),
+        ),
+        "meta-llama/Llama-3.2-1B": _transformers(
+            CHOICES,
+            "llama",
+            vocab_size=128256,
+            num_key_value_heads=8,
+            head_dim=64,
+            max_position_embeddings=131072,
+            rms_norm_eps=1e-5,
+            rope_theta=500_000.0,
+            rope_scaling=_LLAMA3_ROPE,
+            tie_word_embeddings=True,
+            bos_token_id=128000,
+            eos_token_id=128001,
+            **_sizes(2048, 32, 8192, blocks=16),
+        ),
+    }
+)
+
+# What transformers' class names say of a model's purpose.
+_PURPOSES = {
+    "ForImageClassification": IMAGES,
+    "ForSequenceClassification": TEXTS,
+    "ForCausalLM": CHOICES,
+    "LMHeadModel": CHOICES,
+}
+
+
+def described(folder: Path) -> Model:
+    """The model that a directory's config.json describes.
+
+    What it is for is what its `architectures` say; where they name a base model, or one with another head, it is what
+    the registered models of its family are for.
+
+    Raises:
+        ModelError: the file is no configuration of transformers', or of a family that is for nothing known here.
+    """
+    file = folder / CONFIG
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file}: not readable as JSON ({error})") from error
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise ModelError(f"{file}: has no model_type; expected is what save_pretrained of transformers writes")
+    architectures = [str(name) for name in config.get("architectures") or ()]
+    family = {model.config.get("model_type"): model.kind for model in MODELS.values()}
+    kinds = [kind for name in architectures for ending, kind in _PURPOSES.items() if name.endswith(ending)]
+    kind = next(iter(kinds), family.get(config["model_type"]))
+    if kind is None:
+        raise ModelError(
+            f"{file}: architectures={architectures} and model_type={config['model_type']!r} do not tell what the model "
+            f"is for; name an architecture that ends in one of {', '.join(_PURPOSES)}"
+        )
+    return Model(kind, TRANSFORMERS, config)

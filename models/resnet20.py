@@ -1,0 +1,57 @@
+"""ResNet-20 for CIFAR (He et al. 2016, arXiv:1512.03385, section 4.2): 269,722 parameters with 10 classes."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class ResNet20(nn.Module):
+    """Images (batch, channels, height, width) → logits (batch, classes).
+
+    A 3x3 convolution, three stages of three blocks with 16, 32 and 64 channels, and the mean over all pixels. The
+    second and third stage halve the image's sides.
+    """
+
+    def __init__(self, image_shape: tuple[int, int, int] = (3, 32, 32), classes: int = 10) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(image_shape[0], 16, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(16)
+        # The stages are what selective layer fine-tuning chooses between.
+        self.stages = nn.ModuleList(_stage(*channels) for channels in ((16, 16), (16, 32), (32, 64)))
+        self.head = nn.Linear(64, classes)
+        for module in self.modules():  # He et al. 2015, arXiv:1502.01852, as the paper has it
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, images: Tensor) -> Tensor:
+        maps = F.relu(self.norm(self.stem(images)))
+        for stage in self.stages:
+            maps = stage(maps)
+        return cast(Tensor, self.head(maps.mean(dim=(2, 3))))
+
+
+class Block(nn.Module):
+    """Two 3x3 convolutions beside a shortcut without parameters (the paper's option A).
+
+    Where the channels grow, the sides are halved: the shortcut takes every second pixel, and zeros as new channels.
+    """
+
+    def __init__(self, channels: int, grown: int) -> None:
+        super().__init__()
+        self.new, self.stride = grown - channels, 2 if grown > channels else 1
+        self.conv1 = nn.Conv2d(channels, grown, 3, stride=self.stride, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(grown)
+        self.conv2 = nn.Conv2d(grown, grown, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(grown)
+
+    def forward(self, maps: Tensor) -> Tensor:
+        shortcut = F.pad(maps[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.new))
+        maps = F.relu(self.norm1(self.conv1(maps)))
+        return F.relu(self.norm2(self.conv2(maps)) + shortcut)
+
+
+def _stage(channels: int, grown: int) -> nn.Sequential:
+    return nn.Sequential(Block(channels, grown), Block(grown, grown), Block(grown, grown))
