@@ -1,5 +1,6 @@
 """Data sets, partitions and splits: what clients and the server get, and what they are told if they cannot."""
 
+import hashlib
 import json
 import os
 import subprocess
@@ -15,7 +16,18 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from tepal.client_app import data
-from tepal.client_app.data import DataConfig, DataError, DatasetInfo, dataset_info, held_out, load_client
+from tepal.client_app.data import (
+    DataConfig,
+    DataError,
+    DatasetInfo,
+    dataset_info,
+    examples,
+    held_out,
+    load_client,
+    partitions,
+    sources,
+    unlabelled,
+)
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 WriteNpz = Callable[..., str]
@@ -24,7 +36,7 @@ WriteNpz = Callable[..., str]
 @pytest.fixture(autouse=True)
 def _fresh_caches() -> Iterator[None]:
     yield
-    for cached in (data._load_digits, data._load_path, data._partition):
+    for cached in (sources.load_digits, sources.load_path, partitions.divide):
         cached.cache_clear()
 
 
@@ -47,6 +59,10 @@ def numbered(count: int, classes: int) -> dict[str, np.ndarray]:
 
 def numbers(examples: data.Examples | None) -> list[int]:
     return [] if examples is None else (examples.images[:, 0, 0, 0] * 1024).astype(int).tolist()
+
+
+def pixel_numbers(images: np.ndarray | None) -> list[int]:
+    return [] if images is None else (images[:, 0, 0, 0] * 1024).astype(int).tolist()
 
 
 def all_clients(config: DataConfig, clients: int) -> list[data.ClientData]:
@@ -82,7 +98,7 @@ def test_run_config_keys_are_read_by_their_hyphenated_names_and_others_left_alon
 @pytest.mark.parametrize(
     ("key", "value", "allowed"),
     [
-        ("partitioner", "random", "'iid', 'dirichlet' or 'pathological'"),
+        ("partitioner", "random", "'iid', 'dirichlet', 'pathological' or 'natural'"),
         ("dirichlet-alpha", 0, "greater than 0"),
         ("dirichlet-alpha", float("nan"), "finite"),
         ("dirichlet-alpha", float("inf"), "finite"),
@@ -91,6 +107,8 @@ def test_run_config_keys_are_read_by_their_hyphenated_names_and_others_left_alon
         ("test-fraction", 1.0, "less than 1"),
         ("test-fraction", 0.0, "greater than 0"),
         ("held-out-fraction", -0.1, "greater than or equal to 0"),
+        ("server-share", -0.1, "greater than or equal to 0"),
+        ("server-share", 0.51, "less than or equal to 0.5"),
         ("image-shape", "8x8", 'allowed is "CxHxW"'),
         ("image-shape", "0x8x8", 'allowed is "CxHxW"'),
         ("classes", -1, "greater than or equal to 0"),
@@ -142,29 +160,69 @@ SCHEMES = st.fixed_dictionaries(
         "dirichlet-alpha": st.sampled_from([1.0, 5.0, 100.0]),
         "min-partition-size": st.integers(2, 4),
         "held-out-fraction": st.sampled_from([0.0, 0.1, 0.5]),
+        "server-share": st.sampled_from([0.0, 0.2, 0.5]),
         "test-fraction": st.sampled_from([0.01, 0.3, 0.99]),
         "seed": st.integers(0, 2**40),
     }
 )
 
 
+EXAMPLES = 480  # so many that a quarter of them has enough of every class for all clients
+
+
 @settings(max_examples=30, deadline=None)
 @given(run_config=SCHEMES, clients=st.integers(1, 6), classes=st.integers(1, 4))
 def test_every_example_is_at_exactly_one_place(run_config: dict[str, object], clients: int, classes: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        np.savez(f"{folder}/d.npz", **numbered(120, classes))  # type: ignore[arg-type]
+        np.savez(f"{folder}/d.npz", **numbered(EXAMPLES, classes))  # type: ignore[arg-type]
         config = DataConfig.from_run_config({**run_config, "dataset": f"{folder}/d.npz", "classes-per-client": classes})
         loaded = all_clients(config, clients)
         places = [
             numbers(held_out(config)),
+            pixel_numbers(unlabelled(config)),
             *(numbers(part) for client in loaded for part in (client.train, client.test)),
         ]
-        assert sorted(number for place in places for number in place) == list(range(120))
+        assert sorted(number for place in places for number in place) == list(range(EXAMPLES))
         for client in loaded:
             assert len(client.train) >= 1 and len(client.test) >= 1
             assert len(client.train) + len(client.test) >= config.min_partition_size
             for part in (client.train, client.test):
                 assert [number % classes for number in numbers(part)] == part.labels.tolist()
+
+
+def test_the_server_keeps_its_share_of_the_training_examples_without_labels(npz: WriteNpz) -> None:
+    config = DataConfig(dataset=npz(**numbered(200, 4)), partitioner="iid", held_out_fraction=0.25, server_share=0.2)
+    images = unlabelled(config)
+    assert images is not None and images.dtype == np.float32 and images.shape == (0.2 * 150, 1, 2, 2)
+    assert numbers(held_out(config)) == numbers(held_out(config.model_copy(update={"server_share": 0.0})))
+    again = unlabelled(config)
+    assert again is not None and again.tobytes() == images.tobytes()
+    other = unlabelled(config.model_copy(update={"seed": 43}))
+    assert other is not None and other.tobytes() != images.tobytes()
+    images[:] = 0
+    fresh = unlabelled(config)
+    assert fresh is not None and fresh.any()
+
+
+def test_where_the_dataset_has_a_test_set_the_server_keeps_training_examples_alone(npz: WriteNpz) -> None:
+    train, test = numbered(100, 4), numbered(40, 4)
+    arrays = {"x_train": train["images"], "y_train": train["labels"], "x_test": test["images"] + 0.5}
+    config = DataConfig(
+        dataset=npz(**arrays, y_test=test["labels"]), partitioner="iid", min_partition_size=2, server_share=0.1
+    )
+    kept = pixel_numbers(unlabelled(config))
+    with_clients = [n for one in all_clients(config, 3) for part in (one.train, one.test) for n in numbers(part)]
+    assert len(kept) == 10 and sorted([*kept, *with_clients]) == list(range(100))
+
+
+def test_without_a_share_the_server_has_nothing_and_every_partition_is_what_it_was() -> None:
+    assert unlabelled(DataConfig()) is None
+    assert unlabelled(DataConfig(dataset="local", image_shape="1x8x8", classes=10, server_share=0.2)) is None
+    digest = hashlib.sha256()
+    for one in all_clients(DataConfig(), 4):
+        for part in (one.train, one.test):
+            digest.update(part.images.tobytes() + part.labels.tobytes())
+    assert digest.hexdigest()[:16] == "9165d55a0fcf9811"
 
 
 def test_iid_sizes_differ_by_one_at_most_and_a_sorted_file_is_shuffled(npz: WriteNpz) -> None:
@@ -208,22 +266,85 @@ def test_pathological_clients_have_their_number_of_classes_and_none_is_left_out(
 
 
 def test_a_draw_that_fails_is_repeated_with_other_seeds_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    draw, seeds = data._draw, []
+    draw, seeds = partitions.draw, []
 
-    def unlucky_twice(labels: np.ndarray, scheme: data._Scheme, seed: int) -> tuple[list[data.Indices], str]:
+    def unlucky_twice(labels: np.ndarray, scheme: partitions.Scheme, seed: int) -> tuple[list[examples.Indices], str]:
         seeds.append(seed)
         return draw(labels, scheme, seed) if len(seeds) > 2 else ([], "a client had too few examples")
 
-    monkeypatch.setattr(data, "_draw", unlucky_twice)
+    monkeypatch.setattr(partitions, "draw", unlucky_twice)
     config = DataConfig(min_partition_size=40)
     assert min(len(client.train) + len(client.test) for client in all_clients(config, 10)) >= 40
     assert len(set(seeds)) == len(seeds) >= 3
 
     seeds.clear()
-    data._partition.cache_clear()
-    monkeypatch.setitem(data.ATTEMPTS, "dirichlet", 2)
+    partitions.divide.cache_clear()
+    monkeypatch.setitem(partitions.ATTEMPTS, "dirichlet", 2)
     with pytest.raises(DataError, match="was found with 2 seeds; with the last one, a client had too few examples"):
         all_clients(config, 10)
+
+
+def grouped(npz: WriteNpz, sizes: dict[str, int]) -> str:
+    """A file of numbered images in which each group has its size, mixed."""
+    groups = np.random.default_rng(0).permutation(np.repeat(list(sizes), list(sizes.values())))
+    return npz(**numbered(len(groups), 3), site=groups)
+
+
+def groups_at(config: DataConfig, clients: int) -> list[set[str]]:
+    groups = np.load(config.dataset)["site"]
+    return [
+        {groups[number] for part in (client.train, client.test) for number in numbers(part)}
+        for client in all_clients(config, clients)
+    ]
+
+
+def natural(path: str, **config: object) -> DataConfig:
+    return DataConfig.model_validate(
+        {"dataset": path, "partitioner": "natural", "group-column": "site", "held-out-fraction": 0, **config}
+    )
+
+
+def test_a_natural_partition_gives_each_client_a_group(npz: WriteNpz) -> None:
+    path = grouped(npz, {"b": 12, "a": 10, "c": 30})
+    assert groups_at(natural(path), 3) == [{"a"}, {"b"}, {"c"}]
+    assert sorted(len(client.train) + len(client.test) for client in all_clients(natural(path), 3)) == [10, 12, 30]
+
+
+def test_more_groups_than_clients_are_dealt_whole_and_evenly_by_the_seed(npz: WriteNpz) -> None:
+    path = grouped(npz, {f"writer-{n}": 3 + n for n in range(11)})
+    dealt = groups_at(natural(path, **{"min-partition-size": 2}), 4)
+    assert sorted(map(len, dealt)) == [2, 3, 3, 3] and len(set().union(*dealt)) == 11
+    assert groups_at(natural(path, **{"min-partition-size": 2}), 4) == dealt
+    assert groups_at(natural(path, **{"min-partition-size": 2, "seed": 43}), 4) != dealt
+
+
+def test_groups_are_dealt_again_until_every_client_has_the_minimum(npz: WriteNpz) -> None:
+    # Two groups are large enough for a client, two are not: a third of the deals leave both small ones to one client.
+    path = grouped(npz, {"a": 20, "b": 20, "c": 4, "d": 4})
+    for seed in range(8):
+        dealt = groups_at(natural(path, **{"min-partition-size": 20, "seed": seed}), 2)
+        assert all(one & {"a", "b"} and one & {"c", "d"} for one in dealt)
+
+
+def test_a_natural_partition_that_cannot_be_is_refused(npz: WriteNpz) -> None:
+    path = grouped(npz, {"a": 20, "b": 20, "c": 4})
+    with pytest.raises(DataError, match="4 clients, but the clients' part of the data has only 3 groups"):
+        all_clients(natural(path), 4)
+    with pytest.raises(
+        DataError,
+        match=r"no natural partition of 44 examples over 3 clients .min-partition-size=10. was found with 1 seed; "
+        "with the last one, a client had 4 examples: lower min-partition-size, or use fewer clients",
+    ):
+        all_clients(natural(path), 3)
+    with pytest.raises(DataError, match="was found with 20 seeds; with the last one, a client had 20 examples"):
+        all_clients(natural(path, **{"min-partition-size": 21}), 2)
+    with pytest.raises(DataError, match=r"divides by groups .writers, sites, domains., and this data has none"):
+        all_clients(DataConfig(partitioner="natural"), 2)
+
+
+def test_a_natural_partition_says_nothing_on_the_terminal(npz: WriteNpz, capfd: pytest.CaptureFixture[str]) -> None:
+    all_clients(natural(grouped(npz, {"a": 20, "b": 20})), 2)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_the_seed_and_the_client_name_decide() -> None:
@@ -287,9 +408,9 @@ def test_ten_clients_in_one_process_load_and_divide_once(monkeypatch: pytest.Mon
     import sklearn.datasets
 
     loads, draws = [], []
-    load, draw = sklearn.datasets.load_digits, data._draw
+    load, draw = sklearn.datasets.load_digits, partitions.draw
     monkeypatch.setattr(sklearn.datasets, "load_digits", lambda: loads.append(1) or load())
-    monkeypatch.setattr(data, "_draw", lambda *args: draws.append(1) or draw(*args))
+    monkeypatch.setattr(partitions, "draw", lambda *args: draws.append(1) or draw(*args))
     all_clients(DataConfig(), 10)
     held_out(DataConfig())
     assert (len(loads), len(draws)) == (1, 1)
@@ -341,11 +462,11 @@ def test_a_partition_that_cannot_be_is_refused_with_numbers_and_cures(
     clients: int,
     message: str,
 ) -> None:
-    monkeypatch.setattr(data, "ATTEMPTS", {"iid": 1, "dirichlet": 2, "pathological": 3})
+    monkeypatch.setattr(partitions, "ATTEMPTS", {"iid": 1, "dirichlet": 2, "pathological": 3})
     node = {"partition-id": 1, "num-partitions": clients}
     with pytest.raises(DataError, match=message) as refused:
         load_client(DataConfig.from_run_config(config), node, client="client-1")
-    assert str(refused.value).startswith("dataset=\"digits\"")
+    assert str(refused.value).startswith('dataset="digits"')
     assert not [str(one.message) for one in recwarn]  # nothing beside the error, whatever was drawn again
 
 
@@ -384,7 +505,7 @@ def test_a_missing_file_is_named_with_its_full_path(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match=f"^{tmp_path}/none.npz: no such file or folder"):
         dataset_info(DataConfig(dataset="none.npz"))
-    with pytest.raises(DataError, match=f"^{tmp_path}/none: no such file or folder"):
+    with pytest.raises(DataError, match=f"^client ward-3: {tmp_path}/none: no such file or folder"):
         own("none")
 
 
@@ -524,7 +645,7 @@ NAN[2, 1, 1] = np.nan
         ({"x": IMAGES.astype(int) - 1, "y": LABELS}, "integers from -1 to -1; integers must lie in 0..255"),
         ({"x": IMAGES.astype(bool), "y": LABELS}, "images are bool; allowed are integers 0..255 and floats 0..1"),
         ({"x": IMAGES.reshape(4, 4), "y": LABELS}, r"images have shape \(4, 4\); allowed are \(n, H, W\)"),
-        ({"x": np.zeros((4, 3, 3), np.uint8), "y": LABELS}, "images are 1x3x3 .CxHxW., but the run's are 1x2x2"),
+        ({"x": np.zeros((4, 4, 5, 6), np.uint8), "y": LABELS}, "where the channels are is not clear, 4x5x6 or 6x4x5"),
         ({"x": IMAGES[:1], "y": LABELS[:1]}, "1 example cannot be split.*at least 2"),
     ],
 )
@@ -633,11 +754,11 @@ def test_an_unreadable_image_is_named(tmp_path: Path) -> None:
     Image.fromarray(noise).save(bad)
     for content in (b"", b"not a picture", bad.read_bytes()[:600]):
         bad.write_bytes(content)
-        with pytest.raises(DataError, match=f"^{bad}: not a readable image.*remove or replace"):
-            own(tmp_path)
+        with pytest.raises(DataError, match=f"{bad}: not a readable image.*remove or replace"):
+            own(tmp_path, **{"unreadable-images": 0})
     Image.fromarray(np.full((4, 4), 60_000, np.uint16)).save(bad)
     with pytest.raises(DataError, match=f"{bad}: more than 8 bits a channel"):
-        own(tmp_path)
+        own(tmp_path, **{"unreadable-images": 0})
 
 
 def test_a_folder_with_a_new_image_is_read_anew(tmp_path: Path) -> None:

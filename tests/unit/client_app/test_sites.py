@@ -1,0 +1,146 @@
+"""Sites whose data is not alike, or changes while a process keeps it: what is said, and what is read anew."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tepal.client_app import site
+from tepal.client_app.app import app
+from tepal.client_app.data import DataError, load_client, own_stamp, sources
+from tepal.client_app.inputs import InputConfig
+from tepal.server_app.config import defaults
+from tepal.server_app.run import run
+from tepal.server_app.run_directory import read_metrics
+from tepal.strategies.in_process import InProcessGrid, Node
+
+
+def folder(root, names, values=(0, 255)):
+    for number, name in enumerate(names):
+        (root / name).mkdir(parents=True)
+        for value in values:
+            Image.fromarray(np.full((8, 8), (value + number) % 256, np.uint8)).save(root / name / f"{value}.png")
+    return str(root)
+
+
+def npz(file, classes):
+    labels = np.arange(6 * classes) % classes
+    np.savez(file, x=np.zeros((len(labels), 8, 8), np.uint8), y=labels)
+    return str(file)
+
+
+def refused(tmp_path, monkeypatch, paths, **config):
+    """Client → why it could not take part, of a run over nodes with these data-paths."""
+    monkeypatch.setenv("TEPAL_CACHE", str(tmp_path / "cache"))
+    given = {**defaults(), "runs": str(tmp_path / "runs"), "strategy": "fedavg", "num-server-rounds": 1}
+    given |= {"min-clients": 1, "local-steps": 1, **{key.replace("_", "-"): value for key, value in config.items()}}
+    nodes = [Node(app, {"data-path": path, "partition-id": k}) for k, path in enumerate(paths)]
+    (line, *_) = read_metrics(run(InProcessGrid(nodes, given), given))
+    return {one["client"]: one["reason"] for one in line["refused"]}
+
+
+@pytest.mark.parametrize("write", [npz, lambda root, classes: folder(root, "abcdef"[:classes])], ids=["npz", "names"])
+def test_a_site_with_more_classes_than_the_run_config_says_is_refused_with_its_file(tmp_path, monkeypatch, write):
+    paths = [write(tmp_path / f"site{k}.npz", classes) for k, classes in enumerate((3, 4))]
+    named = refused(tmp_path, monkeypatch, paths, dataset="local", image_shape="1x8x8", classes=3)
+    assert list(named) == ["client-1"]
+    assert named["client-1"].startswith(f"client client-1: {paths[1]}: ") and "3 classes" in named["client-1"]
+
+
+def test_a_site_with_more_or_fewer_classes_than_the_servers_data_is_refused_with_its_file(tmp_path, monkeypatch):
+    paths = [npz(tmp_path / f"site{k}.npz", classes) for k, classes in enumerate((3, 4, 2))]
+    said = refused(tmp_path, monkeypatch, paths, dataset=paths[0], held_out_fraction=0.0)
+    assert sorted(said) == ["client-1", "client-2"]
+    for client, path, classes in (("client-1", paths[1], 4), ("client-2", paths[2], 2)):
+        assert said[client].startswith(f"client {client}: {path}: this client's model is not the server's: ")
+        assert f"classes={classes}" in said[client] and "set classes, class-names" in said[client]
+
+
+def test_sites_have_the_classes_that_the_servers_data_has_by_name(tmp_path, monkeypatch):
+    """Two of three names are enough, in any number; another name is refused, even where there are three."""
+    written = enumerate((("cat", "cow", "dog"), ("cat", "dog"), ("cat", "dog", "gnu"), ("cat", "cow", "dog", "gnu")))
+    paths = [folder(tmp_path / str(k), names, values=(0, 9, 255)) for k, names in written]
+    said = refused(tmp_path, monkeypatch, paths, dataset=paths[0], held_out_fraction=0.0)
+    assert sorted(said) == ["client-2", "client-3"]
+    for client in said:
+        where = f"client {client}: {paths[int(client[-1])]}"
+        assert said[client].startswith(f"{where}: class folders gnu not among the run's class-names (cat, cow, dog)")
+
+
+def test_names_that_are_none_of_the_runs_are_refused_with_the_site_and_its_file(tmp_path, monkeypatch):
+    paths = [folder(tmp_path / str(k), names) for k, names in enumerate((("cat", "dog"), ("cat", "cow"), ("dog",)))]
+    said = refused(
+        tmp_path, monkeypatch, paths, dataset="local", image_shape="1x8x8", class_names="cat,dog", classes=2
+    )
+    assert list(said) == ["client-1"]
+    assert said["client-1"].startswith(f"client client-1: {paths[1]}: class folders cow not among the run's")
+    rows = [{"text": "a", "label": label} for label in ("cat", "cow")]
+    (tmp_path / "t.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    config = InputConfig.from_run_config({"dataset": "local", "text-column": "text", "class-names": "cat,dog"})
+    with pytest.raises(DataError, match=f"^client ward: {tmp_path}/t.jsonl: names in column label cow not among"):
+        site.client_inputs(config, {"data-path": str(tmp_path / "t.jsonl")}, client="ward")
+
+
+# Files that change
+
+
+def paint(file, value):
+    """Write over a file, which gets another time whatever the disk's clock."""
+    before = file.stat().st_mtime_ns
+    Image.fromarray(np.full((8, 8), value, np.uint8)).save(file)
+    os.utime(file, ns=(before + 10**6, before + 10**6))
+
+
+@pytest.mark.parametrize("group", ["", "photo"])
+def test_an_image_that_is_written_over_is_read_anew(tmp_path, group):
+    root = tmp_path / "images"
+    folder(root / group, ("a", "b"), values=(10, 20, 30))
+    config = InputConfig(dataset="local", image_shape="1x8x8", classes=2)
+    node = {"data-path": str(root)}
+
+    def greys():
+        parts = site._load(config, node, "site").tensors
+        return sorted({round(float(value) * 255) for inputs in (parts[0], parts[2]) for value in inputs[:, 0, 0, 0]})
+
+    assert greys() == [10, 11, 20, 21, 30, 31]
+    kept = site._load(config, node, "site")
+    assert site._load(config, node, "site") is kept, "nothing has changed"
+    paint(root / group / "a" / "20.png", 99)
+    assert greys() == [10, 11, 21, 30, 31, 99]
+    held = load_client(config, node, client="site")
+    assert 99 in {round(float(value) * 255) for part in (held.train, held.test) for value in part.images[:, 0, 0, 0]}
+
+
+def test_data_that_cannot_be_looked_at_for_a_while_is_kept(tmp_path):
+    file = npz(tmp_path / "a.npz", 2)
+    config, node = InputConfig(dataset="local", image_shape="1x8x8", classes=2), {"data-path": file}
+    kept = site._load(config, node, "site")
+    (tmp_path / "a.npz").rename(tmp_path / "away.npz")
+    assert own_stamp(node) == "" and site._load(config, node, "site") is kept
+
+
+def test_what_readers_pass_over_changes_nothing(tmp_path):
+    root = folder(tmp_path / "images", ("a", "b"))
+    before = sources.stamp(Path(root))
+    (tmp_path / "images" / "a" / ".part").write_text("hidden")
+    os.utime(tmp_path / "images" / "a", ns=(0, 0))
+    times = sources.stamp(Path(root))
+    (tmp_path / "images" / "a" / ".part").write_text("hidden, and longer")
+    assert sources.stamp(Path(root)) == times != before
+    (tmp_path / "images" / "b" / "round").symlink_to(tmp_path / "images")
+    (tmp_path / "images" / "b" / "nowhere.png").symlink_to(tmp_path / "nowhere")
+    assert sources.stamp(Path(root)) == sources.stamp(Path(root)) != times
+
+
+def test_of_very_many_files_those_count_that_come_and_go(tmp_path, monkeypatch):
+    root = Path(folder(tmp_path / "images", ("a", "b"), values=range(5)))
+    monkeypatch.setattr(sources, "_MOST_FILES", 4)
+    before = sources.stamp(root)
+    paint(root / "a" / "1.png", 99)
+    assert sources.stamp(root) == before
+    (root / "a" / "2.png").unlink()
+    os.utime(root / "a", ns=(0, 0))
+    assert sources.stamp(root) != before
