@@ -1,0 +1,60 @@
+"""What this process may use of its machine: the limits of its container or service (control group version 2)."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from pathlib import Path
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_MOUNT = Path("/sys/fs/cgroup")
+
+
+class Limits:
+    """Reads the limits of this process's control group and of those above it.
+
+    Args:
+        mount: where control groups are mounted.
+        membership: the file that says which one this process is in.
+    """
+
+    def __init__(self, mount: Path = _MOUNT, membership: Path = Path("/proc/self/cgroup")) -> None:
+        self._groups: list[Path] = []
+        with contextlib.suppress(OSError):
+            for line in membership.read_text(encoding="ascii").splitlines():
+                if line.startswith("0::"):
+                    here = mount / line[3:].strip("/")
+                    above = [here, *here.parents]
+                    self._groups = [group for group in above if group == mount or mount in group.parents]
+
+    @property
+    def memory(self) -> int:
+        """Bytes that this process and its children may have together; 0 for no limit."""
+        found = [int(text) for text in self._read("memory.max") if text.strip() != "max"]
+        return min(found, default=0)
+
+    @property
+    def killed(self) -> int:
+        """How many processes the system has killed here because memory ran out."""
+        for text in self._read("memory.events"):
+            if match := re.search(r"^oom_kill (\d+)$", text, re.M):
+                return int(match[1])
+        return 0
+
+    def _read(self, name: str) -> list[str]:
+        texts = []
+        for group in self._groups:
+            with contextlib.suppress(OSError):
+                texts.append((group / name).read_text(encoding="ascii"))
+        return texts
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes of a size such as "900MB", "1.5G" or "2GiB": units are powers of 1024. 0 is none.
+
+    Raises `ValueError` for anything else.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.I)
+    if match is None or len(match[1]) > 20:
+        raise ValueError(f"{text!r} is not a size: a number with KB, MB, GB or TB is")
+    return int(float(match[1]) * _UNITS[match[2].upper()])

@@ -1,0 +1,199 @@
+"""A message's objects on their way between processes: its arrays in chunks, each of which is hashed once, and copied no
+more often than HTTP does.
+
+Flower hashes a chunk when it is cut and again for every message that carries it, has all that wait to be sent in memory
+as copies, and puts an array together from all its chunks by way of two further copies. Here chunks keep their ids, two
+are copied at a time, and those that arrive are written where they belong in the array.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import json
+import mmap
+import sys
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+from flwr.app import Array, Message
+from flwr.app.message.arraychunk import ArrayChunk
+from flwr.proto.message_pb2 import ObjectTree
+from flwr.supercore.constant import FLWR_PRIVATE_MAX_CONCURRENT_OBJ_PUSHES, HEAD_BODY_DIVIDER, HEAD_VALUE_DIVIDER
+from flwr.supercore.inflatable.inflatable_object import (
+    InflatableObject,
+    get_object_body,
+    get_object_head_values_from_object_content,
+)
+from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, inflate_object_from_contents
+
+_HUGE = 1 << 22  # bytes from which on larger pages are of use
+
+Pull = Callable[[str], bytes]
+"""Object id → content, as Flower has it."""
+PullAll = Callable[[list[str], Pull], dict[str, bytes]]
+"""Flower's `pull_objects`."""
+
+
+class LetGo:
+    """An interceptor of Flower's HTTP client: an answer that was read whole knows its stream no more, which knows the
+    answer; else its megabytes, and those of its request, would stay until Python looks for cycles."""
+
+    def intercept(self, context: Any, call_next: Callable[[Any], httpx.Response]) -> httpx.Response:
+        response = call_next(context)
+        if response.is_stream_consumed:
+            response.stream = httpx.ByteStream(b"")
+        return response
+
+
+def fetch(object_id: str, pull: Pull, pull_all: PullAll) -> InflatableObject:
+    """Pull an object with all that belongs to it, and put it together.
+
+    Raises what `pull` raises, and ObjectPullError for an array whose chunks do not fit together.
+    """
+    contents: dict[str, bytes] = {}
+    arrays: list[str] = []
+    level = [object_id]
+    while level:
+        came = pull_all(level, pull)
+        contents |= came
+        below: dict[str, None] = {}
+        for each in level:
+            kind, children, _ = get_object_head_values_from_object_content(came[each])
+            if kind == Array.__qualname__:
+                arrays.append(each)
+            else:
+                below |= dict.fromkeys(children)
+        level = [each for each in below if each not in contents]
+    objects: dict[str, InflatableObject] = {each: _array(contents[each], pull, pull_all) for each in arrays}
+    return inflate_object_from_contents(object_id, contents, objects=objects)
+
+
+def fetch_from_tree(
+    tree: ObjectTree, pull: Pull, confirm: Callable[[str], None], *, return_type: type[Any], pull_all: PullAll
+) -> Any:
+    """As Flower's `pull_and_inflate_object_from_tree`."""
+    found = fetch(tree.object_id, pull, pull_all)
+    confirm(tree.object_id)
+    if not isinstance(found, return_type):
+        raise TypeError(f"a {return_type.__name__} was expected, and a {type(found).__name__} came")
+    return found
+
+
+def _array(content: bytes, pull: Pull, pull_all: PullAll) -> Array:
+    says = json.loads(get_object_body(content, Array))
+    _, ids, _ = get_object_head_values_from_object_content(content)
+    chunks = [ids[number] for number in says["arraychunk_ids"]]
+    data = _together(chunks, pull, pull_all) if chunks else b""
+    return Array(dtype=says["dtype"], shape=tuple(says["shape"]), stype=says["stype"], data=data)
+
+
+def _together(chunks: list[str], pull: Pull, pull_all: PullAll) -> bytes:
+    """The bytes of these chunks in their order. All but the last are of one size, and an id may come twice."""
+    first, last = chunks[0], chunks[-1]
+    ends = pull_all(list({first: None, last: None}), pull)
+    size = len(_body(ends[first]))
+    whole, buffer = _new_bytes(size * (len(chunks) - 1) + len(_body(ends[last])))
+    places: dict[str, list[int]] = {}
+    for number, chunk in enumerate(chunks):
+        places.setdefault(chunk, []).append(number * size)
+
+    def put(chunk: str, content: bytes, _alive: bytes = whole) -> None:
+        # A pull that fails leaves others in their threads: what these still write to must be there.
+        body = _body(content)
+        for start in places[chunk]:
+            if len(body) != min(size, len(buffer) - start):
+                raise ObjectPullError(chunk, "an array's chunks are not of one size")
+            buffer[start : start + size] = body
+
+    for chunk, content in ends.items():
+        put(chunk, content)
+    del ends
+
+    def pull_in(chunk: str) -> bytes:
+        put(chunk, pull(chunk))
+        return b""
+
+    pull_all([chunk for chunk in places if chunk not in (first, last)], pull_in)
+    return whole
+
+
+def _body(content: bytes) -> memoryview:
+    kind, _, size = get_object_head_values_from_object_content(content[:200])
+    body = memoryview(content)[content.index(HEAD_BODY_DIVIDER) + len(HEAD_BODY_DIVIDER) :]
+    if kind != ArrayChunk.__qualname__ or len(body) != size:
+        raise ValueError(f"an array's chunk was expected, and a {kind} of {len(body)} bytes came, which says {size}")
+    return body
+
+
+def _new_bytes(size: int) -> tuple[bytes, memoryview]:
+    """Bytes that are not filled yet, and a view to fill them by, before anybody else sees them: an Array's data are
+    `bytes`, and made any other way they would be copied."""
+    new, address = ctypes.pythonapi.PyBytes_FromStringAndSize, ctypes.pythonapi.PyBytes_AsString
+    new.restype, new.argtypes = ctypes.py_object, (ctypes.c_char_p, ctypes.c_ssize_t)
+    address.restype, address.argtypes = ctypes.c_void_p, (ctypes.py_object,)
+    made = new(None, size)
+    begin = address(made)
+    with contextlib.suppress(OSError, AttributeError):  # a system that has it gives larger pages, and is sooner done
+        first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
+        if size > _HUGE:
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(begin + size - first), mmap.MADV_HUGEPAGE)
+    return made, memoryview((ctypes.c_char * size).from_address(begin)).cast("B")
+
+
+def hash_chunks(message: Message) -> None:
+    """Cut the message's arrays into chunks and hash them, in several threads; Flower then takes these for its own."""
+    records = message.content.array_records.values() if message.has_content() else ()
+    for array in {id(array): array for record in records for array in record.values()}.values():
+        if "_chunks" not in array.__dict__:
+            views = _cut(array)
+            with ThreadPoolExecutor(2) as pool:
+                array.__dict__["_chunks"] = list(zip(pool.map(_id_of, views), views, strict=True))
+
+
+def _cut(array: Array) -> list[ArrayChunk]:
+    size, data = sys.modules[Array.__module__].FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE, memoryview(array.data)
+    return [ArrayChunk(data[start : start + size]) for start in range(0, len(data), size)]
+
+
+def _head(chunk: ArrayChunk) -> bytes:
+    values = (ArrayChunk.__qualname__, "", str(len(chunk.data)))
+    return HEAD_VALUE_DIVIDER.join(values).encode() + HEAD_BODY_DIVIDER
+
+
+def _id_of(chunk: ArrayChunk) -> str:
+    known = hashlib.sha256(_head(chunk))
+    known.update(chunk.data)
+    return known.hexdigest()
+
+
+def tree_of(message: InflatableObject, object_id: str) -> tuple[ObjectTree, dict[str, InflatableObject]]:
+    """An object's tree, and all that is in it by id, children first; ids are those by which it knows its children."""
+    objects: dict[str, InflatableObject] = {}
+
+    def walk(each: InflatableObject, its_id: str) -> ObjectTree:
+        children = [walk(child, child_id) for child_id, child in (each.children or {}).items()]
+        objects[its_id] = each
+        return ObjectTree(object_id=its_id, children=children)
+
+    return walk(message, object_id), objects
+
+
+def push(objects: dict[str, InflatableObject], wanted: Iterable[str], push_one: Callable[[str, bytes], None]) -> None:
+    """Push the wanted objects, children first, a few at a time; only of these there are copies."""
+    wanted = set(wanted)
+
+    def push_it(item: tuple[str, InflatableObject]) -> None:
+        object_id, each = item
+        content = b"".join((_head(each), each.data)) if isinstance(each, ArrayChunk) else each.deflate()
+        push_one(object_id, content)
+
+    pool = ThreadPoolExecutor(FLWR_PRIVATE_MAX_CONCURRENT_OBJ_PUSHES)
+    try:
+        for _ in pool.map(push_it, [item for item in objects.items() if item[0] in wanted]):
+            pass
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)

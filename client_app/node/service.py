@@ -1,0 +1,144 @@
+"""The node's gRPC services: `node.proto` on its control address; the standard health service there and elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from . import node_pb2
+
+NAME = node_pb2.DESCRIPTOR.services_by_name["Node"].full_name
+
+
+class Services:
+    """Serves until `stop`.
+
+    Args:
+        control: address for status, drain and health, "host:port" or "unix:/path".
+        health_address: a further address, for health alone; "" for none.
+        status: what the node is doing.
+        drain: has the node begin to drain, or come back if its argument is true.
+
+    Raises `OSError` for an address that cannot be listened on.
+    """
+
+    def __init__(
+        self,
+        control: str,
+        health_address: str,
+        *,
+        status: Callable[[], node_pb2.NodeStatus],
+        drain: Callable[[bool], node_pb2.NodeStatus],
+    ) -> None:
+        self._health = health.HealthServicer()
+        self.serving(False)
+        handlers = {
+            "Status": grpc.unary_unary_rpc_method_handler(
+                lambda request, context: status(),
+                request_deserializer=node_pb2.StatusRequest.FromString,
+                response_serializer=node_pb2.NodeStatus.SerializeToString,
+            ),
+            "Drain": grpc.unary_unary_rpc_method_handler(
+                lambda request, context: drain(request.undo),
+                request_deserializer=node_pb2.DrainRequest.FromString,
+                response_serializer=node_pb2.NodeStatus.SerializeToString,
+            ),
+        }
+        self._servers: list[grpc.Server] = []
+        try:
+            server = self._listen(control)
+            server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(NAME, handlers),))
+            server.start()
+            if health_address:
+                self._listen(health_address).start()
+        except OSError:
+            self.stop()
+            raise
+
+    def serving(self, well: bool) -> None:
+        """Say to all who ask for the node's health whether it can work."""
+        said = health_pb2.HealthCheckResponse.SERVING if well else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ("", NAME):
+            self._health.set(name, said)
+
+    def stop(self) -> None:
+        """Answer nobody any more."""
+        for server in self._servers:
+            server.stop(0.2).wait()
+
+    def _listen(self, address: str) -> grpc.Server:
+        server = grpc.server(ThreadPoolExecutor(4, "control"), options=[("grpc.so_reuseport", 0)])
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        taken = f"the node cannot listen on {address}: is there another node on this machine?"
+        if address.startswith("unix:") and _listened_on(address.removeprefix("unix:")):
+            raise OSError(taken)  # gRPC would take the file away from it
+        try:
+            server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise OSError(taken) from error
+        self._servers.append(server)
+        return server
+
+
+class Control:
+    """Talks to a node's control address. Raises `ConnectionError` where nobody answers."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._channel = grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)])
+
+    def status(self, timeout: float = 5.0) -> node_pb2.NodeStatus:
+        """What the node is doing."""
+        return self._call("Status", node_pb2.StatusRequest(), timeout)
+
+    def drain(self, *, undo: bool = False, wait: float = 60.0) -> node_pb2.NodeStatus:
+        """Have the node finish its message and leave the SuperLink, or come back; wait for it, but not longer."""
+        end = time.monotonic() + wait
+        status = self._call("Drain", node_pb2.DrainRequest(undo=undo), 5.0)
+        under_way = ("draining", "drained", "starting") if undo else ("draining",)
+        while status.state in under_way and time.monotonic() < end:
+            time.sleep(0.1)
+            status = self.status()
+        return status
+
+    def healthy(self, timeout: float = 5.0) -> bool:
+        """What the standard health service says."""
+        with self._explained():
+            answer = health_pb2_grpc.HealthStub(self._channel).Check(
+                health_pb2.HealthCheckRequest(), timeout=timeout
+            )
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def _call(self, method: str, request: object, timeout: float) -> node_pb2.NodeStatus:
+        call = self._channel.unary_unary(
+            f"/{NAME}/{method}",
+            request_serializer=lambda message: message.SerializeToString(),
+            response_deserializer=node_pb2.NodeStatus.FromString,
+        )
+        with self._explained():
+            return call(request, timeout=timeout)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except grpc.RpcError as error:
+            raise ConnectionError(f"no node answers on {self._address} ({error.code().name.lower()})") from error
+
+
+def _listened_on(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(path)
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,29 @@
+"""The node's own folder."""
+
+import fcntl
+import tempfile
+from pathlib import Path
+
+from tepal.client_app.node.node import _folder
+
+
+def test_a_node_has_a_folder_of_its_own_that_goes_with_it(tmp_path):
+    with _folder(tmp_path / "state") as first, _folder(tmp_path / "state") as second:
+        assert first != second and first.parent == second.parent == tmp_path / "state"
+        (first / "app").mkdir()
+        with _folder(tmp_path / "state"):
+            assert (first / "app").is_dir() and second.is_dir(), "of nodes that live"
+    assert list((tmp_path / "state").iterdir()) == []
+
+
+def test_what_a_killed_node_left_goes_with_the_next_start_and_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    killed, living, other = (tmp_path / f"tepal-node-{name}" for name in ("killed", "living", "starting"))
+    for folder in (killed, living, other):
+        (folder / "worker-1").mkdir(parents=True)
+    (killed / "lock").touch()
+    with (living / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with _folder(None) as own:
+            assert sorted(tmp_path.iterdir()) == sorted([living, other, own])
+    assert Path(own).exists() is False
