@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from torch import Tensor
 
-from tepal.client_app import apply_plan
+from tepal.client_app import apply_plan, objectives, together
 from tepal.client_app.delivery import deliver
-from tepal.client_app.prediction import score_ensemble
-from tepal.client_app.probing import probe_layers
+from tepal.client_app.objectives import Outcome, Work
+from tepal.client_app.prediction import EnsembleScore, score_ensemble
+from tepal.client_app.probing import probe_layers, random_numbers_apart
 from tepal.client_app.site import Site
-from tepal.client_app.training import fit, score
+from tepal.client_app.training import Score, accumulation, score
 from tepal.exchange import PartialExchange
-from tepal.exchange.plan import FINAL, SCORED_AS
+from tepal.exchange.mod import Received, received
+from tepal.exchange.plan import ACCUMULATION, FINAL, PROXIMAL, SCORED_AS
+
+OWN = "personal"
+"""Whose score it is, in the names of metrics, when a client scores a model that it has made its own."""
 
 app = ClientApp(mods=[PartialExchange(introduce=lambda msg, context: Site.of(msg, context).figures(msg))])
 
@@ -22,25 +31,44 @@ app = ClientApp(mods=[PartialExchange(introduce=lambda msg, context: Site.of(msg
 @app.train()
 def train(msg: Message, context: Context) -> Message:
     site = Site.of(msg, context)
-    site.model.load_state_dict(msg.content["arrays"].to_torch_state_dict())
-    plan = apply_plan(site.model, msg)
-    received = score(site.model, *site.test, site.training)
-    fitted = fit(site.model, site.batches, site.training, plan.penalty)
-    trained = score(site.model, *site.test, site.training)
+    model = site.model
+    model.load_state_dict(msg.content["arrays"].to_torch_state_dict())
+    plan, came = apply_plan(model, msg), received(msg)
+    objective, work = objectives.find(came.manifest.objective if came else ""), _work(site, came, plan.penalty)
+    before = _scored(site, "received")
+    plain = not (came and came.manifest.objective) and not plan.ridge and not plan.proximal
+    if (fitted := together.fit(work, plain=plain)) is not None:
+        outcome = Outcome(fitted)
+    else:
+        with _random_numbers(site):
+            outcome = objective.fit(work)
+    after = _scored(site, "trained")
+    steps = outcome.fitted.steps
     metrics = MetricRecord(
         {
             "num-examples": len(site.batches),
-            "train-loss": fitted.loss,
-            "train-steps": fitted.steps,
-            "test-examples": received.examples,
-            "received-accuracy": received.accuracy,
-            "received-loss": received.loss,
-            "trained-accuracy": trained.accuracy,
-            "trained-loss": trained.loss,
+            "train-loss": outcome.fitted.loss,
+            "train-steps": steps,
+            "step-seconds": outcome.fitted.step_seconds,
+            ACCUMULATION: accumulation(site.training, steps, float(work.options.get(PROXIMAL, 0.0))),
+            "test-examples": len(site.test[1]),
+            **before,
+            **after,
         }
     )
-    arrays = ArrayRecord(site.model.state_dict())
-    return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=msg)
+    content = RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics})
+    if came is not None:
+        for tree, values in outcome.trees.items():
+            content[tree] = came.record_of(tree, values)
+        if outcome.personal is not None:
+            came.personal.save(outcome.personal)
+            work.personal = outcome.personal
+    if objective.personal and site.training.score_in_training:
+        work.load(work.received)
+        with _random_numbers(site):
+            objective.personalise(work)
+        metrics.update(_scored(site, OWN))
+    return Message(content, reply_to=msg)
 
 
 @app.train("probe")
@@ -48,27 +76,67 @@ def probe(msg: Message, context: Context) -> Message:
     """What the server chooses this client's layers by: no step is taken, and no entry is returned."""
     site = Site.of(msg, context)
     site.model.load_state_dict(msg.content["arrays"].to_torch_state_dict())
-    found = probe_layers(site.model, msg, site.batches.epoch(0))
+    found = probe_layers(site.model, msg, site.batches.epoch(0), loss=site.task.loss_of)
     metrics = MetricRecord({"num-examples": len(site.batches), **site.budget, **found})
     return Message(RecordDict({"metrics": metrics}), reply_to=msg)
 
 
 @app.evaluate()
 def evaluate(msg: Message, context: Context) -> Message:
-    """Score what came: one model, or the mean prediction of the models of an ensemble."""
+    """Score what came: one model, the mean prediction of the models of an ensemble, or what this client makes of it."""
     site = Site.of(msg, context)
     settings = msg.content["config"]
     records = list(msg.content.array_records.values())
+    came = received(msg)
+    if (objective := objectives.find(came.manifest.objective if came else "")).personal:
+        site.model.load_state_dict(records[0].to_torch_state_dict())
+        with _random_numbers(site):
+            objective.personalise(_work(site, came))
+        records = [ArrayRecord(site.model.state_dict())]
     states = (record.to_torch_state_dict() for record in records)  # one at a time is in memory
-    scored = score_ensemble(site.model, states, *site.test, site.training)
+    scored = score_ensemble(site.model, states, *site.test, site.training, site.task)
     of = str(settings.get(SCORED_AS, "received"))
-    figures: dict[str, Any] = {
-        "num-examples": scored.examples,
-        f"{of}-accuracy": scored.accuracy,
-        f"{of}-loss": scored.loss,
-    }
+    figures: dict[str, Any] = {"num-examples": scored.examples, **_named(of, scored)}
     if len(records) > 1:
-        figures |= {f"{of}-{name.replace('_', '-')}": value for name, value in vars(scored.diversity).items()}
+        figures |= {f"{of}-{name}": value for name, value in scored.apart.items()}
     if settings.get(FINAL):
         deliver(records, site, context)
     return Message(RecordDict({"metrics": MetricRecord(figures)}), reply_to=msg)
+
+
+def _work(site: Site, came: Received | None, penalty: Callable[[], Tensor | float] = lambda: 0.0) -> Work:
+    """Local training on what was received, which must be loaded. Under a strategy of Flower's that is all of it."""
+    work = Work(site.model, site.batches, site.training, site.task, penalty=penalty)
+    if came is not None:
+        work.layout, work.received, work.trees = came.manifest.layout, came.model, came.trees
+        work.options, work.load_personal = came.manifest.options, came.personal.load
+    return work
+
+
+def _scored(site: Site, of: str) -> dict[str, float]:
+    """What the model scores on this client's test examples, as metrics, where clients score as they train."""
+    if not site.training.score_in_training:
+        return {}
+    return _named(of, score(site.model, *site.test, site.training, site.task))
+
+
+@contextmanager
+def _random_numbers(site: Site) -> Iterator[None]:
+    """Random numbers, those of dropout, by the client's seed, so that a round can be repeated.
+
+    torch's generator is one for all threads: of models that draw, one client trains at a time.
+    """
+    turn = _drawing if together.draws_numbers(site.model) else nullcontext()
+    with turn, random_numbers_apart(site.model, site.batches.seed):
+        yield
+
+
+_drawing = threading.Lock()
+
+
+def _named(of: str, scored: Score | EnsembleScore) -> dict[str, float]:
+    """A score as metrics: which model it is of, and of what."""
+    figures = {"loss": scored.loss, **scored.figures}
+    if scored.accuracy is not None:
+        figures["accuracy"] = scored.accuracy
+    return {f"{of}-{name}": value for name, value in figures.items()}

@@ -14,6 +14,7 @@ from flwr.app import ArrayRecord, Context
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from tepal.client_app.inputs import written_sizes
 from tepal.client_app.site import Site
 from tepal.exchange.modes import join_modes
 
@@ -30,12 +31,10 @@ def deliver(records: Sequence[ArrayRecord], site: Site, context: Context) -> Non
     if wanted is None:
         return
     path = Path(str(wanted)).expanduser()
-    channels, height, width = site.shape
     metadata = {
         "format": "pt",
         "model": str(context.run_config.get("model")),
-        "image-shape": f"{channels}x{height}x{width}",
-        "classes": str(site.classes),
+        **written_sizes(site.sizes),
         "config": json.dumps(dict(context.run_config)),
     }
     part = path.parent / f".{path.name}.{quote(site.name, safe='')}.part"  # clients on one machine may name one place

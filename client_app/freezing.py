@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tepal.exchange.layout import Entry
 from tepal.exchange.mod import received
+from tepal.exchange.plan import PROXIMAL
 
 _FROZEN = "_tepal_frozen"  # on a Parameter that apply_plan froze as a whole
 _ROWS = "_tepal_frozen_rows"  # on a Parameter that holds frozen and trained entries: a _FrozenRows
@@ -27,13 +29,25 @@ class AppliedPlan:
 
     ridge: float = 0.0
     value_projection: tuple[tuple[nn.Parameter, Entry], ...] = field(default=(), repr=False)
+    proximal: float = 0.0
+    trained: tuple[tuple[nn.Parameter, Entry, np.ndarray], ...] = field(default=(), repr=False)
 
     def penalty(self) -> Tensor | float:
-        """(λ/2)·‖W_V‖²_F over the weights of the value projections: a scalar to add to the loss; 0.0 without ridge."""
-        if not self.ridge:
-            return 0.0
-        squares = [parameter[entry.index].square().sum() for parameter, entry in self.value_projection]
-        return 0.5 * self.ridge * torch.stack(squares).sum()
+        """What to add to the loss, a scalar: (λ/2)·‖W_V‖²_F over the weights of the value projections, and
+        (μ/2)·‖w − w_received‖² over all entries that train. 0.0 where the plan has neither."""
+        terms: list[Tensor] = []
+        if self.ridge:
+            squares = [parameter[entry.index].square().sum() for parameter, entry in self.value_projection]
+            terms.append(0.5 * self.ridge * torch.stack(squares).sum())
+        if self.proximal:
+            moved = [(p[entry.index] - anchor).square().sum() for p, entry, anchor in self._anchored]
+            terms.append(0.5 * self.proximal * torch.stack(moved).sum())
+        return sum(terms) if terms else 0.0
+
+    @cached_property
+    def _anchored(self) -> list[tuple[nn.Parameter, Entry, Tensor]]:
+        # When it is first asked for, as the model may go to another device after the plan was applied.
+        return [(p, entry, torch.from_numpy(np.array(value)).to(p)) for p, entry, value in self.trained]
 
 
 def apply_plan(model: nn.Module, msg: Message) -> AppliedPlan:
@@ -84,7 +98,14 @@ def apply_plan(model: nn.Module, msg: Message) -> AppliedPlan:
             _FrozenRows.put(parameter, [(entry, came.model[entry.name]) for entry in rows])
     ridge = float(came.manifest.options.get("ridge", 0.0))
     group = [layout.by_name[name] for name in came.manifest.groups.get("value_projection", ())]
-    return AppliedPlan(ridge, tuple((_parameter(parameters, entry.raw), entry) for entry in group))
+    proximal = float(came.manifest.options.get(PROXIMAL, 0.0))
+    trained = [layout.by_name[name] for name in came.manifest.trains] if proximal else []
+    return AppliedPlan(
+        ridge,
+        tuple((_parameter(parameters, entry.raw), entry) for entry in group),
+        proximal,
+        tuple((parameters[e.raw], e, came.model[e.name]) for e in trained if e.raw in parameters),
+    )
 
 
 def frozen_rows(parameter: nn.Parameter) -> bool:

@@ -15,11 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from tepal import models
+from tepal.client_app import tasks
 from tepal.client_app.config import TrainingConfig
-from tepal.client_app.training import autocast
-
-_BATCH = 512  # examples in one forward pass, as in training.score
+from tepal.client_app.tasks import Task, check_shapes, counts_by_class, macro_f1
+from tepal.client_app.training import at_once, autocast
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,21 +71,29 @@ class Diversity:
 
 @dataclass(frozen=True)
 class EnsembleScore:
-    """Mean negative logarithm of the true class's mean probability, and share of correct labels, of the ensemble."""
+    """How well an ensemble predicts `examples` examples, and how far its members differ.
+
+    loss: mean negative logarithm of the true class's mean probability; in a regression the mean squared error of the
+        mean output.
+    accuracy: share of correct labels; None in a regression.
+    figures: those of the task, by name.
+    diversity: of a classification, else None.
+    variance: over the members, of a regression, mean over all numbers put out; else None.
+    """
 
     loss: float
-    accuracy: float
+    accuracy: float | None
     examples: int
-    diversity: Diversity
+    figures: Mapping[str, float]
+    diversity: Diversity | None = None
+    variance: float | None = None
 
-
-@dataclass(frozen=True)
-class RegressionScore:
-    """Mean squared error of the mean output, and the variance over members, both means over all numbers put out."""
-
-    mean_squared_error: float
-    variance_over_members: float
-    examples: int
+    @property
+    def apart(self) -> dict[str, float]:
+        """How far the members differ, by the names of metrics."""
+        if self.diversity is None:
+            return {} if self.variance is None else {"variance-over-members": self.variance}
+        return {name.replace("_", "-"): value for name, value in vars(self.diversity).items()}
 
 
 def predict(
@@ -94,8 +101,7 @@ def predict(
     states: Iterable[Mapping[str, Tensor]],
     inputs: Tensor,
     config: TrainingConfig | None,
-    *,
-    kind: str = models.IMAGES,
+    task: Task = tasks.IMAGES,
 ) -> Predictions:
     """The mean prediction of the members.
 
@@ -103,14 +109,14 @@ def predict(
         model: takes each member's weights in turn, and has the last one's afterwards; in evaluation mode.
         states: the members' state_dicts; an iterator that reads them one by one keeps one in memory.
         inputs: (n, …), on the model's device.
-        config: its `autocast` holds; None is none.
-        kind: `models.IMAGES` (mean of the probabilities) or `models.SEQUENCES` (mean of the outputs).
+        config: its `autocast` holds, and what fits in a pass (see `training.at_once`); None: the usual.
+        task: says how the model is called, and whether probabilities or outputs are averaged.
 
     Raises:
         ValueError: there is no member.
     """
-    members = (_outputs(model, state, inputs, config) for state in states)
-    return _classify(members) if kind == models.IMAGES else _regress(members)
+    members = (_outputs(model, state, inputs, config, task) for state in states)
+    return _regress(members) if task.regression else _classify(members)
 
 
 def score_ensemble(
@@ -119,41 +125,26 @@ def score_ensemble(
     inputs: Tensor,
     labels: Tensor,
     config: TrainingConfig | None,
+    task: Task = tasks.IMAGES,
 ) -> EnsembleScore:
-    """Score a classifying ensemble; with one member, loss and accuracy are those of `training.score`.
+    """Score an ensemble; with one member, loss, accuracy and figures are those of `training.score`.
 
-    Args as for `predict`; `labels` (n,) are class numbers. Raises ValueError for no member, for no example, and where
-    inputs and labels are not of one number.
+    Args as for `predict`; `labels` (n,) are class numbers, in a regression numbers of the outputs' shape. Raises
+    ValueError for no member, for no example, and where labels do not fit inputs or outputs.
     """
-    _require_pairs(inputs, labels)
-    predictions = predict(model, states, inputs, config)
+    if len(inputs) != len(labels) or not len(labels):
+        raise ValueError(f"{len(inputs)} inputs and {len(labels)} labels: a score needs one label for each input")
+    predictions = predict(model, states, inputs, config, task)
     labels = labels.cpu()
-    log_probabilities = _of_classes(predictions.log_probabilities)
+    if task.regression:
+        return _score_regression(predictions, labels)
+    log_probabilities, predicted = _of_classes(predictions.log_probabilities), predictions.labels
+    loss = -float(log_probabilities.gather(1, labels[:, None]).mean())
+    figures = {}
+    if task.macro_f1:
+        figures["macro-f1"] = macro_f1(*counts_by_class(predicted, labels, log_probabilities.shape[1]))
     return EnsembleScore(
-        loss=-float(log_probabilities.gather(1, labels[:, None]).mean()),
-        accuracy=_share(predictions.labels == labels),
-        examples=len(labels),
-        diversity=diversity(predictions, labels),
-    )
-
-
-def score_regression(
-    model: nn.Module,
-    states: Iterable[Mapping[str, Tensor]],
-    inputs: Tensor,
-    targets: Tensor,
-    config: TrainingConfig | None,
-) -> RegressionScore:
-    """Score an ensemble that does a regression; `targets` are of the outputs' shape. Otherwise as `score_ensemble`."""
-    _require_pairs(inputs, targets)
-    predictions = predict(model, states, inputs, config, kind=models.SEQUENCES)
-    if predictions.outputs.shape != targets.shape:  # or they would be broadcast
-        raise ValueError(f"targets have shape {tuple(targets.shape)}, outputs {tuple(predictions.outputs.shape)}")
-    assert predictions.variance is not None
-    return RegressionScore(
-        mean_squared_error=float((predictions.outputs - targets.cpu().double()).square().mean()),
-        variance_over_members=float(predictions.variance.mean()),
-        examples=len(targets),
+        loss, _share(predicted == labels), len(labels), figures, diversity=diversity(predictions, labels)
     )
 
 
@@ -169,8 +160,18 @@ def diversity(predictions: Predictions, labels: Tensor) -> Diversity:
     )
 
 
+def _score_regression(predictions: Predictions, targets: Tensor) -> EnsembleScore:
+    check_shapes(predictions.outputs, targets)
+    assert predictions.variance is not None
+    loss = float((predictions.outputs - targets.double()).square().mean())
+    figures = {"rmse": math.sqrt(loss)}
+    return EnsembleScore(loss, None, len(targets), figures, variance=float(predictions.variance.mean()))
+
+
 @torch.no_grad()
-def _outputs(model: nn.Module, state: Mapping[str, Tensor], inputs: Tensor, config: TrainingConfig | None) -> Tensor:
+def _outputs(
+    model: nn.Module, state: Mapping[str, Tensor], inputs: Tensor, config: TrainingConfig | None, task: Task
+) -> Tensor:
     """One member's outputs (n, …).
 
     In double precision, where logits that differ still differ after log_softmax: a member alone has the accuracy that
@@ -179,9 +180,9 @@ def _outputs(model: nn.Module, state: Mapping[str, Tensor], inputs: Tensor, conf
     model.load_state_dict(state)
     model.eval()
     parts = []
-    for batch in inputs.split(_BATCH):
+    for batch in inputs.split(at_once(inputs, config or TrainingConfig(), task)):
         with autocast(config, batch.device) if config else nullcontext():
-            outputs = model(batch)
+            outputs = task.outputs(model, batch)
         parts.append(outputs.cpu().double())
     return torch.cat(parts)
 
@@ -231,11 +232,6 @@ def _disagreement(member_labels: Tensor, classes: int) -> float:
     votes.scatter_add_(1, member_labels.T, torch.ones(examples, members, dtype=torch.float64))
     agreeing = (votes * (votes - 1)).sum(dim=1) / (members * (members - 1))
     return 1 - float(agreeing.mean())
-
-
-def _require_pairs(inputs: Tensor, labels: Tensor) -> None:
-    if len(inputs) != len(labels) or not len(labels):
-        raise ValueError(f"{len(inputs)} inputs and {len(labels)} labels: a score needs one label for each input")
 
 
 def _share(correct: Tensor) -> float:

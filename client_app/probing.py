@@ -104,7 +104,7 @@ def layer_scores(
         raise ValueError(f"score={score!r}: expected one of {', '.join(get_args(Kind))}")
     probe = _Probe(model, layers, head, layout, loss)
     examples, mean = 0, 0.0
-    with plan_lifted(model), _in_train_mode(model), _random_numbers_apart(model):
+    with plan_lifted(model), _in_train_mode(model), random_numbers_apart(model):
         for inputs, labels in batches:
             if timed and not examples:
                 probe.add(inputs, labels, share=1.0)
@@ -257,14 +257,14 @@ def _in_train_mode(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _random_numbers_apart(model: nn.Module) -> Iterator[None]:
+def random_numbers_apart(model: nn.Module, seed: int = 0) -> Iterator[None]:
     """Random numbers from a seed of their own; the global generators go on afterwards where they were."""
     devices = sorted({parameter.device.index or 0 for parameter in model.parameters() if parameter.is_cuda})
     with torch.random.fork_rng(devices):
         # Not torch.manual_seed: it would also seed GPUs that are not forked here.
-        torch.default_generator.manual_seed(0)
+        torch.default_generator.manual_seed(seed)
         for device in devices:
-            torch.cuda.default_generators[device].manual_seed(0)
+            torch.cuda.default_generators[device].manual_seed(seed)
         yield
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,26 +16,30 @@ from torch import Tensor, nn
 
 from tepal import models
 from tepal.client_app.config import TrainingConfig
-from tepal.client_app.data import ClientData, DataConfig, load_client
+from tepal.client_app.data import own_stamp
+from tepal.client_app.inputs import FOUND_NAMES, ClientInputs, InputConfig, client_inputs, written_sizes
+from tepal.client_app.tasks import TASKS, Task
 from tepal.client_app.training import Batches, device_of
 from tepal.exchange.mod import own_name, received
-from tepal.exchange.plan import LAYER_BUDGET
+from tepal.exchange.plan import LABEL_COUNTS, LAYER_BUDGET
 from tepal.models.blocks import layout_of
 
 
 @dataclass(frozen=True)
 class Site:
-    """One client in one message. `model` is one object per process: its weights are those of whoever loaded it last."""
+    """One client in one message. `model` is one object per thread: its weights are those of whoever loaded it last."""
 
     name: str
     model: nn.Module
     batches: Batches
     test: tuple[Tensor, Tensor]
     training: TrainingConfig
+    task: Task
     node_config: Mapping[str, Any]
-    shape: tuple[int, int, int]
-    """Of an image: channels, height, width."""
-    classes: int
+    sizes: Mapping[str, Any]
+    """What the model is built with."""
+    origin: str = ""
+    """Where the examples come from, in words."""
 
     @staticmethod
     def of(msg: Message, context: Context) -> Site:
@@ -44,25 +48,30 @@ class Site:
         Raises ValueError (DataError, ModelError, …) in words for the client's owner.
         """
         came = received(msg)
-        name = came.manifest.client if came else own_name(context)
+        # The server knows no name yet of one that introduces itself.
+        name = (came.manifest.client if came else "") or own_name(context)
         settings: dict[str, Any] = {**context.run_config, **msg.content.config_records.get("config", {})}
+        if context.node_config.get("data-path") and not settings.get("class-names"):
+            settings["class-names"] = settings.get(FOUND_NAMES, "")
         training = TrainingConfig.of(settings)
         if training.deterministic:
             torch.set_num_threads(1)
         device = device_of(_text(context.node_config.get("device")))
         # A process may serve many clients, as simulation's actors do, and one client many rounds.
-        data = _load(DataConfig.from_run_config(settings), context.node_config, name)
+        config = InputConfig.from_run_config(settings)
+        data = _load(config, context.node_config, name)
         inputs, labels, test_inputs, test_labels = (tensor.to(device) for tensor in data.tensors)
         round_seed = zlib.crc32(f"{settings.get('seed', 0)}/{settings.get('server-round', 0)}/{name}".encode())
         return Site(
             name=name,
-            model=_model(str(settings.get("model")), data.data.shape, data.data.classes).to(device),
+            model=_model(config.model, tuple(data.inputs.sizes.items())).to(device),
             batches=Batches(inputs, labels, training.batch_size, round_seed),
             test=(test_inputs, test_labels),
             training=training,
+            task=TASKS[config.kind],
             node_config=context.node_config,
-            shape=data.data.shape,
-            classes=data.data.classes,
+            sizes=data.inputs.sizes,
+            origin=data.inputs.origin,
         )
 
     @property
@@ -75,42 +84,75 @@ class Site:
             raise ValueError(f"this node's config says {LAYER_BUDGET}={budget!r}, which is not a finite number")
         return {LAYER_BUDGET: float(budget)}
 
-    def figures(self, msg: Message) -> dict[str, float]:
-        """What a client tells of itself when it is introduced. Raises ValueError for one that cannot take part."""
+    def figures(self, msg: Message) -> dict[str, int | float | list[int]]:
+        """What a client tells of itself when it is introduced. Raises ValueError for one that cannot take part.
+
+        How many examples each class has is told of a part of the run's dataset alone, never of data that is a site's
+        own.
+        """
         if (came := received(msg)) is not None:
             here = layout_of(self.model)
             if different := came.manifest.layout.difference(here, mine="the server's", others="this client's"):
-                raise ValueError(f"this client's model is not the server's: {different}")
-        return {"num-examples": len(self.batches), "test-examples": len(self.test[1]), **self.budget}
+                built = ", ".join(f"{key}={size}" for key, size in written_sizes(self.sizes).items())
+                raise ValueError(
+                    f"client {self.name}: {self.origin}: this client's model is not the server's: {different}. It is "
+                    f"built for what the data has ({built}): mend the data, or set classes, class-names or image-shape "
+                    "in the run config"
+                )
+        told: dict[str, int | float | list[int]] = {
+            "num-examples": len(self.batches), "test-examples": len(self.test[1]), **self.budget
+        }  # fmt: skip
+        if "data-path" not in self.node_config and self.task.macro_f1:
+            labels = torch.cat([self.batches.labels, self.test[1]])
+            told[LABEL_COUNTS] = torch.bincount(labels, minlength=int(self.sizes["classes"])).tolist()
+        return told
 
 
 @dataclass(frozen=True)
 class _Loaded:
-    data: ClientData
+    inputs: ClientInputs
     tensors: tuple[Tensor, Tensor, Tensor, Tensor]
+    stamp: str
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
 
 
 _loaded: dict[str, _Loaded] = {}
-_MOST_LOADED = 64  # clients whose examples one process keeps
+_MOST_LOADED = 2 * 2**30  # bytes of clients' examples that one process keeps
+_loading = threading.Lock()  # what is loaded is for all threads: none loads it a second time
+_of_thread = threading.local()
 
 
-def _load(config: DataConfig, node_config: Mapping[str, Any], name: str) -> _Loaded:
+def _load(config: InputConfig, node_config: Mapping[str, Any], name: str) -> _Loaded:
     key = json.dumps([config.model_dump(), dict(node_config), name], sort_keys=True, default=str)
-    if key not in _loaded:
-        data = load_client(config, node_config, client=name)
-        tensors = tuple(
-            torch.from_numpy(array)
-            for array in (data.train.images, data.train.labels, data.test.images, data.test.labels)
-        )
-        if len(_loaded) >= _MOST_LOADED:
-            _loaded.pop(next(iter(_loaded)))
-        _loaded[key] = _Loaded(data, tensors)  # type: ignore[arg-type]
-    return _loaded[key]
+    stamp = own_stamp(node_config)
+    with _loading:
+        if key not in _loaded or (stamp and stamp != _loaded[key].stamp):
+            data = client_inputs(config, node_config, client=name)
+            tensors = tuple(
+                torch.from_numpy(array)
+                for array in (data.train.values, data.train.labels, data.test.values, data.test.labels)
+            )
+            found = _Loaded(data, tensors, stamp)  # type: ignore[arg-type]
+            _loaded.pop(key, None)
+            room = _MOST_LOADED - found.nbytes
+            while _loaded and sum(each.nbytes for each in _loaded.values()) > room:
+                _loaded.pop(next(iter(_loaded)))
+            _loaded[key] = found
+        return _loaded[key]
 
 
-@lru_cache(maxsize=1)
-def _model(name: str, shape: tuple[int, int, int], classes: int) -> nn.Module:
-    return models.build(name, image_shape=shape, classes=classes, seed=0)
+def _model(name: str, sizes: tuple[tuple[str, Any], ...]) -> nn.Module:
+    if getattr(_of_thread, "built", None) != (name, sizes):
+        with _loading:  # it seeds torch's generator, which is one for all threads
+            # Convolutions are a fifth faster so on a CPU; other layers do not mind.
+            _of_thread.model = models.build(name, **dict(sizes), seed=0)
+            _of_thread.model.to(memory_format=torch.channels_last)
+        _of_thread.built = name, sizes
+    model: nn.Module = _of_thread.model
+    return model
 
 
 def _text(value: object) -> str | None:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from tepal.client_app import tasks
 from tepal.client_app.config import TrainingConfig
+from tepal.client_app.gradient_checkpointing import recomputed_layers
+from tepal.client_app.tasks import Tally, Task
 
 
 @dataclass(frozen=True)
@@ -31,32 +35,51 @@ class Batches:
 
     @property
     def per_epoch(self) -> int:
-        return math.ceil(len(self) / self.batch_size)
+        return len(_cuts(len(self), self.batch_size))
 
-    def epoch(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Every example once, shuffled; the last batch may be smaller."""
+    def epoch(self, number: int) -> Iterator[Batch]:
+        """Every example once, shuffled. The last batch may be smaller, or larger by one: none is of one example alone,
+        which has no variance for a BatchNorm."""
         # NumPy's generator, not torch's: its permutation is the same on every device and platform.
         order = np.random.default_rng([self.seed, number]).permutation(len(self))
-        for start in range(0, len(self), self.batch_size):
-            chosen = torch.from_numpy(order[start : start + self.batch_size]).to(self.labels.device)
+        for part in _cuts(len(self), self.batch_size):
+            chosen = torch.from_numpy(order[part]).to(self.labels.device)
             yield self.inputs[chosen], self.labels[chosen]
+
+
+Batch = tuple[Tensor, Tensor]
+"""Inputs and labels."""
+
+
+def _cuts(count: int, size: int) -> list[slice]:
+    """Parts of at most `size`; a last one of a single example is joined to the one before it."""
+    ends = [*range(size, count, size), count]
+    if len(ends) > 1 and size > 1 and count - ends[-2] == 1:
+        del ends[-2]
+    return [slice(start, end) for start, end in pairwise([0, *ends])] if count else []
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """What local training did: number of steps, and the mean loss over its batches (ridge and the like included)."""
+    """What local training did: number of steps, the mean loss over them (ridge and the like included), and its time."""
 
     steps: int
     loss: float
+    seconds: float = 0.0
+
+    @property
+    def step_seconds(self) -> float:
+        return self.seconds / max(self.steps, 1)
 
 
 @dataclass(frozen=True)
 class Score:
-    """Mean cross-entropy and share of correct labels over `examples` examples."""
+    """Mean loss over `examples` examples, share of correct labels (None in a regression), and the task's figures."""
 
     loss: float
-    accuracy: float
+    accuracy: float | None
     examples: int
+    figures: Mapping[str, float] = field(default_factory=dict)
 
 
 def device_of(setting: str | None) -> torch.device:
@@ -75,9 +98,14 @@ def device_of(setting: str | None) -> torch.device:
     return device
 
 
-def optimizer_for(model: nn.Module, config: TrainingConfig) -> Optimizer:
-    """A fresh optimizer over the entries that train; frozen ones have no state in it."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Name → parameter of what is not frozen as a whole; a shared one once."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def optimizer_for(trained: Iterable[Tensor], config: TrainingConfig) -> Optimizer:
+    """A fresh optimizer over what trains."""
+    trained = list(trained)
     if config.optimizer == "sgd":
         return SGD(trained, config.learning_rate, momentum=config.momentum, weight_decay=config.weight_decay)
     kind = AdamW if config.optimizer == "adamw" else Adam
@@ -85,55 +113,146 @@ def optimizer_for(model: nn.Module, config: TrainingConfig) -> Optimizer:
 
 
 def fit(
-    model: nn.Module, batches: Batches, config: TrainingConfig, penalty: Callable[[], Tensor | float] = lambda: 0.0
+    model: nn.Module,
+    batches: Batches,
+    config: TrainingConfig,
+    penalty: Callable[[], Tensor | float] = lambda: 0.0,
+    *,
+    task: Task = tasks.IMAGES,
+    correct: Callable[[], None] = lambda: None,
 ) -> Fitted:
     """Train in place: `local_steps` steps, or `local_epochs` epochs.
 
     Args:
         model: on the batches' device; entries with `requires_grad` False do not train.
-        batches: inputs and labels (class numbers) of this client.
+        batches: inputs and labels of this client.
         config: see TrainingConfig.
         penalty: a scalar that is added to every batch's loss, such as a ridge or a proximal term.
+        task: says how the model is called, and its loss.
+        correct: is called before every step, and may change the gradients, which are in the parameters' `grad`.
 
     Raises:
         FloatingPointError: the loss is NaN or infinite; nothing sensible could be returned to the server.
     """
-    optimizer = optimizer_for(model, config)
-    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    trained = list(trained_parameters(model).values())
+    optimizer = optimizer_for(trained, config)
     scaler = torch.amp.GradScaler(batches.labels.device.type, enabled=config.autocast == "fp16")
-    steps = config.local_steps or config.local_epochs * batches.per_epoch
-    total = torch.zeros((), device=batches.labels.device)
-    model.train()
-    for step, (inputs, labels) in zip(range(steps), _endless(batches), strict=False):
-        with autocast(config, inputs.device):
-            loss = F.cross_entropy(model(inputs), labels) + penalty()
+
+    def step(stream: Iterator[Batch]) -> Tensor:
         optimizer.zero_grad(set_to_none=True)
-        scaler.scale(loss).backward()
-        if config.clip_norm:
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(trained, config.clip_norm)
+        total = torch.zeros((), device=batches.labels.device)
+        for inputs, labels, share in pieces(next(stream), config):
+            with autocast(config, inputs.device):
+                loss = share * (task.loss_of(model, inputs, labels) + penalty())
+            scaler.scale(loss).backward()
+            total += loss.detach()
+        scaler.unscale_(optimizer)
+        correct()
+        clip(trained, config)
         scaler.step(optimizer)
         scaler.update()
-        total += loss.detach()
-        if step % 100 == 0 or step == steps - 1:  # not at every step: on a GPU the look waits for all work queued
-            _require_finite(total, config)
-    return Fitted(steps, float(total) / max(steps, 1))
+        return total
+
+    return descend(model, batches, config, step)
+
+
+def descend(
+    model: nn.Module, batches: Batches, config: TrainingConfig, step: Callable[[Iterator[Batch]], Tensor]
+) -> Fitted:
+    """Call `step` as often as the config says: it takes its batches, changes the model, and returns its loss, detached.
+
+    Raises FloatingPointError as `fit` does.
+    """
+    model.train()
+    steps = steps_of(batches, config)
+    stream = endless(batches)
+    total = torch.zeros((), device=batches.labels.device)
+    begun = time.perf_counter()
+    with recomputed_layers(model) if config.gradient_checkpointing else nullcontext():
+        for number in range(steps):
+            total += step(stream)
+            if number % 100 == 0:  # not every time: on a GPU the look waits for all work queued
+                _require_finite(total, config)
+    return fitted(steps, total, time.perf_counter() - begun, config)
+
+
+def steps_of(batches: Batches, config: TrainingConfig) -> int:
+    """How many steps a client takes in a round."""
+    return config.local_steps or config.local_epochs * batches.per_epoch
+
+
+def fitted(steps: int, total: Tensor, seconds: float, config: TrainingConfig) -> Fitted:
+    """What steps with this sum of losses came to. Raises FloatingPointError where the sum is NaN or infinite."""
+    _require_finite(total, config)
+    return Fitted(steps, float(total) / max(steps, 1), seconds)
+
+
+def accumulation(config: TrainingConfig, steps: int, proximal: float = 0.0) -> float:
+    """‖a‖₁ of FedNova (Wang et al. 2020, arXiv:2007.07481, section 4): a way of `steps` local steps is −η·Σ_k a_k·g_k.
+
+    SGD: the number of steps. With momentum ρ: a_k = (1 − ρ^(τ−k))/(1 − ρ). With a proximal term μ (and no momentum):
+    a_k = (1 − ημ)^(τ−1−k). It is found by taking the steps with g = 1, so that both together count right, too. An
+    optimizer that is no SGD has no such vector: its steps are counted.
+    """
+    if config.optimizer != "sgd":
+        return float(steps)
+    way = velocity = 0.0
+    for _ in range(steps):
+        velocity = config.momentum * velocity + 1.0 - config.learning_rate * proximal * way
+        way += velocity
+    return way
+
+
+def pieces(batch: Batch, config: TrainingConfig) -> Iterator[tuple[Tensor, Tensor, float]]:
+    """A batch in parts that fit into memory, and each one's share of the examples.
+
+    The gradient of the mean loss is the sum of the parts', by their shares. What a layer takes from all examples of a
+    pass together, as BatchNorm's statistics, it takes from a part.
+    """
+    inputs, labels = batch
+    size = config.micro_batch_size or len(labels)
+    for part in _cuts(len(labels), size):
+        yield inputs[part], labels[part], (part.stop - part.start) / len(labels)
+
+
+def clip(trained: Iterable[Tensor], config: TrainingConfig) -> None:
+    """Bring the gradients of all trained entries together to the norm that the config allows."""
+    if config.clip_norm:
+        nn.utils.clip_grad_norm_(trained, config.clip_norm)
+
+
+MOST_AT_ONCE = 512
+MOST_TOKENS = 2**15
+
+
+def at_once(inputs: Tensor, config: TrainingConfig, task: Task) -> int:
+    """How many examples go through the model in one pass without gradients: what memory is there for in training.
+
+    At most 512; where the run says what fits in one pass, `micro-batch-size`; of a vast task as many as in a training
+    pass; of texts so many that there are not more than 2¹⁵ tokens, or as many as in a training pass.
+    """
+    if config.micro_batch_size or task.vast:
+        return min(config.micro_batch_size or config.batch_size, MOST_AT_ONCE)
+    if inputs.is_floating_point() or not len(inputs):
+        return MOST_AT_ONCE
+    return min(max(MOST_TOKENS // inputs[0].numel(), config.batch_size), MOST_AT_ONCE)
 
 
 @torch.no_grad()
-def score(model: nn.Module, inputs: Tensor, labels: Tensor, config: TrainingConfig) -> Score:
-    """Mean loss and accuracy over all examples, in batches of 512."""
+def score(model: nn.Module, inputs: Tensor, labels: Tensor, config: TrainingConfig, task: Task = tasks.IMAGES) -> Score:
+    """Loss and figures over all examples, in passes of `at_once`."""
     model.eval()
-    loss, correct = 0.0, 0
-    for x, y in zip(inputs.split(512), labels.split(512), strict=True):
+    tally = Tally(task)
+    size = at_once(inputs, config, task)
+    for x, y in zip(inputs.split(size), labels.split(size), strict=True):
         with autocast(config, x.device):
-            logits = model(x)
-        loss += float(F.cross_entropy(logits.float(), y, reduction="sum"))
-        correct += int((logits.argmax(dim=1) == y).sum())
-    return Score(loss / len(labels), correct / len(labels), len(labels))
+            outputs = task.outputs(model, x)
+        tally.add(outputs, y)
+    return Score(tally.loss, tally.accuracy, tally.examples, tally.figures)
 
 
-def _endless(batches: Batches) -> Iterator[tuple[Tensor, Tensor]]:
+def endless(batches: Batches) -> Iterator[Batch]:
+    """Batches of one epoch after the other."""
     epoch = 0
     while True:
         yield from batches.epoch(epoch)

@@ -8,6 +8,9 @@ from flwr.app import ArrayRecord
 from safetensors.numpy import load_file
 
 from client_app.app import app
+from tepal.client_app import site
+from tepal.client_app.inputs import InputConfig
+from tepal.client_app.inputs import client_inputs as inputs
 from tepal.models import build
 from tepal.server_app.config import defaults
 from tepal.server_app.predict import load_predictor
@@ -43,6 +46,38 @@ def test_the_final_model_is_put_where_the_client_wants_it_and_predicts(tmp_path)
     np.savez(tmp_path / "images.npz", images=np.zeros((3, 8, 8), np.float32))
     assert len(predictor.predict_files([tmp_path / "images.npz"])) == 3
     assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize(("fraction", "asked"), [(0.0, 0), (1.0, 2)])
+def test_clients_that_do_not_score_as_they_train_score_where_it_is_asked(fraction, asked):
+    reports = []
+    strategy = FedAvg(model=vit(), fraction_evaluate=fraction, on_round=reports.append)
+    start(strategy, [vit()], [{}, {}], {**CONFIG, "score-in-training": False})
+    (report,) = reports
+    assert "train-loss" in report.train_metrics and not any("accuracy" in name for name in report.train_metrics)
+    assert ("received-accuracy" in report.evaluate_metrics) == bool(asked)
+    assert report.fedavg_down == 2 + asked
+
+
+def test_examples_of_many_clients_are_read_once_and_of_too_many_the_oldest_are_dropped(monkeypatch):
+    read = []
+    monkeypatch.setattr(site, "_loaded", {})
+    monkeypatch.setattr(site, "client_inputs", lambda *args, **how: read.append(how["client"]) or inputs(*args, **how))
+    config = InputConfig(partitioner="iid")
+
+    def load(clients):
+        for k in clients:
+            node_config = {"partition-id": k, "num-partitions": 100}
+            assert len(site._load(config, node_config, f"client-{k}").tensors[1]) > 0
+
+    load([*range(100), *range(100)])
+    assert read == [f"client-{k}" for k in range(100)]
+    monkeypatch.setattr(site, "_MOST_LOADED", 3 * site._loaded[next(iter(site._loaded))].nbytes + 2000)
+    monkeypatch.setattr(site, "_loaded", {})
+    load([0, 1, 2, 3, 3])
+    assert read[100:] == ["client-0", "client-1", "client-2", "client-3"] and len(site._loaded) == 3
+    load([0])
+    assert read[-1] == "client-0"
 
 
 def test_of_an_ensemble_a_client_keeps_every_mode(tmp_path):

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from tepal import models
+from tepal.client_app import tasks
 from tepal.client_app.config import TrainingConfig
-from tepal.client_app.prediction import predict, score_ensemble, score_regression
+from tepal.client_app.prediction import predict, score_ensemble
 from tepal.client_app.training import score
 
 CLASSES = 4
@@ -199,19 +200,21 @@ def test_prediction_is_in_evaluation_mode_and_without_gradients():
 
 def test_a_regression_averages_outputs():
     inputs = torch.randn(5, 3, 64, generator=torch.Generator().manual_seed(1))
-    targets = torch.randn(5, 3, 32, generator=torch.Generator().manual_seed(2))
-    members = [models.build("linear-attention", seed=seed) for seed in range(4)]
+    targets = torch.randn(5, 32, generator=torch.Generator().manual_seed(2))
+    sizes = {"features": 64, "outputs": 32}
+    members = [models.build("linear-attention", **sizes, seed=seed) for seed in range(4)]
     outputs = np.stack([member(inputs).detach().double().numpy() for member in members])
     given = [member.state_dict() for member in members]
-    model = models.build("linear-attention", seed=9)
-    predictions = predict(model, given, inputs, None, kind=models.SEQUENCES)
+    model = models.build("linear-attention", **sizes, seed=9)
+    predictions = predict(model, given, inputs, None, tasks.REGRESSION)
     np.testing.assert_allclose(predictions.outputs, outputs.mean(axis=0), atol=1e-6)
-    scored = score_regression(model, given, inputs, targets, None)
+    scored = score_ensemble(model, given, inputs, targets, None, tasks.REGRESSION)
     squared = (outputs.mean(axis=0) - targets.numpy()) ** 2
-    assert scored.mean_squared_error == pytest.approx(squared.mean(), rel=1e-5)
-    assert scored.variance_over_members == pytest.approx(np.var(outputs, axis=0).mean(), rel=1e-5)
-    assert scored.examples == 5
-    assert score_regression(model, given[:1], inputs, targets, None).variance_over_members == 0
+    assert scored.loss == pytest.approx(squared.mean(), rel=1e-5)
+    assert scored.figures == {"rmse": pytest.approx(np.sqrt(squared.mean()), rel=1e-5)}
+    assert scored.variance == pytest.approx(np.var(outputs, axis=0).mean(), rel=1e-5)
+    assert (scored.examples, scored.accuracy, scored.apart) == (5, None, {"variance-over-members": scored.variance})
+    assert score_ensemble(model, given[:1], inputs, targets, None, tasks.REGRESSION).variance == 0
 
 
 def test_what_has_no_answer_is_refused():
@@ -223,6 +226,6 @@ def test_what_has_no_answer_is_refused():
     with pytest.raises(ValueError, match="0 inputs and 0 labels"):
         score_ensemble(network(), states(1), inputs[:0], labels[:0], None)
     with pytest.raises(ValueError, match="regression"):
-        _ = predict(network(), states(1), inputs, None, kind=models.SEQUENCES).entropy
-    with pytest.raises(ValueError, match=r"targets have shape \(37, 1\), outputs \(37, 4\)"):
-        score_regression(network(), states(1), inputs, torch.zeros(37, 1), None)
+        _ = predict(network(), states(1), inputs, None, tasks.REGRESSION).entropy
+    with pytest.raises(ValueError, match=r"labels have shape \(37, 1\), outputs \(37, 4\)"):
+        score_ensemble(network(), states(1), inputs, torch.zeros(37, 1), None, tasks.REGRESSION)

@@ -1,0 +1,92 @@
+"""APFL's local half (Deng et al. 2020, arXiv:2003.13461, algorithm 1): a mixture of an own model and the global one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from tepal.client_app.objectives.work import Objective, Outcome, Work
+from tepal.client_app.tasks import Call
+from tepal.client_app.training import Batch, clip, descend, optimizer_for, trained_parameters
+from tepal.exchange.plan import ADAPTIVE, ALPHA
+
+_ALPHA = "apfl.alpha"  # in the personal state, beside the entries of v
+
+
+class Mixture(Objective):
+    """w ← w − η∇f_i(w), and v ← v − η∇_v f_i(v̄) at the mixture v̄ = αv + (1−α)w, where ∇_v f_i(v̄) = α∇f_i(v̄).
+
+    Adaptive: α ← α − η⟨v − w, ∇f_i(v̄)⟩ (eq. 11), kept within [0, 1]. All gradients of a step are of the values before
+    it. w is returned; v and α are the client's own, and v̄ is its model.
+    """
+
+    personal = True
+
+    def fit(self, work: Work) -> Outcome:
+        shared = trained_parameters(work.model)
+        state = self._own(work)
+        own = {name: state[name] for name in shared}
+        buffers = {name: state[name] for name, _ in work.model.named_buffers() if name in state}
+        alpha = self._alpha(work)
+        of_shared, of_own = optimizer_for(shared.values(), work.config), optimizer_for(own.values(), work.config)
+
+        def step(stream: Iterator[Batch]) -> Tensor:
+            nonlocal alpha
+            batch = next(stream)
+            mixed = {name: alpha * own[name] + (1 - alpha) * w.detach() for name, w in shared.items()}
+            for tensor in mixed.values():
+                tensor.requires_grad_()
+            _, at_mixture = work.gradient(mixed.values(), batch, _with(work.model, {**mixed, **buffers}))
+            slopes = []
+            for (name, w), g in zip(shared.items(), at_mixture, strict=True):
+                slopes.append(((own[name] - w.detach()) * g).sum())
+                own[name].grad = alpha * g
+            loss, at_shared = work.gradient(shared.values(), batch)
+            for w, g in zip(shared.values(), at_shared, strict=True):
+                w.grad = g
+            for optimizer, parameters in ((of_shared, shared), (of_own, own)):
+                clip(parameters.values(), work.config)
+                optimizer.step()
+            if work.options[ADAPTIVE]:
+                slope = float(torch.stack(slopes).sum())
+                alpha = min(max(alpha - work.config.learning_rate * slope, 0.0), 1.0)
+            return loss
+
+        fitted = descend(work.model, work.batches, work.config, step)
+        returned = work.read()
+        with torch.no_grad():
+            for name, tensor in {**own, **buffers}.items():
+                work.model.state_dict()[name].copy_(tensor)
+        personal = work.read() | {_ALPHA: np.array([alpha])}
+        work.load(returned)
+        return Outcome(fitted, personal=personal)
+
+    def personalise(self, work: Work) -> None:
+        alpha = self._alpha(work)
+        own = {name: value for name, value in work.personal.items() if name != _ALPHA}
+        mixed = {
+            name: alpha * value + (1 - alpha) * work.received[name] if value.dtype.kind == "f" else value
+            for name, value in own.items()
+        }
+        work.load(mixed)
+
+    @staticmethod
+    def _alpha(work: Work) -> float:
+        return float(work.personal[_ALPHA][0]) if work.personal else work.number(ALPHA)
+
+    @staticmethod
+    def _own(work: Work) -> dict[str, Tensor]:
+        """v as a raw state: its parameters and buffers; what was received for a client that has none yet."""
+        values = {name: value for name, value in work.personal.items() if name != _ALPHA} or work.received
+        raw = work.layout.join(values)
+        device = work.batches.labels.device
+        return {name: torch.from_numpy(np.array(value)).to(device) for name, value in raw.items()}
+
+
+def _with(model: nn.Module, values: dict[str, Tensor]) -> Call:
+    """The model with other parameters and buffers."""
+    return lambda *inputs, **named: functional_call(model, values, inputs, named)

@@ -1,0 +1,51 @@
+"""pFedMe's local half (Dinh et al. 2020, arXiv:2006.08848, algorithm 1): the gradient of a Moreau envelope."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from tepal.client_app.objectives.work import Objective, Outcome, Work
+from tepal.client_app.training import Batch, descend, trained_parameters
+from tepal.exchange.plan import INNER_RATE, INNER_STEPS, LAMBDA
+
+
+class MoreauEnvelope(Objective):
+    """Minimises F_i(w) = min_θ f_i(θ) + (λ/2)‖θ − w‖² (eq. 3), whose gradient is λ(w − θ̂(w)) (eq. 5).
+
+    In each local step, θ̃ is found for one batch by K steps of gradient descent on f_i(θ) + (λ/2)‖θ − w‖², from the last
+    θ̃ on (first from w), and w ← w − ηλ(w − θ̃). w is returned; θ̃ is the client's own model.
+    """
+
+    personal = True
+
+    def fit(self, work: Work) -> Outcome:
+        model_parameters = trained_parameters(work.model)
+        theta = list(model_parameters.values())  # the model holds θ; w is beside it
+        w = [parameter.detach().clone() for parameter in theta]
+        penalty, rate = work.number(LAMBDA), work.number(INNER_RATE)
+        inner_steps = int(work.number(INNER_STEPS))
+
+        def step(stream: Iterator[Batch]) -> Tensor:
+            batch = next(stream)
+            for _ in range(inner_steps):
+                loss, g = work.gradient(theta, batch)
+                with torch.no_grad():
+                    for parameter, anchor, direction in zip(theta, w, g, strict=True):
+                        parameter.sub_(direction + penalty * (parameter - anchor), alpha=rate)
+            with torch.no_grad():
+                for parameter, anchor in zip(theta, w, strict=True):
+                    anchor.sub_(anchor - parameter, alpha=work.config.learning_rate * penalty)
+            return loss
+
+        fitted = descend(work.model, work.batches, work.config, step)
+        personal = work.read()
+        with torch.no_grad():
+            for parameter, anchor in zip(theta, w, strict=True):
+                parameter.copy_(anchor)
+        return Outcome(fitted, personal=personal)
+
+    def personalise(self, work: Work) -> None:
+        work.load(work.personal)

@@ -1,0 +1,33 @@
+"""SCAFFOLD's local half (Karimireddy et al. 2020, arXiv:1910.06378, algorithm 1, option II)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tepal.client_app.objectives.work import Objective, Outcome, Work
+from tepal.exchange.plan import CONTROL
+
+
+class Corrected(Objective):
+    """K steps y ← y − η_l(g_i(y) − c_i + c); then c_i⁺ = c_i − c + (x − y)/(K·η_l), of which c_i⁺ − c_i is returned.
+
+    (x − y)/(K·η_l) is the mean gradient of the steps under plain SGD alone, so other optimizers are refused.
+    """
+
+    def fit(self, work: Work) -> Outcome:
+        if work.config.optimizer != "sgd":
+            raise ValueError(f"SCAFFOLD needs optimizer='sgd', and this client was told {work.config.optimizer!r}")
+        c = work.trees[CONTROL]
+        own = work.personal or {name: np.zeros_like(value) for name, value in c.items()}
+        corrections = work.of_parameters({name: c[name] - own[name] for name in c})
+
+        def correct() -> None:
+            for name, correction in corrections.items():
+                gradient = work.model.get_parameter(name).grad
+                assert gradient is not None
+                gradient += correction
+
+        fitted = work.fit(correct=correct)
+        y, moved = work.read(), fitted.steps * work.config.learning_rate
+        change = {name: ((work.received[name] - y[name]) / moved - c[name]).astype(c[name].dtype) for name in c}
+        return Outcome(fitted, trees={CONTROL: change}, personal={name: own[name] + change[name] for name in c})
