@@ -6,6 +6,7 @@ dropped, so that its memory does not grow with the number of clients.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 import uuid
@@ -21,9 +22,11 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
+from tepal.exchange.encodings import Encoding, EncodingError
+from tepal.exchange.files import DamagedFile
 from tepal.exchange.layout import Layout
 from tepal.exchange.modes import join_modes, modes_of
-from tepal.exchange.plan import EVALUATE, FINAL, INTRODUCE, TRAIN, Plan, Reply
+from tepal.exchange.plan import EVALUATE, FINAL, INTRODUCE, LABEL_COUNTS, TRAIN, Plan, Reply
 from tepal.exchange.sender import Sender
 from tepal.strategies.aggregate import ON_TESTS, mean_metrics, over_clients
 from tepal.strategies.checkpoint import Checkpoint, CheckpointError, Checkpoints, layout_digest
@@ -46,6 +49,7 @@ ATTEMPTS = 3
 """How often a round with too few replies is tried, each time with a new cohort."""
 
 _INTRODUCTION = 300.0  # seconds that a new node is given to introduce itself
+_INTRODUCED = 1000, 4  # nodes at a time, and times a round's cohort, whichever is more: many thousands take rounds
 _SAY_AGAIN, _ASK_AGAIN = 15.0, 3.0  # seconds
 _RETURN = 300.0  # seconds that a deterministic run which is resumed waits for the clients that it had
 
@@ -98,6 +102,7 @@ class MethodStrategy(Strategy):
             the train config, where that has them.
         seed: of everything the server draws.
         deterministic: merge in the order of client names, so that the same replies give the same bits.
+        encoding: how values travel: in fewer bytes than they have, or as they are.
         experiment: id under which clients keep what they hold; a new one by default, and the checkpoint's own where a
             run is resumed.
         checkpoints: folder, or Checkpoints, where the run is saved after every round; None: it cannot be resumed.
@@ -119,6 +124,7 @@ class MethodStrategy(Strategy):
         schedule: str = "constant",
         seed: int = 0,
         deterministic: bool = False,
+        encoding: Encoding | None = None,
         experiment: str | None = None,
         checkpoints: Checkpoints | Path | str | None = None,
         resume: bool = False,
@@ -145,6 +151,7 @@ class MethodStrategy(Strategy):
         self.schedule = schedule
         self.seed = seed
         self.deterministic = deterministic
+        self.encoding = encoding or Encoding(seed=seed)
         self.experiment = experiment or uuid.uuid4().hex[:12]
         self.checkpoints = Checkpoints(checkpoints) if isinstance(checkpoints, Path | str) else checkpoints
         self.resume = resume
@@ -174,6 +181,7 @@ class MethodStrategy(Strategy):
             "schedule": self.schedule,
             "seed": self.seed,
             "deterministic": self.deterministic,
+            "encoding": str(self.encoding),
         }
         log.info("%s: %s", type(self).__name__, ", ".join(f"{name} {value}" for name, value in options.items()))
 
@@ -211,7 +219,10 @@ class MethodStrategy(Strategy):
             experiment=self.experiment,
             record=self.arrayrecord_key,
             settings_record=self.configrecord_key,
+            encoding=self.encoding,
         )
+        if self.checkpoints is not None:
+            self._sender.digests = self.checkpoints.digests
         self._messenger = Messenger(
             grid, self._sender, weighted_by_key=self.weighted_by_key, accept=self.method.accept
         )
@@ -225,18 +236,20 @@ class MethodStrategy(Strategy):
         try:
             if checkpoint is not None:
                 first = checkpoint.round + 1
-                state = self._go_on(checkpoint, result)
+                state, checkpoint = self._go_on(checkpoint, result), None
             if evaluate_fn is not None and first == 1:
                 report = RoundReport(0, "initial")
                 report.server_metrics = _scalars(evaluate_fn(0, initial_arrays))
                 result.evaluate_metrics_serverapp[0] = MetricRecord(dict(report.server_metrics))
                 self.on_round(report)
+            del initial_arrays, model  # what they hold goes with them, where the caller has not kept it
+            state = self._on_disk(state)
             for number in range(first, num_rounds + 1):
                 this = self._begin(state, number, num_rounds, train_config, timeout)
                 state = self._train(state, this)
                 self._score(state, replace(this, config=evaluate_config), evaluate_fn, last=number == num_rounds)
                 self._end(this, result)
-                self._save(state, number, result)
+                state = self._save(state, number, result)
             result.arrays = self._arrays(state)
             return result
         except RoundFailed as failure:
@@ -331,6 +344,7 @@ class MethodStrategy(Strategy):
             metrics[reply.client] = reply.metrics, reply.examples
             exchanges[reply.client] = reply.exchange
             report.replied.append(reply.client)
+            del reply  # see `_ask`
         report.fedavg_down += len(plans)
         report.fedavg_up += len(report.replied)
         if len(metrics) < self.min_replies:
@@ -346,11 +360,11 @@ class MethodStrategy(Strategy):
         """The mean of clients' metrics (client → metrics, weight); what the mean does not tell goes into the report."""
         report.over_clients = {**report.over_clients, **over_clients(metrics.values())}
         personal = report.scored != "received"
-        if personal:
-            # `scored` clients, and the `accuracy` of each one's own model on its own test examples.
-            found = {c: own[f"{of}-accuracy"] for c, (own, _) in sorted(metrics.items()) if f"{of}-accuracy" in own}
-            names, accuracy = np.array([*found], str), np.array([*found.values()], float)
-            report.record = {**report.record, **({"scored": names, "accuracy": accuracy} if found else {})}
+        for name in ("accuracy", "rmse") if personal else ():
+            # `scored` clients, and the `accuracy` (or `rmse`) of each one's own model on its own test examples.
+            found = {c: own[f"{of}-{name}"] for c, (own, _) in sorted(metrics.items()) if f"{of}-{name}" in own}
+            names, scores = np.array([*found], str), np.array([*found.values()], float)
+            report.record = {**report.record, **({"scored": names, name: scores} if found else {})}
         return mean_metrics(metrics.values(), self.weighted_by_key, alike=personal)
 
     def _plans(
@@ -396,8 +410,12 @@ class MethodStrategy(Strategy):
             timeout=this.share(),
             limit=limit,
         )
-        for _, reply in answers:
-            yield reply
+        try:
+            for _, reply in answers:
+                yield reply
+                del reply  # it may be as large as the model, and the next one comes now
+        except EncodingError as error:
+            raise RoundFailed(f"round {this.number} cannot be sent: {error}") from error
         for client, _ in this.report.refused[without_result[0] :] + this.report.lost[without_result[1] :]:
             self._standing.failed(client, this.number)
 
@@ -409,12 +427,14 @@ class MethodStrategy(Strategy):
         deadline = begun + this.timeout
         say_again = ask_again = begun  # when it is said what is waited for; when silent nodes are asked again
         while True:
+            looked = time.monotonic()
             try:
-                self._nodes.update(self._messenger.grid)
+                self._nodes.update(self._messenger.nodes())
             except Exception as error:  # a SuperLink that is busy or starting; it is asked again until the deadline
                 log.warning("The SuperLink does not say which nodes are there: %s", error)
             too_few = len(self._nodes.available()) < self.min_available_nodes
-            if asked := dict(self._nodes.take_new(this.number, silent_too=too_few and time.monotonic() >= ask_again)):
+            silent_too = too_few and time.monotonic() >= ask_again
+            if asked := dict(self._nodes.take_new(this.number, silent_too=silent_too, most=self._introduced_at_once())):
                 self._introduce(asked, this)
                 ask_again = time.monotonic() + _ASK_AGAIN
             available, refusals = len(self._nodes.available()), self._nodes.refusals()
@@ -427,7 +447,7 @@ class MethodStrategy(Strategy):
                 self._awaited.clear()
             if available >= self.min_available_nodes and not self._awaited:
                 return
-            if available < self.min_available_nodes <= available + len(refusals):
+            if available < self.min_available_nodes <= available + len(refusals) and not self._nodes.waiting():
                 raise RoundFailed(
                     f"only {available} of {available + len(refusals)} clients can take part, and "
                     f"{self.min_available_nodes} are needed ({self.needed_by}). The others say: "
@@ -444,7 +464,19 @@ class MethodStrategy(Strategy):
                     log.info("Waiting for clients: %d are there, %d are needed.", available, self.min_available_nodes)
                 else:
                     log.info("Waiting for %s, as the run was resumed.", ", ".join(sorted(self._awaited)))
-            time.sleep(0.5)
+            # A list of many thousands of nodes must not keep the SuperLink busy.
+            time.sleep(max(0.5, time.monotonic() - looked))
+
+    def _introduced_at_once(self) -> int | None:
+        """How many new nodes introduce themselves before a round; None for all that there are."""
+        if self.deterministic:  # which of them come first is not the same in another run
+            return None
+        least, times = _INTRODUCED
+        return max(least, times * self.cohort_size(self._connected(), self.fraction_train), self.min_available_nodes)
+
+    def _connected(self) -> int:
+        """Clients that can take part, and nodes that have had no turn yet to say whether they can."""
+        return len(self._nodes.available()) + self._nodes.waiting()
 
     def _introduce(self, asked: Mapping[int, str], this: _Round) -> None:
         """Ask new nodes (node id → registered name or "") who they are, what they hold, and whether they can train."""
@@ -468,6 +500,8 @@ class MethodStrategy(Strategy):
         for node_id, name in names.items():
             reply = introduced[node_id]
             self._sender.held[name] = frozenset(reply.holds if reply.client == name else ())
+            if (counts := reply.vectors.get(LABEL_COUNTS)) and min(counts) >= 0:
+                this.report.label_counts[name] = counts
         for name in self._nodes.returned(names.values()):
             self._standing.good(name)
 
@@ -479,14 +513,15 @@ class MethodStrategy(Strategy):
         self, fraction: float, this: _Round, attempt: int, what: str
     ) -> tuple[list[str], int, np.random.Generator]:
         """What a cohort is drawn from: the available clients, sorted, its size, and a generator of this draw alone."""
-        names = self._nodes.available()
-        out = self._standing.out(names, this.number)
-        if len(names) - len(out) < self.min_replies:
+        out = self._standing.out(self._nodes.node_of(), this.number)
+        if len(self._nodes.available()) - len(out) < self.min_replies:
             out = []  # better those than none
         if what == TRAIN:
             this.report.left_out = out
-        names = [name for name in names if name not in out]
-        size = self.cohort_size(len(names), fraction)
+        left_out = set(out)
+        names = [name for name in self._nodes.available() if name not in left_out]
+        # A share of all that there are, also while most of them have not introduced themselves yet.
+        size = min(len(names), self.cohort_size(len(names) + self._nodes.waiting(), fraction))
         return names, size, np.random.default_rng([self.seed, this.number, attempt, zlib.crc32(what.encode())])
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
@@ -531,10 +566,20 @@ class MethodStrategy(Strategy):
             getattr(result, kind).update({int(number): MetricRecord(dict(m)) for number, m in rounds.items()})
         return self.method.resume(checkpoint.state, self.checkpoints.states(before=checkpoint.round))
 
-    def _save(self, state: Any, server_round: int, result: Result) -> None:
-        """Write a checkpoint. One that cannot be written is said, and the run goes on."""
+    def _on_disk(self, state: Any) -> Any:
+        """The state that a run begins with, out of the way of what its first round needs memory for."""
+        if self.checkpoints is not None:
+            with contextlib.suppress(OSError):  # it then stays in memory
+                return self.checkpoints.on_disk(state)
+        return state
+
+    def _save(self, state: Any, server_round: int, result: Result) -> Any:
+        """Write a checkpoint, and return the state with its arrays in that file, where the system can drop them.
+
+        One that cannot be written is said, and the run goes on.
+        """
         if self.checkpoints is None:
-            return
+            return state
         history = {
             kind: {str(number): dict(metrics) for number, metrics in getattr(result, kind).items()}
             for kind in ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp")
@@ -546,7 +591,7 @@ class MethodStrategy(Strategy):
             method=self._identity(),
             layout=layout_digest(self._sender.layout),
             state=state,
-            held={client: tuple(sorted(ids)) for client, ids in sorted(self._sender.held.items())},
+            held={client: tuple(sorted(ids)) for client, ids in sorted(self._sender.held.items()) if ids},
             current=dict(self._sender.current),
             standing=self._standing.to_json(),
             clients=tuple(self._nodes.available()),
@@ -559,11 +604,16 @@ class MethodStrategy(Strategy):
             self._note = f"no checkpoint of round {server_round} could be written: {error}"
             log.error("%s. The run goes on; should it be killed, it resumes after an earlier round.", self._note)
             if server_round not in self.checkpoints.rounds():
-                return
+                return state
             # It is there and may be all that there is, though the disk did not say that it will outlive a power cut.
         self.method.saved(state)
         kept = (*self._sender.restorable, checkpoint.current)
         self._sender.restorable = kept[-self.checkpoints.keep :]
+        try:
+            return self.checkpoints.saved_state(server_round)
+        except (OSError, DamagedFile) as error:
+            log.warning("The state of round %d stays in memory: %s", server_round, error)
+            return state
 
     def _identity(self) -> dict[str, str | int | float]:
         options = {key: np.asarray(value).item() for key, value in self.method.describe().items()}

@@ -25,8 +25,9 @@ from typing import Any
 
 import numpy as np
 
-from tepal.exchange.files import DamagedFile, read_arrays, sync_folder, write_arrays
+from tepal.exchange.files import DamagedFile, map_arrays, read_arrays, sync_folder, write_arrays
 from tepal.exchange.layout import Layout, Names
+from tepal.exchange.parts import Digests
 
 log = getLogger("flwr")
 
@@ -79,6 +80,8 @@ class Checkpoints:
             raise ValueError(f"keep is {keep}; at least one checkpoint must be kept")
         self.folder = Path(folder)
         self.keep = keep
+        self.digests = Digests()
+        """Of the arrays of states that were saved; who sends them has no need to hash them again."""
 
     def rounds(self) -> list[int]:
         """Rounds of which there is a checkpoint, in their order."""
@@ -103,6 +106,22 @@ class Checkpoints:
         # Those of later rounds were damaged, else this run would have gone on from them.
         self._remove(number for number in self.rounds() if number > checkpoint.round)
         self._remove(self.rounds()[: -self.keep])
+
+    def saved_state(self, number: int) -> Any:
+        """The state of a checkpoint that this process has just written, its arrays as the file has them.
+
+        See `map_arrays`: they take no memory that the system could not have back. Raises OSError and DamagedFile.
+        """
+        return self._mapped(self._path(number), _read_facts(self._path(number) / FACTS)["state"])
+
+    def on_disk(self, state: Any) -> Any:
+        """A state with its arrays in a file of this folder that has no name, as `saved_state`. Raises OSError."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=self.folder, prefix=_BESIDE) as beside:
+            arrays: dict[str, np.ndarray] = {}
+            facts = to_json(state, arrays)
+            write_arrays(Path(beside) / STATE, arrays, digests=self.digests)
+            return self._mapped(Path(beside), facts)
 
     def latest(self) -> Checkpoint | None:
         """The newest checkpoint that is whole; None when there is none. Damaged ones are passed over, and said."""
@@ -135,7 +154,7 @@ class Checkpoints:
             arrays: dict[str, np.ndarray] = {}
             facts = {item.name: getattr(checkpoint, item.name) for item in dataclasses.fields(checkpoint)}
             facts["state"] = to_json(checkpoint.state, arrays)
-            write_arrays(beside / STATE, arrays)
+            write_arrays(beside / STATE, arrays, digests=self.digests)
             _write_facts(beside / FACTS, facts)
             path = self._path(checkpoint.round)
             if path.exists():  # a round that a resumed run repeats, because its checkpoint was damaged
@@ -144,6 +163,12 @@ class Checkpoints:
             sync_folder(self.folder)
         finally:
             shutil.rmtree(beside, ignore_errors=True)
+
+    def _mapped(self, path: Path, facts: Any) -> Any:
+        arrays = map_arrays(path / STATE)
+        for array, value in arrays.values():
+            self.digests.know(array, value)
+        return from_json(facts, {name: array for name, (array, _) in arrays.items()})
 
     def _remove(self, rounds: Iterable[int]) -> None:
         for number in rounds:
@@ -250,9 +275,10 @@ def _read(path: Path) -> Checkpoint:
 
 
 def _write_facts(path: Path, facts: Mapping[str, Any]) -> None:
-    text = json.dumps(facts)
+    text = json.dumps(facts)  # once: of many clients it has megabytes
+    digest = hashlib.sha256(text.encode()).hexdigest()
     with path.open("x", encoding="utf-8") as file:
-        json.dump({"format": FORMAT, "sha256": hashlib.sha256(text.encode()).hexdigest(), "facts": facts}, file)
+        file.write(f'{{"format": {FORMAT}, "sha256": "{digest}", "facts": {text}}}')
         file.flush()
         os.fsync(file.fileno())
 

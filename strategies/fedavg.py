@@ -10,7 +10,7 @@ from tepal.exchange.layout import Arrays
 from tepal.exchange.plan import EVALUATE, MODEL, Plan, Reply, Tree
 from tepal.strategies.aggregate import WeightedMean
 from tepal.strategies.base import MethodStrategy
-from tepal.strategies.method import Method, MethodError, ServerModel
+from tepal.strategies.method import Merger, Method, MethodError, ServerModel
 
 
 @dataclass(frozen=True)
@@ -22,14 +22,18 @@ class ModelState:
 
 
 class ModelMerger:
-    """w ← Σ_k (n_k / Σ n) w_k over the replies, entry by entry; entries that nobody returned stay as they are."""
+    """w ← Σ_k (n_k / Σ n) w_k over the replies, entry by entry; entries that nobody returned stay as they are.
 
-    def __init__(self, state: ModelState) -> None:
+    `alike`: every client counts alike, whatever its n_k.
+    """
+
+    def __init__(self, state: ModelState, *, alike: bool = False) -> None:
         self._state = state
+        self._alike = alike
         self._mean = WeightedMean()
 
     def add(self, reply: Reply) -> None:
-        self._mean.add(reply.parts[MODEL], reply.examples)
+        self._mean.add(reply.parts[MODEL], 1.0 if self._alike else reply.examples)
 
     def finish(self) -> ModelState:
         merged = {**self._state.entries, **self._mean.result()}
@@ -67,7 +71,7 @@ class Averaging(Method):
     def values(self, state: ModelState, client: str, tree: Tree) -> Arrays:
         return state.entries
 
-    def merger(self, state: ModelState, round: int) -> ModelMerger:
+    def merger(self, state: ModelState, round: int) -> Merger:
         return ModelMerger(state)
 
     def models(self, state: ModelState) -> tuple[Arrays, ...]:

@@ -13,6 +13,7 @@ method of one global model, which keeps a state of its own for each mode.
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -98,19 +99,20 @@ class Ensembling(Method):
         strata = dict(state.strata)
         sizes = np.bincount(np.array([*strata.values()], int), minlength=count)
         joiners = [client for client in available if client not in strata]
-        for k in rng.permutation(len(joiners)):
-            smallest = int(np.argmin(sizes))
-            strata[joiners[k]] = smallest
-            sizes[smallest] += 1
+        smallest = [(n, q) for q, n in enumerate(sizes.tolist())]
+        heapq.heapify(smallest)
+        for k in rng.permutation(len(joiners)).tolist():
+            n, q = smallest[0]
+            strata[joiners[k]] = q
+            heapq.heapreplace(smallest, (n + 1, q))
         waiting: list[list[str]] = [[] for _ in range(count)]
-        for k in rng.permutation(len(available)):
+        for k in rng.permutation(len(available)).tolist():
             waiting[strata[available[k]]].append(available[k])
-        order = rng.permutation(count)
+        order = [q for q in rng.permutation(count).tolist() if waiting[q]]
         cohort: list[str] = []
         while len(cohort) < size:  # `size` is at most the number of clients that are there
-            for q in order:
-                if waiting[q] and len(cohort) < size:
-                    cohort.append(waiting[q].pop())
+            cohort += [waiting[q].pop() for q in order[: size - len(cohort)]]
+            order = [q for q in order if waiting[q]]
         return replace(state, count=count, strata=strata), cohort
 
     def mode_of(self, state: EnsembleState, client: str, round: int) -> int:

@@ -66,13 +66,14 @@ class Freezing(Averaging):
             plans = [replace(p, groups=groups, options={RIDGE: self.ridge}) for p in plans]
         if self.frozen(state):
             theta, phi = self._blocks.value, self._blocks.query_key
-            plans = [replace(p, trains=theta, returns={MODEL: theta}, keeps={MODEL: phi}) for p in plans]
+            plans = [replace(p, trains=theta, returns={MODEL: theta}, keeps={MODEL: phi}, exact=phi) for p in plans]
         return plans
 
     def evaluation(self, state: ModelState, round: int, cohort: Sequence[str], *, more_rounds: bool) -> list[Plan]:
         plans = super().evaluation(state, round, cohort, more_rounds=more_rounds)
-        if self.frozen(state) and not more_rounds:
-            plans = [replace(plan, keeps={MODEL: self._blocks.query_key}) for plan in plans]
+        if self.frozen(state):
+            phi = self._blocks.query_key
+            plans = [replace(p, keeps=p.keeps if more_rounds else {MODEL: phi}, exact=phi) for p in plans]
         return plans
 
     def phase_name(self, state: ModelState) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,13 +31,17 @@ class Node:
 
 
 class InProcessGrid(Grid):
-    """Runs a message's ClientApp when its reply is pulled, in the order of the pulls.
+    """Runs a message's ClientApp when its reply is pulled, in the order of the pulls; several at once run ahead of it.
 
     Args:
         nodes: the clients; more may be added, and any removed, between rounds.
         run_config: of the run, as the apps' contexts show it.
         spoil: called with (node, message, reply) for every reply; what it returns is delivered in its place, and None
             means that nothing ever comes. For tests of faults.
+        at_once: so many clients are at work at once, each in a thread. Their apps must allow it: this project's has a
+            model for each thread.
+        gathering: is called with the number of clients that begin together; what it returns is called with (function,
+            argument) for each, in its thread.
     """
 
     def __init__(
@@ -44,13 +49,21 @@ class InProcessGrid(Grid):
         nodes: Iterable[Node],
         run_config: NodeConfig | None = None,
         spoil: Callable[[Node, Message, Message], Message | None] | None = None,
+        *,
+        at_once: int = 1,
+        gathering: Callable[[int], Callable[..., Message | None]] | None = None,
     ) -> None:
         self.run_config = dict(run_config or {})
         self.spoil = spoil or (lambda node, message, reply: reply)
         self.nodes: dict[int, Node] = {}
         self._sent: dict[str, Message] = {}
         self._next_id = 1
-        self._turn = threading.Lock()  # one app at a time, whoever pulls: they may share a model
+        self.at_once = at_once
+        self.gathering = gathering
+        # Threads of its own, whoever pulls: an app may keep what is dear by the thread, as a model.
+        self._threads = ThreadPoolExecutor(at_once, "client")
+        self._answers: dict[str, Future[Message | None]] = {}  # begun, and not pulled yet
+        self._lock = threading.Lock()
         TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1  # a Message outside a task needs them
         for node in nodes:
             self.add(node)
@@ -85,12 +98,27 @@ class InProcessGrid(Grid):
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
         replies = []
         for message_id in list(message_ids):
-            message = self._sent.pop(message_id, None)
-            with self._turn:
-                reply = None if message is None else self._answer(message)
+            with self._lock:
+                self._begin(message_id)
+                answer = self._answers.pop(message_id, None)
+            reply = None if answer is None else answer.result()
             if reply is not None:
                 replies.append(reply)
         return replies
+
+    def _begin(self, message_id: str) -> None:
+        """Have this message answered, and with several at once those that were sent after it.
+
+        So few are begun ahead that the replies which wait to be pulled are few.
+        """
+        if message_id not in self._sent:
+            return
+        most = self.at_once if self.gathering else 2 * self.at_once - len(self._answers)
+        others = [other for other in self._sent if other != message_id] if self.at_once > 1 else []
+        begun = [message_id, *others[: max(most - 1, 0)]]
+        run = self.gathering(len(begun)) if self.gathering else _run
+        for each in begun:
+            self._answers[each] = self._threads.submit(run, self._answer, self._sent.pop(each))
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         return self.pull_messages(self.push_messages(messages))
@@ -112,3 +140,7 @@ class InProcessGrid(Grid):
 
     def create_message(self, *args: Any, **kwargs: Any) -> Message:
         raise NotImplementedError("make messages with flwr.app.Message(content, node_id, message_type)")
+
+
+def _run(answer: Callable[[Message], Message | None], message: Message) -> Message | None:
+    return answer(message)

@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from flwr.app import Message
 from flwr.serverapp import Grid
 
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5  # seconds between two looks for replies
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5  # seconds between two looks for replies:
+_PAUSE = 1 / 8  # of the time since the last reply, so that none is seen much later than it came
 _STUCK = 1.0  # seconds that a pull may take before another thread looks for the other replies
 _MOST_THREADS = 16
 
@@ -21,8 +22,9 @@ class Inbox:
 
     Flower announces a reply before its arrays have arrived, and a pull then waits for them: for minutes where a network
     is slow or cut. A round must neither miss its deadline for one such client nor keep the others waiting. So pulls run
-    in threads: in one, and in a further one whenever all that there are have been at one reply for a second. A thread
-    that has a reply waits until it was taken, so few replies are in memory at any time.
+    in threads: in one, and in a further one whenever all that there are have been at one reply for a second, and a grid
+    that knows (`moved_at`) says that nothing of it has come meanwhile. None is begun before the reply that was taken
+    last is done with, so that where all goes well, one reply is in memory.
     """
 
     def __init__(self, grid: Grid) -> None:
@@ -34,6 +36,8 @@ class Inbox:
         self._pulling: set[str] = set()
         self._failing: dict[str, float] = {}
         self._looking: dict[int, float] = {}  # thread → since when it is at one id
+        self._room = threading.Event()  # no reply waits to be taken, or is being worked on
+        self._room.set()
         self._closed = threading.Event()
 
     def expect(self, message_ids: Iterable[str]) -> None:
@@ -55,8 +59,13 @@ class Inbox:
         self.forget()
 
     def take(self, timeout: float) -> tuple[str, Message | Exception] | None:
-        """(id of the message, its reply or what went wrong in pulling it), or None after `timeout` seconds."""
+        """(id of the message, its reply or what went wrong in pulling it), or None after `timeout` seconds.
+
+        The caller is done with the reply that it took before, and keeps nothing of it.
+        """
         deadline = time.monotonic() + timeout
+        if self._came.empty():
+            self._room.set()
         while True:
             self._have_somebody_look()
             left = deadline - time.monotonic()
@@ -78,7 +87,7 @@ class Inbox:
     def _have_somebody_look(self) -> None:
         with self._lock:
             stuck = time.monotonic() - _STUCK
-            free = any(since > stuck for since in self._looking.values())
+            free = any(max(since, getattr(self._grid, "moved_at", 0.0)) > stuck for since in self._looking.values())
             if not self._to_look or free or len(self._looking) >= _MOST_THREADS:
                 return
             thread = threading.Thread(target=self._look, name="inbox", daemon=True)
@@ -88,8 +97,10 @@ class Inbox:
 
     def _look(self) -> None:
         me = id(threading.current_thread())
-        pause, in_vain = _SHORTEST_PAUSE, 0
+        since, in_vain = time.monotonic(), 0
         while True:
+            while self._to_look and not self._room.wait(0.5):
+                pass
             with self._lock:
                 if not self._to_look:
                     del self._looking[me]
@@ -115,12 +126,13 @@ class Inbox:
                 in_vain = in_vain + 1 if reply is None else 0
                 swept = in_vain >= len(self._to_look)
             if reply is not None:
+                self._room.clear()
                 self._hand_over(message_id, reply)
                 del reply
-                pause = _SHORTEST_PAUSE
+                since = time.monotonic()
             elif swept:
-                self._closed.wait(pause)
-                pause, in_vain = min(2 * pause, _LONGEST_PAUSE), 0
+                self._closed.wait(min(max(_PAUSE * (time.monotonic() - since), _SHORTEST_PAUSE), _LONGEST_PAUSE))
+                in_vain = 0
 
     def _hand_over(self, message_id: str, reply: Message | Exception) -> None:
         while not self._closed.is_set():

@@ -15,6 +15,7 @@ from logging import getLogger
 import numpy as np
 from flwr.app import Message
 from flwr.common.constant import ErrorCode
+from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 
 from tepal.exchange.layout import Arrays, Names
@@ -31,7 +32,8 @@ SERVER = "server"
 """Whose note it is, in a report, when it is not a client's."""
 
 _LATE = 60.0  # seconds after the deadline during which a reply still comes through, to be recognised and dropped
-_LOOK_AROUND = 5.0  # seconds between two looks whether nodes that are waited for were restarted
+_LOOK_AROUND = 5.0  # seconds between two looks whether nodes that are waited for were restarted, and no less than
+_LOOKS = 20  # times what a look takes: the SuperLink then lists all its nodes, which may be many thousands
 _GIVE_UP = 60.0  # seconds during which pulling one reply may fail
 _LONGEST_REASON = 2000  # characters of what a client says: it goes into logs and metrics
 
@@ -63,6 +65,8 @@ class RoundReport:
     fedavg_up: int = 0
     resent: int = 0
     learning_rate: float | None = None
+    label_counts: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    """By client, of those that introduced themselves and told it: how many of its examples each class has."""
     record: Mapping[str, np.ndarray] = field(default_factory=dict)
     """What the method says of the round beside its metrics (`Method.record`)."""
     train_metrics: Mapping[str, float] = field(default_factory=dict)
@@ -96,6 +100,8 @@ class Asked:
     plan: Plan
     exchange: str = ""
     resends: int = 0
+    ends: float = 0.0
+    """When (`time.monotonic`) the SuperLink takes no reply to it any more."""
 
     @property
     def name(self) -> str:
@@ -126,6 +132,7 @@ class Messenger:
         self.accept = accept
         self._inbox = Inbox(grid)
         self._late: dict[str, Asked] = {}
+        self._sessions: dict[int, str] = {}  # node id → when the node was started
 
     def ask(
         self,
@@ -149,15 +156,16 @@ class Messenger:
             limit: after so many good replies the others are dropped when they come.
             refused: is filled with node id → reason, for clients that themselves cannot take part.
         """
-        deadline = time.monotonic() + timeout
+        begun = time.monotonic()
+        deadline = begun + timeout
         waiting: dict[str, Asked] = {}
 
         def send(asked: Asked, missing: Mapping[str, Names] | None = None) -> None:
             plan = asked.plan
             told = {**settings(plan), **plan.options, "server-round": plan.round}
             content, exchange = self.sender.content(plan, lambda tree: values(plan, tree), told, missing)
-            asked = replace(asked, exchange=exchange)
             left = max(deadline - time.monotonic(), 1.0)
+            asked = replace(asked, exchange=exchange, ends=time.monotonic() + left + _LATE)
             message = Message(content, asked.node_id, message_type(plan), ttl=left + _LATE, group_id=str(plan.round))
             try:
                 # One at a time: a push that fails is then known to be this client's.
@@ -174,12 +182,14 @@ class Messenger:
 
         for node_id, plan in plans:
             send(Asked(node_id, plan))
-        sessions = self._sessions()
-        looked = time.monotonic()
+        self.sender.all_sent()
+        look_around = time.monotonic() + _LOOK_AROUND
         self._inbox.expect(self._late)
         good = 0
         while waiting and (limit is None or good < limit) and time.monotonic() < deadline:
-            came = self._inbox.take(min(deadline - time.monotonic(), _LOOK_AROUND))
+            # A reply may be as large as the model: nothing of one may be left here while the next one comes.
+            came = message = answer = None
+            came = self._inbox.take(min(deadline, look_around) - time.monotonic())
             if came is not None and (asked := waiting.pop(came[0], None)) is not None:
                 message_id, message = came
                 if isinstance(message, Exception):
@@ -191,7 +201,7 @@ class Messenger:
                     else:
                         _lose(report, asked, f"its reply cannot be pulled: {type(message).__name__}: {message}")
                     continue
-                answer = self._read(asked, message, report, refused)
+                answer = self._read(asked, message, report, refused, values)
                 if isinstance(answer, Missing):
                     report.resent += 1
                     log.info("%s lacks entries in round %d; they are sent.", asked.name, asked.plan.round)
@@ -206,8 +216,10 @@ class Messenger:
                     yield asked.node_id, answer
             elif came is not None:
                 self._drop_late(*came, report)
-            if time.monotonic() - looked >= _LOOK_AROUND:
-                restarted, looked = self._restarted(sessions), time.monotonic()
+            if time.monotonic() >= look_around:
+                looked = time.monotonic()
+                restarted = self._restarted()
+                look_around = time.monotonic() + max(_LOOK_AROUND, _LOOKS * (time.monotonic() - looked))
                 for message_id, asked in list(waiting.items()):
                     if asked.node_id in restarted and asked.resends < RESENDS:
                         # What it had been sent went with its process.
@@ -218,15 +230,27 @@ class Messenger:
         if limit is None or good < limit:
             for asked in waiting.values():
                 _lose(report, asked, f"it did not answer within {round(timeout, 2):g} s")
-        self._late.update(waiting)
+        # Those that were looked for in vain since no reply can come any more are given up.
+        self._late = {message_id: asked for message_id, asked in self._late.items() if asked.ends > begun} | waiting
         self._inbox.forget()
+
+    def nodes(self) -> list[NodeInfo]:
+        """The connected nodes. `ask` compares with them as they were when last looked at."""
+        nodes = list(self.grid.get_nodes())
+        self._sessions.update((node.node_id, node.last_activated_at) for node in nodes)
+        return nodes
 
     def close(self) -> None:
         """End what goes on beside: no reply is taken any more."""
         self._inbox.close()
 
     def _read(
-        self, asked: Asked, message: Message, report: RoundReport, refused: dict[int, str] | None
+        self,
+        asked: Asked,
+        message: Message,
+        report: RoundReport,
+        refused: dict[int, str] | None,
+        values: Callable[[Plan, Tree], Arrays],
     ) -> Reply | Missing | None:
         """The checked answer; None, with the reason in the report, for one that must not be merged."""
         try:
@@ -240,7 +264,9 @@ class Messenger:
             if message.has_content():
                 report.up += Traffic.of(message.content)
             try:
-                answer = self.sender.read(asked.plan, asked.exchange, message, self.weighted_by_key)
+                answer = self.sender.read(
+                    asked.plan, asked.exchange, message, self.weighted_by_key, lambda tree: values(asked.plan, tree)
+                )
             except BadReply:
                 raise
             except Exception as error:  # it is somebody else's data: whatever it does to us, it is refused alone
@@ -279,20 +305,15 @@ class Messenger:
         report.late.append((asked.name, asked.plan.round))
         log.warning("%s answers round %d too late; its reply is dropped.", asked.name, asked.plan.round)
 
-    def _sessions(self) -> dict[int, str]:
-        """Node id → when the node was started; {} when that cannot be known now."""
+    def _restarted(self) -> set[int]:
+        """Nodes that were restarted since they were last looked at."""
+        before = dict(self._sessions)
         try:
-            return {node.node_id: node.last_activated_at for node in self.grid.get_nodes()}
+            now = {node.node_id: node.last_activated_at for node in self.nodes()}
         except Exception as error:
             log.warning("The SuperLink does not say which nodes are there: %s", error)
-            return {}
-
-    def _restarted(self, sessions: dict[int, str]) -> set[int]:
-        """Nodes that were restarted since `sessions` was known, which is brought up to date."""
-        now = self._sessions()
-        restarted = {node for node, session in now.items() if sessions.get(node, session) != session}
-        sessions.update(now)
-        return restarted
+            return set()
+        return {node for node, session in now.items() if before.get(node, session) != session}
 
 
 class _Useless(BadReply):

@@ -7,6 +7,7 @@ the exchange knows that it need not be sent again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,12 @@ def check_one_of(**options: tuple[str, Sequence[str]]) -> None:
     for name, (value, allowed) in options.items():
         if value not in allowed:
             raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
+
+
+def check_number(name: str, value: float, good: bool, allowed: str) -> None:
+    """Raises ValueError unless `good`, and for NaN and infinity; `allowed` says what is."""
+    if not (good and math.isfinite(value)):
+        raise ValueError(f"{name} is {value}; it must be {allowed}")
 
 
 class ModelBlocks(Protocol):
@@ -68,6 +75,24 @@ class ServerModel:
     @property
     def entries(self) -> Arrays:
         return self.starts[0]
+
+
+BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+"""How names of buffers end, BatchNorm's, where no model says what is a buffer."""
+
+
+def parameters_of(model: ServerModel) -> Names:
+    """Entries that are trained: floating-point numbers that are no buffer's. In the order of the layout."""
+    buffers = (
+        {name for name in model.layout.names if name.rpartition(".")[2] in BUFFERS}
+        if model.blocks is None
+        else set(model.blocks.buffers)
+    )
+    return tuple(
+        entry.name
+        for entry in model.layout.entries
+        if np.dtype(entry.dtype).kind == "f" and entry.name not in buffers
+    )
 
 
 class Merger(Protocol):

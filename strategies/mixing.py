@@ -12,19 +12,24 @@ models that are all equal); a negative similarity weighs 0; and `alpha` below 1 
 u_i.
 
 Every function takes the models as an array (n, P) or as anything that hands out blocks of columns (`Models`), so that
-n models may lie in a file and be larger than memory. In memory is then one block of columns of all models at a time,
-and n² numbers. The order of the work is: `update_gram` for the clients that have reported, `cosine`, `mix_rows`.
+n models may lie in a file and be larger than memory. In memory are then a few blocks of columns of all models for each
+core, and n² numbers. The order of the work is: `update_gram` for the clients that have reported, `cosine`, `mix_rows`.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 import numpy as np
+from threadpoolctl import threadpool_limits
 
-_BLOCK = 1 << 26  # bytes: a block of this size is large enough for the matrix product and small beside any model
+_BLOCK = 1 << 24  # bytes: a block of this size is large enough for the matrix product and small beside any model
+_WORKERS = 8  # blocks in work at a time, on as many cores
 _CHUNK = 1 << 10, 1 << 16  # parameters: fewer make many short reads, more add up too much in float32
 
 
@@ -37,7 +42,7 @@ class Models(Protocol):
         ...
 
     def block(self, start: int, stop: int) -> np.ndarray:
-        """Columns start … stop−1 of all models, (n, stop − start)."""
+        """Columns start … stop−1 of all models, (n, stop − start). Several threads ask at once."""
         ...
 
 
@@ -55,7 +60,7 @@ def gram_rows(
         rows: which models, each in 0 … n−1.
         counted: how many of the first parameters enter the products; default: all. What comes after them are buffers,
             such as the statistics of BatchNorm: mixed like parameters, but not compared.
-        chunk: parameters at a time, n·chunk numbers in memory; default: blocks of about 64 MB.
+        chunk: parameters at a time, n·chunk numbers in memory for each core; default: blocks of about 16 MB.
 
     Returns:
         (len(rows), n) float64.
@@ -68,16 +73,19 @@ def gram_rows(
     n, width = models.shape
     chosen = _rows(rows, n)
     counted = _counted(counted, width)
-    everything = np.array_equal(chosen, np.arange(n))
     gram = np.zeros((len(chosen), n))
     if not len(chosen):
         return gram
-    for start, stop in _chunks(models, counted, chunk):
+
+    def products(start: int, stop: int) -> np.ndarray:
         block = _wide(models.block(start, stop))
-        # A block times itself costs half: NumPy sees that, but only if it is the same memory.
-        some = block if everything else block[chosen]
         with np.errstate(over="ignore", invalid="ignore"):  # a diverged model is for `cosine` to tell
-            gram += (block @ some.T).T  # the long side first: several times faster where BLAS has many threads
+            of_chunk: np.ndarray = block @ block[chosen].T
+        return of_chunk
+
+    for of_chunk in _in_order(products, _chunks(models, counted, chunk)):
+        with np.errstate(over="ignore", invalid="ignore"):
+            gram += of_chunk.T
     return gram
 
 
@@ -226,7 +234,7 @@ def mix(
     weights = mixing_weights(similarity, delta, alpha=alpha)
     mixed = np.empty((n, width), _dtype(models))
     start = 0
-    for part in _mixed_blocks(models, np.arange(n), weights, None):
+    for part in _mixed_blocks(models, weights, None):
         mixed[:, start : start + part.shape[1]] = part
         start += part.shape[1]
     return mixed, similarity, delta
@@ -257,7 +265,8 @@ def mix_rows(
             models.
         alpha: α, see `mixing_weights`.
         counted: how many of the first parameters are compared, see `gram_rows`; all are mixed.
-        chunk: parameters at a time, up to 2·(n + len(rows))·chunk numbers in memory; default: blocks of about 64 MB.
+        chunk: parameters at a time, up to 2·(n + len(rows))·chunk numbers in memory for each core; default: blocks of
+            about 16 MB.
 
     Returns:
         An iterator of (row, chunk); a chunk is 1-D, in the models' dtype, and the caller's to keep or change. Keeping
@@ -279,9 +288,37 @@ def mix_rows(
     elif similarity.shape != (n, n):
         raise ValueError(f"similarity has the shape {similarity.shape}; {n} models need ({n}, {n})")
     weights = mixing_weights(similarity, threshold(similarity, quantile), chosen, alpha=alpha)
-    return (
-        (int(row), part[k]) for part in _mixed_blocks(models, chosen, weights, chunk) for k, row in enumerate(chosen)
-    )
+    return ((int(chosen[k]), part) for k, part in weighted_rows(models, weights, chunk=chunk))
+
+
+def weighted_rows(
+    models: Models | np.ndarray, weights: np.ndarray, *, chunk: int | None = None
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Weighted means of all models, a chunk of parameters at a time, whatever the weights come from.
+
+    Order and chunks are those of `mix_rows`, and so is this: a mean of one model alone is that model, bit by bit.
+
+    Args:
+        models: (n, P).
+        weights: (m, n), at least 0; each row sums to 1.
+        chunk: as in `mix_rows`.
+
+    Returns:
+        An iterator of (k, chunk): of the k-th row of `weights`.
+
+    Raises:
+        ValueError: at the call: models that are not 2-D, have no rows or are not floating-point; weights of another
+            shape, below 0, or that do not sum to 1.
+    """
+    models = _as_models(models)
+    n = models.shape[0]
+    if weights.ndim != 2 or weights.shape[1] != n:
+        raise ValueError(f"weights have the shape {weights.shape}; those of {n} models are (…, {n})")
+    sums = weights.sum(axis=1)
+    if not ((weights >= 0).all() and np.allclose(sums, 1, rtol=0, atol=1e-6)):
+        raise ValueError(f"weights must be at least 0 and sum to 1; the least is {weights.min()}, the sums are {sums}")
+    _chunk(models, chunk)
+    return ((k, part) for block in _mixed_blocks(models, weights, chunk) for k, part in enumerate(block))
 
 
 def _similarity(models: Models, counted: int | None, chunk: int | None) -> np.ndarray:
@@ -289,8 +326,8 @@ def _similarity(models: Models, counted: int | None, chunk: int | None) -> np.nd
     return cosine(update_gram(np.zeros((0, 0)), models, everything, counted=counted, chunk=chunk))
 
 
-def _mixed_blocks(models: Models, rows: np.ndarray, weights: np.ndarray, chunk: int | None) -> Iterator[np.ndarray]:
-    """weights @ models by blocks of columns, (len(rows), at most chunk) each."""
+def _mixed_blocks(models: Models, weights: np.ndarray, chunk: int | None) -> Iterator[np.ndarray]:
+    """weights @ models by blocks of columns, (len(weights), at most chunk) each."""
     n, width = models.shape
     dtype = _dtype(models)
     narrow = weights.astype(np.result_type(dtype, np.float32))
@@ -299,15 +336,38 @@ def _mixed_blocks(models: Models, rows: np.ndarray, weights: np.ndarray, chunk: 
     # Models that nobody mixes are left out of the product: 0 times a NaN or an infinity of a diverged one is NaN.
     used = np.flatnonzero(takes[~alone].any(axis=0))
     factors = narrow[~alone][:, used]
-    if not len(rows):
+    only = takes[alone].argmax(axis=1)
+    if not len(weights):
         return
-    for start, stop in _chunks(models, width, chunk):
+
+    def mixture(start: int, stop: int) -> np.ndarray:
         block = models.block(start, stop)
-        mixed = np.empty((len(rows), stop - start), dtype)
-        mixed[alone] = block[rows[alone]]
+        mixed = np.empty((len(weights), stop - start), dtype)
+        mixed[alone] = block[only]
         if used.size:
             mixed[~alone] = factors @ _wide(block if used.size == n else block[used])
-        yield mixed
+        return mixed
+
+    yield from _in_order(mixture, _chunks(models, width, chunk))
+
+
+def _in_order(
+    work: Callable[[int, int], np.ndarray], chunks: Iterable[tuple[int, int]]
+) -> Iterator[np.ndarray]:
+    """`work` of every chunk, in the order of the chunks, on all cores and a few chunks ahead.
+
+    Each core has chunks of its own, and BLAS one thread: threads that share a product wait for each other at every step
+    of it, many times as long as it takes where something else runs on the machine.
+    """
+    workers = min(os.cpu_count() or 1, _WORKERS)
+    with threadpool_limits(1, "blas"), ThreadPoolExecutor(workers, "mixing") as pool:
+        ahead: deque[Future[np.ndarray]] = deque()
+        for start, stop in chunks:
+            ahead.append(pool.submit(work, start, stop))
+            if len(ahead) > workers:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
 
 
 class _InMemory:

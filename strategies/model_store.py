@@ -9,13 +9,16 @@ import heapq
 import operator
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
 from tepal.exchange.files import sync_folder
+from tepal.exchange.layout import Arrays, Entry, Names
+from tepal.strategies.method import MethodError, ServerModel, parameters_of
 
 _GROWTH = 1 << 28, 64  # bytes and rows that the file grows by at a time, whichever is less, and at least one row
 
@@ -38,13 +41,16 @@ class ModelStore:
     `digest` with them and compares. One process and one thread at a time.
     """
 
-    def __init__(self, path: Path | None, width: int, dtype: str | np.dtype = "float32") -> None:
+    def __init__(
+        self, path: Path | None, width: int, dtype: str | np.dtype = "float32", *, folder: Path | None = None
+    ) -> None:
         """Open a file or make it, with the folders above it.
 
         Args:
-            path: the file. None: an unnamed one in the folder for temporary files, which goes with the process.
+            path: the file. None: an unnamed one, which goes with the process or when it is closed.
             width: numbers in a row, at least 1.
             dtype: of all rows; bool, integer or floating-point.
+            folder: for an unnamed file; None: that for temporary files.
 
         A piece of a row at the end of the file, which is what a growth that was interrupted leaves, is no slot; the
         next growth takes it up. Opening changes nothing in a file.
@@ -62,7 +68,9 @@ class ModelStore:
         self._row_bytes = width * self.dtype.itemsize
         self._file: BinaryIO
         if path is None:
-            self._file = tempfile.TemporaryFile(prefix="tepal-", buffering=0)  # noqa: SIM115
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+            self._file = tempfile.TemporaryFile(dir=folder, prefix=".tepal-", buffering=0)  # noqa: SIM115
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -205,6 +213,55 @@ class StoredModels:
         for k, slot in enumerate(self._slots):
             block[k] = self._rows[slot, start:stop]
         return block
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """How a model lies in a row of a store: its parameters, then its floating-point buffers."""
+
+    entries: tuple[Entry, ...]
+    counted: int
+    """Numbers of parameters, which come first."""
+    width: int
+    dtype: np.dtype
+    own: Names
+    """Entries that are no floating-point numbers, such as counters: they lie in no row."""
+
+    @property
+    def names(self) -> Names:
+        return tuple(entry.name for entry in self.entries)
+
+    @staticmethod
+    def of(model: ServerModel, *, needed_for: str) -> RowLayout:
+        """The rows of a model. Raises MethodError, which says `needed_for` what, for one without parameters."""
+        parameters = [model.layout.by_name[name] for name in parameters_of(model)]
+        if not parameters:
+            raise MethodError(f"{model.name} has no floating-point parameters, which {needed_for}")
+        floating = [entry for entry in model.layout.entries if np.dtype(entry.dtype).kind == "f"]
+        entries = (*parameters, *(entry for entry in floating if entry not in parameters))
+        return RowLayout(
+            entries=entries,
+            counted=sum(entry.size for entry in parameters),
+            width=sum(entry.size for entry in entries),
+            dtype=np.result_type(np.float32, *(np.dtype(entry.dtype) for entry in entries)),
+            own=tuple(entry.name for entry in model.layout.entries if entry not in floating),
+        )
+
+    def pieces(self, entries: Arrays) -> Iterator[np.ndarray]:
+        """What `ModelStore.write` takes of a model: one 1-D piece for each entry of the row."""
+        return (entries[entry.name].reshape(-1) for entry in self.entries)
+
+    def entries_of(self, row: np.ndarray) -> dict[str, np.ndarray]:
+        """The entries in a row, or in the beginning of one: views where the row has their dtype."""
+        row = np.asarray(row)
+        found: dict[str, np.ndarray] = {}
+        start = 0
+        for entry in self.entries:
+            if start + entry.size > len(row):
+                break
+            found[entry.name] = row[start : start + entry.size].astype(entry.dtype, copy=False).reshape(entry.shape)
+            start += entry.size
+        return found
 
 
 def _reserve(handle: int, before: int, size: int) -> None:

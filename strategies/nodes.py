@@ -5,12 +5,13 @@ A client's name outlives its node id, which changes at every restart.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from logging import getLogger
+from random import Random
 from typing import Any
 
-from flwr.serverapp import Grid
+from flwr.proto.node_pb2 import NodeInfo
 
 log = getLogger("flwr")
 
@@ -25,33 +26,43 @@ class Nodes:
 
     def __init__(self) -> None:
         self._sessions: dict[int, tuple[str, str]] = {}  # node id → (when it was last activated, registered name)
-        self._new: list[int] = []
+        self._new: dict[int, None] = {}  # in their order
         self._silent: dict[int, int] = {}  # node id → the round in which it is asked again
         self._tries: dict[int, int] = {}
         self._names: dict[int, str] = {}
+        self._node_of: dict[str, int] = {}  # the same, the other way round
+        self._available: list[str] | None = None  # sorted; None: not known any more
         self._refused: dict[int, str] = {}
         self._met: set[str] = set()
 
-    def update(self, grid: Grid) -> None:
-        """Read who is connected. A node that was restarted is new again: it may have lost what it held."""
-        now = {node.node_id: (node.last_activated_at, node.name) for node in grid.get_nodes()}
+    def update(self, nodes: Iterable[NodeInfo]) -> None:
+        """Enter who is connected. A node that was restarted is new again: it may have lost what it held."""
+        now = {node.node_id: (node.last_activated_at, node.name) for node in nodes}
         changed = [node_id for node_id, session in now.items() if self._sessions.get(node_id) != session]
-        for node_id in {*(set(self._sessions) - set(now)), *changed}:
+        for node_id in {*(self._sessions.keys() - now.keys()), *changed}:
             known: dict[int, Any]
-            for known in (self._names, self._refused, self._silent, self._tries):
+            for known in (self._new, self._refused, self._silent, self._tries):
                 known.pop(node_id, None)
-            if node_id in self._new:
-                self._new.remove(node_id)
+            self._unname(node_id)
         self._sessions = now
-        self._new += sorted(changed)
+        self._new.update(dict.fromkeys(sorted(changed)))
 
-    def take_new(self, round: int, *, silent_too: bool = False) -> list[tuple[int, str]]:
-        """(node id, registered name or "") of nodes that are to introduce themselves now."""
-        again = [node_id for node_id, due in self._silent.items() if silent_too or due <= round]
-        for node_id in again:
-            del self._silent[node_id]
-        chosen, self._new = self._new + again, []
+    def take_new(self, round: int, *, silent_too: bool = False, most: int | None = None) -> list[tuple[int, str]]:
+        """(node id, registered name or "") of nodes that are to introduce themselves now.
+
+        Of more than `most`, so many of them, at random; the others have their turn at a later call.
+        """
+        chosen = [*self._new, *(node_id for node_id, due in self._silent.items() if silent_too or due <= round)]
+        if most is not None and len(chosen) > most:
+            chosen = Random(round).sample(chosen, most)
+        for node_id in chosen:
+            self._new.pop(node_id, None)
+            self._silent.pop(node_id, None)
         return [(node_id, self._sessions[node_id][1]) for node_id in chosen]
+
+    def waiting(self) -> int:
+        """How many nodes have had no turn yet to introduce themselves."""
+        return len(self._new)
 
     def settle(
         self, introduced: Mapping[int, str], refused: Mapping[int, str], asked: Mapping[int, str], round: int
@@ -62,19 +73,19 @@ class Nodes:
         """
         names: dict[int, str] = {}
         for node_id, name in sorted(introduced.items()):
-            for other, taken in list(self._names.items()):
-                if taken != name:
-                    continue
-                registered = self._sessions[other][1] == taken != self._sessions[node_id][1]
+            if (other := self._node_of.get(name)) is not None:
+                registered = self._sessions[other][1] == name != self._sessions[node_id][1]
                 if other in introduced or registered:  # a name that a key is registered under is not for others
-                    name = f"{name}@{node_id}"
+                    taken, name = name, f"{name}@{node_id}"
                     log.warning("Two nodes call themselves %r; node %d goes by %r. Give each its own `name`.",
                                 taken, node_id, name)  # fmt: skip
                 else:
-                    del self._names[other]
+                    self._unname(other)
             if name in self._met:
                 log.info("%s is back, as node %d.", name, node_id)
             self._names[node_id] = names[node_id] = name
+            self._node_of[name] = node_id
+        self._available = None
         self._refused.update(refused)
         for node_id in asked:
             if node_id not in introduced and node_id not in refused:
@@ -82,19 +93,27 @@ class Nodes:
                 self._silent[node_id] = round + 2 ** (self._tries[node_id] - 1)
         return names
 
+    def _unname(self, node_id: int) -> None:
+        name = self._names.pop(node_id, "")
+        if self._node_of.get(name) == node_id:
+            del self._node_of[name]
+            self._available = None
+
     def returned(self, names: Collection[str]) -> set[str]:
         """Which of these, just introduced, had been met before: their nodes were restarted."""
         back = self._met.intersection(names)
         self._met.update(names)
         return back
 
-    def available(self) -> list[str]:
+    def available(self) -> Sequence[str]:
         """Names of the clients that can take part, sorted."""
-        return sorted(self._names.values())
+        if self._available is None:
+            self._available = sorted(self._node_of)
+        return self._available
 
-    def node_of(self) -> dict[str, int]:
+    def node_of(self) -> Mapping[str, int]:
         """Name → node id of the available clients."""
-        return {name: node_id for node_id, name in self._names.items()}
+        return self._node_of
 
     def refusals(self) -> list[str]:
         """Why nodes that are connected cannot take part."""
@@ -128,8 +147,8 @@ class Standing:
             )  # fmt: skip
 
     def out(self, clients: Collection[str], round: int) -> list[str]:
-        """Which of these clients are left out of this round, sorted."""
-        return sorted(client for client in clients if self.until.get(client, 0) > round)
+        """Which of these clients are left out of this round, sorted. `clients` is asked for those alone."""
+        return sorted(client for client, until in self.until.items() if until > round and client in clients)
 
     def to_json(self) -> dict[str, Any]:
         return {"failures": self.failures, "until": self.until}

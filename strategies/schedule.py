@@ -30,13 +30,13 @@ def mode_schedule(strata: int, modes: int, age: int, seed: int) -> np.ndarray:
     """
     if strata < 1 or modes < 1 or age < 0 or seed < 0:
         raise ValueError(f"strata={strata}, modes={modes}: at least 1 each; age={age}, seed={seed}: 0 or more")
-    return np.array([np.random.default_rng([seed, age, stratum]).permutation(modes) for stratum in range(strata)])
+    return np.array([_permutation(stratum, modes, age, seed) for stratum in range(strata)])
 
 
 def mode_of(stratum: int, modes: int, round: int, seed: int) -> int:
     """The mode that a stratum trains in a round (counted from 1)."""
     age, position = divmod(round - 1, modes)
-    return int(np.random.default_rng([seed, age, stratum]).permutation(modes)[position])
+    return int(_permutation(stratum, modes, age, seed)[position])
 
 
 def rounds_of(mode: int, strata: int, modes: int, rounds: int, seed: int) -> int:
@@ -47,8 +47,16 @@ def rounds_of(mode: int, strata: int, modes: int, rounds: int, seed: int) -> int
 @lru_cache(maxsize=8)
 def _rounds_of_all(strata: int, modes: int, rounds: int, seed: int) -> tuple[int, ...]:
     counts = np.zeros(modes, int)
+    places = np.arange(modes)
     for first in range(0, rounds, modes):
-        age = mode_schedule(strata, modes, first // modes, seed)
-        for trained in age.T[: rounds - first]:
-            counts[np.unique(trained)] += 1
+        trained = np.zeros((modes, modes), bool)  # in the age's r-th round, mode k
+        for stratum in range(strata):
+            trained[places, _permutation(stratum, modes, first // modes, seed)] = True
+            if trained.all():  # which is soon: K strata or a few times as many are enough
+                break
+        counts += trained[: rounds - first].sum(axis=0)
     return tuple(counts.tolist())
+
+
+def _permutation(stratum: int, modes: int, age: int, seed: int) -> np.ndarray:
+    return np.random.default_rng([seed, age, stratum]).permutation(modes)

@@ -125,7 +125,7 @@ class Selecting(Averaging):
     def plan(
         self, state: ModelState, round: int, phase: str, cohort: Sequence[str], heard: Mapping[str, Reply]
     ) -> list[Plan]:
-        plans = super().plan(state, round, phase, cohort, heard)
+        plans = [replace(p, exact=self._never_trained) for p in super().plan(state, round, phase, cohort, heard)]
         groups = {**_layer_groups(self._blocks), "head": self._blocks.head}
         if phase == PROBE:
             options: dict[str, Scalar] = {
@@ -146,6 +146,14 @@ class Selecting(Averaging):
             replace(plan, trains=names, returns={MODEL: names}, keeps=plan.needs)
             for plan, names in zip(plans, trained, strict=True)
         ]
+
+    def evaluation(self, state: ModelState, round: int, cohort: Sequence[str], *, more_rounds: bool) -> list[Plan]:
+        plans = super().evaluation(state, round, cohort, more_rounds=more_rounds)
+        return [replace(plan, exact=self._never_trained) for plan in plans]
+
+    @property
+    def _never_trained(self) -> Names:
+        return (*self._blocks.embedding, *self._blocks.rest)
 
     def _choose(self, probes: Sequence[Reply]) -> np.ndarray:
         """Masks of these clients, (n, L) bool."""

@@ -1,3 +1,4 @@
+import tracemalloc
 from fractions import Fraction
 
 import numpy as np
@@ -36,11 +37,69 @@ def test_the_order_of_replies_does_not_matter(order):
     np.testing.assert_allclose(mean_of([parts[k] for k in order])["w"], mean_of(parts)["w"], rtol=1e-7)
 
 
-def test_large_entries_are_added_chunk_by_chunk_like_small_ones():
+def assert_close(mean, parts):
+    """To 1e-6 of the largest of the values that an element is the mean of."""
+    values = np.stack([part.astype(np.float64) for part, _ in parts])
+    expected = np.average(values, axis=0, weights=[weight for _, weight in parts])
+    assert (np.abs(mean - expected) <= 1e-6 * np.abs(values).max(axis=0)).all()
+
+
+@pytest.mark.parametrize("shape", [(500, 300), (3, 1 << 20)])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_large_entries_are_averaged_in_float32_piece_by_piece_like_small_ones(shape, dtype):
     rng = np.random.default_rng(0)
-    parts = [({"w": rng.normal(size=(500, 300)).astype(np.float32)}, k + 1) for k in range(3)]
-    expected = np.average([p["w"].astype(np.float64) for p, _ in parts], axis=0, weights=[1, 2, 3])
-    np.testing.assert_allclose(mean_of(parts)["w"], expected, rtol=1e-6)
+    parts = [({"w": rng.random(shape, np.float32).astype(dtype)}, k + 1) for k in range(3)]
+    mean = mean_of(parts)["w"]
+    assert mean.dtype == dtype and mean.shape == shape
+    if dtype == np.float32:
+        assert_close(mean, [(part["w"], weight) for part, weight in parts])
+    else:
+        expected = np.average([part["w"].astype(np.float64) for part, _ in parts], axis=0, weights=[1, 2, 3])
+        np.testing.assert_allclose(mean, expected, rtol=1e-3)
+
+
+@pytest.mark.parametrize("count", [50, 51, 1000])
+@pytest.mark.parametrize("around", [0.0, 5.0], ids=["of both signs", "alike"])
+def test_the_order_of_many_replies_shows_by_less_than_a_millionth_of_the_values(count, around):
+    size = 70_000  # more than what is averaged in float64
+    rng = np.random.default_rng(count)
+    values = (around + rng.normal(size=(count, size))).astype(np.float32)
+    weights = rng.integers(1, 1000, count)
+    parts = [({"w": values[k]}, int(weights[k])) for k in range(count)]
+    one, other = mean_of(parts)["w"], mean_of([parts[k] for k in rng.permutation(count)])["w"]
+    largest = np.abs(values).max(axis=0)
+    assert (np.abs(one - other) <= 1e-6 * largest).all()
+    expected = weights @ values.astype(np.float64) / weights.sum()
+    assert (np.abs(one - expected) <= 1e-6 * largest).all()
+
+
+@given(st.lists(st.integers(1, 10**6), min_size=1, max_size=60))
+def test_what_all_parts_have_alike_stays_as_it_is(weights):
+    part = {"small": np.array([0.1, -3e-7], np.float32), "n": np.array(2**40 + 1), "large": ALIKE}
+    result = mean_of([(part, weight) for weight in weights])
+    assert all(np.array_equal(result[name], part[name]) for name in part)
+
+
+ALIKE = np.random.default_rng(0).normal(size=70_000).astype(np.float32)
+
+
+def test_the_largest_numbers_do_not_overflow():
+    largest = np.full(70_000, np.finfo(np.float32).max)
+    result = mean_of([({"w": largest, "s": largest[:3]}, 10**15) for _ in range(3)])
+    assert np.array_equal(result["w"], largest) and np.array_equal(result["s"], largest[:3])
+
+
+def test_a_mean_has_one_array_of_an_entry_however_many_parts_there_are():
+    parts = [{"w": np.full(1 << 20, k, np.float32)} for k in range(3)]
+    mean = WeightedMean()
+    tracemalloc.start()
+    for part in parts:
+        mean.add(part, 1)
+    result = mean.result()
+    held, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    size = parts[0]["w"].nbytes
+    assert result["w"][0] == 1 and size <= held <= 1.1 * size and most <= 1.5 * size
 
 
 def test_views_with_any_strides_are_averaged_where_they_lie():

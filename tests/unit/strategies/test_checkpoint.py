@@ -7,6 +7,7 @@ import errno
 import json
 import logging
 import math
+import mmap
 import os
 import resource
 import shutil
@@ -23,8 +24,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
-from tepal.exchange import files
+from tepal.exchange import files, parts
 from tepal.exchange.files import DamagedFile
+from tepal.exchange.parts import digest
 from tepal.strategies import checkpoint as module
 from tepal.strategies.checkpoint import FACTS, STATE, Checkpoint, Checkpoints, from_json, to_json
 
@@ -702,3 +704,26 @@ def test_room_is_made_once_and_not_where_the_disk_has_room(tmp_path, monkeypatch
     assert checkpoints.rounds() == [3, 4]
     checkpoints.save(checkpoint_of(5))
     assert checkpoints.rounds() == [3, 4, 5]
+
+
+def test_a_saved_state_is_the_same_in_its_file_and_outlives_the_checkpoint(tmp_path):
+    state = {"w": np.arange(6.0).reshape(2, 3), "n": np.array(3), "told": ("a", None, 1.5)}
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(checkpoint_of(1, state))
+    saved = checkpoints.saved_state(1)
+    checkpoints.save(checkpoint_of(2, [{"w": np.zeros((2, 3))}]))
+    assert checkpoints.rounds() == [2]
+    for again in (saved, checkpoints.on_disk(state)):
+        assert_same(state, again)
+        assert isinstance(again["w"].base, mmap.mmap) and not again["w"].flags.writeable
+    assert os.listdir(tmp_path) == ["round-000002"], "what has no name is in nobody's way"
+
+
+def test_the_arrays_of_a_saved_state_are_not_hashed_again(tmp_path, monkeypatch):
+    checkpoints, state = Checkpoints(tmp_path), {"w": np.arange(6.0)}
+    checkpoints.save(checkpoint_of(1, state))
+    expected = digest(state["w"])
+    monkeypatch.setattr(parts, "digest", lambda array: pytest.fail("hashed again"))
+    saved = checkpoints.saved_state(1)
+    assert checkpoints.digests.of(saved["w"]) == expected == checkpoints.digests.of(state["w"])
+    checkpoints.save(checkpoint_of(2, saved))

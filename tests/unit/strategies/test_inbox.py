@@ -347,3 +347,27 @@ def test_any_weather(inbox, grid):
             assert reply.message_id == message_id
             good.append(message_id)
     assert sorted(good) == sorted(ids) and not grid.failing
+
+
+def test_no_pull_begins_while_a_reply_is_worked_on(inbox, grid):
+    inbox.expect(["a", "b", "c"])
+    (first,) = take_all(inbox, 1)
+    time.sleep(0.4)
+    assert grid.pulls == [first[0]] and len(grid.alive) == 1
+    del first
+    take_all(inbox, 2)
+    assert sorted(grid.pulls) == ["a", "b", "c"]
+
+
+def test_a_pull_whose_reply_is_coming_is_not_taken_for_stuck(inbox, grid):
+    event = grid.block("large")
+    inbox.expect(["large", "other"])
+    began = time.monotonic()
+    while time.monotonic() < began + 0.5:
+        grid.moved_at = time.monotonic()
+        assert inbox.take(0.02) is None
+    assert grid.pulls == ["large"]
+    take_all(inbox, 1)  # nothing of it comes any more
+    assert grid.pulls == ["large", "other"]
+    event.set()
+    take_all(inbox, 1)

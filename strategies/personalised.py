@@ -1,0 +1,35 @@
+"""What methods share in which clients keep a model of their own beside the global one, by an objective of theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from tepal.exchange.plan import SCORED_AS, Plan, Reply, Scalar
+from tepal.strategies.fedavg import Averaging, ModelState
+
+
+class Personalised(Averaging):
+    """FedAvg on the global model; each client has its own by the objective, and that is what is scored."""
+
+    scored = "personal"
+    judged = "personal"
+    objective: str
+
+    def options(self) -> Mapping[str, Scalar]:
+        """Of the objective."""
+        return {}
+
+    def plan(
+        self, state: ModelState, round: int, phase: str, cohort: Sequence[str], heard: Mapping[str, Reply]
+    ) -> list[Plan]:
+        plans = super().plan(state, round, phase, cohort, heard)
+        return [replace(plan, objective=self.objective, options=self.options()) for plan in plans]
+
+    def evaluation(self, state: ModelState, round: int, cohort: Sequence[str], *, more_rounds: bool) -> list[Plan]:
+        options = {**self.options(), SCORED_AS: self.judged}
+        plans = super().evaluation(state, round, cohort, more_rounds=more_rounds)
+        return [replace(plan, objective=self.objective, options=options) for plan in plans]
+
+    def describe(self) -> Mapping[str, str | int | float]:
+        return self.options()

@@ -1,0 +1,127 @@
+"""Every strategy that a run config can name, two rounds on the digits with the project's own app, in this process."""
+
+from pathlib import Path
+
+import pytest
+
+from tepal.client_app.app import app
+from tepal.server_app.catalogue import CATALOGUE
+from tepal.server_app.config import defaults, read_run_config
+from tepal.server_app.flower import parse_run_config
+from tepal.server_app.run import build_model, build_strategy, run
+from tepal.server_app.run_directory import read_metrics
+from tepal.strategies.in_process import InProcessGrid, Node
+from tests.quiet import quiet  # noqa: F401
+
+ROOT = Path(__file__).parents[3]
+CLIENTS, ROUNDS = 3, 2
+CONFIG = {
+    "dataset": "digits", "model": "tiny-vit", "num-server-rounds": ROUNDS, "min-clients": CLIENTS, "local-steps": 2,
+    "optimizer": "sgd", "learning-rate": 0.05, "weight-decay": 0.0, "schedule": "constant", "deterministic": True,
+    "fedfrozen.warmup-rounds": 1, "fedensemble.modes": 2, "pfedme.lambda": 1.0, "server-share": 0.05,
+    "fedacs.quantile": 0.1,
+}  # fmt: skip
+
+
+ENCODED = {"wire-dtype-down": "bfloat16", "wire-dtype-up": "int8", "wire-top-k": 0.5}
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """Strategy and changes to the config → its run directory; each runs once."""
+    done = {}
+
+    def make(name, **changes):
+        key = name, *changes.items()
+        if key not in done:
+            folder = tmp_path_factory.mktemp(name)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("TEPAL_CACHE", str(folder / "cache"))
+                config = {**defaults(), **CONFIG, "strategy": name, "runs": str(folder / "runs"), **changes}
+                nodes = [Node(app, {"partition-id": k, "num-partitions": CLIENTS}) for k in range(CLIENTS)]
+                done[key] = run(InProcessGrid(nodes, config), config)
+        return done[key]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def sizes():
+    """Bytes of the model, of its parameters, of its query and key projections, of its head, of each layer."""
+    model, blocks = build_model(read_run_config(CONFIG))
+    of = blocks.layout.nbytes
+    return {
+        "P": of(),
+        "C": sum(p.numel() * p.element_size() for p in model.parameters()),
+        "Φ": of(blocks.query_key),
+        "head": of(blocks.head),
+        "layers": [of(layer) for layer in blocks.layers],
+    }
+
+
+def expected(name, number, size):
+    """(down, up) payload of one client in a round, the scoring after the last included."""
+    whole, last = size["P"], number == ROUNDS
+    scoring = whole if last else 0
+    if name == "fedfrozen":
+        frozen = number > 1
+        travels = whole - size["Φ"] if frozen else whole
+        # Φ̄ goes down once more than the others: with the first frozen round, which keeps it.
+        return whole + (whole - size["Φ"] if last else 0), travels
+    if name == "fedensemble":
+        return whole + (2 * whole if last else 0), whole
+    if name == "scaffold":
+        return whole + size["C"] + scoring, whole + size["C"]
+    if name == "local":
+        return (whole if number == 1 else 0), 0
+    if name in ("fedacs", "fedamp"):
+        return whole, whole  # each client has kept what it is to score (and a mixture that is its own model, too)
+    return whole + scoring, whole
+
+
+@pytest.mark.parametrize("name", [name for name in CATALOGUE if name != "selective"])
+def test_it_moves_what_its_formula_says(ran, sizes, name):
+    lines = {line["round"]: line for line in read_metrics(ran(name))}
+    for number in (1, ROUNDS):
+        down, up = expected(name, number, sizes)
+        assert (lines[number]["bytes_down"], lines[number]["bytes_up"]) == (CLIENTS * down, CLIENTS * up), number
+
+
+def test_selective_sends_up_the_chosen_layers_and_the_head(ran, sizes):
+    lines = {line["round"]: line for line in read_metrics(ran("selective"))}
+    ways = {layer + sizes["head"] for layer in sizes["layers"]}
+    for number in (1, ROUNDS):
+        up = lines[number]["bytes_up"]
+        assert CLIENTS * min(ways) <= up <= CLIENTS * max(ways) < CLIENTS * sizes["P"]
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_it_takes_any_encoding(ran, name):
+    """Changes in int8, of each matrix the larger half: clients answer all the same, with fewer bytes."""
+    as_it_is, encoded = read_metrics(ran(name)), read_metrics(ran(name, **ENCODED))
+    for before, line in zip(as_it_is, encoded, strict=True):
+        assert not line["refused"] and not line["lost"] and not line["notes"]
+        if line["round"]:
+            assert line["clients_replied"] == CLIENTS
+            assert line["bytes_down"] <= 0.66 * before["bytes_down"]
+            assert line["bytes_up"] <= 0.5 * before["bytes_up"]
+    own = name in ("fedacs", "fedamp", "local", "ditto", "perfedavg", "pfedme", "apfl")
+    key = "clients_accuracy" if own else "loss"
+    assert encoded[-1][key] == pytest.approx(as_it_is[-1][key], rel=0.2, abs=0.1)
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_the_settings_for_a_comparison_of_all_suit_it(name):
+    settings = parse_run_config([str(ROOT / "conf/all.toml")])
+    config = read_run_config({**settings, "strategy": name})
+    build_strategy(config, build_model(config)[1])
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_its_result_is_scored_and_named_after_the_model_it_is_of(ran, name):
+    last = read_metrics(ran(name))[-1]
+    own = name in ("fedacs", "fedamp", "local", "ditto", "perfedavg", "pfedme", "apfl")
+    assert last["accuracy_of"] == ("personal" if own else "server")
+    assert 0 <= last["accuracy"] <= 1 and 0 <= last["clients_accuracy"] <= 1 and last["clients_spread"] >= 0
+    assert last["clients_replied"] == CLIENTS and not last["refused"] and not last["lost"] and not last["notes"]
+    assert last["step_seconds"] > 0
