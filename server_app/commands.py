@@ -8,7 +8,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -16,24 +16,50 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from tepal.exchange.cache import forget_parts
+from tepal import models
+from tepal.client_app.inputs import InputConfig
+from tepal.client_app.node.commands import node
+from tepal.server_app.catalogue import table
 from tepal.server_app.compare import (
-    CSV,
-    STRATEGIES,
-    comparison_table,
+    ALL,
+    USUAL,
+    check,
     new_folder,
-    read_comparison,
-    run_each,
+    run_cells,
+    seed_numbers,
     strategy_names,
     write_comparison,
 )
-from tepal.server_app.config import ConfigError, RunConfig, open_run
-from tepal.server_app.flower import RunError, Value, app_run_config, parse_run_config
+from tepal.server_app.comparison import (
+    OWN_KEYS,
+    Comparison,
+    cells_of,
+    find_comparison,
+    is_comparison,
+    measure,
+    read_comparison,
+)
+from tepal.server_app.comparison_tables import comparison_table
+from tepal.server_app.config import ConfigError, RunConfig, defaults, open_run
+from tepal.server_app.flower import Outcome, RunError, Value, app_run_config, parse_run_config
+from tepal.server_app.provision_commands import provision
 from tepal.server_app.report import write_report
-from tepal.server_app.run_directory import CHECKPOINTS, KEPT_IN, METRICS, find_run, read_metrics, read_summary
-from tepal.server_app.simulation import simulate
+from tepal.server_app.run_directory import (
+    CHECKPOINTS,
+    KEPT_IN,
+    LATEST,
+    METRICS,
+    RunInUse,
+    find_run,
+    read_metrics,
+    read_summary,
+)
+from tepal.server_app.server import server
+from tepal.server_app.simulation import simulate, simulate_in_process
 from tepal.server_app.terminal import RoundProgress, final_table, follow_metrics
 
+_IN_PROCESS = "all clients in one process, one after the other, or with --cpus in threads: begins at once"
+_CPUS, _ONE_CPU = "CPU cores for each client at work", "1; --in-process: all"
 _CLIENTS = ".clients"  # in the folder of runs: what simulated clients keep, by experiment
 
 main = typer.Typer(
@@ -43,6 +69,10 @@ main = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+for group in (provision, server, node):
+    main.add_typer(group)
 
 
 @main.callback()
@@ -58,8 +88,9 @@ def simulate_command(
         list[str] | None,
         typer.Option("--run-config", "-c", help="'key=value …' or a TOML file, as in `flwr run`; may be repeated"),
     ] = None,
-    cpus: Annotated[float, typer.Option(min=0.01, help="CPU cores for each client at work")] = 1,
+    cpus: Annotated[float | None, typer.Option(min=0.01, help=_CPUS, show_default=_ONE_CPU)] = None,
     gpus: Annotated[float, typer.Option(min=0, help="share of a GPU for each client at work")] = 0,
+    in_process: Annotated[bool, typer.Option("--in-process", help=_IN_PROCESS)] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="show Flower's own log")] = False,
 ) -> None:
     """Run the app with simulated clients on this machine, show its progress, and say what it moved.
@@ -72,11 +103,38 @@ def simulate_command(
         given = parse_run_config(run_config or [])
         config, _ = open_run({**app_run_config(app), **given})
         _check(config, clients)
-        with RoundProgress(config.rounds.num_server_rounds, console=console) as progress:
-            run = _simulate(progress, console, app, config, clients, cpus, gpus, verbose)
-        summary = read_summary(run)
-        if summary is not None:
-            console.print(final_table(summary, read_metrics(run), run), soft_wrap=True)
+        _run_and_show(_simulating(app, clients, cpus, gpus, in_process), config, console, verbose)
+    except (ConfigError, RunError, ValueError) as error:
+        errors.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from error
+
+
+@main.command("loopback")
+def loopback_command(
+    app: Annotated[Path, typer.Argument(help="folder of the Flower app: a checkout of this project")] = Path("."),
+    clients: Annotated[int, typer.Option(min=2, help="clients, each a warm node of its own")] = 3,
+    run_config: Annotated[
+        list[str] | None,
+        typer.Option("--run-config", "-c", help="as in `tepal simulate`; may be repeated"),
+    ] = None,
+    node_config: Annotated[
+        list[str] | None,
+        typer.Option(help="'key=value …' of one client, such as its data-path; one for each client, in order"),
+    ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="show Flower's own log")] = False,
+) -> None:
+    """Run the app on a deployment on this machine: a SuperLink and warm nodes as processes, TLS, registered keys.
+
+    Certificates and keys are made for it. All processes and files but the run's own are gone when it ends.
+    """
+    from tepal.server_app.loopback import loopback
+
+    console, errors = Console(), Console(stderr=True)
+    try:
+        config, _ = open_run({**app_run_config(app), **parse_run_config(run_config or [])})
+        _check(config, clients, parts=not node_config)
+        node_configs = [parse_run_config([text]) for text in node_config or []]
+        _run_and_show(partial(loopback, app, clients=clients, node_configs=node_configs), config, console, verbose)
     except (ConfigError, RunError, ValueError) as error:
         errors.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from error
@@ -85,42 +143,93 @@ def simulate_command(
 @main.command("compare")
 def compare_command(
     app: Annotated[Path, typer.Argument(help="folder of the Flower app: a checkout of this project")] = Path("."),
-    strategies: Annotated[str, typer.Option(help="which, in this order, with commas between")] = ",".join(STRATEGIES),
-    clients: Annotated[int, typer.Option(min=2, help="simulated clients")] = 10,
+    strategies: Annotated[
+        str | None,
+        typer.Option(help=f"which, in this order, with commas between; {ALL!r}: all", show_default=",".join(USUAL)),
+    ] = None,
+    seeds: Annotated[
+        str | None, typer.Option(help="run each with all of these: 1,2,3", show_default="that of the run config")
+    ] = None,
+    clients: Annotated[int | None, typer.Option(min=2, help="simulated clients", show_default="10")] = None,
     run_config: Annotated[
         list[str] | None,
-        typer.Option("--run-config", "-c", help="as in `tepal simulate`, for all strategies; may be repeated"),
+        typer.Option("--run-config", "-c", help="as in `tepal simulate`, for all runs; may be repeated"),
     ] = None,
-    cpus: Annotated[float, typer.Option(min=0.01, help="CPU cores for each client at work")] = 1,
-    gpus: Annotated[float, typer.Option(min=0, help="share of a GPU for each client at work")] = 0,
+    target: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="accuracy (of a regression, RMSE) that rounds and bytes are counted until",
+            show_default="90 % of FedAvg's final accuracy",
+        ),
+    ] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(help=f"go on with the comparison in this folder; {LATEST!r}: with that which was at work last"),
+    ] = None,
+    cpus: Annotated[
+        float | None, typer.Option(min=0.01, help=_CPUS, show_default=_ONE_CPU)
+    ] = None,
+    gpus: Annotated[
+        float | None, typer.Option(min=0, help="share of a GPU for each client at work", show_default="0")
+    ] = None,
+    in_process: Annotated[
+        bool | None, typer.Option("--in-process/--in-runtime", help=_IN_PROCESS, show_default=False)
+    ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="show Flower's own log")] = False,
 ) -> None:
     """Run several strategies in turn, alike in all else, and show what each reached and what it moved for that.
 
-    Everything lies in one folder, runs/<start>-compare: the runs, comparison.html, comparison.csv and comparison.svg.
-    A run that fails does not end the others; the status is then 1. Ctrl-C ends all of them, and shows what there is.
+    Everything lies in one folder, runs/<start>-compare: the runs, comparison.html, and tables as CSV, Markdown and
+    LaTeX. A run that fails does not end the others; the status is then 1. Ctrl-C ends all of them, and shows what there
+    is. --resume FOLDER runs what is not finished; --target, --cpus, --gpus and --in-process may then be others than
+    before.
     """
     console, errors = Console(), Console(stderr=True)
-
-    def start(config: RunConfig, progress: RoundProgress, on_run: Callable[[Path], None]) -> Path:
-        return _simulate(progress, console, app, config, clients, cpus, gpus, verbose, on_run)
-
     try:
-        configs = _comparable(strategy_names(strategies), app, parse_run_config(run_config or []), clients)
-        folder = new_folder(Path(next(iter(configs.values())).rounds.runs).expanduser().resolve())
-        configs = {
-            name: replace(config, rounds=config.rounds.model_copy(update={"runs": str(folder)}))
-            for name, config in configs.items()
-        }
-        entries = run_each(configs, folder, start, console=console, errors=errors)
-        console.print(comparison_table(folder, entries), soft_wrap=True)
-    except (ConfigError, RunError, OSError, ValueError) as error:
+        if resume is None:
+            comparison = _new_comparison(app, parse_run_config(run_config or []), strategies, seeds, clients or 10)
+        else:
+            fixed = {"--strategies": strategies, "--seeds": seeds, "--clients": clients, "--run-config": run_config}
+            comparison = _begun_comparison(app, resume, [option for option, value in fixed.items() if value])
+        comparison.target = comparison.target if target is None else target
+        comparison.cpus = comparison.cpus if cpus is None else cpus
+        comparison.gpus = comparison.gpus if gpus is None else gpus
+        comparison.in_process = comparison.in_process if in_process is None else in_process
+        _check_target(comparison)
+        check(comparison, lambda config: _check(config, comparison.clients))
+        if resume is None:
+            comparison.folder = new_folder(comparison.folder)
+        one = _simulating(app, comparison.clients, comparison.cpus, comparison.gpus, comparison.in_process)
+
+        def start(config: RunConfig, progress: RoundProgress, on_run: Callable[[Path], None]) -> Path:
+            return _run(one, config, progress, console, verbose, on_run)
+
+        run_cells(comparison, start, console=console, errors=errors)
+        console.print(comparison_table(measure(comparison)), soft_wrap=True)
+    except (ConfigError, RunError, RunInUse, OSError, ValueError) as error:
         errors.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from error
-    if any(entry.outcome == "stopped" for entry in entries):
+    outcomes = {cell.outcome for cell in comparison.cells}
+    if "stopped" in outcomes:
         raise typer.Exit(130)  # as a shell says it of a command that Ctrl-C ended
-    if any(entry.outcome != "finished" for entry in entries):
+    if outcomes != {"finished"}:
         raise typer.Exit(1)
+
+
+@main.command("strategies")
+def strategies_command(
+    names: Annotated[
+        list[str] | None, typer.Argument(help="of these, what there is to know; default: all, a line each")
+    ] = None,
+) -> None:
+    """List the strategies: what each does, what travels, its paper; and with a name its options and their defaults."""
+    console, errors = Console(), Console(stderr=True)
+    try:
+        console.print(table(strategy_names(",".join(names)) if names else ()), soft_wrap=True)
+    except ConfigError as error:
+        errors.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from error
 
 
 @main.command("report")
@@ -131,8 +240,8 @@ def report_command(
 ) -> None:
     """Write a run's report.html anew, of a run in progress too, or a comparison's files, and say where it is."""
     try:
-        if (run / CSV).is_file():
-            typer.echo(write_comparison(run, read_comparison(run)))
+        if is_comparison(run):
+            typer.echo(write_comparison(read_comparison(run)))
         else:
             typer.echo(write_report(find_run(run)))
     except (OSError, ValueError) as error:
@@ -145,12 +254,18 @@ def predict_command(
     model: Annotated[
         Path, typer.Argument(help="a run directory, a folder of runs (the latest), or a .safetensors file")
     ],
-    files: Annotated[list[Path], typer.Argument(help="images, folders of images, .npz files (their test set if any)")],
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            help="images, folders of images, .npz files (their test set if any); for texts or numbers, tables "
+            "(.csv, .jsonl, .parquet) with the run's columns; .txt with a text on each line"
+        ),
+    ],
     output: Annotated[
         Path | None, typer.Option(help="CSV file for all predictions; one that is there is replaced")
     ] = None,
 ) -> None:
-    """Predict images with a saved model, or with the mean over the models of an ensemble."""
+    """Predict images, texts or numbers with a saved model, or with the mean over the models of an ensemble."""
     # Here and not at the top: torch takes seconds to import, and `tepal report` needs none of it.
     from tepal.server_app.predict import load_predictor, results_table, write_csv
 
@@ -172,9 +287,16 @@ def predict_command(
         raise typer.Exit(1) from error
 
 
-def _check(config: RunConfig, clients: int) -> None:
-    """What can be known before anything is started. Raises ConfigError."""
+def _simulating(app: Path, clients: int, cpus: float | None, gpus: float, in_process: bool) -> Callable[..., Outcome]:
+    if in_process:
+        return partial(simulate_in_process, app, clients=clients, cpus_per_client=cpus)
+    return partial(simulate, app, clients=clients, cpus_per_client=cpus or 1, gpus_per_client=gpus)
+
+
+def _check(config: RunConfig, clients: int, *, parts: bool = True) -> None:
+    """What can be known before anything is started. `parts`: each client has one of the dataset. Raises ConfigError."""
     # Here and not at the top: torch takes seconds to import, and `tepal report` needs none of it.
+    from tepal.client_app.data import DataError, check_partition
     from tepal.server_app.run import build_model, build_strategy
 
     _, blocks = build_model(config)
@@ -187,10 +309,17 @@ def _check(config: RunConfig, clients: int) -> None:
             f"min-clients={rounds.min_clients}, min-replies={rounds.min_replies}{said}: at least {needed} clients are "
             f"needed, and --clients is {clients}"
         )
+    if parts:
+        try:
+            check_partition(config.data, clients, numbers=config.data.kind == models.SEQUENCES)
+        except DataError as error:
+            raise ConfigError(str(error)) from error
 
 
-def _comparable(names: list[str], app: Path, given: Mapping[str, Value], clients: int) -> dict[str, RunConfig]:
-    """Each strategy's config, the same but for the strategy. Raises ConfigError with what is wrong in any of them."""
+def _new_comparison(
+    app: Path, given: Mapping[str, Value], strategies: str | None, seeds: str | None, clients: int
+) -> Comparison:
+    """What is asked for; its folder is yet the one in which it will be made. Raises ConfigError for what cannot be."""
     if "strategy" in given:
         raise ConfigError(
             f"strategy={given['strategy']!r} in the run config: a comparison sets the strategy itself. Name those that "
@@ -199,36 +328,65 @@ def _comparable(names: list[str], app: Path, given: Mapping[str, Value], clients
     if given.get("resume"):
         raise ConfigError(
             f"resume={given['resume']!r} in the run config: a comparison begins all its runs anew. One run goes on "
-            "with `tepal simulate`"
+            "with `tepal simulate`, a comparison with `tepal compare --resume FOLDER`"
         )
-    configs: dict[str, RunConfig] = {}
-    wrong: dict[str, list[str]] = {}
-    for name in names:
-        try:
-            config, _ = open_run({**app_run_config(app), **given, "strategy": name})
-            _check(config, clients)
-            configs[name] = config
-        except ConfigError as error:
-            wrong.setdefault(str(error), []).append(name)
-    if wrong:
-        # What is wrong for all of them is said once, without their names.
-        said = (text if found == names else f"{', '.join(found)}: {text}" for text, found in wrong.items())
-        raise ConfigError("\n".join(said))
-    return configs
+    if "seed" in given and seeds is not None:
+        raise ConfigError(f"seed={given['seed']!r} in the run config and --seeds {seeds}: leave out one of them")
+    config = {**defaults(), **app_run_config(app), **given}
+    names = list(USUAL) if strategies is None else strategy_names(strategies)
+    numbers = seed_numbers(str(config["seed"]) if seeds is None else seeds)
+    return Comparison(
+        folder=Path(str(config["runs"])).expanduser().resolve(),
+        cells=cells_of(names, numbers),
+        run_config={key: value for key, value in config.items() if key not in OWN_KEYS},
+        clients=clients,
+    )
 
 
-def _simulate(
+def _check_target(comparison: Comparison) -> None:
+    """Raises ConfigError for an accuracy that none can be."""
+    regression = InputConfig.from_run_config(comparison.run_config).kind == models.SEQUENCES
+    if not regression and comparison.target is not None and comparison.target > 1:
+        raise ConfigError(f"--target {comparison.target:g}: an accuracy is a share, from 0 to 1")
+
+
+def _begun_comparison(app: Path, resume: str, fixed: list[str]) -> Comparison:
+    """The comparison that goes on; `fixed`: options that are given, and cannot change any more.
+
+    Raises ConfigError for those, OSError or ValueError where there is no comparison.
+    """
+    if fixed:
+        raise ConfigError(
+            f"--resume {resume}: a comparison goes on as it was begun, so leave out {', '.join(fixed)}. What may "
+            "change: --target, --cpus, --gpus"
+        )
+    runs = {**defaults(), **app_run_config(app)}["runs"] if resume == LATEST else resume
+    return read_comparison(find_comparison(Path(str(runs)).expanduser().resolve()))
+
+
+def _run_and_show(start: Callable[..., Outcome], config: RunConfig, console: Console, verbose: bool) -> None:
+    """One run with its progress, and its table at the end."""
+    begun: list[Path] = []
+    try:
+        with RoundProgress(config.rounds.num_server_rounds, console=console) as progress:
+            run = _run(start, config, progress, console, verbose, begun.append)
+    except KeyboardInterrupt:
+        console.print(_go_on(begun[0]) if begun else "", markup=False, highlight=False, soft_wrap=True)
+        raise
+    summary = read_summary(run)
+    if summary is not None:
+        console.print(final_table(summary, read_metrics(run), run), soft_wrap=True)
+
+
+def _run(
+    start: Callable[..., Outcome],
+    config: RunConfig,
     progress: RoundProgress,
     console: Console,
-    app: Path,
-    config: RunConfig,
-    clients: int,
-    cpus: float,
-    gpus: float,
     verbose: bool,
-    on_run: Callable[[Path], None] = lambda _run: None,
+    on_run: Callable[[Path], None],
 ) -> Path:
-    """One run with its progress; returns its directory, which `on_run` hears of as soon as there is one."""
+    """One run by `simulate` or `loopback`; returns its directory, which `on_run` hears of as soon as there is one."""
     resumed = find_run(Path(config.rounds.resume).expanduser()) if config.rounds.resume else None
     runs = resumed.parent if resumed else Path(config.rounds.runs).expanduser().resolve()
     # What simulated clients keep must outlive a run that is stopped, for it to go on.
@@ -253,16 +411,12 @@ def _simulate(
             followers.append(threading.Thread(target=follow, args=found, daemon=True))
             followers[0].start()
 
-    handle, name = tempfile.mkstemp(prefix="tepal-simulation-", suffix=".log")
+    handle, name = tempfile.mkstemp(prefix="tepal-run-", suffix=".log")
     os.close(handle)
     log = Path(name)
     try:
-        simulate(
-            app,
-            clients=clients,
+        start(
             run_config={**config.flat, "runs": str(runs), "resume": str(resumed or "")},
-            cpus_per_client=cpus,
-            gpus_per_client=gpus,
             on_event=hear,
             log=log,
             cache=cache,
@@ -273,9 +427,6 @@ def _simulate(
         kept = _keep_log(log, found[0])
         said = [error.reason, f"What there is of it: {found[0]}", _go_on(found[0])]
         raise RunError("\n".join(filter(None, said)), kept) from error
-    except KeyboardInterrupt:
-        console.print(_go_on(found[0]) if found else "", markup=False, highlight=False, soft_wrap=True)
-        raise
     finally:
         done.set()
         for follower in followers:
@@ -286,6 +437,9 @@ def _simulate(
             log.unlink(missing_ok=True)
     if not found:
         raise RunError("the run ended without a run directory")
+    # Here and not at the top: `tepal node status` is asked every few seconds, and needs nothing of Flower.
+    from tepal.exchange.cache import forget_parts
+
     for experiment in cache.glob(f"{found[0].name}-{'[0-9a-f]' * 8}"):  # as `run` names it
         forget_parts(experiment)
     return found[0]

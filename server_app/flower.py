@@ -14,7 +14,6 @@ import queue
 import re
 import shutil
 import socket
-import subprocess
 import threading
 import time
 import tomllib
@@ -41,7 +40,9 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _LOG_LINE = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL)\s*:\s")
 _PAIR = re.compile(r"(\S+?)=('[^']*'|\"[^\"]*\"|\S+)")  # as `flwr run --run-config` splits its argument
 _MODULE = re.compile(r"^(?:\w+\.)+(\w+: )")  # of an exception: it tells a user nothing
-_RAISED = re.compile(r"(?:Simulation|ServerApp) raised an exception\n")
+RAISED = "ServerApp raised an exception"
+"""What Flower's log says before the traceback."""
+_RAISED = re.compile(rf"(?:Simulation raised an exception|{RAISED})\n")
 # Flower wraps what went wrong in these; they say nothing.
 _WRAPPERS = ("RuntimeError: Simulation Runtime crashed.", "RuntimeError: An error was encountered. Ending simulation.")
 
@@ -153,7 +154,16 @@ def stage_app(app: Path, target: Path) -> list[Path]:
 
 def app_run_config(app: Path) -> dict[str, Value]:
     """Return the defaults of the app's run configuration, `[tool.flwr.app.config]`, with flat keys."""
-    return _flat(_app_table(app).get("config", {}))
+    return flat(_app_table(app).get("config", {}))
+
+
+def app_components(app: Path) -> tuple[str, str]:
+    """Return the names of the app's ServerApp and ClientApp, "module:attribute". Raises RunError without them."""
+    components = _app_table(app).get("components", {})
+    try:
+        return components["serverapp"], components["clientapp"]
+    except KeyError as error:
+        raise RunError(f"{app} has no {error} under [tool.flwr.app.components] in its pyproject.toml") from error
 
 
 def parse_run_config(arguments: Iterable[str]) -> dict[str, Value]:
@@ -166,7 +176,7 @@ def parse_run_config(arguments: Iterable[str]) -> dict[str, Value]:
     for argument in arguments:
         if argument.endswith(".toml"):
             try:
-                config |= _flat(tomllib.loads(Path(argument).expanduser().read_text(encoding="utf-8")))
+                config |= flat(tomllib.loads(Path(argument).expanduser().read_text(encoding="utf-8")))
             except (OSError, ValueError) as error:
                 raise ValueError(f"run configuration {argument} cannot be read: {error}") from error
             continue
@@ -175,7 +185,7 @@ def parse_run_config(arguments: Iterable[str]) -> dict[str, Value]:
             raise ValueError(f"run configuration {argument!r} is not of the form 'key=1 other=\"text\"'")
         for key, value in pairs:
             try:
-                config |= _flat(tomllib.loads(f"{key} = {value}"))
+                config |= flat(tomllib.loads(f"{key} = {value}"))
             except tomllib.TOMLDecodeError as error:
                 raise ValueError(
                     f"run configuration {key}={value}: {value} is not a TOML value; text needs quotes: {key}='...'"
@@ -200,13 +210,19 @@ def to_toml(config: Mapping[str, Value]) -> str:
 
 
 def submit(
-    bundle: Path, run_config: Path, environment: Mapping[str, str], timeout: float, federation_config: str = ""
+    bundle: Path,
+    run_config: Path,
+    superlink: Process,
+    environment: Mapping[str, str],
+    timeout: float,
+    federation_config: str = "",
 ) -> int:
     """Submit the app in the folder `bundle` with `flwr run` and return the run's id.
 
     Args:
         bundle: A folder as `stage_app` makes it, of a name with letters, digits and hyphens alone.
         run_config: A TOML file with changes to the app's run configuration.
+        superlink: The process of the SuperLink that `connect` named; what ends it ends this command too.
         environment: As `flower_environment` makes it, for a home that `connect` wrote.
         timeout: Seconds that it may take.
         federation_config: As `flwr run --federation-config` takes it; the SuperLink must be one for simulation.
@@ -217,22 +233,14 @@ def submit(
     """
     command = ["flwr", "run", str(bundle), CONNECTION, "--format", "json", "--run-config", str(run_config)]
     command += ["--federation-config", federation_config] if federation_config else []
-    program = shutil.which(command[0], path=environment["PATH"]) or command[0]
-    done = subprocess.run(
-        [program, *command[1:]],
-        env={**environment, "NO_COLOR": "1"},
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        timeout=max(timeout, 0),
-    )
+    done = superlink.run(command, env={**environment, "NO_COLOR": "1"}, timeout=timeout)
     try:
         answer = json.loads(done.stdout[done.stdout.index("{") :])
     except ValueError:
         answer = {}
     if not answer.get("success"):
         reason = answer.get("error-message") or f"{done.stdout}\n{done.stderr}".strip()
-        raise RunError(f"Flower did not accept the app: {_COLOUR.sub('', reason)}")
+        raise RunError(f"Flower did not accept the app: {without_colour(reason)}")
     return int(answer["run-id"])
 
 
@@ -289,7 +297,7 @@ def follow(
                     if not superlink.running:
                         raise ProcessError(f"The SuperLink ended during the run.\n{superlink.tail()}") from None
                     continue
-                text = rest + _COLOUR.sub("", chunk or "")
+                text = rest + without_colour(chunk or "")
                 whole, newline, rest = text.rpartition("\n")
                 if chunk is None and rest:
                     whole, newline, rest = text, "\n", ""
@@ -341,6 +349,11 @@ def explain(log: str, details: str = "") -> str:
     return details or "no reason is given in its log"
 
 
+def without_colour(text: str) -> str:
+    """As Flower's log reads without what makes it coloured on a terminal."""
+    return _COLOUR.sub("", text)
+
+
 def _app_table(app: Path) -> dict[str, Any]:
     if not (app / "pyproject.toml").is_file():
         raise RunError(f"{app} is not a Flower app: it has no pyproject.toml")
@@ -353,9 +366,9 @@ def _app_table(app: Path) -> dict[str, Any]:
         raise RunError(f"{app} is not a Flower app: its pyproject.toml has no [tool.flwr.app]") from error
 
 
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Value]:
+def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Value]:
     """Join nested keys with dots, as Flower does with run configuration."""
-    flat: dict[str, Value] = {}
+    values: dict[str, Value] = {}
     for key, value in table.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat
+        values |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return values

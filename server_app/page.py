@@ -78,6 +78,21 @@ def empty_plot(x_title: str, y_title: str, *, rounds: int | None = None) -> go.F
     return plot
 
 
+def add_band(plot: go.Figure, x: Sequence[float], low: Sequence[float], high: Sequence[float], **trace: Any) -> None:
+    """A band around a curve; `trace`: its `meta`, with the role that colours it, and what else plotly shall know."""
+    plot.add_scatter(
+        x=[*x, *reversed(x)],
+        y=[*high, *reversed(low)],
+        mode="lines",
+        fill="toself",
+        opacity=0.18,
+        line={"width": 0},
+        hoverinfo="skip",
+        showlegend=False,
+        **{**trace, "meta": {**trace["meta"], "band": True}},
+    )
+
+
 def unit_of(largest: float) -> tuple[float, str]:
     """Divisor and name of the unit of bytes: MB, unless the numbers would be awkward in it."""
     return (1e9, "GB") if largest >= 1e9 else (1e6, "MB") if largest >= 1e6 else (1e3, "kB")
@@ -119,6 +134,11 @@ def _spoken(plot: go.Figure) -> str:
     """First and last value of every curve, for those who do not see it."""
     said = []
     for trace in plot.data:
+        if trace.meta.get("band"):
+            continue
+        if "spoken" in trace.meta:
+            said.append(trace.meta["spoken"])
+            continue
         values = [value for value in trace.y if value is not None]
         if values:
             said.append(f"{trace.name}: from {values[0]:.4g} to {values[-1]:.4g}.")
@@ -264,6 +284,8 @@ _SCRIPT = """
       const {data, layout} = JSON.parse(source.textContent);
       for (const trace of data) {
         const own = colour(trace.meta.role);
+        if (trace.type === 'heatmap') { trace.colorscale = [[0, colour('card')], [1, own]]; continue; }
+        if (trace.meta.band) { trace.fillcolor = own; continue; }
         trace.marker = {...trace.marker, color: own, ...(trace.type === 'bar' ? {} : {size: 6})};
         if (trace.type === 'bar') continue;
         trace.line = {...trace.line, color: own, width: 2};

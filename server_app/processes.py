@@ -10,7 +10,7 @@ itself be killed, a guard does it: a small process that waits for the end of a p
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import errno
 import os
 import shlex
 import shutil
@@ -24,7 +24,7 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -36,8 +36,15 @@ MARK = "TEPAL_RUN_TOKEN"
 
 _IN_ORDER = b"in order"  # what the guard hears at the end of a block that has cleaned up itself
 _PR_SET_PDEATHSIG = 1
-# Looked up before any fork: between fork and exec only what needs no lock may run.
-_libc = ctypes.CDLL(None, use_errno=True) if sys.platform.startswith("linux") else None
+# Asks the kernel for SIGTERM when the parent dies, then becomes the program. A program of its own, and not what Popen
+# runs between fork and exec: gRPC's handlers of fork end such a child now and then if its parent has threads in gRPC.
+_BECOME = f"""
+import ctypes, os, sys
+ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, {int(signal.SIGTERM)})
+if os.getppid() != int(sys.argv[1]):  # it died before the kernel knew
+    os._exit(1)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
 
 
 class ProcessError(RuntimeError):
@@ -82,6 +89,7 @@ class Process:
     pid: int
     log: Path
     token: str
+    _marks: str
     _popen: subprocess.Popen[bytes]
 
     @property
@@ -99,6 +107,22 @@ class Process:
             return self._popen.wait(timeout)
         except subprocess.TimeoutExpired:
             raise TimeoutError(f"{self.name} (pid {self.pid}) still runs after {timeout:g} s") from None
+
+    def run(
+        self, command: Sequence[str], *, env: Mapping[str, str], timeout: float
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command that belongs to this child, as what the child itself starts: what ends the child ends both.
+
+        `env` is its whole environment. Raises `subprocess.TimeoutExpired` after `timeout` seconds.
+        """
+        return subprocess.run(
+            _dying_with_us(command, env),
+            env={**env, MARK: self._marks},
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            timeout=max(timeout, 0),
+        )
 
     def tail(self, lines: int = 20) -> str:
         """Return the last lines of its log."""
@@ -176,29 +200,36 @@ def started(
     token = uuid.uuid4().hex
     environment = dict(os.environ if env is None else env)
     environment[MARK] = ",".join(part for part in (os.environ.get(MARK, ""), token) if part)
-    # Popen looks for the program on this process's PATH, not on the child's.
-    program = shutil.which(arguments[0], path=environment.get("PATH")) or arguments[0]
     log.parent.mkdir(parents=True, exist_ok=True)
     with _ending_by_signal(), log.open("ab") as output, _guarded(token, folder):
         try:
             popen = subprocess.Popen(
-                [program, *arguments[1:]],
+                _dying_with_us(arguments, environment),
                 env=environment,
                 cwd=cwd,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_die_with(os.getpid()),
             )
         except OSError as error:
             raise ProcessError(f"Cannot start {name}: {error}. The command was: {shlex.join(arguments)}") from error
-        process = Process(name=name, pid=popen.pid, log=log, token=token, _popen=popen)
+        process = Process(name=name, pid=popen.pid, log=log, token=token, _marks=environment[MARK], _popen=popen)
         try:
             yield process
         finally:
             with _undisturbed():
                 process.stop(grace)
+
+
+def _dying_with_us(command: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """Return what to start instead of `command`, so that it is sent SIGTERM when this process dies. Linux only."""
+    # Popen would look for the program on this process's PATH, not on the child's.
+    program = shutil.which(command[0], path=environment.get("PATH"))
+    if program is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
+    become = [sys.executable, "-I", "-S", "-c", _BECOME, str(os.getpid())] if sys.platform.startswith("linux") else []
+    return [*become, os.path.abspath(program), *command[1:]]
 
 
 @contextlib.contextmanager
@@ -293,20 +324,6 @@ def _signal(processes: Iterable[psutil.Process], number: signal.Signals) -> None
     for process in processes:
         with contextlib.suppress(psutil.Error):
             process.send_signal(number)
-
-
-def _die_with(parent: int) -> Callable[[], None] | None:
-    """Return what the child runs before the command: ask the kernel for SIGTERM when this process dies. Linux only."""
-    if _libc is None:
-        return None
-    libc = _libc
-
-    def ask() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # it died before the kernel knew
-            os._exit(1)
-
-    return ask
 
 
 @contextlib.contextmanager

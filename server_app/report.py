@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -20,22 +21,27 @@ from tepal.server_app.page import (
     unit_of,
 )
 from tepal.server_app.run_directory import (
+    ACCURACY,
     REPORT,
     add,
     find_run,
+    measured_by,
     read_config,
+    read_label_counts,
     read_metrics,
     read_summary,
     summarise,
     total,
     write_whole,
 )
-from tepal.server_app.terminal import UNKNOWN, bytes_text, score_text, seconds_text
+from tepal.server_app.terminal import UNKNOWN, bytes_text, score_text, seconds_text, step_text
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 Lines = Sequence[Mapping[str, Any]]
+
+_MOST_CLIENTS = 300  # rows of a figure that can still be told apart
 
 # Whose test data an accuracy is of, as `accuracy_of` says it: (short, for legends; long, for sentences).
 TEST_DATA = {
@@ -58,7 +64,7 @@ def write_report(run: Path) -> Path:
     FileNotFoundError where there is no run, OSError naming the file where it cannot be written.
     """
     run = find_run(run)
-    html = _page(run.name, read_config(run), read_metrics(run), read_summary(run))
+    html = _page(run.name, read_config(run), read_metrics(run), read_summary(run), read_label_counts(run))
     write_whole(run / REPORT, html.encode())
     return run / REPORT
 
@@ -84,7 +90,7 @@ def figures(metrics: Lines, summary: Mapping[str, Any]) -> list[Figure]:
     sent = cumulative([0 if m is None and line["round"] == 0 else m for m, line in zip(moved, metrics, strict=True)])
     whole = cumulative([0 if line["round"] == 0 else line.get("bytes_fedavg") for line in metrics])
     return [
-        *_score_figures("accuracy", metrics, sent, freeze),
+        *_score_figures(measured_by(metrics).key, metrics, sent, freeze),
         *_score_figures("loss", metrics, sent, freeze),
         _bytes_per_round(trained, freeze),
         _bytes_against_fedavg(metrics, sent, whole, freeze),
@@ -106,7 +112,7 @@ def _score_figures(key: str, metrics: Lines, sent: Sequence[float | None], freez
             if line.get("train_loss") is not None:
                 curves.setdefault("training loss", []).append((line["round"], bytes_sent, line["train_loss"]))
 
-    name = key.capitalize()
+    name = {"rmse": "RMSE"}.get(key, key.capitalize())
     titles = f"{name} per round", f"{name} per byte sent"
     if not curves:
         why = f"No {key} is known: no round of this run reported one."
@@ -244,6 +250,36 @@ def _bytes_against_fedavg(
     return Figure(key, title, caption, plot)
 
 
+def labels_figure(counts: Mapping[str, Sequence[int]]) -> Figure:
+    """How the classes are spread over the clients, by what these told: client → examples of each class."""
+    clients = sorted(counts, key=_natural)
+    shown = clients[:_MOST_CLIENTS]
+    classes = max(map(len, counts.values()))
+    rows = [[*counts[client], *[0] * (classes - len(counts[client]))] for client in shown]
+    plot = empty_plot("class", "client")
+    plot.add_heatmap(
+        z=[[count / (sum(row) or 1) for count in row] for row in rows],
+        y=shown,
+        customdata=rows,
+        showscale=False,
+        xgap=1 if classes <= 20 else 0,
+        ygap=1 if len(shown) <= 40 else 0,
+        meta={"role": "second", "spoken": f"{len(shown)} clients, {classes} classes."},
+        hovertemplate="%{y}, class %{x}: %{customdata} examples, %{z:.0%} of its own<extra></extra>",
+    )
+    plot.update_yaxes(autorange="reversed", type="category")
+    plot.update_xaxes(rangemode="normal", **({"dtick": 1} if classes <= 20 else {}))
+    total = sum(map(sum, counts.values()))
+    caption = f"The darker, the larger the class's share of the client's own examples. {total:,} examples"
+    caption += f"; the first {len(shown)} of {len(clients)} clients." if len(shown) < len(clients) else "."
+    return Figure("labels", "Labels at the clients", caption, plot)
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """By which client-2 comes before client-10."""
+    return [(int(part or 0), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
 def _mark_freeze(plot: go.Figure, freeze: int | None, x: float | None, xs: Sequence[float]) -> None:
     if freeze is None or x is None:
         return
@@ -267,12 +303,20 @@ def _at_freeze(metrics: Lines, sent: Sequence[float | None], freeze: int | None,
 # --- page ----------------------------------------------------------------------------------------------------
 
 
-def _page(name: str, config: Mapping[str, Any], metrics: Lines, written_summary: Mapping[str, Any] | None) -> str:
+def _page(
+    name: str,
+    config: Mapping[str, Any],
+    metrics: Lines,
+    written_summary: Mapping[str, Any] | None,
+    label_counts: Mapping[str, Sequence[int]],
+) -> str:
     summary = {**summarise(metrics, config), **(written_summary or {})}
     strategy, model = (str(summary.get(key) or "") for key in ("strategy", "model"))
     dataset = str(config.get("dataset") or "")
     title = " · ".join(part for part in (strategy, model, dataset) if part) or name
     drawn = figures(metrics, summary)
+    if label_counts:
+        drawn.append(labels_figure(label_counts))
     body = Template(_BODY).substitute(
         heading=escape(strategy or name),
         subtitle=escape(" on ".join(part for part in (model, dataset) if part) or "model and dataset not recorded"),
@@ -311,13 +355,14 @@ def _headlines(
     config: Mapping[str, Any], metrics: Lines, summary: Mapping[str, Any], *, ended: bool
 ) -> list[tuple[str, str, str]]:
     """(name, figure, small print) of each headline figure."""
-    accuracy, planned = summary.get("accuracy"), config.get("num-server-rounds")
+    by, planned = measured_by(metrics), config.get("num-server-rounds")
+    score = summary.get(by.key)
     moved = add(summary.get("bytes_down"), summary.get("bytes_up"))
     ratio, fedavg = summary.get("bytes_vs_fedavg"), total(metrics, "bytes_fedavg")
-    scored = [line for line in metrics if line.get("accuracy") is not None]
-    if accuracy is None:
+    scored = [line for line in metrics if line.get(by.key) is not None]
+    if score is None:
         where = "no round reported one"
-    elif scored and scored[-1]["accuracy"] == accuracy:
+    elif scored and scored[-1][by.key] == score:
         short = TEST_DATA.get(str(scored[-1].get("accuracy_of")), ("test data not named", ""))[0]
         where = f"{short}, round {scored[-1]['round']}"
     else:
@@ -327,8 +372,8 @@ def _headlines(
     refused = summary.get("refused_replies")
     return [
         (
-            "Final accuracy" if ended else "Latest accuracy",
-            UNKNOWN if accuracy is None else f"{100 * accuracy:.2f} %",
+            f"{'Final' if ended else 'Latest'} {by.name}",
+            UNKNOWN if score is None else f"{100 * score:.2f} %" if by.share else score_text(score),
             where,
         ),
         (
@@ -386,7 +431,10 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("refused", "refused", lambda value: str(len(value))),
     ("lost", "lost", lambda value: str(len(value))),
     ("accuracy", "accuracy", score_text),
+    ("RMSE", "rmse", score_text),
     ("loss", "loss", score_text),
+    ("macro-F1", "macro_f1", score_text),
+    ("perplexity", "perplexity", lambda value: f"{value:.4g}"),
     ("training loss", "train_loss", score_text),
     ("learning rate", "learning_rate", lambda value: f"{value:.3g}"),
     ("down", "bytes_down", bytes_text),
@@ -396,14 +444,27 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("sent again", "resent", str),
     ("time", "seconds", seconds_text),
     ("of it training", "seconds_train", seconds_text),
+    ("local step", "step_seconds", step_text),
 )
+
+
+_OF_TASKS = ("macro_f1", "perplexity", "rmse")
+
+
+def _known(metrics: Lines, key: str) -> bool:
+    return any(line.get(key) is not None for line in metrics)
 
 
 def _rounds_html(metrics: Lines) -> str:
     if not metrics:
         return ""
-    rows = [["–" if line.get(key) is None else text(line[key]) for _, key, text in _COLUMNS] for line in metrics]
-    table = table_html("Every round", [heading for heading, _, _ in _COLUMNS], rows, words={1})
+    # Some figures belong to some tasks alone.
+    absent = {key for key in _OF_TASKS if not _known(metrics, key)}
+    if measured_by(metrics) != ACCURACY:
+        absent.add(ACCURACY.key)
+    columns = [column for column in _COLUMNS if column[1] not in absent]
+    rows = [["–" if line.get(key) is None else text(line[key]) for _, key, text in columns] for line in metrics]
+    table = table_html("Every round", [heading for heading, _, _ in columns], rows, words={1})
     return f"<details><summary>Every round, as a table</summary>{table}</details>"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,24 +19,22 @@ from flwr.serverapp.strategy import Result
 from torch import nn
 
 from tepal import models
-from tepal.client_app.data import held_out
+from tepal.client_app import tasks
+from tepal.client_app.data import DataError
+from tepal.client_app.inputs import FOUND_NAMES, held_out_inputs, unlabelled_inputs, written_names, written_sizes
 from tepal.client_app.prediction import score_ensemble
+from tepal.client_app.tasks import TASKS, Task
+from tepal.client_app.tokens import TokenizerError
 from tepal.exchange.modes import join_modes, modes_of
 from tepal.models.blocks import Blocks, BlocksError, find_blocks
-from tepal.server_app.config import ConfigError, RunConfig, dataset_of, open_run
+from tepal.models.pretrained import Loaded, load_pretrained
+from tepal.server_app.catalogue import CATALOGUE
+from tepal.server_app.config import SECTIONS, ConfigError, RunConfig, open_run, sizes_of
+from tepal.server_app.distillation import Distiller
+from tepal.server_app.grid import prompt
 from tepal.server_app.report import write_report
-from tepal.server_app.run_directory import CHECKPOINTS, KEPT_IN, RunDirectory, read_metrics, total
-from tepal.strategies import (
-    FedACS,
-    FedAvg,
-    FedEnsemble,
-    FedFrozen,
-    MethodError,
-    MethodStrategy,
-    RoundFailed,
-    RoundReport,
-    SelectiveLayers,
-)
+from tepal.server_app.run_directory import ACCURACY, CHECKPOINTS, KEPT_IN, RMSE, RunDirectory, read_metrics, total
+from tepal.strategies import MethodError, MethodStrategy, NoAttentionError, RoundFailed, RoundReport
 from tepal.strategies.checkpoint import CheckpointError, Checkpoints
 
 log = getLogger("flwr")
@@ -45,7 +44,11 @@ T = TypeVar("T")
 GO_ON = "The run can go on, after what stopped it is mended, with "
 """How a run's log says what to give to `flwr run` to resume it."""
 
-_OWN = ("runs", "resume")  # keys that are about this server, and no business of the clients
+_NAME_THEM = (
+    "In the run config, patterns of entry names in blocks.query-key (and blocks.layers, blocks.embedding, blocks.head) "
+    "say what is what"
+)
+_OWN = ("runs", "resume", "pretrained")  # keys that are about this server, and no business of the clients
 _PATIENCE = 600.0  # seconds during which a result that cannot be written is tried again
 _TRY_AGAIN = 5.0
 
@@ -60,6 +63,11 @@ def run(grid: Grid, values: Mapping[str, Any]) -> Path:
     config, directory = open_run(values)
     model, blocks = build_model(config)
     strategy = build_strategy(config, blocks)
+    loaded = None
+    # A run that is resumed has its weights in its checkpoint: the file that it began with may be gone.
+    if config.rounds.pretrained and (directory is None or not Checkpoints(directory.path / CHECKPOINTS).latest()):
+        loaded = load_weights(config, model, blocks)
+        log.info("%s", loaded)
     if directory is None:
         directory = RunDirectory.create(Path(config.rounds.runs).expanduser(), config.rounds.strategy, config.flat)
     with directory.in_use():
@@ -72,18 +80,19 @@ def run(grid: Grid, values: Mapping[str, Any]) -> Path:
         strategy.resume = resumed
         seconds_before = total(read_metrics(directory.path), "seconds") or 0.0
         begun = time.monotonic()
-        result, failure = _start(strategy, grid, config, values, model, directory)
+        starts = _starts(config, model, loaded)
+        result, failure = _start(strategy, grid, config, values, model, starts, directory)
         arrays = {name: array.numpy() for name, array in result.arrays.items()}
-        info = dataset_of(config)
-        of_images = {"image-shape": "x".join(map(str, info.shape)), "classes": str(info.classes)}
-        _insist(lambda: directory.write_model(arrays, of_images))
+        metadata = {**written_sizes(sizes_of(config)), **written_names(config.data)}
+        _insist(lambda: directory.write_model(arrays, metadata))
         parameters = sum(parameter.numel() for parameter in model.parameters())
         seconds = round(seconds_before + time.monotonic() - begun, 3)
         stopped_by = None if failure is None else str(failure)
         summary = _insist(
             lambda: directory.write_summary(parameters=parameters, seconds=seconds, stopped_by=stopped_by)
         )
-        log.info("Accuracy %s after %s rounds.", summary["accuracy"], summary["rounds"])
+        by = RMSE if TASKS[config.data.kind].regression else ACCURACY
+        log.info("%s %s after %s rounds.", by.title, summary[by.key], summary["rounds"])
         try:
             log.info("Report: %s", write_report(directory.path).resolve())
         except OSError as error:
@@ -99,24 +108,28 @@ def _start(
     config: RunConfig,
     values: Mapping[str, Any],
     model: nn.Module,
+    starts: Iterator[nn.Module],
     directory: RunDirectory,
 ) -> tuple[Result, RoundFailed | None]:
     """All rounds; the result, and why there is no more of it, where the clients failed."""
     assert strategy.blocks is not None
     model_bytes = strategy.blocks.layout.nbytes()
-    strategy.on_round = lambda report: _keep(report, model_bytes, directory)
+    task = TASKS[config.data.kind]
+    strategy.on_round = lambda report: _keep(report, model_bytes, directory, task)
     # Clients have the config of the Flower run. Where that is not this run's, because it is resumed, they are told.
     told = {key: value for key, value in config.flat.items() if key not in _OWN and values.get(key, value) != value}
+    if not config.data.names and (names := written_names(config.data)):
+        told[FOUND_NAMES] = names["class-names"]
     settings = ConfigRecord({**told, **config.training.model_dump(by_alias=True)})
     try:
         result = strategy.start(
-            grid,
-            join_modes(ArrayRecord(start.state_dict()) for start in _starts(config, model)),
+            prompt(grid),
+            join_modes(ArrayRecord(start.state_dict()) for start in starts),
             num_rounds=config.rounds.num_server_rounds,
             timeout=config.rounds.round_timeout,
             train_config=settings,
             evaluate_config=settings,
-            evaluate_fn=server_evaluation(config, model),
+            evaluate_fn=None if strategy.method.judged == "personal" else server_evaluation(config, model),
         )
         return result, None
     except (CheckpointError, MethodError) as error:
@@ -146,24 +159,33 @@ def build_model(config: RunConfig, seed: int | None = None) -> tuple[nn.Module, 
 
     `seed`: of the weights, by default the run's.
     """
-    info = dataset_of(config)
+    sizes = sizes_of(config)
     try:
-        model = models.build(
-            config.rounds.model,
-            image_shape=info.shape,
-            classes=info.classes,
-            seed=config.rounds.seed if seed is None else seed,
-        )
-        return model, find_blocks(model)
-    except (models.ModelError, BlocksError) as error:
+        model = models.build(config.rounds.model, **sizes, seed=config.rounds.seed if seed is None else seed)
+        blocks = find_blocks(model, **config.blocks.patterns)
+    except BlocksError as error:
+        raise ConfigError(f"model={config.rounds.model!r}: {error}. {_NAME_THEM}") from error
+    except models.ModelError as error:
         raise ConfigError(f"model={config.rounds.model!r}: {error}") from error
     except ValueError as error:
-        raise ConfigError(f"model={config.rounds.model!r} with images of {info.shape}: {error}") from error
+        said = ", ".join(f"{name}={size}" for name, size in written_sizes(sizes).items())
+        raise ConfigError(f"model={config.rounds.model!r} with {said}: {error}") from error
+    return model, blocks
+
+
+def load_weights(config: RunConfig, model: nn.Module, blocks: Blocks) -> Loaded:
+    """Load the weights that the run config names. Raises ConfigError where they are missing or do not fit."""
+    try:
+        return load_pretrained(model, blocks, config.rounds.pretrained)
+    except models.ModelError as error:
+        raise ConfigError(f"pretrained={config.rounds.pretrained!r}: {error}") from error
 
 
 def build_strategy(config: RunConfig, blocks: Blocks) -> MethodStrategy:
     """The run's strategy. Raises ConfigError where it cannot train the model."""
     rounds = config.rounds
+    if config.training.gradient_checkpointing and not blocks.layers:
+        raise ConfigError(f"gradient-checkpointing=true: model={rounds.model!r} has no layers; leave it off")
     options: dict[str, Any] = {
         "model": blocks,
         "fraction_train": rounds.fraction_train,
@@ -174,87 +196,131 @@ def build_strategy(config: RunConfig, blocks: Blocks) -> MethodStrategy:
         "schedule": rounds.schedule,
         "seed": rounds.seed,
         "deterministic": config.training.deterministic,
+        "encoding": config.wire.encoding(rounds.seed),
     }
     try:
         return _strategy(rounds.strategy, config, options)
+    except NoAttentionError as error:
+        raise ConfigError(
+            f"strategy={rounds.strategy!r} with model={rounds.model!r}: {error} Its entries are "
+            f"{', '.join(blocks.layout.names[:12])}{', …' if len(blocks.layout.names) > 12 else ''}. {_NAME_THEM}."
+        ) from error
     except MethodError as error:
         raise ConfigError(f"strategy={rounds.strategy!r} with model={rounds.model!r}: {error}") from error
 
 
 def _strategy(name: str, config: RunConfig, options: Mapping[str, Any]) -> MethodStrategy:
-    match name:
-        case "fedfrozen":
-            return FedFrozen(**config.fedfrozen.model_dump(), **options)
-        case "selective":
-            own = config.selective.model_dump()
-            if own.pop("draw_budgets"):
-                own["budget"] = "drawn"
-            return SelectiveLayers(**own, **options)
-        case "fedensemble":
-            own = config.fedensemble.model_dump()
-            return FedEnsemble(**{**own, "member": _strategy(own["member"], config, options)}, **options)
-        case "fedacs":
-            return FedACS(**config.fedacs.model_dump(), **options)
-        case _:
-            return FedAvg(**options)
+    own: dict[str, Any] = getattr(config, name).model_dump() if name in SECTIONS else {}
+    if name == "fedbe":
+        own = _with_distiller(config)
+    if name == "selective" and own.pop("draw_budgets"):
+        own["budget"] = "drawn"
+    if name == "fedensemble":
+        own["member"] = _strategy(own["member"], config, options)
+    return CATALOGUE[name].strategy(**own, **options)
 
 
-def _starts(config: RunConfig, model: nn.Module) -> Iterator[nn.Module]:
-    """The model, or the modes of an ensemble: the first is the model, the others are initialised independently."""
+def _with_distiller(config: RunConfig) -> dict[str, Any]:
+    """FedBE's own options, with what distils in the place of `distil`."""
+    own = config.fedbe.model_dump()
+    training = {key: own.pop(key) for key in ("epochs", "learning_rate", "batch_size")}
+    if own["distil"]:
+        try:
+            inputs = unlabelled_inputs(config.data)
+        except (DataError, TokenizerError) as error:
+            raise ConfigError(str(error)) from error
+        assert inputs is not None, "read_run_config checks that there are some"
+        model, blocks = build_model(config)
+        seed, deterministic = config.rounds.seed, config.training.deterministic
+        task = TASKS[config.data.kind]
+        own["distil"] = Distiller(
+            model,
+            blocks.layout,
+            inputs,
+            seed=seed,
+            deterministic=deterministic,
+            task=task,
+            micro_batch_size=config.training.micro_batch_size,
+            **training,
+        )
+    return own
+
+
+def _starts(config: RunConfig, model: nn.Module, loaded: Loaded | None) -> Iterator[nn.Module]:
+    """The model, or the modes of an ensemble: the first is the model, the others are initialised independently.
+
+    Of a model whose weights were loaded, they have them too, and differ in what is left to the seed: a new head.
+    """
     yield model
     if config.rounds.strategy == "fedensemble":
         for mode in range(1, config.fedensemble.modes):
             seed = int(np.random.SeedSequence([config.rounds.seed, mode]).generate_state(1)[0])
-            yield build_model(config, seed)[0]
+            other = build_model(config, seed)[0]
+            if loaded:
+                drawn = other.state_dict()
+                other.load_state_dict(model.state_dict() | {name: drawn[name].clone() for name in loaded.fresh})
+            yield other
 
 
-def _keep(report: RoundReport, model_bytes: int, directory: RunDirectory) -> None:
+def _keep(report: RoundReport, model_bytes: int, directory: RunDirectory, task: Task) -> None:
     if report.record:
         try:
             directory.write_record(report.round, report.record)
         except OSError as error:
             log.error("%s. The run goes on without.", error)
-    directory.add(metrics_line(report, model_bytes))
+    try:
+        directory.add_label_counts(report.label_counts)
+    except OSError as error:
+        log.error("%s. The run goes on without.", error)
+    directory.add(metrics_line(report, model_bytes, task))
 
 
-def server_evaluation(config: RunConfig, model: nn.Module) -> Callable[[int, ArrayRecord], MetricRecord] | None:
-    """Scores the global model, or an ensemble, on the server's held-out examples.
+def server_evaluation(
+    config: RunConfig, model: nn.Module
+) -> Callable[[int, ArrayRecord], MetricRecord | None] | None:
+    """Scores the global model, or an ensemble, on held-out examples, after those rounds that are asked for.
 
-    None where the server has none, and where every client has a model of its own.
+    None where the server has none.
     """
-    examples = held_out(config.data)
-    if examples is None or config.rounds.strategy == "fedacs":
+    examples = held_out_inputs(config.data)
+    if examples is None:
         return None
-    images, labels = torch.from_numpy(examples.images), torch.from_numpy(examples.labels)
+    images, labels = torch.from_numpy(examples.values), torch.from_numpy(examples.labels)
+    task = TASKS[config.data.kind]
+    every, last = config.rounds.evaluate_every, config.rounds.num_server_rounds
 
-    def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+    def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+        if server_round % every and server_round != last:
+            return None
         modes = modes_of(arrays)
         states = (ArrayRecord(mode).to_torch_state_dict() for mode in modes)
-        scored = score_ensemble(model, states, images, labels, config.training)
-        figures = {"accuracy": scored.accuracy, "loss": scored.loss, "examples": scored.examples}
-        diversity = {name.replace("_", "-"): value for name, value in vars(scored.diversity).items()}
-        return MetricRecord(figures | (diversity if len(modes) > 1 else {}))
+        scored = score_ensemble(model, states, images, labels, config.training, task)
+        figures: dict[str, Any] = {"loss": scored.loss, "examples": scored.examples, **scored.figures}
+        if scored.accuracy is not None:
+            figures["accuracy"] = scored.accuracy
+        return MetricRecord(figures | (scored.apart if len(modes) > 1 else {}))
 
     return evaluate
 
 
-def metrics_line(report: RoundReport, model_bytes: int) -> dict[str, Any]:
+def metrics_line(report: RoundReport, model_bytes: int, task: Task = tasks.IMAGES) -> dict[str, Any]:
     """One round as a line of `metrics.jsonl`.
 
     `accuracy` and `loss` are of the global model (or ensemble) after the round, on the server's held-out examples or,
     with `accuracy_of` "clients", on the clients' own test examples. "personal": every client has a model of its own,
     and it is the mean over the clients of each one's on its own test examples. `received_…` are of the model that the
     round started from, on the clients' test examples, and `clients_…` of the result of the round: mean and standard
-    deviation over the clients, each counted alike.
+    deviation over the clients, each counted alike, of the accuracy or, in a regression, of the root mean squared error.
     """
     train, server = report.train_metrics, report.server_metrics
     clients = _of_result(report)
     accuracy_of = None
-    if "accuracy" in server:
+    if not server.keys().isdisjoint(_SCORES):
         accuracy_of = "server"
-    elif clients["accuracy"] is not None:
+    elif any(clients[name] is not None for name in _SCORES):
         accuracy_of = "clients" if report.scored == "received" else "personal"
     scored: Mapping[str, float | None] = server if accuracy_of == "server" else clients
+    loss = scored.get("loss")
     return {
         "round": report.round,
         "phase": report.phase,
@@ -267,14 +333,20 @@ def metrics_line(report: RoundReport, model_bytes: int) -> dict[str, Any]:
         "notes": _said(report.notes),
         "accuracy": scored.get("accuracy"),
         "loss": scored.get("loss"),
+        "macro_f1": scored.get("macro-f1"),
+        "perplexity": None if not task.perplexity or loss is None else math.exp(min(loss, _LARGEST)),
+        "rmse": _root(loss, task),
         "accuracy_of": accuracy_of,
         "clients_accuracy": clients["mean"],
+        "clients_rmse": clients["rmse"],
         "clients_spread": clients["spread"],
         "received_accuracy": train.get("received-accuracy"),
         "received_loss": train.get("received-loss"),
+        "received_rmse": _root(train.get("received-loss"), task),
         "trained_accuracy": train.get("trained-accuracy"),
         "train_loss": train.get("train-loss"),
         "learning_rate": report.learning_rate,
+        "step_seconds": train.get("step-seconds"),
         "bytes_down": report.down.payload,
         "bytes_up": report.up.payload,
         "bytes_overhead": report.down.overhead + report.up.overhead,
@@ -290,24 +362,35 @@ def metrics_line(report: RoundReport, model_bytes: int) -> dict[str, Any]:
 def _of_result(report: RoundReport) -> dict[str, float | None]:
     """What clients measured of the round's result on their own test examples.
 
-    `accuracy` and `loss` as they are averaged (by test examples, but for personal models); `mean` and `spread` of the
-    accuracy over the clients, each counted alike.
+    `accuracy` and `loss` as they are averaged (by test examples, but for personal models); `mean` of the accuracy over
+    the clients, each counted alike, or of the root mean squared error `rmse`, and its `spread`.
     """
     measured, of = report.evaluate_metrics, f"{report.judged}-"
-    if f"{of}accuracy" not in measured:
+    if measured.keys().isdisjoint(f"{of}{name}" for name in _SCORES):
         # Without an evaluation, what was measured in training; an app of one's own may say "accuracy" and no more.
-        trains, plain = report.scored == "trained", report.judged == "received"
-        measured, of = (report.train_metrics, "trained-") if trains else (measured if plain else {}, "")
-    mean, spread = report.over_clients.get(f"{of}accuracy", (measured.get("accuracy"), None))
+        own, plain = report.scored != "received", report.judged == "received"
+        measured, of = (report.train_metrics, f"{report.scored}-") if own else (measured if plain else {}, "")
+    rmse, spread = report.over_clients.get(f"{of}rmse", (None, None))
+    mean, spread = report.over_clients.get(f"{of}accuracy", (measured.get("accuracy"), spread))
     return {
         "accuracy": measured.get(f"{of}accuracy"),
         "loss": measured.get(f"{of}loss"),
+        "macro-f1": measured.get(f"{of}macro-f1"),
         "mean": mean,
+        "rmse": rmse,
         "spread": spread,
     }
 
 
-_DIVERSITY = ("lowest-accuracy", "highest-accuracy", "entropy", "disagreement")  # of an ensemble's modes
+def _root(loss: float | None, task: Task) -> float | None:
+    """Of the mean squared error; None where the loss is another."""
+    return math.sqrt(loss) if task.regression and loss is not None else None
+
+
+_SCORES = ("accuracy", "loss")
+_LARGEST = 700.0  # e to more than this is no number
+# Of an ensemble's modes.
+_DIVERSITY = ("lowest-accuracy", "highest-accuracy", "entropy", "disagreement", "variance-over-members")
 
 
 def _said(reasons: Iterable[tuple[str, str]]) -> list[dict[str, str]]:

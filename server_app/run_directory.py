@@ -29,10 +29,12 @@ import stat
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import Enum
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -55,6 +57,7 @@ CONFIG, METRICS, MODEL, SUMMARY, REPORT, LATEST = (
 
 CHECKPOINTS = "checkpoint"
 ROUNDS = "rounds"
+LABELS = "labels.json"
 
 KEPT_IN = "This run is kept in "
 """How a run's log says where its directory is; what follows a run from outside looks for it."""
@@ -71,11 +74,16 @@ METRICS_KEYS = (
     "notes",
     "accuracy",
     "loss",
+    "macro_f1",
+    "perplexity",
+    "rmse",
     "accuracy_of",
     "clients_accuracy",
+    "clients_rmse",
     "clients_spread",
     "received_accuracy",
     "received_loss",
+    "received_rmse",
     "trained_accuracy",
     "train_loss",
     "learning_rate",
@@ -87,6 +95,7 @@ METRICS_KEYS = (
     "resent",
     "seconds",
     "seconds_train",
+    "step_seconds",
 )
 
 SUMMARY_KEYS = (
@@ -102,7 +111,41 @@ SUMMARY_KEYS = (
     "seconds",
     "refused_replies",
     "stopped_by",
+    "step_seconds",
+    "rmse",
 )
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What results are measured by: its key in `metrics.jsonl`, and its name in a sentence.
+
+    share: of 0 … 1, the more the better; else an error, the less the better.
+    """
+
+    key: str
+    name: str
+    share: bool
+
+    @property
+    def title(self) -> str:
+        return self.name[0].upper() + self.name[1:]
+
+    def text(self, digits: int = 4) -> str:
+        """How plotly writes a value."""
+        return f".{digits - 2}%" if self.share else f".{digits}f"
+
+    def good(self, score: float, target: float) -> bool:
+        """Whether a score is as good as the target."""
+        return score >= target if self.share else score <= target
+
+
+ACCURACY, RMSE = Measure("accuracy", "accuracy", True), Measure("rmse", "RMSE", False)
+
+
+def measured_by(metrics: Sequence[Mapping[str, Any]]) -> Measure:
+    """The measure of a run: of a regression, which has no accuracy, the root mean squared error."""
+    return RMSE if any(line.get("rmse") is not None for line in metrics) else ACCURACY
 
 
 class RunInUse(RuntimeError):
@@ -150,19 +193,12 @@ class RunDirectory:
 
         A torn last line of the metrics is removed. Raises RunInUse where another process has the lock.
         """
-        handle = os.open(self.path, os.O_RDONLY)
-        try:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise RunInUse(f"{self.path} belongs to a run that has not ended; stop that one first") from error
+        with held(self.path):
             metrics = self.path / METRICS
             with _explained("write", metrics):
                 if metrics.exists():
                     _mend_last_line(metrics)
             yield
-        finally:
-            os.close(handle)
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Write `config.toml`, of a run that begins or goes on with other settings."""
@@ -202,6 +238,12 @@ class RunDirectory:
                 with suppress(OSError):
                     file.truncate(before)
                 raise
+
+    def add_label_counts(self, counts: Mapping[str, Sequence[float]]) -> None:
+        """Enter how many examples of each class clients have, in `labels.json`. Raises OSError naming the file."""
+        if counts:
+            known = read_label_counts(self.path) | {client: [int(n) for n in each] for client, each in counts.items()}
+            write_whole(self.path / LABELS, (json.dumps(known, sort_keys=True) + "\n").encode())
 
     def write_record(self, round: int, arrays: Mapping[str, np.ndarray]) -> None:
         """Write what a method tells of a round, `rounds/<round>.npz`. Raises OSError naming the file."""
@@ -252,6 +294,20 @@ class RunDirectory:
         return summary
 
 
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Keep a folder from other processes that hold it, too, until the block or this process ends. Raises RunInUse."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RunInUse(f"{folder} belongs to a run that has not ended; stop that one first") from error
+        yield
+    finally:
+        os.close(handle)
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rounds of a run (its directory, or its `metrics.jsonl`) in their order; [] where none has ended yet.
 
@@ -285,7 +341,7 @@ def _scored(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Fill in scores that the clients gave a round later: what they *received* is the model after the round before."""
     for line, following in pairwise(metrics):
         if line.get("accuracy") is None and line.get("loss") is None and following["round"] == line["round"] + 1:
-            scores = {key: following.get(f"received_{key}") for key in ("accuracy", "loss")}
+            scores = {key: following.get(f"received_{key}") for key in ("accuracy", "loss", "rmse")}
             if any(score is not None for score in scores.values()):
                 line |= scores | {"accuracy_of": "clients"}
     return metrics
@@ -307,6 +363,14 @@ def read_config(run: Path) -> dict[str, Any]:
         return {}
 
 
+def read_label_counts(run: Path) -> dict[str, list[int]]:
+    """How many examples of each class a run's clients have, as far as they tell it."""
+    if not (run / LABELS).is_file():
+        return {}
+    counts: dict[str, list[int]] = json.loads((run / LABELS).read_text(encoding="utf-8"))
+    return counts
+
+
 def read_summary(run: Path) -> dict[str, Any] | None:
     """`summary.json`, or None for a run that goes on, or that was stopped before its end."""
     try:
@@ -318,10 +382,11 @@ def read_summary(run: Path) -> dict[str, Any] | None:
 def summarise(metrics: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> dict[str, Any]:
     """The figures of `summary.json`, as far as metrics and config tell them (`parameters` they do not).
 
-    Accuracy and loss are the last ones measured. A sum over rounds of which one is unknown is unknown (None), not
-    smaller.
+    Accuracy and loss are the last ones measured, `step_seconds` is the median of the rounds that tell it. A sum over
+    rounds of which one is unknown is unknown (None), not smaller.
     """
     down, up, fedavg = (total(metrics, key) for key in ("bytes_down", "bytes_up", "bytes_fedavg"))
+    steps = [line["step_seconds"] for line in metrics if line.get("step_seconds") is not None]
     return {
         "strategy": config.get("strategy"),
         "model": config.get("model"),
@@ -329,10 +394,12 @@ def summarise(metrics: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -
         "rounds": max((line["round"] for line in metrics if line.get("clients_replied") != 0), default=0),
         "accuracy": _last_known(metrics, "accuracy"),
         "loss": _last_known(metrics, "loss"),
+        "rmse": _last_known(metrics, "rmse"),
         "bytes_up": up,
         "bytes_down": down,
         "bytes_vs_fedavg": (down + up) / fedavg if fedavg and down is not None and up is not None else None,
         "seconds": total(metrics, "seconds"),
+        "step_seconds": median(steps) if steps else None,
         "refused_replies": sum(len(line.get("refused") or ()) for line in metrics),
         "stopped_by": None,
     }

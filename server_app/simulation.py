@@ -2,7 +2,8 @@
 
 `flwr run` against a SuperLink of our own, in simulation mode. Flower's managed `:local:` SuperLink stays alive
 afterwards, keeps a database in the user's home, and client actors import from the folder it was started in before they
-import from the app bundle; ours runs in an empty temporary folder and ends with the run.
+import from the app bundle; ours runs in an empty temporary folder and ends with the run. Where that takes longer than
+what is simulated, `simulate_in_process` does without.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from tepal.server_app.flower import (
@@ -33,6 +36,7 @@ from tepal.server_app.flower import (
     stage_app,
     submit,
     to_toml,
+    without_colour,
 )
 from tepal.server_app.processes import (
     Process,
@@ -81,14 +85,88 @@ def simulate(
     if clients < 1:
         raise ValueError(f"clients is {clients}, expected at least 1")
     resources = _resources(clients, cpus_per_client, gpus_per_client)
-    config = parse_run_config(run_config) if not isinstance(run_config, Mapping) else dict(run_config)
     if shlex.quote(sys.executable) != sys.executable:
         # Its workers never start, and Flower waits six minutes before it says so.
         raise RunError(
             f"Ray cannot start its workers with {sys.executable}: the path has a space or another character that a "
             "shell reads. Make the virtual environment elsewhere (with make: VENV=/a/path/without/spaces)."
         )
+    with _staged(app, run_config, log, cache, Clock(on_event or _nobody, timeout)) as run:
+        return _run(run, clients, resources)
+
+
+def simulate_in_process(
+    app: Path,
+    *,
+    clients: int,
+    run_config: Mapping[str, Value] | Sequence[str] = (),
+    cpus_per_client: float | None = None,
+    on_event: Listener | None = None,
+    timeout: float | None = None,
+    log: Path | None = None,
+    cache: Path | None = None,
+) -> Outcome:
+    """As `simulate`, but in one process: there is neither SuperLink nor Ray, and clients are threads.
+
+    Where a round's training takes a second or two, starting those is most of what a simulation takes. Without
+    `cpus_per_client` clients take turns, and PyTorch has all cores for the one at work; with it as many are at work at
+    once as there are cores for, as in `simulate`. OMP_NUM_THREADS, where it is set, says how many threads PyTorch has
+    for each.
+    """
+    if clients < 1:
+        raise ValueError(f"clients is {clients}, expected at least 1")
+    at_once = 1 if cpus_per_client is None else min(clients, max(1, int(_cores(cpus_per_client) / cpus_per_client)))
+    with _staged(app, run_config, log, cache, Clock(on_event or _nobody, timeout)) as run:
+        return _run_in_process(run, clients, at_once)
+
+
+def _nobody(_kind: str, _text: str) -> None:
+    """Hears nothing."""
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What is to be run: the app's files, and changes to its run config. All else that is written is in `folder`."""
+
+    folder: Path
+    bundle: Path
+    changes: Path
+    log: Path
+    cache: Path
+    clock: Clock
+
+    @property
+    def work(self) -> Path:
+        """An empty folder, from which nothing is imported."""
+        return self.folder / "work"
+
+    @property
+    def home(self) -> Path:
+        """Flower's."""
+        return self.folder / "home"
+
+    def environment(self) -> dict[str, str]:
+        return flower_environment(self.home) | {"TEPAL_CACHE": str(self.cache)}
+
+    def ended(self, run_id: int, status: str, details: str) -> Outcome:
+        """Raises RunError unless it was completed."""
+        self.clock.stage("", "")
+        if status != "completed":
+            raise RunError(f"The run {status}: {explain(self.log.read_text(), details)}", self.log)
+        return Outcome(run_id, status, self.log, details, self.clock.seconds)
+
+
+@contextlib.contextmanager
+def _staged(
+    app: Path,
+    run_config: Mapping[str, Value] | Sequence[str],
+    log: Path | None,
+    cache: Path | None,
+    clock: Clock,
+) -> Iterator[_Run]:
+    """The app's files in a temporary folder, once its run config is known to be right. Raises RunError."""
     app = app.resolve()
+    config = parse_run_config(run_config) if not isinstance(run_config, Mapping) else dict(run_config)
     known = app_run_config(app)
     if unknown := sorted(set(config) - set(known)):
         raise RunError(
@@ -99,12 +177,15 @@ def simulate(
         os.close(handle)
         log = Path(name)
     log.parent.mkdir(parents=True, exist_ok=True)
-
-    clock = Clock(on_event or (lambda _kind, _text: None), timeout)
     folder = Path(tempfile.mkdtemp(prefix="tepal-", dir=_short_temporary_folder()))
     try:
         kept = cache or Path(os.environ.get("TEPAL_CACHE") or folder / "cache")
-        return _run(app, folder, clients, resources, config, clock, log.resolve(), kept.resolve())
+        run = _Run(folder, folder / "apps" / "app", folder / "run-config.toml", log.resolve(), kept.resolve(), clock)
+        for each in (run.home, run.work, run.bundle):
+            each.mkdir(parents=True)
+        stage_app(app, run.bundle)
+        run.changes.write_text(to_toml(config), encoding="utf-8")
+        yield run
     except (ProcessError, TimeoutError, subprocess.TimeoutExpired) as error:
         # At the limit, whatever was under way then may have failed by it, in words of its own.
         raise RunError(clock.over or str(error), log) from error
@@ -112,40 +193,59 @@ def simulate(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _run(
-    app: Path,
-    folder: Path,
-    clients: int,
-    resources: str,
-    config: Mapping[str, Value],
-    clock: Clock,
-    log: Path,
-    cache: Path,
-) -> Outcome:
-    """Start the SuperLink, submit the app, follow the run. Everything else that this writes is in `folder`."""
-    home, work, bundle = folder / "home", folder / "work", folder / "app"
-    for each in (home, work, bundle):
-        each.mkdir()
-    environment = flower_environment(home) | {
-        "RAY_TMPDIR": str(folder),
-        "TEPAL_CACHE": str(cache),
+def _run(run: _Run, clients: int, resources: str) -> Outcome:
+    """Start the SuperLink, submit the app, follow the run."""
+    clock = run.clock
+    environment = run.environment() | {
+        "RAY_TMPDIR": str(run.folder),
         "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",  # how long a submitted run lies there (default 1 s)
     }
     clock.stage("start SuperLink", "Starting a SuperLink ...")
-    with _superlink(folder, work, environment, clock) as (superlink, address):
+    with _superlink(run.folder, run.work, environment, clock) as (superlink, address):
         clock.stage("submit", "Submitting the app ...")
-        connect(home, address)
-        stage_app(app, bundle)
-        (folder / "run-config.toml").write_text(to_toml(config))
+        connect(run.home, address)
         federation = f"num-supernodes={clients} {resources}"
-        run_id = submit(bundle, folder / "run-config.toml", environment, clock.left(120), federation)
+        run_id = submit(run.bundle, run.changes, superlink, environment, clock.left(120), federation)
         clock.stage("run", f"Run {run_id} with {clients} clients; starting Ray takes some seconds ...")
-        status, details = follow(run_id, address, superlink, clock, log)
+        status, details = follow(run_id, address, superlink, clock, run.log)
         clock.stage("stop", f"Run {run_id}: {status}")
-    clock.stage("", "")
-    if status != "completed":
-        raise RunError(f"The run {status}: {explain(log.read_text(), details)}", log)
-    return Outcome(run_id, status, log, details, clock.seconds)
+    return run.ended(run_id, status, details)
+
+
+def _run_in_process(run: _Run, clients: int, at_once: int) -> Outcome:
+    """Start the app's process, and hear its log."""
+    clock, environment = run.clock, run.environment()
+    # The app's own modules come first, as with Flower.
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(run.bundle), environment.get("PYTHONPATH")]))
+    command = [sys.executable, "-P", "-m", "tepal.server_app.one_process"]
+    command += [str(run.bundle), str(clients), str(at_once), str(run.changes)]
+    if at_once > 1:
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // at_once)))
+    clock.stage("run", f"Running with {clients} clients in one process ...")
+    output = run.folder / "output.log"
+    with (
+        started(
+            command, log=output, env=environment, cwd=run.work, name="the app's process", grace=2, folder=run.folder
+        ) as process,
+        output.open(encoding="utf-8", errors="replace") as new,
+        run.log.open("w", encoding="utf-8") as log,
+    ):
+        rest = ""
+        while True:
+            running = process.running  # before its output is read, so that all of it is
+            whole, newline, rest = (rest + new.read()).rpartition("\n")
+            whole = without_colour(whole + newline)
+            log.write(whole)
+            log.flush()
+            for line in whole.splitlines():
+                clock.tell("log", line)
+            if not running:
+                break
+            clock.check()
+            time.sleep(0.05)
+        clock.stage("stop", "The run ended")
+        status, details = ("completed", "") if process.returncode == 0 else ("failed", process.tail(1))
+    return run.ended(1, status, details)
 
 
 @contextlib.contextmanager
@@ -178,21 +278,27 @@ def _resources(clients: int, cpus_per_client: float, gpus_per_client: float) -> 
     Flower takes whole cores per client only, and derives the number of workers from Ray's number of cores. So a share
     of a core becomes one core of a larger number, and workers that no client would use are not started.
     """
-    if not cpus_per_client > 0:
-        raise ValueError(f"cpus_per_client is {cpus_per_client}, expected more than 0")
     if not 0 <= gpus_per_client < math.inf:
         raise ValueError(f"gpus_per_client is {gpus_per_client}, expected 0 or more")
-    from joblib import cpu_count  # minds affinity and a container's quota
-
-    cores = cpu_count()
-    if cpus_per_client > cores:
-        raise ValueError(f"cpus_per_client is {cpus_per_client}, but there are {cores} cores here")
+    cores = _cores(cpus_per_client)
     at_once = min(clients, int(cores / cpus_per_client))
     each = max(1, math.ceil(cpus_per_client))
     return (
         f"client-resources-num-cpus={each} client-resources-num-gpus={float(gpus_per_client)} "
         f"init-args-num-cpus={at_once * each}"
     )
+
+
+def _cores(cpus_per_client: float = 1) -> int:
+    """Cores of this machine. Raises ValueError where that many for a client cannot be."""
+    from joblib import cpu_count  # minds affinity and a container's quota
+
+    cores = int(cpu_count())
+    if not cpus_per_client > 0:
+        raise ValueError(f"cpus_per_client is {cpus_per_client}, expected more than 0")
+    if cpus_per_client > cores:
+        raise ValueError(f"cpus_per_client is {cpus_per_client}, but there are {cores} cores here")
+    return cores
 
 
 def _short_temporary_folder() -> str:

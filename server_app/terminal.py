@@ -49,37 +49,57 @@ def seconds_text(seconds: float | None) -> str:
     return f"{hours}:{minutes:02}:{rest:02} h" if hours else f"{minutes}:{rest:02} min"
 
 
+def step_text(seconds: float | None) -> str:
+    """The duration of a local step, three figures below a second: 12.3 ms, 1.7 s. None is unknown."""
+    return f"{1000 * seconds:.3g} ms" if seconds is not None and seconds < 0.9995 else seconds_text(seconds)
+
+
 def score_text(value: float | None) -> str:
-    """An accuracy or a loss with four decimals."""
+    """An accuracy, an error or a loss with four decimals."""
     return UNKNOWN if value is None else f"{value:.4f}"
 
 
-class TimeLeft:
-    """Estimates when the last of several runs of equally many rounds ends, from the rounds that are done.
+_SCORES = ("accuracy", "rmse", "loss")
 
-    A run's first round counts as its start: clients only import what they need when they are first asked.
+
+class TimeLeft:
+    """How far several runs of equally many rounds are, and an estimate of when the last ends, from the rounds so far.
+
+    A run's first round counts as its start: clients only import what they need when they are first asked. Rounds that
+    a run which goes on had done before tell nothing of the time.
     """
 
     def __init__(self, runs: int, rounds: int, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._runs_left, self._rounds, self._clock = runs, rounds, clock
+        self._runs, self._rounds, self._clock = runs, rounds, clock
+        self._begun = 0
         self._starts: list[float] = []  # seconds
         self._others: list[float] = []
-        self._begun = self._since = clock()
+        self._since = clock()
+        self._started = False
         self._done = 0
 
-    def begin(self) -> None:
-        """The next run begins."""
-        self._runs_left -= 1
-        self._begun = self._since = self._clock()
-        self._done = 0
+    def begin(self, done: int = 0) -> None:
+        """The next run begins, or goes on after `done` rounds."""
+        self._begun += 1
+        self._since = self._clock()
+        self._started, self._done = False, done
 
     def update(self, line: Mapping[str, Any]) -> None:
         """A round of this run has ended: a line of metrics.jsonl."""
-        now = self._clock()
-        if line["round"] > 0:
-            (self._others if self._done else self._starts).append(now - (self._since if self._done else self._begun))
-            self._done = line["round"]
-            self._since = now
+        if line["round"] > self._done:
+            now = self._clock()
+            (self._others if self._started else self._starts).append(now - self._since)
+            self._started, self._done, self._since = True, line["round"], now
+
+    @property
+    def rounds(self) -> int:
+        """Of all runs."""
+        return self._runs * self._rounds
+
+    @property
+    def rounds_done(self) -> int:
+        """Of all runs; one that has ended counts whole, however it ended."""
+        return max(0, self._begun - 1) * self._rounds + self._done
 
     @property
     def seconds(self) -> float | None:
@@ -88,9 +108,10 @@ class TimeLeft:
             return None
         start = sum(self._starts) / len(self._starts)
         each = sum(self._others) / len(self._others) if self._others else 0.0
-        rest = each * (self._rounds - max(self._done, 1)) + (0 if self._done else start)
+        left = self._rounds - self._done
+        rest = each * left if self._started else start + each * max(0, left - 1)
         rest = max(0.0, rest - (self._clock() - self._since))
-        return rest + self._runs_left * (start + each * (self._rounds - 1))
+        return rest + (self._runs - self._begun) * (start + each * (self._rounds - 1))
 
 
 class RoundProgress:
@@ -101,19 +122,28 @@ class RoundProgress:
                 progress.update(line)       # a line of metrics.jsonl
 
     Time counts the `seconds` of the rounds, so that a run that is followed from its middle shows its own age. Of
-    several runs, each has its `name`, and the time that is left of all of them is shown.
+    several runs, each has its `name`, the bar is that of all of them, and the time that is left of all is shown. `done`
+    rounds of a run that goes on were there before.
     """
 
     def __init__(
-        self, rounds: int, *, name: str = "", time_left: TimeLeft | None = None, console: Console | None = None
+        self,
+        rounds: int,
+        *,
+        name: str = "",
+        time_left: TimeLeft | None = None,
+        done: int = 0,
+        console: Console | None = None,
     ) -> None:
         self._name = f"{name}: " if name else ""
         self._time_left = time_left
+        self._done_before = done
         self._rounds = rounds
         self._console = console or Console()
         self._bytes: float | None = 0
         self._seconds = 0.0
         self._since = time.monotonic()
+        self._said = ""  # of the last round
         # Asked of the file itself: rich also says "terminal" when FORCE_COLOR is set, as build servers do.
         isatty = getattr(self._console.file, "isatty", lambda: False)
         self._progress: Progress | None = None
@@ -126,13 +156,15 @@ class RoundProgress:
                 _Elapsed(self),
                 console=self._console,
                 expand=True,
+                transient=time_left is not None,  # the next run's bar goes on where this one's ends
             )
-            self._task = self._progress.add_task(f"{self._name}round 0/{rounds}", total=rounds, figures="")
+            total = rounds if time_left is None else time_left.rounds
+            self._task = self._progress.add_task(f"{self._name}round {done}/{rounds}", total=total, figures="")
 
     def __enter__(self) -> RoundProgress:
         self._since = time.monotonic()
         if self._time_left is not None:
-            self._time_left.begin()
+            self._time_left.begin(self._done_before)
         if self._progress is not None:
             self._progress.start()
         return self
@@ -142,6 +174,8 @@ class RoundProgress:
     ) -> None:
         if self._progress is not None:
             self._progress.stop()
+            if self._time_left is not None and self._said:
+                self._console.print(self._said, markup=False, highlight=False, soft_wrap=True)
 
     def stage(self, text: str) -> None:
         """Say what goes on before the first round."""
@@ -162,14 +196,16 @@ class RoundProgress:
 
         where = f"{self._name}round {line['round']}/{self._rounds}"
         phase = line.get("phase") or ("initial model" if line["round"] == 0 else "")
-        scores = [f"{key} {score_text(line[key])}" for key in ("accuracy", "loss") if line.get(key) is not None]
-        if not scores and line.get("received_accuracy") is not None:
-            scores = [f"accuracy before {score_text(line['received_accuracy'])}"]
+        scores = [f"{key} {score_text(line[key])}" for key in _SCORES if line.get(key) is not None]
+        if not scores:
+            before = ((key, line.get(f"received_{key}")) for key in ("accuracy", "rmse"))
+            scores = [f"{key} before {score_text(score)}" for key, score in before if score is not None]
         moved_text = f"{bytes_text(self._bytes)} moved"
+        self._said = "  ".join(filter(None, (where, phase, *scores, moved_text, seconds_text(self._seconds))))
         if self._progress is not None:
             self._progress.update(
                 self._task,
-                completed=line["round"],
+                completed=line["round"] if self._time_left is None else self._time_left.rounds_done,
                 description=f"{where} {phase}".strip(),
                 # With the name there is no room for both.
                 figures="  ".join([*scores[:1], moved_text][: 1 if self._name else 2]),
@@ -177,8 +213,8 @@ class RoundProgress:
             for text in _trouble(line):
                 self._progress.print(Text(f"{where}: {text}", style="yellow"))
         else:
-            parts = [where, phase, *scores, moved_text, seconds_text(self._seconds), self.left, *_trouble(line)]
-            print("  ".join(part for part in parts if part), file=self._console.file, flush=True)
+            said = "  ".join(filter(None, (self._said, self.left, *_trouble(line))))
+            print(said, file=self._console.file, flush=True)
 
     @property
     def elapsed(self) -> float:
@@ -286,7 +322,7 @@ def final_table(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]
     ):
         ratio = f"{ours / theirs:.4f}" if ours is not None and theirs else "–"
         table.add_row(name, bytes_text(ours), "–" if theirs is None else bytes_text(theirs), ratio)
-    for key in ("accuracy", "loss"):
+    for key in ("accuracy" if summary.get("rmse") is None else "rmse", "loss"):
         table.add_row(key, score_text(summary.get(key)))
     table.add_row("refused replies", str(summary.get("refused_replies", UNKNOWN)))
     if run is None:

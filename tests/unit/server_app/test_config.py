@@ -47,17 +47,38 @@ def test_values_reach_their_section():
         ({"fedfrozen.ridge": -1}, r"fedfrozen\.ridge=-1: should be greater than or equal to 0"),
         ({"fedfrozen.warmup-rounds": -1}, r"fedfrozen\.warmup-rounds=-1"),
         ({"dirichlet-alpha": 0}, r"dirichlet-alpha=0: should be greater than 0"),
-        ({"model": "linear-attention"}, r"does sequence-regression, and dataset='digits' is images.*cnn, tiny-vit"),
+        ({"model": "linear-attention"}, r"partitioner='dirichlet' divides .* by their classes, and model='linear-att"),
+        ({"model": "linear-attention", "partitioner": "iid"}, r"has images, and what is needed are numbers: choose a"),
+        (
+            {"model": "linear-attention", "strategy": "fedbe", "server-share": 0.2, "partitioner": "iid"},
+            r"strategy='fedbe' distils probabilities of classes, and model='linear-attention' does sequence-regression",
+        ),
+        ({"model": "linear-attention", "dataset": "local"}, r"set features and outputs \(for example"),
+        ({"feature-columns": "age"}, r"does image-classification, and feature-columns='age' are for a regression"),
         ({"max-replies": 2, "min-replies": 3}, r"max-replies=2 is less than min-replies=3"),
         ({"deterministic": True, "max-replies": 2}, r"do not go together"),
         ({"local-epochs": 0}, r"clients would not train"),
         ({"dataset": "local"}, r"set image-shape and classes"),
         ({"dataset": "/nowhere/x.npz"}, r"/nowhere/x\.npz"),
+        ({"server-share": 0.6}, r"server-share=0\.6: should be less than or equal to 0\.5"),
+        ({"fedamp.sigma": 0}, r"fedamp\.sigma=0: should be greater than 0"),
+        ({"fedamp.lambda": -1}, r"fedamp\.lambda=-1: should be greater than or equal to 0"),
+        ({"lambda": 1}, r"did you mean 'ditto\.lambda' or 'pfedme\.lambda' or 'fedamp\.lambda'\?"),
+        ({"strategy": "fedbe"}, r"server-share=0\.0 gives the server none: set server-share.*or fedbe\.distil=false"),
+        (
+            {"strategy": "fedbe", "dataset": "local", "image-shape": "1x8x8", "classes": 10, "server-share": 0.2},
+            r"dataset='local' gives the server none.*or fedbe\.distil=false",
+        ),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said_with_what_is_allowed(values, said):
     with pytest.raises(ConfigError, match=said):
         read_run_config(values)
+
+
+@pytest.mark.parametrize("values", [{"server-share": 0.1}, {"fedbe.distil": False}])
+def test_fedbe_runs_with_unlabelled_examples_or_without_distillation(values):
+    assert read_run_config({"strategy": "fedbe", **values}).rounds.strategy == "fedbe"
 
 
 def test_everything_that_is_wrong_is_said_at_once():

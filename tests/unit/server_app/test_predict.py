@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 from tepal import models
 from tepal.server_app import predict as module
 from tepal.server_app.predict import Prediction, accuracy, load_predictor, results_table, write_csv
+from tepal.server_app.predict_numbers import error_of
 from tepal.server_app.run_directory import RunDirectory
 
 SHAPE = (1, 8, 8)
@@ -96,6 +97,14 @@ def test_a_run_directory_the_folder_of_runs_and_the_file_are_one_model(tmp_path,
     assert_rows_are(rows[0], *by_hand(images, 4))
 
 
+def test_images_are_normalised_as_they_were_in_training(tmp_path, images):
+    config = {"strategy": "fedavg", "model": "tiny-vit", "image-shape": "1x8x8", "classes": 10, "normalise": "0.2/0.5"}
+    run = RunDirectory.create(tmp_path / "runs", "fedavg", config)
+    run.write_model(arrays(4))
+    rows = load_predictor(run.path).predict_files([npz(tmp_path / "a.npz", images=images)])
+    assert_rows_are(rows, *by_hand((images / 255 - 0.2) / 0.5 * 255, 4))
+
+
 def test_an_ensemble_in_a_run_directory_predicts_with_the_mean_of_its_modes(tmp_path, images):
     run = RunDirectory.create(tmp_path, "fed-ensemble", {"model": "tiny-vit", "dataset": "digits"})
     run.write_model(ensemble(0, 1, 2), {"image-shape": "1x8x8", "classes": "10"})
@@ -127,6 +136,61 @@ def test_what_to_build_is_in_the_metadata(saved, metadata):
     assert (predictor.info.shape, predictor.info.classes, predictor.members) == (SHAPE, 10, 1)
 
 
+def regressors(*seeds):
+    """An ensemble's tensors, and its outputs (K, n, 2) for inputs (n, 3, 4)."""
+    made = [models.build("linear-attention", features=4, outputs=2, seed=seed) for seed in seeds]
+    tensors = {f"mode/{k}/{name}": one for k, model in enumerate(made) for name, one in model.state_dict().items()}
+    inputs = np.random.default_rng(5).normal(size=(30, 3, 4))
+    with torch.no_grad():
+        said = np.stack([model(torch.from_numpy(inputs).float()).double().numpy() for model in made])
+    return {name: tensor.numpy() for name, tensor in tensors.items()}, inputs, said
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_an_ensembles_regression_is_the_mean_of_its_outputs(saved, tmp_path, beside):
+    tensors, inputs, said = regressors(0, 1, 2)
+    data = npz(tmp_path / "a.npz", x=inputs, y=said[0])
+    sizes = {"features": "4", "outputs": "2"} if beside else {"dataset": str(data)}
+    predictor = load_predictor(saved(tensors, {"model": "linear-attention", **sizes}))
+    rows = predictor.predict_files([data])
+    np.testing.assert_allclose([row.outputs for row in rows], said.mean(axis=0), rtol=1e-5)
+    np.testing.assert_allclose([row.deviations for row in rows], said.std(axis=0), rtol=1e-4)
+    np.testing.assert_allclose([row.targets for row in rows], said[0], rtol=1e-5)
+    error = np.sqrt(((said.mean(axis=0) - said[0]) ** 2).mean())
+    assert error_of(rows) == pytest.approx(error, rel=1e-5)
+    out = io.StringIO()
+    Console(file=out, width=120).print(results_table(rows))
+    assert f"RMSE {error:.4f} on 30 examples with a target" in out.getvalue() and "… and 10 more" in out.getvalue()
+    write_csv(rows, tmp_path / "out.csv")
+    with (tmp_path / "out.csv").open(newline="") as file:
+        last = list(csv.DictReader(file))[-1]
+    columns = [f"{what}_{k}" for what in ("output", "deviation", "target") for k in (0, 1)]
+    assert list(last) == ["file", "index", *columns]
+    assert (last["index"], float(last["output_1"])) == ("29", pytest.approx(said.mean(axis=0)[-1, 1], rel=1e-5))
+
+
+def test_numbers_without_targets_are_predicted_and_what_does_not_fit_is_named(saved, tmp_path):
+    tensors, inputs, said = regressors(3)
+    told = {"model": "linear-attention", "features": "4", "outputs": "2"}
+    predictor = load_predictor(saved({name.removeprefix("mode/0/"): array for name, array in tensors.items()}, told))
+    rows = predictor.predict_files([npz(tmp_path / "a.npz", x=inputs)])
+    np.testing.assert_allclose([row.outputs for row in rows], said[0], rtol=1e-5)
+    assert {row.targets for row in rows} == {None} and error_of(rows) is None
+    for name, file, message in (
+        ("b.npz", {"x": inputs[..., :3]}, "has 3 features, and the run's examples have 4"),
+        ("c.npz", {"z": inputs}, "has no array of inputs; it has z"),
+    ):
+        with pytest.raises(ValueError, match=f"{name}: .*{message}"):
+            predictor.predict_files([npz(tmp_path / name, **file)])
+    (tmp_path / "t.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match="was trained without feature-columns"):
+        predictor.predict_files([tmp_path / "t.csv"])
+    with pytest.raises(ValueError, match=r"p\.png: read are \.npz files and tables"):
+        predictor.predict_files([png(tmp_path / "p.png", np.zeros((8, 8), np.uint8))])
+    with pytest.raises(FileNotFoundError, match="no such file or folder"):
+        predictor.predict_files([tmp_path / "gone.npz"])
+
+
 def without(name):
     return {key: array for key, array in ensemble(0, 1, 2).items() if not key.startswith(name)}
 
@@ -136,7 +200,7 @@ def without(name):
     [
         (arrays(), None, "does not tell which model it is.*image-shape and classes"),
         (arrays(), {**TOLD, "model": "tiny-vti"}, "unknown model 'tiny-vti': did you mean 'tiny-vit'"),
-        (arrays(), {**TOLD, "model": "linear-attention"}, "does sequence-regression.*classes of images"),
+        (arrays(), {**TOLD, "model": "char-lstm"}, "has no tensor 'embedding.weight'; the model 'char-lstm' needs it"),
         (arrays(), {**TOLD, "image-shape": "8x8"}, "image-shape='8x8'.*CxHxW"),
         (arrays(), {**TOLD, "config": "{"}, "metadata is not JSON"),
         (arrays(), {**TOLD, "config": "[1]"}, "not a JSON object"),
@@ -301,7 +365,9 @@ def test_the_csv_has_every_row_in_full(tmp_path):
     write_csv(rows, tmp_path / "out.csv")
     with (tmp_path / "out.csv").open(newline="") as file:
         read = list(csv.DictReader(file))
-    assert list(read[0]) == ["file", "index", "label", "probability", "entropy", "disagreement", "true_label"]
+    assert list(read[0]) == [
+        "file", "index", "label", "class_name", "probability", "entropy", "disagreement", "true_label"
+    ]  # fmt: skip
     assert [line["file"] for line in read] == [str(row.file) for row in rows]
     assert [float(line["disagreement"]) for line in read] == [row.disagreement for row in rows]
     assert (read[24]["index"], read[24]["true_label"]) == ("24", "4")

@@ -128,6 +128,32 @@ def test_processes_of_an_outer_block_are_marked_for_it_also_when_an_inner_block_
         assert [process.pid for process in marked(child.token)] == [child.pid]
 
 
+def test_a_command_that_is_run_for_a_child_belongs_to_it(tmp_path, monkeypatch):
+    monkeypatch.setenv(MARK, "outer")
+    with started(python("import time; time.sleep(300)"), log=tmp_path / "log") as child:
+        environment = {"A": "b", "PATH": os.environ["PATH"]}
+        show = f"import os; print(os.environ['A'], os.environ['{MARK}'])"
+        done = child.run(python(show), env=environment, timeout=60)
+        assert done.stdout.split() == ["b", f"outer,{child.token}"] and done.returncode == 0
+
+        lasting = threading.Thread(
+            target=lambda: child.run(python("import time; time.sleep(300)"), env=environment, timeout=300)
+        )
+        lasting.start()
+        wait_until(lambda: len(child.tree()) == 2, "the command")
+        family = [process.pid for process in child.tree()]
+        child.stop()
+        lasting.join(60)
+        assert gone(family) and not lasting.is_alive()
+
+
+def test_a_command_that_takes_too_long_is_ended(tmp_path):
+    with started(python("import time; time.sleep(300)"), log=tmp_path / "log") as child:
+        with pytest.raises(subprocess.TimeoutExpired):
+            child.run(python("import time; time.sleep(300)"), env=os.environ, timeout=0.1)
+        assert [process.pid for process in child.tree()] == [child.pid]
+
+
 # What `started` is for: the process that holds the block is told to end, while the family runs.
 HOLDER = """
 import os, sys, time

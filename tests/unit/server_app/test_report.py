@@ -8,7 +8,7 @@ from itertools import accumulate
 import pytest
 
 from tepal.server_app.report import write_report
-from tepal.server_app.run_directory import RunDirectory
+from tepal.server_app.run_directory import RunDirectory, read_label_counts
 
 CONFIG = {
     "strategy": "FedFrozen",
@@ -102,6 +102,7 @@ def metrics_line(number, **changes):
         "resent": 0,
         "seconds": 2.0,
         "seconds_train": 1.5,
+        "step_seconds": 0.0123,
     } | changes
 
 
@@ -223,6 +224,21 @@ def test_accuracies_of_different_test_data_are_different_curves(tmp_path):
     assert "held-out" in page.texts["figcaption"][0]
 
 
+def test_the_labels_at_the_clients_are_a_figure_where_clients_tell_them(tmp_path):
+    page = report(tmp_path, [metrics_line(0), metrics_line(1)])
+    assert list(page.figures) == FIGURES
+    run = tmp_path / "latest"
+    counts = {"client-10": [1, 3], "client-2": [0, 8], "client-1": [4]}
+    directory = RunDirectory.resume(run)
+    directory.add_label_counts({"client-10": (1.0, 3.0), "client-2": (5.0, 5.0)})
+    directory.add_label_counts({"client-2": (0.0, 8.0), "client-1": (4.0,)})
+    assert read_label_counts(run) == counts
+    figure = Page(write_report(run)).figures["labels"]["data"][0]
+    assert figure["y"] == ["client-1", "client-2", "client-10"]
+    assert figure["z"] == [[1, 0], [0, 1], [1 / 4, 3 / 4]]
+    assert figure["customdata"] == [[4, 0], [0, 8], [1, 3]]
+
+
 def test_nothing_in_the_page_asks_the_network(page):
     addresses = [
         (tag, name, value)
@@ -293,6 +309,21 @@ def test_a_run_without_trouble_has_no_table_of_it(page):
     assert "What went wrong" not in page.text
 
 
+def test_figures_of_some_tasks_are_in_the_table_where_there_are_some(tmp_path, page):
+    assert "perplexity" not in page.text and "macro-F1" not in page.text
+    told = report(tmp_path, [metrics_line(1, perplexity=12.3456), metrics_line(2, perplexity=11.0)])
+    assert told.table("round", "phase")[1][-1] and "perplexity" in told.text and "12.35" in told.text
+    assert "macro-F1" not in told.text
+
+
+def test_a_regression_has_its_error_where_others_have_their_accuracy(tmp_path):
+    lines = [metrics_line(n, accuracy=None, rmse=0.5 / (n + 1), loss=0.25 / (n + 1) ** 2) for n in range(3)]
+    told = report(tmp_path, lines)
+    assert told.headlines["Final RMSE"] == ("0.1667", "server's test data, round 2")
+    assert told.figures["rmse-rounds"]["data"][0]["y"] == pytest.approx([0.5, 0.25, 0.5 / 3])
+    assert "RMSE" in told.table("round", "phase")[0] and "ccuracy" not in told.text
+
+
 def test_every_round_is_in_a_table(page):
     table = page.table("round", "phase")
     assert [row[0] for row in table[1:]] == [str(n) for n in range(21)]
@@ -304,6 +335,7 @@ def test_every_round_is_in_a_table(page):
         "10.0 MB",
         "8.00 MB",
     )
+    assert row["local step"] == "12.3 ms"
     assert all(a.get("scope") == "col" for tag, a in page.tags if tag == "th")
 
 

@@ -2,25 +2,40 @@
 
 import errno
 import json
+import shutil
 import tomllib
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from flwr.app import ArrayRecord, ConfigRecord
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAdam
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
+from PIL import Image
 from safetensors.numpy import load_file
+from sklearn.datasets import load_digits
 
+from tepal.client_app import tasks
 from tepal.client_app.config import TrainingConfig
+from tepal.client_app.data import DataConfig, load_client
 from tepal.client_app.site import Site
 from tepal.models import build
 from tepal.models.blocks import find_blocks
 from tepal.server_app.config import ConfigError, defaults, read_run_config
 from tepal.server_app.run import build_model, build_strategy, metrics_line, run
-from tepal.server_app.run_directory import RunDirectory, read_metrics
-from tepal.strategies import FedACS, FedEnsemble, RoundFailed, RoundReport, SelectiveLayers, checkpoint
+from tepal.server_app.run_directory import RunDirectory, read_label_counts, read_metrics
+from tepal.strategies import (
+    FedACS,
+    FedAMP,
+    FedBE,
+    FedEnsemble,
+    RoundFailed,
+    RoundReport,
+    SelectiveLayers,
+    checkpoint,
+)
 from tepal.strategies.in_process import InProcessGrid, Node
 
 ROOT = Path(__file__).parents[3]
@@ -47,10 +62,59 @@ def small_run(tmp_path, monkeypatch):
     return start
 
 
+def test_sites_with_data_in_different_formats_train_together(small_run, tmp_path):
+    """Digits as arrays, as a folder of images, and as a table of them, in three sizes."""
+    digits = load_digits()
+    images, labels = (digits.images * 255 / 16).astype(np.uint8), digits.target
+    np.savez(tmp_path / "arrays.npz", x=images[:200], y=labels[:200])
+    for name in range(10):
+        (tmp_path / "folder" / str(name)).mkdir(parents=True)
+    rows = []
+    for number in range(200, 600):
+        picture = Image.fromarray(images[number]).resize((12, 12) if number < 400 else (16, 16)).convert("RGB")
+        if number < 400:
+            picture.save(tmp_path / "folder" / str(labels[number]) / f"{number}.png")
+        else:
+            picture.save(tmp_path / f"{number}.png")
+            rows.append(f"{number}.png,{labels[number]}\n")
+    (tmp_path / "table.csv").write_text("image,label\n" + "".join(rows))
+    nodes = [{"data-path": str(tmp_path / name), "name": name} for name in ("arrays.npz", "folder", "table.csv")]
+    local = {"dataset": "local", "image_shape": "1x8x8", "classes": 10, "normalise": "0.3/0.4"}
+    path = small_run(nodes=nodes, strategy="fedavg", local_epochs=4, batch_size=16, **local)
+    last = read_metrics(path)[-1]
+    assert last["clients_replied"] == 3 and not last["refused"]
+    assert last["accuracy"] > 0.4
+
+
+def test_a_run_tells_which_labels_its_partition_has_where_and_nothing_of_a_sites_own_data(small_run, tmp_path):
+    values = {"partitioner": "dirichlet", "dirichlet_alpha": 0.2, "num_server_rounds": 1}
+    told = read_label_counts(small_run(strategy="fedavg", **values))
+    config = DataConfig(**values)
+    for k in range(3):
+        data = load_client(config, {"partition-id": k, "num-partitions": 3}, client=f"client-{k}")
+        labels = [*data.train.labels.tolist(), *data.test.labels.tolist()]
+        assert told[f"client-{k}"] == [labels.count(label) for label in range(10)]
+    digits = load_digits()
+    np.savez(tmp_path / "own.npz", x=digits.images[:200].astype(np.uint8), y=digits.target[:200])
+    nodes = [{"data-path": str(tmp_path / "own.npz"), "name": name} for name in "ab"]
+    local = {"dataset": "local", "image_shape": "1x8x8", "classes": 10}
+    assert read_label_counts(small_run(nodes=nodes, strategy="fedavg", num_server_rounds=1, **local)) == {}
+
+
+@pytest.mark.parametrize("every, scored", [(1, {0, 1, 2, 3}), (2, {0, 2, 3}), (5, {0, 3})])
+def test_the_server_scores_as_often_as_it_is_asked_to(small_run, every, scored):
+    each, some = (read_metrics(small_run(strategy="fedavg", evaluate_every=n)) for n in (1, every))
+    assert {line["round"] for line in some if line["accuracy_of"] == "server"} == scored
+    for line, other in zip(each, some, strict=True):
+        assert line["received_accuracy"] == other["received_accuracy"]
+        if line["round"] in scored:
+            assert (line["accuracy"], line["loss"]) == (other["accuracy"], other["loss"])
+
+
 def test_a_run_leaves_everything_in_its_directory(small_run):
     path = small_run()
     assert {p.name for p in path.iterdir()} == {
-        "config.toml", "metrics.jsonl", "model.safetensors", "summary.json", "report.html", "checkpoint"
+        "config.toml", "metrics.jsonl", "model.safetensors", "summary.json", "report.html", "checkpoint", "labels.json"
     }  # fmt: skip
     assert (path.parent / "latest").resolve() == path
     metrics = read_metrics(path)
@@ -122,6 +186,35 @@ def test_the_cnn_trains_under_fedavg(small_run):
     assert summary["bytes_vs_fedavg"] == 1.0
 
 
+def test_every_client_has_a_model_of_its_own_under_fedamp(small_run):
+    metrics = read_metrics(small_run(strategy="fedamp", model="cnn", num_server_rounds=2))
+    assert [line["accuracy_of"] for line in metrics] == ["personal", "personal"]
+    assert metrics[-1]["bytes_up"] == metrics[-1]["bytes_fedavg"] - metrics[-1]["bytes_fedavg_down"]
+
+
+FEDBE = {"strategy": "fedbe", "model": "cnn", "num_server_rounds": 2, "server_share": 0.2, "deterministic": True}
+
+
+def test_fedbe_distils_on_the_servers_unlabelled_examples(small_run):
+    options = {**FEDBE, "fedbe.samples": 2, "fedbe.epochs": 1}
+    one, two = (small_run(**options) for _ in range(2))
+    assert [line["accuracy_of"] for line in read_metrics(one)] == ["server"] * 3
+    first, second = (load_file(path / "model.safetensors") for path in (one, two))
+    assert {name: array.tobytes() for name, array in first.items()} == {n: a.tobytes() for n, a in second.items()}
+
+
+def test_the_keys_of_distillation_reach_it(small_run):
+    """With a tiny learning rate the student stays the mean of the clients' models, which is FedAvg's."""
+
+    def ended(**options):
+        return load_file(small_run(**{**FEDBE, "num_server_rounds": 1, **options}) / "model.safetensors")
+
+    still, taught = ended(**{"fedbe.learning-rate": 1e-9}), ended(**{"fedbe.epochs": 2})
+    plain = ended(strategy="fedavg")
+    assert all(np.allclose(still[name], array, atol=1e-6) for name, array in plain.items())
+    assert not all(np.allclose(taught[name], array, atol=1e-6) for name, array in plain.items())
+
+
 def test_the_ridge_of_the_run_config_shrinks_the_value_projections(small_run):
     """It acts on the weights of the value projections: they end smaller, and by far the most."""
 
@@ -179,7 +272,7 @@ def test_a_run_goes_on_from_its_directory_alone(small_run, tmp_path, failing_in_
     assert {name: array.tobytes() for name, array in ours.items()} == {n: a.tobytes() for n, a in theirs.items()}
     assert read_metrics(whole)[1]["train_loss"] == read_metrics(stopped)[1]["train_loss"]
     mine, other = read_metrics(stopped), read_metrics(uninterrupted)
-    own = {"seconds", "seconds_train", "bytes_overhead"}
+    own = {"seconds", "seconds_train", "step_seconds", "bytes_overhead"}
     assert [{k: v for k, v in line.items() if k not in own} for line in mine] == [
         {k: v for k, v in line.items() if k not in own} for line in other
     ]
@@ -197,6 +290,132 @@ def test_a_finished_run_can_be_prolonged(small_run, tmp_path):
     assert tomllib.loads((path / "config.toml").read_text())["num-server-rounds"] == 4
 
 
+def test_a_run_starts_from_the_weights_that_it_is_given(small_run, tmp_path, caplog):
+    first = small_run(num_server_rounds=2)
+    with caplog.at_level("INFO", "flwr"):
+        second = small_run(pretrained=str(first), num_server_rounds=1)
+    assert f"tensors loaded from {first}/model.safetensors." in caplog.text
+    before, after = read_metrics(first)[-1], read_metrics(second)[0]
+    assert (after["round"], after["accuracy"], after["loss"]) == (0, before["accuracy"], before["loss"])
+    # What a run is resumed from is its checkpoint: the weights that it began with may be gone.
+    first.rename(tmp_path / "away")
+    resumed = small_run(pretrained=str(first), num_server_rounds=2, resume=str(second))
+    assert resumed == second and read_metrics(second)[-1]["round"] == 2
+    shutil.rmtree(second / "checkpoint")
+    with pytest.raises(ConfigError, match="no such file"):
+        small_run(pretrained=str(first), num_server_rounds=2, resume=str(second))
+
+
+def test_weights_that_do_not_fit_stop_a_run_before_it_starts(small_run, tmp_path):
+    first = small_run(num_server_rounds=1, model="cnn", strategy="fedavg")
+    (first / "model.safetensors").rename(tmp_path / "cnn.safetensors")
+    for given, said in [
+        (tmp_path / "cnn.safetensors", r"cnn\.safetensors does not fit TinyViT: it has no cls_token, .* and \d+ more"),
+        (tmp_path / "nothing.pt", r"pretrained='.*nothing\.pt': .*no such file or directory"),
+    ]:
+        with pytest.raises(ConfigError, match=said):
+            small_run(pretrained=str(given))
+    assert len(list((tmp_path / "runs").glob("*-*"))) == 1
+
+
+def test_all_modes_of_an_ensemble_start_from_the_weights_but_for_a_new_head(small_run):
+    first = small_run(num_server_rounds=1)
+    options = {"strategy": "fedensemble", "fedensemble.modes": 2, "num_server_rounds": 1}
+    drawn, given = (read_metrics(small_run(**options, **more))[0] for more in ({}, {"pretrained": str(first)}))
+    assert drawn["disagreement"] > 0 and given["disagreement"] == 0
+    assert given["accuracy"] == read_metrics(first)[-1]["accuracy"]
+
+
+@pytest.mark.parametrize("strategy", ["fedfrozen", "selective"])
+def test_a_directory_of_transformers_gives_model_and_weights(small_run, tmp_path, strategy, caplog):
+    pytest.importorskip("transformers")
+    size = {"hidden_size": 12, "num_attention_heads": 3, "intermediate_size": 16, "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit", "image_size": 8, "patch_size": 4, **size}))
+    saved = str(tmp_path / "vit")
+    build(str(tmp_path), image_shape=(1, 8, 8), classes=3, seed=1).save_pretrained(saved)
+    with caplog.at_level("INFO", "flwr"):
+        path = small_run(strategy=strategy, model=saved, pretrained=saved)
+    assert f"tensors loaded from {saved}/model.safetensors; drawn by seed" in caplog.text
+    assert "none of this shape: classifier.weight, classifier.bias." in caplog.text
+    lines = read_metrics(path)
+    assert not any(line["refused"] or line["lost"] for line in lines) and len(lines) == 4
+    layer = 4 * (12 * 12 + 12) + 2 * 24 + 2 * 12 * 16 + 12 + 16
+    head = 12 * 10 + 10
+    everything = 2 * layer + head + 24 + 12 * (1 + 5) + 16 * 12 + 12  # final norm, class token, positions, patches
+    frozen = 2 * 2 * (12 * 12 + 12)
+    each = [everything, everything - frozen] if strategy == "fedfrozen" else [layer + head] * 2
+    assert [line["bytes_up"] for line in lines[1:3]] == [3 * 4 * number for number in each]
+
+
+OWN = """
+import torch
+from torch import nn
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wq, self.wk, self.wv = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, rows):
+        return torch.softmax(self.wq(rows) @ self.wk(rows).mT, -1) @ self.wv(rows)
+
+class Net(nn.Module):
+    def __init__(self, classes):
+        super().__init__()
+        self.step0, self.step1 = Attention(), Attention()
+        self.out = nn.Linear(8, classes)
+
+    def forward(self, images):
+        rows = images[:, 0]
+        for step in (self.step0, self.step1):
+            rows = rows + step(rows)
+        return self.out(rows.mean(1))
+
+def net(classes):
+    return Net(classes)
+
+def plain(classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, classes))
+
+def dropping(classes):
+    return nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(64, classes))
+"""
+
+
+@pytest.mark.parametrize("strategy", ["fedavg", "perfedavg"])
+def test_dropout_is_drawn_by_the_runs_seed(small_run, tmp_path, monkeypatch, strategy):
+    (tmp_path / "our_nets.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    runs = []
+    for number in (1, 2):
+        torch.manual_seed(number)  # what else has drawn numbers before
+        path = small_run(model="our_nets:dropping", strategy=strategy, deterministic=True)
+        told = read_metrics(path)
+        lines = [{k: v for k, v in line.items() if "seconds" not in k and k != "bytes_overhead"} for line in told]
+        runs.append((lines, {name: array.tobytes() for name, array in load_file(path / "model.safetensors").items()}))
+    assert runs[0] == runs[1]
+
+
+def test_a_model_of_ones_own_is_trained_with_the_blocks_that_the_config_names(small_run, tmp_path, monkeypatch):
+    (tmp_path / "our_nets.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"our_nets:net.*step0\.wq\.weight.* look like .*blocks\.query-key"):
+        small_run(model="our_nets:net")
+    with pytest.raises(ConfigError, match=r"has none.* Its entries are 1\.weight, 1\.bias\. .*blocks\.query-key"):
+        small_run(model="our_nets:plain")
+    with pytest.raises(ConfigError, match=r"fedfrozen\.ridge=0\.1 is about .* name them there"):
+        small_run(model="our_nets:net", **{"blocks.query-key": "*.wq.*", "fedfrozen.ridge": 0.1})
+    named = {"model": "our_nets:net", "blocks.query-key": "*.wq.*, *.wk.*", "blocks.layers": "step*"}
+    lines = read_metrics(small_run(**named))
+    everything, frozen = 2 * 3 * (64 + 8) + 8 * 10 + 10, 2 * 2 * (64 + 8)
+    assert [line["bytes_up"] for line in lines[1:]] == [
+        3 * 4 * everything, 3 * 4 * (everything - frozen), 3 * 4 * (everything - frozen)
+    ]  # fmt: skip
+    assert not any(line["refused"] or line["lost"] for line in lines)
+    path = small_run(**named, strategy="selective", num_server_rounds=1)
+    assert read_metrics(path)[-1]["bytes_up"] == 3 * 4 * (3 * 72 + 90)  # each client: a layer of two, and the head
+
+
 def test_what_cannot_change_is_refused_on_resume(small_run, tmp_path):
     path = small_run(num_server_rounds=1)
     with pytest.raises(ConfigError, match=r"leave out what cannot change: batch-size=7 \(it has 32\)"):
@@ -208,11 +427,11 @@ def test_what_cannot_change_is_refused_on_resume(small_run, tmp_path):
 def test_a_full_disk_at_checkpoint_time_is_said_and_the_run_goes_on(small_run, monkeypatch, caplog):
     write = checkpoint.write_arrays
 
-    def full(path, arrays):
-        if not calls:
-            calls.append(path)
+    def full(path, arrays, **options):
+        calls.append(path)
+        if len(calls) == 2:  # the first is of the state that the run begins with
             raise OSError(errno.ENOSPC, "no space left on device")
-        write(path, arrays)
+        write(path, arrays, **options)
 
     calls: list[Path] = []
     monkeypatch.setattr(checkpoint, "write_arrays", full)
@@ -266,6 +485,30 @@ def test_a_metric_that_nobody_asked_for_does_not_become_the_runs_accuracy():
     assert ensemble["accuracy"] is None, "it is of one mode, from an app that knows no ensembles"
 
 
+@pytest.mark.parametrize("where", ["server", "clients"])
+def test_a_rounds_line_has_what_its_task_is_measured_by(where):
+    if where == "server":
+        report = RoundReport(1, "train", server_metrics={"loss": 0.7, "macro-f1": 0.6, "accuracy": 0.8})
+    else:
+        report = RoundReport(1, "train", evaluate_metrics={"received-loss": 0.7, "received-macro-f1": 0.6})
+    line = metrics_line(report, 1, tasks.NEXT_CHARACTER)
+    assert (line["accuracy"], line["accuracy_of"]) == ({"server": 0.8, "clients": None}[where], where)
+    assert (line["loss"], line["macro_f1"], line["perplexity"]) == (0.7, 0.6, pytest.approx(2.0137527))
+    assert metrics_line(report, 1)["perplexity"] is metrics_line(report, 1)["rmse"] is line["rmse"] is None
+
+
+def test_a_regressions_line_has_root_mean_squared_errors():
+    of_clients = {"received-rmse": (0.6, 0.1), "received-loss": (0.37, 0.12)}
+    report = RoundReport(
+        1, "train", train_metrics={"received-loss": 0.49, "received-rmse": 0.68}, server_metrics={"loss": 0.25},
+        evaluate_metrics={"received-loss": 0.36}, over_clients=of_clients,
+    )  # fmt: skip
+    line = metrics_line(report, 1, tasks.REGRESSION)
+    assert (line["loss"], line["rmse"], line["received_rmse"]) == (0.25, 0.5, pytest.approx(0.7))
+    assert (line["clients_rmse"], line["clients_spread"]) == (0.6, 0.1)
+    assert line["accuracy"] is line["clients_accuracy"] is line["perplexity"] is None
+
+
 @pytest.mark.parametrize(
     ("given", "kind", "told"),
     [
@@ -291,6 +534,17 @@ def test_a_metric_that_nobody_asked_for_does_not_become_the_runs_accuracy():
             {"assign": "highest-loss", "weighting": "examples"},
         ),
         ({"strategy": "fedacs", "fedacs.quantile": 0.2, "fedacs.alpha": 0.5}, FedACS, {"quantile": 0.2, "alpha": 0.5}),
+        (
+            {"strategy": "fedamp", "fedamp.sigma": 5.0, "fedamp.alpha": 2.0, "fedamp.lambda": 0.5},
+            FedAMP,
+            {"sigma": 5.0, "alpha": 2.0, "lambda": 0.5},
+        ),
+        (
+            {"strategy": "fedbe", "fedbe.distribution": "dirichlet", "fedbe.samples": 4, "server-share": 0.1},
+            FedBE,
+            {"distribution": "dirichlet", "samples": 4, "concentration": 1.0, "distil": True},
+        ),
+        ({"strategy": "fedbe", "fedbe.distil": False, "fedbe.concentration": 3.0}, FedBE, {"distil": False}),
     ],
 )
 def test_the_keys_of_a_method_reach_it(given, kind, told):

@@ -316,14 +316,22 @@ def test_the_summary_adds_up_the_rounds(run):
         "rounds": 2,
         "accuracy": 0.6,
         "loss": None,
+        "rmse": None,
         "bytes_up": 60,
         "bytes_down": 90,
         "bytes_vs_fedavg": 0.75,
         "seconds": 2.0,
+        "step_seconds": None,
         "refused_replies": 2,
         "stopped_by": None,
         "frozen_after": 1,
     }
+
+
+def test_the_summarys_step_is_the_median_of_the_rounds_that_tell_one(run):
+    for number, seconds in enumerate((None, 0.02, 0.9, None, 0.05)):
+        run.append({"round": number, "step_seconds": seconds})
+    assert run.write_summary()["step_seconds"] == 0.05
 
 
 def test_what_the_caller_knows_wins_in_the_summary(run):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tepal.server_app.terminal import RoundProgress, bytes_text, final_table, follow_metrics, seconds_text
+from tepal.server_app.terminal import RoundProgress, bytes_text, final_table, follow_metrics, seconds_text, step_text
 
 LINE = {
     "round": 3,
@@ -63,6 +63,14 @@ def test_durations_are_written_for_people(seconds, text):
     assert seconds_text(seconds) == text
 
 
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(None, "unknown"), (0.0005, "0.5 ms"), (0.01234, "12.3 ms"), (0.9999, "1.0 s"), (75, "1:15 min")],
+)
+def test_a_local_step_is_written_in_milliseconds(seconds, text):
+    assert step_text(seconds) == text
+
+
 def test_a_pipe_gets_one_plain_line_a_round(monkeypatch):
     # Build servers set this; a log file must stay plain all the same.
     monkeypatch.setenv("FORCE_COLOR", "1")
@@ -76,6 +84,18 @@ def test_a_pipe_gets_one_plain_line_a_round(monkeypatch):
         "round 4/20  frozen  loss 0.4100  1.50 MB moved  1:02 min",
     ]
     assert out.getvalue().splitlines()[0].startswith("round 0/20  initial model  accuracy 0.1000  0 B moved")
+
+
+def test_a_regression_shows_its_error():
+    out = io.StringIO()
+    with RoundProgress(20, console=Console(file=out, width=40)) as progress:
+        progress.update({**LINE, "accuracy": None, "rmse": 0.6403})
+        progress.update({**LINE, "accuracy": None, "loss": None, "received_rmse": 0.5})
+    first, second = out.getvalue().splitlines()
+    assert first == "round 3/20  warm-up  rmse 0.6403  loss 0.4100  750 kB moved  1.7 s"
+    assert "rmse before 0.5000" in second
+    table = shown({"rounds": 3, "accuracy": None, "rmse": 0.6403, "loss": 0.41}, [LINE])
+    assert "accuracy" not in table and cells(table, "rmse")[1] == "0.6403"
 
 
 def test_refused_and_lost_replies_are_named_and_not_taken_for_markup():

@@ -1,0 +1,202 @@
+"""The grid that does not wait, over a runtime that hands out what has arrived so far."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.app.message import remove_content_from_message
+from flwr.common.constant import ErrorCode
+from flwr.common.serde import message_to_proto
+from flwr.proto.message_pb2 import ConfirmMessageReceivedResponse, PullObjectResponse
+from flwr.proto.runtime_pb2 import PullAppMessagesResponse
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree, iterate_object_tree
+from flwr.supercore.run import Run
+from flwr.supercore.task_identity import TaskIdentity
+from flwr.superlink.grid.http_grid import HttpGrid
+
+from tepal.client_app.node.flower import FLOWER, SHORTEST_PAUSE
+from tepal.server_app import grid as grid_module
+from tepal.server_app.grid import PromptGrid, prompt
+from tepal.strategies.in_process import InProcessGrid
+
+
+class Runtime:
+    """Announces a reply once, and has as many of its objects as have arrived."""
+
+    def __init__(self):
+        self.announced, self.trees, self.objects = {}, {}, {}
+        self.arrived, self.gone, self.confirmed = set(), set(), []
+        self.asked = 0
+
+    def announce(self, answers: str, size: int = 3) -> Message:
+        reply = self.reply(answers, size)
+        self.announced[answers] = reply
+        self.objects |= {key: each.deflate() for key, each in get_all_nested_objects(reply).items()}
+        return reply
+
+    def reply(self, answers: str, size: int) -> Message:
+        arrays = ArrayRecord({name: Array(np.full(size, ord(name), np.float32)) for name in "ab"})
+        content = RecordDict({"arrays": arrays, "metrics": MetricRecord({"of": float(len(answers))})})
+        reply = Message(content, dst_node_id=1, message_type="train")
+        reply.metadata.__dict__["_reply_to_message_id"] = answers
+        reply.metadata.__dict__["_message_id"] = reply.object_id
+        return reply
+
+    def upload(self, reply: Message, *, but: int = 0) -> None:
+        ids = [node.object_id for node in iterate_object_tree(get_object_tree(reply))]
+        self.arrived |= set(ids[: len(ids) - but])
+
+    def PullMessages(self, request):
+        self.asked += 1
+        found = [self.announced.pop(each) for each in list(request.message_ids) if each in self.announced]
+        return PullAppMessagesResponse(
+            messages_list=[message_to_proto(remove_content_from_message(reply)) for reply in found],
+            message_object_trees=[get_object_tree(reply) for reply in found],
+        )
+
+    def PullObject(self, request):
+        key = request.object_id
+        if key in self.gone:
+            return PullObjectResponse(object_found=False)
+        here = key in self.arrived
+        return PullObjectResponse(
+            object_found=True, object_available=here, object_content=self.objects[key] if here else b""
+        )
+
+    def ConfirmMessageReceived(self, request):
+        self.confirmed.append(request.message_object_id)
+        return ConfirmMessageReceivedResponse()
+
+
+@pytest.fixture(autouse=True)
+def in_a_task(monkeypatch):
+    for name in ("_run_id", "_node_id", "_task_id"):
+        monkeypatch.setattr(TaskIdentity, name, 7)
+
+
+@pytest.fixture
+def runtime():
+    return Runtime()
+
+
+@pytest.fixture
+def grid(runtime):
+    flower = HttpGrid(token="x")
+    flower._client = runtime
+    flower.set_run(Run.create_empty(7))
+    made = prompt(flower)
+    assert isinstance(made, PromptGrid)
+    return made
+
+
+def quickly(call):
+    time.sleep(SHORTEST_PAUSE)  # between two looks at the SuperLink
+    begun = time.monotonic()
+    result = call()
+    assert time.monotonic() - begun < 5, "Flower itself waits for minutes"
+    return result
+
+
+def test_a_reply_that_is_on_its_way_is_not_waited_for(grid, runtime):
+    assert quickly(lambda: grid.pull_messages(["m1"])) == []
+    reply = runtime.announce("m1")
+    assert quickly(lambda: grid.pull_messages(["m1"])) == []
+    runtime.upload(reply, but=1)
+    assert quickly(lambda: grid.pull_messages(["m1"])) == []
+    runtime.upload(reply)
+    (came,) = quickly(lambda: grid.pull_messages(["m1"]))
+    assert came.metadata.reply_to_message_id == "m1" and came.metadata.message_id == reply.object_id
+    np.testing.assert_array_equal(came.content["arrays"]["b"].numpy(), np.full(3, ord("b"), np.float32))
+    assert runtime.confirmed == [reply.object_id]
+    assert grid.pull_messages(["m1"]) == [] and not grid._announced
+
+
+def test_the_superlink_is_asked_once_for_all_replies_that_are_awaited(grid, runtime, monkeypatch):
+    ids = [f"m{k}" for k in range(40)]
+    monkeypatch.setattr(HttpGrid, "push_messages", lambda self, messages: [*ids, None])
+    assert grid.push_messages([]) == [*ids, None]
+    monkeypatch.setattr(grid_module, "SHORTEST_PAUSE", 60.0)
+    for number, message_id in enumerate(ids):
+        runtime.upload(runtime.announce(message_id, size=number + 1))
+    came = [reply for message_id in ids for reply in grid.pull_messages([message_id])]
+    assert [reply.metadata.reply_to_message_id for reply in came] == ids and runtime.asked == 1
+    assert not grid._announced and not grid._awaited
+
+
+def test_a_reply_that_nobody_asks_for_is_looked_for_no_more(grid, runtime, monkeypatch):
+    monkeypatch.setattr(grid_module, "_FORGOTTEN", 0.1)
+    quickly(lambda: grid.pull_messages(["m1"]))
+    time.sleep(0.15)
+    quickly(lambda: grid.pull_messages(["m2"]))
+    assert [*grid._awaited] == ["m2"]
+
+
+def test_a_superlink_that_does_not_answer_fails_for_every_reply(grid, runtime, monkeypatch):
+    def fails(request):
+        raise ConnectionError("busy")
+
+    monkeypatch.setattr(runtime, "PullMessages", fails)
+    for message_id in ("m1", "m2", "m1", "m2"):
+        with pytest.raises(ConnectionError):
+            grid.pull_messages([message_id])
+
+
+def test_others_come_while_one_is_slow(grid, runtime):
+    slow, quick = runtime.announce("m1"), runtime.announce("message-2")
+    runtime.upload(quick)
+    (came,) = quickly(lambda: grid.pull_messages(["m1", "message-2"]))
+    assert came.metadata.reply_to_message_id == "message-2" and came.content["metrics"]["of"] == 9
+    runtime.upload(slow)
+    assert len(grid.pull_messages(["m1", "message-2"])) == 1
+
+
+def test_a_reply_whose_upload_was_given_up_is_an_error_of_that_message(grid, runtime):
+    reply = runtime.announce("m1")
+    runtime.gone |= set(get_all_nested_objects(reply))
+    (came,) = quickly(lambda: grid.pull_messages(["m1"]))
+    assert came.has_error() and came.error.code == ErrorCode.MESSAGE_UNAVAILABLE
+    assert came.metadata.reply_to_message_id == "m1" and "did not finish the upload" in came.error.reason
+
+
+def test_send_and_receive_comes_back_with_the_last_reply_or_at_its_limit(grid, runtime, monkeypatch):
+    monkeypatch.setattr(grid, "push_messages", lambda messages: ["m1", None, "m2"], raising=False)
+    first, second = runtime.announce("m1"), runtime.announce("m2", size=4)
+    runtime.upload(first)
+    threading.Timer(0.3, runtime.upload, [second]).start()
+    begun = time.monotonic()
+    replies = grid.send_and_receive([])
+    assert 0.3 <= time.monotonic() - begun < 10 and len(replies) == 2
+    assert quickly(lambda: grid.send_and_receive([], timeout=0.1)) == []
+
+
+def test_several_threads_may_pull_at_once(grid, runtime):
+    replies = [runtime.announce(f"m{k}", size=k + 1) for k in range(20)]
+    came, lock = [], threading.Lock()
+
+    def pull(k):
+        for each in range(k, 20, 4):
+            while not (found := grid.pull_messages([f"m{each}"])):
+                time.sleep(0.001)
+            with lock:
+                came.extend(found)
+
+    threads = [threading.Thread(target=pull, args=(k,)) for k in range(4)]
+    for thread in threads:
+        thread.start()
+    for reply in replies:
+        runtime.upload(reply)
+    for thread in threads:
+        thread.join(20)
+    assert {reply.metadata.reply_to_message_id for reply in came} == {f"m{k}" for k in range(20)} and len(came) == 20
+
+
+def test_another_flower_and_another_grid_stay_as_they_are(monkeypatch, caplog):
+    other = InProcessGrid([])
+    assert prompt(other) is other
+    flower = HttpGrid(token="x")
+    monkeypatch.setattr(grid_module, "version", lambda name: "1.41.0")
+    with caplog.at_level("WARNING", logger="flwr"):
+        assert prompt(flower) is flower
+    assert FLOWER in caplog.text and "1.41.0" in caplog.text
