@@ -1,0 +1,100 @@
+# The server: `tepal server`, which keeps a SuperLink running and lets runs go on that were cut off.
+#
+#     docker build -f docker/server.Dockerfile -t tepal-server .
+#
+# Runs on a read-only root: its state is in /app/state, and /tmp wants a tmpfs.
+#
+# What to build with. Empty means pip's own default, so that no registry is named here.
+#   PYTHON_IMAGE        of all stages: Python 3.11 or newer, and useradd
+#   EXTRAS              of pyproject.toml, with commas between: vision,text
+#   PIP_INDEX_URL, PIP_EXTRA_INDEX_URL   as pip reads them. No password in them: a build's arguments can be read
+#   TORCH_INDEX_URL     one more index for what TORCH_SPEC names. Builds of torch for CPUs and for each CUDA version are
+#                       often kept apart, and the one that is found without this may bring CUDA: several GB
+#   TORCH_SPEC          which torch, in agreement with constraints.txt; with vision: "torch torchvision", of one build
+#   VERSION, REVISION   for the labels
+ARG PYTHON_IMAGE=python:3.11-slim-bookworm
+
+# Both images are alike as far as the next line of dashes, word for word: built once, and stored once. -----------------
+FROM ${PYTHON_IMAGE} AS dependencies
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+ARG TORCH_INDEX_URL
+ARG TORCH_SPEC=torch
+ARG EXTRAS
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore PIP_PYTHON=/opt/venv/bin/python
+RUN python -m venv --without-pip /opt/venv
+WORKDIR /build
+# For a project that is still empty: a change of code does not bring torch again.
+COPY pyproject.toml constraints.txt LICENSE ./
+RUN --mount=type=cache,target=/root/.cache/pip \
+    mkdir tepal models exchange strategies client_app server_app && touch tepal/__init__.py && \
+    install="pip install -q --no-compile -c constraints.txt" && \
+    $install ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"} $TORCH_SPEC && \
+    $install ".${EXTRAS:+[$EXTRAS]}" && \
+    pip check && pip uninstall -q -y tepal
+# Of two different builds they are installed without a complaint, and fail when they are imported.
+RUN cd /opt/venv && bin/python -B -c 'import torch' && \
+    if [ -d lib/python3*/site-packages/torchvision ]; then bin/python -B -c 'import torchvision'; fi
+# What nothing needs at run time: what installs and builds (Flower has uv for that, torch setuptools), test suites, and
+# torch's headers and C++ test programs.
+RUN pip uninstall -q -y setuptools uv && cd /opt/venv/lib/python3*/site-packages && \
+    rm -rf torch/test torch/include torch/share && \
+    find torch/bin -type f ! -name torch_shm_manager -delete && \
+    for package in Crypto fsspec joblib networkx numpy pandas pyarrow scipy sklearn sympy; do \
+        [ ! -d "$package" ] || find "$package" -type d \( -name tests -o -name SelfTest \) -prune -exec rm -rf {} +; \
+    done
+# Compiled here, because on a read-only root every start would do it again; not to be compared with the sources' times,
+# which may change on their way into an image. A few files are for other versions of Python.
+RUN /opt/venv/bin/python -m compileall -qq -j 0 --invalidation-mode unchecked-hash /opt/venv/lib || true
+
+FROM dependencies AS project
+COPY . /opt/tepal
+RUN --mount=type=cache,target=/root/.cache/pip \
+    chmod -R a+rX /opt/tepal && pip install -q --no-deps --no-compile --prefix /opt/project /opt/tepal && \
+    python -m compileall -q --invalidation-mode unchecked-hash /opt/project/lib
+
+FROM ${PYTHON_IMAGE}
+# Nothing is installed in here any more: pip goes, and what ensurepip would unpack. The standard library is compiled for
+# the reason above.
+RUN python -m pip uninstall -q -y --root-user-action=ignore setuptools wheel pip && \
+    python -c 'import ensurepip, shutil; shutil.rmtree(ensurepip.__path__[0])' && rm -rf /usr/share/python-wheels && \
+    python -c 'import compileall, sysconfig; compileall.compile_dir(sysconfig.get_path("stdlib"), quiet=2, workers=0)'
+RUN groupadd --gid 49999 app && \
+    useradd --uid 49999 --gid app --home-dir /app --no-create-home --shell /usr/sbin/nologin --no-log-init app
+COPY --from=dependencies /opt/venv /opt/venv
+COPY --from=project /opt/project /opt/venv
+# Flower and what it brings call nobody.
+ENV PATH=/opt/venv/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    PYTHONDONTWRITEBYTECODE=1 \
+    FLWR_HOME=/app/state/flower \
+    FLWR_TELEMETRY_ENABLED=0 \
+    FLWR_DISABLE_UPDATE_CHECK=1 \
+    FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1 \
+    RAY_USAGE_STATS_ENABLED=0 \
+    HF_HUB_OFFLINE=1
+# ----------------------------------------------------------------------------------------------------------------------
+# The app that is submitted, as files: Flower makes its bundle from them.
+COPY --from=project /opt/tepal /opt/tepal
+# A new volume has the owner of the folder that it is mounted on first. Those in provision/ are for the service of
+# compose.yml that makes all credentials, each part of them into a volume of its own.
+RUN install -d -o app -g app /app/credentials /app/state /app/state/runs /app/provision && cd /app/provision && \
+    install -d -o app -g app ca server sites sites/site-1 sites/site-2 sites/site-3
+ENV TEPAL_CREDENTIALS=/app/credentials \
+    TEPAL_STATE=/app/state \
+    TEPAL_APP=/opt/tepal \
+    TEPAL_FLEET_API_ADDRESS=0.0.0.0:9092
+ARG VERSION=unknown
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="tepal-server" \
+      org.opencontainers.image.description="Flower SuperLink and ServerApps of Tepal, kept running" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="$VERSION" \
+      org.opencontainers.image.revision="$REVISION"
+USER 49999:49999
+WORKDIR /app
+# The Fleet API alone. Whoever reaches the control port can run code at every site: it stays on the loopback in here.
+EXPOSE 9092
+HEALTHCHECK --interval=30s --timeout=20s --retries=3 --start-period=180s --start-interval=3s \
+    CMD ["tepal", "server", "status"]
+CMD ["tepal", "server"]
