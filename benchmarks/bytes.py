@@ -12,48 +12,23 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
-from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
+from common import MODELS, nudging_app
+from flwr.app import ArrayRecord, Message
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from tepal import models
-from tepal.exchange import partial_exchange, received
 from tepal.models.blocks import find_blocks
 from tepal.strategies import FedAvg, FedFrozen
 from tepal.strategies.fedfrozen import cost_ratio
 from tepal.strategies.in_process import InProcessGrid, Node
-
-
-def transformers_model(name: str, config: str, **options: Any) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
-        try:
-            import torchvision  # noqa: F401
-        except (ImportError, RuntimeError):
-            sys.modules["torchvision"] = None  # type: ignore[assignment]  # one built for another torch: do without
-        import transformers
-
-        model: nn.Module = getattr(transformers, name)(getattr(transformers, config)(**options))
-        return model
-
-    return build
-
-
-BASE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "tiny-vit": lambda: models.build("tiny-vit", image_shape=(1, 8, 8), classes=10, seed=0),
-    "electra-small": transformers_model("ElectraModel", "ElectraConfig"),
-    "bert-base": transformers_model("BertModel", "BertConfig", **BASE),
-    "vit-b-32": transformers_model("ViTModel", "ViTConfig", image_size=224, patch_size=32, **BASE),
-}
 
 
 class CountingGrid(InProcessGrid):
@@ -81,23 +56,6 @@ class CountingGrid(InProcessGrid):
 def array_bytes(message: Message) -> int:
     records = message.content.array_records.values() if message.has_content() else []
     return sum(len(array.data) for record in records for array in record.values())
-
-
-def nudging_app() -> ClientApp:
-    app = ClientApp(mods=[partial_exchange])
-
-    @app.train()
-    def train(msg: Message, context: Context) -> Message:
-        came = received(msg)
-        frozen = {came.manifest.layout.by_name[name].raw for name in came.frozen} if came else set()
-        arrays = ArrayRecord()
-        for name, array in msg.content["arrays"].items():
-            values = array.numpy()
-            still = name in frozen or values.dtype.kind != "f"
-            arrays[name] = array if still else Array(values + values.dtype.type(1e-3))
-        return Message(RecordDict({"arrays": arrays, "metrics": MetricRecord({"num-examples": 1})}), reply_to=msg)
-
-    return app
 
 
 def measure(strategy: str, model: nn.Module, options: argparse.Namespace) -> CountingGrid:
@@ -134,7 +92,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--clients", type=int, default=3)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_argument("--json", type=Path, help="file for the figures")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TEPAL_CACHE"] = cache
@@ -156,8 +114,7 @@ def main() -> None:
         "cost_ratio": [cost_ratio(model, options.warmup, options.rounds, downlink=both) for both in (False, True)],
     }
     if options.json:
-        print(json.dumps(result))
-        return
+        options.json.write_text(json.dumps(result, indent=1))
     show(result, rows, expected_down, expected_up)
 
 

@@ -1,6 +1,6 @@
 """Time and quality of the layer selection (P1): fast solver, exact program, and plain coordinate ascent.
 
-    python benchmarks/layer_selection.py [--quick] [--json] [--limit 20]
+    python benchmarks/layer_selection.py [--quick] [--json FILE] [--limit 20]
 
 Coordinate ascent from each client's own best layers is what one would write first. Gaps are relative to the exact
 optimum, over the instances where the program proves it within --limit seconds. Larger cases are not given to it.
@@ -14,6 +14,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -106,7 +107,7 @@ def measure(clients: int, layers: int, distance: str, instances: int, runs: int,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the two smallest sizes, one instance of each")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--limit", type=float, default=20.0, help="seconds for the exact program, per instance")
     parser.add_argument("--runs", type=int, default=3, help="repetitions of which the median is taken")
     parser.add_argument("--instances", type=int, default=3, help="per size and distance, each at three couplings")
@@ -119,9 +120,8 @@ def main() -> None:
         for distance in DISTANCES
     ]
     if options.json:
-        print(json.dumps({"rows": rows}))
-    else:
-        show(rows)
+        options.json.write_text(json.dumps({"rows": rows}, indent=1))
+    show(rows)
 
 
 def show(rows: list[dict[str, Any]]) -> None:

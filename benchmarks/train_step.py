@@ -1,6 +1,6 @@
 """What one training step costs a client that trains few layers, against one that trains all.
 
-    python benchmarks/train_step.py [--quick] [--batch 8] [--repeats 5] [--hidden 384] [--device cpu] [--json]
+    python benchmarks/train_step.py [--quick] [--batch 8] [--repeats 5] [--hidden 384] [--device cpu] [--json FILE]
 
 A vision transformer of 12 blocks on images of 224x224 pixels (patches of 32, random weights and data) takes the step
 that a client takes: forward, backward, SGD. What trains is set by `apply_plan` from a plan, as in a run; the head
@@ -17,10 +17,10 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from tepal.client_app import apply_plan
 from tepal.client_app.probing import layer_scores
 from tepal.exchange import MODEL, Names, Plan, Sender, partial_exchange
 from tepal.models.blocks import Blocks, canonical_state, find_blocks
+from tepal.models.libraries import import_transformers
 from tepal.strategies.in_process import InProcessGrid
 
 DEPTH = 12
@@ -55,13 +56,8 @@ class Logits(nn.Module):
 
 
 def build(hidden: int) -> nn.Module:
-    try:
-        import torchvision  # noqa: F401
-    except (ImportError, RuntimeError):
-        sys.modules["torchvision"] = None  # type: ignore[assignment]  # one built for another torch: do without
-    from transformers import ViTConfig, ViTForImageClassification
-
-    config = ViTConfig(
+    transformers = import_transformers("a ViT")
+    config = transformers.ViTConfig(
         hidden_size=hidden,
         num_hidden_layers=DEPTH,
         num_attention_heads=hidden // 64,
@@ -72,7 +68,7 @@ def build(hidden: int) -> nn.Module:
     )
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return Logits(ViTForImageClassification(config))
+        return Logits(transformers.ViTForImageClassification(config))
 
 
 def message_that_trains(model: nn.Module, blocks: Blocks, trains: Names) -> Message:
@@ -173,7 +169,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="turns that count")
     parser.add_argument("--hidden", type=int, default=384, help="width, a multiple of 64")
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument("--json", type=Path, help="file for the figures")
     options = parser.parse_args()
     if options.quick:
         options.hidden, options.batch, options.repeats = 192, 4, 3
@@ -181,9 +177,8 @@ def main() -> None:
         os.environ["TEPAL_CACHE"] = cache
         figures = measure(options)
     if options.json:
-        print(json.dumps(figures))
-    else:
-        show(figures, options)
+        options.json.write_text(json.dumps(figures, indent=1))
+    show(figures, options)
 
 
 def show(figures: dict[str, dict[str, Any]], options: argparse.Namespace) -> None:

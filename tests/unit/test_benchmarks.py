@@ -6,18 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.figures import figures  # noqa: F401
+
 ROOT = Path(__file__).parents[2]
 
 
-def figures(benchmark, *arguments):
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / benchmark), "--json", *arguments],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    return json.loads(done.stdout)
-
-
-def test_fedfrozen_moves_what_the_closed_form_says():
+def test_fedfrozen_moves_what_the_closed_form_says(figures):  # noqa: F811
     result = figures("bytes.py", "--rounds", "5", "--warmup", "2")
     assert result["equal to the closed form"]
     uplink, both = result["cost_ratio"]
@@ -27,7 +21,7 @@ def test_fedfrozen_moves_what_the_closed_form_says():
     assert all(ours < flowers for ours, flowers in zip(result["bytes"]["FedAvg"]["up"], stock, strict=True))
 
 
-def test_a_client_that_trains_the_top_layer_keeps_less_for_backward():
+def test_a_client_that_trains_the_top_layer_keeps_less_for_backward(figures):  # noqa: F811
     steps = figures("train_step.py", "--hidden", "64", "--batch", "1", "--repeats", "1")
     names = ("top layer", "top 2 layers", "layer 6 of 12", "bottom layer", "all")
     kept = [steps[name]["saved bytes"] for name in names]
@@ -35,15 +29,67 @@ def test_a_client_that_trains_the_top_layer_keeps_less_for_backward():
     assert kept[0] < 0.15 * kept[-1]
 
 
-def test_the_fast_selection_of_layers_finds_the_optimum_where_it_is_proven():
+def test_the_fast_selection_of_layers_finds_the_optimum_where_it_is_proven(figures):  # noqa: F811
     rows = figures("layer_selection.py", "--quick")["rows"]
     assert all(row["worst gap"]["fast"] < 1e-3 for row in rows if row["proven"])
     assert any(row["worst gap"]["ascent"] > 1e-3 for row in rows), "plain ascent is no rival"
 
 
-def test_mixing_from_a_file_takes_no_memory_for_the_models():
+def test_mixing_from_a_file_takes_no_memory_for_the_models(figures):  # noqa: F811
     result = figures(
         "mixing.py", "--clients", "100", "--parameters", "500000", "--participants", "5", "--rounds", "1"
     )
     taken = {name: result[name]["peak bytes"] - result["peak bytes before"] for name in ("Tepal", "NumPy in memory")}
     assert taken["Tepal"] < result["bytes of all models"] < taken["NumPy in memory"]
+
+
+def test_the_input_path_is_measured_beside_steps_and_a_loader(figures):  # noqa: F811
+    rates = figures("input_path.py", "--images", "500", "--repeats", "1")["examples a second"]
+    assert set(rates) == {"Tepal's batches", "DataLoader, image by image", "tiny-vit", "cnn", "resnet-20"}
+    assert all(rate > 0 for rate in rates.values())
+
+
+def test_encodings_save_what_they_say(figures):  # noqa: F811
+    result = figures("encodings.py", "--quick", "--only", "bytes")["bytes"]
+    theta = result["float32"]["up"]
+    assert theta == result["float32"]["value block"]
+    shares = {name: row["up"] / theta for name, row in result.items()}
+    assert shares["bfloat16"] == shares["float16"] < 0.52 and shares["int8"] < 0.29 and shares["top 1 % up"] < 0.05
+
+
+def test_the_runner_leaves_a_table_figures_and_a_page(tmp_path):
+    options = ["--quick", "--only", "bytes", "--folder", str(tmp_path)]
+    command = [sys.executable, str(ROOT / "benchmarks/bench.py"), *options]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (folder,) = tmp_path.iterdir()
+    result = json.loads((folder / "bench.json").read_text())
+    (row,) = result["topics"]["bytes"]["rows"]
+    assert row["ratio"] == pytest.approx(row["ours"] / row["theirs"]) and 0 < row["ratio"] < 1
+    assert result["machine"]["cores"] == os.cpu_count() and "Bytes of FedFrozen" in done.stdout
+    assert "Bytes of FedFrozen" in (folder / "index.html").read_text()
+
+
+def test_replies_are_merged_beside_flowers_aggregation_and_a_copy(figures):  # noqa: F811
+    result = figures("aggregation.py", "--quick")
+    assert set(result["seconds of the mean"]) == {"copy", "Tepal", "Flower"}
+    assert len(result["seconds of the whole way"]) == 5
+
+
+def test_a_loop_over_pairs_mixes_alike(figures):  # noqa: F811
+    result = figures("mixing.py", "--quick")
+    assert set(result["loop over pairs"]["seconds"]) == set(result["Tepal"]["seconds"])
+    assert 0 < result["loop over pairs"]["largest difference"] < 1e-4
+
+
+def test_what_grows_with_the_number_of_clients_is_measured(figures):  # noqa: F811
+    result = figures("many_clients.py", "--quick")
+    assert set(result["planning s"]) == set(result["kept"]) == set(result["superlink"]["SQLite"]) == {"200", "1000"}
+    assert all(of["listed"] == int(clients) for clients, of in result["superlink"]["in memory"].items())
+    assert result["rounds"][0]["asked a round"] == result["cohort"]
+    assert 0 < result["rounds"][0]["without a result"] < 0.3
+
+
+def test_clients_that_train_together_are_timed_beside_the_same_by_turns(figures):  # noqa: F811
+    rows = figures("train_together.py", "--quick")
+    assert len(rows) == 2 and all(row["alone"] > 0 and row["together"] > 0 for row in rows.values())

@@ -1,0 +1,289 @@
+"""All benchmarks in one go, each beside what one would use instead: a table, the figures as JSON, a page of plots.
+
+    make bench                                             (an hour or so; leave the machine alone meanwhile)
+    python benchmarks/bench.py [--only aggregation,mixing] [--quick] [--folder runs/bench]
+
+Every topic is a script of this folder, which says what it measures and can be run alone; it runs in a process of its
+own. Figures are medians of several runs, taken in turns with what they are compared with. The machine is described in
+the results, with its load before each topic: on a machine that does something else, look at the ratios. A topic that
+fails is said, and the others go on; the exit status tells it. `--quick` tries all of them out and means nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from tepal.server_app.page import Figure, empty_plot, figure_html, page, table_html
+
+HERE = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure beside that of something else. `goal`: of the ratio, "≥ 3" or "≤ 1.25"; "" where there is none."""
+
+    what: str
+    ours: float
+    other: str
+    theirs: float
+    unit: str
+    goal: str = ""
+    faster: bool = True
+    """Whether the ratio says how many times less ours is (theirs / ours), or how it relates to theirs (ours / theirs).
+    """
+
+    @property
+    def ratio(self) -> float:
+        return self.theirs / self.ours if self.faster else self.ours / self.theirs
+
+    @property
+    def met(self) -> bool | None:
+        if not self.goal:
+            return None
+        sign, number = self.goal.split()
+        return self.ratio >= float(number) if sign == "≥" else self.ratio <= float(number)
+
+
+@dataclass(frozen=True)
+class Topic:
+    """A script with its arguments, and the rows that its figures are shown as."""
+
+    title: str
+    script: str
+    rows: Callable[[Any], Iterable[Row]]
+    arguments: tuple[str, ...] = ()
+    quick: tuple[str, ...] = ("--quick",)
+
+
+def aggregation(figures: Mapping[str, Any]) -> Iterable[Row]:
+    of = figures["seconds of the mean"]
+    what = f"mean of {figures['replies']} replies, {figures['bytes'] / 1e6:,.0f} MB"
+    yield Row(what, of["Tepal"], "Flower's aggregate_arrayrecords", of["Flower"], "s", "≥ 3")
+    yield Row(what, of["Tepal"], "a copy of the same bytes", of["copy"], "s", "≥ 0.5")
+
+
+def memory(figures: Mapping[str, Any]) -> Iterable[Row]:
+    size = {each["clients"]: each["model"] for each in figures["runs"]}
+    most = {(each["way"], each["clients"]): each["server"] for each in figures["runs"]}
+    for clients, model in size.items():
+        ours = most["tepal", clients]
+        yield Row(f"ServerApp, {clients} clients", ours / 1e6, "its model", model / 1e6, "MB", "≤ 2.5", faster=False)
+        if stock := most.get(("flower", clients)):
+            yield Row(f"ServerApp, {clients} clients", ours / 1e6, "Flower's FedAvg", stock / 1e6, "MB")
+
+
+def latency(goals: Mapping[str, str]) -> Callable[[Mapping[str, Any]], Iterable[Row]]:
+    names = {"warm": "a round on warm nodes", "unchanged": "a round on flower-supernode"}
+
+    def rows(figures: Mapping[str, Any]) -> Iterable[Row]:
+        median = {way: statistics.median(each["seconds"]) for way, each in figures.items()}
+        for way, goal in goals.items():
+            yield Row(names[way], median[way], "Flower's FedAvg, train and evaluate", median["stock"], "s", goal)
+
+    return rows
+
+
+def encodings(figures: Mapping[str, Any]) -> Iterable[Row]:
+    goals = {"float32": "", "bfloat16": "≤ 0.44", "int8": "≤ 0.23", "top 1 % up": ""}
+    for name, goal in goals.items():
+        row = figures["bytes"][name]
+        what = f"upload in a frozen round, {name}"
+        yield Row(what, row["up"] / 1e6, "FedAvg in float32", row["FedAvg"] / 1e6, "MB", goal, faster=False)
+
+
+def bytes_moved(figures: Mapping[str, Any]) -> Iterable[Row]:
+    total = {name: sum(map(sum, ways.values())) / 1e6 for name, ways in figures["bytes"].items()}
+    what = f"FedFrozen, {figures['model']}"
+    yield Row(what, total["FedFrozen"], "Flower's FedAvg", total["Flower FedAvg"], "MB", faster=False)
+
+
+def simulation(figures: Mapping[str, Any]) -> Iterable[Row]:
+    many = {way: statistics.median(row["all"]) for way, row in figures["many"].items()}
+    what = f"{figures['clients']} clients, {figures['rounds']} rounds"
+    yield Row(f"{what}, one process", many["in process"], "Flower's simulation", many["stock"], "s", "≥ 2")
+    yield Row(f"{what}, Flower's runtime", many["in runtime"], "Flower's simulation", many["stock"], "s")
+    for name, row in figures["inside"].items():
+        whole, loop = statistics.median(row["round"]), statistics.median(row["loop"])
+        goal = "≤ 1.25" if name == "5 epochs, not scored" else ""
+        yield Row(f"a round of 20 clients, {name}", whole, "a plain PyTorch loop", loop, "s", goal, faster=False)
+
+
+def mixing(figures: Mapping[str, Any]) -> Iterable[Row]:
+    seconds = {
+        name: found["seconds"]["similarity"] + found["seconds"]["mix"]
+        for name, found in figures.items()
+        if isinstance(found, Mapping)
+    }
+    what = f"{figures['clients']} clients x {figures['parameters']:,} parameters"
+    for other, goal in (("loop over pairs", "≥ 20"), ("NumPy in memory", "")):
+        if other in seconds:
+            yield Row(what, seconds["Tepal"], other, seconds[other], "s", goal)
+
+
+def many_clients(figures: Mapping[str, Any]) -> Iterable[Row]:
+    row = figures["rounds"][0]
+    what = f"a round of {row['asked a round']:g} of {row['clients']:,} clients"
+    yield Row(what, row["round s"], "what of it is in the clients' apps", row["of it at the apps s"], "s", faster=False)
+
+
+def train_step(figures: Mapping[str, Any]) -> Iterable[Row]:
+    whole = figures["all"]["milliseconds"]
+    for name in ("top layer", "top 2 layers"):
+        yield Row(f"a step of the {name}", figures[name]["milliseconds"], "of all layers", whole, "ms", faster=False)
+
+
+TOPICS: Mapping[str, Topic] = {
+    "aggregation": Topic("Merging replies", "aggregation.py", aggregation),
+    "memory": Topic(
+        "The server's memory, 350 MB model", "server_memory.py", memory, ("--clients", "2,10,50", "--ways", "tepal"),
+    ),
+    "memory-stock": Topic(
+        "The server's memory beside Flower's", "server_memory.py", memory,
+        ("--clients", "2,10", "--ways", "tepal,flower"),
+    ),
+    "latency": Topic(
+        "What a round costs beside training, tiny model", "round_latency.py",
+        latency({"unchanged": "≥ 3", "warm": "≥ 40"}), ("--runs", "3"),
+    ),
+    "large-model": Topic(
+        "A round of a 350 MB model", "round_latency.py", latency({"unchanged": "≥ 2", "warm": "≥ 2"}),
+        ("--model", "vit-b-32", "--runs", "2"),
+    ),
+    "encodings": Topic(
+        "Encodings, ViT-B/32", "encodings.py", encodings, ("--only", "bytes", "--runs", "3"),
+        ("--quick", "--only", "bytes"),
+    ),
+    "bytes": Topic("Bytes of FedFrozen", "bytes.py", bytes_moved, ("--model", "bert-base"), ("--rounds", "3")),
+    "simulation": Topic("Simulation", "simulation.py", simulation),
+    "mixing": Topic(
+        "FedACS's similarities and mixtures", "mixing.py", mixing,
+        ("--clients", "100", "--participants", "100", "--rounds", "5"),
+    ),
+    "many-clients": Topic("Many clients", "many_clients.py", many_clients),
+    "train-step": Topic("Training few layers", "train_step.py", train_step),
+}  # fmt: skip
+
+
+def machine() -> dict[str, Any]:
+    """What the figures are of."""
+    model = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        named = (line.split(":")[1].strip() for line in info.read_text().splitlines() if "model name" in line)
+        model = next(named, model)
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="minutes"), "processor": model, "cores": os.cpu_count(),
+        "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB", "system": platform.platform(),
+        "python": platform.python_version(), **{name: version(name) for name in ("flwr", "torch", "numpy")},
+    }  # fmt: skip
+
+
+def run(topic: Topic, folder: Path, name: str, quick: bool) -> tuple[list[Row], dict[str, Any]]:
+    """The topic's rows, and how it was run. Raises CalledProcessError."""
+    file = folder / f"{name}.json"
+    arguments = topic.quick if quick else topic.arguments
+    load, begun = os.getloadavg()[0], time.monotonic()
+    with open(folder / f"{name}.log", "w") as log:
+        command = [sys.executable, str(HERE / topic.script), *arguments, "--json", str(file)]
+        subprocess.run(command, cwd=HERE.parent, stdout=log, stderr=subprocess.STDOUT, check=True)
+    took = time.monotonic() - begun
+    command_text = " ".join(["python", f"benchmarks/{topic.script}", *arguments])
+    return list(topic.rows(json.loads(file.read_text()))), {"command": command_text, "seconds": took, "load": load}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(TOPICS), help=f"topics, of {', '.join(TOPICS)}")
+    parser.add_argument("--quick", action="store_true", help="as little as shows that everything works")
+    parser.add_argument("--folder", type=Path, default=Path("runs/bench"), help="for a folder of this run's results")
+    options = parser.parse_args()
+    names = [name.strip() for name in options.only.split(",") if name.strip()]
+    if unknown := [name for name in names if name not in TOPICS]:
+        parser.error(f"--only has {', '.join(unknown)}; topics are {', '.join(TOPICS)}")
+    folder = (options.folder / datetime.now().strftime("%Y%m%d-%H%M%S")).resolve()
+    folder.mkdir(parents=True)
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    host, rows, runs, failed = machine(), {}, {}, []
+    for name in names:
+        topic = TOPICS[name]
+        try:
+            with console.status(f"{topic.title} …"):
+                rows[name], runs[name] = run(topic, folder, name, options.quick)
+        except subprocess.CalledProcessError as error:
+            failed.append(name)
+            console.print(f"[red]{topic.title}: {topic.script} failed ({error.returncode}): {folder / f'{name}.log'}")
+            continue
+        console.print(table(topic, rows[name]))
+        write(folder, host, rows, runs)
+    console.print(f"Figures and plots: {folder}", soft_wrap=True)
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+def cells(row: Row) -> list[str]:
+    met = {None: "", True: "yes", False: "no"}[row.met]
+    figures = [f"{number:,.3g}" if number < 1000 else f"{number:,.0f}" for number in (row.ours, row.theirs)]
+    return [row.what, figures[0], row.other, figures[1], row.unit, f"{row.ratio:,.2f}", row.goal, met]
+
+
+HEADINGS = ("", "Tepal", "beside it", "", "unit", "ratio", "goal", "met")
+
+
+def table(topic: Topic, rows: Iterable[Row]) -> Table:
+    made = Table(title=topic.title, title_justify="left", box=None, pad_edge=False)
+    for column, heading in enumerate(HEADINGS):
+        made.add_column(heading, justify="right" if column in (1, 3, 5) else "left", no_wrap=True)
+    for row in rows:
+        made.add_row(*cells(row))
+    return made
+
+
+def write(folder: Path, host: Mapping[str, Any], rows: Mapping[str, list[Row]], runs: Mapping[str, Any]) -> None:
+    """`bench.json` and `index.html`, of what is finished."""
+    result = {
+        "machine": host,
+        "topics": {
+            name: {**runs[name], "rows": [{**vars(row), "ratio": row.ratio, "met": row.met} for row in of]}
+            for name, of in rows.items()
+        },
+    }
+    (folder / "bench.json").write_text(json.dumps(result, indent=1))
+    figures = {name: figure(name, TOPICS[name], of) for name, of in rows.items()}
+    parts = [f"<h1>Benchmarks</h1><p class='run'>{', '.join(f'{key} {value}' for key, value in host.items())}</p>"]
+    for name, of in rows.items():
+        how = f"{runs[name]['command']}; {runs[name]['seconds']:.0f} s, load before it {runs[name]['load']:.1f}"
+        listed = table_html(TOPICS[name].title, HEADINGS, [cells(row) for row in of], words={0, 2, 4, 6, 7})
+        parts.append(f"<h2>{TOPICS[name].title}</h2><p><code>{how}</code></p>{figure_html(figures[name])}{listed}")
+    (folder / "index.html").write_text(page("Benchmarks", "\n".join(parts), figures.values()))
+
+
+def figure(name: str, topic: Topic, rows: list[Row]) -> Figure:
+    """Bars of the ratios: how much less, or what share."""
+    plot = empty_plot("times less (or, where the goal is ≤, share)", "")
+    labels = [f"{row.what} · {row.other}" for row in rows]
+    spoken = " ".join(f"{label}: {row.ratio:.3g}." for label, row in zip(labels, rows, strict=True))
+    plot.add_bar(x=[row.ratio for row in rows], y=labels, orientation="h", meta={"role": "main", "spoken": spoken})
+    plot.update_layout(showlegend=False)
+    plot.update_yaxes(autorange="reversed")  # the first row on top
+    return Figure(name, topic.title, "1 is as much as what stands beside it.", plot)
+
+
+if __name__ == "__main__":
+    main()

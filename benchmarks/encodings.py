@@ -1,0 +1,207 @@
+"""What encodings save, what they cost, and what they do to accuracy.
+
+    python benchmarks/encodings.py [--model vit-b-32] [--runs 5] [--seeds 1,2,3] [--data FILE] [--only bytes|accuracy]
+
+First the bytes of one client's messages in a frozen round of FedFrozen, against a round of FedAvg as it is, and the
+seconds of encoding and decoding one upload (medians), of a model by its name. Then whole runs, one process and one
+thread, with every encoding and seed: on the digits that come with scikit-learn (10 clients, all of them in every
+round), or with `--data` on Fashion-MNIST (200 clients, ten of them in a round), with conf/results/fashion-mnist.toml.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import MODELS, nudging_app
+from flwr.app import ArrayRecord
+from rich.console import Console
+from rich.table import Table
+
+from tepal.client_app.app import app
+from tepal.exchange.encodings import Encoding
+from tepal.exchange.parts import pack, shapes_of, unpacked
+from tepal.models.blocks import find_blocks
+from tepal.server_app.config import defaults
+from tepal.server_app.flower import parse_run_config
+from tepal.server_app.run import run
+from tepal.server_app.run_directory import read_metrics
+from tepal.strategies import FedFrozen
+from tepal.strategies.in_process import InProcessGrid, Node
+
+ROOT = Path(__file__).resolve().parents[1]
+ENCODINGS = {
+    "float32": Encoding(),
+    "float16": Encoding("float16", "float16"),
+    "bfloat16": Encoding("bfloat16", "bfloat16"),
+    "int8": Encoding("int8", "int8"),
+    "int8 up": Encoding("float32", "int8"),
+    "int8 up without feedback": Encoding("float32", "int8", error_feedback=False),
+    "top 10 % up": Encoding(top_k=0.1),
+    "top 1 % up": Encoding(top_k=0.01),
+    "top 1 % up without feedback": Encoding(top_k=0.01, error_feedback=False),
+    "bfloat16 down and top 1 % in int8 up": Encoding("bfloat16", "int8", 0.01),
+}
+
+
+def bytes_and_seconds(chosen: Mapping[str, Encoding], name: str, repeats: int) -> dict[str, Any]:
+    """Of each encoding: payload of one client's messages in a frozen round, and seconds for what it sends."""
+    model = MODELS[name]()
+    blocks = find_blocks(model)
+    whole = blocks.layout.nbytes()
+    found: dict[str, Any] = {}
+    for label, encoding in chosen.items():
+        reports: list[Any] = []
+        strategy = FedFrozen(
+            warmup_rounds=0, model=blocks, encoding=encoding, fraction_evaluate=0, min_available_nodes=1,
+            on_round=reports.append,
+        )  # fmt: skip
+        strategy.start(InProcessGrid([Node(nudging_app(), {"partition-id": 0})]), ArrayRecord(model.state_dict()), 2)
+        theta = blocks.layout.nbytes(blocks.value)
+        found[label] = {
+            "down": reports[1].down.payload, "up": reports[1].up.payload, "FedAvg": whole, "value block": theta,
+            **seconds_of(blocks.layout, blocks.value, encoding, repeats),
+        }  # fmt: skip
+    return found
+
+
+def seconds_of(layout: Any, names: tuple[str, ...], encoding: Encoding, repeats: int) -> dict[str, float]:
+    rng = np.random.default_rng(0)
+    values = {}
+    for name in names:
+        entry = layout.by_name[name]
+        values[name] = (1e-3 * rng.standard_normal(entry.shape, np.float32)).astype(entry.dtype)
+    wire, shaped = encoding.upload, shapes_of(values, names)
+    taken: dict[str, list[float]] = {"encode": [], "decode": []}
+    for repeat in range(repeats):
+        begun = time.perf_counter()
+        packed = pack(values, names, wire, random=wire.random(repeat))
+        taken["encode"].append(time.perf_counter() - begun)
+        begun = time.perf_counter()
+        for _ in unpacked(packed, shaped, wire):
+            pass
+        taken["decode"].append(time.perf_counter() - begun)
+    return {step: statistics.median(seconds) for step, seconds in taken.items()}
+
+
+def accuracies(
+    chosen: Mapping[str, Encoding], data: Path | None, seeds: list[int], rounds: int, console: Console
+) -> dict[str, Any]:
+    """Of each encoding: accuracy of the last round by seed, and MB down and up of a run."""
+    torch.set_num_threads(1)
+    clients, config = 10, {"model": "cnn", "num-server-rounds": 15, "evaluate-every": 5}
+    if data:
+        clients = 200
+        config = {**parse_run_config([str(ROOT / "conf/results/fashion-mnist.toml")]), "dataset-path": str(data)}
+    if rounds:
+        config |= {"num-server-rounds": rounds, "evaluate-every": rounds}
+    found: dict[str, Any] = {}
+    for label, encoding in chosen.items():
+        lines = []
+        for seed in seeds:
+            with console.status(f"{label}, seed {seed} …"):
+                lines.append(one_run({**config, "strategy": "fedavg", "seed": seed, **keys(encoding)}, clients))
+        found[label] = {
+            "accuracy": [line[-1]["accuracy"] for line in lines],
+            "down": statistics.mean(sum(one["bytes_down"] for one in line) for line in lines),
+            "up": statistics.mean(sum(one["bytes_up"] for one in line) for line in lines),
+        }
+    return found
+
+
+def keys(encoding: Encoding) -> dict[str, Any]:
+    return {
+        "wire-dtype-down": encoding.down, "wire-dtype-up": encoding.up, "wire-top-k": encoding.top_k,
+        "wire-error-feedback": encoding.error_feedback,
+    }  # fmt: skip
+
+
+def one_run(config: Mapping[str, Any], clients: int) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory(prefix="tepal-encodings-") as folder:
+        os.environ["TEPAL_CACHE"] = str(Path(folder, "cache"))
+        whole = {**defaults(), **config, "runs": str(Path(folder, "runs"))}
+        nodes = [Node(app, {"partition-id": k, "num-partitions": clients}) for k in range(clients)]
+        return read_metrics(run(InProcessGrid(nodes, whole), whole))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="vit-b-32")
+    parser.add_argument("--runs", type=int, default=5, help="of encoding and decoding")
+    parser.add_argument("--seeds", default="1,2,3")
+    parser.add_argument("--rounds", type=int, default=0, help="other than the settings have")
+    parser.add_argument("--data", type=Path, help="fashion_mnist.npz, or a folder with the files of Fashion-MNIST")
+    listed = ", ".join(ENCODINGS).replace("%", "%%")
+    parser.add_argument("--encodings", default=",".join(ENCODINGS), help=f"which of: {listed}")
+    parser.add_argument("--only", choices=("bytes", "accuracy"))
+    parser.add_argument("--quick", action="store_true", help="a tiny model, one seed, two rounds: whether it works")
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    options = parser.parse_args()
+    if options.quick:
+        options.model, options.runs, options.seeds, options.rounds = "tiny-vit", 1, "1", 2
+    names = [name.strip() for name in options.encodings.split(",")]
+    if unknown := [name for name in names if name not in ENCODINGS]:
+        parser.error(f"--encodings has {', '.join(unknown)}; known are {', '.join(ENCODINGS)}")
+    chosen = {name: ENCODINGS[name] for name in names}
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    result: dict[str, Any] = {"model": options.model}
+    if options.only != "accuracy":
+        with tempfile.TemporaryDirectory(prefix="tepal-encodings-") as cache:
+            os.environ["TEPAL_CACHE"] = cache
+            result["bytes"] = bytes_and_seconds(chosen, options.model, options.runs)
+    if options.only != "bytes":
+        result["dataset"] = "fashion-mnist" if options.data else "digits"
+        seeds = [int(seed) for seed in options.seeds.split(",")]
+        result["runs"] = accuracies(chosen, options.data, seeds, options.rounds, console)
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1))
+    for table in tables(result):
+        console.print(table)
+
+
+def tables(result: Mapping[str, Any]) -> list[Table]:
+    made = []
+    if "bytes" in result:
+        title = f"{result['model']}: one client in a frozen round of FedFrozen"
+        table = headed(title, "encoding", "MB down", "MB up", "up / FedAvg as it is", "encode s", "decode s")
+        for label, row in result["bytes"].items():
+            shares = f"{row['up'] / row['FedAvg']:.4f}"
+            mega = (f"{row[way] / 1e6:,.2f}" for way in ("down", "up"))
+            table.add_row(label, *mega, shares, f"{row['encode']:.3f}", f"{row['decode']:.3f}")
+        made.append(table)
+    if "runs" in result:
+        first = next(iter(result["runs"].values()))
+        title = f"FedAvg on {result['dataset']}, {len(first['accuracy'])} seeds: server's test examples, MB of a run"
+        table = headed(title, "encoding", "accuracy", "±", "MB down", "MB up", "up", "both")
+        for label, row in result["runs"].items():
+            spread = statistics.stdev(row["accuracy"]) if len(row["accuracy"]) > 1 else 0.0
+            both = (row["down"] + row["up"]) / (first["down"] + first["up"])
+            table.add_row(
+                label, f"{statistics.mean(row['accuracy']):.4f}", f"{spread:.4f}", f"{row['down'] / 1e6:,.1f}",
+                f"{row['up'] / 1e6:,.1f}", f"{row['up'] / first['up']:.4f}", f"{both:.4f}",
+            )  # fmt: skip
+        made.append(table)
+    return made
+
+
+def headed(title: str, *headings: str) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "encoding" else "right", no_wrap=True)
+    return table
+
+
+if __name__ == "__main__":
+    main()

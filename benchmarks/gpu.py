@@ -1,0 +1,188 @@
+"""What a client's training costs on a GPU: steps a second and peak memory, several clients at once, and starting up.
+
+    python benchmarks/gpu.py [--device cuda] [--batch 64] [--steps 30] [--hidden 768] [--quick] [--json FILE]
+
+The model of train_step.py: with a width of 768 it is ViT-B/32. Steps are forward, backward, AdamW, in float32 and with
+autocast to bfloat16, where everything trains, where query and key projections are frozen (FedFrozen after its warm-up),
+and where the top layer trains (selective layers). Then one, two and four processes that train at once on the same
+device, as clients on one machine do. Then what a client that is started for every message pays again and again, and a
+warm node once: a new process until its first step is done, against a further step. `--device cpu` tries it out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.optim import AdamW
+from train_step import CLASSES, build, choices, message_that_trains
+
+from tepal.client_app import apply_plan
+from tepal.client_app.config import TrainingConfig
+from tepal.client_app.training import autocast
+from tepal.models.blocks import find_blocks
+from tepal.strategies.in_process import InProcessGrid
+
+AT_ONCE = (1, 2, 4)
+
+
+def stepper(model: nn.Module, device: torch.device, batch: int, precision: str) -> Callable[[], None]:
+    """What takes one step of what trains in the model, and waits until it is taken."""
+    generator = torch.Generator().manual_seed(1)
+    images = torch.rand(batch, 3, 224, 224, generator=generator).to(device)
+    labels = torch.randint(0, CLASSES, (batch,), generator=generator).to(device)
+    optimizer = AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], 1e-4)
+    config = TrainingConfig.model_validate({"autocast": precision})
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with autocast(config, device):
+            loss: Tensor = F.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    return step
+
+
+def trainings(options: argparse.Namespace) -> dict[str, Any]:
+    host = build(options.hidden)
+    blocks = find_blocks(host)
+    chosen = choices(blocks)
+    what = {"all": chosen["all"], "query and key frozen": blocks.value, "top layer": chosen["top layer"]}
+    InProcessGrid([])  # sets the identity that a Message needs
+    messages = {name: message_that_trains(host, blocks, trains) for name, trains in what.items()}
+    found: dict[str, Any] = {}
+    for precision in ("no", "bf16"):
+        for name, message in messages.items():
+            model = build(options.hidden).to(options.device).train()
+            apply_plan(model, message)
+            step = stepper(model, options.device, options.batch, precision)
+            if options.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(options.device)
+            seconds = timed(step, options.steps)
+            peak = torch.cuda.max_memory_allocated(options.device) if options.device.type == "cuda" else 0
+            label = f"{name}, {'float32' if precision == 'no' else 'bfloat16'}"
+            found[label] = {"steps a second": 1 / statistics.median(seconds), "peak bytes": peak}
+            del model, step
+    return found
+
+
+def timed(step: Callable[[], None], steps: int) -> list[float]:
+    """Seconds of each step but the first few."""
+    seconds = []
+    for number in range(-3, steps):
+        begun = time.perf_counter()
+        step()
+        if number >= 0:
+            seconds.append(time.perf_counter() - begun)
+    return seconds
+
+
+def trainer(options: argparse.Namespace) -> None:
+    """One process of several: it says when its first step is done, trains when told to, and says how long it took."""
+    model = build(options.hidden).to(options.device).train()
+    step = stepper(model, options.device, options.batch, "bf16")
+    step()
+    print("ready", flush=True)
+    sys.stdin.readline()
+    print(json.dumps(timed(step, options.steps)), flush=True)
+
+
+def at_once(options: argparse.Namespace, count: int) -> tuple[float, float]:
+    """(Steps a second of `count` processes together, seconds from a process's start until its first step is done)."""
+    command = [sys.executable, __file__, "--trainer", "--device", str(options.device), "--batch", str(options.batch)]
+    command += ["--steps", str(options.steps), "--hidden", str(options.hidden)]
+    begun = time.perf_counter()
+    processes = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(count)
+    ]
+    try:
+        for process in processes:
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        first = time.perf_counter() - begun
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        seconds = [json.loads(process.stdout.readline()) for process in processes if process.stdout]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return sum(1 / statistics.median(each) for each in seconds), first
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--hidden", type=int, default=768, help="width, a multiple of 64")
+    parser.add_argument("--quick", action="store_true", help="width 192, batch 2, three steps: whether it works")
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.add_argument("--trainer", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.quick:
+        options.hidden, options.batch, options.steps = 192, 2, 3
+    if options.device.type == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("PyTorch finds no CUDA device here. `--device cpu` tries this benchmark out.")
+    if options.trainer:
+        trainer(options)
+        return
+    with tempfile.TemporaryDirectory(prefix="tepal-gpu-") as cache:
+        os.environ["TEPAL_CACHE"] = str(Path(cache))
+        result: dict[str, Any] = {
+            "date": datetime.now(UTC).date().isoformat(), "device": named(options.device), "torch": torch.__version__,
+            "batch": options.batch, "width": options.hidden, "training": trainings(options),
+        }  # fmt: skip
+        together = {count: at_once(options, count) for count in AT_ONCE}
+    result["at once"] = {str(count): rate for count, (rate, _) in together.items()}
+    result["seconds to a first step"] = together[1][1]
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1))
+    show(result)
+
+
+def named(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+
+
+def show(result: Mapping[str, Any]) -> None:
+    console = Console()
+    title = f"ViT of width {result['width']}, batch {result['batch']}, {result['device']}, {result['date']}"
+    table = Table(title=title, title_justify="left")
+    table.add_column("trains, in")
+    for column in ("steps/s", "peak MB"):
+        table.add_column(column, justify="right")
+    for name, row in result["training"].items():
+        peak = f"{row['peak bytes'] / 1e6:,.0f}" if row["peak bytes"] else ""
+        table.add_row(name, f"{row['steps a second']:.2f}", peak)
+    console.print(table)
+    rates = ", ".join(f"{count}: {rate:.2f}" for count, rate in result["at once"].items())
+    console.print(f"steps a second of several processes together: {rates}")
+    further = 1 / result["at once"]["1"]
+    console.print(
+        f"from the start of a process to its first step {result['seconds to a first step']:.1f} s; a further step on a "
+        f"warm node {further:.3f} s"
+    )
+
+
+if __name__ == "__main__":
+    main()

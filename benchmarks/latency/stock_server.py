@@ -1,0 +1,26 @@
+"""Flower's FedAvg as it comes: train and evaluate in every round. Writes when each round was over."""
+
+import json
+import time
+from pathlib import Path
+
+from entries import state
+from flwr.app import ArrayRecord, Context, MetricRecord
+from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import FedAvg
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    config, ended = context.run_config, []
+
+    def at_end(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        ended.append(time.monotonic())
+        return MetricRecord({})
+
+    FedAvg(min_train_nodes=2, min_evaluate_nodes=2, min_available_nodes=2).start(
+        grid, ArrayRecord(state(config["model"])), num_rounds=config["rounds"], evaluate_fn=at_end
+    )
+    Path(config["output"]).write_text(json.dumps(ended))

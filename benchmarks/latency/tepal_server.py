@@ -1,0 +1,28 @@
+"""The same with Tepal's FedAvg, whose clients answer with their metrics. Writes when each round was over."""
+
+import json
+import time
+from pathlib import Path
+
+from entries import state
+from flwr.app import ArrayRecord, Context, MetricRecord
+from flwr.serverapp import Grid, ServerApp
+
+from tepal.server_app.grid import prompt
+from tepal.strategies import FedAvg
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    config, ended = context.run_config, []
+
+    def at_end(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        ended.append(time.monotonic())
+        return MetricRecord({})
+
+    FedAvg(min_available_nodes=2, fraction_evaluate=0.0).start(
+        prompt(grid), ArrayRecord(state(config["model"])), num_rounds=config["rounds"], evaluate_fn=at_end
+    )
+    Path(config["output"]).write_text(json.dumps(ended))

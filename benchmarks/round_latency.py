@@ -1,0 +1,205 @@
+"""What a round costs beside training: Flower as it comes, Tepal on unchanged SuperNodes, Tepal on warm nodes.
+
+    python benchmarks/round_latency.py [--model tiny|vit-b-32] [--rounds 30] [--runs 1] [--only stock,warm] [--quick]
+
+Real processes on this machine, one after the other: a SuperLink, two clients, TLS, registered keys. The clients do not
+train, and send back a whole model. Flower's FedAvg has a train and an evaluate exchange in every round, and Flower's
+poll interval; Tepal's has the metrics in the train exchange, and the interval that its images set. A round's time is
+from the end of the one before; the first is left out (it starts processes and loads the app). Flower's polls keep the
+phase in which a run began, so a few runs tell more than many rounds. Then: where an exchange's
+time goes on a warm node, by its own log; the memory of all of a client's processes, between messages and at its most,
+as proportional set size (shared pages counted once); and, over the rounds, whether memory, processes, open files and
+temporary files of a warm node grow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import re
+import shutil
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from tepal.server_app.flower import Clock, follow, stage_app, submit, to_toml
+from tepal.server_app.loopback import Deployment, deployment
+from tepal.server_app.processes import Process
+
+APP = Path(__file__).parent / "latency"
+WAYS = {"stock": "Flower, flower-supernode", "unchanged": "Tepal, flower-supernode", "warm": "Tepal, tepal node"}
+STEPS = ("fetch it", "hand it to the app", "in the app", "hand it back", "send it")
+
+
+@dataclass
+class Measured:
+    """Of one way. `seconds` of each round from the second on; memory in bytes, of one client."""
+
+    seconds: list[float]
+    idle: int
+    peak: int
+    steps: dict[str, float] = field(default_factory=dict)
+    growth: dict[str, float] = field(default_factory=dict)
+
+
+class Memory:
+    """Samples the memory of a client's processes while the context lasts."""
+
+    def __init__(self, node: Process) -> None:
+        self._node = node
+        self.samples: list[tuple[float, int, int, int, int]] = []
+
+    def __enter__(self) -> Memory:
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._sample)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        while not self._over.wait(0.5):
+            self.samples.append((time.monotonic(), *look(self._node)))
+
+
+def look(node: Process) -> tuple[int, int, int, int]:
+    """(bytes, processes, open files, temporary files) of a client now."""
+    memory = files = processes = 0
+    for process in node.tree():
+        with contextlib.suppress(psutil.Error):
+            memory += process.memory_full_info().pss
+            files += process.num_fds()
+            processes += 1
+    temporary = sum(1 for path in Path(tempfile.gettempdir()).glob("tepal-node-*/*/**/*") if path.is_file())
+    return memory, processes, files, temporary
+
+
+@contextlib.contextmanager
+def running(way: str, folder: Path) -> Iterator[Deployment]:
+    (folder / "work").mkdir(parents=True)
+    clock = Clock(lambda kind, text: None, None)
+    with deployment(folder, [{}, {}], clock, folder / "cache", warm=way == "warm", stock=way == "stock") as started:
+        yield started
+
+
+def app(way: str, folder: Path) -> Path:
+    """The app of a way, as a folder that can be submitted."""
+    stage_app(APP, folder)
+    if way == "stock":
+        project = folder / "pyproject.toml"
+        project.write_text(project.read_text().replace("tepal_", "stock_").replace('"latency"', '"latency-stock"'))
+    return folder
+
+
+def measure(way: str, model: str, rounds: int, console: Console) -> Measured:
+    folder = Path(tempfile.mkdtemp(prefix="tepal-latency-"))
+    try:
+        with running(way, folder) as started, console.status(f"{WAYS[way]}: {rounds} rounds of {model} …"):
+            time.sleep(8)  # until a warm node has its spare process
+            idle = look(started.nodes[0])[0]
+            bundle = folder / "app"
+            bundle.mkdir()
+            output = folder / "ended.json"
+            config = folder / "run-config.toml"
+            config.write_text(to_toml({"rounds": rounds, "model": model, "output": str(output)}))
+            run = submit(app(way, bundle), config, started.superlink, started.environment, 120)
+            clock = Clock(lambda kind, text: None, None)
+            with Memory(started.nodes[0]) as memory:
+                log = folder / "run.log"
+                status, details = follow(
+                    run, started.address, started.superlink, clock, log, started.root_certificates
+                )
+            if status != "completed":
+                raise SystemExit(f"{WAYS[way]}: the run {status}: {details}\n{log.read_text()}")
+            ended = json.loads(output.read_text())
+            seconds = list(np.diff(ended)[1:])
+            measured = Measured(seconds, idle, max(sample[1] for sample in memory.samples))
+            if way == "warm":
+                measured.steps = steps(started.nodes[0].log.read_text())
+                measured.growth = growth(memory.samples, ended)
+            return measured
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def steps(log: str) -> dict[str, float]:
+    """Median seconds of each step of an exchange, from what a warm node logs."""
+    number = r"(\d+\.\d+)"
+    pattern = "Answered train .*?: " + ", ".join(f"{number} (?:to )?{step}" for step in STEPS)
+    found = [tuple(map(float, match)) for match in re.findall(pattern, log)]
+    return {step: statistics.median(each) for step, each in zip(STEPS, zip(*found[2:], strict=True), strict=True)}
+
+
+def growth(samples: list[tuple[float, int, int, int, int]], ended: list[float]) -> dict[str, float]:
+    """Slope of a line through the samples, for each hundred rounds, without the first tenth of the run."""
+    begin = ended[len(ended) // 10]
+    table = np.array([sample for sample in samples if begin <= sample[0] <= ended[-1]], float)
+    if len(table) < 4:
+        return {}
+    rounds = np.interp(table[:, 0], ended, np.arange(len(ended)))
+    names = ("memory", "processes", "files", "temporary")
+    return {name: 100 * float(np.polyfit(rounds, table[:, k + 1], 1)[0]) for k, name in enumerate(names)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=("tiny", "vit-b-32"), default="tiny")
+    parser.add_argument("--rounds", type=int, default=0, help="on warm nodes; a tenth of that, at least 3, elsewhere")
+    parser.add_argument("--runs", type=int, default=1, help="deployments of each way, in turn")
+    parser.add_argument("--only", default=",".join(WAYS), help="which of stock, unchanged, warm")
+    parser.add_argument("--quick", action="store_true", help="few rounds: whether it works at all")
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    arguments = parser.parse_args()
+    console = Console() if sys.stdout.isatty() else Console(width=120)
+    rounds = 4 if arguments.quick else arguments.rounds or (30 if arguments.model == "tiny" else 8)
+    measured: dict[str, Measured] = {}
+    for way in arguments.only.split(",") * arguments.runs:
+        run = measure(way, arguments.model, rounds if way == "warm" else max(3, rounds // 10), console)
+        if way in measured:
+            run.seconds, run.peak = measured[way].seconds + run.seconds, max(measured[way].peak, run.peak)
+        measured[way] = run
+    console.print(results(measured))
+    warm = measured.get("warm")
+    if warm is not None:
+        spent = "  ".join(f"{step} {seconds:.3f}" for step, seconds in warm.steps.items())
+        console.print(f"an exchange on a warm node, median seconds: {spent}", soft_wrap=True)
+    if warm is not None and warm.growth:
+        grown = warm.growth
+        console.print(
+            f"in 100 rounds a warm node grew by {grown['memory'] / 2**20:+.2f} MB, {grown['processes']:+.2f} "
+            f"processes, {grown['files']:+.2f} open files, {grown['temporary']:+.2f} temporary files", soft_wrap=True,
+        )  # fmt: skip
+    if arguments.json:
+        arguments.json.write_text(json.dumps({way: vars(each) for way, each in measured.items()}, indent=1))
+
+
+def results(measured: dict[str, Measured]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for heading in ("FedAvg of, on", "rounds", "s a round", "fastest", "slowest", "faster", "idle MB", "peak MB"):
+        table.add_column(heading, justify="left" if heading == "FedAvg of, on" else "right", no_wrap=True)
+    first = next(iter(measured.values()))
+    for way, each in measured.items():
+        median = statistics.median(each.seconds)
+        table.add_row(
+            WAYS[way], str(len(each.seconds)), f"{median:.2f}", f"{min(each.seconds):.2f}", f"{max(each.seconds):.2f}",
+            f"{statistics.median(first.seconds) / median:.1f} x",
+            f"{each.idle / 2**20:,.0f}", f"{each.peak / 2**20:,.0f}",
+        )  # fmt: skip
+    return table
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""How long simulated rounds take: Tepal in one process, Tepal in Flower's runtime, and Flower's own FedAvg there.
+
+    python benchmarks/simulation.py [--runs 3] [--only "in process,stock,inside"] [--model small-cnn] [--quick]
+
+*Many clients*: 100 clients of 50 images (40 of them to train on) train a CNN for 20 rounds, one epoch with batches of
+32 and SGD: the FedAvg paper's, or with --model small-cnn that of Flower's quickstart; no client scores anything. Ways
+take turns, each with one PyTorch thread for a client and as many clients at once as there are cores. "All" is the whole
+call, from nothing running to nothing running. "Rounds" is the time of all rounds but the first, in which a run still
+starts what it needs, and "a round" the median of them.
+
+*Inside a round*: 20 clients of 100 images (80 to train on), in one process and by turns, with five epochs (the default)
+and with one: the time of a round over that of the training steps in it, by the clients' own clocks; with what clients
+score in a round, and without. Beside it the same steps as a plain PyTorch loop in a process of its own.
+
+The images are MNIST's where the folder TEPAL_TEST_DATA has mnist.npz, else random ones of their size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from tepal.server_app.run_directory import find_run, read_metrics
+from tepal.server_app.simulation import simulate, simulate_in_process
+
+ROOT = Path(__file__).parents[1]
+STOCK = Path(__file__).parent / "simulation"
+WAYS = {
+    "in process": "Tepal, in one process",
+    "in runtime": "Tepal, in Flower's runtime",
+    "stock": "Flower's FedAvg, in Flower's runtime",
+}
+INSIDE = "inside"
+MODELS = {"cnn": "cnn", "small-cnn": "stock_model:small_cnn"}
+BATCH, RATE = 32, 0.05
+UNSCORED = {"score-in-training": False, "fraction-evaluate": 0.0}
+
+# One client's steps, on its share of the images, as often as there are clients; the first turn warms up.
+LOOP = """
+import sys, time
+import numpy as np, torch
+import torch.nn.functional as F
+from tepal.models import build
+path, clients, train, epochs, rounds, batch, rate = *sys.argv[1:2], *map(int, sys.argv[2:7]), float(sys.argv[7])
+with np.load(path) as data:
+    images = torch.from_numpy(data["x_train"].astype(np.float32) / 255).unsqueeze(1)
+    labels = torch.from_numpy(data["y_train"])
+model = build("cnn", image_shape=(1, 28, 28), classes=10, seed=0).train()
+for turn in range(rounds + 1):
+    begun = time.perf_counter()
+    for client in range(clients):
+        optimizer = torch.optim.SGD(model.parameters(), rate)
+        for epoch in range(epochs):
+            for chosen in (torch.randperm(train) + client * train).split(batch):
+                optimizer.zero_grad()
+                F.cross_entropy(model(images[chosen]), labels[chosen]).backward()
+                optimizer.step()
+    if turn:
+        print(time.perf_counter() - begun)
+"""
+
+
+def write_images(path: Path, count: int) -> str:
+    """`count` images of 28x28 to train on, and a test set, in an .npz file; returns what they are."""
+    rng = np.random.default_rng(0)
+    given = Path(os.environ.get("TEPAL_TEST_DATA", "")) / "mnist.npz"
+    if "TEPAL_TEST_DATA" in os.environ and given.is_file():
+        with np.load(given) as data:
+            chosen = rng.permutation(len(data["y_train"]))[:count]
+            sets = data["x_train"][chosen], data["y_train"][chosen], data["x_test"][:500], data["y_test"][:500]
+            what = "MNIST"
+    else:
+        labels = np.arange(count + 500) % 10
+        images = np.clip(rng.integers(0, 256, (10, 28, 28))[labels] + rng.normal(0, 64, (len(labels), 28, 28)), 0, 255)
+        sets = images[:count], labels[:count], images[count:], labels[count:]
+        what = "random"
+    x, y, tests, their = sets
+    np.savez(
+        path, x_train=x.astype(np.uint8), y_train=y.astype(np.int64),
+        x_test=tests.astype(np.uint8), y_test=their.astype(np.int64),
+    )  # fmt: skip
+    return what
+
+
+def tepal(way: str, folder: Path, clients: int, rounds: int, **changes: object) -> tuple[list[float], float, float]:
+    """A run of this checkout: seconds of each round, of the whole call, and of a round's training steps (median)."""
+    config = {
+        "strategy": "fedavg", "model": "cnn", "dataset": "mnist", "dataset-path": str(folder / "images.npz"),
+        "partitioner": "iid", "num-server-rounds": rounds, "batch-size": BATCH, "optimizer": "sgd",
+        "learning-rate": RATE, "weight-decay": 0.0, "schedule": "constant", "evaluate-every": 10_000,
+        "runs": str(folder / "runs"), **changes,
+    }  # fmt: skip
+    start = simulate if way == "in runtime" else simulate_in_process
+    cpus = {} if way == INSIDE else {"cpus_per_client": 1.0}
+    begun = time.perf_counter()
+    start(ROOT, clients=clients, run_config=config, log=folder / "log", cache=folder / "cache", **cpus)
+    whole = time.perf_counter() - begun
+    lines = [line for line in read_metrics(find_run(folder / "runs")) if line["round"]]
+    return [line["seconds_train"] for line in lines], whole, statistics.median(
+        line["step_seconds"] for line in lines[1:]
+    )
+
+
+def stock(folder: Path, clients: int, samples: int, rounds: int, model: str = "cnn") -> tuple[list[float], float]:
+    """A run of Flower's own: seconds of each round, and of the whole call."""
+    config = {
+        "clients": clients, "rounds": rounds, "samples": samples, "data": str(folder / "images.npz"),
+        "batch-size": BATCH, "learning-rate": RATE, "model": model, "output": str(folder / "ended.json"),
+    }  # fmt: skip
+    begun = time.perf_counter()
+    simulate(STOCK, clients=clients, run_config=config, log=folder / "log")
+    whole = time.perf_counter() - begun
+    return list(np.diff(json.loads((folder / "ended.json").read_text()))), whole
+
+
+def many(
+    ways: list[str], clients: int, samples: int, rounds: int, runs: int, model: str
+) -> dict[str, dict[str, list[float]]]:
+    """Way → seconds of all of a run, of its rounds, and of its median round; one number for each run."""
+    taken: dict[str, dict[str, list[float]]] = {way: {"all": [], "rounds": [], "round": []} for way in ways}
+    for _ in range(runs):
+        for way in ways:
+            with tempfile.TemporaryDirectory(prefix="tepal-benchmark-") as name:
+                folder = Path(name)
+                write_images(folder / "images.npz", clients * samples)
+                if way == "stock":
+                    seconds, whole = stock(folder, clients, samples, rounds, model)
+                else:
+                    changes = {**UNSCORED, "local-epochs": 1, "model": MODELS[model]}
+                    seconds, whole, _ = tepal(way, folder, clients, rounds, **changes)
+            taken[way]["all"].append(whole)
+            taken[way]["rounds"].append(sum(seconds[1:]))
+            taken[way]["round"].append(statistics.median(seconds[1:]))
+    return taken
+
+
+def inside(
+    clients: int, samples: int, rounds: int, runs: int, epochs_of: tuple[int, ...] = (5, 1)
+) -> dict[str, dict[str, list[float]]]:
+    """What is trained and scored → a round's seconds, those of its steps, and of a plain loop; for each run."""
+    found: dict[str, dict[str, list[float]]] = {}
+    train = samples * 4 // 5
+    for _ in range(runs):
+        for epochs in epochs_of:
+            for scored, changes in (("scored", {}), ("not scored", UNSCORED)):
+                row = found.setdefault(f"{epochs} epochs, {scored}", {"round": [], "steps": [], "loop": []})
+                with tempfile.TemporaryDirectory(prefix="tepal-benchmark-") as name:
+                    folder = Path(name)
+                    write_images(folder / "images.npz", clients * samples)
+                    seconds, _, step = tepal(INSIDE, folder, clients, rounds, **changes, **{"local-epochs": epochs})
+                    loop = [sys.executable, "-c", LOOP, str(folder / "images.npz")]
+                    loop += map(str, (clients, train, epochs, rounds - 1, BATCH, RATE))
+                    done = subprocess.run(loop, cwd=ROOT, capture_output=True, text=True, check=True)
+                row["round"].append(statistics.median(seconds[1:]))
+                row["steps"].append(step * clients * epochs * -(-train // BATCH))
+                row["loop"].append(statistics.median(map(float, done.stdout.split())))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=3, help="of each way, in turn; medians are shown")
+    parser.add_argument("--only", default=",".join((*WAYS, INSIDE)), help=f"which of {', '.join((*WAYS, INSIDE))}")
+    parser.add_argument("--clients", type=int, default=100, help="of the first table")
+    parser.add_argument("--rounds", type=int, default=20, help="of the first table")
+    parser.add_argument("--model", choices=MODELS, default="cnn", help="of the first table")
+    parser.add_argument("--quick", action="store_true", help="few clients, rounds and runs: whether it works at all")
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    options = parser.parse_args()
+    if options.quick:
+        options.clients, options.rounds, options.runs = 4, 3, 1
+    wanted = [name.strip() for name in options.only.split(",")]
+    if unknown := set(wanted) - {*WAYS, INSIDE}:
+        parser.error(f"--only has {sorted(unknown)}")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), str(STOCK), os.environ.get("PYTHONPATH")]))
+    figures: dict[str, object] = {name: getattr(options, name) for name in ("model", "clients", "rounds")}
+    figures["load"] = os.getloadavg()
+    console = Console() if sys.stdout.isatty() else Console(width=120)
+    if ways := [way for way in WAYS if way in wanted]:
+        taken = figures["many"] = many(ways, options.clients, 50, options.rounds, options.runs, options.model)
+        console.print(table_of_many(taken, options))
+    if INSIDE in wanted:
+        small = (3, 100, 2, 1, (1,))
+        found = figures["inside"] = inside(*small) if options.quick else inside(20, 100, 4, options.runs)
+        console.print(table_of_inside(found))
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=1))
+
+
+def table_of_many(taken: dict[str, dict[str, list[float]]], options: argparse.Namespace) -> Table:
+    title = f"{options.model}, {options.clients} clients, {options.rounds} rounds; seconds, medians of {options.runs}"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for heading in ("", "all", "faster", "rounds", "faster", "a round"):
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    last = next(reversed(taken.values()))
+    for way, row in taken.items():
+        whole, rounds, one = (statistics.median(row[name]) for name in ("all", "rounds", "round"))
+        faster = [statistics.median(last[name]) / value for name, value in (("all", whole), ("rounds", rounds))]
+        table.add_row(
+            WAYS[way], f"{whole:.1f}", f"{faster[0]:.2f} x", f"{rounds:.1f}", f"{faster[1]:.2f} x", f"{one:.2f}"
+        )
+    return table
+
+
+def table_of_inside(found: dict[str, dict[str, list[float]]]) -> Table:
+    table = Table(title="Inside a round; seconds", title_justify="left", box=None, pad_edge=False)
+    for heading in ("", "round", "its steps", "round / steps", "plain loop", "round / loop"):
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    for name, row in found.items():
+        whole, steps, loop = (statistics.median(row[key]) for key in ("round", "steps", "loop"))
+        over = [statistics.median(np.divide(row["round"], row[key])) for key in ("steps", "loop")]
+        table.add_row(name, f"{whole:.2f}", f"{steps:.2f}", f"{over[0]:.2f}", f"{loop:.2f}", f"{over[1]:.2f}")
+    return table
+
+
+if __name__ == "__main__":
+    main()

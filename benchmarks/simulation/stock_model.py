@@ -1,0 +1,23 @@
+"""The two CNNs that are trained, for images of 28x28 pixels: this app needs nothing of Tepal."""
+
+from torch import nn
+
+
+def cnn() -> nn.Module:
+    """That of the FedAvg paper (1,663,370 parameters): Tepal's `cnn`, written down again."""
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(64 * 7 * 7, 512), nn.ReLU(), nn.Linear(512, 10),
+    )  # fmt: skip
+
+
+def small_cnn(image_shape: tuple[int, ...] = (1, 28, 28), classes: int = 10) -> nn.Module:
+    """That of Flower's PyTorch quickstart, for one channel (44,426 parameters). Both ways train this very one."""
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(16 * 4 * 4, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10),
+    )  # fmt: skip
+
+
+MODELS = {"cnn": cnn, "small-cnn": small_cnn}

@@ -1,0 +1,25 @@
+"""The figures of a benchmark, as its `--json` has them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def figures(tmp_path):
+    def run(benchmark, *arguments):
+        file = tmp_path / "figures.json"
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "benchmarks" / benchmark), "--json", str(file), *arguments],
+            cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return json.loads(file.read_text())
+
+    return run
