@@ -7,11 +7,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 PACKAGES := models exchange strategies client_app server_app
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint clean
+.PHONY: help run test test-containers bench lint clean
 
 help:
 	@echo "make run    set up and run the main job: five strategies by simulation, compared; results under runs/"
 	@echo "make test   set up and run the unit and integration tests"
+	@echo "make test-containers   build the images and run the tests of them (needs a Docker engine)"
+	@echo "make bench  set up and run all benchmarks, each beside what one would use instead; results under runs/bench/"
 	@echo "make lint   check style (ruff) and types (mypy)"
 	@echo "make clean  remove the virtual environment, caches and build outputs; runs/ stays"
 	@echo "PYTHON=...  the Python to build the environment with (3.11 or newer), default: python3"
@@ -25,6 +27,13 @@ run: $(VENV)/.ready-run
 test: $(VENV)/.ready-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit -n 2 --dist loadscope
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integration -n 2 --dist loadfile --no-loadscope-reorder
+
+# One after the other: each has the machine's ports and cores to itself.
+test-containers: $(VENV)/.ready-dev
+	$(BIN)/python -m pytest tests/containers
+
+bench: $(VENV)/.ready-dev
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python benchmarks/bench.py
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .

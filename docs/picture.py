@@ -8,11 +8,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tepal.server_app.compare import draw, measured, read_comparison
+from tepal.server_app.comparison import measure, read_comparison
+from tepal.server_app.comparison_picture import draw
 
 
 def main(comparison: Path, target: Path) -> None:
-    target.write_text(draw([measured(entry) for entry in read_comparison(comparison)]), encoding="utf-8")
+    target.write_text(draw(measure(read_comparison(comparison))), encoding="utf-8")
 
 
 if __name__ == "__main__":

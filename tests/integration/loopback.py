@@ -9,6 +9,7 @@ import os
 import shutil
 import ssl
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -21,7 +22,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tepal.client_app.node.service import Control
 from tepal.server_app.flower import CONNECTION, Clock, Outcome, Value, connect, follow, stage_app, submit, to_toml
+from tepal.server_app.loopback import wait_for_node
 from tepal.server_app.processes import MARK, Process, flower_environment, free_port, marked, started, wait_for_http
 from tests.integration.credentials import authority, node_key
 from tests.integration.relay import Relay
@@ -78,11 +81,10 @@ class Submitted:
 
 @dataclass(frozen=True)
 class _Program:
-    """What it takes to start a SuperLink or SuperNode, any number of times."""
+    """What it takes to start a SuperLink or a node, any number of times: its command, and where its health is asked."""
 
     name: str
     command: tuple[str, ...]
-    port: int
     health: str
 
 
@@ -101,9 +103,11 @@ class Loopback:
         secure: bool,
         relay: bool,
         inside: Mapping[str, Sequence[str]],
+        warm: bool,
     ) -> None:
         self.folder = folder
         self.secure = secure
+        self.warm = warm
         superlink_port, fleet_port, *node_ports = _free_ports(2 + len(nodes))
         self.address = f"127.0.0.1:{superlink_port}"
         self.fleet = f"127.0.0.1:{fleet_port}"
@@ -122,28 +126,35 @@ class Loopback:
         self._environment = _environment(folder / "home")
         connect(folder / "home", self.address, self.root_certificates)
 
-        command = ["flower-superlink", "--fleet-api-address", self.fleet]
+        host, port = self.address.split(":")
+        command = ["flower-superlink", "--fleet-api-address", self.fleet, "--host", host, "--port", port]
         if self.authority:
             certificate, key = self.authority.server(folder / "keys")
             command += ["--ssl-ca-certfile", str(self.root_certificates), "--ssl-certfile", str(certificate)]
             command += ["--ssl-keyfile", str(key), "--enable-supernode-auth"]
         scheme = "https" if secure else "http"
-        self._superlink = _Program(
-            "superlink", (*command, *([] if secure else ["--insecure"])), superlink_port, f"{scheme}://{self.address}"
-        )
+        command += [] if secure else ["--insecure"]
+        self._superlink = _Program("superlink", tuple(command), f"{scheme}://{self.address}/health")
+        program = self._warm_node if warm else self._supernode
         self._nodes = tuple(
-            self._supernode(k, port, config) for k, (port, config) in enumerate(zip(node_ports, nodes, strict=True))
+            program(k, port, config) for k, (port, config) in enumerate(zip(node_ports, nodes, strict=True))
         )
 
     def _supernode(self, k: int, port: int, config: str) -> _Program:
-        command = ["flower-supernode", "--superlink", self.relays[k].address if self.relays else self.fleet]
-        command += ["--node-config", config]
-        if self.secure:
-            command += ["--root-certificates", str(self.root_certificates)]
-            command += ["--auth-supernode-private-key", str(self.keys[k])]
-        else:
-            command += ["--insecure"]
-        return _Program(f"node-{k}", tuple(command), port, f"http://127.0.0.1:{port}")
+        command = ["flower-supernode", *self._connection(k, "--auth-supernode-private-key"), "--node-config", config]
+        command += ["--host", "127.0.0.1", "--port", str(port)]
+        return _Program(f"node-{k}", tuple(command), f"http://127.0.0.1:{port}/health")
+
+    def _warm_node(self, k: int, _port: int, config: str) -> _Program:
+        control = f"unix:{self.folder}/node-{k}.sock"
+        command = [sys.executable, "-m", "tepal.server_app.commands", "node", *self._connection(k, "--key")]
+        return _Program(f"node-{k}", (*command, "--node-config", config, "--control", control), control)
+
+    def _connection(self, k: int, key_option: str) -> list[str]:
+        options = ["--superlink", self.relays[k].address if self.relays else self.fleet]
+        if not self.secure:
+            return [*options, "--insecure"]
+        return [*options, "--root-certificates", str(self.root_certificates), key_option, str(self.keys[k])]
 
     # Processes --------------------------------------------------------------------------------------------------------
 
@@ -162,8 +173,8 @@ class Loopback:
         return self.folder / f"node-{k}" / "cache"
 
     def stop_node(self, k: int) -> None:
-        """End node k as an administrator would: SIGTERM, and SIGKILL to what is left after 5 s."""
-        self.nodes[k].stop(5)
+        """End node k as an administrator would: SIGTERM, and SIGKILL to what is left after its grace for a message."""
+        self.nodes[k].stop(60 if self.warm else 5)
 
     def kill_node(self, k: int) -> None:
         """End node k as a crash of its machine would: SIGKILL to the SuperNode and all that it started."""
@@ -203,8 +214,15 @@ class Loopback:
         return _running(self.superlink, "flwr-serverapp")
 
     def client_apps(self, k: int) -> list[psutil.Process]:
-        """The live ClientApp processes of node k: Flower starts one for each message."""
-        return _running(self.nodes[k], "flwr-clientapp")
+        """The live ClientApp processes of node k: Flower starts one for each message, a warm node one for each run."""
+        if not self.warm:
+            return _running(self.nodes[k], "flwr-clientapp")
+        status = self.control(k).status()
+        return [psutil.Process(process.pid) for process in status.processes if process.role == "executor"]
+
+    def control(self, k: int) -> Control:
+        """What speaks to the warm node k."""
+        return Control(self._nodes[k].health)
 
     def start(self, name: str, *command: str) -> Process:
         """Start a process until the block is left, in folders of its own, with its output in `name`.log.
@@ -213,7 +231,9 @@ class Loopback:
         """
         folder = self.folder / name
         (folder / "work").mkdir(parents=True, exist_ok=True)
-        environment = _environment(folder / "home") | {"TEPAL_CACHE": str(folder / "cache")}
+        environment = _environment(folder / "home") | {
+            "TEPAL_CACHE": str(folder / "cache"), "TEPAL_NODE_STATE": str(folder / "state"),
+        }  # fmt: skip
         log = self.folder / f"{name}.log"
         if name not in self._blocks:
             self._blocks[name] = self._stack.enter_context(contextlib.ExitStack())
@@ -234,13 +254,15 @@ class Loopback:
     def _start(self, program: _Program) -> None:
         if program.name in self._processes:
             self._processes[program.name].kill()
-        command = (*self._inside.get(program.name, ()), *program.command)
-        self.start(program.name, *command, "--host", "127.0.0.1", "--port", str(program.port))
+        self.start(program.name, *self._inside.get(program.name, ()), *program.command)
 
     def _wait(self, program: _Program) -> None:
-        context = ssl.create_default_context(cafile=self.root_certificates) if self.secure else None
         process = self._processes[program.name]
-        wait_for_http(f"{program.health}/health", timeout=120, process=process, context=context)
+        if program.health.startswith("unix:"):
+            wait_for_node(process, Path(program.health.removeprefix("unix:")), 120)
+            return
+        context = ssl.create_default_context(cafile=self.root_certificates) if self.secure else None
+        wait_for_http(program.health, timeout=120, process=process, context=context)
 
     def _register(self) -> None:
         def register(key: Path) -> int:
@@ -288,7 +310,7 @@ class Loopback:
         config.write_text(to_toml(run_config or {}))
         clock = Clock(lambda kind, text: None, timeout)
         clock.stage("submit", "")
-        run_id = submit(bundle, config, self._environment, clock.left())
+        run_id = submit(bundle, config, self.superlink, self._environment, clock.left())
         clock.stage("run", "")
         superlink = self.superlink
         self._runs.append(
@@ -311,6 +333,7 @@ def loopback(
     secure: bool = False,
     relay: bool = False,
     inside: Mapping[str, Sequence[str]] | None = None,
+    warm: bool = True,
 ) -> Iterator[Loopback]:
     """Start a SuperLink, and a SuperNode for each of the node configs `nodes`.
 
@@ -322,13 +345,14 @@ def loopback(
         secure: TLS on the SuperLink's ports and authenticated SuperNodes, registered under the names site-0, site-1, …
         relay: Each SuperNode reaches the SuperLink through a relay of its own, `relays[k]`.
         inside: Name of a process (superlink, node-0, …) → a command that runs it, such as `unshare` with its arguments.
+        warm: The nodes are `tepal node`; else unchanged `flower-supernode`.
     """
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tepal-loopback-")))
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         token = uuid.uuid4().hex
         patch.setenv(MARK, ",".join(filter(None, [os.environ.get(MARK), token])))
-        deployment = Loopback(stack, folder, nodes, secure=secure, relay=relay, inside=inside or {})
+        deployment = Loopback(stack, folder, nodes, secure=secure, relay=relay, inside=inside or {}, warm=warm)
         try:
             deployment._start_all()
             yield deployment

@@ -27,14 +27,14 @@ CLIENTS = 3
 
 @pytest.fixture(scope="module")
 def deployment():
-    with loopback(partitions(CLIENTS)) as running:
+    with loopback(partitions(CLIENTS), warm=False) as running:
         yield running
 
 
 def test_a_failing_block_leaves_no_process_and_no_folder(monkeypatch):
     token = f"loopback-failing-{os.getpid()}"
     monkeypatch.setenv(MARK, token)
-    with pytest.raises(ZeroDivisionError), loopback(partitions(1)) as running:
+    with pytest.raises(ZeroDivisionError), loopback(partitions(1), warm=False) as running:
         commands = [" ".join(process.cmdline()) for process in marked(token)]
         for program in ("flower-superlink", "flower-supernode", "flower-superexec"):
             assert any(program in command for command in commands)
@@ -104,7 +104,7 @@ def test_deployment_and_simulation_end_with_the_same_model(deployed, simulated):
 def test_deployment_and_simulation_measure_the_same(deployed, simulated):
     ours, theirs = read_metrics(deployed), read_metrics(simulated)
     assert [line["round"] for line in ours] == [line["round"] for line in theirs] == [0, 1, 2, 3, 4]
-    own = {"seconds", "seconds_train", "bytes_overhead"}  # an experiment's id and times are a run's own
+    own = {"seconds", "seconds_train", "step_seconds", "bytes_overhead"}  # an experiment's id and times are a run's own
     for mine, other in zip(ours, theirs, strict=True):
         assert mine.keys() == other.keys()
         for key, value in other.items():
@@ -128,7 +128,7 @@ def test_the_frozen_block_goes_down_once_and_never_up_again(deployed):
 
 def test_the_run_directory_is_complete(deployed):
     assert sorted(path.name for path in deployed.iterdir()) == [
-        "checkpoint", "config.toml", "metrics.jsonl", "model.safetensors", "report.html", "summary.json",
+        "checkpoint", "config.toml", "labels.json", "metrics.jsonl", "model.safetensors", "report.html", "summary.json",
     ]  # fmt: skip
     latest = deployed.parent / "latest"
     assert latest.is_symlink() and latest.resolve() == deployed

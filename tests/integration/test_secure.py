@@ -24,7 +24,7 @@ SITES = ["site-0", "site-1", "site-2"]
 
 @pytest.fixture(scope="module")
 def deployment():
-    with loopback(partitions(len(SITES)), secure=True) as running:
+    with loopback(partitions(len(SITES)), secure=True, warm=False) as running:
         yield running
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from tepal.server_app.flower import RunError, stage_app
 from tepal.server_app.processes import MARK, marked
-from tepal.server_app.simulation import simulate
+from tepal.server_app.simulation import simulate, simulate_in_process
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -112,17 +112,21 @@ def nothing_is_left(mark, monkeypatch):
         assert [path.name for path in Path(folder).iterdir() if path.is_dir()] == []
 
 
+both_ways = pytest.mark.parametrize("start", [simulate, simulate_in_process], ids=["in-runtime", "in-process"])
+
+
 @pytest.mark.simulation
-def test_a_run_completes_with_the_configuration_it_was_given(app, tmp_path):
+@both_ways
+def test_a_run_completes_with_the_configuration_it_was_given(start, app, tmp_path):
     result, events = tmp_path / "result.json", []
     config = {"result": str(result), "note": 'it\'s "quoted", naïve\nand long', "a.x": 3}
-    outcome = simulate(
+    outcome = start(
         app,
         clients=2,
         run_config=config,
-        cpus_per_client=0.5,
         log=tmp_path / "run.log",
         on_event=lambda kind, text: events.append((kind, text)),
+        **({"cpus_per_client": 0.5} if start is simulate else {}),
     )
     assert outcome.status == "completed"
     answer = json.loads(result.read_text())
@@ -134,14 +138,15 @@ def test_a_run_completes_with_the_configuration_it_was_given(app, tmp_path):
     assert "the server app begins" in outcome.log.read_text()
     assert "\x1b" not in outcome.log.read_text()
     assert ("log", "the server app begins") in events
-    assert [kind for kind, _ in events].count("stage") == 4
+    assert [kind for kind, _ in events].count("stage") == (4 if start is simulate else 2)
     print({stage: round(seconds, 1) for stage, seconds in outcome.seconds.items()})
 
 
 @pytest.mark.simulation
-def test_a_failing_server_app_is_reported_with_its_own_words_and_line(app, tmp_path):
+@both_ways
+def test_a_failing_server_app_is_reported_with_its_own_words_and_line(start, app, tmp_path):
     with pytest.raises(RunError) as caught:
-        simulate(app, clients=2, run_config=['mode="raise"'], log=tmp_path / "run.log")
+        start(app, clients=2, run_config=['mode="raise"'], log=tmp_path / "run.log")
     line = SERVER.splitlines().index('        raise ValueError("warm-up-rounds is 7\\nexpected at most 5")') + 1
     assert str(caught.value) == (
         "The run failed: ValueError: warm-up-rounds is 7\nexpected at most 5 "
@@ -150,10 +155,11 @@ def test_a_failing_server_app_is_reported_with_its_own_words_and_line(app, tmp_p
 
 
 @pytest.mark.simulation
-def test_the_time_limit_stops_a_run(app):
+@both_ways
+def test_the_time_limit_stops_a_run(start, app):
     begun = time.monotonic()
     with pytest.raises(RunError, match="longer than 6 s"):
-        simulate(app, clients=2, run_config={"mode": "wait"}, timeout=6)
+        start(app, clients=2, run_config={"mode": "wait"}, timeout=6)
     assert time.monotonic() - begun < 60
 
 
@@ -178,15 +184,17 @@ def test_a_superlink_that_dies_during_the_run_is_reported_at_once(app, mark):
 CALLER = """
 import sys
 from pathlib import Path
-from tepal.server_app.simulation import simulate
-simulate(Path(sys.argv[1]), clients=2, run_config={"mode": "wait"}, on_event=lambda *event: print(*event, flush=True))
+from tepal.server_app import simulation
+start = getattr(simulation, sys.argv[2])
+start(Path(sys.argv[1]), clients=2, run_config={"mode": "wait"}, on_event=lambda *event: print(*event, flush=True))
 """
 
 
 @pytest.mark.simulation
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
-def test_a_signal_in_mid_run_leaves_no_process_and_no_file(app, mark, number):
-    command = [sys.executable, "-c", CALLER, str(app)]
+@both_ways
+def test_a_signal_in_mid_run_leaves_no_process_and_no_file(start, app, mark, number):
+    command = [sys.executable, "-c", CALLER, str(app), start.__name__]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
 
     def hear_signals() -> None:  # what runs in the background hands an ignored SIGINT on to its children
@@ -204,7 +212,7 @@ def test_a_signal_in_mid_run_leaves_no_process_and_no_file(app, mark, number):
         try:
             assert any("the server app begins" in line for line in call.stdout)
             names = " ".join(process.name() for process in marked(mark))
-            assert "flower-superlin" in names and "flwr-simulation" in names
+            assert start is simulate_in_process or ("flower-superlin" in names and "flwr-simulation" in names)
             call.send_signal(number)
             assert call.wait(30) in (128 + number, -number)
             # Killed, it leaves the rest to its guard, which takes a moment.
@@ -216,13 +224,14 @@ def test_a_signal_in_mid_run_leaves_no_process_and_no_file(app, mark, number):
             call.kill()
 
 
-def test_a_folder_without_an_app_and_unknown_keys_are_refused_before_anything_starts(app, tmp_path):
+@both_ways
+def test_a_folder_without_an_app_and_unknown_keys_are_refused_before_anything_starts(start, app, tmp_path):
     with pytest.raises(RunError, match="has no pyproject"):
-        simulate(tmp_path, clients=2)
+        start(tmp_path, clients=2)
     with pytest.raises(RunError, match=r"no run configuration key a\.z\. It has: a\.x, a\.y, mode"):
-        simulate(app, clients=2, run_config=["a.z=1"])
+        start(app, clients=2, run_config=["a.z=1"])
     with pytest.raises(ValueError, match="clients is 0"):
-        simulate(app, clients=0)
+        start(app, clients=0)
 
 
 def test_an_interpreter_that_ray_cannot_start_is_refused(app, monkeypatch):

@@ -1,8 +1,10 @@
 """What README and docs say is run, or stands against the code it speaks of."""
 
+import inspect
 import re
 import shlex
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -13,8 +15,9 @@ from typer.testing import CliRunner
 
 from tepal.exchange import partial_exchange
 from tepal.models import build
+from tepal.server_app import catalogue
 from tepal.server_app.commands import main
-from tepal.server_app.config import read_run_config, reference
+from tepal.server_app.config import SECTIONS, StrategyName, read_run_config, reference
 from tepal.server_app.run_directory import RunDirectory
 from tepal.strategies.in_process import InProcessGrid, Node
 from tests.apps import quickstart_app
@@ -38,10 +41,16 @@ RUN_BY = {
     "tepal simulate": "tests/integration/test_main_job.py",
     "tepal compare": "tests/integration/test_main_job.py",
     "tepal predict": "test_the_predict_command_reads_a_run_and_writes_what_it_predicts",
+    "tepal strategies": "test_every_strategy_is_listed_with_its_options",
     "tepal report": "test_the_report_command_says_where_the_report_is",
     "python benchmarks/bytes.py": "tests/unit/test_benchmarks.py",
     "tepal simulate . -c 'resume=": "tests/integration/test_resume.py",
     "flwr run . CONNECTION --stream --run-config 'resume=": "tests/integration/test_resume.py",
+    "tepal loopback": "tests/integration/test_loopback_command.py",
+    "docker compose -f docker/compose.yml": "tests/containers/test_one_host.py",
+    "tepal provision": "tests/integration/test_provision.py",
+    "tepal server": "tests/integration/test_server.py",
+    "tepal node": "tests/integration/test_node.py",
     "flower-superlink": "tests/integration/test_loopback.py",
     "flower-supernode": "tests/integration/test_loopback.py",
     "flwr run . CONNECTION --stream --run-config conf/": "tests/integration/test_methods.py",
@@ -97,6 +106,29 @@ def test_the_page_of_run_config_keys_is_that_of_the_code():
     assert (ROOT / "docs/run-config.md").read_text() == reference(), (
         "write it anew: python -m tepal.server_app.config > docs/run-config.md"
     )
+
+
+def test_the_page_of_strategies_is_that_of_the_code():
+    assert (ROOT / "docs/strategies.md").read_text() == catalogue.reference(), (
+        "write it anew: python -m tepal.server_app.catalogue > docs/strategies.md"
+    )
+
+
+def test_every_strategy_is_listed_with_its_options():
+    assert tuple(catalogue.CATALOGUE) == get_args(StrategyName)
+    listed = CliRunner().invoke(main, ["strategies"])
+    assert listed.exit_code == 0 and all(name in listed.stdout for name in catalogue.CATALOGUE)
+    shown = CliRunner().invoke(main, ["strategies", "fedadam", "scaffold"])
+    assert shown.exit_code == 0 and "arXiv:2003.00295" in shown.stdout and "fedadam.tau" in shown.stdout
+    assert "P + C down" in shown.stdout
+    wrong = CliRunner().invoke(main, ["strategies", "fedadm"])
+    assert wrong.exit_code == 1 and "did you mean 'fedadam'?" in wrong.stderr
+    of_this_app = {"selective": {"draw_budgets"}, "fedbe": {"epochs", "learning_rate", "batch_size"}}
+    for name, one in catalogue.CATALOGUE.items():
+        arguments = set(inspect.signature(one.strategy.__init__).parameters)
+        keys = set(SECTIONS[name][1].model_fields) if name in SECTIONS else set()
+        assert keys - of_this_app.get(name, set()) <= arguments, name
+        assert all(option.key.startswith(f"{name}.") for option in catalogue.options_of(name))
 
 
 def test_the_report_command_says_where_the_report_is(tmp_path):

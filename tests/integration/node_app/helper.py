@@ -1,0 +1,3 @@
+"""What tells one version of this app from another."""
+
+WHO = "first"

@@ -1,0 +1,73 @@
+"""`tepal loopback`: a deployment that comes, runs the app and goes."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from tepal.server_app.processes import MARK, marked
+from tepal.server_app.run_directory import read_metrics, read_summary
+
+pytestmark = pytest.mark.deployment
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = "num-server-rounds=2 local-epochs=1 fedfrozen.warmup-rounds=1"
+
+
+def command(runs: Path, *options: str) -> list[str]:
+    program = [sys.executable, "-m", "tepal.server_app.commands", "loopback", str(ROOT)]
+    return [*program, "--clients", "2", "-c", f'{CONFIG} runs="{runs}"', *options]
+
+
+@pytest.fixture
+def environment():
+    """Of the command; in the end none of its processes may be left, nor a temporary file."""
+    token = uuid.uuid4().hex
+    with tempfile.TemporaryDirectory(prefix="t-") as temporary:  # a short path, for sockets
+        yield {**os.environ, MARK: token, "PYTHONPATH": str(ROOT), "COLUMNS": "200", "TMPDIR": temporary}
+
+        def left() -> list:  # the log of a run that was killed stays
+            return [*marked(token), *(name for name in os.listdir(temporary) if not name.endswith(".log"))]
+
+        end = time.monotonic() + 30
+        while left() and time.monotonic() < end:
+            time.sleep(0.1)
+        assert left() == []
+
+
+def test_it_runs_the_app_on_warm_nodes_and_leaves_nothing_but_the_run(tmp_path, environment):
+    done = subprocess.run(command(tmp_path / "runs"), env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = (tmp_path / "runs" / "latest").resolve()
+    summary, rounds = read_summary(run), read_metrics(run)
+    assert summary["rounds"] == 2 and summary["accuracy"] > 0
+    assert [line["clients_replied"] for line in rounds[1:]] == [2, 2]
+    assert "Results in" in done.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_whatever_ends_it_nothing_is_left(number, tmp_path, environment):
+    program, both = command(tmp_path / "runs", "--verbose"), {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(program, env=environment, text=True, **both) as process:
+        for line in process.stdout:
+            if "Submitting" in line:  # SuperLink and nodes are up
+                break
+        else:
+            pytest.fail("it ended before it had submitted the app")
+        process.send_signal(number)
+        process.stdout.read()
+
+
+def test_what_is_wrong_is_said_before_anything_starts(tmp_path, environment):
+    for options, said in (
+        (["-c", "num-server-rounds=0"], "num-server-rounds=0"),
+        (["--node-config", "a=1"], "there are 1 node configs for 2 clients"),
+    ):
+        done = subprocess.run(command(tmp_path, *options), env=environment, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 1 and said in done.stderr, done.stderr
