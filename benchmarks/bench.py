@@ -7,6 +7,7 @@ Every topic is a script of this folder, which says what it measures and can be r
 own. Figures are medians of several runs, taken in turns with what they are compared with. The machine is described in
 the results, with its load before each topic: on a machine that does something else, look at the ratios. A topic that
 fails is said, and the others go on; the exit status tells it. `--quick` tries all of them out and means nothing.
+Where PFLLIB names a checkout of PFLlib (`PFLLIB=path make bench`), it is one of those that Tepal stands beside.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from rich.table import Table
 from tepal.server_app.page import Figure, empty_plot, figure_html, page, table_html
 
 HERE = Path(__file__).resolve().parent
+PFLLIB = "pfllib"
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,13 @@ def simulation(figures: Mapping[str, Any]) -> Iterable[Row]:
         yield Row(f"a round of 20 clients, {name}", whole, "a plain PyTorch loop", loop, "s", goal, faster=False)
 
 
+def pfllib(figures: Mapping[str, Any]) -> Iterable[Row]:
+    for method, row in figures["seconds"].items():
+        ours, theirs = (statistics.median(row[way]) for way in ("Tepal", "PFLlib"))
+        what = f"a round of {figures['clients']} clients, {method}"
+        yield Row(what, ours, "PFLlib", theirs, "s", "≥ 2" if method == "FedAvg" else "")
+
+
 def mixing(figures: Mapping[str, Any]) -> Iterable[Row]:
     seconds = {
         name: found["seconds"]["similarity"] + found["seconds"]["mix"]
@@ -172,6 +181,7 @@ TOPICS: Mapping[str, Topic] = {
     ),
     "bytes": Topic("Bytes of FedFrozen", "bytes.py", bytes_moved, ("--model", "bert-base"), ("--rounds", "3")),
     "simulation": Topic("Simulation", "simulation.py", simulation),
+    PFLLIB: Topic("Simulation beside PFLlib", "pfllib.py", pfllib),
     "mixing": Topic(
         "FedACS's similarities and mixtures", "mixing.py", mixing,
         ("--clients", "100", "--participants", "100", "--rounds", "5"),
@@ -210,7 +220,8 @@ def run(topic: Topic, folder: Path, name: str, quick: bool) -> tuple[list[Row], 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(TOPICS), help=f"topics, of {', '.join(TOPICS)}")
+    usual = [name for name in TOPICS if name != PFLLIB or "PFLLIB" in os.environ]
+    parser.add_argument("--only", default=",".join(usual), help=f"topics, of {', '.join(TOPICS)}")
     parser.add_argument("--quick", action="store_true", help="as little as shows that everything works")
     parser.add_argument("--folder", type=Path, default=Path("runs/bench"), help="for a folder of this run's results")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""The two CNNs that are trained, for images of 28x28 pixels: this app needs nothing of Tepal."""
+"""The CNNs that are trained, for images of 28x28 pixels: this app needs nothing of Tepal."""
 
 from torch import nn
 
@@ -17,6 +17,14 @@ def small_cnn(image_shape: tuple[int, ...] = (1, 28, 28), classes: int = 10) -> 
     return nn.Sequential(
         nn.Conv2d(1, 6, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2),
         nn.Flatten(), nn.Linear(16 * 4 * 4, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10),
+    )  # fmt: skip
+
+
+def pfllib_cnn(image_shape: tuple[int, ...] = (1, 28, 28), classes: int = 10) -> nn.Module:
+    """That of PFLlib for such images (582,026 parameters): the FedAvg paper's without padding."""
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(32, 64, 5), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(64 * 4 * 4, 512), nn.ReLU(), nn.Linear(512, 10),
     )  # fmt: skip
 
 

@@ -93,3 +93,43 @@ def test_what_grows_with_the_number_of_clients_is_measured(figures):  # noqa: F8
 def test_clients_that_train_together_are_timed_beside_the_same_by_turns(figures):  # noqa: F811
     rows = figures("train_together.py", "--quick")
     assert len(rows) == 2 and all(row["alone"] > 0 and row["together"] > 0 for row in rows.values())
+
+
+# As PFLlib's main.py is started and what it prints; it reads the clients' files as PFLlib does.
+PFLLIB = """
+import argparse
+import numpy as np
+parser = argparse.ArgumentParser()
+for name in ("data", "m", "algo", "gr", "nc", "jr", "ls", "lbs", "lr", "eg", "dev", "go"):
+    parser.add_argument(f"-{name}", required=True)
+options = parser.parse_args()
+assert (options.data, options.m, options.dev) == ("MNIST", "CNN", "cpu")
+for client in range(int(options.nc)):
+    for kind, count in (("train", 40), ("test", 10)):
+        with open(f"../dataset/{options.data}/{kind}/{client}.npz", "rb") as file:
+            data = np.load(file, allow_pickle=True)["data"].tolist()
+        assert data["x"].shape == (count, 1, 28, 28) and data["y"].shape == (count,)
+        assert -1 <= data["x"].min() < 0 < data["x"].max() <= 1
+for turn in range(int(options.gr) + 1):
+    print("-" * 25, "time cost", "-" * 25, 9.0 if turn == 0 else 2.5)
+"""
+
+
+def test_pfllib_is_given_its_data_and_timed_by_its_own_words(figures, tmp_path, monkeypatch):  # noqa: F811
+    (tmp_path / "checkout" / "system").mkdir(parents=True)
+    (tmp_path / "checkout" / "system" / "main.py").write_text(PFLLIB)
+    monkeypatch.setenv("PFLLIB", str(tmp_path / "checkout"))
+    seconds = figures("pfllib.py", "--quick")["seconds"]
+    assert set(seconds) == {"FedAvg", "FedAMP", "Ditto"}
+    assert all(row["PFLlib"] == [2.5] and row["Tepal"][0] > 0 for row in seconds.values())
+    assert sorted(path.name for path in (tmp_path / "checkout").rglob("*")) == ["main.py", "system"]
+
+
+def test_curves_of_growth_are_drawn_from_what_was_measured(figures, tmp_path):  # noqa: F811
+    found = figures("growth.py", "--quick", "--svg", str(tmp_path / "growth.svg"))
+    one, two = found["parameters"].values()
+    assert two["checkpoint"] == pytest.approx(2 * one["checkpoint"], rel=0.01)
+    one, two = found["modes"].values()
+    assert two["checkpoint"] == pytest.approx(2 * one["checkpoint"], rel=0.01)
+    assert all(seconds > 0 for seconds in found["reported"].values())
+    assert (tmp_path / "growth.svg").read_text().count('id="axes_') == 4

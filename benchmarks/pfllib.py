@@ -1,0 +1,114 @@
+"""A round of FedAvg, FedAMP and Ditto in PFLlib, and in Tepal in one process.
+
+    PFLLIB=path/to/PFLlib python benchmarks/pfllib.py [--clients 100] [--rounds 20] [--runs 3] [--quick] [--json F]
+
+PFLlib (github.com/TsingZ0/PFLlib) is a library of personalised methods that simulates clients one after the other; its
+checkout stays as it is: its `system` folder is copied, and the clients' data written beside it in its format (one .npz
+a client, since its version 0.1.9). Both train its CNN for images of 28x28 (582,026 parameters) by plain SGD for an
+epoch, on 40 images a client in batches of 20, which PFLlib's loader does not cut short; nobody is scored in the rounds
+that are timed. PFLlib has PyTorch's usual threads, Tepal one for each of as many clients at once as there are cores.
+A round's time is the median of all but the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from simulation import RATE, STOCK, UNSCORED, tepal, write_images
+
+METHODS = {"FedAvg": "fedavg", "FedAMP": "fedamp", "Ditto": "ditto"}
+SAMPLES, BATCH = 50, 20
+NAME = "MNIST"  # PFLlib chooses the CNN's input by the dataset's name
+SPENT = re.compile(r"time cost\W+([\d.]+)")
+
+
+def written(images: Path, clients: int, target: Path) -> None:
+    """The clients' shares of `images`, four fifths of each to train on, as PFLlib reads them."""
+    with np.load(images) as data:
+        pixels = ((data["x_train"].astype(np.float32) / 255 - 0.5) / 0.5)[:, np.newaxis]
+        labels = data["y_train"]
+    for kind in ("train", "test"):
+        (target / kind).mkdir(parents=True)
+    for client in range(clients):
+        share = np.arange(client * SAMPLES, (client + 1) * SAMPLES)
+        for kind, part in (("train", share[: SAMPLES * 4 // 5]), ("test", share[SAMPLES * 4 // 5 :])):
+            np.savez_compressed(target / kind / f"{client}.npz", data={"x": pixels[part], "y": labels[part]})
+
+
+def theirs(checkout: Path, folder: Path, method: str, clients: int, rounds: int) -> list[float]:
+    """Seconds of each round in PFLlib but the first, in which it scores everybody."""
+    shutil.copytree(checkout / "system", folder / "system", ignore=shutil.ignore_patterns("__pycache__"))
+    written(folder / "images.npz", clients, folder / "dataset" / NAME)
+    options = {
+        "-data": NAME, "-m": "CNN", "-algo": method, "-gr": rounds, "-nc": clients, "-jr": 1.0, "-ls": 1,
+        "-lbs": BATCH, "-lr": RATE, "-eg": 10 * rounds, "-dev": "cpu", "-go": "benchmark",
+    }  # fmt: skip
+    command = [sys.executable, "main.py", *(str(part) for option in options.items() for part in option)]
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    done = subprocess.run(command, cwd=folder / "system", env=environment, capture_output=True, text=True)
+    seconds = [float(found) for found in SPENT.findall(done.stdout)]
+    if len(seconds) <= rounds:  # it has one more than it is asked for
+        raise SystemExit(f"PFLlib's {method} ended with status {done.returncode} after {len(seconds)} rounds:\n"
+                         f"{(done.stdout + done.stderr)[-3000:]}")  # fmt: skip
+    return seconds[1 : rounds + 1]
+
+
+def ours(folder: Path, method: str, clients: int, rounds: int) -> list[float]:
+    changes = {**UNSCORED, "local-epochs": 1, "batch-size": BATCH, "model": "stock_model:pfllib_cnn"}
+    return tepal("in process", folder, clients, rounds + 1, strategy=METHODS[method], **changes)[0][1:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--clients", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--runs", type=int, default=3, help="of each, in turn; medians are shown")
+    parser.add_argument("--quick", action="store_true", help="few clients, rounds and runs: whether it works at all")
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    options = parser.parse_args()
+    checkout = Path(os.environ.get("PFLLIB", ""))
+    if "PFLLIB" not in os.environ or not (checkout / "system" / "main.py").is_file():
+        parser.error("PFLLIB must name a checkout of PFLlib, with its requirements installed; it has a system/main.py")
+    if options.quick:
+        options.clients, options.rounds, options.runs = 4, 2, 1
+    methods = options.methods.split(",")
+    if unknown := set(methods) - set(METHODS):
+        parser.error(f"--methods has {sorted(unknown)}, expected some of {', '.join(METHODS)}")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(STOCK), os.environ.get("PYTHONPATH")]))
+    taken: dict[str, dict[str, list[float]]] = {method: {"Tepal": [], "PFLlib": []} for method in methods}
+    for _ in range(options.runs):
+        for method, row in taken.items():
+            with tempfile.TemporaryDirectory(prefix="tepal-benchmark-") as name:
+                folder = Path(name)
+                write_images(folder / "images.npz", options.clients * SAMPLES)
+                row["Tepal"].append(statistics.median(ours(folder, method, options.clients, options.rounds)))
+                row["PFLlib"].append(
+                    statistics.median(theirs(checkout, folder, method, options.clients, options.rounds))
+                )
+    table = Table(title=f"{options.clients} clients; seconds a round", title_justify="left", box=None, pad_edge=False)
+    for heading in ("", "Tepal", "PFLlib", "faster"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for method, row in taken.items():
+        mine, their = (statistics.median(row[way]) for way in ("Tepal", "PFLlib"))
+        table.add_row(method, f"{mine:.3f}", f"{their:.3f}", f"{their / mine:.2f} x")
+    Console().print(table)
+    if options.json:
+        options.json.write_text(json.dumps({"clients": options.clients, "seconds": taken}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
