@@ -23,14 +23,17 @@ run: $(VENV)/.ready-run
 	$(BIN)/tepal compare .
 
 # One thread each, because two tests run side by side. Integration tests mostly wait: for processes to start, and for
-# Flower to look again.
+# Flower to look again. They are at the mercy of a machine that does something else, so that what failed is run once
+# more, with the machine to itself; what fails twice has failed, and what failed once is there to be read above it.
+AGAIN := --last-failed --last-failed-no-failures none
 test: $(VENV)/.ready-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit -n 2 --dist loadscope
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integration -n 2 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integration -n 2 --dist loadfile --no-loadscope-reorder || \
+		OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integration $(AGAIN)
 
 # One after the other: each has the machine's ports and cores to itself.
 test-containers: $(VENV)/.ready-dev
-	$(BIN)/python -m pytest tests/containers
+	$(BIN)/python -m pytest tests/containers || $(BIN)/python -m pytest tests/containers $(AGAIN)
 
 bench: $(VENV)/.ready-dev
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python benchmarks/bench.py

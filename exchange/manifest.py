@@ -26,6 +26,7 @@ from tepal.exchange.encodings import PLAIN, Wire
 from tepal.exchange.layout import Layout, Names
 from tepal.exchange.parts import DIGEST_BYTES, Part, Shaped
 from tepal.exchange.plan import Scalar, Tree
+from tepal.exchange.threads import in_threads
 
 RECORD = "tepal"
 """Name of the ConfigRecord that carries manifest or header."""
@@ -35,6 +36,7 @@ PARTS = "tepal.parts"
 _ID = "id"
 
 _LIMIT = 64_000_000  # bytes of decompressed JSON
+_PIECE = 1 << 22  # bytes of a packed part that are hashed at a time: part of what a seal is
 _HEADER, _HEADER_PER_ENTRY = 1_000_000, 1000  # of a header: a client must not be able to fill the server's memory
 
 
@@ -63,6 +65,12 @@ def _from_record(content: Mapping[str, Any], key: str, limit: int = _LIMIT) -> d
         return value
     except (KeyError, TypeError, ValueError, zlib.error, RecursionError) as error:
         raise ProtocolError(f"its {key} cannot be read ({error})") from error
+
+
+def _digests(data: bytes) -> list[bytes]:
+    """SHA-256 of each piece of a packed part."""
+    pieces = [memoryview(data)[start : start + _PIECE] for start in range(0, len(data), _PIECE)]
+    return in_threads(lambda piece: hashlib.sha256(piece).digest(), pieces, len(data))
 
 
 def exchange_id(content: Mapping[str, Any]) -> str:
@@ -247,7 +255,8 @@ class Header:
         return replace(self, seal=self.seal_of(content))
 
     def seal_of(self, content: Mapping[str, Any]) -> str:
-        """Digest of an answer: this header without its seal, the metrics that it names, and the packed parts."""
+        """Digest of an answer: this header without its seal, the metrics that it names, and the digests of the packed
+        parts' pieces, several of which are hashed at once."""
         known = hashlib.sha256(_to_text(replace(self, seal="")._to_json()))
         for name in self.metrics:
             record = content.get(name)
@@ -256,7 +265,7 @@ class Header:
         if isinstance(parts, ArrayRecord):
             for name, array in parts.items():
                 known.update(repr((name, array.dtype, array.shape, array.stype, len(array.data))).encode())
-                known.update(array.data)
+                known.update(b"".join(_digests(array.data)))
         return known.hexdigest()[: 2 * DIGEST_BYTES]
 
     def to_record(self) -> ConfigRecord:
