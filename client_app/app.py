@@ -17,6 +17,7 @@ from tepal.client_app.objectives import Outcome, Work
 from tepal.client_app.prediction import EnsembleScore, score_ensemble
 from tepal.client_app.probing import probe_layers, random_numbers_apart
 from tepal.client_app.site import Site
+from tepal.client_app.state import load_record, record_of_model
 from tepal.client_app.training import Score, accumulation, score
 from tepal.exchange import PartialExchange
 from tepal.exchange.mod import Received, received
@@ -32,7 +33,7 @@ app = ClientApp(mods=[PartialExchange(introduce=lambda msg, context: Site.of(msg
 def train(msg: Message, context: Context) -> Message:
     site = Site.of(msg, context)
     model = site.model
-    model.load_state_dict(msg.content["arrays"].to_torch_state_dict())
+    load_record(model, msg.content.array_records["arrays"])
     plan, came = apply_plan(model, msg), received(msg)
     objective, work = objectives.find(came.manifest.objective if came else ""), _work(site, came, plan.penalty)
     before = _scored(site, "received")
@@ -56,14 +57,17 @@ def train(msg: Message, context: Context) -> Message:
             **after,
         }
     )
-    content = RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics})
+    own = objective.personal and site.training.score_in_training
+    # The exchange takes what it needs at once; elsewhere, and where the model is loaded anew below, a copy is due.
+    arrays = record_of_model(model) if came is not None and not own else ArrayRecord(model.state_dict())
+    content = RecordDict({"arrays": arrays, "metrics": metrics})
     if came is not None:
         for tree, values in outcome.trees.items():
             content[tree] = came.record_of(tree, values)
         if outcome.personal is not None:
             came.personal.save(outcome.personal)
             work.personal = outcome.personal
-    if objective.personal and site.training.score_in_training:
+    if own:
         work.load(work.received)
         with _random_numbers(site):
             objective.personalise(work)
@@ -75,7 +79,7 @@ def train(msg: Message, context: Context) -> Message:
 def probe(msg: Message, context: Context) -> Message:
     """What the server chooses this client's layers by: no step is taken, and no entry is returned."""
     site = Site.of(msg, context)
-    site.model.load_state_dict(msg.content["arrays"].to_torch_state_dict())
+    load_record(site.model, msg.content.array_records["arrays"])
     found = probe_layers(site.model, msg, site.batches.epoch(0), loss=site.task.loss_of)
     metrics = MetricRecord({"num-examples": len(site.batches), **site.budget, **found})
     return Message(RecordDict({"metrics": metrics}), reply_to=msg)
@@ -89,7 +93,7 @@ def evaluate(msg: Message, context: Context) -> Message:
     records = list(msg.content.array_records.values())
     came = received(msg)
     if (objective := objectives.find(came.manifest.objective if came else "")).personal:
-        site.model.load_state_dict(records[0].to_torch_state_dict())
+        load_record(site.model, records[0])
         with _random_numbers(site):
             objective.personalise(_work(site, came))
         records = [ArrayRecord(site.model.state_dict())]

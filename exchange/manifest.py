@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord
 
 from tepal.exchange.encodings import PLAIN, Wire
 from tepal.exchange.layout import Layout, Names
@@ -36,6 +36,7 @@ PARTS = "tepal.parts"
 _ID = "id"
 
 _LIMIT = 64_000_000  # bytes of decompressed JSON
+_KNOWN = "_tepal_digests"
 _PIECE = 1 << 22  # bytes of a packed part that are hashed at a time: part of what a seal is
 _HEADER, _HEADER_PER_ENTRY = 1_000_000, 1000  # of a header: a client must not be able to fill the server's memory
 
@@ -67,10 +68,14 @@ def _from_record(content: Mapping[str, Any], key: str, limit: int = _LIMIT) -> d
         raise ProtocolError(f"its {key} cannot be read ({error})") from error
 
 
-def _digests(data: bytes) -> list[bytes]:
-    """SHA-256 of each piece of a packed part."""
-    pieces = [memoryview(data)[start : start + _PIECE] for start in range(0, len(data), _PIECE)]
-    return in_threads(lambda piece: hashlib.sha256(piece).digest(), pieces, len(data))
+def _digests(array: Array) -> bytes:
+    """SHA-256 of each piece of a packed part, one after the other. An Array knows its own, for who checks it here."""
+    data, known = array.data, array.__dict__.get(_KNOWN)
+    if known is None or known[0] is not data:
+        pieces = [memoryview(data)[start : start + _PIECE] for start in range(0, len(data), _PIECE)]
+        digests = in_threads(lambda piece: hashlib.sha256(piece).digest(), pieces, len(data))
+        known = array.__dict__[_KNOWN] = data, b"".join(digests)
+    return known[1]
 
 
 def exchange_id(content: Mapping[str, Any]) -> str:
@@ -265,7 +270,7 @@ class Header:
         if isinstance(parts, ArrayRecord):
             for name, array in parts.items():
                 known.update(repr((name, array.dtype, array.shape, array.stype, len(array.data))).encode())
-                known.update(b"".join(_digests(array.data)))
+                known.update(_digests(array))
         return known.hexdigest()[: 2 * DIGEST_BYTES]
 
     def to_record(self) -> ConfigRecord:

@@ -21,9 +21,10 @@ from tepal.exchange.cache import DEFAULT_LIMIT, ClientCache, default_root
 from tepal.exchange.encodings import EncodingError, Wire, add_difference
 from tepal.exchange.layout import Arrays, Names
 from tepal.exchange.manifest import PARTS, RECORD, Header, Manifest, signed
-from tepal.exchange.parts import Part, digest, pack, shapes_of, unpack, unpacked
+from tepal.exchange.parts import Part, digest, pack, shapes_of, unpack_checked, unpacked
 from tepal.exchange.personal import PersonalState
 from tepal.exchange.plan import INTRODUCE, TRAIN, Tree
+from tepal.exchange.records import record_of, values_of
 
 log = getLogger("flwr")
 
@@ -50,7 +51,7 @@ class Received:
         """A tree as the app has it in a message: a whole model is a raw `state_dict`, a part of one its entries."""
         whole = tree == self.manifest.model or len(values) == len(self.manifest.layout.entries)
         raw = self.manifest.layout.join(values) if whole else values
-        return ArrayRecord({name: Array(np.asarray(array)) for name, array in raw.items()})
+        return record_of(raw)
 
     @property
     def frozen(self) -> Names:
@@ -157,8 +158,8 @@ class _Exchange:
             values: dict[str, np.ndarray] = {}
             if parcel.sent:
                 shaped = [(name, entries[name].dtype, entries[name].shape) for name in parcel.sent]
-                came = unpack(arrays[str(number)], shaped, Wire(parcel.dtype))
-                values = {name: array for name, array in came.items() if digest(array) == part.digest_of[name]}
+                digests = [part.digest_of[name] for name in parcel.sent]
+                values = unpack_checked(arrays[str(number)], shaped, Wire(parcel.dtype), digests)
             if len(values) < len(part.names):
                 values = {**self.cache.find(part), **values}
             if lacking := tuple(name for name in part.names if name not in values):
@@ -247,9 +248,8 @@ class _Exchange:
         records = content.array_records
         if record not in records and not (is_model and len(records) == 1):
             raise _Refusal(f"the app's answer has no ArrayRecord {record!r}; it has {sorted(records) or 'none'}")
-        raw = {
-            name: array.numpy() for name, array in (records[record] if record in records else _only(records)).items()
-        }
+        answer = records[record] if record in records else _only(records)
+        raw = {name: values_of(array) for name, array in answer.items()}
         returned: dict[str, np.ndarray] = {}
         wanted = set(names)
         whole = is_model or len(wanted) == len(layout.entries)

@@ -14,10 +14,12 @@ OF_MODE = re.compile(r"mode/(0|[1-9][0-9]*)/(.*)", re.DOTALL)
 def join_modes(models: Iterable[Mapping[str, Array]]) -> ArrayRecord:
     """The models of an ensemble in one record. A single model keeps its names, unless they look like an ensemble's."""
     models = list(models)
-    if len(models) == 1 and not all(map(OF_MODE.fullmatch, models[0])):
-        return ArrayRecord(dict(models[0]))
-    named = ((f"mode/{k}/{name}", array) for k, model in enumerate(models) for name, array in model.items())
-    return ArrayRecord(dict(named))
+    alone = len(models) == 1 and not all(map(OF_MODE.fullmatch, models[0]))
+    joined = ArrayRecord()
+    for k, model in enumerate(models):
+        for name, array in model.items():
+            joined[name if alone else f"mode/{k}/{name}"] = array
+    return joined
 
 
 def modes_of(record: Mapping[str, Array]) -> list[dict[str, Array]]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
@@ -27,6 +27,7 @@ from tepal.exchange.files import DamagedFile
 from tepal.exchange.layout import Layout
 from tepal.exchange.modes import join_modes, modes_of
 from tepal.exchange.plan import EVALUATE, FINAL, INTRODUCE, LABEL_COUNTS, TRAIN, Plan, Reply
+from tepal.exchange.records import record_of
 from tepal.exchange.sender import Sender
 from tepal.strategies.aggregate import ON_TESTS, mean_metrics, over_clients
 from tepal.strategies.checkpoint import Checkpoint, CheckpointError, Checkpoints, layout_digest
@@ -638,9 +639,7 @@ class MethodStrategy(Strategy):
     def _arrays(self, state: Any) -> ArrayRecord:
         """What the run delivers, as Flower and apps know it: a raw `state_dict`, or those of an ensemble's modes."""
         models = [self._sender.layout.join(entries) for entries in self.method.models(state)]
-        return join_modes(
-            ArrayRecord({name: Array(np.asarray(array)) for name, array in raw.items()}) for raw in models
-        )
+        return join_modes(record_of(raw) for raw in models)
 
     def _settings(self, state: Any, plan: Plan, this: _Round) -> Mapping[str, Any]:
         """The app's settings for a plan, the learning rate scheduled."""

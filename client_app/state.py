@@ -1,0 +1,29 @@
+"""A model's state and the ArrayRecords of messages, with no copy but the one into the model."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord
+from torch import nn
+
+from tepal.exchange.records import record_of, values_of
+
+
+def load_record(model: nn.Module, record: ArrayRecord) -> None:
+    """As `model.load_state_dict(record.to_torch_state_dict())`. RuntimeError for what is not this model's state."""
+    state = model.state_dict()
+    values = {name: values_of(array) for name, array in record.items()}
+    if values.keys() != state.keys() or any(array.shape != state[name].shape for name, array in values.items()):
+        model.load_state_dict(record.to_torch_state_dict())
+        return
+    for name, tensor in state.items():
+        if tensor.device.type == "cpu" and tensor.dtype != torch.bfloat16:
+            np.copyto(tensor.numpy(), values[name], casting="unsafe")
+        else:
+            tensor.copy_(torch.from_numpy(np.array(values[name])))
+
+
+def record_of_model(model: nn.Module) -> ArrayRecord:
+    """The model's state as it is until it trains on or is loaded anew."""
+    return record_of({name: tensor.cpu().numpy() for name, tensor in model.state_dict().items()})
