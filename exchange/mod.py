@@ -166,7 +166,8 @@ class _Exchange:
                 self.missing[part.id] = lacking
             elif parcel.sent:
                 arrived.append((parcel, values))
-            trees.setdefault(part.tree, {}).update(values)
+            # In one order, wherever they came from.
+            trees.setdefault(part.tree, {}).update({name: values[name] for name in part.names if name in values})
         for parcel, values in arrived:
             if parcel.keep:
                 self.cache.keep(parcel.part, values)
