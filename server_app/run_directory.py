@@ -26,6 +26,7 @@ import os
 import re
 import shutil
 import stat
+import time
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -58,6 +59,8 @@ CONFIG, METRICS, MODEL, SUMMARY, REPORT, LATEST = (
 CHECKPOINTS = "checkpoint"
 ROUNDS = "rounds"
 LABELS = "labels.json"
+
+_A_LOOK = 0.2  # seconds in which `is_held` lets a folder go
 
 KEPT_IN = "This run is kept in "
 """How a run's log says where its directory is; what follows a run from outside looks for it."""
@@ -299,13 +302,31 @@ def held(folder: Path) -> Iterator[None]:
     """Keep a folder from other processes that hold it, too, until the block or this process ends. Raises RunInUse."""
     handle = os.open(folder, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise RunInUse(f"{folder} belongs to a run that has not ended; stop that one first") from error
+        give_up = time.monotonic() + _A_LOOK
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() > give_up:
+                    raise RunInUse(f"{folder} belongs to a run that has not ended; stop that one first") from error
+                time.sleep(_A_LOOK / 10)  # `is_held` has it for an instant
         yield
     finally:
         os.close(handle)
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a process that has not ended holds a folder."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        # Shared: those who look do not take each other for a run.
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(handle)
+    return False
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
