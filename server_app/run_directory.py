@@ -355,10 +355,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
                     f"{path}, line {number}: {error}. Each line must be a JSON object with a whole number as its "
                     '"round"; remove the line, or take the file from a copy'
                 ) from error
-    return _scored([rounds[number] for number in sorted(rounds)])
+    return scored([rounds[number] for number in sorted(rounds)])
 
 
-def _scored(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def scored(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Fill in scores that the clients gave a round later: what they *received* is the model after the round before."""
     for line, following in pairwise(metrics):
         if line.get("accuracy") is None and line.get("loss") is None and following["round"] == line["round"] + 1:
