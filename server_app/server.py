@@ -152,6 +152,9 @@ def run_server(
     attempts: Annotated[
         int, typer.Option(envvar="TEPAL_ATTEMPTS", min=1, help="to let a run go on, without a newly finished round")
     ] = 5,
+    metrics: Annotated[
+        str, typer.Option(envvar="TEPAL_METRICS", help="HOST:PORT at which Prometheus finds /metrics; none by default")
+    ] = "",
 ) -> None:
     """Run the server until it is stopped. Stopped or killed, it goes on where it was when it is started again."""
     if context.invoked_subcommand is not None:
@@ -178,6 +181,7 @@ def run_server(
             host=host,
             port=port,
             attempts=attempts,
+            metrics=metrics,
         )
         _log_to_stdout()
         if insecure:

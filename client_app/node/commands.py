@@ -69,6 +69,10 @@ def run(
     memory_limit: Annotated[
         str, typer.Option(envvar="TEPAL_NODE_MEMORY_LIMIT", help="private memory of a ClientApp, such as 2GB; 0: any")
     ] = "0",
+    metrics: Annotated[
+        str,
+        typer.Option(envvar="TEPAL_NODE_METRICS", help="HOST:PORT at which Prometheus finds /metrics; none by default"),
+    ] = "",
 ) -> None:
     """Run a client until it is stopped; the message in hand is then finished, or handed back.
 
@@ -113,6 +117,7 @@ def run(
             grace=grace,
             spare=spare,
             memory_limit=parse_size(memory_limit),
+            metrics=metrics,
         )
         run_node(settings)
     except (OtherFlower, OSError, ValueError) as error:
