@@ -200,7 +200,7 @@ def _gpu(said: dict[str, str], devices: Path) -> Finding:
     found = "this machine has one that torch does not see"
     if said["cuda"]:
         return Finding("GPU", WARNING, found, "see that `nvidia-smi` works, and CUDA_VISIBLE_DEVICES does not hide it")
-    return Finding("GPU", WARNING, f"{found}: it is built for CPUs", "pip install torch as pytorch.org says for CUDA")
+    return Finding("GPU", WARNING, f"{found}: it is built for CPUs", "install a build of torch for CUDA")
 
 
 # --- the machine ------------------------------------------------------------------------------------------------------
