@@ -297,7 +297,7 @@ def run_facts(view: RunView, usual: Mapping[str, Any]) -> dict[str, Any]:
             **view.facts(),
             "config": own_settings(view.config, usual),
             "summary": view.summary,
-            "rounds_table": view.metrics,
+            "metrics": view.metrics,
             "clients": [asdict(each) for each in troubles(view.metrics)],
             "label_counts": read_label_counts(view.path),
             "files": files_of(view.path),

@@ -151,7 +151,7 @@ def test_a_long_run_shows_some_rounds_and_says_so(runs):
     assert "20 of 100 rounds" in page
     page = CliRunner().invoke(main, ["show", str(directory.path), "--all-rounds"]).stdout
     assert sum(" train " in line for line in page.splitlines()) == 100
-    assert len(told("show", directory.path)["rounds_table"]) == 100
+    assert len(told("show", directory.path)["metrics"]) == 100
 
 
 def test_files_count_with_all_that_is_in_a_folder(runs):
