@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -15,6 +17,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.text import Text
 
 from tepal import models
 from tepal.client_app.inputs import InputConfig
@@ -57,8 +60,23 @@ from tepal.server_app.run_directory import (
 from tepal.server_app.server import server
 from tepal.server_app.simulation import simulate, simulate_in_process
 from tepal.server_app.terminal import RoundProgress, final_table, follow_metrics
+from tepal.server_app.views import (
+    ComparisonView,
+    RunView,
+    comparison_facts,
+    comparison_summary_page,
+    console,
+    facts_of,
+    find,
+    reasons,
+    run_facts,
+    run_page,
+    runs_table,
+    views,
+)
 
 _IN_PROCESS = "all clients in one process, one after the other, or with --cpus in threads: begins at once"
+_JSON = "as JSON, for programs"
 _CPUS, _ONE_CPU = "CPU cores for each client at work", "1; --in-process: all"
 _CLIENTS = ".clients"  # in the folder of runs: what simulated clients keep, by experiment
 
@@ -247,6 +265,97 @@ def report_command(
     except (OSError, ValueError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error
+
+
+@main.command("runs")
+def runs_command(
+    folder: Annotated[Path, typer.Argument(help="folder of run directories, or of a comparison")] = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help=_JSON)] = False,
+) -> None:
+    """List runs and comparisons, the newest first: how far each is, its score, the bytes that it moved."""
+    try:
+        facts = [facts_of(view) for view in views(folder)]
+    except OSError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+    elif facts:
+        console().print(runs_table(facts), *map(Text, reasons(facts)), sep="\n")
+    else:
+        typer.echo(f"{folder} has no runs")
+
+
+@main.command("show")
+def show_command(
+    run: Annotated[str, typer.Argument(help=f"a path, a name in the folder of runs, or {LATEST!r}")] = LATEST,
+    runs: Annotated[Path, typer.Option(help="folder in which names are looked for")] = Path("runs"),
+    all_rounds: Annotated[bool, typer.Option("--all-rounds", help="a line for every round, however many")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help=_JSON)] = False,
+) -> None:
+    """Tell of one run: settings of its own, rounds, clients with their troubles, bytes, files. Or of a comparison."""
+    try:
+        path = find(run, runs)
+        if is_comparison(path):
+            compared = ComparisonView(path)
+            results = measure(compared.comparison)
+            facts = comparison_facts(compared, results)
+            page = comparison_summary_page(compared, results)
+        else:
+            view = RunView(path)
+            facts = run_facts(view, defaults())
+            page = run_page(view, defaults(), all_rounds=all_rounds)
+    except (OSError, ValueError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+    else:
+        console().print(page)
+
+
+@main.command("doctor")
+def doctor_command(
+    credentials: Annotated[
+        Path | None, typer.Option(help="a folder of `tepal provision`, or a copy of its server/, to look at")
+    ] = None,
+    site: Annotated[Path | None, typer.Option(help="a site's archive or folder to look at")] = None,
+    superlink: Annotated[
+        str, typer.Option(help="HOST:PORT of a server's control port, to compare this machine's clock with its")
+    ] = "",
+    root_certificates: Annotated[
+        Path | None, typer.Option(help="whom to trust there", show_default="those of --credentials or --site")
+    ] = None,
+    runs: Annotated[Path, typer.Option(help="folder for run directories")] = Path("runs"),
+    cache: Annotated[
+        Path | None, typer.Option(help="folder of what clients keep", show_default="$TEPAL_CACHE, or the user's")
+    ] = None,
+    port: Annotated[
+        list[int] | None,
+        typer.Option(min=1, max=65535, help="that must be free; may be repeated", show_default="a server's"),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help=_JSON)] = False,
+) -> None:
+    """Check this installation and its machine, and say for each problem what to do. Exit status 1: there is one."""
+    from tepal.server_app.doctor import PROBLEM, Questions, examine, findings_table
+
+    asked = Questions(
+        runs=runs,
+        cache=cache,
+        ports=tuple(port or ()),
+        credentials=credentials,
+        site=site,
+        superlink=superlink,
+        root_certificates=root_certificates,
+    )
+    with Console(stderr=True).status("looking …"):
+        findings = list(examine(asked))
+    if as_json:
+        typer.echo(json.dumps([asdict(each) for each in findings], indent=2))
+    else:
+        console().print(findings_table(findings))
+    if any(each.state == PROBLEM for each in findings):
+        raise typer.Exit(1)
 
 
 @main.command("predict")

@@ -31,9 +31,8 @@ from tepal.server_app.run_directory import (
     ACCURACY,
     CHECKPOINTS,
     Measure,
-    RunInUse,
     add,
-    held,
+    is_held,
     measured_by,
     read_metrics,
     read_summary,
@@ -166,16 +165,8 @@ def _look_again(cell: Cell, folder: Path) -> None:
     summary = read_summary(cell.run) if cell.run else None
     if summary is not None and summary.get("stopped_by") is None:
         cell.outcome, cell.reason = "finished", ""
-    elif cell.outcome == "running" and not _at_work(folder):
+    elif cell.outcome == "running" and not is_held(folder):
         cell.outcome = "stopped"
-
-
-def _at_work(folder: Path) -> bool:
-    try:
-        with held(folder):
-            return False
-    except RunInUse:
-        return True
 
 
 # --- what a run measured --------------------------------------------------------------------------------------------

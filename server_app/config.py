@@ -24,6 +24,7 @@ from tepal.client_app.data import BY_LABEL, LOCAL, DataError
 from tepal.client_app.inputs import InputConfig, sizes
 from tepal.exchange.encodings import Encoding
 from tepal.server_app.run_directory import RunDirectory
+from tepal.server_app.trackers import TrackerError, missing, names_of, with_password
 
 log = getLogger("flwr")
 
@@ -85,7 +86,25 @@ class RoundConfig(BaseModel):
     seed: int = Field(42, ge=0, lt=2**32, description="of everything that is drawn: model, partition, cohorts, batches")
     runs: str = Field("runs", description="folder for run directories, on the server")
     checkpoints: int = Field(3, ge=1, description="how many of the last rounds' checkpoints a run directory keeps")
+    trackers: str = Field(
+        "",
+        description='what shows the rounds beside metrics.jsonl: tensorboard, mlflow, or both with a comma between; '
+        '"": nothing (docs/runs.md)',
+    )
     resume: str = Field("", description="run directory on the server (or a folder of them: the latest) to go on with")
+
+
+class MLflowConfig(BaseModel):
+    """Keys of the tracker MLflow."""
+
+    model_config = _keys("mlflow.")
+
+    tracking_uri: str = Field(
+        "",
+        description="where MLflow keeps its runs: https://HOST, a database such as sqlite:////srv/mlflow.db; "
+        '"": $MLFLOW_TRACKING_URI, else mlflow.db in the folder of runs',
+    )
+    experiment: str = Field("tepal", min_length=1, description="of MLflow, that runs are entered under")
 
 
 class EncodingConfig(BaseModel):
@@ -328,6 +347,7 @@ SECTIONS: Mapping[str, tuple[str, type[BaseModel]]] = {
     "training": ("Local training", TrainingConfig),
     "wire": ("How values travel", EncodingConfig),
     "blocks": ("A model's blocks", BlocksConfig),
+    "mlflow": ("MLflow", MLflowConfig),
     "fedfrozen": ("FedFrozen", FedFrozenConfig),
     "selective": ("Selective layers", SelectiveConfig),
     "fedensemble": ("Fed-ensemble", FedEnsembleConfig),
@@ -357,6 +377,7 @@ class RunConfig:
     training: TrainingConfig
     wire: EncodingConfig
     blocks: BlocksConfig
+    mlflow: MLflowConfig
     fedfrozen: FedFrozenConfig
     selective: SelectiveConfig
     fedensemble: FedEnsembleConfig
@@ -428,6 +449,7 @@ CHANGEABLE = (
     "num-server-rounds", "min-clients", "min-replies", "max-replies", "round-timeout", "fraction-evaluate",
     "evaluate-every",
     "checkpoints",
+    "trackers", "mlflow.tracking-uri", "mlflow.experiment",
 )  # fmt: skip
 """Keys that a resumed run may have other than it was started with."""
 
@@ -543,6 +565,7 @@ def _contradictions(config: RunConfig) -> list[str]:
     if not config.training.local_steps and not config.training.local_epochs:
         found.append("local-epochs=0 and local-steps=0: clients would not train; set one of them")
     found += _training_contradictions(config)
+    found += _tracker_problems(config)
     if config.fedfrozen.ridge and config.blocks.query_key and not config.blocks.value_projection:
         found.append(
             f"fedfrozen.ridge={config.fedfrozen.ridge:g} is about the value projections, and blocks.query-key is set "
@@ -583,6 +606,21 @@ def _training_contradictions(config: RunConfig) -> Iterator[str]:
         yield (
             f"pfedme.lambda={config.pfedme.lam:g} and learning-rate={training.learning_rate:g}: w ← w − ηλ(w − θ) "
             "diverges where their product is 2 or more"
+        )
+
+
+def _tracker_problems(config: RunConfig) -> Iterator[str]:
+    given = config.rounds.trackers
+    try:
+        names = names_of(given)
+    except TrackerError as error:
+        yield f"trackers={given!r}: {error}"
+        return
+    yield from (f"trackers={given!r}: {problem}" for problem in missing(names))
+    if with_password(config.mlflow.tracking_uri):
+        yield (
+            "mlflow.tracking-uri has a password in it, and a run config is kept in files and told to the clients: give "
+            "the server $MLFLOW_TRACKING_URI, or $MLFLOW_TRACKING_USERNAME and $MLFLOW_TRACKING_PASSWORD"
         )
 
 

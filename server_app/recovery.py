@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
-import os
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -64,24 +62,12 @@ def look_at(path: Path) -> RunOnDisk | None:
 
     A resumed run writes its config anew and keeps the summary of before, so a summary may be older than the run.
     """
-    from tepal.server_app.run_directory import CHECKPOINTS, CONFIG, SUMMARY
+    from tepal.server_app.run_directory import CHECKPOINTS, CONFIG, SUMMARY, is_held
 
     try:
-        begun = (path / CONFIG).stat().st_mtime
-        handle = os.open(path, os.O_RDONLY)
+        begun, in_use = (path / CONFIG).stat().st_mtime, is_held(path)
     except OSError:
         return None
-    try:
-        # Shared: two that look do not see each other. Who starts in this directory might; but it is looked at only
-        # before anything was started, and while somebody has it.
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        in_use = False
-    except BlockingIOError:
-        in_use = True
-    except OSError:  # a file system without locks
-        in_use = False
-    finally:
-        os.close(handle)
     numbers = (entry.name.removeprefix("round-") for entry in (path / CHECKPOINTS).glob("round-*"))
     newest = max((int(number) for number in numbers if number.isdigit()), default=None)
     ended, stopped_by = False, None

@@ -252,7 +252,7 @@ def _bytes_against_fedavg(
 
 def labels_figure(counts: Mapping[str, Sequence[int]]) -> Figure:
     """How the classes are spread over the clients, by what these told: client → examples of each class."""
-    clients = sorted(counts, key=_natural)
+    clients = sorted(counts, key=natural)
     shown = clients[:_MOST_CLIENTS]
     classes = max(map(len, counts.values()))
     rows = [[*counts[client], *[0] * (classes - len(counts[client]))] for client in shown]
@@ -275,7 +275,7 @@ def labels_figure(counts: Mapping[str, Sequence[int]]) -> Figure:
     return Figure("labels", "Labels at the clients", caption, plot)
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
+def natural(name: str) -> list[tuple[int, str]]:
     """By which client-2 comes before client-10."""
     return [(int(part or 0), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
@@ -408,9 +408,9 @@ def _headline(name: str, figure: str, small: str) -> str:
 
 def _trouble_html(metrics: Lines) -> str:
     rows = [
-        (line["round"], reply.get("client"), _TROUBLE[what], reply.get("reason") or "no reason given")
+        (line["round"], reply.get("client"), TROUBLE[what], reply.get("reason") or "no reason given")
         for line in metrics
-        for what in _TROUBLE
+        for what in TROUBLE
         for reply in line.get(what) or ()
     ]
     if not rows:
@@ -419,11 +419,12 @@ def _trouble_html(metrics: Lines) -> str:
     return f"<section><h2>What went wrong</h2>{table}</section>"
 
 
-_TROUBLE = {"refused": "refused", "lost": "lost", "late": "late", "left_out": "left out", "notes": "got over"}
+# Keys of a round under which clients stand that something went wrong with, and the word for each.
+TROUBLE = {"refused": "refused", "lost": "lost", "late": "late", "left_out": "left out", "notes": "got over"}
 
 
 # Column of the table of rounds: heading, key in metrics.jsonl, how a value is written.
-_COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("round", "round", str),
     ("phase", "phase", str),
     ("asked", "clients_asked", str),
@@ -462,7 +463,7 @@ def _rounds_html(metrics: Lines) -> str:
     absent = {key for key in _OF_TASKS if not _known(metrics, key)}
     if measured_by(metrics) != ACCURACY:
         absent.add(ACCURACY.key)
-    columns = [column for column in _COLUMNS if column[1] not in absent]
+    columns = [column for column in COLUMNS if column[1] not in absent]
     rows = [["–" if line.get(key) is None else text(line[key]) for _, key, text in columns] for line in metrics]
     table = table_html("Every round", [heading for heading, _, _ in columns], rows, words={1})
     return f"<details><summary>Every round, as a table</summary>{table}</details>"

@@ -34,6 +34,7 @@ from tepal.server_app.distillation import Distiller
 from tepal.server_app.grid import prompt
 from tepal.server_app.report import write_report
 from tepal.server_app.run_directory import ACCURACY, CHECKPOINTS, KEPT_IN, RMSE, RunDirectory, read_metrics, total
+from tepal.server_app.trackers import TrackerError, Trackers, check_trackers, open_trackers
 from tepal.strategies import MethodError, MethodStrategy, NoAttentionError, RoundFailed, RoundReport
 from tepal.strategies.checkpoint import CheckpointError, Checkpoints
 
@@ -48,7 +49,8 @@ _NAME_THEM = (
     "In the run config, patterns of entry names in blocks.query-key (and blocks.layers, blocks.embedding, blocks.head) "
     "say what is what"
 )
-_OWN = ("runs", "resume", "pretrained")  # keys that are about this server, and no business of the clients
+# Keys that are about this server, and no business of the clients.
+_OWN = ("runs", "resume", "pretrained", "trackers", "mlflow.tracking-uri", "mlflow.experiment")
 _PATIENCE = 600.0  # seconds during which a result that cannot be written is tried again
 _TRY_AGAIN = 5.0
 
@@ -63,6 +65,11 @@ def run(grid: Grid, values: Mapping[str, Any]) -> Path:
     config, directory = open_run(values)
     model, blocks = build_model(config)
     strategy = build_strategy(config, blocks)
+    if directory is None:  # a run that goes on does so without its tracker, too
+        try:
+            check_trackers(config)
+        except TrackerError as error:
+            raise ConfigError(str(error)) from error
     loaded = None
     # A run that is resumed has its weights in its checkpoint: the file that it began with may be gone.
     if config.rounds.pretrained and (directory is None or not Checkpoints(directory.path / CHECKPOINTS).latest()):
@@ -70,7 +77,7 @@ def run(grid: Grid, values: Mapping[str, Any]) -> Path:
         log.info("%s", loaded)
     if directory is None:
         directory = RunDirectory.create(Path(config.rounds.runs).expanduser(), config.rounds.strategy, config.flat)
-    with directory.in_use():
+    with directory.in_use(), open_trackers(config, directory.path) as trackers:
         log.info("%s%s", KEPT_IN, directory.path.resolve())
         resumed = bool(config.rounds.resume)
         if resumed:
@@ -81,7 +88,7 @@ def run(grid: Grid, values: Mapping[str, Any]) -> Path:
         seconds_before = total(read_metrics(directory.path), "seconds") or 0.0
         begun = time.monotonic()
         starts = _starts(config, model, loaded)
-        result, failure = _start(strategy, grid, config, values, model, starts, directory)
+        result, failure = _start(strategy, grid, config, values, model, starts, directory, trackers)
         arrays = {name: array.numpy() for name, array in result.arrays.items()}
         metadata = {**written_sizes(sizes_of(config)), **written_names(config.data)}
         _insist(lambda: directory.write_model(arrays, metadata))
@@ -110,12 +117,13 @@ def _start(
     model: nn.Module,
     starts: Iterator[nn.Module],
     directory: RunDirectory,
+    trackers: Trackers,
 ) -> tuple[Result, RoundFailed | None]:
     """All rounds; the result, and why there is no more of it, where the clients failed."""
     assert strategy.blocks is not None
     model_bytes = strategy.blocks.layout.nbytes()
     task = TASKS[config.data.kind]
-    strategy.on_round = lambda report: _keep(report, model_bytes, directory, task)
+    strategy.on_round = lambda report: _keep(report, model_bytes, directory, trackers, task)
     # Clients have the config of the Flower run. Where that is not this run's, because it is resumed, they are told.
     told = {key: value for key, value in config.flat.items() if key not in _OWN and values.get(key, value) != value}
     if not config.data.names and (names := written_names(config.data)):
@@ -262,7 +270,9 @@ def _starts(config: RunConfig, model: nn.Module, loaded: Loaded | None) -> Itera
             yield other
 
 
-def _keep(report: RoundReport, model_bytes: int, directory: RunDirectory, task: Task) -> None:
+def _keep(
+    report: RoundReport, model_bytes: int, directory: RunDirectory, trackers: Trackers, task: Task
+) -> None:
     if report.record:
         try:
             directory.write_record(report.round, report.record)
@@ -272,7 +282,9 @@ def _keep(report: RoundReport, model_bytes: int, directory: RunDirectory, task: 
         directory.add_label_counts(report.label_counts)
     except OSError as error:
         log.error("%s. The run goes on without.", error)
-    directory.add(metrics_line(report, model_bytes, task))
+    line = metrics_line(report, model_bytes, task)
+    directory.add(line)
+    trackers.add(line)
 
 
 def server_evaluation(

@@ -26,6 +26,7 @@ import os
 import re
 import shutil
 import stat
+import time
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -58,6 +59,8 @@ CONFIG, METRICS, MODEL, SUMMARY, REPORT, LATEST = (
 CHECKPOINTS = "checkpoint"
 ROUNDS = "rounds"
 LABELS = "labels.json"
+
+_A_LOOK = 0.2  # seconds in which `is_held` lets a folder go
 
 KEPT_IN = "This run is kept in "
 """How a run's log says where its directory is; what follows a run from outside looks for it."""
@@ -299,13 +302,33 @@ def held(folder: Path) -> Iterator[None]:
     """Keep a folder from other processes that hold it, too, until the block or this process ends. Raises RunInUse."""
     handle = os.open(folder, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise RunInUse(f"{folder} belongs to a run that has not ended; stop that one first") from error
+        give_up = time.monotonic() + _A_LOOK
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() > give_up:
+                    raise RunInUse(f"{folder} belongs to a run that has not ended; stop that one first") from error
+                time.sleep(_A_LOOK / 10)  # `is_held` has it for an instant
         yield
     finally:
         os.close(handle)
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a process that has not ended holds a folder."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        # Shared: those who look do not take each other for a run.
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return False
+    finally:
+        os.close(handle)
+    return False
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -334,10 +357,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
                     f"{path}, line {number}: {error}. Each line must be a JSON object with a whole number as its "
                     '"round"; remove the line, or take the file from a copy'
                 ) from error
-    return _scored([rounds[number] for number in sorted(rounds)])
+    return scored([rounds[number] for number in sorted(rounds)])
 
 
-def _scored(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def scored(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Fill in scores that the clients gave a round later: what they *received* is the model after the round before."""
     for line, following in pairwise(metrics):
         if line.get("accuracy") is None and line.get("loss") is None and following["round"] == line["round"] + 1:

@@ -16,6 +16,7 @@ this file is the command.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -24,6 +25,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from types import FrameType
 
 
+from tepal.server_app.log_format import TEXT
+from tepal.server_app.log_format import log_format as formatted
 from tepal.server_app.node_keys import ServerError
 from tepal.server_app.supervisor import STATE, Journal, Settings, Supervisor, reachable
 
@@ -152,6 +156,12 @@ def run_server(
     attempts: Annotated[
         int, typer.Option(envvar="TEPAL_ATTEMPTS", min=1, help="to let a run go on, without a newly finished round")
     ] = 5,
+    metrics: Annotated[
+        str, typer.Option(envvar="TEPAL_METRICS", help="HOST:PORT at which Prometheus finds /metrics; none by default")
+    ] = "",
+    log_format: Annotated[
+        str, typer.Option(envvar="TEPAL_LOG_FORMAT", help="text, or json: an object for each line of the log")
+    ] = TEXT,
 ) -> None:
     """Run the server until it is stopped. Stopped or killed, it goes on where it was when it is started again."""
     if context.invoked_subcommand is not None:
@@ -159,7 +169,7 @@ def run_server(
     from tepal.server_app.flower import parse_run_config
     from tepal.server_app.provision import find_server
 
-    try:
+    with _errors():
         if credentials is None and not insecure:
             raise ServerError(
                 "without credentials anybody could connect. Name their folder with --credentials (`tepal provision` "
@@ -178,18 +188,32 @@ def run_server(
             host=host,
             port=port,
             attempts=attempts,
+            metrics=metrics,
         )
-        _log_to_stdout()
-        if insecure:
-            log.warning("--insecure: no TLS, and any node may connect. For trying things out on one machine only.")
-        if reachable(host) not in ("127.0.0.1", "[::1]", "localhost") or host != reachable(host):
-            log.warning("--host %s: who reaches port %d there can run code on all nodes.", host, port)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, _leave)
-        Supervisor(settings).run()
+        with formatted(log_format), _errors():
+            _serve(settings, insecure)
+
+
+@contextlib.contextmanager
+def _errors() -> Iterator[None]:
+    """Say what went wrong, in the format of the log, and end with status 1."""
+    try:
+        yield
     except (ServerError, OSError, ValueError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error
+
+
+def _serve(settings: Settings, insecure: bool) -> None:
+    host, port = settings.host, settings.port
+    _log_to_stdout()
+    if insecure:
+        log.warning("--insecure: no TLS, and any node may connect. For trying things out on one machine only.")
+    if reachable(host) not in ("127.0.0.1", "[::1]", "localhost") or host != reachable(host):
+        log.warning("--host %s: who reaches port %d there can run code on all nodes.", host, port)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, _leave)
+    Supervisor(settings).run()
 
 
 @server.command("status")

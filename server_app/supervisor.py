@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from tepal.server_app.provision import ServerFolder
 
 from tepal.server_app.node_keys import Keys, ServerError, check_credentials
+from tepal.server_app.prometheus import server_families, serving
 from tepal.server_app.recovery import (
     RESUMES,
     Record,
@@ -74,6 +75,8 @@ class Settings:
     host: str = "127.0.0.1"
     port: int = 8000
     attempts: int = 5
+    metrics: str = ""
+    """HOST:PORT for Prometheus; "": none."""
 
     @property
     def control(self) -> str:
@@ -285,7 +288,8 @@ class Supervisor:
         """Serve until a signal raises SystemExit. Raises ServerError for what a person must mend first."""
         settings = self.settings
         self.state.mkdir(parents=True, exist_ok=True)
-        with _alone(self.state):
+        scraped = lambda: server_families(self.journal, self._folders)  # noqa: E731
+        with _alone(self.state), serving(settings.metrics, scraped):
             self.journal = Journal.read(self.state / STATE)
             self._check_credentials()
             self._prepare_app()

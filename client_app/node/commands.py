@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -69,6 +71,13 @@ def run(
     memory_limit: Annotated[
         str, typer.Option(envvar="TEPAL_NODE_MEMORY_LIMIT", help="private memory of a ClientApp, such as 2GB; 0: any")
     ] = "0",
+    metrics: Annotated[
+        str,
+        typer.Option(envvar="TEPAL_NODE_METRICS", help="HOST:PORT at which Prometheus finds /metrics; none by default"),
+    ] = "",
+    log_format: Annotated[
+        str, typer.Option(envvar="TEPAL_LOG_FORMAT", help="text, or json: an object for each line of the log")
+    ] = "text",
 ) -> None:
     """Run a client until it is stopped; the message in hand is then finished, or handed back.
 
@@ -76,12 +85,11 @@ def run(
     """
     if context.invoked_subcommand:
         return
-    errors = Console(stderr=True)
-    try:
-        from tepal.client_app.node.flower import OtherFlower
+    with _errors():
         from tepal.client_app.node.limits import parse_size
         from tepal.client_app.node.node import NodeSettings, run_node
         from tepal.server_app.flower import parse_run_config
+        from tepal.server_app.log_format import log_format as formatted
 
         if site is not None and (insecure or key or root_certificates):
             raise ValueError("--site brings key and certificate: leave out --insecure, --key and --root-certificates")
@@ -113,10 +121,21 @@ def run(
             grace=grace,
             spare=spare,
             memory_limit=parse_size(memory_limit),
+            metrics=metrics,
         )
-        run_node(settings)
+        with formatted(log_format), _errors():
+            run_node(settings)
+
+
+@contextlib.contextmanager
+def _errors() -> Iterator[None]:
+    """Say what went wrong, in the format of the log, and end with status 1."""
+    from tepal.client_app.node.flower import OtherFlower
+
+    try:
+        yield
     except (OtherFlower, OSError, ValueError) as error:
-        errors.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from error
 
 

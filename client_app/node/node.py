@@ -24,6 +24,7 @@ from joblib import cpu_count
 
 from tepal.server_app.flower import Value, to_toml
 from tepal.server_app.processes import flower_environment, free_port
+from tepal.server_app.prometheus import node_families, serving
 
 from . import node_pb2
 from .executor import Executor
@@ -60,6 +61,7 @@ class NodeSettings:
         grace: what a message in hand gets when the node is stopped.
         spare: keep a process with torch loaded for the next run.
         memory_limit: private memory of a process that runs a ClientApp; 0 for none but the machine's.
+        metrics: address at which Prometheus finds what the node does; "" for none.
         preload: modules that the spare process imports, where they are installed.
     """
 
@@ -77,6 +79,7 @@ class NodeSettings:
     grace: float = 30.0
     spare: bool = True
     memory_limit: int = 0
+    metrics: str = ""
     preload: tuple[str, ...] = ("torch",)
 
 
@@ -107,6 +110,8 @@ class Node:
         self._supernodes_died = self._in_a_row = 0
         self._next_start = 0.0
         self._problem = ""
+        self._stages: dict[str, tuple[int, float]] = {}
+        """Of answered messages: how many went each stage of their way, and the sum of their seconds."""
         self._environment = _environment(folder)
         self._executor = Executor(
             "127.0.0.1:0",  # known when there is a SuperNode
@@ -122,6 +127,10 @@ class Node:
 
     def run(self) -> None:
         """Run until SIGTERM or SIGINT. From the main thread."""
+        with serving(self.settings.metrics, lambda: node_families(self.status(), dict(self._stages))):
+            self._run()
+
+    def _run(self) -> None:
         services = Services(self.settings.control, self.settings.health, status=self.status, drain=self.drain)
         before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
         executor = threading.Thread(target=self._executor.run, name="executor")
@@ -215,7 +224,9 @@ class Node:
         elif supernode is None and not self._draining and time.monotonic() >= self._next_start:
             port = free_port()  # a new one each time: another program may have taken the last
             self._executor.address = f"127.0.0.1:{port}"
-            self._supernode = _SuperNode(self._options(port), self.settings.poll, self._environment, self._executor)
+            self._supernode = _SuperNode(
+                self._options(port), self.settings.poll, self._environment, self._executor, self._stages
+            )
         elif supernode is not None and supernode.node_id is not None:
             self._problem = ""
 
@@ -268,13 +279,21 @@ class Node:
 class _SuperNode:
     """The SuperNode's process, and what it last said."""
 
-    def __init__(self, options: list[str], poll: float, environment: Mapping[str, str], executor: Executor) -> None:
+    def __init__(
+        self,
+        options: list[str],
+        poll: float,
+        environment: Mapping[str, str],
+        executor: Executor,
+        stages: dict[str, tuple[int, float]],
+    ) -> None:
         self.since = time.monotonic()
         self.node_id: int | None = None
         self.refused = ""
         self.lost = False
         self.held = False
         self._executor = executor
+        self._stages = stages
         while not executor.finished.empty():  # answers that the SuperNode before this one did not send
             executor.finished.get()
         self._busy = False
@@ -351,11 +370,20 @@ class _SuperNode:
         except queue.Empty:
             return
         if task.answered and task.done:
+            seconds = {
+                "fetch": self._fetched - self._came,
+                "hand over": task.began - self._fetched,
+                "app": task.answered - task.began,
+                "hand back": task.done - task.answered,
+                "send": sent - task.done,
+            }
+            for stage, took in seconds.items():
+                count, total = self._stages.get(stage, (0, 0.0))
+                self._stages[stage] = count + 1, total + took
             log.info(
                 "Answered %s of round %s in %.2f s: %.2f to fetch it, %.2f to hand it to the app, %.2f in the app, "
-                "%.2f to hand it back, %.2f to send it.", task.type, task.round or "?", sent - self._came,
-                self._fetched - self._came, task.began - self._fetched, task.answered - task.began,
-                task.done - task.answered, sent - task.done,
+                "%.2f to hand it back, %.2f to send it.",
+                task.type, task.round or "?", sent - self._came, *seconds.values(),
             )  # fmt: skip
 
 

@@ -1,0 +1,333 @@
+"""Trackers: a run's metrics in TensorBoard and MLflow, round by round, beside `metrics.jsonl`.
+
+`metrics.jsonl` is what counts: a tracker shows what `read_metrics` reads from it, and where the two may differ (a run
+that goes on, a round that is repeated, a tracker that was away) it is brought into line with the file. A tracker that
+fails costs the run nothing but a line in its log.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from logging import getLogger
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import urlsplit
+
+from tepal.server_app.run_directory import as_json, read_metrics, scored, write_whole
+
+if TYPE_CHECKING:
+    from tepal.server_app.config import RunConfig
+
+log = getLogger("flwr")
+
+TENSORBOARD, MLFLOW = "tensorboard", "mlflow"
+NAMES = (TENSORBOARD, MLFLOW)
+
+EVENTS = "tensorboard"  # folder in a run directory: TensorBoard's event files
+MLFLOW_RUN = "mlflow.json"  # in a run directory: which run of MLflow it is
+MLFLOW_DATABASE = "mlflow.db"  # in the folder of runs, where no tracking server is named
+
+_COUNTED = ("refused", "lost", "late", "left_out")  # keys whose values are lists of clients
+_BATCH = 900  # values in a call of MLflow, which takes 1000
+
+Line = Mapping[str, Any]
+
+
+class TrackerError(ValueError):
+    """A tracker that cannot be used. The text says why and what to do."""
+
+
+class Tracker(Protocol):
+    """Shows the rounds of one run."""
+
+    def match(self, lines: Sequence[Line]) -> None:
+        """Show these rounds, as `read_metrics` returns them, and no others."""
+
+    def write(self, values: Mapping[int, Mapping[str, float]]) -> None:
+        """Show further values, by round and name; none of them is there yet."""
+
+    def close(self, status: str) -> None:
+        """The run has ended: FINISHED, FAILED, or KILLED by a person or a signal."""
+
+
+def names_of(text: str) -> list[str]:
+    """The trackers that `trackers` names. Raises TrackerError for one that is unknown."""
+    names = [part.strip() for part in text.split(",") if part.strip()]
+    for name in names:
+        if name not in NAMES:
+            raise TrackerError(f"{name!r} is no tracker: known are {', '.join(NAMES)}, with commas between")
+    return list(dict.fromkeys(names))
+
+
+def missing(names: Iterable[str]) -> list[str]:
+    """For each tracker whose package is not installed, what to do."""
+    needed = {TENSORBOARD: ("tensorboard",), MLFLOW: ("mlflow", "sqlalchemy", "alembic")}
+    found = []
+    for name in names:
+        if lacking := [package for package in needed[name] if importlib.util.find_spec(package) is None]:
+            found.append(
+                f"{name} needs {', '.join(lacking)}, and this Python has no such package: "
+                f"pip install 'tepal[{name}]', or leave {name} out"
+            )
+    return found
+
+
+def scalars(line: Line) -> dict[str, float]:
+    """The numbers of a round by their keys in `metrics.jsonl`; of clients that gave no result, how many they are."""
+    values: dict[str, float] = {}
+    for key, value in line.items():
+        if key in _COUNTED and isinstance(value, Sequence):
+            values[key] = float(len(value))
+        elif key != "round" and isinstance(value, int | float) and not isinstance(value, bool):
+            values[key] = float(value)
+    return values
+
+
+class Trackers:
+    """The trackers of a run, fed with its lines of `metrics.jsonl`. Made by `open_trackers`; a context manager."""
+
+    def __init__(self, run: Path, trackers: Mapping[str, Tracker]) -> None:
+        self._run = run
+        self._trackers = dict(trackers)
+        self._last: dict[str, Any] | None = None
+        self._behind: set[str] = set()
+        """Those that must be brought into line with the file."""
+        self._away: set[str] = set()
+        """Those of which that was said."""
+
+    def __enter__(self) -> Trackers:
+        if self._trackers:
+            lines = read_metrics(self._run)
+            self._last = lines[-1] if lines else None
+            self._each(lambda tracker: tracker.match(lines), self._trackers)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        status = "FINISHED" if kind is None else "FAILED" if issubclass(kind, Exception) else "KILLED"
+        if self._behind:
+            lines = read_metrics(self._run)
+            self._each(lambda tracker: tracker.match(lines), self._behind)
+        self._each(lambda tracker: tracker.close(status), self._trackers)
+
+    def add(self, round_line: Line) -> None:
+        """Show a round that was written to `metrics.jsonl`."""
+        if not self._trackers:
+            return
+        line = as_json(dict(round_line))
+        before, self._last = self._last, line
+        if before is not None and before["round"] >= line["round"]:
+            self._behind = set(self._trackers)  # a round that is repeated has another outcome
+        news = _news(before, line)
+        self._each(lambda tracker: tracker.write(news), self._trackers.keys() - self._behind)
+        if self._behind:
+            lines = [each for each in read_metrics(self._run) if each["round"] <= line["round"]]
+            self._each(lambda tracker: tracker.match(lines), self._behind)
+            if not lines or lines[-1]["round"] < line["round"]:
+                self._behind = set(self._trackers)  # the disk is full, and the line will be written later
+
+    def _each(self, do: Callable[[Tracker], None], names: Iterable[str]) -> None:
+        for name in sorted(names):
+            try:
+                do(self._trackers[name])
+                self._behind.discard(name)
+                self._away.discard(name)
+            except Exception as error:  # whatever goes wrong in somebody else's package is no reason to end a run
+                if name not in self._away:
+                    log.error("%s shows nothing for now: %s. The run goes on, and tells it later.", name, error)
+                self._behind.add(name)
+                self._away.add(name)
+
+
+def _news(before: Line | None, line: Line) -> dict[int, dict[str, float]]:
+    """What a new line tells: its own values, and scores of the round before that the clients gave in this one."""
+    news: dict[int, dict[str, float]] = {}
+    if before is not None:
+        known = scalars(before)
+        filled, _ = scored([dict(before), dict(line)])
+        if later := {key: value for key, value in scalars(filled).items() if key not in known}:
+            news[before["round"]] = later
+    news[line["round"]] = scalars(line)
+    return news
+
+
+def check_trackers(config: RunConfig) -> None:
+    """What can be known before a run starts. Raises TrackerError where MLflow cannot be reached."""
+    if MLFLOW in names_of(config.rounds.trackers):
+        uri = _tracking_uri(config, Path(config.rounds.runs).expanduser())
+        if uri.startswith(("http:", "https:")):
+            try:
+                _mlflow_client(uri).get_experiment_by_name(config.mlflow.experiment)
+            except Exception as error:
+                raise TrackerError(
+                    f"mlflow.tracking-uri={uri!r} does not answer as a tracking server of MLflow: {error}. Start it, "
+                    f"name another one, or leave {MLFLOW} out of trackers"
+                ) from error
+
+
+def open_trackers(config: RunConfig, run: Path) -> Trackers:
+    """The trackers that the run config names, for the run in this directory."""
+    made: dict[str, Tracker] = {}
+    for name in names_of(config.rounds.trackers):
+        made[name] = TensorBoard(run, config.flat) if name == TENSORBOARD else MLflow(
+            run, config.flat, _tracking_uri(config, run.parent), config.mlflow.experiment
+        )  # fmt: skip
+    return Trackers(run, made)
+
+
+# --- TensorBoard ------------------------------------------------------------------------------------------------------
+
+
+class TensorBoard:
+    """Event files in the run directory: `tensorboard --logdir runs` shows all runs."""
+
+    def __init__(self, run: Path, config: Mapping[str, Any]) -> None:
+        self._folder = run / EVENTS
+        self._config = config
+        self._writer: Any = None
+
+    def match(self, lines: Sequence[Line]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        if self._writer is not None:
+            with suppress(Exception):  # of one that failed, what it could not write
+                self._writer.close()
+        # A file that says "from step 0 on, forget what came before": every reader of event files knows that.
+        again = self._folder.is_dir() and any(self._folder.iterdir())
+        self._writer = SummaryWriter(str(self._folder), purge_step=0 if again else None)
+        rows = "\n".join(f"| {key} | {json.dumps(as_json(value))} |" for key, value in self._config.items())
+        self._writer.add_text("run config", f"| key | value |\n|---|---|\n{rows}", 0)
+        self.write({line["round"]: scalars(line) for line in lines})
+
+    def write(self, values: Mapping[int, Mapping[str, float]]) -> None:
+        for number, named in values.items():
+            for key, value in named.items():
+                self._writer.add_scalar(key, value, number)
+        self._writer.flush()
+
+    def close(self, status: str) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+# --- MLflow -----------------------------------------------------------------------------------------------------------
+
+
+class MLflow:
+    """A run of MLflow, with the name of the run directory, the run config as its parameters and the round as step."""
+
+    def __init__(self, run: Path, config: Mapping[str, Any], uri: str, experiment: str) -> None:
+        self._path, self._config = run, config
+        self._uri, self._experiment = uri, experiment
+        self._client: Any = None
+        self._run = ""
+
+    def match(self, lines: Sequence[Line]) -> None:
+        if self._client is None:
+            self._client = _mlflow_client(self._uri)
+        wanted = {(line["round"], key): value for line in lines for key, value in scalars(line).items()}
+        known = self._run or self._kept()
+        shown = self._shown(known) if known else {}
+        if known and all(wanted.get(at) == value for at, value in shown.items()):
+            self._run = known
+            if self._client.get_run(known).info.status != "RUNNING":
+                self._client.update_run(known, status="RUNNING")
+        else:
+            # MLflow takes no value back: what went otherwise begins anew.
+            self._run, shown = self._new(), {}
+            if known:
+                self._client.set_tag(known, "tepal.replaced_by", self._run)
+                self._client.delete_run(known)
+        missing: dict[int, dict[str, float]] = {}
+        for (number, key), value in wanted.items():
+            if (number, key) not in shown:
+                missing.setdefault(number, {})[key] = value
+        self.write(missing)
+
+    def write(self, values: Mapping[int, Mapping[str, float]]) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        metrics = [Metric(key, value, now, number) for number, named in values.items() for key, value in named.items()]
+        for start in range(0, len(metrics), _BATCH):
+            self._client.log_batch(self._run, metrics=metrics[start : start + _BATCH])
+
+    def close(self, status: str) -> None:
+        if self._run:
+            self._client.set_terminated(self._run, status)
+
+    def _kept(self) -> str:
+        """The run of MLflow that this run directory was before; "" if none, or it is gone."""
+        try:
+            kept = json.loads((self._path / MLFLOW_RUN).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return ""
+        if (kept.get("uri"), kept.get("experiment")) != (self._uri, self._experiment):
+            return ""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            there = self._client.get_run(kept["run"]).info.lifecycle_stage == "active"
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            return ""
+        return str(kept["run"]) if there else ""
+
+    def _shown(self, run: str) -> dict[tuple[int, str], float]:
+        return {
+            (metric.step, key): metric.value
+            for key in self._client.get_run(run).data.metrics
+            for metric in self._client.get_metric_history(run, key)
+        }
+
+    def _new(self) -> str:
+        from mlflow.entities import Param
+
+        experiment = self._client.get_experiment_by_name(self._experiment)
+        if experiment is None:
+            # In a local database, MLflow would else make a folder for artifacts wherever this process runs.
+            local = self._uri.startswith("sqlite:")
+            place = (self._path.parent / "mlflow-artifacts").absolute().as_uri() if local else None
+            identity = self._client.create_experiment(self._experiment, artifact_location=place)
+        else:
+            identity = experiment.experiment_id
+        tags = {"tepal.run": str(self._path.absolute())}
+        run = str(self._client.create_run(identity, run_name=self._path.name, tags=tags).info.run_id)
+        params = [Param(key, str(value)) for key, value in self._config.items()]
+        for start in range(0, len(params), 100):
+            self._client.log_batch(run, params=params[start : start + 100])
+        kept = {"uri": self._uri, "experiment": self._experiment, "run": run}
+        write_whole(self._path / MLFLOW_RUN, (json.dumps(kept) + "\n").encode())
+        return run
+
+
+def with_password(uri: str) -> bool:
+    """Whether a tracking URI has a user's password in it."""
+    try:
+        return bool(urlsplit(uri).password)
+    except ValueError:
+        return False
+
+
+def _tracking_uri(config: RunConfig, runs: Path) -> str:
+    """As the run config or the environment names it; else a database in the folder of runs."""
+    named = config.mlflow.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI", "")
+    return named or f"sqlite:///{(runs / MLFLOW_DATABASE).absolute()}"
+
+
+def _mlflow_client(uri: str) -> Any:
+    # Its own defaults wait for minutes, in which the clients would wait too, and report its use to its makers.
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    from mlflow import MlflowClient
+
+    return MlflowClient(uri)
