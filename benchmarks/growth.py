@@ -26,8 +26,10 @@ import numpy as np
 from common import nudging_app
 from flwr.app import Array, ArrayRecord, Message
 from many_clients import planning
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator
 from mixing import Clients, with_store
 
 from tepal.strategies import FedAvg, FedEnsemble, join_modes
@@ -122,9 +124,12 @@ def draw(found: Mapping[str, Any], file: Path) -> None:
         axes.set(title=title, xlabel=below, ylabel=left, xscale="log", yscale="log")
         axes.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
         axes.minorticks_off()
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.grid(alpha=0.3)
         if len(lines) > 1:
-            axes.legend(fontsize=8)
+            axes.set_ylim(top=5 * axes.get_ylim()[1])
+            axes.legend(fontsize=8, ncols=2, loc="upper left")
 
     def of(what: str, key: str, scale: float) -> dict[str, float]:
         return {size: scale * row[key] for size, row in found[what].items()}
@@ -140,7 +145,8 @@ def draw(found: Mapping[str, Any], file: Path) -> None:
         plot(axes, title, lines, below, "")
     plot(reported, "FedACS: similarities and mixtures of a round", {"": found["reported"]},
          "clients that have reported, 250,000 parameters each", "s")  # fmt: skip
-    figure.savefig(file, format="svg", metadata={"Date": None})
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "growth", "font.family": "sans-serif"}):
+        figure.savefig(file, format="svg", metadata={"Date": None})
 
 
 def main() -> None:
