@@ -9,6 +9,7 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
 
+from tepal.server_app.method_figures import method_figures
 from tepal.server_app.page import (
     Figure,
     config_html,
@@ -29,6 +30,7 @@ from tepal.server_app.run_directory import (
     read_config,
     read_label_counts,
     read_metrics,
+    read_records,
     read_summary,
     summarise,
     total,
@@ -64,7 +66,9 @@ def write_report(run: Path) -> Path:
     FileNotFoundError where there is no run, OSError naming the file where it cannot be written.
     """
     run = find_run(run)
-    html = _page(run.name, read_config(run), read_metrics(run), read_summary(run), read_label_counts(run))
+    metrics = read_metrics(run)
+    further = method_figures(read_records(run), metrics, natural)
+    html = _page(run.name, read_config(run), metrics, read_summary(run), read_label_counts(run), further)
     write_whole(run / REPORT, html.encode())
     return run / REPORT
 
@@ -309,12 +313,13 @@ def _page(
     metrics: Lines,
     written_summary: Mapping[str, Any] | None,
     label_counts: Mapping[str, Sequence[int]],
+    further: Sequence[Figure],
 ) -> str:
     summary = {**summarise(metrics, config), **(written_summary or {})}
     strategy, model = (str(summary.get(key) or "") for key in ("strategy", "model"))
     dataset = str(config.get("dataset") or "")
     title = " · ".join(part for part in (strategy, model, dataset) if part) or name
-    drawn = figures(metrics, summary)
+    drawn = [*figures(metrics, summary), *further]
     if label_counts:
         drawn.append(labels_figure(label_counts))
     body = Template(_BODY).substitute(

@@ -28,6 +28,8 @@ import shutil
 import stat
 import time
 import tomllib
+import zipfile
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -314,6 +316,20 @@ def held(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+def read_records(run: Path, most: int = 200) -> list[tuple[int, dict[str, np.ndarray]]]:
+    """What a method told of rounds (`rounds/`), in their order: (round, arrays); of many rounds, some of them with the
+    last. A file that cannot be read is passed over: it is torn, or being written.
+    """
+    files = sorted((run / ROUNDS).glob("[0-9]*.npz"))
+    if len(files) > most:
+        files = [files[int(k)] for k in np.linspace(0, len(files) - 1, most)]
+    records = []
+    for file in files:
+        with suppress(OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error), np.load(file) as arrays:
+            records.append((int(file.stem), dict(arrays)))
+    return records
 
 
 def is_held(folder: Path) -> bool:

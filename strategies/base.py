@@ -352,6 +352,7 @@ class MethodStrategy(Strategy):
             return None
         report.train_metrics = self._measured(report, metrics, report.scored)
         merged = merger.finish()
+        report.record = {**report.record, **self.method.change(state, merged)}
         self._sender.current.update(exchanges)
         return merged
 

@@ -13,12 +13,16 @@ exchange does the rest, for late joiners and restarted clients too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from tepal.exchange.layout import Names
+import numpy as np
+
+from tepal.exchange.layout import Arrays, Names
 from tepal.exchange.plan import MODEL, Plan, Reply
+from tepal.exchange.threads import in_threads
 from tepal.strategies.base import MethodStrategy
 from tepal.strategies.fedavg import Averaging, ModelState
 from tepal.strategies.method import MethodError, ModelBlocks, ServerModel
@@ -28,6 +32,8 @@ if TYPE_CHECKING:
 
 RIDGE = "ridge"
 """Option of a plan: λ of (λ/2)·‖W_V‖²_F, over the entries of the plan's group `value_projection`."""
+
+_PIECE = 1 << 18  # numbers of an entry that are looked at together: they fit into a processor's cache
 
 
 class NoAttentionError(MethodError):
@@ -76,6 +82,11 @@ class Freezing(Averaging):
             plans = [replace(p, keeps=p.keeps if more_rounds else {MODEL: phi}, exact=phi) for p in plans]
         return plans
 
+    def change(self, before: ModelState, after: ModelState) -> Mapping[str, np.ndarray]:
+        """How far a round moved the blocks: ‖w^{t+1} − w^t‖ / ‖w^t‖ of `query_key_drift` and `value_drift`."""
+        blocks = {"query_key_drift": self._blocks.query_key, "value_drift": self._blocks.value}
+        return {key: np.array(_drift(before.entries, after.entries, names)) for key, names in blocks.items()}
+
     def phase_name(self, state: ModelState) -> str:
         return "frozen" if self.frozen(state) else "warm-up"
 
@@ -105,6 +116,26 @@ class FedFrozen(MethodStrategy):
         super().__init__(Freezing(warmup_rounds, ridge), model=model, **round_options)
         if self.blocks is not None:
             require_attention(self.blocks)
+
+
+def _drift(before: Arrays, after: Arrays, names: Names) -> float:
+    """‖after − before‖ / ‖before‖ over these entries; 0 where nothing moved, infinite from nothing."""
+
+    def squares(name: str) -> tuple[float, float]:
+        old, new = before[name].reshape(-1), after[name].reshape(-1)
+        moved = there = 0.0
+        for start in range(0, old.size, _PIECE):
+            piece = old[start : start + _PIECE].astype(np.float32, copy=False)
+            there += float(np.dot(piece, piece))
+            if after[name] is not before[name]:
+                step = new[start : start + _PIECE].astype(np.float32, copy=False) - piece
+                moved += float(np.dot(step, step))
+        return moved, there
+
+    numbers = [name for name in names if before[name].dtype.kind == "f"]  # not a counter
+    found = in_threads(squares, numbers, sum(before[name].nbytes for name in numbers))
+    moved, there = (math.sqrt(sum(each)) for each in zip(*found, strict=True)) if found else (0.0, 0.0)
+    return moved / there if there else math.inf if moved else 0.0
 
 
 def attention_blocks(model: ServerModel) -> ModelBlocks:

@@ -172,6 +172,10 @@ class Method(Protocol):
         """What there is to know of a round beside its metrics, from its plans: name → array of numbers or text."""
         return {}
 
+    def change(self, before: Any, after: Any) -> Mapping[str, np.ndarray]:
+        """What there is to know of how a round changed the state: name → array, added to the record."""
+        return {}
+
     # What a method keeps outside of its state, because it is too large for a checkpoint a round.
 
     def open(self, folder: Path | None, keep: int) -> None:

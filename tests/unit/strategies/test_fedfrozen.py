@@ -110,6 +110,29 @@ def test_query_and_key_are_bit_identical_after_the_freeze_on_server_and_clients(
             assert any(not np.array_equal(client[name], frozen[name]) for name in blocks.value)
 
 
+@pytest.mark.parametrize("make", [make_split, make_fused], ids=["split", "fused"])
+def test_the_drift_of_a_round_is_recorded(make, monkeypatch):
+    monkeypatch.setattr("tepal.strategies.fedfrozen._PIECE", 100)  # most entries are of several pieces
+    model, states = make(), {}
+    strategy = FedFrozen(warmup_rounds=1, model=model)
+    history = []
+    strategy.on_round = history.append
+    app = quickstart_app(make, [partial_exchange], calls_apply_plan=True)
+    grid = InProcessGrid([Node(app, {"partition-id": k}) for k in range(2)])
+    strategy.start(
+        grid, ArrayRecord(model.state_dict()), num_rounds=2, train_config=CONFIG,
+        evaluate_fn=lambda number, arrays: states.update({number: entries(arrays, make)}),
+    )  # fmt: skip
+    records = {report.round: report.record for report in history if report.round}
+    blocks = find_blocks(model)
+    for number in (1, 2):
+        for key, names in (("query_key_drift", blocks.query_key), ("value_drift", blocks.value)):
+            before, after = (np.concatenate([states[k][n].ravel() for n in names]) for k in (number - 1, number))
+            drift = np.linalg.norm(after.astype(float) - before) / np.linalg.norm(before.astype(float))
+            np.testing.assert_allclose(records[number][key], drift, rtol=1e-5)
+    assert records[1]["query_key_drift"] > 0 == records[2]["query_key_drift"] < records[2]["value_drift"]
+
+
 @pytest.mark.parametrize("clip", [0.0, 0.05])
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
 def test_fused_and_split_models_end_equal(kind, clip):
