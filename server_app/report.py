@@ -484,7 +484,8 @@ def _provenance(metrics: Lines) -> str:
         "<p>FedAvg’s bytes are calculated, not run: every entry of the model, down and up, for the same clients in the "
         "same rounds.</p>"
         "<p>Time is the server’s clock, per round. Everything here is drawn from <code>config.toml</code>, "
-        "<code>metrics.jsonl</code> and <code>summary.json</code> in the folder of this file.</p>"
+        "<code>metrics.jsonl</code>, <code>summary.json</code>, <code>labels.json</code> and <code>rounds/</code> in "
+        "the folder of this file.</p>"
     )
 
 

@@ -114,7 +114,8 @@ def test_the_server_scores_as_often_as_it_is_asked_to(small_run, every, scored):
 def test_a_run_leaves_everything_in_its_directory(small_run):
     path = small_run()
     assert {p.name for p in path.iterdir()} == {
-        "config.toml", "metrics.jsonl", "model.safetensors", "summary.json", "report.html", "checkpoint", "labels.json"
+        "config.toml", "metrics.jsonl", "model.safetensors", "summary.json", "report.html", "checkpoint", "labels.json",
+        "rounds",
     }  # fmt: skip
     assert (path.parent / "latest").resolve() == path
     metrics = read_metrics(path)
