@@ -70,6 +70,7 @@ def _layers_by_round(records: Records) -> Figure:
     plot = _heatmap(
         shares, [number for number, _ in records], _names("layer", len(shares)), "round", "",
         "layer %{y}, round %{x}: %{z:.0%} of the clients", f"{len(shares)} layers in {len(records)} rounds.",
+        range=(0, 1),
     )  # fmt: skip
     caption = "The darker, the more of a round's clients trained the layer. Layer 1 is the nearest to the input."
     return Figure("layers-rounds", "Layers that were trained", caption, plot)
@@ -88,7 +89,9 @@ def _layers_by_client(records: Records, order: Callable[[str], Any]) -> Figure:
     plot = _heatmap(
         shares, _names("", shares.shape[1]), clients, "layer", "client",
         "%{y}, layer %{x}: in %{z:.0%} of its rounds", f"{len(clients)} clients, {shares.shape[1]} layers.",
+        range=(0, 1),
     )  # fmt: skip
+    plot.update_yaxes(autorange="reversed")
     caption = f"The darker, the larger the share of a client's rounds in which it trained the layer.{more}"
     return Figure("layers-clients", "Layers of each client", caption, plot)
 
@@ -107,9 +110,9 @@ def _modes(records: Records, order: Callable[[str], Any]) -> Figure:
     most = max(mode for of in of_client.values() for mode in of.values())
     plot = _heatmap(
         numbers, [number for number, _ in records], clients, "round", "client",
-        "%{y}, round %{x}: mode %{z}", f"{len(clients)} clients, {most} modes.",
+        "%{y}, round %{x}: mode %{z}", f"{len(clients)} clients, {most} modes.", range=(0, most),
     )  # fmt: skip
-    plot.update_traces(zmin=0, zmax=most)
+    plot.update_yaxes(autorange="reversed")
     caption = f"The darker, the higher the number of the mode; nothing where the client was not asked.{more}"
     return Figure("modes", "Mode that each client trained", caption, plot)
 
@@ -161,7 +164,7 @@ def _weights(last: tuple[int, Record], order: Callable[[str], Any]) -> Figure:
     values = _rows(record["weights"], record["clients"], clients, cohort, record["cohort"])
     plot = _heatmap(
         values, clients, cohort, "whose model", "in whose mixture", "%{x}'s model in the mixture of %{y}: %{z:.2%}",
-        f"{len(cohort)} mixtures of {len(clients)} models.",
+        f"{len(cohort)} mixtures of {len(clients)} models.", range=(0, float(values.max(initial=0.0)) or 1.0),
     )  # fmt: skip
     plot.update_yaxes(autorange="reversed")
     caption = f"The weights with which models were mixed for the clients of round {number}.{more}"
@@ -191,8 +194,10 @@ def _mixed(records: Records) -> Figure:
 
 
 def _heatmap(
-    values: Any, x: Sequence[Any], y: Sequence[str], x_title: str, y_title: str, hover: str, spoken: str
-) -> Any:
+    values: Any, x: Sequence[Any], y: Sequence[str], x_title: str, y_title: str, hover: str, spoken: str, *,
+    range: tuple[float, float] | None = None,
+) -> Any:  # fmt: skip
+    """`range`: of the values, from the lightest to the darkest; None: those that there are."""
     plot = empty_plot(x_title, y_title)
     written = [[None if value is None else float(f"{value:.4g}") for value in row] for row in values]
     plot.add_heatmap(
@@ -200,6 +205,8 @@ def _heatmap(
         xgap=int(len(x) <= _GAPS), ygap=int(len(y) <= _GAPS), meta={"role": "second", "spoken": spoken},
         hovertemplate=f"{hover}<extra></extra>",
     )  # fmt: skip
+    if range is not None:
+        plot.update_traces(zmin=range[0], zmax=range[1])
     plot.update_yaxes(type="category")
     plot.update_xaxes(rangemode="normal", type="category" if x and isinstance(x[0], str) else "-")
     return plot

@@ -38,6 +38,8 @@ def test_selected_layers_are_counted_by_round_and_by_client(run):
     masks = {number: rng.random((len(cohort), 4)) < 0.5 for number, cohort in cohorts.items()}
     figures = report(run, {n: {"clients": names(*cohorts[n]), "masks": masks[n]} for n in cohorts})
     assert list(figures)[-2:] == ["layers-rounds", "layers-clients"]
+    for key in ("layers-rounds", "layers-clients"):  # a third is not white where there is nothing less
+        assert (figures[key]["data"][0]["zmin"], figures[key]["data"][0]["zmax"]) == (0, 1)
     values, rounds, layers = z(figures["layers-rounds"])
     assert rounds == [1, 2, 3] and layers == ["layer 1", "layer 2", "layer 3", "layer 4"]
     for layer in range(4):
