@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 from string import Template
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,9 @@ from tepal.server_app.run_directory import add
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
+
+
+_MOST_POINTS = 600  # of a curve: more than a figure is wide
 
 
 def page(title: str, body: str, figures: Iterable[Figure], *, style: str = "") -> str:
@@ -30,9 +34,9 @@ def page(title: str, body: str, figures: Iterable[Figure], *, style: str = "") -
     """
     return Template(_PAGE).substitute(
         title=escape(title),
-        style=_STYLE + style,
+        style=STYLE + style,
         body=body,
-        plotly=_plotly_js() if any(figure.plot for figure in figures) else "",
+        plotly=plotly_js() if any(figure.plot for figure in figures) else "",
         script=_SCRIPT,
     )
 
@@ -115,7 +119,7 @@ def figure_html(figure: Figure) -> str:
     if figure.plot is None:
         body = '<p class="empty">nothing to draw</p>'
     else:
-        label = escape(f"{figure.title}. {_spoken(figure.plot)} Every number is in the table of rounds below.")
+        label = escape(spoken(figure))
         # to_json writes < and > as escapes, so no name can end the script element.
         body = (
             f'<div class="plot" id="{figure.key}" role="img" aria-label="{label}"></div>'
@@ -124,17 +128,18 @@ def figure_html(figure: Figure) -> str:
     return f"<figure><h3>{title}</h3>{body}<figcaption>{caption}</figcaption></figure>"
 
 
-def _plotly_js() -> str:
+def plotly_js() -> str:
+    """The library that draws, as plotly brings it."""
     from plotly.offline import get_plotlyjs
 
     return str(get_plotlyjs())
 
 
-def _spoken(plot: go.Figure) -> str:
+def spoken(figure: Figure) -> str:
     """First and last value of every curve, for those who do not see it."""
-    said = []
-    for trace in plot.data:
-        if trace.meta.get("band"):
+    said = [f"{figure.title}."]
+    for trace in figure.plot.data if figure.plot else ():
+        if trace.meta.get("band") or trace.meta.get("edges"):
             continue
         if "spoken" in trace.meta:
             said.append(trace.meta["spoken"])
@@ -142,7 +147,33 @@ def _spoken(plot: go.Figure) -> str:
         values = [value for value in trace.y if value is not None]
         if values:
             said.append(f"{trace.name}: from {values[0]:.4g} to {values[-1]:.4g}.")
-    return " ".join(said)
+    return " ".join([*said, "Every number is in the table of rounds below."])
+
+
+def thin(plot: go.Figure) -> go.Figure:
+    """Leave of each curve or row of bars no more points than a screen can show, the extremes of each stretch among
+    them; a heat map is not touched.
+    """
+    for trace in plot.data:
+        count = len(trace.x) if trace.type in ("scatter", "bar") and trace.x is not None else 0
+        if count <= _MOST_POINTS or trace.meta.get("band") or trace.meta.get("edges"):
+            continue
+        chosen = _extremes(trace.y, _MOST_POINTS)
+        for key in ("x", "y", "customdata"):
+            if trace[key] is not None:
+                trace[key] = [trace[key][k] for k in chosen]
+    return plot
+
+
+def _extremes(values: Sequence[float | None], most: int) -> list[int]:
+    """Indices of the first and last value, and of the least and largest of each of `most`/2 equal stretches."""
+    edges = [round(k * len(values) / (most // 2)) for k in range(most // 2 + 1)]
+    chosen = {0, len(values) - 1}
+    for start, end in pairwise(edges):
+        known = [k for k in range(start, end) if values[k] is not None]
+        if known:
+            chosen |= {min(known, key=lambda k: values[k]), max(known, key=lambda k: values[k])}  # type: ignore
+    return sorted(chosen)
 
 
 def config_html(config: Mapping[str, Any]) -> str:
@@ -195,7 +226,7 @@ $body
 </html>
 """
 
-_STYLE = """
+STYLE = """
 :root {
   --paper: #fbfaf8; --card: #ffffff; --ink: #1d1b20; --soft: #5f5a66; --rule: #e4e0e6; --grid: #ece9ee;
   --main: #a3295e; --second: #1f6f8b; --third: #8a6d00; --down: #2f6ea5; --up: #d9793a; --fedavg: #6b6573;
@@ -242,7 +273,7 @@ figure {
   display: flex; flex-direction: column; min-width: 0;
 }
 figcaption { color: var(--soft); font-size: 0.85rem; line-height: 1.45; margin-top: 6px; max-width: 72ch; }
-.plot { height: 340px; }
+.plot { min-height: 340px; }
 .empty { flex: 1; min-height: 140px; display: grid; place-items: center; margin: 8px 0; color: var(--soft);
   border: 1px dashed var(--rule); border-radius: 8px; }
 .scroll { overflow: auto; max-height: 70vh; background: var(--card); border: 1px solid var(--rule);
@@ -266,45 +297,57 @@ summary { cursor: pointer; padding: 6px 0; font-weight: 600; }
 @media print { figure { break-inside: avoid; } .scroll { max-height: none; } }
 """
 
-# Colours come from the style sheet, so that figures follow the reader's light or dark setting, also when it changes.
-_SCRIPT = """
-(() => {
-  if (!window.Plotly) return;
+# Draws one figure. Colours come from the style sheet, so that figures follow the reader's light or dark setting.
+DRAW_SCRIPT = """
+window.tepalDraw = (element, {data, layout, frames}) => {
   const touch = matchMedia('(pointer: coarse)').matches;
   const config = {
     displaylogo: false, plotlyServerURL: '', showSendToCloud: false, responsive: true,
     modeBarButtons: [['toImage', 'resetScale2d']],
     displayModeBar: touch || innerWidth < 700 ? false : 'hover',  // on a phone it would cover the labels
   };
+  const css = getComputedStyle(document.documentElement);
+  const colour = name => css.getPropertyValue('--' + name).trim();
+  const font = getComputedStyle(document.body).fontFamily;
+  for (const trace of data) {
+    const own = colour(trace.meta.role);
+    if (trace.type === 'heatmap') { trace.colorscale = [[0, colour('card')], [1, own]]; continue; }
+    if (trace.meta.band) { trace.fillcolor = own; continue; }
+    if (trace.meta.edges) { trace.line = {...trace.line, color: own}; continue; }
+    trace.marker = {...trace.marker, color: own, ...(trace.type === 'bar' || trace.marker?.size ? {} : {size: 6})};
+    if (trace.type === 'bar') continue;
+    trace.line = {...trace.line, color: own, width: 2};
+    trace.cliponaxis = false;  // the first marker sits on the axis
+  }
+  for (const axis of [layout.xaxis, layout.yaxis])
+    Object.assign(axis, {gridcolor: colour('grid'), linecolor: colour('rule'), tickcolor: colour('rule')});
+  for (const shape of layout.shapes ?? []) shape.line.color = colour('freeze');
+  for (const note of layout.annotations ?? []) note.font = {...note.font, color: colour('freeze')};
+  for (const slider of layout.sliders ?? [])
+    Object.assign(slider, {
+      bgcolor: colour('grid'), activebgcolor: colour('main'), bordercolor: colour('rule'), tickcolor: colour('soft'),
+    });
+  layout.modebar = {bgcolor: 'transparent', color: colour('fedavg'), activecolor: colour('ink')};
+  layout.font = {family: font, size: 13, color: colour('soft')};
+  layout.hoverlabel = {
+    bgcolor: colour('card'), bordercolor: colour('rule'), font: {family: font, color: colour('ink')},
+  };
+  if (touch) layout.dragmode = false;  // a finger on a figure scrolls the page
+  return Plotly.react(element, {data, layout, frames, config});
+};
+"""
+
+_SCRIPT = (
+    DRAW_SCRIPT
+    + """
+(() => {
+  if (!window.Plotly) return;
   const draw = () => {
-    const css = getComputedStyle(document.documentElement);
-    const colour = name => css.getPropertyValue('--' + name).trim();
-    const font = getComputedStyle(document.body).fontFamily;
-    for (const source of document.querySelectorAll('script[data-for]')) {
-      const {data, layout} = JSON.parse(source.textContent);
-      for (const trace of data) {
-        const own = colour(trace.meta.role);
-        if (trace.type === 'heatmap') { trace.colorscale = [[0, colour('card')], [1, own]]; continue; }
-        if (trace.meta.band) { trace.fillcolor = own; continue; }
-        trace.marker = {...trace.marker, color: own, ...(trace.type === 'bar' ? {} : {size: 6})};
-        if (trace.type === 'bar') continue;
-        trace.line = {...trace.line, color: own, width: 2};
-        trace.cliponaxis = false;  // the first marker sits on the axis
-      }
-      for (const axis of [layout.xaxis, layout.yaxis])
-        Object.assign(axis, {gridcolor: colour('grid'), linecolor: colour('rule'), tickcolor: colour('rule')});
-      for (const shape of layout.shapes ?? []) shape.line.color = colour('freeze');
-      for (const note of layout.annotations ?? []) note.font = {...note.font, color: colour('freeze')};
-      layout.modebar = {bgcolor: 'transparent', color: colour('fedavg'), activecolor: colour('ink')};
-      layout.font = {family: font, size: 13, color: colour('soft')};
-      layout.hoverlabel = {
-        bgcolor: colour('card'), bordercolor: colour('rule'), font: {family: font, color: colour('ink')},
-      };
-      if (touch) layout.dragmode = false;  // a finger on a figure scrolls the page
-      Plotly.react(document.getElementById(source.dataset.for), data, layout, config);
-    }
+    for (const source of document.querySelectorAll('script[data-for]'))
+      tepalDraw(document.getElementById(source.dataset.for), JSON.parse(source.textContent));
   };
   draw();
   matchMedia('(prefers-color-scheme: dark)').addEventListener('change', draw);
 })();
 """
+)

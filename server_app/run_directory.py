@@ -6,6 +6,8 @@
     model.safetensors   the final model under its raw state_dict names; an ensemble's begin with `mode/<k>/`
     summary.json        the figures of the whole run
     report.html         written by `tepal.server_app.report`
+    blocks.json, now.json, clients.json
+                        the model's parts, the round that goes on, the clients so far (`tepal.server_app.live`)
     checkpoint/         what it takes to resume the run (`tepal.strategies.checkpoint`)
     ../latest           a link to the newest run
 
@@ -60,7 +62,7 @@ CONFIG, METRICS, MODEL, SUMMARY, REPORT, LATEST = (
 
 CHECKPOINTS = "checkpoint"
 ROUNDS = "rounds"
-LABELS = "labels.json"
+LABELS, BLOCKS, NOW, CLIENTS = "labels.json", "blocks.json", "now.json", "clients.json"
 
 _A_LOOK = 0.2  # seconds in which `is_held` lets a folder go
 
@@ -408,6 +410,14 @@ def read_label_counts(run: Path) -> dict[str, list[int]]:
         return {}
     counts: dict[str, list[int]] = json.loads((run / LABELS).read_text(encoding="utf-8"))
     return counts
+
+
+def read_json(path: Path) -> Any | None:
+    """A file that is written whole and that nothing depends on; None where there is none, or it cannot be read."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
 
 
 def read_summary(run: Path) -> dict[str, Any] | None:
