@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from tepal.server_app.terminal import bytes_text
+from tepal.strategies.travel import OTHER
 
 WAYS = {"travel_down": ("↓", "sent to"), "travel_up": ("↑", "returned by")}
 TRAINS = "travel_trains"
@@ -23,7 +24,7 @@ def diagram_html(cells: Sequence[Mapping[str, Any]], shares: Mapping[str, Sequen
             (`Travel.shares`).
         caption: what the table tells of.
     """
-    kinds = list(dict.fromkeys(cell["kind"] for cell in cells))
+    kinds = sorted({cell["kind"] for cell in cells}, key=lambda kind: (kind == OTHER, kind))
     stages = []
     for stage, members in groupby(enumerate(cells), key=lambda member: member[1]["stage"]):
         of_kind = {cell["kind"]: _cell(cell["bytes"], {key: shares[key][k] for key in shares}) for k, cell in members}
@@ -33,7 +34,7 @@ def diagram_html(cells: Sequence[Mapping[str, Any]], shares: Mapping[str, Sequen
     )
     head = "".join(f'<th scope="col">{escape(kind if len(kinds) > 1 else "")}</th>' for kind in kinds)
     return (
-        f'<div class="scroll diagram" role="region" tabindex="0" aria-label="What travels">'
+        f'<div class="scroll diagram" role="region" tabindex="0" aria-label="Block diagram">'
         f"<table><caption>{escape(caption)}</caption>"
         f'<thead><tr><th scope="col">part</th>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
     )
@@ -48,7 +49,7 @@ def _cell(nbytes: int, shares: Mapping[str, float]) -> str:
         for key, (arrow, said) in WAYS.items()
         if key in shares
     )
-    return f'<td class="{kind}"><b>{bytes_text(nbytes)}</b><span class="word">{word}</span>{ways}</td>'
+    return f'<td class="{kind}"><b>{bytes_text(nbytes)}</b> <span class="word">{word}</span><div>{ways}</div></td>'
 
 
 def _of(share: float) -> str:
@@ -74,10 +75,11 @@ def _together(stages: Sequence[tuple[str, list[str]]]) -> list[tuple[str, list[s
 DIAGRAM_STYLE = """
 .diagram table { width: auto; min-width: min(100%, 34rem); }
 .diagram caption { text-align: left; padding: 12px 12px 4px; color: var(--soft); }
-.diagram td { border-left: 6px solid var(--rule); white-space: normal; min-width: 8.5rem; }
-.diagram td.trained { border-left-color: var(--main); }
+.diagram tbody td { border-left: 6px solid var(--rule); white-space: normal; min-width: 8rem; }
+.diagram tbody td.trained { border-left-color: var(--main); }
+.diagram tbody td:empty { border-left-color: transparent; }
 .diagram tbody th { position: static; box-shadow: none; border-top: 1px solid var(--grid); vertical-align: top; }
-.diagram td > * { display: block; }
+.diagram .way { display: inline-block; margin-right: 12px; white-space: nowrap; }
 .diagram .word { color: var(--soft); }
 .diagram .trained .word { color: var(--ink); }
 .diagram .none { color: var(--soft); }

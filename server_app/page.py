@@ -122,7 +122,7 @@ def figure_html(figure: Figure) -> str:
         label = escape(spoken(figure))
         # to_json writes < and > as escapes, so no name can end the script element.
         body = (
-            f'<div class="plot" id="{figure.key}" role="img" aria-label="{label}"></div>'
+            f'<div class="plot" id="{figure.key}" role="group" aria-label="{label}"></div>'
             f'<script type="application/json" data-for="{figure.key}">{figure.plot.to_json()}</script>'
         )
     return f"<figure><h3>{title}</h3>{body}<figcaption>{caption}</figcaption></figure>"

@@ -402,7 +402,7 @@ def clients_html(clients: Mapping[str, Mapping[str, Any]]) -> str:
         for name in shown
     ]
     words = {0, *(k for k, (_, key, _) in enumerate(known, start=1) if key == "reason")}
-    table = table_html("Clients", ("client", *(heading for heading, _, _ in known)), rows, words=words)
+    table = table_html("Table of clients", ("client", *(heading for heading, _, _ in known)), rows, words=words)
     few = len(shown) < len(names)
     more = f"<p>The first {len(shown)} of {len(names)}, those with trouble first.</p>" if few else ""
     return f"<details><summary>Every client, as a table</summary>{more}{table}</details>"
