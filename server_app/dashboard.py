@@ -23,6 +23,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass
+from html import escape
 from http.cookies import SimpleCookie
 from pathlib import Path
 from typing import Any
@@ -186,7 +187,7 @@ class _Dashboard:
         if path is None:
             return self._missing(request)
         if is_comparison(path):
-            html = await run_in_threadpool(lambda: comparison_page(measure(read_comparison(path))))
+            html = await run_in_threadpool(_comparison, path)
             # A page of its own, which carries its own, stricter policy, with script and style inside.
             return HTMLResponse(html, headers={**_HEADERS, "Content-Security-Policy": "frame-ancestors 'none'"})
         name, parent = request.path_params["name"], request.path_params.get("parent", "")
@@ -277,14 +278,27 @@ class _Dashboard:
         self._asset("plotly.js")
 
 
+def _comparison(path: Path) -> str:
+    """The page of a comparison, with the way to the runs in it, those that go on among them."""
+    results = measure(read_comparison(path))
+    inside = ", ".join(
+        f'<a href="{escape(cell.run.name, quote=True)}/">{escape(results.comparison.name(cell))}</a>'
+        for cell in results.comparison.cells
+        if cell.run
+    )
+    return comparison_page(results, f'<p class="run"><a href="../../">Runs</a> / one by one: {inside or "none yet"}</p>')
+
+
 def _events(changes: Callable[[Sent], list[str]]) -> StreamingResponse:
     async def stream() -> AsyncIterator[str]:
-        sent, silent = Sent(), 0.0
+        sent, silent, said = Sent(), 0.0, ""
         while True:
             try:
                 parts = await run_in_threadpool(changes, sent)
             except (OSError, ValueError) as error:
-                parts = [json.dumps({"id": "problem-files", "kind": "text", "text": str(error)})]
+                parts, said_before, said = [], said, str(error)
+                if said != said_before:
+                    parts = [json.dumps({"id": "problems", "kind": "text", "text": said})]
             for part in parts:
                 yield f"data: {part}\n\n"
             if parts:

@@ -28,7 +28,7 @@ def runs_page(folder: str, table: str, version: str) -> str:
         f'<header><p class="run">Tepal dashboard</p><h1>Runs</h1><p class="subtitle"><code>{escape(folder)}</code></p>'
         '</header><p class="filter"><label for="filter">Show runs with</label> '
         '<input id="filter" type="search" autocomplete="off" placeholder="a name, strategy, model, state …"></p>'
-        f'<div data-part="runs">{table}</div>'
+        f'<div data-part="problems"></div><div data-part="runs">{table}</div>'
     )
     return _page("Runs · Tepal", body, root="", version=version, plotly=False)
 
@@ -50,7 +50,7 @@ def run_page(name: str, subtitle: str, parent: str, version: str) -> str:
         f'<p class="subtitle">{escape(subtitle)}</p></header>'
         '<div class="state" data-part="state"></div><p class="unseen" role="status" data-part="said"></p>'
         '<p class="notice" id="offline" hidden>No connection to the dashboard: what is shown here may be old.</p>'
-        '<div data-problems></div>'
+        '<div data-part="problems"></div>'
         '<dl class="headlines" aria-label="Headline figures" data-part="headlines"></dl>'
         f'<nav class="sections" aria-label="On this page">{links}<a href="#numbers">Numbers and settings</a></nav>'
         f'{sections}<div data-part="trouble"></div>'
@@ -102,8 +102,9 @@ _ABOVE = {
         '<p class="filter"><label for="client-filter">Show clients with</label> '
         '<input id="client-filter" type="search" autocomplete="off" placeholder="a name, state, reason …"> '
         '<span id="client-count" role="status"></span></p>'
-        '<div class="scroll" role="region" tabindex="0" aria-label="Table of clients"><table id="client-table"><thead><tr></tr>'
-        "</thead><tbody></tbody></table></div>"
+        '<div class="scroll" role="region" tabindex="0" aria-label="Table of clients">'
+        '<table id="client-table"><thead><tr></tr></thead>'
+        "<tbody></tbody></table></div>"
     ),
 }
 

@@ -62,6 +62,7 @@ class _Group:
     make: Callable[[RunView], Iterable[dict[str, Any]]]
     signature: object = None
     due: float = 0.0
+    problem: str = ""
 
 
 @dataclass
@@ -108,12 +109,15 @@ class WatchedRun:
         signature = (view.running, *(_stamp(self.path / name) for name in group.files))
         if signature == group.signature:
             return
+        problem = ""
         try:
-            for part in [*group.make(view), _html(f"problem-{group.files[0]}", "")]:
+            for part in group.make(view):
                 self._keep(part)
-        except (OSError, ValueError, KeyError, TypeError) as error:  # somebody else's files: the rest is shown
-            said = f"{type(error).__name__}: {error}"
-            self._keep(_html(f"problem-{group.files[0]}", f'<p class="notice" role="note">{escape(said)}</p>'))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # of files that are no run's
+            problem = f'<p class="notice" role="note">{escape(f"{type(error).__name__}: {error}")}</p>'
+        group.problem = problem
+        said = {each.problem: None for each in self._groups if each.problem}
+        self._keep(_html("problems", "".join(said)))
         group.signature = signature
         took = time.monotonic() - begun
         group.due = begun + took + min(_TIMES * took, _LONGEST)

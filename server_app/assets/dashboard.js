@@ -132,12 +132,7 @@ const showRows = rows => {
 
 // Parts that are stretches of HTML keep what the reader has opened, and how far it was scrolled.
 const showHtml = part => {
-  let place = $(`[data-part="${part.id}"]`);
-  if (!place && part.id.startsWith('problem-') && part.html) {
-    place = document.createElement('div');
-    place.dataset.part = part.id;
-    $('[data-problems]').append(place);
-  }
+  const place = $(`[data-part="${part.id}"]`);
   if (!place) return;
   const all = selector => [...place.querySelectorAll(selector)];
   const opened = all('details').map(each => each.open);
