@@ -17,6 +17,7 @@ import hashlib
 import ipaddress
 import json
 import secrets
+import signal
 import socket
 import threading
 from collections import OrderedDict
@@ -100,6 +101,8 @@ def serve(
         name = f"[{host}]" if ":" in host else host
         ask = "" if token is None else f"?token={token}"
         said(f"{'http' if certificate is None else 'https'}://{name}:{bound}/{ask}")
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)  # uvicorn ends on them, and then raises them anew
         uvicorn.Server(config).run(sockets=[listening])
 
 
@@ -286,7 +289,8 @@ def _comparison(path: Path) -> str:
         for cell in results.comparison.cells
         if cell.run
     )
-    return comparison_page(results, f'<p class="run"><a href="../../">Runs</a> / one by one: {inside or "none yet"}</p>')
+    way = f'<p class="run"><a href="../../">Runs</a> / one by one: {inside or "none yet"}</p>'
+    return comparison_page(results, way)
 
 
 def _events(changes: Callable[[Sent], list[str]]) -> StreamingResponse:

@@ -340,19 +340,11 @@ def _some(records: Records, numbers: int) -> Records:
 
 
 def _round_by_round(plot: Any, frames: Sequence[tuple[int, Sequence[Any]]]) -> None:
-    """Let a slider choose the round; `frames`: round → data of the figure's traces, the last as the figure stands."""
+    """Let a reader choose the round; `frames`: round → data of the figure's traces, the last as the figure stands."""
     import plotly.graph_objects as go
 
-    if len(frames) < 2:
-        return
-    plot.frames = [go.Frame(data=list(data), name=str(number)) for number, data in frames]
-    how = {"mode": "immediate", "frame": {"duration": 0, "redraw": True}, "transition": {"duration": 0}}
-    steps = [{"method": "animate", "label": str(number), "args": [[str(number)], how]} for number, _ in frames]
-    slider = {
-        "active": len(frames) - 1, "steps": steps, "currentvalue": {"prefix": "round "}, "pad": {"t": 28, "b": 0},
-        "len": 1, "x": 0, "borderwidth": 1, "ticklen": 4,
-    }  # fmt: skip
-    plot.update_layout(sliders=[slider], height=plot.layout.height + 90)
+    if len(frames) > 1:
+        plot.frames = [go.Frame(data=list(data), name=str(number)) for number, data in frames]
 
 
 def _named(record: Record) -> set[str]:

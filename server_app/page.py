@@ -274,6 +274,9 @@ figure {
 }
 figcaption { color: var(--soft); font-size: 0.85rem; line-height: 1.45; margin-top: 6px; max-width: 72ch; }
 .plot { min-height: 340px; }
+.rounds { display: flex; gap: 10px; align-items: center; color: var(--soft); font-size: 0.85rem; }
+.rounds input { flex: 1; accent-color: var(--main); min-width: 0; }
+.rounds output { min-width: 2.5em; color: var(--ink); font-variant-numeric: tabular-nums; }
 .empty { flex: 1; min-height: 140px; display: grid; place-items: center; margin: 8px 0; color: var(--soft);
   border: 1px dashed var(--rule); border-radius: 8px; }
 .scroll { overflow: auto; max-height: 70vh; background: var(--card); border: 1px solid var(--rule);
@@ -323,17 +326,43 @@ window.tepalDraw = (element, {data, layout, frames}) => {
     Object.assign(axis, {gridcolor: colour('grid'), linecolor: colour('rule'), tickcolor: colour('rule')});
   for (const shape of layout.shapes ?? []) shape.line.color = colour('freeze');
   for (const note of layout.annotations ?? []) note.font = {...note.font, color: colour('freeze')};
-  for (const slider of layout.sliders ?? [])
-    Object.assign(slider, {
-      bgcolor: colour('grid'), activebgcolor: colour('main'), bordercolor: colour('rule'), tickcolor: colour('soft'),
-    });
   layout.modebar = {bgcolor: 'transparent', color: colour('fedavg'), activecolor: colour('ink')};
   layout.font = {family: font, size: 13, color: colour('soft')};
   layout.hoverlabel = {
     bgcolor: colour('card'), bordercolor: colour('rule'), font: {family: font, color: colour('ink')},
   };
   if (touch) layout.dragmode = false;  // a finger on a figure scrolls the page
-  return Plotly.react(element, {data, layout, frames, config});
+  Plotly.react(element, {data, layout, frames, config});
+  if (frames?.length) tepalRounds(element, frames.map(frame => frame.name));
+};
+
+// The rounds of a figure, to step through; the last one follows the run unless the reader chose another.
+window.tepalRounds = (element, rounds) => {
+  let label = element.nextElementSibling, last = rounds.length - 1;
+  if (!label?.matches('label.rounds')) {
+    label = document.createElement('label');
+    label.className = 'rounds';
+    const input = document.createElement('input');
+    input.type = 'range';
+    input.min = 0;
+    label.append('round ', document.createElement('output'), input);
+    element.after(label);
+    input.addEventListener('input', () => label.show());
+  }
+  const [output, input] = label.querySelectorAll('output, input');
+  const before = label.rounds, kept = before && +input.value < before.length - 1;
+  const chosen = kept ? rounds.indexOf(before[+input.value]) : last;
+  input.max = last;
+  input.value = chosen < 0 ? last : chosen;
+  label.rounds = rounds;
+  label.show = () => {
+    output.textContent = rounds[+input.value];
+    input.setAttribute('aria-valuetext', `round ${rounds[+input.value]}`);
+    const how = {mode: 'immediate', frame: {duration: 0, redraw: true}, transition: {duration: 0}};
+    Plotly.animate(element, [rounds[+input.value]], how);
+  };
+  output.textContent = rounds[+input.value];
+  if (+input.value < last) label.show();
 };
 """
 
