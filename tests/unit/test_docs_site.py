@@ -1,4 +1,4 @@
-"""The documentation as a site: built without a warning, complete, with links that lead somewhere, and self-contained."""
+"""The documentation as a site: built without a warning, self-contained, and with links that lead somewhere."""
 
 import os
 import posixpath
