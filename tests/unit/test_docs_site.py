@@ -1,12 +1,15 @@
 """The documentation as a site: built without a warning, self-contained, and with links that lead somewhere."""
 
+import logging
 import os
 import posixpath
 import re
+import runpy
 import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import unquote, urlsplit
 
 import pytest
@@ -99,6 +102,27 @@ def test_no_link_leaves_for_files_of_the_repository(pages):
     """Without a known place of the repository there is nothing to link to; the text says which file it is."""
     outside = [link for page in pages.values() for link in page.links if re.search(r"\.(py|toml|sh)$", link)]
     assert not outside
+
+
+def rendered(text, *, page="methods/a.md", repo_url=None):
+    from markdown import Markdown
+
+    hooks = runpy.run_path(str(DOCS / "hooks.py"))
+    site = SimpleNamespace(extra={"source": page}, repo_url=repo_url)
+    return Markdown(extensions=[hooks["LinksOut"](site)]).convert(text)
+
+
+def test_links_to_files_of_the_repository_lead_to_where_it_is_or_nowhere(caplog):
+    text = "[`app.py`](../../client_app/app.py), [data](../data.md), [top](#a), [it](https://flower.ai)"
+    plain = rendered(text)
+    assert '<span title="client_app/app.py in the repository"><code>app.py</code></span>' in plain
+    assert re.findall('href="([^"]*)"', plain) == ["../data.md", "#a", "https://flower.ai"]
+    known = rendered(text + " [conf](../../conf)", repo_url="https://example.org/tepal/")
+    assert "https://example.org/tepal/blob/HEAD/client_app/app.py" in known
+    assert "https://example.org/tepal/tree/HEAD/conf" in known
+    with caplog.at_level(logging.WARNING):
+        rendered("[gone](../gone.py)", page="a.md")
+    assert "a.md links to gone.py, which the repository does not have" in caplog.text
 
 
 def test_everything_that_a_page_loads_is_of_the_site(site, pages):
