@@ -17,6 +17,7 @@ from xml.etree.ElementTree import Element
 from markdown import Markdown
 from markdown.extensions import Extension
 from markdown.treeprocessors import Treeprocessor
+from mkdocs.plugins import event_priority
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("models", "exchange", "strategies", "client_app", "server_app")
@@ -25,6 +26,7 @@ AFTER_INLINE, BEFORE_MKDOCS = 20, 0  # priorities: links are made by the one, an
 log = getLogger("mkdocs.hooks.repository")
 
 
+@event_priority(100)  # before the reader of docstrings looks which of its paths are there
 def on_config(config: Any) -> Any:
     link_packages(ROOT / ".typing" / "tepal")
     config.markdown_extensions.append(LinksOut(config))
