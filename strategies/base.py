@@ -109,7 +109,9 @@ class MethodStrategy(Strategy):
             run is resumed.
         checkpoints: folder, or Checkpoints, where the run is saved after every round; None: it cannot be resumed.
         resume: go on from the newest checkpoint there; from the beginning when there is none.
-        weighted_by_key, arrayrecord_key, configrecord_key: as in Flower's FedAvg.
+        weighted_by_key: the metric by which replies are weighted, as in Flower's FedAvg.
+        arrayrecord_key: name of the record with the model in messages, as in Flower's FedAvg.
+        configrecord_key: name of the record with the settings in messages, as in Flower's FedAvg.
         on_round: called with a `RoundReport` after the initial evaluation (round 0) and after every round.
         on_progress: called with the report of the round that goes on, whenever a client was sent something or answered.
     """
