@@ -83,4 +83,9 @@ DIAGRAM_STYLE = """
 .diagram .word { color: var(--soft); }
 .diagram .trained .word { color: var(--ink); }
 .diagram .none { color: var(--soft); }
+@media (max-width: 600px) {
+  .diagram tbody td { min-width: 0; }
+  .diagram tbody th { white-space: normal; }
+  .diagram .said { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); }
+}
 """

@@ -318,6 +318,8 @@ def _heatmap(
         plot.update_traces(zmin=range[0], zmax=range[1])
     plot.update_yaxes(type="category")
     plot.update_xaxes(rangemode="normal", type="category" if x and isinstance(x[0], str) else "-")
+    if x and not isinstance(x[0], str) and len(x) <= 12:
+        plot.update_xaxes(tickvals=list(x))  # no such thing as round 1.5
     return plot
 
 
