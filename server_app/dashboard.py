@@ -98,9 +98,9 @@ def serve(
     )  # fmt: skip
     with _listening(host, port) as listening:
         bound = listening.getsockname()[1]
-        name = f"[{host}]" if ":" in host else host
-        ask = "" if token is None else f"?token={token}"
-        said(f"{'http' if certificate is None else 'https'}://{name}:{bound}/{ask}")
+        everywhere = host in ("0.0.0.0", "::", "")
+        name = socket.gethostname() if everywhere else f"[{host}]" if ":" in host else host
+        said(f"{'http' if certificate is None else 'https'}://{name}:{bound}/")
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: None)  # uvicorn ends on them, and then raises them anew
         uvicorn.Server(config).run(sockets=[listening])
