@@ -297,6 +297,7 @@ class MethodStrategy(Strategy):
         ):
             if metrics:
                 of_rounds[number] = MetricRecord(dict(metrics))
+        log.info("%s", _in_a_line(report, this.rounds))
         self.on_round(report)
 
     def _train(self, state: Any, this: _Round) -> Any:
@@ -695,6 +696,17 @@ _HOOKS = (
     "(configure_train, aggregate_train, …) cannot express: call start(), and override the method's functions "
     "(plan, values, merger) to change what is sent and merged."
 )
+
+
+def _in_a_line(report: RoundReport, rounds: int) -> str:
+    """A round for those who follow the log: `flwr run --stream`, or a file of it."""
+    figures = [
+        f"{len(report.replied)} of {len(report.asked)} clients", f"{report.down.payload / 1e6:.3g} MB down",
+        f"{report.up.payload / 1e6:.3g} MB up", f"{report.seconds:.1f} s",
+    ]  # fmt: skip
+    scores = {**report.train_metrics, **report.evaluate_metrics, **report.server_metrics}
+    figures += [f"{name} {scores[name]:.4f}" for name in sorted(scores) if name.endswith(("accuracy", "loss"))]
+    return f"Round {report.round} of {rounds}, {report.phase}: {', '.join(figures)}."
 
 
 def _check(name: str, value: object, good: bool, allowed: str) -> None:

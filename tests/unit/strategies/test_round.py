@@ -1,5 +1,7 @@
 """The round: cohorts, names, refusals, deadlines. The method is FedAvg over a two-entry model of numpy arrays."""
 
+import re
+
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -244,6 +246,22 @@ def test_a_diverged_loss_does_not_refuse_finite_weights():
 
     _, history = start(FedAvg(), grid_of(2, spoil=spoil_partition(0, change)))
     assert len(history[0].replied) == 2 and history[0].train_metrics["train-loss"] == 0.5
+
+
+def test_each_round_is_a_line_of_the_log(caplog):
+    caplog.set_level("INFO", "flwr")
+
+    def answer(partition, server_round):
+        assert partition != 1 or server_round != 2, "no memory left"
+        return reply_of(partition, server_round)
+
+    # Both entries: 6 float32 and a 64-bit counter are 32 bytes; the losses of clients k with k + 1 examples, 1/(k + 1).
+    start(FedAvg(fraction_evaluate=0), grid_of(2, numpy_app(answer=answer)), rounds=2)
+    told = [text for text in caplog.messages if text.startswith("Round ")]
+    assert [re.sub(r"[\d.]+ s,", "… s,", text) for text in told] == [
+        "Round 1 of 2, train: 2 of 2 clients, 6.4e-05 MB down, 6.4e-05 MB up, … s, train-loss 0.6667.",
+        "Round 2 of 2, train: 1 of 2 clients, 6.4e-05 MB down, 3.2e-05 MB up, … s, train-loss 1.0000.",
+    ]
 
 
 def test_a_client_that_raises_is_lost_alone():
