@@ -7,6 +7,8 @@ a Flower app bundle carries no other kind.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -266,14 +268,91 @@ summary { cursor: pointer; padding: 6px 0; font-weight: 600; }
 @media print { figure { break-inside: avoid; } .scroll { max-height: none; } }
 """
 
+# Of a figure that is saved for a paper, in pixels: as wide as two columns, so that in one its text has 7 pt. A legend
+# of many has two columns, and makes the figure higher by its rows; a bar that is too thin for its number has none.
+PAPER: dict[str, Any] = {
+    "text": 14,
+    "font": "Helvetica, Arial, 'Liberation Sans', sans-serif",
+    "scale": 4,
+    "layout": {
+        "width": 504,
+        "paper_bgcolor": "white",
+        "plot_bgcolor": "white",
+        "uniformtext": {"minsize": 9, "mode": "hide"},
+    },
+    "many": 3,
+    "row": 20,
+    "legend": {
+        "xref": "container", "x": 0.01, "yref": "container", "y": 0, "yanchor": "bottom", "font": {"size": 12},
+        "entrywidth": 0.48, "entrywidthmode": "fraction",
+    },
+}  # fmt: skip
+
+
+def light_colours(style: str = "") -> dict[str, str]:
+    """Role → colour on a light background, as the style sheet has it. `style`: the CSS that a page has beside it."""
+    rules = re.findall(r"(@media[^{]*\{\s*)?:root \{([^}]*)\}", _STYLE + style)
+    return dict(pair for media, rule in rules if not media for pair in re.findall(r"--([\w-]+): ([^;]+);", rule))
+
+
 # Colours come from the style sheet, so that figures follow the reader's light or dark setting, also when it changes.
+# What is saved is for paper, and has the light ones. `figure_files.py` paints in the same way.
 _SCRIPT = """
 (() => {
   if (!window.Plotly) return;
+  const paper = PAPER;
   const touch = matchMedia('(pointer: coarse)').matches;
+  const light = {};
+  for (const sheet of document.styleSheets) for (const rule of sheet.cssRules) if (rule.selectorText === ':root')
+    for (const name of rule.style) light[name.slice(2)] = rule.style.getPropertyValue(name).trim();
+  const painted = (source, colour, font) => {
+    const {data, layout} = JSON.parse(source.textContent);
+    for (const trace of data) {
+      const own = colour(trace.meta.role);
+      if (trace.type === 'heatmap') { trace.colorscale = [[0, colour('card')], [1, own]]; continue; }
+      if (trace.meta.band) { trace.fillcolor = own; continue; }
+      trace.marker = {...trace.marker, color: own, ...(trace.type === 'bar' ? {} : {size: 6})};
+      if (trace.type === 'bar') continue;
+      trace.line = {...trace.line, color: own, width: 2};
+      trace.cliponaxis = false;  // the first marker sits on the axis
+    }
+    for (const axis of [layout.xaxis, layout.yaxis])
+      Object.assign(axis, {
+        gridcolor: colour('grid'), linecolor: colour('rule'), tickcolor: colour('rule'), layer: 'below traces',
+      });
+    for (const shape of layout.shapes ?? []) shape.line.color = colour('freeze');
+    for (const note of layout.annotations ?? []) note.font = {...note.font, color: colour('freeze')};
+    layout.font = font;
+    return {data, layout};
+  };
+  const save = format => ({
+    name: 'save-' + format,
+    title: 'Save as ' + format.toUpperCase() + ', for a paper',
+    // an arrow to a line, which is drawn for SVG and filled for PNG; plotly colours an icon's first path alone
+    icon: {width: 24, height: 24, path: 'M5 20h14v2H5z M12 18L4 10h5V3h6v7h5z'
+      + (format === 'svg' ? 'M11 5v7H8.5l3.5 3.5 3.5-3.5H13V5z' : '')},
+    click: plot => {
+      const source = document.querySelector('script[data-for="' + plot.id + '"]');
+      const font = {family: paper.font, size: paper.text, color: light.ink};
+      const figure = painted(source, role => light[role], font);
+      const {data, layout} = figure;
+      Object.assign(layout, paper.layout);
+      const named = layout.showlegend ? data.filter(trace => trace.showlegend !== false).length : 0;
+      if (named > paper.many) {
+        Object.assign(layout.legend, paper.legend);
+        layout.height += paper.row * Math.ceil(named / 2);
+      }
+      for (const trace of data) if (trace.error_y) trace.error_y.color = light.ink;
+      const run = document.querySelector('.run code')?.textContent;
+      Plotly.downloadImage(figure, {
+        format, width: layout.width, height: layout.height, scale: format === 'png' ? paper.scale : 1,
+        filename: [run, plot.id].filter(Boolean).join('-'),
+      });
+    },
+  });
   const config = {
     displaylogo: false, plotlyServerURL: '', showSendToCloud: false, responsive: true,
-    modeBarButtons: [['toImage', 'resetScale2d']],
+    modeBarButtons: [[save('svg'), save('png'), 'resetScale2d']],
     displayModeBar: touch || innerWidth < 700 ? false : 'hover',  // on a phone it would cover the labels
   };
   const draw = () => {
@@ -281,22 +360,8 @@ _SCRIPT = """
     const colour = name => css.getPropertyValue('--' + name).trim();
     const font = getComputedStyle(document.body).fontFamily;
     for (const source of document.querySelectorAll('script[data-for]')) {
-      const {data, layout} = JSON.parse(source.textContent);
-      for (const trace of data) {
-        const own = colour(trace.meta.role);
-        if (trace.type === 'heatmap') { trace.colorscale = [[0, colour('card')], [1, own]]; continue; }
-        if (trace.meta.band) { trace.fillcolor = own; continue; }
-        trace.marker = {...trace.marker, color: own, ...(trace.type === 'bar' ? {} : {size: 6})};
-        if (trace.type === 'bar') continue;
-        trace.line = {...trace.line, color: own, width: 2};
-        trace.cliponaxis = false;  // the first marker sits on the axis
-      }
-      for (const axis of [layout.xaxis, layout.yaxis])
-        Object.assign(axis, {gridcolor: colour('grid'), linecolor: colour('rule'), tickcolor: colour('rule')});
-      for (const shape of layout.shapes ?? []) shape.line.color = colour('freeze');
-      for (const note of layout.annotations ?? []) note.font = {...note.font, color: colour('freeze')};
+      const {data, layout} = painted(source, colour, {family: font, size: 13, color: colour('soft')});
       layout.modebar = {bgcolor: 'transparent', color: colour('fedavg'), activecolor: colour('ink')};
-      layout.font = {family: font, size: 13, color: colour('soft')};
       layout.hoverlabel = {
         bgcolor: colour('card'), bordercolor: colour('rule'), font: {family: font, color: colour('ink')},
       };
@@ -307,4 +372,4 @@ _SCRIPT = """
   draw();
   matchMedia('(prefers-color-scheme: dark)').addEventListener('change', draw);
 })();
-"""
+""".replace("PAPER", json.dumps(PAPER))
