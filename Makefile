@@ -7,13 +7,14 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 PACKAGES := models exchange strategies client_app server_app
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-containers bench lint clean
+.PHONY: help run test test-containers bench docs lint clean
 
 help:
 	@echo "make run    set up and run the main job: five strategies by simulation, compared; results under runs/"
 	@echo "make test   set up and run the unit and integration tests"
 	@echo "make test-containers   build the images and run the tests of them (needs a Docker engine)"
 	@echo "make bench  set up and run all benchmarks, each beside what one would use instead; results under runs/bench/"
+	@echo "make docs   build the documentation as a site that can be read from disk: site/index.html"
 	@echo "make lint   check style (ruff) and types (mypy)"
 	@echo "make clean  remove the virtual environment, caches and build outputs; runs/ stays"
 	@echo "PYTHON=...  the Python to build the environment with (3.11 or newer), default: python3"
@@ -38,6 +39,11 @@ test-containers: $(VENV)/.ready-dev
 bench: $(VENV)/.ready-dev
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python benchmarks/bench.py
 
+# The announcement that the theme makes on its own account is no word about these pages.
+docs: $(VENV)/.ready-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "The documentation is in site/index.html"
+
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .
 	@mkdir -p .typing/tepal
@@ -46,7 +52,7 @@ lint: $(VENV)/.ready-dev
 	MYPYPATH=.typing $(BIN)/mypy $(PACKAGES:%=-p tepal.%)
 
 clean:
-	rm -rf $(VENV) .typing .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info *.fab
+	rm -rf $(VENV) site .typing .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info *.fab
 	find . -name __pycache__ -type d -not -path './runs/*' -prune -exec rm -rf {} +
 
 $(VENV)/.python:

@@ -280,8 +280,8 @@ def probe_layers(
         loss: the objective of local training.
 
     Raises:
-        ValueError: a message that is no probe, or a model without the entries that it names. FloatingPointError: the
-            loss or a layer's gradient is NaN or infinite.
+        ValueError: a message that is no probe, or a model without the entries that it names.
+        FloatingPointError: the loss or a layer's gradient is NaN or infinite.
     """
     came = received(msg)
     if came is None or came.manifest.action != PROBE:

@@ -137,6 +137,7 @@ class Sender:
         values: Callable[[Tree], Arrays],
         settings: Mapping[str, Any] | None = None,
         missing: Mapping[str, Names] | None = None,
+        went: Callable[[Names], None] = lambda names: None,
     ) -> tuple[RecordDict, str]:
         """Manifest, arrays and settings for one plan, and the id of the exchange that they begin.
 
@@ -145,6 +146,7 @@ class Sender:
             values: tree → the values that this client gets.
             settings: of the app.
             missing: of an answer to the same plan (`Missing.entries`): then only these entries travel.
+            went: called with the entries of each part that travels.
         """
         held = self.held.get(plan.client, frozenset())
         parcels: list[Parcel] = []
@@ -164,6 +166,7 @@ class Sender:
                     sent = () if part.id in held else chosen
                 if sent:
                     arrays[str(len(parcels))] = self._pack(part, sent, tree_values, wire)
+                    went(sent)
                 if not wire.plain:
                     rounded.add((tree, block))
                 keep = wanted.issuperset(chosen) and kept.issuperset(chosen)

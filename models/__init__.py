@@ -87,7 +87,8 @@ def build(
         image_shape: (channels, height, width), for image classification, and only there.
         classes: for image and sequence classification.
         vocabulary: number of characters, for next-character models.
-        features, outputs: numbers of an input (of one place in a sequence) and of a target, for a regression.
+        features: numbers of an input (of one place in a sequence), for a regression.
+        outputs: numbers of a target, for a regression.
         seed: of the weights.
 
     Raises:

@@ -23,8 +23,8 @@ _MANY, _TALL = 8, 560  # with more strategies than this the legends need room: p
 _BAND = " Lines: mean over the seeds; bands: their standard deviation."
 
 
-def comparison_page(results: Results) -> str:
-    """The whole page."""
+def comparison_page(results: Results, above: str = "") -> str:
+    """The whole page. `above`: HTML that goes before everything else."""
     comparison = results.comparison
     drawn = figures(results)
     names = comparison.strategies
@@ -44,7 +44,7 @@ def comparison_page(results: Results) -> str:
         runs="".join(_run_html(run, comparison.name(run.cell)) for result in results.strategies for run in result.runs),
         config=config_html({**comparison.run_config, "seed": ", ".join(map(str, comparison.seeds))}),
     )
-    return page(f"{comparison.task}: strategies compared", body, drawn, style=style(names))
+    return page(f"{comparison.task}: strategies compared", above + body, drawn, style=style(names))
 
 
 # --- figures --------------------------------------------------------------------------------------------------------

@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING
 from tepal.server_app.comparison import Results
 from tepal.server_app.comparison_page import figures as comparison_figures
 from tepal.server_app.comparison_page import style as comparison_style
-from tepal.server_app.method_figures import method_figures
+from tepal.server_app.method_figures import method_figures, travel_figures
 from tepal.server_app.page import PAPER, Figure, light_colours
-from tepal.server_app.report import figures, labels_figure, natural
+from tepal.server_app.report import figures, label_figures, natural
 from tepal.server_app.run_directory import (
+    BLOCKS,
     find_run,
     read_config,
+    read_json,
     read_label_counts,
     read_metrics,
     read_records,
@@ -57,11 +59,14 @@ def write_run_figures(run: Path, kind: str, folder: Path | None = None) -> list[
     where one cannot be written.
     """
     run = find_run(run)
-    metrics, config, counts = read_metrics(run), read_config(run), read_label_counts(run)
-    summary = {**summarise(metrics, config), **(read_summary(run) or {})}
-    drawn = [*figures(metrics, summary), *method_figures(read_records(run), metrics, natural)]
-    if counts:
-        drawn.append(labels_figure(counts))
+    metrics, records = read_metrics(run), read_records(run)
+    summary = {**summarise(metrics, read_config(run)), **(read_summary(run) or {})}
+    drawn = [
+        *figures(metrics, summary),
+        *travel_figures(records, read_json(run / BLOCKS) or []),
+        *method_figures(records, metrics, natural),
+        *label_figures(read_label_counts(run)),
+    ]
     return _write(drawn, light_colours(), kind, folder or run / FOLDER)
 
 
@@ -74,6 +79,7 @@ def write_comparison_figures(results: Results, kind: str, folder: Path | None = 
 def painted(plot: go.Figure, colours: Mapping[str, str]) -> go.Figure:
     """A copy of a figure as it is to be on paper. `colours`: by role; the script of `page.py` paints alike."""
     plot = type(plot)(plot)
+    plot.frames = []  # a figure stands in its last round
     ink = colours["ink"]
     for trace in plot.data:
         own = colours[trace.meta["role"]]
@@ -84,8 +90,11 @@ def painted(plot: go.Figure, colours: Mapping[str, str]) -> go.Figure:
         elif trace.type == "bar":
             trace.marker.color = own
             trace.error_y.color = ink
+        elif trace.meta.get("edges"):
+            trace.line.color = own
         else:
-            trace.update(marker={"color": own, "size": 6}, line={"color": own, "width": 2}, cliponaxis=False)
+            size = 6 if trace.marker.size is None else trace.marker.size
+            trace.update(marker={"color": own, "size": size}, line={"color": own, "width": 2}, cliponaxis=False)
     for update in (plot.update_xaxes, plot.update_yaxes):
         update(gridcolor=colours["grid"], linecolor=colours["rule"], tickcolor=colours["rule"], layer="below traces")
     plot.update_shapes(line_color=colours["freeze"])

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 from string import Template
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,9 @@ from tepal.server_app.run_directory import add
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
+
+
+_MOST_POINTS = 600  # of a curve: more than a figure is wide
 
 
 def page(title: str, body: str, figures: Iterable[Figure], *, style: str = "") -> str:
@@ -32,9 +36,9 @@ def page(title: str, body: str, figures: Iterable[Figure], *, style: str = "") -
     """
     return Template(_PAGE).substitute(
         title=escape(title),
-        style=_STYLE + style,
+        style=STYLE + style,
         body=body,
-        plotly=_plotly_js() if any(figure.plot for figure in figures) else "",
+        plotly=plotly_js() if any(figure.plot for figure in figures) else "",
         script=_SCRIPT,
     )
 
@@ -117,26 +121,27 @@ def figure_html(figure: Figure) -> str:
     if figure.plot is None:
         body = '<p class="empty">nothing to draw</p>'
     else:
-        label = escape(f"{figure.title}. {_spoken(figure.plot)} Every number is in the table of rounds below.")
+        label = escape(spoken(figure))
         # to_json writes < and > as escapes, so no name can end the script element.
         body = (
-            f'<div class="plot" id="{figure.key}" role="img" aria-label="{label}"></div>'
+            f'<div class="plot" id="{figure.key}" role="group" aria-label="{label}"></div>'
             f'<script type="application/json" data-for="{figure.key}">{figure.plot.to_json()}</script>'
         )
     return f"<figure><h3>{title}</h3>{body}<figcaption>{caption}</figcaption></figure>"
 
 
-def _plotly_js() -> str:
+def plotly_js() -> str:
+    """The library that draws, as plotly brings it."""
     from plotly.offline import get_plotlyjs
 
     return str(get_plotlyjs())
 
 
-def _spoken(plot: go.Figure) -> str:
+def spoken(figure: Figure) -> str:
     """First and last value of every curve, for those who do not see it."""
-    said = []
-    for trace in plot.data:
-        if trace.meta.get("band"):
+    said = [f"{figure.title}."]
+    for trace in figure.plot.data if figure.plot else ():
+        if trace.meta.get("band") or trace.meta.get("edges"):
             continue
         if "spoken" in trace.meta:
             said.append(trace.meta["spoken"])
@@ -144,7 +149,33 @@ def _spoken(plot: go.Figure) -> str:
         values = [value for value in trace.y if value is not None]
         if values:
             said.append(f"{trace.name}: from {values[0]:.4g} to {values[-1]:.4g}.")
-    return " ".join(said)
+    return " ".join([*said, "Every number is in the table of rounds below."])
+
+
+def thin(plot: go.Figure) -> go.Figure:
+    """Leave of each curve or row of bars no more points than a screen can show, the extremes of each stretch among
+    them; a heat map is not touched.
+    """
+    for trace in plot.data:
+        count = len(trace.x) if trace.type in ("scatter", "bar") and trace.x is not None else 0
+        if count <= _MOST_POINTS or trace.meta.get("band") or trace.meta.get("edges"):
+            continue
+        chosen = _extremes(trace.y, _MOST_POINTS)
+        for key in ("x", "y", "customdata"):
+            if trace[key] is not None:
+                trace[key] = [trace[key][k] for k in chosen]
+    return plot
+
+
+def _extremes(values: Sequence[float | None], most: int) -> list[int]:
+    """Indices of the first and last value, and of the least and largest of each of `most`/2 equal stretches."""
+    edges = [round(k * len(values) / (most // 2)) for k in range(most // 2 + 1)]
+    chosen = {0, len(values) - 1}
+    for start, end in pairwise(edges):
+        known = [k for k in range(start, end) if values[k] is not None]
+        if known:
+            chosen |= {min(known, key=lambda k: values[k]), max(known, key=lambda k: values[k])}  # type: ignore
+    return sorted(chosen)
 
 
 def config_html(config: Mapping[str, Any]) -> str:
@@ -197,7 +228,7 @@ $body
 </html>
 """
 
-_STYLE = """
+STYLE = """
 :root {
   --paper: #fbfaf8; --card: #ffffff; --ink: #1d1b20; --soft: #5f5a66; --rule: #e4e0e6; --grid: #ece9ee;
   --main: #a3295e; --second: #1f6f8b; --third: #8a6d00; --down: #2f6ea5; --up: #d9793a; --fedavg: #6b6573;
@@ -244,7 +275,10 @@ figure {
   display: flex; flex-direction: column; min-width: 0;
 }
 figcaption { color: var(--soft); font-size: 0.85rem; line-height: 1.45; margin-top: 6px; max-width: 72ch; }
-.plot { height: 340px; }
+.plot { min-height: 340px; }
+.rounds { display: flex; gap: 10px; align-items: center; color: var(--soft); font-size: 0.85rem; }
+.rounds input { flex: 1; accent-color: var(--main); min-width: 0; }
+.rounds output { min-width: 2.5em; color: var(--ink); font-variant-numeric: tabular-nums; }
 .empty { flex: 1; min-height: 140px; display: grid; place-items: center; margin: 8px 0; color: var(--soft);
   border: 1px dashed var(--rule); border-radius: 8px; }
 .scroll { overflow: auto; max-height: 70vh; background: var(--card); border: 1px solid var(--rule);
@@ -291,85 +325,130 @@ PAPER: dict[str, Any] = {
 
 def light_colours(style: str = "") -> dict[str, str]:
     """Role → colour on a light background, as the style sheet has it. `style`: the CSS that a page has beside it."""
-    rules = re.findall(r"(@media[^{]*\{\s*)?:root \{([^}]*)\}", _STYLE + style)
+    rules = re.findall(r"(@media[^{]*\{\s*)?:root \{([^}]*)\}", STYLE + style)
     return dict(pair for media, rule in rules if not media for pair in re.findall(r"--([\w-]+): ([^;]+);", rule))
 
 
-# Colours come from the style sheet, so that figures follow the reader's light or dark setting, also when it changes.
-# What is saved is for paper, and has the light ones. `figure_files.py` paints in the same way.
-_SCRIPT = """
-(() => {
-  if (!window.Plotly) return;
+# Draws one figure. Colours come from the style sheet, so that figures follow the reader's light or dark setting. What
+# is saved is for paper, and has the light ones; `figure_files.py` paints alike.
+DRAW_SCRIPT = """
+const tepalPaint = ({data, layout}, colour, font) => {
+  for (const trace of data) {
+    const own = colour(trace.meta.role);
+    if (trace.type === 'heatmap') { trace.colorscale = [[0, colour('card')], [1, own]]; continue; }
+    if (trace.meta.band) { trace.fillcolor = own; continue; }
+    if (trace.meta.edges) { trace.line = {...trace.line, color: own}; continue; }
+    trace.marker = {...trace.marker, color: own, ...(trace.type === 'bar' || trace.marker?.size ? {} : {size: 6})};
+    if (trace.type === 'bar') continue;
+    trace.line = {...trace.line, color: own, width: 2};
+    trace.cliponaxis = false;  // the first marker sits on the axis
+  }
+  for (const axis of [layout.xaxis, layout.yaxis])
+    Object.assign(axis, {
+      gridcolor: colour('grid'), linecolor: colour('rule'), tickcolor: colour('rule'), layer: 'below traces',
+    });
+  for (const shape of layout.shapes ?? []) shape.line.color = colour('freeze');
+  for (const note of layout.annotations ?? []) note.font = {...note.font, color: colour('freeze')};
+  layout.font = font;
+};
+
+// Saves a figure as `tepalDraw` was given it, in the round that the reader has chosen.
+const tepalSave = (element, format) => {
   const paper = PAPER;
-  const touch = matchMedia('(pointer: coarse)').matches;
   const light = {};
   for (const sheet of document.styleSheets) for (const rule of sheet.cssRules) if (rule.selectorText === ':root')
     for (const name of rule.style) light[name.slice(2)] = rule.style.getPropertyValue(name).trim();
-  const painted = (source, colour, font) => {
-    const {data, layout} = JSON.parse(source.textContent);
-    for (const trace of data) {
-      const own = colour(trace.meta.role);
-      if (trace.type === 'heatmap') { trace.colorscale = [[0, colour('card')], [1, own]]; continue; }
-      if (trace.meta.band) { trace.fillcolor = own; continue; }
-      trace.marker = {...trace.marker, color: own, ...(trace.type === 'bar' ? {} : {size: 6})};
-      if (trace.type === 'bar') continue;
-      trace.line = {...trace.line, color: own, width: 2};
-      trace.cliponaxis = false;  // the first marker sits on the axis
-    }
-    for (const axis of [layout.xaxis, layout.yaxis])
-      Object.assign(axis, {
-        gridcolor: colour('grid'), linecolor: colour('rule'), tickcolor: colour('rule'), layer: 'below traces',
-      });
-    for (const shape of layout.shapes ?? []) shape.line.color = colour('freeze');
-    for (const note of layout.annotations ?? []) note.font = {...note.font, color: colour('freeze')};
-    layout.font = font;
-    return {data, layout};
-  };
-  const save = format => ({
-    name: 'save-' + format,
-    title: 'Save as ' + format.toUpperCase() + ', for a paper',
-    // an arrow to a line, which is drawn for SVG and filled for PNG; plotly colours an icon's first path alone
-    icon: {width: 24, height: 24, path: 'M5 20h14v2H5z M12 18L4 10h5V3h6v7h5z'
-      + (format === 'svg' ? 'M11 5v7H8.5l3.5 3.5 3.5-3.5H13V5z' : '')},
-    click: plot => {
-      const source = document.querySelector('script[data-for="' + plot.id + '"]');
-      const font = {family: paper.font, size: paper.text, color: light.ink};
-      const figure = painted(source, role => light[role], font);
-      const {data, layout} = figure;
-      Object.assign(layout, paper.layout);
-      const named = layout.showlegend ? data.filter(trace => trace.showlegend !== false).length : 0;
-      if (named > paper.many) {
-        Object.assign(layout.legend, paper.legend);
-        layout.height += paper.row * Math.ceil(named / 2);
-      }
-      for (const trace of data) if (trace.error_y) trace.error_y.color = light.ink;
-      const run = document.querySelector('.run code')?.textContent;
-      Plotly.downloadImage(figure, {
-        format, width: layout.width, height: layout.height, scale: format === 'png' ? paper.scale : 1,
-        filename: [run, plot.id].filter(Boolean).join('-'),
-      });
-    },
+  const {data, layout, frames} = structuredClone(element.tepalFigure);
+  const label = element.nextElementSibling;
+  const round = label?.matches('label.rounds') ? label.rounds[+label.querySelector('input').value] : null;
+  const chosen = (frames ?? []).find(frame => frame.name === round);
+  chosen?.data.forEach((changed, k) => Object.assign(data[k], changed, {meta: data[k].meta}));
+  tepalPaint({data, layout}, role => light[role], {family: paper.font, size: paper.text, color: light.ink});
+  Object.assign(layout, paper.layout);
+  const named = layout.showlegend ? data.filter(trace => trace.showlegend !== false).length : 0;
+  if (named > paper.many) {
+    Object.assign(layout.legend, paper.legend);
+    layout.height += paper.row * Math.ceil(named / 2);
+  }
+  for (const trace of data) if (trace.error_y) trace.error_y.color = light.ink;
+  const run = document.querySelector('.run code, h1')?.textContent;
+  Plotly.downloadImage({data, layout}, {
+    format, width: layout.width, height: layout.height, scale: format === 'png' ? paper.scale : 1,
+    filename: [run, element.id].filter(Boolean).join('-'),
   });
+};
+
+const tepalButton = format => ({
+  name: 'save-' + format,
+  title: 'Save as ' + format.toUpperCase() + ', for a paper',
+  // an arrow to a line, which is drawn for SVG and filled for PNG; plotly colours an icon's first path alone
+  icon: {width: 24, height: 24, path: 'M5 20h14v2H5z M12 18L4 10h5V3h6v7h5z'
+    + (format === 'svg' ? 'M11 5v7H8.5l3.5 3.5 3.5-3.5H13V5z' : '')},
+  click: element => tepalSave(element, format),
+});
+
+window.tepalDraw = (element, {data, layout, frames}) => {
+  element.tepalFigure = structuredClone({data, layout, frames});
+  const touch = matchMedia('(pointer: coarse)').matches;
   const config = {
     displaylogo: false, plotlyServerURL: '', showSendToCloud: false, responsive: true,
-    modeBarButtons: [[save('svg'), save('png'), 'resetScale2d']],
+    modeBarButtons: [[tepalButton('svg'), tepalButton('png'), 'resetScale2d']],
     displayModeBar: touch || innerWidth < 700 ? false : 'hover',  // on a phone it would cover the labels
   };
+  const css = getComputedStyle(document.documentElement);
+  const colour = name => css.getPropertyValue('--' + name).trim();
+  const font = getComputedStyle(document.body).fontFamily;
+  tepalPaint({data, layout}, colour, {family: font, size: 13, color: colour('soft')});
+  layout.modebar = {bgcolor: 'transparent', color: colour('fedavg'), activecolor: colour('ink')};
+  layout.hoverlabel = {
+    bgcolor: colour('card'), bordercolor: colour('rule'), font: {family: font, color: colour('ink')},
+  };
+  if (touch) layout.dragmode = false;  // a finger on a figure scrolls the page
+  Plotly.react(element, {data, layout, frames, config});
+  if (frames?.length) tepalRounds(element, frames.map(frame => frame.name));
+};
+
+// The rounds of a figure, to step through; the last one follows the run unless the reader chose another.
+window.tepalRounds = (element, rounds) => {
+  let label = element.nextElementSibling, last = rounds.length - 1;
+  if (!label?.matches('label.rounds')) {
+    label = document.createElement('label');
+    label.className = 'rounds';
+    const input = document.createElement('input');
+    input.type = 'range';
+    input.min = 0;
+    label.append('round ', document.createElement('output'), input);
+    element.after(label);
+    input.addEventListener('input', () => label.show());
+  }
+  const [output, input] = label.querySelectorAll('output, input');
+  const before = label.rounds, kept = before && +input.value < before.length - 1;
+  const chosen = kept ? rounds.indexOf(before[+input.value]) : last;
+  input.max = last;
+  input.value = chosen < 0 ? last : chosen;
+  label.rounds = rounds;
+  label.show = () => {
+    output.textContent = rounds[+input.value];
+    input.setAttribute('aria-valuetext', `round ${rounds[+input.value]}`);
+    const how = {mode: 'immediate', frame: {duration: 0, redraw: true}, transition: {duration: 0}};
+    Plotly.animate(element, [rounds[+input.value]], how);
+  };
+  output.textContent = rounds[+input.value];
+  if (+input.value < last) label.show();
+};
+""".replace("PAPER", json.dumps(PAPER))
+
+_SCRIPT = (
+    DRAW_SCRIPT
+    + """
+(() => {
+  if (!window.Plotly) return;
   const draw = () => {
-    const css = getComputedStyle(document.documentElement);
-    const colour = name => css.getPropertyValue('--' + name).trim();
-    const font = getComputedStyle(document.body).fontFamily;
-    for (const source of document.querySelectorAll('script[data-for]')) {
-      const {data, layout} = painted(source, colour, {family: font, size: 13, color: colour('soft')});
-      layout.modebar = {bgcolor: 'transparent', color: colour('fedavg'), activecolor: colour('ink')};
-      layout.hoverlabel = {
-        bgcolor: colour('card'), bordercolor: colour('rule'), font: {family: font, color: colour('ink')},
-      };
-      if (touch) layout.dragmode = false;  // a finger on a figure scrolls the page
-      Plotly.react(document.getElementById(source.dataset.for), data, layout, config);
-    }
+    for (const source of document.querySelectorAll('script[data-for]'))
+      tepalDraw(document.getElementById(source.dataset.for), JSON.parse(source.textContent));
   };
   draw();
   matchMedia('(prefers-color-scheme: dark)').addEventListener('change', draw);
 })();
-""".replace("PAPER", json.dumps(PAPER))
+"""
+)

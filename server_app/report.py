@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
 
-from tepal.server_app.method_figures import method_figures
+from tepal.server_app.diagram import DIAGRAM_STYLE, diagram_html
+from tepal.server_app.method_figures import Records, method_figures, travel_figures
 from tepal.server_app.page import (
     Figure,
     config_html,
@@ -19,15 +21,19 @@ from tepal.server_app.page import (
     page,
     scaled,
     table_html,
+    thin,
     unit_of,
 )
 from tepal.server_app.run_directory import (
     ACCURACY,
+    BLOCKS,
+    CLIENTS,
     REPORT,
     add,
     find_run,
     measured_by,
     read_config,
+    read_json,
     read_label_counts,
     read_metrics,
     read_records,
@@ -66,11 +72,36 @@ def write_report(run: Path) -> Path:
     FileNotFoundError where there is no run, OSError naming the file where it cannot be written.
     """
     run = find_run(run)
-    metrics = read_metrics(run)
-    further = method_figures(read_records(run), metrics, natural)
-    html = _page(run.name, read_config(run), metrics, read_summary(run), read_label_counts(run), further)
-    write_whole(run / REPORT, html.encode())
+    files = RunFiles(
+        read_config(run), read_metrics(run), read_summary(run), read_records(run), read_label_counts(run),
+        read_json(run / BLOCKS) or [], read_json(run / CLIENTS) or {},
+    )  # fmt: skip
+    write_whole(run / REPORT, _page(run.name, files).encode())
     return run / REPORT
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """What a run has left until now, as it is read from its directory."""
+
+    config: Mapping[str, Any]
+    metrics: Lines
+    written_summary: Mapping[str, Any] | None
+    records: Records
+    label_counts: Mapping[str, Sequence[int]]
+    cells: Sequence[Mapping[str, Any]]
+    clients: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """As far as it is known."""
+        return {**summarise(self.metrics, self.config), **(self.written_summary or {})}
+
+    @property
+    def title(self) -> str:
+        """Strategy, model and dataset."""
+        known = (self.summary.get("strategy"), self.summary.get("model"), self.config.get("dataset"))
+        return " · ".join(str(each) for each in known if each)
 
 
 def frozen_after(metrics: Lines, summary: Mapping[str, Any]) -> int | None:
@@ -93,12 +124,16 @@ def figures(metrics: Lines, summary: Mapping[str, Any]) -> list[Figure]:
     # The initial model's score is at the origin even where its line names no bytes.
     sent = cumulative([0 if m is None and line["round"] == 0 else m for m, line in zip(moved, metrics, strict=True)])
     whole = cumulative([0 if line["round"] == 0 else line.get("bytes_fedavg") for line in metrics])
-    return [
+    drawn = [
         *_score_figures(measured_by(metrics).key, metrics, sent, freeze),
         *_score_figures("loss", metrics, sent, freeze),
         _bytes_per_round(trained, freeze),
         _bytes_against_fedavg(metrics, sent, whole, freeze),
     ]
+    for figure in drawn:
+        if figure.plot is not None:
+            thin(figure.plot)
+    return drawn
 
 
 def _score_figures(key: str, metrics: Lines, sent: Sequence[float | None], freeze: int | None) -> list[Figure]:
@@ -307,36 +342,90 @@ def _at_freeze(metrics: Lines, sent: Sequence[float | None], freeze: int | None,
 # --- page ----------------------------------------------------------------------------------------------------
 
 
-def _page(
-    name: str,
-    config: Mapping[str, Any],
-    metrics: Lines,
-    written_summary: Mapping[str, Any] | None,
-    label_counts: Mapping[str, Sequence[int]],
-    further: Sequence[Figure],
-) -> str:
-    summary = {**summarise(metrics, config), **(written_summary or {})}
-    strategy, model = (str(summary.get(key) or "") for key in ("strategy", "model"))
-    dataset = str(config.get("dataset") or "")
-    title = " · ".join(part for part in (strategy, model, dataset) if part) or name
-    drawn = [*figures(metrics, summary), *further]
-    if label_counts:
-        drawn.append(labels_figure(label_counts))
+def _page(name: str, run: RunFiles) -> str:
+    summary, metrics = run.summary, run.metrics
+    strategy, model, dataset = (
+        str(each or "") for each in (summary.get("strategy"), summary.get("model"), run.config.get("dataset"))
+    )
+    sections = [
+        ("figures", "Rounds and bytes", "", figures(metrics, summary)),
+        ("travel", "What travels", last_diagram(run.records, run.cells), travel_figures(run.records, run.cells)),
+        ("method", f"What {strategy or 'the method'} tells", "", method_figures(run.records, metrics, natural)),
+        ("clients", "Clients", clients_html(run.clients), label_figures(run.label_counts)),
+    ]
     body = Template(_BODY).substitute(
         heading=escape(strategy or name),
         subtitle=escape(" on ".join(part for part in (model, dataset) if part) or "model and dataset not recorded"),
         run=escape(name),
-        notice=_notice(metrics, config, written_summary is not None),
-        headlines="".join(
-            _headline(*figure) for figure in _headlines(config, metrics, summary, ended=written_summary is not None)
+        notice=_notice(metrics, run.config, run.written_summary is not None),
+        headlines=headlines_html(run.config, metrics, summary, ended=run.written_summary is not None),
+        sections="".join(
+            f'<section aria-labelledby="{key}"><h2 id="{key}">{escape(heading)}</h2>{above}'
+            f'<div class="figures">{"".join(map(figure_html, drawn))}</div></section>'
+            for key, heading, above, drawn in sections
+            if above or drawn
         ),
-        figures="".join(map(figure_html, drawn)),
-        replies=_trouble_html(metrics),
-        rounds=_rounds_html(metrics),
-        config=config_html(config),
+        replies=trouble_html(metrics),
+        rounds=rounds_html(metrics),
+        config=config_html(run.config),
         provenance=_provenance(metrics),
     )
-    return page(title, body, drawn)
+    all_drawn = [figure for *_, drawn in sections for figure in drawn]
+    return page(run.title or name, body, all_drawn, style=DIAGRAM_STYLE)
+
+
+def last_diagram(records: Records, cells: Sequence[Mapping[str, Any]]) -> str:
+    """The block diagram of the last round that is known; "" of a model in one part."""
+    told = [(number, record) for number, record in records if len(record.get("travel_up", ())) == len(cells) > 1]
+    if not told:
+        return ""
+    number, record = told[-1]
+    shares = {key: record[key].tolist() for key in ("travel_trains", "travel_down", "travel_up")}
+    return diagram_html(cells, shares, f"In round {number}, the last: what clients trained, were sent and returned.")
+
+
+def clients_html(clients: Mapping[str, Mapping[str, Any]]) -> str:
+    """What each client did in the whole run, those with trouble first; "" where it is not known."""
+    if not clients:
+        return ""
+
+    def trouble(name: str) -> tuple[int, Any]:
+        return -(clients[name].get("refused", 0) + clients[name].get("lost", 0)), natural(name)
+
+    names = sorted(clients, key=trouble)
+    shown = names[:_MOST_CLIENTS]
+    known = [
+        column for column in CLIENT_COLUMNS if any(clients[name].get(column[1]) not in (None, "") for name in shown)
+    ]
+    rows = [
+        (name, *("–" if clients[name].get(key) in (None, "") else text(clients[name][key]) for _, key, text in known))
+        for name in shown
+    ]
+    words = {0, *(k for k, (_, key, _) in enumerate(known, start=1) if key == "reason")}
+    table = table_html("Table of clients", ("client", *(heading for heading, _, _ in known)), rows, words=words)
+    few = len(shown) < len(names)
+    more = f"<p>The first {len(shown)} of {len(names)}, those with trouble first.</p>" if few else ""
+    return f"<details><summary>Every client, as a table</summary>{more}{table}</details>"
+
+
+# Column of the table of clients: heading, key in clients.json, how a value is written.
+CLIENT_COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("rounds", "rounds", str),
+    ("replied", "replied", str),
+    ("refused", "refused", str),
+    ("lost", "lost", str),
+    ("examples", "examples", lambda value: f"{value:,}"),
+    ("budget", "budget", lambda value: f"{value:g}"),
+    ("down", "bytes_down", bytes_text),
+    ("up", "bytes_up", bytes_text),
+    ("time", "seconds", seconds_text),
+    ("last trouble", "reason", str),
+)
+
+
+def label_figures(counts: Mapping[str, Sequence[int]]) -> list[Figure]:
+    """`labels_figure`, where there is something to draw."""
+    return [labels_figure(counts)] if counts else []
 
 
 def _notice(metrics: Lines, config: Mapping[str, Any], ended: bool) -> str:
@@ -405,13 +494,21 @@ def _headlines(
     ]
 
 
+def headlines_html(
+    config: Mapping[str, Any], metrics: Lines, summary: Mapping[str, Any], *, ended: bool
+) -> str:
+    """The headline figures, for a `<dl>`."""
+    return "".join(_headline(*figure) for figure in _headlines(config, metrics, summary, ended=ended))
+
+
 def _headline(name: str, figure: str, small: str) -> str:
     quiet = ' class="unknown"' if figure == UNKNOWN else ""
     below = f"<dd>{escape(small)}</dd>" if small else ""
     return f"<div><dt>{escape(name)}</dt><dd{quiet}>{escape(figure)}</dd>{below}</div>"
 
 
-def _trouble_html(metrics: Lines) -> str:
+def trouble_html(metrics: Lines, most: int | None = None) -> str:
+    """Everything that went wrong, or the last `most`; "" where nothing did."""
     rows = [
         (line["round"], reply.get("client"), TROUBLE[what], reply.get("reason") or "no reason given")
         for line in metrics
@@ -420,6 +517,7 @@ def _trouble_html(metrics: Lines) -> str:
     ]
     if not rows:
         return ""
+    rows = rows if most is None else rows[-most:]
     table = table_html("What went wrong", ("round", "client", "what", "reason"), rows, words={1, 2, 3})
     return f"<section><h2>What went wrong</h2>{table}</section>"
 
@@ -461,7 +559,8 @@ def _known(metrics: Lines, key: str) -> bool:
     return any(line.get(key) is not None for line in metrics)
 
 
-def _rounds_html(metrics: Lines) -> str:
+def rounds_html(metrics: Lines, most: int | None = None) -> str:
+    """The table of all rounds, or of the last `most`, folded."""
     if not metrics:
         return ""
     # Some figures belong to some tasks alone.
@@ -469,9 +568,11 @@ def _rounds_html(metrics: Lines) -> str:
     if measured_by(metrics) != ACCURACY:
         absent.add(ACCURACY.key)
     columns = [column for column in COLUMNS if column[1] not in absent]
-    rows = [["–" if line.get(key) is None else text(line[key]) for _, key, text in columns] for line in metrics]
+    shown = metrics if most is None else metrics[-most:]
+    rows = [["–" if line.get(key) is None else text(line[key]) for _, key, text in columns] for line in shown]
     table = table_html("Every round", [heading for heading, _, _ in columns], rows, words={1})
-    return f"<details><summary>Every round, as a table</summary>{table}</details>"
+    what = "Every round" if len(shown) == len(metrics) else f"The last {len(shown)} of {len(metrics)} rounds"
+    return f"<details><summary>{what}, as a table</summary>{table}</details>"
 
 
 def _provenance(metrics: Lines) -> str:
@@ -484,8 +585,8 @@ def _provenance(metrics: Lines) -> str:
         "<p>FedAvg’s bytes are calculated, not run: every entry of the model, down and up, for the same clients in the "
         "same rounds.</p>"
         "<p>Time is the server’s clock, per round. Everything here is drawn from <code>config.toml</code>, "
-        "<code>metrics.jsonl</code>, <code>summary.json</code>, <code>labels.json</code> and <code>rounds/</code> in "
-        "the folder of this file.</p>"
+        "<code>metrics.jsonl</code>, <code>summary.json</code>, <code>labels.json</code>, "
+        "<code>blocks.json</code>, <code>clients.json</code> and <code>rounds/</code> in the folder of this file.</p>"
     )
 
 
@@ -496,9 +597,8 @@ _BODY = """<header>
 </header>
 $notice
 <dl class="headlines" aria-label="Headline figures">$headlines</dl>
-<section aria-labelledby="figures"><h2 id="figures">Rounds and bytes</h2>
 <noscript><p class="notice">The figures need JavaScript; the table of rounds below has every number.</p></noscript>
-<div class="figures">$figures</div></section>
+$sections
 $replies
 <section><h2>Numbers and settings</h2>
 $rounds

@@ -32,11 +32,13 @@ from tepal.server_app.catalogue import CATALOGUE
 from tepal.server_app.config import SECTIONS, ConfigError, RunConfig, open_run, sizes_of
 from tepal.server_app.distillation import Distiller
 from tepal.server_app.grid import prompt
+from tepal.server_app.live import Live
 from tepal.server_app.report import write_report
 from tepal.server_app.run_directory import ACCURACY, CHECKPOINTS, KEPT_IN, RMSE, RunDirectory, read_metrics, total
 from tepal.server_app.trackers import TrackerError, Trackers, check_trackers, open_trackers
 from tepal.strategies import MethodError, MethodStrategy, NoAttentionError, RoundFailed, RoundReport
 from tepal.strategies.checkpoint import CheckpointError, Checkpoints
+from tepal.strategies.travel import cells
 
 log = getLogger("flwr")
 
@@ -123,7 +125,15 @@ def _start(
     assert strategy.blocks is not None
     model_bytes = strategy.blocks.layout.nbytes()
     task = TASKS[config.data.kind]
-    strategy.on_round = lambda report: _keep(report, model_bytes, directory, trackers, task)
+    live = Live(directory.path, config.rounds.num_server_rounds)
+    live.model(cells(strategy.blocks.layout, strategy.blocks))
+    strategy.on_progress = live.progress
+
+    def keep(report: RoundReport) -> None:
+        _keep(report, model_bytes, directory, trackers, task)
+        live.end_round(report)
+
+    strategy.on_round = keep
     # Clients have the config of the Flower run. Where that is not this run's, because it is resumed, they are told.
     told = {key: value for key, value in config.flat.items() if key not in _OWN and values.get(key, value) != value}
     if not config.data.names and (names := written_names(config.data)):
@@ -147,6 +157,8 @@ def _start(
         if failure.result is None:
             raise
         return failure.result, failure
+    finally:
+        live.close()
 
 
 def _insist(write: Callable[[], T]) -> T:

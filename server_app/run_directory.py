@@ -6,6 +6,8 @@
     model.safetensors   the final model under its raw state_dict names; an ensemble's begin with `mode/<k>/`
     summary.json        the figures of the whole run
     report.html         written by `tepal.server_app.report`
+    blocks.json, now.json, clients.json
+                        the model's parts, the round that goes on, the clients so far (`tepal.server_app.live`)
     checkpoint/         what it takes to resume the run (`tepal.strategies.checkpoint`)
     ../latest           a link to the newest run
 
@@ -60,7 +62,7 @@ CONFIG, METRICS, MODEL, SUMMARY, REPORT, LATEST = (
 
 CHECKPOINTS = "checkpoint"
 ROUNDS = "rounds"
-LABELS = "labels.json"
+LABELS, BLOCKS, NOW, CLIENTS = "labels.json", "blocks.json", "now.json", "clients.json"
 
 _A_LOOK = 0.2  # seconds in which `is_held` lets a folder go
 
@@ -318,18 +320,36 @@ def held(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def read_records(run: Path, most: int = 200) -> list[tuple[int, dict[str, np.ndarray]]]:
-    """What a method told of rounds (`rounds/`), in their order: (round, arrays); of many rounds, some of them with the
-    last. A file that cannot be read is passed over: it is torn, or being written.
+def read_records(
+    run: Path, most: int = 200, known: dict[Path, tuple[int, dict[str, np.ndarray]]] | None = None
+) -> list[tuple[int, dict[str, np.ndarray]]]:
+    """What was told of rounds (`rounds/`), in their order: (round, arrays).
+
+    A file that cannot be read is passed over: it is torn, or being written.
+
+    Args:
+        run: its directory.
+        most: of more rounds, every second, fourth, … is read, with the last: while a run goes on mostly the same ones.
+        known: file → (time of its last change, arrays), as it was read before; it is brought up to date.
     """
     files = sorted((run / ROUNDS).glob("[0-9]*.npz"))
-    if len(files) > most:
-        files = [files[int(k)] for k in np.linspace(0, len(files) - 1, most)]
-    records = []
+    apart = 1
+    while (len(files) + apart - 1) // apart + 1 > max(most, 2) < len(files):
+        apart *= 2
+    files = [*files[:-1:apart], *files[-1:]]
+    read: dict[Path, tuple[int, dict[str, np.ndarray]]] = {}
     for file in files:
-        with suppress(OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error), np.load(file) as arrays:
-            records.append((int(file.stem), dict(arrays)))
-    return records
+        with suppress(OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error):
+            changed = file.stat().st_mtime_ns
+            if known and file in known and known[file][0] == changed:
+                read[file] = known[file]
+                continue
+            with np.load(file) as arrays:
+                read[file] = changed, dict(arrays)
+    if known is not None:
+        known.clear()
+        known.update(read)
+    return [(int(file.stem), arrays) for file, (_, arrays) in read.items()]
 
 
 def is_held(folder: Path) -> bool:
@@ -408,6 +428,14 @@ def read_label_counts(run: Path) -> dict[str, list[int]]:
         return {}
     counts: dict[str, list[int]] = json.loads((run / LABELS).read_text(encoding="utf-8"))
     return counts
+
+
+def read_json(path: Path) -> Any | None:
+    """A file that is written whole and that nothing depends on; None where there is none, or it cannot be read."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
 
 
 def read_summary(run: Path) -> dict[str, Any] | None:

@@ -34,6 +34,7 @@ from tepal.strategies.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from tepal.strategies.messenger import SERVER, Messenger, RoundReport
 from tepal.strategies.method import Method, ModelBlocks, ServerModel
 from tepal.strategies.nodes import Nodes, Standing
+from tepal.strategies.travel import Cell, Travel, cells
 
 if TYPE_CHECKING:
     from torch import nn
@@ -108,8 +109,11 @@ class MethodStrategy(Strategy):
             run is resumed.
         checkpoints: folder, or Checkpoints, where the run is saved after every round; None: it cannot be resumed.
         resume: go on from the newest checkpoint there; from the beginning when there is none.
-        weighted_by_key, arrayrecord_key, configrecord_key: as in Flower's FedAvg.
+        weighted_by_key: the metric by which replies are weighted, as in Flower's FedAvg.
+        arrayrecord_key: name of the record with the model in messages, as in Flower's FedAvg.
+        configrecord_key: name of the record with the settings in messages, as in Flower's FedAvg.
         on_round: called with a `RoundReport` after the initial evaluation (round 0) and after every round.
+        on_progress: called with the report of the round that goes on, whenever a client was sent something or answered.
     """
 
     def __init__(
@@ -133,6 +137,7 @@ class MethodStrategy(Strategy):
         arrayrecord_key: str = "arrays",
         configrecord_key: str = "config",
         on_round: Callable[[RoundReport], None] | None = None,
+        on_progress: Callable[[RoundReport], None] | None = None,
     ) -> None:
         _check("fraction_train", fraction_train, 0 < fraction_train <= 1, "in (0, 1]")
         _check("fraction_evaluate", fraction_evaluate, 0 <= fraction_evaluate <= 1, "in [0, 1]")
@@ -162,11 +167,13 @@ class MethodStrategy(Strategy):
         self.arrayrecord_key = arrayrecord_key
         self.configrecord_key = configrecord_key
         self.on_round = on_round or (lambda report: None)
+        self.on_progress = on_progress or (lambda report: None)
         # Of one run; `start` makes them.
         self._sender: Sender
         self._messenger: Messenger
         self._nodes: Nodes
         self._standing: Standing
+        self._cells: tuple[Cell, ...]
         self._awaited: set[str]  # clients for which a resumed run waits
         self._note: str  # the server's own trouble, for the next report
 
@@ -225,8 +232,10 @@ class MethodStrategy(Strategy):
         if self.checkpoints is not None:
             self._sender.digests = self.checkpoints.digests
         self._messenger = Messenger(
-            grid, self._sender, weighted_by_key=self.weighted_by_key, accept=self.method.accept
-        )
+            grid, self._sender, weighted_by_key=self.weighted_by_key, accept=self.method.accept,
+            noticed=self.on_progress,
+        )  # fmt: skip
+        self._cells = cells(model.layout, self.blocks)
         self._nodes, self._standing, self._awaited, self._note = Nodes(), Standing(), set(), ""
         self.summary()
         result = Result()
@@ -267,8 +276,9 @@ class MethodStrategy(Strategy):
 
     def _begin(self, state: Any, number: int, rounds: int, train_config: ConfigRecord, timeout: float) -> _Round:
         report = RoundReport(
-            number, self.method.phase_name(state), scored=self.method.scored, judged=self.method.judged
-        )
+            number, self.method.phase_name(state), scored=self.method.scored, judged=self.method.judged,
+            travel=Travel(self._sender.layout, self._cells),
+        )  # fmt: skip
         if self._note:
             report.notes.append((SERVER, self._note))
             self._note = ""
@@ -277,6 +287,8 @@ class MethodStrategy(Strategy):
 
     def _end(self, this: _Round, result: Result) -> None:
         report, number = this.report, this.number
+        if report.travel is not None:
+            report.record = {**report.record, **report.travel.shares(len(report.asked))}
         report.seconds = time.monotonic() - this.started
         for metrics, of_rounds in (
             (report.train_metrics, result.train_metrics_clientapp),

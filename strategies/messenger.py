@@ -19,9 +19,10 @@ from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 
 from tepal.exchange.layout import Arrays, Names
-from tepal.exchange.plan import EVALUATE, INTRODUCE, TRAIN, Plan, Reply, Tree
+from tepal.exchange.plan import EVALUATE, INTRODUCE, LAYER_BUDGET, PROBE, TRAIN, Plan, Reply, Tree
 from tepal.exchange.sender import BadReply, ClientRefuses, Missing, NoMod, Sender, Traffic
 from tepal.strategies.inbox import Inbox
+from tepal.strategies.travel import Travel
 
 log = getLogger("flwr")
 
@@ -36,6 +37,27 @@ _LOOK_AROUND = 5.0  # seconds between two looks whether nodes that are waited fo
 _LOOKS = 20  # times what a look takes: the SuperLink then lists all its nodes, which may be many thousands
 _GIVE_UP = 60.0  # seconds during which pulling one reply may fail
 _LONGEST_REASON = 2000  # characters of what a client says: it goes into logs and metrics
+
+
+ASKED, REPLIED, REFUSED, LOST, LEFT_BEHIND = "asked", "replied", "refused", "lost", "not waited for"
+"""States of a client in a round. Between the first and the others it is at what it was sent (`DOING`)."""
+DOING: Mapping[str, str] = {TRAIN: "training", EVALUATE: "scoring", PROBE: "probing"}
+
+
+@dataclass
+class ClientReport:
+    """A client's part in a round, as far as it has come."""
+
+    state: str = ASKED
+    examples: int | None = None
+    """That its reply is weighted with."""
+    budget: float | None = None
+    """Of layers, where it declared one."""
+    bytes_down: int = 0
+    bytes_up: int = 0
+    """Payload."""
+    seconds: float = 0.0
+    """From its being sent something until its answer was read, over the exchanges of the round."""
 
 
 @dataclass
@@ -67,8 +89,11 @@ class RoundReport:
     learning_rate: float | None = None
     label_counts: dict[str, tuple[float, ...]] = field(default_factory=dict)
     """By client, of those that introduced themselves and told it: how many of its examples each class has."""
+    clients: dict[str, ClientReport] = field(default_factory=dict)
+    """By client, of those asked."""
+    travel: Travel | None = None
     record: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """What the method says of the round beside its metrics (`Method.record`)."""
+    """What the method says of the round beside its metrics (`Method.record`), and what travelled (`Travel.shares`)."""
     train_metrics: Mapping[str, float] = field(default_factory=dict)
     evaluate_metrics: Mapping[str, float] = field(default_factory=dict)
     server_metrics: Mapping[str, float] = field(default_factory=dict)
@@ -100,8 +125,9 @@ class Asked:
     plan: Plan
     exchange: str = ""
     resends: int = 0
+    sent: float = 0.0
     ends: float = 0.0
-    """When (`time.monotonic`) the SuperLink takes no reply to it any more."""
+    """When (`time.monotonic`) it was sent, and when the SuperLink takes no reply to it any more."""
 
     @property
     def name(self) -> str:
@@ -116,6 +142,7 @@ class Messenger:
         sender: what to send to whom.
         weighted_by_key: metric that a reply's weight is taken from.
         accept: raises ValueError for a good reply that is of no use.
+        noticed: called with the report after every message that was sent and every answer.
     """
 
     def __init__(
@@ -125,11 +152,13 @@ class Messenger:
         *,
         weighted_by_key: str,
         accept: Callable[[Plan, Reply], None] = lambda plan, reply: None,
+        noticed: Callable[[RoundReport], None] = lambda report: None,
     ) -> None:
         self.grid = grid
         self.sender = sender
         self.weighted_by_key = weighted_by_key
         self.accept = accept
+        self.noticed = noticed
         self._inbox = Inbox(grid)
         self._late: dict[str, Asked] = {}
         self._sessions: dict[int, str] = {}  # node id → when the node was started
@@ -163,9 +192,11 @@ class Messenger:
         def send(asked: Asked, missing: Mapping[str, Names] | None = None) -> None:
             plan = asked.plan
             told = {**settings(plan), **plan.options, "server-round": plan.round}
-            content, exchange = self.sender.content(plan, lambda tree: values(plan, tree), told, missing)
-            left = max(deadline - time.monotonic(), 1.0)
-            asked = replace(asked, exchange=exchange, ends=time.monotonic() + left + _LATE)
+            went: list[Names] = []
+            content, exchange = self.sender.content(plan, lambda tree: values(plan, tree), told, missing, went.append)
+            now = time.monotonic()
+            left = max(deadline - now, 1.0)
+            asked = replace(asked, exchange=exchange, sent=asked.sent or now, ends=now + left + _LATE)
             message = Message(content, asked.node_id, message_type(plan), ttl=left + _LATE, group_id=str(plan.round))
             try:
                 # One at a time: a push that fails is then known to be this client's.
@@ -174,12 +205,19 @@ class Messenger:
             except Exception as error:  # whatever the grid raises for one message is no reason to lose the others
                 ids, reason = [], f": {type(error).__name__}: {error}"
             if ids:
-                report.down += Traffic.of(content)
+                traffic = Traffic.of(content)
+                report.down += traffic
+                _note_sent(report, asked, traffic, went)
                 waiting[ids[0]] = asked
                 self._inbox.expect(ids)
             else:
                 _lose(report, asked, "its message could not be sent" + reason)
+            self.noticed(report)
 
+        plans = list(plans)
+        for _, plan in plans:
+            if plan.action != INTRODUCE:
+                report.clients.setdefault(plan.client, ClientReport()).state = ASKED
         for node_id, plan in plans:
             send(Asked(node_id, plan))
         self.sender.all_sent()
@@ -213,7 +251,10 @@ class Messenger:
                         send(again)
                 elif answer is not None:
                     good += 1
+                    self.noticed(report)
                     yield asked.node_id, answer
+                else:
+                    self.noticed(report)
             elif came is not None:
                 self._drop_late(*came, report)
             if time.monotonic() >= look_around:
@@ -230,6 +271,11 @@ class Messenger:
         if limit is None or good < limit:
             for asked in waiting.values():
                 _lose(report, asked, f"it did not answer within {round(timeout, 2):g} s")
+        else:
+            for asked in waiting.values():
+                if asked.plan.client in report.clients:
+                    report.clients[asked.plan.client].state = LEFT_BEHIND
+        self.noticed(report)
         # Those that were looked for in vain since no reply can come any more are given up.
         self._late = {message_id: asked for message_id, asked in self._late.items() if asked.ends > begun} | waiting
         self._inbox.forget()
@@ -262,7 +308,10 @@ class Messenger:
                 # The mod answers an introduction itself; only an app without it gets to see one, and fails on it.
                 raise NoMod(reason.splitlines()[-1])
             if message.has_content():
-                report.up += Traffic.of(message.content)
+                traffic = Traffic.of(message.content)
+                report.up += traffic
+                if asked.plan.client in report.clients:
+                    report.clients[asked.plan.client].bytes_up += traffic.payload
             try:
                 answer = self.sender.read(
                     asked.plan, asked.exchange, message, self.weighted_by_key, lambda tree: values(asked.plan, tree)
@@ -279,6 +328,7 @@ class Messenger:
                     self.accept(asked.plan, answer)
                 except ValueError as error:
                     raise _Useless(answer.client, str(error)) from error
+                _note_reply(report, asked, answer)
             for text in answer.notes:
                 note = (asked.name, text[:_LONGEST_REASON])
                 report.notes.append(note)
@@ -292,6 +342,8 @@ class Messenger:
                 said = "gives no result"
                 report.refused_by_client.add(name)
             report.refused.append((name, reason))
+            if asked.plan.client in report.clients:
+                report.clients[asked.plan.client].state = REFUSED
             if refused is not None and isinstance(refusal, ClientRefuses | NoMod | _Useless):
                 refused[asked.node_id] = reason
             log.warning("%s %s in round %d: %s", name, said, report.round, reason)
@@ -332,7 +384,36 @@ def message_type(plan: Plan) -> str:
     return TRAIN if plan.action == INTRODUCE else f"{TRAIN}.{plan.action}"
 
 
+def _note_sent(report: RoundReport, asked: Asked, traffic: Traffic, went: Iterable[Names]) -> None:
+    plan = asked.plan
+    if plan.client not in report.clients:
+        return
+    client = report.clients[plan.client]
+    client.state = DOING.get(plan.action, plan.action)
+    client.bytes_down += traffic.payload
+    if report.travel is not None:
+        for names in went:
+            report.travel.sent(names)
+        if plan.action == TRAIN and not asked.resends:
+            report.travel.asked(plan.trains)
+
+
+def _note_reply(report: RoundReport, asked: Asked, reply: Reply) -> None:
+    if (client := report.clients.get(asked.plan.client)) is None:
+        return
+    client.state = REPLIED
+    client.seconds += time.monotonic() - asked.sent
+    client.budget = reply.metrics.get(LAYER_BUDGET, client.budget)
+    if asked.plan.action == TRAIN:
+        client.examples = reply.examples
+    if report.travel is not None:
+        for names in reply.parts.values():
+            report.travel.returned(tuple(names))
+
+
 def _lose(report: RoundReport, asked: Asked, reason: str) -> None:
     reason = reason[:_LONGEST_REASON]
     report.lost.append((asked.name, reason))
+    if asked.plan.client in report.clients:
+        report.clients[asked.plan.client].state = LOST
     log.warning("%s is lost in round %d: %s", asked.name, report.round, reason)

@@ -128,8 +128,8 @@ def test_the_frozen_block_goes_down_once_and_never_up_again(deployed):
 
 def test_the_run_directory_is_complete(deployed):
     assert sorted(path.name for path in deployed.iterdir()) == [
-        "checkpoint", "config.toml", "labels.json", "metrics.jsonl", "model.safetensors", "report.html", "rounds",
-        "summary.json",
+        "blocks.json", "checkpoint", "clients.json", "config.toml", "labels.json", "metrics.jsonl", "model.safetensors",
+        "now.json", "report.html", "rounds", "summary.json",
     ]  # fmt: skip
     latest = deployed.parent / "latest"
     assert latest.is_symlink() and latest.resolve() == deployed

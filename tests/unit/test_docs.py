@@ -1,6 +1,7 @@
 """What README and docs say is run, or stands against the code it speaks of."""
 
 import inspect
+import itertools
 import re
 import shlex
 from pathlib import Path
@@ -11,13 +12,14 @@ import pytest
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from PIL import Image
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from tepal.exchange import partial_exchange
 from tepal.models import build
 from tepal.server_app import catalogue
 from tepal.server_app.commands import main
-from tepal.server_app.config import SECTIONS, StrategyName, read_run_config, reference
+from tepal.server_app.config import SECTIONS, StrategyName, defaults, open_run, read_run_config, reference
 from tepal.server_app.run_directory import RunDirectory
 from tepal.strategies.in_process import InProcessGrid, Node
 from tests.apps import quickstart_app
@@ -26,43 +28,139 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
 
-def blocks(language):
-    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+
+# How a block begins whose commands no test runs as they stand.
+MARKS = (
+    "# needs a network",
+    "# needs an app of your own",
+    "# needs the server's machine",
+    "# needs the site's machine",
+)
 
 
-def commands():
-    return [line.split("#")[0].strip() for block in blocks("sh") for line in block.splitlines() if line.strip()]
+def blocks(language, text=README):
+    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
 
 
-# README's commands, and the test that runs each.
+def commands(text=README, *, marked=False):
+    """The commands of a page, each with its lines joined; of its marked blocks only where they are asked for."""
+    found = []
+    for block in blocks("sh", text):
+        lines = block.replace("\\\n", "").splitlines()
+        if marked or lines[0] not in MARKS:
+            found += [without_comment(line) for line in lines]
+    return [command for command in found if command]
+
+
+def without_comment(line):
+    words = shlex.shlex(line, posix=False, punctuation_chars=True)
+    words.whitespace_split, words.commenters = True, "#"
+    return " ".join(words)
+
+
+# Commands of README and docs by how they begin, and the test that runs each.
 RUN_BY = {
     "make run": "tests/integration/test_main_job.py",
     "make test": "is what runs these tests",
+    "tepal simulate . -c conf/": "tests/integration/test_methods.py",
+    "tepal simulate . --in-process -c conf/": "tests/integration/test_methods.py",
+    "tepal simulate . -c 'resume=": "tests/integration/test_resume.py",
+    "tepal simulate . -c 'trackers=": "tests/unit/server_app/test_trackers.py",
+    "tepal simulate . -c 'wire-dtype": "tests/unit/strategies/test_encoding.py",
+    "tepal simulate . --clients 100 --in-process": "tests/integration/test_simulation_launcher.py",
+    "tepal simulate . --clients 10 -c 'model=\"char-lstm\"": "tests/unit/client_app/test_inputs.py",
+    "tepal simulate . --clients 3 -c 'model=\"linear-attention\"": "tests/unit/client_app/test_inputs.py",
     "tepal simulate": "tests/integration/test_main_job.py",
+    "tepal compare . --in-process --clients": "tests/unit/test_results.py",
     "tepal compare": "tests/integration/test_main_job.py",
     "tepal predict": "test_the_predict_command_reads_a_run_and_writes_what_it_predicts",
     "tepal strategies": "test_every_strategy_is_listed_with_its_options",
+    "tepal report runs/20261120-101500-fedfrozen --figures": "tests/unit/server_app/test_figure_files.py",
+    "tepal report runs/20261120-101500-compare --figures": "tests/unit/server_app/test_figure_files.py",
     "tepal report": "test_the_report_command_says_where_the_report_is",
-    "python benchmarks/bytes.py": "tests/unit/test_benchmarks.py",
-    "tepal simulate . -c 'resume=": "tests/integration/test_resume.py",
+    "tepal runs": "test_the_commands_that_look_at_runs",
+    "tepal show": "test_the_commands_that_look_at_runs",
+    "tepal doctor": "tests/unit/server_app/test_doctor.py",
+    "python benchmarks/": "tests/unit/test_benchmarks.py",
+    "python -m quickstart.in_process": "test_the_app_of_ones_own_runs",
     "flwr run . CONNECTION --stream --run-config 'resume=": "tests/integration/test_resume.py",
     "tepal loopback": "tests/integration/test_loopback_command.py",
     "docker compose -f docker/compose.yml": "tests/containers/test_one_host.py",
     "tepal provision": "tests/integration/test_provision.py",
     "tepal server": "tests/integration/test_server.py",
     "tepal node": "tests/integration/test_node.py",
+    "flower-superlink --ssl": "tests/integration/test_secure.py",
+    "flower-supernode --root-certificates": "tests/integration/test_secure.py",
     "flower-superlink": "tests/integration/test_loopback.py",
     "flower-supernode": "tests/integration/test_loopback.py",
+    "ssh-keygen": "tests/integration/credentials.py",
+    "flwr supernode register": "tests/integration/loopback.py",
     "flwr run . CONNECTION --stream --run-config conf/": "tests/integration/test_methods.py",
     "flwr run": "tests/integration/test_loopback.py",
 }
 
 
-def test_every_command_of_the_readme_is_run_by_a_test():
-    for command in commands():
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_command_is_run_by_a_test_or_says_what_it_needs(page):
+    text = page.read_text()
+    for command in commands(text):
         assert any(command.startswith(known) for known in RUN_BY), command
-    for path in {by for by in RUN_BY.values() if by.endswith(".py")}:
-        assert (ROOT / path).exists(), path
+    for block in blocks("sh", text):
+        assert block.splitlines()[0] in MARKS or not block.startswith("# needs"), f"no mark of MARKS: {block}"
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    indented = re.findall(r"^    (?:tepal|flwr|flower-\w+|docker|pip|python|make|sudo) .*", prose, flags=re.MULTILINE)
+    assert not indented, "commands stand in blocks of ```sh"
+
+
+def test_what_runs_the_commands_is_there():
+    tests = "".join(path.read_text() for path in (ROOT / "tests/unit").glob("test_docs*.py"))
+    for by in set(RUN_BY.values()):
+        assert (ROOT / by).exists() if by.endswith(".py") else f"def {by}(" in tests or " " in by, by
+    every = [command for page in [ROOT / "README.md", *PAGES] for command in commands(page.read_text())]
+    unused = [known for known in RUN_BY if not any(command.startswith(known) for command in every)]
+    assert not unused, "of commands that no page has"
+
+
+def tepal_commands():
+    every = [command for page in [ROOT / "README.md", *PAGES] for command in commands(page.read_text(), marked=True)]
+    return sorted({command for command in every if command.startswith("tepal ") and "…" not in command})
+
+
+@pytest.mark.parametrize("command", tepal_commands())
+def test_every_tepal_command_has_options_and_keys_that_there_are(command, monkeypatch):
+    """What click makes of it; of those that start a run, the run config that comes of it, where it names no files."""
+    from tepal.server_app.flower import app_run_config, parse_run_config
+
+    monkeypatch.chdir(ROOT)
+    words = list(itertools.takewhile(lambda word: word != "|", shlex.split(command)[1:]))
+    group = get_command(main)
+    while hasattr(group, "commands") and not words[0].startswith("-"):
+        name = words.pop(0)
+        group = group.commands[name]
+    given = group.make_context(name, words).params
+    if name not in ("simulate", "loopback", "compare"):
+        return
+    changes = parse_run_config(given["run_config"] or [])
+    assert changes.keys() <= defaults().keys()
+    files = [value for value in changes.values() if str(value).endswith((".npz", ".txt", ".xz"))]
+    if not files and "resume" not in changes:
+        open_run({**app_run_config(ROOT), **changes})
+
+
+def test_the_commands_that_look_at_runs(tmp_path, monkeypatch):
+    """Those of docs/index.md and docs/runs.md, with names of runs that are there."""
+    monkeypatch.chdir(tmp_path)
+    run = RunDirectory.create(tmp_path / "runs", "fedfrozen", {"strategy": "fedfrozen"})
+    run.append({"round": 1, "phase": "train", "accuracy": 0.5})
+    looked = [c for c in tepal_commands() if c.startswith(("tepal runs", "tepal show"))]
+    assert len(looked) >= 5
+    for command in looked:
+        words = list(itertools.takewhile(lambda word: word != "|", shlex.split(command)[1:]))
+        words = [word.replace("20261120-101500-fedfrozen", run.path.name) for word in words]
+        words = ["runs" if word.endswith("-compare") else word for word in words]
+        done = CliRunner().invoke(main, words)
+        assert done.exit_code == 0 and run.path.name in done.output.replace("\n", ""), (command, done.output)
 
 
 def test_the_readmes_run_config_can_be_run():

@@ -579,7 +579,7 @@ def test_the_page_compares_all_on_the_clients_own_tests(page, seeds):
 
 
 def test_every_figure_is_spoken_and_coloured_and_every_round_is_in_a_table(folder, page):
-    spoken = [a["aria-label"] for tag, a in page.tags if a.get("role") == "img"]
+    spoken = [a["aria-label"] for tag, a in page.tags if a.get("role") == "group"]
     assert len(spoken) == 3 and all("fedfrozen" in text for text in spoken)
     rounds = next(table for table in page.tables if table[0][:3] == ["strategy", "seed", "round"])
     assert len(rounds) == 1 + 3 * 4 + 3 + 1

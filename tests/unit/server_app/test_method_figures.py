@@ -1,10 +1,13 @@
 """What methods tell of their rounds, drawn: every cell against the records, counted here one by one."""
 
+import json
+import re
+
 import numpy as np
 import pytest
 
 from tepal.server_app.report import write_report
-from tepal.server_app.run_directory import ROUNDS, RunDirectory, read_records
+from tepal.server_app.run_directory import BLOCKS, ROUNDS, RunDirectory, read_records
 from tests.unit.server_app.test_report import FIGURES, Page
 
 CLIENTS = [f"client-{k}" for k in (0, 1, 2, 10)]
@@ -91,7 +94,7 @@ def test_whose_models_are_mixed_for_whom(run, key):
         3: {"clients": names(*order), key: alike + 1, "cohort": names(2), "weights": np.array([[0, 0, 1.0, 0]])},
     }
     figures = report(run, records)
-    assert list(figures)[-3:] == ["alike", "weights", "mixed"]
+    assert list(figures)[-4:] == ["alike", "weights", "graph", "mixed"]
     values, columns, rows = z(figures["alike"])
     assert columns == rows == CLIENTS
     for i, one in enumerate(CLIENTS):
@@ -99,9 +102,43 @@ def test_whose_models_are_mixed_for_whom(run, key):
             expected = alike[order.index(CLIENTS.index(one)), order.index(CLIENTS.index(other))] + 1
             assert values[i][j] == pytest.approx(expected, rel=1e-3)
     values, columns, rows = z(figures["weights"])
-    assert (rows, columns, values) == (["client-2"], CLIENTS, [[0, 0, 1, 0]])
+    assert (rows, columns) == (["client-0", "client-2", "client-10"], CLIENTS)
+    assert values == [[None] * 4, [0, 0, 1, 0], [None] * 4]
+    assert [frame["name"] for frame in figures["weights"]["frames"]] == ["2", "3"]
+    by_round = {frame["name"]: frame["data"][0]["z"] for frame in figures["weights"]["frames"]}
+    assert by_round == {"2": [[0.25] * 4, [None] * 4, [0.5, 0, 0, 0.5]], "3": values}
+    assert [frame["name"] for frame in figures["alike"]["frames"]] == ["2", "3"]
+    # In round 2 client-10 and client-0 had mixtures, of four others at most; in round 3 client-2 had its own model.
+    lines = {f["name"]: [len(d.get("x") or ()) // 3 for d in f["data"][:-1]] for f in figures["graph"]["frames"]}
+    assert {number: sum(counts) for number, counts in lines.items()} == {"2": 1 + 3, "3": 0}
+    assert figures["graph"]["data"][-1]["text"] == CLIENTS
     counts = {trace["name"]: (trace["x"], trace["y"]) for trace in figures["mixed"]["data"]}
     assert counts["most"] == ([2, 3], [4, 1]) and counts["mean"] == ([2, 3], [3, 1]) and counts["least"][1] == [2, 1]
+
+
+def test_what_travelled_of_each_part_is_drawn_by_round(run):
+    kinds = ("query and key", "other")
+    cells = [{"stage": stage, "kind": kind, "bytes": 8} for stage in ("layer 1", "head") for kind in kinds]
+    (run.path / BLOCKS).write_text(json.dumps(cells))
+    shares = {1: [1, 1, 1, 1], 2: [0, 1, 0.5, 2]}
+    records = {n: {f"travel_{way}": np.array(each) for way in ("down", "trains", "up")} for n, each in shares.items()}
+    figures = report(run, records)
+    for way in ("down", "up"):
+        values, columns, rows = z(figures[f"travel-{way}"])
+        assert values == [[1, 0], [1, 1], [1, 0.5], [1, 2]] and columns == [1, 2]
+        assert rows == ["layer 1, query and key", "layer 1, other", "head, query and key", "head, other"]
+    drawn = (run.path / "report.html").read_text().split('class="scroll diagram"')[1].split("</table>")[0]
+    first, last = (re.sub("<[^>]+>", " ", row).split() for row in re.findall("<tr>(.*?)</tr>", drawn)[1:])
+    assert " ".join(first) == (
+        "layer 1 8 B not trained ↓ sent to none ↑ returned by none 8 B trained by all ↓ sent to all ↑ returned by all"
+    )
+    assert " ".join(last) == (
+        "head 8 B trained by 50% ↓ sent to 50% ↑ returned by 50% "
+        "8 B trained by all, × 2 ↓ sent to all, × 2 ↑ returned by all, × 2"
+    )
+    of_one_part = [{"stage": "model", "kind": "other", "bytes": 8}]
+    (run.path / BLOCKS).write_text(json.dumps(of_one_part))
+    assert not any(key.startswith("travel") for key in Page(write_report(run.path)).figures)
 
 
 def test_a_run_without_records_has_no_such_figures_and_a_torn_record_is_passed_over(run):
@@ -115,10 +152,26 @@ def test_a_run_without_records_has_no_such_figures_and_a_torn_record_is_passed_o
 
 
 def test_of_many_rounds_some_are_read_with_the_first_and_the_last(run):
+    seen = set()
     for number in range(1, 31):
         run.write_record(number, {"masks": np.ones((1, 2), bool), "clients": names(0)})
-    read = [number for number, _ in read_records(run.path, most=7)]
-    assert len(read) == 7 and read[0] == 1 and read[-1] == 30 and read == sorted(set(read))
+        read = [number for number, _ in read_records(run.path, most=7)]
+        assert min(number, 4) <= len(read) <= 7 and read[0] == 1 and read[-1] == number and read == sorted(set(read))
+        seen |= set(read[:-1])
+    assert read == [1, 9, 17, 25, 30] and set(read[:-1]) <= seen, "those that were read before are read again"
+
+
+def test_what_was_read_before_is_read_again_only_where_it_changed(run, monkeypatch):
+    loads, load = [], np.load
+    monkeypatch.setattr(np, "load", lambda file: loads.append(file.name) or load(file))
+    known = {}
+    for number in (1, 2):
+        run.write_record(number, {"masks": np.full((1, 1), number)})
+    read_records(run.path, known=known)
+    run.write_record(2, {"masks": np.full((1, 1), 7)})
+    run.write_record(3, {"masks": np.full((1, 1), 3)})
+    assert [int(record["masks"][0, 0]) for _, record in read_records(run.path, known=known)] == [1, 7, 3]
+    assert loads == ["000001.npz", "000002.npz", "000002.npz", "000003.npz"]
 
 
 def test_of_very_many_clients_the_first_are_shown_and_that_is_said(run):

@@ -145,7 +145,7 @@ def test_title_and_headlines_say_what_ran_and_how_it_ended(page):
 
 def test_every_figure_is_drawn_with_caption_and_spoken_description(page):
     assert list(page.figures) == FIGURES
-    shown = {a["id"]: a for tag, a in page.tags if tag == "div" and a.get("role") == "img"}
+    shown = {a["id"]: a for tag, a in page.tags if tag == "div" and a.get("role") == "group"}
     assert list(shown) == FIGURES
     assert "from 0.1 to 0.9" in shown["accuracy-rounds"]["aria-label"]
     assert len(page.texts["figcaption"]) == 6

@@ -115,7 +115,7 @@ def test_a_run_leaves_everything_in_its_directory(small_run):
     path = small_run()
     assert {p.name for p in path.iterdir()} == {
         "config.toml", "metrics.jsonl", "model.safetensors", "summary.json", "report.html", "checkpoint", "labels.json",
-        "rounds",
+        "rounds", "blocks.json", "now.json", "clients.json",
     }  # fmt: skip
     assert (path.parent / "latest").resolve() == path
     metrics = read_metrics(path)

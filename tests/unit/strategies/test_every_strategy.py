@@ -1,7 +1,9 @@
 """Every strategy that a run config can name, two rounds on the digits with the project's own app, in this process."""
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tepal.client_app.app import app
@@ -9,7 +11,7 @@ from tepal.server_app.catalogue import CATALOGUE
 from tepal.server_app.config import defaults, read_run_config
 from tepal.server_app.flower import parse_run_config
 from tepal.server_app.run import build_model, build_strategy, run
-from tepal.server_app.run_directory import read_metrics
+from tepal.server_app.run_directory import read_metrics, read_records
 from tepal.strategies.in_process import InProcessGrid, Node
 from tests.quiet import quiet  # noqa: F401
 
@@ -85,6 +87,37 @@ def test_it_moves_what_its_formula_says(ran, sizes, name):
     for number in (1, ROUNDS):
         down, up = expected(name, number, sizes)
         assert (lines[number]["bytes_down"], lines[number]["bytes_up"]) == (CLIENTS * down, CLIENTS * up), number
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_what_it_says_of_blocks_and_of_clients_adds_up_to_what_it_moved(ran, name):
+    run = ran(name)
+    lines = {line["round"]: line for line in read_metrics(run)}
+    cells, now, clients = (json.loads((run / f"{name}.json").read_text()) for name in ("blocks", "now", "clients"))
+    of_cells = np.array([cell["bytes"] for cell in cells])
+    records = dict(read_records(run))
+    for number in (1, ROUNDS):
+        for way in ("down", "up"):
+            shares = records[number][f"travel_{way}"]
+            assert shares @ of_cells * CLIENTS == pytest.approx(lines[number][f"bytes_{way}"], rel=1e-6), (number, way)
+    for way in ("down", "up"):
+        key, last = f"bytes_{way}", lines[ROUNDS][f"bytes_{way}"]
+        assert sum(client[key] for client in now["clients"].values()) == last
+        assert sum(client[key] for client in clients.values()) == lines[1][key] + last
+    assert now["round"] == now["rounds"] == ROUNDS and now["ended"] and len(clients) == CLIENTS
+    for client, told in now["clients"].items():
+        assert told["state"] == "replied" and told["examples"] > 0 and told["seconds"] > 0
+        total = clients[client]
+        assert (total["rounds"], total["replied"], total["refused"], total["lost"]) == (ROUNDS, ROUNDS, 0, 0)
+
+
+def test_query_and_key_neither_train_nor_travel_when_they_are_frozen(ran):
+    run = ran("fedfrozen")
+    kinds = [cell["kind"] for cell in json.loads((run / "blocks.json").read_text())]
+    of = dict(read_records(run))
+    for way in ("trains", "up"):
+        assert of[1][f"travel_{way}"].tolist() == [1] * len(kinds)
+        assert of[2][f"travel_{way}"].tolist() == [int(kind == "other") for kind in kinds]
 
 
 def test_selective_sends_up_the_chosen_layers_and_the_head(ran, sizes):

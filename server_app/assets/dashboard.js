@@ -1,0 +1,180 @@
+// The dashboard: parts of a run arrive as events (watched.py) and are put into the page (dashboard_page.py).
+// In front of this file stands `tepalDraw` (page.py), which draws one figure.
+
+// Columns of the table of clients, in the order of CLIENT_KEYS in watched.py: heading, and how a value is written.
+const columns = [
+  ['client', 'text'], ['state now', 'state'], ['examples', 'number'], ['budget', 'number'], ['down now', 'bytes'],
+  ['up now', 'bytes'], ['time now', 'seconds'], ['rounds', 'number'], ['replied', 'number'], ['refused', 'number'],
+  ['lost', 'number'], ['down, all', 'bytes'], ['up, all', 'bytes'], ['time, all', 'seconds'], ['last trouble', 'text'],
+];
+const most = 200;  // rows of a table that are drawn
+const $ = (selector, within = document) => within.querySelector(selector);
+
+// Figures: drawn when they come into view, and again when the colours change.
+const plots = new Map();
+const draw = element => tepalDraw(element, JSON.parse(plots.get(element)));
+const seen = new IntersectionObserver(entries => {
+  for (const {target, isIntersecting} of entries) {
+    target.inView = isIntersecting;
+    if (isIntersecting && target.stale) { target.stale = false; draw(target); }
+  }
+}, {rootMargin: '400px'});
+matchMedia('(prefers-color-scheme: dark)').addEventListener('change', () => {
+  for (const element of plots.keys()) if (element.inView) draw(element); else element.stale = true;
+});
+
+const showSection = key => {
+  const section = document.getElementById(key);
+  if (!section?.hidden) return;
+  section.hidden = false;
+  $(`.sections a[href="#${key}"]`).hidden = false;
+};
+
+const showFigure = part => {
+  const grid = $(`[data-figures="${part.section}"]`);
+  showSection(part.section);
+  let figure = document.getElementById(part.id);
+  if (!figure) {
+    figure = document.createElement('figure');
+    figure.id = part.id;
+    figure.dataset.place = part.place;
+    figure.append(document.createElement('h3'), document.createElement('div'), document.createElement('figcaption'));
+    grid.insertBefore(figure, [...grid.children].find(other => other.dataset.place > part.place) ?? null);
+  }
+  const [title, plot, caption] = figure.children;
+  title.textContent = part.title;
+  caption.textContent = part.caption;
+  if (!part.plot) { plot.className = 'empty'; plot.textContent = 'nothing to draw'; return; }
+  if (!plots.has(plot)) { plot.className = 'plot'; plot.textContent = ''; plot.setAttribute('role', 'group'); }
+  plot.setAttribute('aria-label', part.spoken);
+  plots.set(plot, JSON.stringify(part.plot));
+  if (plot.inView) draw(plot); else { plot.stale = true; seen.observe(plot); }
+};
+
+// The table of clients.
+const units = ['B', 'kB', 'MB', 'GB', 'TB'];
+const write = {
+  text: value => value,
+  state: value => value,
+  number: value => value.toLocaleString('en'),
+  bytes: value => {
+    const k = value < 1000 ? 0 : Math.min(Math.floor(Math.log10(value) / 3), units.length - 1);
+    return `${k ? (value / 1000 ** k).toPrecision(3) : value} ${units[k]}`;
+  },
+  seconds: value => {
+    const [minutes, rest] = [Math.floor(value / 60), Math.floor(value % 60)];
+    return minutes ? `${minutes}:${String(rest).padStart(2, '0')} min` : `${value.toFixed(1)} s`;
+  },
+};
+const clients = {rows: [], by: null, descending: false};
+const showClients = () => {
+  const table = document.getElementById('client-table');
+  if (!table) return;
+  const wanted = document.getElementById('client-filter').value.trim().toLowerCase();
+  const has = cell => typeof cell === 'string' && cell.toLowerCase().includes(wanted);
+  let rows = clients.rows.filter(row => !wanted || row.some(has));
+  if (clients.by !== null) {
+    const sign = clients.descending ? -1 : 1, by = clients.by;
+    rows = [...rows].sort((a, b) => {
+      if (a[by] === null || b[by] === null) return (a[by] === null) - (b[by] === null);
+      if (typeof a[by] === 'number') return sign * (a[by] - b[by]);
+      return sign * a[by].localeCompare(b[by], 'en', {numeric: true});
+    });
+  }
+  const shown = rows.slice(0, most);
+  const used = columns.map((_, k) => k === 0 || clients.rows.some(row => row[k] !== null && row[k] !== ''));
+  const head = $('thead tr', table), focused = document.activeElement?.dataset?.by;
+  head.replaceChildren(...columns.flatMap(([name, kind], k) => {
+    if (!used[k]) return [];
+    const th = document.createElement('th'), button = document.createElement('button');
+    th.scope = 'col';
+    if (kind !== 'text' && kind !== 'state') th.className = 'number';
+    if (k === clients.by) th.setAttribute('aria-sort', clients.descending ? 'descending' : 'ascending');
+    button.textContent = name;
+    button.dataset.by = k;
+    button.addEventListener('click', () => {
+      clients.descending = clients.by === k && !clients.descending;
+      clients.by = k;
+      showClients();
+    });
+    th.append(button);
+    return [th];
+  }));
+  if (focused !== undefined) $(`button[data-by="${focused}"]`, head)?.focus();
+  $('tbody', table).replaceChildren(...shown.map(row => {
+    const tr = document.createElement('tr');
+    tr.append(...row.flatMap((value, k) => {
+      if (!used[k]) return [];
+      const kind = columns[k][1], cell = document.createElement(k ? 'td' : 'th');
+      if (!k) cell.scope = 'row';
+      if (kind !== 'text' && kind !== 'state') cell.className = 'number';
+      if (value === null || value === '') cell.textContent = '–';
+      else if (kind === 'state') {
+        const chip = document.createElement('span');
+        chip.className = `chip ${value}`;
+        chip.textContent = value;
+        cell.append(chip);
+      } else cell.textContent = write[kind](value);
+      return [cell];
+    }));
+    return tr;
+  }));
+  const all = clients.rows.length;
+  document.getElementById('client-count').textContent =
+    rows.length > most ? `the first ${most} of ${rows.length}` : `${rows.length} of ${all}`;
+};
+
+const showRows = rows => {
+  clients.rows = rows;
+  if (rows.length) showSection('clients');
+  showClients();
+};
+
+// Parts that are stretches of HTML keep what the reader has opened, and how far it was scrolled.
+const showHtml = part => {
+  const place = $(`[data-part="${part.id}"]`);
+  if (!place) return;
+  const all = selector => [...place.querySelectorAll(selector)];
+  const opened = all('details').map(each => each.open);
+  const scrolled = all('.scroll').map(each => [each.scrollLeft, each.scrollTop]);
+  const focused = all('a, summary, .scroll').indexOf(document.activeElement);
+  place.innerHTML = part.html;
+  all('details').forEach((each, k) => { each.open = opened[k] ?? false; });
+  all('.scroll').forEach((each, k) => { if (scrolled[k]) [each.scrollLeft, each.scrollTop] = scrolled[k]; });
+  if (focused >= 0) all('a, summary, .scroll')[focused]?.focus();
+  if (part.id === 'diagram' && part.html) showSection('travel');
+  if (part.id === 'runs') filterRuns();
+};
+
+const filterRuns = () => {
+  const filter = document.getElementById('filter');
+  if (!filter) return;
+  const wanted = filter.value.trim().toLowerCase();
+  for (const row of document.querySelectorAll('[data-part="runs"] tbody tr'))
+    row.hidden = !row.textContent.toLowerCase().includes(wanted);
+};
+
+const show = part => {
+  if (part.kind === 'figure') showFigure(part);
+  else if (part.kind === 'html') showHtml(part);
+  else if (part.kind === 'text') $(`[data-part="${part.id}"]`).textContent = part.text;
+  else if (part.kind === 'title') document.title = `${part.text} · Tepal`;
+  else if (part.kind === 'clients') showRows(part.rows);
+};
+
+document.getElementById('filter')?.addEventListener('input', filterRuns);
+document.getElementById('client-filter')?.addEventListener('input', showClients);
+
+// A hidden tab lets go of its connection: browsers have few for one server.
+let source = null;
+const connect = () => {
+  source?.close();
+  source = null;
+  if (document.hidden) return;
+  source = new EventSource('events');
+  source.onmessage = event => show(JSON.parse(event.data));
+  source.onopen = () => document.getElementById('offline')?.toggleAttribute('hidden', true);
+  source.onerror = () => document.getElementById('offline')?.toggleAttribute('hidden', false);
+};
+document.addEventListener('visibilitychange', connect);
+connect();

@@ -1,0 +1,146 @@
+"""The Python of the documentation's pages is run, and their drawings are what the methods' functions give."""
+
+import contextlib
+import io
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import Strategy
+
+import tepal.client_app.app as app_module
+from tepal import strategies
+from tepal.client_app.objectives import OBJECTIVES
+from tepal.client_app.prediction import EnsembleScore
+from tepal.exchange import Encoding
+from tepal.models import build
+from tepal.models.blocks import find_blocks
+from tepal.server_app.config import defaults
+from tepal.strategies import FedFrozen, MethodError, MethodStrategy
+from tepal.strategies.in_process import InProcessGrid, Node
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+
+
+def files_of(page):
+    """Title → code, of a page's blocks that are files."""
+    return dict(re.findall(r'```python title="([^"]+)"\n(.*?)```', (DOCS / page).read_text(), flags=re.DOTALL))
+
+
+def snippets_of(page):
+    return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), flags=re.DOTALL)
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    """A folder with the files of both pages, from which they can be imported."""
+    for page in ("own-app.md", "extend.md"):
+        for title, code in files_of(page).items():
+            (tmp_path / title).parent.mkdir(exist_ok=True)
+            (tmp_path / title).write_text(code)
+    monkeypatch.setenv("TEPAL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] in ("quickstart", "head_first", "sparse", "sparse_method", "fused", "patterns"):
+            del sys.modules[name]
+
+
+def test_the_app_of_ones_own_runs(written):
+    runpy.run_path("quickstart/in_process.py", run_name="__main__")
+    final = torch.load("final.pt")
+    from quickstart.task import RowReader, accuracy, load_data
+
+    model = RowReader()
+    model.load_state_dict(final)
+    assert accuracy(model, *load_data(0, 1)) > 0.5, "ten classes, and it has learned"
+
+
+def test_the_further_options_are_options(written):
+    from quickstart.task import RowReader
+
+    names = {"model": RowReader()}
+    exec(snippets_of("own-app.md")[0], names)
+    strategy = names["strategy"]
+    assert isinstance(strategy, FedFrozen) and (strategy.fraction_train, strategy.resume) == (0.5, True)
+    assert strategy.encoding == Encoding(up="int8")
+
+
+def test_the_method_of_the_page_trains_its_head_first_and_moves_what_the_page_says(written):
+    printed = io.StringIO()
+    torch.manual_seed(0)
+    with contextlib.redirect_stdout(printed):
+        names = runpy.run_path("try_head_first.py")
+    said = re.search(r"```text\n(.*?)```", (DOCS / "extend.md").read_text(), flags=re.DOTALL)
+    assert printed.getvalue() == said[1]
+    # `model` shares no memory with the run: its body is what two rounds must have left alone.
+    strategy = MethodStrategy(names["HeadFirst"](rounds=2), model=names["model"])
+    start = {name: tensor.numpy().copy() for name, tensor in names["model"].state_dict().items()}
+    result = strategy.start(names["grid"], ArrayRecord(names["model"].state_dict()), num_rounds=2)
+    for name, array in result.arrays.items():
+        assert np.array_equal(array.numpy(), start[name]) == (not name.startswith("head.")), name
+    with pytest.raises(MethodError, match="must know the model's head"):
+        MethodStrategy(names["HeadFirst"](rounds=2)).start(names["grid"], result.arrays, num_rounds=1)
+
+
+def test_the_objective_of_the_page_makes_weights_small(written, monkeypatch):
+    from sparse import Sparse
+    from sparse_method import SparseAveraging
+
+    monkeypatch.setitem(OBJECTIVES, "sparse", Sparse())
+    run_config = {**defaults(), "model": "cnn", "local-steps": 4, "score-in-training": False}
+    model = build("cnn", image_shape=(1, 8, 8), classes=10, seed=0)
+    nodes = [Node(app_module.app, {"partition-id": k, "num-partitions": 2}) for k in range(2)]
+    grid = InProcessGrid(nodes, {**run_config, "image-shape": "1x8x8", "classes": 10, "min-partition-size": 10})
+
+    def trained(lam):
+        strategy = MethodStrategy(SparseAveraging(lam), model=model, fraction_evaluate=0)
+        arrays = strategy.start(grid, ArrayRecord(model.state_dict()), num_rounds=1).arrays
+        return sum(float(np.abs(array.numpy()).sum()) for array in arrays.values())
+
+    assert trained(0.1) < trained(0.0)
+
+
+def test_the_blocks_of_the_page_are_found(written):
+    from fused import FusedModel
+    from patterns import blocks
+
+    first, *_ = found = find_blocks(FusedModel()).query_key
+    assert first == "blocks.0.wqkv.weight:q" and len(found) == 2 * 4
+    assert len(blocks.query_key) == 2 * 4 and len(blocks.value_projection) == 2 and len(blocks.layers) == 2
+    assert blocks.head == ("head.weight", "head.bias")
+    FedFrozen(warmup_rounds=2, model=blocks)
+
+
+@pytest.mark.parametrize("page", sorted(path.name for path in (DOCS / "methods").glob("*.md")))
+def test_the_pages_of_the_methods_make_their_strategies_and_score(page):
+    model = build("tiny-vit", image_shape=(1, 8, 8), classes=10, seed=0)
+    made, *handlers = snippets_of(f"methods/{page}")
+    strategy = eval(made, {**vars(strategies), "model": model})
+    assert isinstance(strategy, Strategy)
+    for handler in handlers:
+        images, labels = torch.rand(4, 1, 8, 8), torch.zeros(4, dtype=torch.long)
+        names = {
+            "app": ClientApp(), "model": model, "images": images, "labels": labels, "batches": [(images, labels)],
+            "Message": Message, "MetricRecord": MetricRecord, "RecordDict": RecordDict,
+        }  # fmt: skip
+        exec(handler, names)
+        assert "probe" in names or isinstance(
+            names["score_ensemble"](model, [model.state_dict()], images, labels, None), EnsembleScore
+        )
+
+
+def test_the_drawings_are_those_of_the_code():
+    drawings = runpy.run_path(str(DOCS / "drawings.py"))["DRAWINGS"]
+    for name, draw in drawings.items():
+        assert (DOCS / "methods" / name).read_text() == draw().svg(), "draw them anew: python docs/drawings.py"
+    assert {f"methods/{name}" for name in drawings} == {str(p.relative_to(DOCS)) for p in DOCS.glob("methods/*.svg")}
