@@ -84,7 +84,7 @@ def painted(plot: go.Figure, colours: Mapping[str, str]) -> go.Figure:
     for trace in plot.data:
         own = colours[trace.meta["role"]]
         if trace.type == "heatmap":
-            trace.colorscale = [[0, colours["card"]], [1, own]]
+            trace.update(colorscale=[[0, colours["card"]], [1, own]], **PAPER["heatmap"])
         elif trace.meta.get("band"):
             trace.fillcolor = own
         elif trace.type == "bar":

@@ -303,7 +303,8 @@ summary { cursor: pointer; padding: 6px 0; font-weight: 600; }
 """
 
 # Of a figure that is saved for a paper, in pixels: as wide as two columns, so that in one its text has 7 pt. A legend
-# of many has two columns, and makes the figure higher by its rows; a bar that is too thin for its number has none.
+# of many has two columns, and makes the figure higher by its rows; a bar that is too thin for its number has none; a
+# heat map, of which nobody can ask a cell, has a scale.
 PAPER: dict[str, Any] = {
     "text": 14,
     "font": "Helvetica, Arial, 'Liberation Sans', sans-serif",
@@ -314,6 +315,7 @@ PAPER: dict[str, Any] = {
         "plot_bgcolor": "white",
         "uniformtext": {"minsize": 9, "mode": "hide"},
     },
+    "heatmap": {"showscale": True, "colorbar": {"thickness": 10, "outlinewidth": 0, "tickfont": {"size": 12}}},
     "many": 3,
     "row": 20,
     "legend": {
@@ -370,7 +372,10 @@ const tepalSave = (element, format) => {
     Object.assign(layout.legend, paper.legend);
     layout.height += paper.row * Math.ceil(named / 2);
   }
-  for (const trace of data) if (trace.error_y) trace.error_y.color = light.ink;
+  for (const trace of data) {
+    if (trace.error_y) trace.error_y.color = light.ink;
+    if (trace.type === 'heatmap') Object.assign(trace, paper.heatmap);
+  }
   const run = document.querySelector('.run code, h1')?.textContent;
   Plotly.downloadImage({data, layout}, {
     format, width: layout.width, height: layout.height, scale: format === 'png' ? paper.scale : 1,

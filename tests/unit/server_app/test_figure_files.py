@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from tepal.server_app import figure_files
 from tepal.server_app.commands import main
 from tepal.server_app.figure_files import FiguresError, painted, write_run_figures
-from tepal.server_app.page import PAPER, empty_plot, light_colours
+from tepal.server_app.page import PAPER, Figure, empty_plot, figure_html, light_colours, page
 from tepal.server_app.report import write_report
 from tepal.server_app.run_directory import RunDirectory
 from tests.comparisons import comparison_in, finish, leave_run
@@ -53,8 +53,11 @@ def words_in(svg):
     return sorted("".join(each.itertext()) for each in ElementTree.fromstring(svg).iter(f"{SVG}text"))
 
 
-def saved_by_the_page(page, folder):
-    """Format → (file name, content) of all that the page's buttons save, in a browser whose colours are dark."""
+def saved_by_the_page(file, folder):
+    """Format → (file name, content) of all that a page's buttons save, in a browser whose colours are dark.
+
+    Where there are rounds to choose from, the first is chosen.
+    """
     probe = """<script>
       Plotly.downloadImage = (figure, options) => Plotly.toImage(figure, options).then(url => {
         const told = document.createElement('p');
@@ -62,10 +65,11 @@ def saved_by_the_page(page, folder):
                                      dark: matchMedia('(prefers-color-scheme: dark)').matches});
         document.body.append(told);
       });
+      for (const input of document.querySelectorAll('label.rounds input')) input.value = 0;
       for (const button of document.querySelectorAll('[data-title^="Save as"]'))
         button.dispatchEvent(new MouseEvent('click', {bubbles: true}));
     </script></body>"""
-    (folder / "probe.html").write_text(page.read_text().replace("</body>", probe))
+    (folder / "probe.html").write_text(file.read_text().replace("</body>", probe))
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--blink-settings=preferredColorScheme=0",
                f"--user-data-dir={folder / 'profile'}", "--window-size=1400,1000", "--virtual-time-budget=20000",
                "--dump-dom", (folder / "probe.html").as_uri()]  # fmt: skip
@@ -140,6 +144,18 @@ def test_a_report_saves_all_its_figures(run, tmp_path):
     }
 
 
+@needs_browser
+@pytest.mark.browser
+def test_of_a_figure_with_rounds_the_one_that_the_reader_chose_is_saved(tmp_path):
+    plot = empty_plot("of the last round", "")
+    plot.add_scatter(x=[1], y=[1], text=["last"], mode="markers+text", meta={"role": "main"})
+    plot.frames = [go.Frame(data=[go.Scatter(text=[text])], name=str(k)) for k, text in enumerate(["first", "last"])]
+    figure = Figure("chosen", "Chosen", "", plot)
+    (tmp_path / "page.html").write_text(page("A page", f"<h1>a run</h1>{figure_html(figure)}", [figure]))
+    [(name, content)] = saved_by_the_page(tmp_path / "page.html", tmp_path)["svg"]
+    assert name == "a run-chosen" and "first" in words_in(content) and "last" not in words_in(content)
+
+
 # What is painted ----------------------------------------------------------------------------------------------------
 
 
@@ -157,7 +173,8 @@ def test_the_colours_are_those_of_the_pages_style_sheet_for_a_light_background()
     line, bar, heat = paper.data
     assert line.line.color == line.marker.color == "#010203" and bar.marker.color == colours["main"]
     assert bar.error_y.color == paper.layout.font.color == colours["ink"]
-    assert heat.colorscale[1] == (1, colours["second"]) and paper.layout.paper_bgcolor == "white"
+    assert heat.colorscale[1] == (1, colours["second"]) and heat.showscale
+    assert paper.layout.paper_bgcolor == "white"
     assert isinstance(paper, go.Figure) and (paper.layout.width, paper.layout.height) == (504, 340)
 
 
