@@ -152,6 +152,22 @@ def many_clients(figures: Mapping[str, Any]) -> Iterable[Row]:
     yield Row(what, row["round s"], "what of it is in the clients' apps", row["of it at the apps s"], "s", faster=False)
 
 
+def dashboard(figures: Mapping[str, Any]) -> Iterable[Row]:
+    def median(what: str, name: str) -> float:
+        return statistics.median(figures[what][name])
+
+    what, runs = "TensorBoard", f"the list of {figures['runs']} runs"
+    if figures[what]:
+        first = "first paint"
+        yield Row(f"{runs}, {first}", median("list", first), what, median(what, first), "s")
+        yield Row(f"{runs}, all there", median("list", "all runs"), f"{what}, one there", median(what, "a run"), "s")
+    large = f"{figures['rounds']:,} rounds x {figures['clients']} clients"
+    for name, most in (("figures in sight", 2.0), ("everything", 2.0)):
+        yield Row(f"{large}, {name}", median("large run", name), "the goal", most, "s", "≥ 1")
+    yield Row(f"{runs}, first paint", median("list", "first paint"), "the goal", 1.0, "s", "≥ 1")
+    yield Row("a round that has ended is shown", statistics.median(figures["update"]), "the goal", 1.0, "s", "≥ 1")
+
+
 def train_step(figures: Mapping[str, Any]) -> Iterable[Row]:
     whole = figures["all"]["milliseconds"]
     for name in ("top layer", "top 2 layers"):
@@ -187,6 +203,7 @@ TOPICS: Mapping[str, Topic] = {
         ("--clients", "100", "--participants", "100", "--rounds", "5"),
     ),
     "many-clients": Topic("Many clients", "many_clients.py", many_clients),
+    "dashboard": Topic("The dashboard in a browser", "dashboard.py", dashboard),
     "train-step": Topic("Training few layers", "train_step.py", train_step),
 }  # fmt: skip
 

@@ -347,11 +347,16 @@ def dashboard_command(
         token = token_file.read_text(encoding="utf-8").strip() if token_file else os.environ.get(TOKEN)
         if token is not None and len(token) < _SHORTEST_TOKEN:
             raise ValueError(f"the token has {len(token)} characters; it must have {_SHORTEST_TOKEN} at least")
+        new = ""  # a token of one's own is shown to nobody
         if token is None and not is_loopback(host):
             token = secrets.token_urlsafe(24)
+            new = f"?token={token}"
         if certificate is None and not is_loopback(host):
             typer.echo("warning: without --certificate and --key what is shown travels as plain text", err=True)
-        serve(folder, host, port, token=token, certificate=certificate, key=key, said=typer.echo)
+        serve(
+            folder, host, port, token=token, certificate=certificate, key=key,
+            said=lambda address: typer.echo(address + new),
+        )  # fmt: skip
     except (OSError, ValueError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error

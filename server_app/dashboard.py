@@ -40,7 +40,7 @@ from tepal import __version__
 from tepal.server_app.comparison import is_comparison, measure, read_comparison
 from tepal.server_app.comparison_page import comparison_page
 from tepal.server_app.dashboard_page import dashboard_script, dashboard_style, message_page, run_page, runs_page
-from tepal.server_app.page import plotly_js
+from tepal.server_app.page import empty_plot, plotly_js
 from tepal.server_app.run_directory import LATEST, REPORT, find_run
 from tepal.server_app.views import RunView
 from tepal.server_app.watched import Sent, WatchedFolder, WatchedRun
@@ -98,9 +98,9 @@ def serve(
     )  # fmt: skip
     with _listening(host, port) as listening:
         bound = listening.getsockname()[1]
-        name = f"[{host}]" if ":" in host else host
-        ask = "" if token is None else f"?token={token}"
-        said(f"{'http' if certificate is None else 'https'}://{name}:{bound}/{ask}")
+        everywhere = host in ("0.0.0.0", "::", "")
+        name = socket.gethostname() if everywhere else f"[{host}]" if ":" in host else host
+        said(f"{'http' if certificate is None else 'https'}://{name}:{bound}/")
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: None)  # uvicorn ends on them, and then raises them anew
         uvicorn.Server(config).run(sockets=[listening])
@@ -279,6 +279,7 @@ class _Dashboard:
         with suppress(OSError):
             self._runs.changes(Sent())
         self._asset("plotly.js")
+        empty_plot("", "").to_json()  # imports what builds figures
 
 
 def _comparison(path: Path) -> str:

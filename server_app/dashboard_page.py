@@ -67,14 +67,10 @@ def message_page(title: str, text: str, root: str, version: str) -> str:
 
 
 def _page(title: str, body: str, *, root: str, version: str, plotly: bool) -> str:
-    scripts = ["plotly.js"] * plotly + ["dashboard.js"]
-    return Template(_PAGE).substitute(
-        title=escape(title),
-        root=root,
-        version=version,
-        body=body,
-        scripts="".join(f'<script defer src="{root}assets/{name}?v={version}"></script>' for name in scripts),
-    )
+    scripts = f'<script defer src="{root}assets/dashboard.js?v={version}"></script>'
+    if plotly:  # it is large: fetched meanwhile, and run when there is something to draw
+        scripts += f'<link rel="preload" as="script" id="plotly" href="{root}assets/plotly.js?v={version}">'
+    return Template(_PAGE).substitute(title=escape(title), root=root, version=version, body=body, scripts=scripts)
 
 
 _PAGE = """<!doctype html>

@@ -10,9 +10,22 @@ const columns = [
 const most = 200;  // rows of a table that are drawn
 const $ = (selector, within = document) => within.querySelector(selector);
 
-// Figures: drawn when they come into view, and again when the colours change.
+// Figures: drawn when they come into view, and again when the colours change. The library that draws takes a second to
+// start, in which nothing else is shown; so it is started by the first figure, and what comes before stands by then.
 const plots = new Map();
-const draw = element => tepalDraw(element, JSON.parse(plots.get(element)));
+let library = null;
+const startLibrary = () => {
+  library = document.createElement('script');
+  library.src = document.getElementById('plotly').href;
+  library.addEventListener('load', () => {
+    for (const element of plots.keys()) if (element.inView) draw(element);
+  });
+  document.head.append(library);
+};
+const draw = element => {
+  if (window.Plotly) tepalDraw(element, JSON.parse(plots.get(element)));
+  else if (!library) startLibrary();
+};
 const seen = new IntersectionObserver(entries => {
   for (const {target, isIntersecting} of entries) {
     target.inView = isIntersecting;
