@@ -379,7 +379,8 @@ const tepalSave = (element, format) => {
   const run = document.querySelector('.run code, h1')?.textContent;
   Plotly.downloadImage({data, layout}, {
     format, width: layout.width, height: layout.height, scale: format === 'png' ? paper.scale : 1,
-    filename: [run, element.id].filter(Boolean).join('-'),
+    // in the dashboard it is the element around it that has the name
+    filename: [run, (element.id || element.parentElement.id).replace('figure-', '')].filter(Boolean).join('-'),
   });
 };
 
