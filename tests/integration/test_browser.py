@@ -4,6 +4,7 @@ keyboard, names for screen readers, and no request to anywhere else.
 Screenshots are left in `build/screenshots/`.
 """
 
+import json
 import os
 import re
 import shutil
@@ -184,9 +185,10 @@ def test_the_dashboard_follows_a_real_run_without_reload(chromium, tmp_path):
         assert {0, 1} <= seen["diagram"], "at first nothing is frozen, then the cell of both layers' query and key is"
         print(f"a round is on the page {max(delays):.2f} s after its line, at most; seen {seen}")
         lines = read_metrics(directory)
-        page.click("text=Every round, as a table")
-        shown = page.locator("#numbers details table tbody tr").all_inner_texts()
-        assert [int(row.split()[0]) for row in shown] == [line["round"] for line in lines]
+        until(page, f"document.querySelectorAll('[data-part=rounds] tbody tr').length === {len(lines)}")
+        rows = "[...document.querySelectorAll('[data-part=rounds] tbody tr')]"
+        shown = page.evaluate(f"{rows}.map(row => [...row.cells].map(cell => cell.textContent))")
+        assert [int(row[0]) for row in shown] == [line["round"] for line in lines]
         assert all(f"{line['accuracy']:.4f}" in row for row, line in zip(shown, lines, strict=True))
         show_everything(page)
         curve = page.evaluate("document.querySelector('#figure-accuracy-rounds .plot').data[0].y")
@@ -275,3 +277,13 @@ def test_a_comparison_opens_from_disk_and_in_the_dashboard(chromium, address, ru
         with opened(chromium, url, size) as page:
             show_everything(page)
             assert_usable(page, f"comparison-{where}-{size}")
+
+
+def test_the_benchmark_of_the_dashboard_can_be_run(tmp_path):
+    command = [sys.executable, str(ROOT / "benchmarks/dashboard.py"), "--quick", "--json", str(tmp_path / "figures")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads((tmp_path / "figures").read_text())
+    assert 0 < figures["list"]["first paint"][0] <= figures["list"]["all runs"][0] + 0.1
+    assert figures["large run"]["everything"][0] > 0 and all(seconds > 0 for seconds in figures["update"])
