@@ -257,10 +257,19 @@ def report_command(
     run: Annotated[
         Path, typer.Argument(help="a run directory, a folder of them (the latest), or that of a comparison")
     ] = Path("runs"),
+    figures: Annotated[
+        str, typer.Option(help="write its figures as files instead, for a paper: svg, png or pdf", show_default=False)
+    ] = "",
+    output: Annotated[
+        Path | None, typer.Option(help="folder for these files", show_default="figures, beside the report")
+    ] = None,
 ) -> None:
     """Write a run's report.html anew, of a run in progress too, or a comparison's files, and say where it is."""
     try:
-        if is_comparison(run):
+        if figures or output:
+            for path in _figure_files(run, figures, output):
+                typer.echo(path)
+        elif is_comparison(run):
             typer.echo(write_comparison(read_comparison(run)))
         else:
             typer.echo(write_report(find_run(run)))
@@ -433,6 +442,17 @@ def predict_command(
     except (OSError, ValueError) as error:
         errors.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from error
+
+
+def _figure_files(run: Path, kind: str, folder: Path | None) -> list[Path]:
+    """The files of a run's or comparison's figures. Raises OSError or ValueError where they cannot be written."""
+    from tepal.server_app.figure_files import FiguresError, write_comparison_figures, write_run_figures
+
+    if not kind:
+        raise FiguresError(f"--output {folder} is for figures: name their format, too, with --figures svg, png or pdf")
+    if is_comparison(run):
+        return write_comparison_figures(measure(read_comparison(run)), kind, folder)
+    return write_run_figures(run, kind, folder)
 
 
 def _simulating(app: Path, clients: int, cpus: float | None, gpus: float, in_process: bool) -> Callable[..., Outcome]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from html import escape
 from string import Template
 from typing import TYPE_CHECKING, Any
@@ -44,7 +44,7 @@ def comparison_page(results: Results, above: str = "") -> str:
         runs="".join(_run_html(run, comparison.name(run.cell)) for result in results.strategies for run in result.runs),
         config=config_html({**comparison.run_config, "seed": ", ".join(map(str, comparison.seeds))}),
     )
-    return page(f"{comparison.task}: strategies compared", above + body, drawn, style=_style(looks(names)))
+    return page(f"{comparison.task}: strategies compared", above + body, drawn, style=style(names))
 
 
 # --- figures --------------------------------------------------------------------------------------------------------
@@ -217,7 +217,9 @@ def _run_html(run: Measured, name: str) -> str:
     return f"<li>{escape(name)}: {linked}</li>"
 
 
-def _style(look: dict[str, Look]) -> str:
+def style(strategies: Iterable[str]) -> str:
+    """CSS of the page beside the common one: the strategies' colours."""
+    look = looks(strategies)
     light = "".join(f"--s-{name}: {one.light}; " for name, one in look.items())
     dark = "".join(f"--s-{name}: {one.dark}; " for name, one in look.items())
     return (

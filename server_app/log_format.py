@@ -25,7 +25,9 @@ _LEVELS = "DEBUG|INFO|WARNING|ERROR|CRITICAL"
 _FORMS = (
     # Tepal's server, uvicorn under the SuperLink; and Flower, uvicorn elsewhere.
     re.compile(rf"\S+T\S+ (?P<level>{_LEVELS}) (?:\[(?P<source>[^\]]+)\]|(?P<own>tepal server):) ?(?P<message>.*)"),
-    re.compile(rf"(?P<level>{_LEVELS})\s*:\s+(?P<message>.*)"),
+    re.compile(rf"(?P<level>{_LEVELS})\s*:(?:\s+(?P<message>.*))?"),
+    # MLflow.
+    re.compile(rf"\d+/\d+/\d+ [\d:]+ (?P<level>{_LEVELS}) (?P<source>\S+): (?P<message>.*)"),
     re.compile(r"(?P<level>error): (?P<message>.*)"),
 )
 _DRAIN = 2.0  # seconds that what was printed last has to come through, where other processes have the pipe as well
@@ -40,6 +42,8 @@ def parsed(line: str, now: datetime) -> dict[str, str] | None:
     for form in _FORMS:
         if match := form.fullmatch(text):
             groups = match.groupdict()
+            if not groups["message"]:
+                return None  # Flower sets its lines apart so
             source = groups.get("source") or groups.get("own") or ""
             return {"time": time, "level": groups["level"].lower(), "source": source, "message": groups["message"]}
     return {"time": time, "level": "info", "source": "", "message": text}

@@ -7,6 +7,8 @@ a Flower app bundle carries no other kind.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -300,18 +302,39 @@ summary { cursor: pointer; padding: 6px 0; font-weight: 600; }
 @media print { figure { break-inside: avoid; } .scroll { max-height: none; } }
 """
 
-# Draws one figure. Colours come from the style sheet, so that figures follow the reader's light or dark setting.
+# Of a figure that is saved for a paper, in pixels: as wide as two columns, so that in one its text has 7 pt. A legend
+# of many has two columns, and makes the figure higher by its rows; a bar that is too thin for its number has none; a
+# heat map, of which nobody can ask a cell, has a scale.
+PAPER: dict[str, Any] = {
+    "text": 14,
+    "font": "Helvetica, Arial, 'Liberation Sans', sans-serif",
+    "scale": 4,
+    "layout": {
+        "width": 504,
+        "paper_bgcolor": "white",
+        "plot_bgcolor": "white",
+        "uniformtext": {"minsize": 9, "mode": "hide"},
+    },
+    "heatmap": {"showscale": True, "colorbar": {"thickness": 10, "outlinewidth": 0, "tickfont": {"size": 12}}},
+    "many": 3,
+    "row": 20,
+    "legend": {
+        "xref": "container", "x": 0.01, "yref": "container", "y": 0, "yanchor": "bottom", "font": {"size": 12},
+        "entrywidth": 0.48, "entrywidthmode": "fraction",
+    },
+}  # fmt: skip
+
+
+def light_colours(style: str = "") -> dict[str, str]:
+    """Role → colour on a light background, as the style sheet has it. `style`: the CSS that a page has beside it."""
+    rules = re.findall(r"(@media[^{]*\{\s*)?:root \{([^}]*)\}", STYLE + style)
+    return dict(pair for media, rule in rules if not media for pair in re.findall(r"--([\w-]+): ([^;]+);", rule))
+
+
+# Draws one figure. Colours come from the style sheet, so that figures follow the reader's light or dark setting. What
+# is saved is for paper, and has the light ones; `figure_files.py` paints alike.
 DRAW_SCRIPT = """
-window.tepalDraw = (element, {data, layout, frames}) => {
-  const touch = matchMedia('(pointer: coarse)').matches;
-  const config = {
-    displaylogo: false, plotlyServerURL: '', showSendToCloud: false, responsive: true,
-    modeBarButtons: [['toImage', 'resetScale2d']],
-    displayModeBar: touch || innerWidth < 700 ? false : 'hover',  // on a phone it would cover the labels
-  };
-  const css = getComputedStyle(document.documentElement);
-  const colour = name => css.getPropertyValue('--' + name).trim();
-  const font = getComputedStyle(document.body).fontFamily;
+const tepalPaint = ({data, layout}, colour, font) => {
   for (const trace of data) {
     const own = colour(trace.meta.role);
     if (trace.type === 'heatmap') { trace.colorscale = [[0, colour('card')], [1, own]]; continue; }
@@ -323,11 +346,66 @@ window.tepalDraw = (element, {data, layout, frames}) => {
     trace.cliponaxis = false;  // the first marker sits on the axis
   }
   for (const axis of [layout.xaxis, layout.yaxis])
-    Object.assign(axis, {gridcolor: colour('grid'), linecolor: colour('rule'), tickcolor: colour('rule')});
+    Object.assign(axis, {
+      gridcolor: colour('grid'), linecolor: colour('rule'), tickcolor: colour('rule'), layer: 'below traces',
+    });
   for (const shape of layout.shapes ?? []) shape.line.color = colour('freeze');
   for (const note of layout.annotations ?? []) note.font = {...note.font, color: colour('freeze')};
+  layout.font = font;
+};
+
+// Saves a figure as `tepalDraw` was given it, in the round that the reader has chosen.
+const tepalSave = (element, format) => {
+  const paper = PAPER;
+  const light = {};
+  for (const sheet of document.styleSheets) for (const rule of sheet.cssRules) if (rule.selectorText === ':root')
+    for (const name of rule.style) light[name.slice(2)] = rule.style.getPropertyValue(name).trim();
+  const {data, layout, frames} = structuredClone(element.tepalFigure);
+  const label = element.nextElementSibling;
+  const round = label?.matches('label.rounds') ? label.rounds[+label.querySelector('input').value] : null;
+  const chosen = (frames ?? []).find(frame => frame.name === round);
+  chosen?.data.forEach((changed, k) => Object.assign(data[k], changed, {meta: data[k].meta}));
+  tepalPaint({data, layout}, role => light[role], {family: paper.font, size: paper.text, color: light.ink});
+  Object.assign(layout, paper.layout);
+  const named = layout.showlegend ? data.filter(trace => trace.showlegend !== false).length : 0;
+  if (named > paper.many) {
+    Object.assign(layout.legend, paper.legend);
+    layout.height += paper.row * Math.ceil(named / 2);
+  }
+  for (const trace of data) {
+    if (trace.error_y) trace.error_y.color = light.ink;
+    if (trace.type === 'heatmap') Object.assign(trace, paper.heatmap);
+  }
+  const run = document.querySelector('.run code, h1')?.textContent;
+  Plotly.downloadImage({data, layout}, {
+    format, width: layout.width, height: layout.height, scale: format === 'png' ? paper.scale : 1,
+    // in the dashboard it is the element around it that has the name
+    filename: [run, (element.id || element.parentElement.id).replace('figure-', '')].filter(Boolean).join('-'),
+  });
+};
+
+const tepalButton = format => ({
+  name: 'save-' + format,
+  title: 'Save as ' + format.toUpperCase() + ', for a paper',
+  // an arrow to a line, which is drawn for SVG and filled for PNG; plotly colours an icon's first path alone
+  icon: {width: 24, height: 24, path: 'M5 20h14v2H5z M12 18L4 10h5V3h6v7h5z'
+    + (format === 'svg' ? 'M11 5v7H8.5l3.5 3.5 3.5-3.5H13V5z' : '')},
+  click: element => tepalSave(element, format),
+});
+
+window.tepalDraw = (element, {data, layout, frames}) => {
+  element.tepalFigure = structuredClone({data, layout, frames});
+  const touch = matchMedia('(pointer: coarse)').matches;
+  const config = {
+    displaylogo: false, plotlyServerURL: '', showSendToCloud: false, responsive: true,
+    modeBarButtons: [[tepalButton('svg'), tepalButton('png'), 'resetScale2d']],
+    displayModeBar: touch || innerWidth < 700 ? false : 'hover',  // on a phone it would cover the labels
+  };
+  const css = getComputedStyle(document.documentElement);
+  const colour = name => css.getPropertyValue('--' + name).trim();
+  const font = getComputedStyle(document.body).fontFamily;
+  tepalPaint({data, layout}, colour, {family: font, size: 13, color: colour('soft')});
   layout.modebar = {bgcolor: 'transparent', color: colour('fedavg'), activecolor: colour('ink')};
-  layout.font = {family: font, size: 13, color: colour('soft')};
   layout.hoverlabel = {
     bgcolor: colour('card'), bordercolor: colour('rule'), font: {family: font, color: colour('ink')},
   };
@@ -364,7 +442,7 @@ window.tepalRounds = (element, rounds) => {
   output.textContent = rounds[+input.value];
   if (+input.value < last) label.show();
 };
-"""
+""".replace("PAPER", json.dumps(PAPER))
 
 _SCRIPT = (
     DRAW_SCRIPT

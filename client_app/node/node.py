@@ -375,7 +375,8 @@ class _SuperNode:
                 "hand over": task.began - self._fetched,
                 "app": task.answered - task.began,
                 "hand back": task.done - task.answered,
-                "send": sent - task.done,
+                # Two threads look at the clock: of nearly nothing may become less, and a counter must not go back.
+                "send": max(0.0, sent - task.done),
             }
             for stage, took in seconds.items():
                 count, total = self._stages.get(stage, (0, 0.0))

@@ -55,12 +55,12 @@ class Deployment:
         command += ["--app", str(app), "--port", str(self.control), "--fleet-api-address", f"127.0.0.1:{self.fleet}"]
         return started([*command, *more], log=self.log, env=self.environment("server"), cwd=self.folder, grace=20)
 
-    def node(self, name, config):
+    def node(self, name, config, *more):
         command = [sys.executable, "-m", "tepal.server_app.commands", "node", "--site", self.credentials.unpacked(name)]
         command += ["--superlink", f"127.0.0.1:{self.fleet}", "--node-config", config]
         command += ["--control", f"unix:{self.folder / name}.sock"]
         environment, log = self.environment(name), self.folder / f"{name}.log"
-        return started(command, log=log, env=environment, cwd=self.folder / name, name=name, grace=5)
+        return started([*command, *more], log=log, env=environment, cwd=self.folder / name, name=name, grace=5)
 
     def status(self):
         done = subprocess.run(

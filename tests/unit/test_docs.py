@@ -78,6 +78,8 @@ RUN_BY = {
     "tepal compare": "tests/integration/test_main_job.py",
     "tepal predict": "test_the_predict_command_reads_a_run_and_writes_what_it_predicts",
     "tepal strategies": "test_every_strategy_is_listed_with_its_options",
+    "tepal report runs/20261120-101500-fedfrozen --figures": "tests/unit/server_app/test_figure_files.py",
+    "tepal report runs/20261120-101500-compare --figures": "tests/unit/server_app/test_figure_files.py",
     "tepal report": "test_the_report_command_says_where_the_report_is",
     "tepal runs": "test_the_commands_that_look_at_runs",
     "tepal show": "test_the_commands_that_look_at_runs",

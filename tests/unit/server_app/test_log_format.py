@@ -26,12 +26,13 @@ NOW = datetime(2026, 11, 20, 10, 15, 0, 123456, UTC)
         ("error: --port 3 is taken", "error", "", "--port 3 is taken"),
         ("  File \"app.py\", line 3, in train", "info", "", "  File \"app.py\", line 3, in train"),
         ("INFORMATION: none", "info", "", "INFORMATION: none"),
+        ("2026/11/22 07:45:07 WARNING mlflow.store.db: late", "warning", "mlflow.store.db", "late"),
     ],
 )  # fmt: skip
 def test_every_form_of_a_log_line_is_known(line, level, source, message):
     told = parsed(line, NOW)
     assert told == {"time": "2026-11-20T10:15:00.123Z", "level": level, "source": source, "message": message}
-    assert parsed("\x1b[0m  ", NOW) is None
+    assert parsed("\x1b[0m  ", NOW) is None and parsed("\x1b[92mINFO \x1b[0m:      ", NOW) is None
 
 
 def run(code):
