@@ -16,21 +16,9 @@ from typing import TYPE_CHECKING
 from tepal.server_app.comparison import Results
 from tepal.server_app.comparison_page import figures as comparison_figures
 from tepal.server_app.comparison_page import style as comparison_style
-from tepal.server_app.method_figures import method_figures, travel_figures
 from tepal.server_app.page import PAPER, Figure, light_colours
-from tepal.server_app.report import figures, label_figures, natural
-from tepal.server_app.run_directory import (
-    BLOCKS,
-    find_run,
-    read_config,
-    read_json,
-    read_label_counts,
-    read_metrics,
-    read_records,
-    read_summary,
-    summarise,
-    write_whole,
-)
+from tepal.server_app.report import RunFiles, drawn_of
+from tepal.server_app.run_directory import find_run, write_whole
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -59,14 +47,7 @@ def write_run_figures(run: Path, kind: str, folder: Path | None = None) -> list[
     where one cannot be written.
     """
     run = find_run(run)
-    metrics, records = read_metrics(run), read_records(run)
-    summary = {**summarise(metrics, read_config(run)), **(read_summary(run) or {})}
-    drawn = [
-        *figures(metrics, summary),
-        *travel_figures(records, read_json(run / BLOCKS) or []),
-        *method_figures(records, metrics, natural),
-        *label_figures(read_label_counts(run)),
-    ]
+    drawn = [figure for of in drawn_of(RunFiles.of(run)).values() for figure in of]
     return _write(drawn, light_colours(), kind, folder or run / FOLDER)
 
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import chain
 from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
@@ -72,11 +73,7 @@ def write_report(run: Path) -> Path:
     FileNotFoundError where there is no run, OSError naming the file where it cannot be written.
     """
     run = find_run(run)
-    files = RunFiles(
-        read_config(run), read_metrics(run), read_summary(run), read_records(run), read_label_counts(run),
-        read_json(run / BLOCKS) or [], read_json(run / CLIENTS) or {},
-    )  # fmt: skip
-    write_whole(run / REPORT, _page(run.name, files).encode())
+    write_whole(run / REPORT, _page(run.name, RunFiles.of(run)).encode())
     return run / REPORT
 
 
@@ -91,6 +88,14 @@ class RunFiles:
     label_counts: Mapping[str, Sequence[int]]
     cells: Sequence[Mapping[str, Any]]
     clients: Mapping[str, Mapping[str, Any]]
+
+    @staticmethod
+    def of(run: Path) -> RunFiles:
+        """Those of a run directory."""
+        return RunFiles(
+            read_config(run), read_metrics(run), read_summary(run), read_records(run), read_label_counts(run),
+            read_json(run / BLOCKS) or [], read_json(run / CLIENTS) or {},
+        )  # fmt: skip
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -342,16 +347,26 @@ def _at_freeze(metrics: Lines, sent: Sequence[float | None], freeze: int | None,
 # --- page ----------------------------------------------------------------------------------------------------
 
 
+def drawn_of(run: RunFiles) -> dict[str, list[Figure]]:
+    """All figures of a run, by section."""
+    return {
+        "figures": figures(run.metrics, run.summary),
+        "travel": travel_figures(run.records, run.cells),
+        "method": method_figures(run.records, run.metrics, natural),
+        "clients": label_figures(run.label_counts),
+    }
+
+
 def _page(name: str, run: RunFiles) -> str:
-    summary, metrics = run.summary, run.metrics
+    summary, metrics, drawn = run.summary, run.metrics, drawn_of(run)
     strategy, model, dataset = (
         str(each or "") for each in (summary.get("strategy"), summary.get("model"), run.config.get("dataset"))
     )
     sections = [
-        ("figures", "Rounds and bytes", "", figures(metrics, summary)),
-        ("travel", "What travels", last_diagram(run.records, run.cells), travel_figures(run.records, run.cells)),
-        ("method", f"What {strategy or 'the method'} tells", "", method_figures(run.records, metrics, natural)),
-        ("clients", "Clients", clients_html(run.clients), label_figures(run.label_counts)),
+        ("figures", "Rounds and bytes", ""),
+        ("travel", "What travels", last_diagram(run.records, run.cells)),
+        ("method", f"What {strategy or 'the method'} tells", ""),
+        ("clients", "Clients", clients_html(run.clients)),
     ]
     body = Template(_BODY).substitute(
         heading=escape(strategy or name),
@@ -361,17 +376,16 @@ def _page(name: str, run: RunFiles) -> str:
         headlines=headlines_html(run.config, metrics, summary, ended=run.written_summary is not None),
         sections="".join(
             f'<section aria-labelledby="{key}"><h2 id="{key}">{escape(heading)}</h2>{above}'
-            f'<div class="figures">{"".join(map(figure_html, drawn))}</div></section>'
-            for key, heading, above, drawn in sections
-            if above or drawn
+            f'<div class="figures">{"".join(map(figure_html, drawn[key]))}</div></section>'
+            for key, heading, above in sections
+            if above or drawn[key]
         ),
         replies=trouble_html(metrics),
         rounds=rounds_html(metrics),
         config=config_html(run.config),
         provenance=_provenance(metrics),
     )
-    all_drawn = [figure for *_, drawn in sections for figure in drawn]
-    return page(run.title or name, body, all_drawn, style=DIAGRAM_STYLE)
+    return page(run.title or name, body, chain.from_iterable(drawn.values()), style=DIAGRAM_STYLE)
 
 
 def last_diagram(records: Records, cells: Sequence[Mapping[str, Any]]) -> str:
