@@ -223,7 +223,7 @@ def main() -> None:
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     with tempfile.TemporaryDirectory(prefix="tepal-") as temporary, sync_playwright() as api:
         place = Path(temporary)
-        browser = api.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        browser = api.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-dev-shm-usage"])
         figures = {
             "runs": options.runs, "rounds": options.rounds, "clients": options.clients,
             "list": list_of_runs(browser, place / "runs", options.runs, options.repeats),

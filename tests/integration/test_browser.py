@@ -7,7 +7,6 @@ Screenshots are left in `build/screenshots/`.
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -22,14 +21,11 @@ from tepal.server_app.config import defaults
 from tepal.server_app.run import run
 from tepal.server_app.run_directory import read_metrics
 from tepal.strategies.in_process import InProcessGrid, Node
+from tests.browser import FLAGS, browser, needs_browser
 from tests.comparisons import comparison_in, finish
 
 playwright = pytest.importorskip("playwright.sync_api")
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = [
-    pytest.mark.deployment,
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine"),
-]
+pytestmark = [pytest.mark.deployment, needs_browser]
 
 ROOT = Path(__file__).resolve().parents[2]
 SCREENSHOTS = ROOT / "build" / "screenshots"
@@ -60,9 +56,9 @@ def dashboard_of(folder: Path) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def chromium():
     with playwright.sync_playwright() as api:
-        browser = api.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
+        program = api.chromium.launch(executable_path=browser(), args=FLAGS)
+        yield program
+        program.close()
 
 
 @contextmanager

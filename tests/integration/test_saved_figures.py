@@ -9,14 +9,11 @@ import pytest
 from PIL import Image
 
 from tepal.server_app.report import write_report
+from tests.browser import needs_browser
 from tests.comparisons import leave_run
-from tests.integration.test_browser import CHROMIUM, chromium, dashboard_of, opened, show_everything  # noqa: F401
+from tests.integration.test_browser import chromium, dashboard_of, opened, show_everything  # noqa: F401
 
-pytestmark = [
-    pytest.mark.deployment,
-    pytest.mark.browser,
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine"),
-]
+pytestmark = [pytest.mark.deployment, needs_browser]
 
 
 def saved(page, key, kind, folder):

@@ -21,13 +21,12 @@ from tepal.server_app.figure_files import FiguresError, painted, write_run_figur
 from tepal.server_app.page import PAPER, Figure, empty_plot, figure_html, light_colours, page
 from tepal.server_app.report import write_report
 from tepal.server_app.run_directory import RunDirectory
+from tests.browser import browser, needs_browser
 from tests.comparisons import comparison_in, finish, leave_run
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 KALEIDO = importlib.util.find_spec("kaleido") is not None
 SVG = "{http://www.w3.org/2000/svg}"
 
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="needs Chrome or Chromium")
 needs_kaleido = pytest.mark.skipif(not KALEIDO, reason="pip install 'tepal[figures]'")
 
 
@@ -70,7 +69,7 @@ def saved_by_the_page(file, folder):
         button.dispatchEvent(new MouseEvent('click', {bubbles: true}));
     </script></body>"""
     (folder / "probe.html").write_text(file.read_text().replace("</body>", probe))
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--blink-settings=preferredColorScheme=0",
+    command = [browser(), "--headless", "--no-sandbox", "--disable-gpu", "--blink-settings=preferredColorScheme=0",
                f"--user-data-dir={folder / 'profile'}", "--window-size=1400,1000", "--virtual-time-budget=20000",
                "--dump-dom", (folder / "probe.html").as_uri()]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
