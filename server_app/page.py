@@ -162,8 +162,8 @@ def thin(plot: go.Figure) -> go.Figure:
             continue
         chosen = _extremes(trace.y, _MOST_POINTS)
         for key in ("x", "y", "customdata"):
-            if trace[key] is not None:
-                trace[key] = [trace[key][k] for k in chosen]
+            if (values := trace[key]) is not None:
+                trace[key] = [values[k] for k in chosen]
     return plot
 
 

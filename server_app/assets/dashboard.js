@@ -11,7 +11,7 @@ const most = 200;  // rows of a table that are drawn
 const $ = (selector, within = document) => within.querySelector(selector);
 
 // Figures: drawn when they come into view, and again when the colours change. The library that draws takes a second to
-// start, in which nothing else is shown; so it is started by the first figure, and what comes before stands by then.
+// start, in which nothing else is shown; so it is started when the numbers stand, while the server prepares the figures.
 const plots = new Map();
 let library = null;
 const startLibrary = () => {
@@ -141,6 +141,7 @@ const showRows = rows => {
   clients.rows = rows;
   if (rows.length) showSection('clients');
   showClients();
+  if (!library) requestAnimationFrame(() => setTimeout(startLibrary));  // after the next paint
 };
 
 // Parts that are stretches of HTML keep what the reader has opened, and how far it was scrolled.
