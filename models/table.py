@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from tepal import models
 from tepal.models.blocks import find_blocks
@@ -58,11 +59,16 @@ def page() -> str:
     return "\n\n".join(sections) + "\n"
 
 
+def on_meta(name: str) -> nn.Module:
+    """A model by its name, in its usual size, without weights. Raises ModelError where a library is missing."""
+    with torch.device("meta"):
+        return models.build(name, seed=0, **_usual(name))
+
+
 def _row(name: str) -> list[str]:
     from tepal.strategies.fedfrozen import cost_ratio
 
-    with torch.device("meta"):
-        model = models.build(name, seed=0, **_usual(name))
+    model = on_meta(name)
     blocks = find_blocks(model)
     layout, parameters = blocks.layout, sum(parameter.numel() for parameter in model.parameters())
     frozen = sum(layout.by_name[entry].size for entry in blocks.query_key)

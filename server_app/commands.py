@@ -252,6 +252,30 @@ def strategies_command(
         raise typer.Exit(1) from error
 
 
+@main.command("reproduce")
+def reproduce_command(
+    name: Annotated[str, typer.Argument(help="which experiment; without it they are listed")] = "",
+    full: Annotated[bool, typer.Option("--full", help="at the paper's scale, not a small machine's")] = False,
+    folder: Annotated[Path, typer.Option(help="for the results; what is there already is not computed again")] = Path(
+        "runs/reproduce"
+    ),
+) -> None:
+    """Run a named experiment of a paper, and show its numbers beside the paper's."""
+    from tepal.server_app.reproduce.runner import EXPERIMENTS, UnknownExperiment, find_experiment, reproduce
+
+    if not name:
+        for each in EXPERIMENTS.values():
+            typer.echo(f"{each.name:20} {each.title}. {each.paper}. {each.scale(full=False)}")
+        return
+    try:
+        page = reproduce(find_experiment(name), folder, full=full, said=typer.echo)
+        typer.echo((page.parent / "results.md").read_text(encoding="utf-8"))
+        typer.echo(f"Results in {page.parent}\n  {page}  (open it in a browser)")
+    except (UnknownExperiment, RunInUse, OSError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
 @main.command("report")
 def report_command(
     run: Annotated[

@@ -66,6 +66,7 @@ RUN_BY = {
     "tepal simulate . -c conf/": "tests/integration/test_methods.py",
     "tepal simulate . --in-process -c conf/": "tests/integration/test_methods.py",
     "tepal simulate . -c 'resume=": "tests/integration/test_resume.py",
+    "tepal reproduce": "tests/unit/server_app/test_reproduce.py",
     "tepal dashboard --host": "tests/integration/test_dashboard_command.py",
     "tepal dashboard": "tests/integration/test_browser.py",
     "tepal simulate . -c 'trackers=": "tests/unit/server_app/test_trackers.py",

@@ -1,0 +1,174 @@
+"""`tepal reproduce`: computes an experiment's cells, each once, and writes tables, figures and findings of them.
+
+    runs/reproduce/<name>/           the small setting; <name>-full/ the paper's
+        cells/<cell>.json            what was computed of a cell: options, values, seconds, when
+        <table>.csv, results.md      the tables, with the paper's numbers beside ours
+        index.html                   tables and figures as a page
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import logging
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from difflib import get_close_matches
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from tepal import __version__
+from tepal.server_app.page import figure_html, page, table_html
+from tepal.server_app.reproduce.ensemble_toy import EnsembleToy
+from tepal.server_app.reproduce.experiment import Cell, Experiment, NotAtHand, Outcome, Table
+from tepal.server_app.reproduce.fedfrozen_costs import FedFrozenCosts
+from tepal.server_app.run_directory import as_json, held, write_whole
+from tepal.server_app.terminal import seconds_text
+
+EXPERIMENTS: Mapping[str, Experiment] = {each.name: each for each in (FedFrozenCosts(), EnsembleToy())}
+"""All experiments by name."""
+
+_CELLS = "cells"
+
+
+class UnknownExperiment(ValueError):
+    """There is no experiment of that name."""
+
+
+def find_experiment(name: str) -> Experiment:
+    """The experiment of a name. Raises UnknownExperiment, naming those that are alike."""
+    if name in EXPERIMENTS:
+        return EXPERIMENTS[name]
+    alike = get_close_matches(name, EXPERIMENTS, n=1)
+    hint = f"did you mean {alike[0]!r}?" if alike else f"there are {', '.join(EXPERIMENTS)}"
+    raise UnknownExperiment(f"there is no experiment {name!r}: {hint}")
+
+
+def reproduce(experiment: Experiment, folder: Path, *, full: bool, said: Callable[[str], None]) -> Path:
+    """Compute what is missing in a folder, write the results there, and return the page's path.
+
+    Args:
+        experiment: which.
+        folder: of all experiments; this one's has its name.
+        full: the paper's scale.
+        said: is told of each cell.
+
+    Raises RunInUse where another process computes it, OSError where a file cannot be written.
+    """
+    place = folder / (f"{experiment.name}-full" if full else experiment.name)
+    (place / _CELLS).mkdir(parents=True, exist_ok=True)
+    cells = experiment.cells(full)
+    said(f"{experiment.title}: {experiment.paper}. {experiment.scale(full)}")
+    quiet = logging.getLogger("flwr")
+    level, missing = quiet.level, list[str]()
+    with held(place):
+        try:
+            quiet.setLevel(logging.WARNING)  # rounds by the thousand
+            for number, cell in enumerate(cells, start=1):
+                if _computed(place, cell) is not None:
+                    continue
+                begun = time.monotonic()
+                try:
+                    values = experiment.compute(cell)
+                except NotAtHand as error:
+                    missing.append(cell.name)
+                    said(f"{number}/{len(cells)} {cell.name}: left out: {error}")
+                    continue
+                took = time.monotonic() - begun
+                _keep(place, cell, values, took)
+                said(f"{number}/{len(cells)} {cell.name}: {seconds_text(took)}")
+        finally:
+            quiet.setLevel(level)
+        return _write(experiment, place, cells, full, missing)
+
+
+def _computed(place: Path, cell: Cell) -> dict[str, Any] | None:
+    """What was kept of a cell; None where it is missing, torn, or was computed from other options."""
+    try:
+        kept = json.loads((place / _CELLS / f"{cell.name}.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return kept if isinstance(kept, dict) and kept.get("options") == as_json(cell.options) else None
+
+
+def _keep(place: Path, cell: Cell, values: Mapping[str, Any], seconds: float) -> None:
+    kept = {
+        "options": cell.options, "values": values, "seconds": round(seconds, 3), "tepal": __version__,
+        "computed": datetime.now(UTC).isoformat(timespec="seconds"),
+    }  # fmt: skip
+    write_whole(place / _CELLS / f"{cell.name}.json", (json.dumps(as_json(kept), indent=1) + "\n").encode())
+
+
+def _write(
+    experiment: Experiment, place: Path, cells: Sequence[Cell], full: bool, missing: Sequence[str]
+) -> Path:
+    kept = {cell.name: found for cell in cells if (found := _computed(place, cell)) is not None}
+    outcome = experiment.outcome({name: of["values"] for name, of in kept.items()})
+    for table in outcome.tables:
+        write_whole(place / f"{_file_name(table.title)}.csv", _csv(table).encode())
+    about = _about(experiment, full, kept)
+    if missing:
+        about.append(f"Left out, for what this machine has not: {', '.join(missing)}.")
+    write_whole(place / "results.md", _markdown(experiment, outcome, about).encode())
+    write_whole(place / "index.html", _page(experiment, outcome, about).encode())
+    return place / "index.html"
+
+
+def _about(experiment: Experiment, full: bool, kept: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Sentences on how it was computed."""
+    seconds = sum(of["seconds"] for of in kept.values())
+    dates = sorted({of["computed"][:10] for of in kept.values()})
+    when = " to ".join(dict.fromkeys((dates[0], dates[-1]))) if dates else "nothing yet"
+    how = f"{len(kept)} cells, {seconds_text(seconds)} in all, {when}, tepal {__version__}."
+    return [f"{experiment.paper}. {experiment.scale(full)}", *experiment.deviations, how]
+
+
+def _text(value: str | float | int | None) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, float):
+        return f"{value:.4f}"
+    return f"{value:,}" if isinstance(value, int) else value
+
+
+def _file_name(title: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
+
+
+def _csv(table: Table) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(table.headings)
+    writer.writerows(["" if value is None else value for value in row] for row in table.rows)
+    return text.getvalue()
+
+
+def _markdown(experiment: Experiment, outcome: Outcome, about: Sequence[str]) -> str:
+    parts = [f"## {experiment.title}", "\n".join(f"- {each}" for each in about)]
+    for table in outcome.tables:
+        rows = ([_text(cell) for cell in row] for row in table.rows)
+        lines = [list(table.headings), ["---"] * len(table.headings), *rows]
+        parts += [f"### {table.title}", "\n".join(f"| {' | '.join(line)} |" for line in lines)]
+    parts.append("\n".join(f"- {each}" for each in outcome.findings))
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _page(experiment: Experiment, outcome: Outcome, about: Sequence[str]) -> str:
+    def points(sentences: Sequence[str]) -> str:
+        return f"<ul>{''.join(f'<li>{escape(each)}</li>' for each in sentences)}</ul>"
+
+    tables = "".join(
+        f"<h2>{escape(table.title)}</h2>"
+        + table_html(table.title, table.headings, [[_text(cell) for cell in row] for row in table.rows], words={0})
+        for table in outcome.tables
+    )
+    body = (
+        f"<header><h1>{escape(experiment.title)}</h1></header>{points(about)}"
+        f"<h2>What came out</h2>{points(outcome.findings)}{tables}"
+        f'<h2>Figures</h2><div class="figures">{"".join(map(figure_html, outcome.figures))}</div>'
+    )
+    return page(experiment.title, body, outcome.figures)
