@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from tepal.server_app.flower import explain
-from tests.integration.loopback import Loopback, loopback
+from tests.integration.loopback import Loopback, Submitted, loopback
 
 pytestmark = pytest.mark.deployment
 
@@ -69,9 +69,10 @@ class Told:
     seconds: float
 
 
-def wait_for(condition: Callable[[], object], what: str, seconds: float = 240) -> None:
+def wait_for(condition: Callable[[], object], what: str, submitted: Submitted, seconds: float = 240) -> None:
     end = time.monotonic() + seconds
     while not condition():
+        assert submitted.running, f"{what} did not happen, and the run has ended\n{submitted.log_text()[-3000:]}"
         assert time.monotonic() < end, f"{what} did not happen within {seconds:g} s"
         time.sleep(0.05)
 
@@ -139,7 +140,7 @@ def faulty(deployment, tmp_path_factory) -> Told:
     }  # fmt: skip
     submitted = deployment.submit(APP, config)
     try:
-        wait_for(lambda: 1 in rounds_of(results), "round 1")
+        wait_for(lambda: 1 in rounds_of(results), "round 1", submitted)
         relay = deployment.relays[3]
         relay.throttle(8_000)  # its reply takes eight seconds
         sent = relay.up
@@ -148,15 +149,15 @@ def faulty(deployment, tmp_path_factory) -> Told:
             return list(deployment.cache(k).glob("*/content/*.safetensors"))
 
         # A node goes down while its client trains; what it has received for good lies in its cache by then.
-        wait_for(lambda: kept(2) and deployment.client_apps(2), "training on node 2")
+        wait_for(lambda: kept(2) and deployment.client_apps(2), "training on node 2", submitted)
         deployment.kill_node(2)
         # The network goes while a reply is on its way.
-        wait_for(lambda: relay.up - sent > 20_000, "the upload of node 3")
+        wait_for(lambda: relay.up - sent > 20_000, "the upload of node 3", submitted)
         relay.cut()
         mend = threading.Timer(CUT, lambda: (relay.mend(), relay.throttle(None)))
         mend.start()
         # A file goes bad on the disk of a client that has answered.
-        wait_for(lambda: kept(4), "what node 4 keeps")
+        wait_for(lambda: kept(4), "what node 4 keeps", submitted)
         (file,) = kept(4)
         content = bytearray(file.read_bytes())
         content[-1000] ^= 1

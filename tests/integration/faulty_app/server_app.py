@@ -19,7 +19,7 @@ def main(grid, context):
 
     def note(report):
         with results.with_suffix(".jsonl").open("a") as file:
-            told = dataclasses.asdict(report) | {"record": {}}  # of arrays, which no test here asks for
+            told = dataclasses.asdict(dataclasses.replace(report, record={}, travel=None))  # arrays are no JSON
             file.write(json.dumps(told, default=list) + "\n")
 
     strategy = FedFrozen(
