@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -11,6 +10,7 @@ from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from torch import Tensor
 
+from tepal import models
 from tepal.client_app import apply_plan, objectives, together
 from tepal.client_app.delivery import deliver
 from tepal.client_app.objectives import Outcome, Work
@@ -130,12 +130,9 @@ def _random_numbers(site: Site) -> Iterator[None]:
 
     torch's generator is one for all threads: of models that draw, one client trains at a time.
     """
-    turn = _drawing if together.draws_numbers(site.model) else nullcontext()
+    turn = models.DRAWING if together.draws_numbers(site.model) else nullcontext()
     with turn, random_numbers_apart(site.model, site.batches.seed):
         yield
-
-
-_drawing = threading.Lock()
 
 
 def _named(of: str, scored: Score | EnsembleScore) -> dict[str, float]:

@@ -6,6 +6,7 @@ A name is one of `registry.MODELS`, a directory with a config.json as transforme
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from difflib import get_close_matches
 from importlib import import_module
@@ -43,6 +44,11 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
     CHOICES: (),
 }
 """What must be given to build a model of this kind."""
+
+
+DRAWING = threading.RLock()
+"""Held by who draws torch's random numbers, which are one sequence for all threads of a process: who builds a model,
+and who trains one that draws."""
 
 
 def names() -> tuple[str, ...]:
@@ -112,7 +118,7 @@ def build(
             raise ModelError(f"{name} does {model.kind}: it needs {' and '.join(missing)}")
         if surplus := [key for key in options if key not in needs]:
             raise ModelError(f"{name} does {model.kind}: it takes no {' and no '.join(surplus)}")
-    with torch.random.fork_rng(devices=[]):  # models are built on the CPU: no other generator is touched
+    with DRAWING, torch.random.fork_rng(devices=[]):  # models are built on the CPU: no other generator is touched
         torch.default_generator.manual_seed(seed)
         return _built(name, model, options)
 

@@ -1,6 +1,7 @@
 """Clients that train together against the same clients alone, over whole rounds of this project's app."""
 
 import logging
+import threading
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from flwr.app import ArrayRecord
 from torch import nn
 
 from client_app.app import app
+from tepal import models
 from tepal.client_app import together
 from tepal.client_app.config import TrainingConfig
 from tepal.client_app.objectives import Work
@@ -215,6 +217,17 @@ def test_who_cannot_trains_alone_with_the_same_result_and_it_is_said_once(
     alone, _ = run(strategy, name, stacked=False, initial=initial, **settings)
     for entry, value in alone.items():
         np.testing.assert_allclose(stacked[entry], value, rtol=0, atol=1e-6, err_msg=entry)
+
+
+def test_no_model_is_built_while_another_client_draws_random_numbers():
+    """A model that is built seeds torch's generator and puts it back: who draws meanwhile would draw other numbers."""
+    built = threading.Event()
+    builder = threading.Thread(target=lambda: (small("cnn"), built.set()))
+    with models.DRAWING:
+        builder.start()
+        assert not built.wait(0.5)
+    assert built.wait(60)
+    builder.join()
 
 
 def test_a_client_that_diverges_is_refused_alone(stacks):
