@@ -86,10 +86,10 @@ def test_it_ends_as_in_one_process_without_interruption(interrupted, uninterrupt
     whole = uninterrupted(config_of(name))
     assert bits(run) == bits(whole)
     assert measured(run) == measured(whole)
-    for record in (whole / "rounds").glob("*.npz"):  # not every method has something to record
+    for record in (whole / "rounds").glob("*.npz"):
         ours, theirs = np.load(run / "rounds" / record.name), np.load(record)
-        assert ours.files == theirs.files and ours.files
-        for key in ours.files:
+        assert ours.files == theirs.files and "travel_down" in ours.files
+        for key in set(ours.files) - {"travel_down"}:  # who was asked again before the crash holds what it was sent
             np.testing.assert_array_equal(ours[key], theirs[key], err_msg=f"{record.name} {key}")
 
 
