@@ -18,11 +18,12 @@ const startLibrary = () => {
   library = document.createElement('script');
   library.src = document.getElementById('plotly').href;
   library.addEventListener('load', () => {
-    for (const element of plots.keys()) if (element.inView) draw(element);
+    for (const element of plots.keys()) if (element.waits) draw(element);
   });
   document.head.append(library);
 };
 const draw = element => {
+  element.waits = !window.Plotly;  // also one that was scrolled past meanwhile
   if (window.Plotly) tepalDraw(element, JSON.parse(plots.get(element)));
   else if (!library) startLibrary();
 };
