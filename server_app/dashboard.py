@@ -39,8 +39,15 @@ from starlette.routing import Route
 from tepal import __version__
 from tepal.server_app.comparison import is_comparison, measure, read_comparison
 from tepal.server_app.comparison_page import comparison_page
-from tepal.server_app.dashboard_page import dashboard_script, dashboard_style, message_page, run_page, runs_page
-from tepal.server_app.page import empty_plot, plotly_js
+from tepal.server_app.dashboard_page import (
+    dashboard_script,
+    dashboard_style,
+    figure_library,
+    message_page,
+    run_page,
+    runs_page,
+)
+from tepal.server_app.page import empty_plot
 from tepal.server_app.run_directory import LATEST, REPORT, find_run
 from tepal.server_app.views import RunView
 from tepal.server_app.watched import Sent, WatchedFolder, WatchedRun
@@ -173,10 +180,7 @@ class _Dashboard:
         self._watched: OrderedDict[Path, WatchedRun] = OrderedDict()
         self._lock = threading.Lock()
         self._assets: dict[str, _Asset] = {}
-        # Plotly's own version is in its text, which is large: the installed package's stands for it.
-        from plotly import __version__ as plotly_version
-
-        content = "\0".join((__version__, plotly_version, dashboard_script(), dashboard_style()))
+        content = "\0".join((__version__, figure_library(), dashboard_script(), dashboard_style()))
         self._version = hashlib.sha256(content.encode()).hexdigest()[:12]
 
     # --- pages ------------------------------------------------------------------------------------------------------
@@ -264,7 +268,7 @@ class _Dashboard:
             if name not in self._assets:
                 makers: dict[str, tuple[str, Callable[[], str]]] = {
                     "dashboard.js": ("text/javascript", dashboard_script),
-                    "plotly.js": ("text/javascript", plotly_js),
+                    "plotly.js": ("text/javascript", figure_library),
                     "style.css": ("text/css", dashboard_style),
                 }
                 if name not in makers:

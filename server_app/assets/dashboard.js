@@ -10,22 +10,34 @@ const columns = [
 const most = 200;  // rows of a table that are drawn
 const $ = (selector, within = document) => within.querySelector(selector);
 
-// Figures: drawn when they come into view, and again when the colours change. The library that draws takes a second to
-// start, in which nothing else is shown; so it is started when the numbers stand, while the server prepares the figures.
+// Figures: drawn when they come near, one at a time and what is in sight first, and again when the colours change. The
+// library that draws takes a second to start, in which nothing else is shown; so it is started when the numbers stand,
+// while the server prepares the figures.
 const plots = new Map();
-let library = null;
+const waiting = new Set();
+let library = null, drawing = false;
 const startLibrary = () => {
   library = document.createElement('script');
   library.src = document.getElementById('plotly').href;
-  library.addEventListener('load', () => {
-    for (const element of plots.keys()) if (element.waits) draw(element);
-  });
+  library.addEventListener('load', drawNext);
   document.head.append(library);
 };
+const outOfSight = element => {
+  const {top, bottom} = element.getBoundingClientRect();
+  return Math.max(top - innerHeight, -bottom, 0);
+};
+const drawNext = () => {
+  drawing = false;
+  if (!window.Plotly || !waiting.size) return;
+  const [next] = [...waiting].sort((a, b) => outOfSight(a) - outOfSight(b));
+  waiting.delete(next);
+  tepalDraw(next, JSON.parse(plots.get(next)));
+  if (waiting.size) { drawing = true; setTimeout(drawNext); }
+};
 const draw = element => {
-  element.waits = !window.Plotly;  // also one that was scrolled past meanwhile
-  if (window.Plotly) tepalDraw(element, JSON.parse(plots.get(element)));
-  else if (!library) startLibrary();
+  waiting.add(element);
+  if (!library) startLibrary();
+  else if (window.Plotly && !drawing) { drawing = true; setTimeout(drawNext); }
 };
 const seen = new IntersectionObserver(entries => {
   for (const {target, isIntersecting} of entries) {

@@ -7,6 +7,7 @@ import re
 import httpx
 import numpy as np
 import pytest
+from plotly.offline import get_plotlyjs
 
 from tepal.server_app import watched
 from tepal.server_app.dashboard import COOKIE, _listening, dashboard, is_loopback
@@ -130,6 +131,9 @@ def test_pages_allow_no_script_but_their_own_and_are_kept_by_nobody(runs):
         assert not re.search(r"<script(?![^>]*\bsrc=)", client.get(path).text)
     asset = client.get("/assets/plotly.js")
     assert "immutable" in asset.headers["cache-control"] and "plotly" in asset.text[:2000].lower()
+    # figures are made for the library that the Python package brings: the same major version draws them here
+    ours, theirs = (re.search(r"plotly\.js[^\n]* v(\d+)\.", text[:500])[1] for text in (asset.text, get_plotlyjs()))
+    assert ours == theirs and "MIT" in asset.text[:500]
 
 
 def test_names_from_runs_are_shown_and_never_believed(runs):
