@@ -21,14 +21,13 @@ from itertools import chain
 from pathlib import Path
 
 from tepal.client_app.data import DataConfig, load_client_texts
-from tepal.models.libraries import import_transformers
 from tepal.server_app.comparison import find_comparison, is_comparison, measure, read_comparison
 from tepal.server_app.comparison_tables import columns_of, figure_text
 from tepal.server_app.flower import parse_run_config
+from tepal.server_app.reproduce.networks import VOCABULARY, write_text_model
 
 ROOT = Path(__file__).resolve().parents[1]
 SHOWN = ("server_accuracy", "clients_accuracy", "clients_spread", "bytes_total", "bytes_vs_fedavg")
-VOCABULARY = 2000  # tokens of a text model: with more, most of the time of a small one goes into them
 _SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256}
 BERT = {"model_type": "bert", "vocab_size": VOCABULARY, "max_position_embeddings": 64, **_SMALL}
 LLAMA = {"model_type": "llama", "vocab_size": VOCABULARY, "tie_word_embeddings": True, **_SMALL}
@@ -107,25 +106,13 @@ def begun(folder: Path) -> Path | None:
 
 def text_model(name: str, data: Path, runs: Path) -> Path:
     """A directory with a configuration and a tokenizer of word pieces, trained on the training texts."""
-    import tokenizers
-
     folder = runs / f"{name}-model"
     if (folder / "tokenizer.json").exists():
         return folder
     keys = {"dataset": str(data / EXPERIMENTS[name].file), "partitioner": "iid"}
     config = DataConfig.from_run_config(parse_run_config([str(config_file(name))]) | keys)
     texts = load_client_texts(config, {"partition-id": 0, "num-partitions": 1}, client=name).train  # of all clients
-    trained = tokenizers.BertWordPieceTokenizer(lowercase=True)
-    trained.train_from_iterator(
-        [*texts.texts, *chain.from_iterable(texts.choices or ())], vocab_size=VOCABULARY, show_progress=False
-    )
-    library = import_transformers(name)
-    tokenizer = library.PreTrainedTokenizerFast(
-        tokenizer_object=trained._tokenizer, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]",
-        mask_token="[MASK]",
-    )  # fmt: skip
-    tokenizer.save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps({**EXPERIMENTS[name].model, "pad_token_id": 0}, indent=2) + "\n")
+    write_text_model(folder, [*texts.texts, *chain.from_iterable(texts.choices or ())], EXPERIMENTS[name].model or {})
     return folder
 
 

@@ -259,8 +259,15 @@ def reproduce_command(
     folder: Annotated[Path, typer.Option(help="for the results; what is there already is not computed again")] = Path(
         "runs/reproduce"
     ),
+    data: Annotated[Path, typer.Option(help="folder with the data sets, each under its name: cifar-10, mnist.npz")] = (
+        Path("data")
+    ),
+    at_once: Annotated[
+        int, typer.Option(min=1, help="runs at once, each in a process with one thread; 1: in turn, with all threads")
+    ] = 1,
 ) -> None:
     """Run a named experiment of a paper, and show its numbers beside the paper's."""
+    from tepal.server_app.reproduce.experiment import NotAtHand
     from tepal.server_app.reproduce.runner import EXPERIMENTS, UnknownExperiment, find_experiment, reproduce
 
     if not name:
@@ -268,10 +275,11 @@ def reproduce_command(
             typer.echo(f"{each.name:20} {each.title}. {each.paper}. {each.scale(full=False)}")
         return
     try:
-        page = reproduce(find_experiment(name), folder, full=full, said=typer.echo)
+        experiment = find_experiment(name)
+        page = reproduce(experiment, folder, full=full, said=typer.echo, data=data.expanduser(), at_once=at_once)
         typer.echo((page.parent / "results.md").read_text(encoding="utf-8"))
         typer.echo(f"Results in {page.parent}\n  {page}  (open it in a browser)")
-    except (UnknownExperiment, RunInUse, OSError) as error:
+    except (UnknownExperiment, NotAtHand, RunInUse, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error
 

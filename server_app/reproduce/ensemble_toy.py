@@ -21,7 +21,7 @@ from flwr.clientapp import ClientApp
 from tepal.exchange import partial_exchange
 from tepal.exchange.modes import join_modes, modes_of
 from tepal.server_app.page import Figure, empty_plot
-from tepal.server_app.reproduce.experiment import Cell, Outcome, Table, Values
+from tepal.server_app.reproduce.experiment import Cell, Outcome, Place, Table, Values
 from tepal.strategies import FedEnsemble
 from tepal.strategies.in_process import InProcessGrid, Node
 
@@ -83,6 +83,9 @@ class EnsembleToy:
         "All repetitions meet the same schedule of modes; the paper does not say whether its do.",
     )
 
+    def data(self, full: bool) -> Sequence[str]:
+        return ()
+
     def scale(self, full: bool) -> str:
         of = "100 repetitions, as in the paper" if full else "20 repetitions of the paper's 100"
         return f"{of}; {CLIENTS} clients, {ROUNDS} rounds."
@@ -91,7 +94,7 @@ class EnsembleToy:
         repetitions = 100 if full else 20
         return [Cell(f"modes-{k}", {"modes": k, "repetitions": repetitions, "seed": 1}) for k in PAPER]
 
-    def compute(self, cell: Cell) -> Values:
+    def compute(self, cell: Cell, place: Place) -> Values:
         modes, repetitions, seed = (int(cell.options[key]) for key in ("modes", "repetitions", "seed"))
         rng = np.random.default_rng([seed, modes])
         initial = [{"weights": Array(rng.normal(size=(repetitions, BASES)))} for _ in range(modes)]

@@ -7,7 +7,8 @@ A cell is the smallest thing that is kept, so an experiment that was stopped goe
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from tepal.server_app.page import Figure
@@ -17,7 +18,7 @@ Values = Mapping[str, Any]
 
 
 class NotAtHand(RuntimeError):
-    """A cell needs what this machine has not; the text says what, and where it comes from. The others are computed."""
+    """What this machine has not, be it of one cell or of all; the text says what, and where it comes from."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,17 @@ class Cell:
 
     name: str
     options: Values
+    needs: Sequence[str] = ()
+    """Cells before it whose values, or files, it is computed from."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """What is there when a cell is computed: a folder for files, data sets by name, the values of cells it needs."""
+
+    folder: Path
+    data: Mapping[str, Path] = field(default_factory=dict)
+    found: Mapping[str, Values] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -58,14 +70,17 @@ class Experiment(Protocol):
     def deviations(self) -> Sequence[str]:
         """What is not as in the paper, or not given there and chosen here; sentences."""
 
+    def data(self, full: bool) -> Sequence[str]:
+        """Data sets that must be there, by the names that a run config has for them."""
+
     def scale(self, full: bool) -> str:
         """What the small setting leaves out of the paper's, or that the full one leaves nothing out; a sentence."""
 
     def cells(self, full: bool) -> Sequence[Cell]:
-        """Everything that is to be computed."""
+        """Everything that is to be computed; a cell stands after those that it needs."""
 
-    def compute(self, cell: Cell) -> Values:
-        """One cell. It depends on nothing but the cell's options. Raises NotAtHand."""
+    def compute(self, cell: Cell, place: Place) -> Values:
+        """One cell. It depends on nothing but its options, the data and the cells that it needs. Raises NotAtHand."""
 
     def outcome(self, found: Mapping[str, Values]) -> Outcome:
         """What is told of cells, name → what was computed: of all, or of those that there are until now."""

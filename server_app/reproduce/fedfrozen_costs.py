@@ -17,7 +17,7 @@ from tepal.models.blocks import find_blocks
 from tepal.models.libraries import import_transformers
 from tepal.models.table import on_meta
 from tepal.server_app.page import Figure, empty_plot
-from tepal.server_app.reproduce.experiment import Cell, NotAtHand, Outcome, Table, Values
+from tepal.server_app.reproduce.experiment import Cell, NotAtHand, Outcome, Place, Table, Values
 from tepal.strategies.fedfrozen import cost_ratio
 
 WARMUP, ROUNDS = 2, 10
@@ -44,6 +44,9 @@ class FedFrozenCosts:
     paper = "FedFrozen, table of communication costs (arXiv 2605.06446)"
     deviations = ("Models by name have the head of their task, the paper's five have none.",)
 
+    def data(self, full: bool) -> Sequence[str]:
+        return ()
+
     def scale(self, full: bool) -> str:
         return f"{WARMUP} warm-up rounds of {ROUNDS}, models in their full size, without weights: nothing is scaled."
 
@@ -51,7 +54,7 @@ class FedFrozenCosts:
         papers = [Cell(name.replace("/", "-").lower() + "-of-the-paper", {"paper": name}) for name in PAPER]
         return [*papers, *(Cell(name.replace("/", "-"), {"model": name}) for name in models.names())]
 
-    def compute(self, cell: Cell) -> Values:
+    def compute(self, cell: Cell, place: Place) -> Values:
         try:
             model = _papers(cell.options["paper"]) if "paper" in cell.options else on_meta(cell.options["model"])
         except models.ModelError as error:

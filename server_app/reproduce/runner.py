@@ -14,22 +14,39 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import replace
 from datetime import UTC, datetime
 from difflib import get_close_matches
 from html import escape
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from tepal import __version__
+from tepal.server_app.comparison_page import style
 from tepal.server_app.page import figure_html, page, table_html
+from tepal.server_app.reproduce.data import at_hand
+from tepal.server_app.reproduce.ensemble_mnist import EnsembleMnist
+from tepal.server_app.reproduce.ensemble_shakespeare import EnsembleShakespeare
 from tepal.server_app.reproduce.ensemble_toy import EnsembleToy
-from tepal.server_app.reproduce.experiment import Cell, Experiment, NotAtHand, Outcome, Table
+from tepal.server_app.reproduce.experiment import Cell, Experiment, NotAtHand, Outcome, Place, Table
+from tepal.server_app.reproduce.fedacs import FedAcs
 from tepal.server_app.reproduce.fedfrozen_costs import FedFrozenCosts
+from tepal.server_app.reproduce.fedfrozen_vision import FedFrozenVision
+from tepal.server_app.reproduce.runs import LOOK
+from tepal.server_app.reproduce.selective import Selective
 from tepal.server_app.run_directory import as_json, held, write_whole
 from tepal.server_app.terminal import seconds_text
 
-EXPERIMENTS: Mapping[str, Experiment] = {each.name: each for each in (FedFrozenCosts(), EnsembleToy())}
+EXPERIMENTS: Mapping[str, Experiment] = {
+    each.name: each
+    for each in (
+        FedFrozenCosts(), FedFrozenVision(), EnsembleToy(), EnsembleMnist(), EnsembleShakespeare(), FedAcs(),
+        Selective(),
+    )
+}  # fmt: skip
 """All experiments by name."""
 
 _CELLS = "cells"
@@ -48,7 +65,15 @@ def find_experiment(name: str) -> Experiment:
     raise UnknownExperiment(f"there is no experiment {name!r}: {hint}")
 
 
-def reproduce(experiment: Experiment, folder: Path, *, full: bool, said: Callable[[str], None]) -> Path:
+def reproduce(
+    experiment: Experiment,
+    folder: Path,
+    *,
+    full: bool,
+    said: Callable[[str], None],
+    data: Path = Path("data"),
+    at_once: int = 1,
+) -> Path:
     """Compute what is missing in a folder, write the results there, and return the page's path.
 
     Args:
@@ -56,43 +81,91 @@ def reproduce(experiment: Experiment, folder: Path, *, full: bool, said: Callabl
         folder: of all experiments; this one's has its name.
         full: the paper's scale.
         said: is told of each cell.
+        data: where the data sets lie, each under its name.
+        at_once: so many cells are computed at once, each in a process of its own with one thread; 1: in this one.
 
-    Raises RunInUse where another process computes it, OSError where a file cannot be written.
+    Raises NotAtHand where data is missing, RunInUse where another process computes it, OSError where a file cannot be
+    written.
     """
     place = folder / (f"{experiment.name}-full" if full else experiment.name)
+    found = at_hand(data, experiment.data(full))
     (place / _CELLS).mkdir(parents=True, exist_ok=True)
     cells = experiment.cells(full)
     said(f"{experiment.title}: {experiment.paper}. {experiment.scale(full)}")
-    quiet = logging.getLogger("flwr")
-    level, missing = quiet.level, list[str]()
+    missing = list[str]()
     with held(place):
-        try:
-            quiet.setLevel(logging.WARNING)  # rounds by the thousand
-            for number, cell in enumerate(cells, start=1):
-                if _computed(place, cell) is not None:
-                    continue
-                begun = time.monotonic()
-                try:
-                    values = experiment.compute(cell)
-                except NotAtHand as error:
-                    missing.append(cell.name)
-                    said(f"{number}/{len(cells)} {cell.name}: left out: {error}")
-                    continue
-                took = time.monotonic() - begun
-                _keep(place, cell, values, took)
-                said(f"{number}/{len(cells)} {cell.name}: {seconds_text(took)}")
-        finally:
-            quiet.setLevel(level)
+        todo = [cell for cell in cells if _computed(place, cell) is None]
+        numbers = {cell.name: number for number, cell in enumerate(cells, start=1)}
+        for cell, ended in _compute(experiment, todo, Place(place.absolute(), found), at_once):
+            where = f"{numbers[cell.name]}/{len(cells)} {cell.name}"
+            if isinstance(ended, NotAtHand):
+                missing.append(cell.name)
+                said(f"{where}: left out: {ended}")
+            else:
+                said(f"{where}: {seconds_text(ended)}")
         return _write(experiment, place, cells, full, missing)
+
+
+def _compute(
+    experiment: Experiment, todo: Sequence[Cell], place: Place, at_once: int
+) -> Iterator[tuple[Cell, float | NotAtHand]]:
+    """Compute cells and keep them, each after those that it needs; yields each with its seconds as it ends."""
+    if at_once == 1:
+        for cell in todo:
+            yield cell, _compute_one(experiment, cell, place)
+        return
+    with ProcessPoolExecutor(at_once, get_context("spawn"), _one_thread) as pool:
+        waiting, running = list(todo), dict[Future[float | NotAtHand], Cell]()
+        try:
+            while waiting or running:
+                due = {cell.name for cell in (*waiting, *running.values())}
+                for cell in [cell for cell in waiting if due.isdisjoint(cell.needs)][: at_once - len(running)]:
+                    waiting.remove(cell)
+                    running[pool.submit(_compute_one, experiment, cell, place)] = cell
+                for ended in wait(running, return_when=FIRST_COMPLETED).done:
+                    yield running.pop(ended), ended.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _one_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def _compute_one(experiment: Experiment, cell: Cell, place: Place) -> float | NotAtHand:
+    """Compute a cell and keep it; the seconds that it took, or what is missing for it."""
+    quiet = logging.getLogger("flwr")
+    level, begun = quiet.level, time.monotonic()
+    try:
+        quiet.setLevel(logging.ERROR)  # rounds by the thousand
+        needed = {name: _kept(place.folder, name) for name in cell.needs}
+        if absent := [name for name, of in needed.items() if of is None]:
+            return NotAtHand(f"it needs {', '.join(absent)}")
+        found = {name: of["values"] for name, of in needed.items() if of}
+        values = experiment.compute(cell, replace(place, found=found))
+    except NotAtHand as error:
+        return error
+    finally:
+        quiet.setLevel(level)
+    took = time.monotonic() - begun
+    _keep(place.folder, cell, values, took)
+    return took
 
 
 def _computed(place: Path, cell: Cell) -> dict[str, Any] | None:
     """What was kept of a cell; None where it is missing, torn, or was computed from other options."""
+    kept = _kept(place, cell.name)
+    return kept if kept and kept.get("options") == as_json(cell.options) else None
+
+
+def _kept(place: Path, name: str) -> dict[str, Any] | None:
     try:
-        kept = json.loads((place / _CELLS / f"{cell.name}.json").read_text(encoding="utf-8"))
+        kept = json.loads((place / _CELLS / f"{name}.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return kept if isinstance(kept, dict) and kept.get("options") == as_json(cell.options) else None
+    return kept if isinstance(kept, dict) else None
 
 
 def _keep(place: Path, cell: Cell, values: Mapping[str, Any], seconds: float) -> None:
@@ -171,4 +244,6 @@ def _page(experiment: Experiment, outcome: Outcome, about: Sequence[str]) -> str
         f"<h2>What came out</h2>{points(outcome.findings)}{tables}"
         f'<h2>Figures</h2><div class="figures">{"".join(map(figure_html, outcome.figures))}</div>'
     )
-    return page(experiment.title, body, outcome.figures)
+    roles = {trace.meta["role"] for figure in outcome.figures if figure.plot for trace in figure.plot.data}
+    methods = sorted(role.removeprefix(LOOK) for role in roles if role.startswith(LOOK))
+    return page(experiment.title, body, outcome.figures, style=style(methods))

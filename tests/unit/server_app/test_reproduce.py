@@ -3,6 +3,7 @@
 import csv
 import json
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,11 +13,13 @@ from tepal.server_app.commands import main
 from tepal.server_app.page import Figure
 from tepal.server_app.reproduce import ensemble_toy, runner
 from tepal.server_app.reproduce.ensemble_toy import PAPER, EnsembleToy, data_of, features, trained
-from tepal.server_app.reproduce.experiment import Cell, NotAtHand, Outcome, Table
+from tepal.server_app.reproduce.experiment import Cell, NotAtHand, Outcome, Place, Table
 from tepal.server_app.reproduce.fedfrozen_costs import FedFrozenCosts
 from tepal.server_app.reproduce.runner import UnknownExperiment, find_experiment, reproduce
 from tepal.server_app.run_directory import RunInUse, held
 from tests.quiet import quiet  # noqa: F401
+
+NOWHERE = Place(Path())
 
 
 class Squares:
@@ -28,13 +31,16 @@ class Squares:
     def __init__(self, numbers=(0, 1, 2), fails=()):
         self.numbers, self.fails, self.computed = numbers, fails, []
 
+    def data(self, full):
+        return ()
+
     def scale(self, full):
         return "All of it." if full else "Few numbers."
 
     def cells(self, full):
         return [Cell(f"square-{n}", {"number": n}) for n in self.numbers]
 
-    def compute(self, cell):
+    def compute(self, cell, place):
         number = cell.options["number"]
         if number in self.fails:
             raise self.fails[number]
@@ -122,7 +128,7 @@ def test_the_costs_of_the_papers_models_are_the_papers():
     experiment = FedFrozenCosts()
     cells = [cell for cell in experiment.cells(False) if "paper" in cell.options]
     assert len(cells) == 5
-    found = {cell.name: experiment.compute(cell) for cell in cells}
+    found = {cell.name: experiment.compute(cell, NOWHERE) for cell in cells}
     outcome = experiment.outcome(found)
     for _, parameters, share, up, printed, _ in outcome.tables[0].rows:
         assert up == pytest.approx(1 - 0.8 * share) and up == pytest.approx(printed, abs=5e-5) and parameters > 10**7
@@ -151,7 +157,7 @@ def test_the_toys_bias_is_flat_and_its_variance_falls(monkeypatch):
     found = {}
     for modes in (1, 2, 10):
         cell = Cell(f"modes-{modes}", {"modes": modes, "repetitions": 30, "seed": 1})
-        found[cell.name] = experiment.compute(cell)
+        found[cell.name] = experiment.compute(cell, NOWHERE)
     bias, variance = ([of[key] for of in found.values()] for key in ("bias", "variance"))
     assert max(bias) - min(bias) < 0.25 * max(bias)
     assert all(after < 0.75 * before for before, after in pairwise(variance))

@@ -1,0 +1,214 @@
+"""Fashion-MNIST and CIFAR-10 of FedACS (arXiv 2312.15148): two classes a client, Dirichlet .5, 50 examples each at five
+Dirichlet distributions (Table 2), and 500 clients of whom some take part; beside six other methods and local training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tepal.server_app.reproduce.data import Images, by_distribution, grouped, shuffled_images, write_images
+from tepal.server_app.reproduce.experiment import Cell, Outcome, Place, Table, Values
+from tepal.server_app.reproduce.networks import LENET
+from tepal.server_app.reproduce.runs import by_setting, curves, mean_text, trained
+
+DATA = ("fashion-mnist", "cifar-10")
+METHODS: Mapping[str, Mapping[str, Any]] = {
+    "FedAvg": {"strategy": "fedavg"},
+    "Local": {"strategy": "local"},
+    "Ditto": {"strategy": "ditto"},
+    "Per-FedAvg": {"strategy": "perfedavg"},
+    "pFedMe": {"strategy": "pfedme"},
+    "APFL": {"strategy": "apfl"},
+    "FedAMP": {"strategy": "fedamp"},
+    "FedACS": {"strategy": "fedacs"},
+}
+ALPHAS = (0.1, 0.5, 1.0, 5.0, 10.0)
+PAPER = {
+    "cifar-10": (0.8172, 0.8384, 0.8497, 0.8576, 0.8542),
+    "fashion-mnist": (0.8426, 0.8433, 0.8557, 0.8613, 0.8842),
+}
+"""Table 2: FedACS by α, 50 training examples a client."""
+QUANTILES = (0.5, 0.7, 0.9)
+"""p, of which each setting takes the one that is best on its validation clients."""
+SETTINGS = {
+    "two-classes": "two classes a client",
+    "dirichlet": "Dirichlet .5",
+    "scarce": "50 examples each, Dirichlet .5",
+    "many": "500 clients, a tenth takes part",
+}
+_COMMON: Mapping[str, Any] = {
+    "model": LENET, "optimizer": "sgd", "learning-rate": 0.05, "weight-decay": 0.0, "batch-size": 32,
+    "schedule": "constant", "fraction-evaluate": 1.0, "local-epochs": 2,
+    "held-out-fraction": 0.0,
+}  # fmt: skip
+_SCARCE = 80  # examples of a client: 50 are trained on
+_MANY = 500
+
+
+class FedAcs:
+    """Mean over the clients of the accuracy of each one's model on its own test examples."""
+
+    name = "fedacs"
+    title = "FedACS and personalised methods on Fashion-MNIST and CIFAR-10"
+    paper = "FedACS, figure 1 and Table 2 (arXiv 2312.15148)"
+    deviations = (
+        "Network, learning rate, local epochs and p are not in the paper: LeNet-5, SGD .05, two epochs of batches of "
+        "32, and p as found on other clients.",
+        f"p is chosen among {', '.join(map(str, QUANTILES))} on clients of their own, with examples that the other "
+        "runs do not have; the rivals have this project's defaults and are not tuned.",
+        "Figure 1 of the paper has no numbers to read; Table 2 has.",
+    )
+
+    def data(self, full: bool) -> Sequence[str]:
+        return DATA
+
+    def scale(self, full: bool) -> str:
+        if full:
+            return "70,000 and 60,000 images, 100 clients (500 where some take part), 100 rounds, five seeds."
+        return (
+            "8,000 images of each data set, 40 clients where data suffices, 50 of 80 images where it is scarce, 500 of "
+            "16 images where a tenth takes part; 15 rounds (25 of 500 clients); one seed."
+        )
+
+    def cells(self, full: bool) -> Sequence[Cell]:
+        seeds = (1, 2, 3, 4, 5) if full else (1,)
+        cells: list[Cell] = []
+        for data in DATA:
+            for setting in SETTINGS:
+                if setting != "many":  # whose clients are as scarce of data as the others'
+                    cells += [_cell(data, setting, "FedACS", 0, full, p=p, part="validation") for p in QUANTILES]
+                cells += [_cell(data, setting, method, seed, full) for method in METHODS for seed in seeds]
+            cells += [
+                _cell(data, "scarce", method, seed, full, alpha)
+                for alpha in ALPHAS if alpha != 0.5 for method in ("Local", "FedACS") for seed in seeds
+            ]  # fmt: skip
+        return cells
+
+    def compute(self, cell: Cell, place: Place) -> Values:
+        options = cell.options
+        keys: dict[str, Any] = {"dataset": str(_file(options, place))}
+        if not cell.needs:
+            return trained(cell, place, **keys)
+        p = float(max(cell.needs, key=lambda name: place.found[name]["clients"]).rpartition("-")[2])
+        return {**trained(cell, place, **keys, **{"fedacs.quantile": p}), "p": p}
+
+    def outcome(self, found: Mapping[str, Values]) -> Outcome:
+        def of(data: str, setting: str, method: str, alpha: float = 0.5) -> list[Values]:
+            start = _name(data, setting, method, alpha)
+            return [values for name, values in found.items() if name.rpartition("-")[0] == start]
+
+        def score(*which: Any) -> list[float]:
+            return [values["clients"] for values in of(*which)]
+
+        tables, figures, findings = [], [], []
+        for data in DATA:
+            rows = [
+                (method, *(each for setting in SETTINGS for each in _row(of(data, setting, method))))
+                for method in METHODS
+            ]  # fmt: skip
+            headings = ("method", *(each for text in SETTINGS.values() for each in (text, "over clients")))
+            tables.append(Table(f"Accuracy on {data}", headings, rows))
+            table2 = []
+            for alpha, theirs in zip(ALPHAS, PAPER[data], strict=True):
+                ours = (mean_text(score(data, "scarce", method, alpha)) for method in ("FedACS", "Local"))
+                table2.append((alpha, *ours, theirs))
+            headings = ("α", "FedACS", "local", "FedACS in the paper")
+            tables.append(Table(f"Table 2 {data}, 50 examples each", headings, table2))
+            chosen = {
+                text: sorted({values["p"] for values in of(data, setting, "FedACS")})
+                for setting, text in SETTINGS.items()
+            }
+            for setting, text in SETTINGS.items():
+                methods = {method: of(data, setting, method) for method in METHODS}
+                if any(values["curve"] for cells in methods.values() for values in cells):
+                    figures.append(curves(methods, f"{data}-{setting}", f"{data}, {text}", _CAPTION))
+                single, mixed = score(data, setting, "FedAvg"), score(data, setting, "FedACS")
+                if single and mixed:
+                    gain = float(np.mean(mixed) - np.mean(single))
+                    means = {method: np.mean(score(data, setting, method) or 0) for method in METHODS}
+                    ahead = [method for method, mean in means.items() if mean > means["FedACS"]]
+                    findings.append(
+                        f"{data}, {text}: FedACS (p = {', '.join(map(str, chosen[text]))}) is {abs(gain):.4f} "
+                        f"{'above' if gain > 0 else 'below'} FedAvg; ahead of it: {', '.join(ahead) or 'none'}."
+                    )
+            lines = {
+                method: {alpha: score(data, "scarce", method, alpha) for alpha in ALPHAS}
+                for method in ("FedACS", "Local")
+            } | {"paper": {alpha: [theirs] for alpha, theirs in zip(ALPHAS, PAPER[data], strict=True)}}
+            title = f"{data}, 50 examples each"
+            figures.append(by_setting(lines, f"{data}-alphas", title, "α of the Dirichlet distribution", _CAPTION))
+        return Outcome(tables, figures, findings)
+
+
+_CAPTION = "The mean over the clients, of each one's model on its own test examples."
+
+
+def _row(cells: Sequence[Values]) -> tuple[str | None, str | None]:
+    """Accuracy, and its standard deviation over the clients."""
+    return mean_text([of["clients"] for of in cells]), mean_text([of["spread"] for of in cells])
+
+
+def _name(data: str, setting: str, method: str, alpha: float) -> str:
+    return f"{data}-{setting}-{method.lower().replace('-', '')}" + (f"-alpha{alpha}" if alpha != 0.5 else "")
+
+
+def _cell(
+    data: str,
+    setting: str,
+    method: str,
+    seed: int,
+    full: bool,
+    alpha: float = 0.5,
+    *,
+    p: float = 0.0,
+    part: str = "main",
+) -> Cell:
+    """One run. `part`: the clients that p is chosen on, or the others."""
+    clients = _MANY if setting == "many" else 100 if full else 50 if setting == "scarce" else 40
+    rounds = 100 if full else 25 if setting == "many" else 15
+    config: dict[str, Any] = {
+        **_COMMON, **METHODS[method], "normalise": data, "num-server-rounds": rounds, "seed": seed,
+    }  # fmt: skip
+    if setting == "two-classes":
+        config |= {"partitioner": "pathological", "classes-per-client": 2, "test-fraction": 0.3}
+    elif setting == "dirichlet":
+        config |= {"partitioner": "dirichlet", "dirichlet-alpha": 0.5, "test-fraction": 0.3}
+    else:
+        config |= {"partitioner": "natural", "min-partition-size": 2, "test-fraction": 30 / 80}
+    if setting == "many":
+        config["fraction-train"] = 0.1
+    needs: tuple[str, ...] = ()
+    options: dict[str, Any] = {"data": data, "setting": setting, "alpha": alpha, "part": part, "full": full}
+    if part == "validation":
+        config["fedacs.quantile"] = p
+        name = f"{_name(data, setting, 'p', alpha)}-{p}"
+        clients //= 2
+    else:
+        of = "scarce" if setting == "many" else setting
+        name = f"{_name(data, setting, method, alpha)}-{seed}"
+        needs = tuple(f"{data}-{of}-p-{each}" for each in QUANTILES) if method == "FedACS" else ()
+    return Cell(name, {**options, "config": config, "clients": clients}, needs)
+
+
+def _file(options: Mapping[str, Any], place: Place) -> Path:
+    """The images of a setting, written once. Where p is chosen, it is on a third of all images."""
+    data, setting, part, alpha = options["data"], options["setting"], options["part"], options["alpha"]
+    grown = setting in ("scarce", "many")
+    path = place.folder / "images" / f"{data}-{setting if grown else 'all'}-{part}{alpha if grown else ''}.npz"
+    if path.exists():
+        return path
+    train, test = shuffled_images(data, place.data[data])
+    images = train if test is None else Images(
+        np.concatenate([train.images, test.images]), np.concatenate([train.labels, test.labels])
+    )  # fmt: skip
+    clients, most = int(options["clients"]), len(images) if options["full"] else 12_000
+    share = most if setting == "many" else most * 2 // 3
+    chosen = images.first(share) if part == "main" else images.first(most - share, after=share)
+    if grown:  # a third of the examples is left over, so that the last clients get what they drew, too
+        each = min(_SCARCE, share * 2 // 3 // clients)
+        chosen = grouped(chosen, by_distribution(chosen.labels, clients, each, alpha, seed=1))
+    return write_images(path, chosen)
