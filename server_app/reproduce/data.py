@@ -17,15 +17,15 @@ from tepal.client_app.data.sources import named_source
 from tepal.server_app.reproduce.experiment import NotAtHand
 from tepal.server_app.run_directory import write_whole
 
-_SOURCES = {"shakespeare": "LEAF, data/shakespeare"}  # of what is not on the hub
+_SOURCES = {"shakespeare": "LEAF, data/shakespeare", "xglue-nc": "XGLUE, news classification"}  # not on the hub
 
 
 def at_hand(folder: Path, names: Sequence[str]) -> dict[str, Path]:
     """Data set → its files, `folder/<name>` or `folder/<name>.<any end>`. Raises NotAtHand for all that are missing."""
     found = {name: path for name in names if (path := _place(folder, name))}
     if missing := [name for name in names if name not in found]:
-        lines = [_wanted(folder, name) for name in missing]
-        raise NotAtHand("\n".join(["data is missing:", *lines, "Put it there, or say where it is: --data FOLDER."]))
+        wanted = "".join(f"\n{_wanted(folder, name)}" for name in missing)
+        raise NotAtHand(f"data is missing, to be put there or named by --data FOLDER:{wanted}")
     return found
 
 
@@ -63,7 +63,8 @@ class Images:
 
 def shuffled_images(name: str, path: Path, *, seed: int = 0) -> tuple[Images, Images | None]:
     """A data set's training and test images, each in an order of the seed's."""
-    source = named_source(DataConfig(dataset=name, dataset_path=str(path)))
+    groups = KNOWN[name].group if path.suffix == ".npz" else ""  # other formats of it say it by themselves
+    source = named_source(DataConfig(dataset=name, dataset_path=str(path), group_column=groups))
     assert isinstance(source, Source) and isinstance(source.train, ImageArrays)
     test = source.test
     assert test is None or isinstance(test, ImageArrays)
