@@ -161,6 +161,11 @@ def mean_quadratic(clients: Sequence[Client], query: Tensor, key: Tensor) -> Qua
                        for name in ("hessian", "linear", "constant")))  # fmt: skip
 
 
+def steepness(clients: Sequence[Client], query: Tensor, key: Tensor) -> Tensor:
+    """max_k of G_k's largest eigenvalue at this Φ: (seeds,). Steps η on θ alone diverge at a client where η·it > 2."""
+    return torch.stack([torch.linalg.eigvalsh(of.quadratic(query, key).hessian)[:, -1] for of in clients]).amax(0)
+
+
 def affine_round(
     clients: Sequence[Client], query: Tensor, key: Tensor, *, rate: float, ridge: float, steps: int
 ) -> tuple[Tensor, Tensor]:

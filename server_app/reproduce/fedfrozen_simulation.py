@@ -28,6 +28,7 @@ from tepal.server_app.reproduce.attention_clients import (
     matrices_of,
     mean_quadratic,
     problem,
+    steepness,
     train,
 )
 from tepal.server_app.reproduce.experiment import Cell, Outcome, Table, Values
@@ -113,6 +114,7 @@ class FedFrozenSimulation:
             }  # fmt: skip
             watch = _Watch(clients, rounds, ridge, profiled=of["profile"])
             start = ArrayRecord(student.state_dict())
+            steep = steepness(clients, student.query.detach(), student.key.detach())
             if of["method"] == "FedAvg":
                 whole = FedFrozen(warmup_rounds=rounds, ridge=ridge, **common)
                 train(whole, clients, start, rounds, watch, ridge=0.0, **local)
@@ -128,7 +130,8 @@ class FedFrozenSimulation:
                     closed = _closed_form(clients, watch.models[warmup], rounds - warmup, ridge=ridge, **local)
                     away = (matrices_of(again.models[rounds])[2] - closed).norm(dim=(1, 2)) / closed.norm(dim=(1, 2))
                     runs[share] = {**again.result(), "from closed form": away.tolist()}
-        return {**of, "runs": {f"{share:g}": runs[share] for share in sorted(runs)}, "h": watch.profile}
+        by_share = {f"{share:g}": runs[share] for share in sorted(runs)}
+        return {**of, "runs": by_share, "h": watch.profile, "steepness": steep.tolist()}
 
     def outcome(self, found: Mapping[str, Values]) -> Outcome:
         kept = [of for of in found.values() if not of["profile"]]
@@ -139,6 +142,7 @@ class FedFrozenSimulation:
             _by_ridge([of for of in kept if of["method"] == "FedAvg" and _at(of, rho=SHIFTED, steps=STEPS)]),
             _profiles([of for of in found.values() if of["profile"]]),
             _frozen_phase(kept),
+            _step_sizes(found.values()),
         ]
         return Outcome(*([each for part in parts for each in getattr(part, name)]
                          for name in ("tables", "figures", "findings")))  # fmt: skip
@@ -254,6 +258,7 @@ def _curve(plot: Any, name: str, x: Sequence[float], spreads: Sequence[Spread]) 
 
 def _by_warmup(kept: Sequence[Values]) -> Outcome:
     """Figure 2, middle, and figure 3a."""
+    kept = sorted(kept, key=lambda of: of["rho"])
     rows = [(f"{of['rho']:g}", f"{share:g}", *_written(_loss(of, share))) for of in kept for share in WARMUPS]
     table = Table("Final loss by warm-up", ("ρ", "T_warm/T", *_QUARTILES), rows)
     figures, findings = [], []
@@ -358,6 +363,7 @@ def _by_ridge(kept: Sequence[Values]) -> Outcome:
             x=names, y=_written(of[0] for of in spreads), name="FedFrozen", mode="lines+markers", meta={"role": "main"}
         )
         plot.update_xaxes(type="category", rangemode="normal")
+        plot.update_yaxes(type="log", dtick="D2")
         figures.append(Figure(f"ridge-{key}", title, f"Medians, at ρ = {SHIFTED:g}.", plot))
         if len(kept) > 1:
             medians = [of[0] for of in spreads]
@@ -406,5 +412,20 @@ def _frozen_phase(kept: Sequence[Values]) -> Outcome:
     runs = [run for of in kept for run in of["runs"].values() if "from closed form" in run]
     away = [away for run in runs for loss, away in zip(run["loss"], run["from closed form"], strict=True)
             if loss is not None and loss < _DIVERGED]  # fmt: skip
-    said = f"Of {len(away)} frozen phases, each θ is that of θ⁺ = Pθ + b to a relative {max(away, default=0):.0e}."
+    said = (
+        f"In {len(away)} frozen phases, each of one seed, θ ends where θ⁺ = Pθ + b leads, to a relative "
+        f"{max(away, default=0):.0e}."
+    )
     return Outcome([], [], [said] if away else [])
+
+
+def _step_sizes(found: Iterable[Values]) -> Outcome:
+    """Where something diverges for its step alone, and not for what the paper is about."""
+    by_setting = {(of["rate"], of["rho"]): of["rate"] * max(of["steepness"]) for of in found}
+    above = {setting: times for setting, times in sorted(by_setting.items()) if times > 2}
+    steep = [f"{times:.2g} at η = {rate:g}, ρ = {rho:g}" for (rate, rho), times in above.items()]
+    said = (
+        "Steps on θ diverge at a client where η times the largest eigenvalue of its G_k is above 2. At the start this "
+        f"is, for the steepest client: {'; '.join(steep)}."
+    )
+    return Outcome([], [], [said] if steep else [])

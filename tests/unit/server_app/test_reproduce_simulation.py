@@ -21,6 +21,7 @@ from tepal.server_app.reproduce.attention_clients import (
     matrices_of,
     mean_quadratic,
     problem,
+    steepness,
     train,
 )
 from tepal.server_app.reproduce.experiment import Cell
@@ -208,6 +209,19 @@ def test_a_frozen_round_is_affine():
     assert torch.equal(matrices_of(found)[0], query)
 
 
+def test_steps_on_theta_diverge_above_two_over_the_steepness_and_not_below():
+    clients, student = problem([0], 1.0)
+    query, key, value = (p.detach() for p in student.parameters())
+    steepest = max(clients, key=lambda client: float(steepness([client], query, key)))
+    limit = 2 / float(steepness(clients, query, key))
+    for rate, ends in ((0.9 * limit, False), (1.1 * limit, True)):
+        theta = value.double()
+        of = steepest.quadratic(query, key)
+        for _ in range(200):
+            theta = theta - rate * (of.hessian @ theta - of.linear)
+        assert bool(theta.abs().max() > 1e6) == ends
+
+
 def test_the_fixed_point_of_single_steps_is_the_ridge_solution_and_of_many_is_not():
     clients, student = problem([0], 2.0)
     query, key, _ = (p.detach() for p in student.parameters())
@@ -287,6 +301,7 @@ def test_what_is_told_follows_from_the_numbers():
 
     shares = dict(zip(("0", "0.25", "0.5", "0.75", "0.9", "1"), (6.0, 5.0, 4.0, 3.0, 2.0, 1.0), strict=True))
     whole = {**options(warmups=WARMUPS), "runs": {share: run(loss) for share, loss in shares.items()}, "h": []}
+    whole["steepness"] = [5e3, 2e4]
     more = {**whole, "steps": 40, "warmups": [0.75], "runs": {"0.75": run(9.0), "1": run(1.0)}}
     ridge = {**more, "steps": 20, "ridge": 100.0, "runs": {"0.75": run(2.0, drift=4.0), "1": run(1.0)}}
     others = {
@@ -306,6 +321,7 @@ def test_what_is_told_follows_from_the_numbers():
     assert "The loss is least at λ = 100: 2" in said and "The drift is least at λ = 0.001: 1" in said
     assert "h_λ of FedAvg goes from 3 to diverged, rises in 1 of 2 rounds and is least in round 1" in said
     assert "to a relative 1e-06" in said
+    assert "for the steepest client: 4 at η = 0.0002, ρ = 1; 4 at η = 0.0002, ρ = 2." in said
     assert {figure.key for figure in outcome.figures} == {
         "warmup", "heat", "steps", "rho", "ridge-loss", "ridge-drift", "profile-2",
     }  # fmt: skip
