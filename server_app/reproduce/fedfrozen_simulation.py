@@ -31,7 +31,7 @@ from tepal.server_app.reproduce.attention_clients import (
     steepness,
     train,
 )
-from tepal.server_app.reproduce.experiment import Cell, Outcome, Table, Values
+from tepal.server_app.reproduce.experiment import Cell, Outcome, Place, Table, Values
 from tepal.strategies import FedFrozen, FedProx, Scaffold
 
 STEPS, RATE, RIDGE, PROFILE_RATE, MU = 20, 2e-4, 1e-3, 1e-3, 200.0
@@ -81,6 +81,9 @@ class FedFrozenSimulation:
         "A seed's data and weights are the same draws for every ρ, but for the clients' means, which are ρ times one.",
     )
 
+    def data(self, full: bool) -> Sequence[str]:
+        return ()
+
     def scale(self, full: bool) -> str:
         of = FULL if full else SMALL
         text = f"{of.seeds} seeds, T = {of.rounds}"
@@ -103,7 +106,7 @@ class FedFrozenSimulation:
         profiled = {"seeds": of.seeds, "rounds": of.profile_rounds, "rate": PROFILE_RATE, "profile": True}
         return made + [_cell(method, **profiled, rho=rho) for method in ("FedAvg", *others) for rho in PROFILED]
 
-    def compute(self, cell: Cell, place: Any = None) -> Values:
+    def compute(self, cell: Cell, place: Place) -> Values:
         of = cell.options
         rounds, ridge, local = of["rounds"], of["ridge"], {"rate": of["rate"], "steps": of["steps"]}
         with _one_thread():

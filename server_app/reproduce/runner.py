@@ -34,6 +34,7 @@ from tepal.server_app.reproduce.ensemble_toy import EnsembleToy
 from tepal.server_app.reproduce.experiment import Cell, Experiment, NotAtHand, Outcome, Place, Table
 from tepal.server_app.reproduce.fedacs import FedAcs
 from tepal.server_app.reproduce.fedfrozen_costs import FedFrozenCosts
+from tepal.server_app.reproduce.fedfrozen_simulation import FedFrozenSimulation
 from tepal.server_app.reproduce.fedfrozen_vision import FedFrozenVision
 from tepal.server_app.reproduce.runs import LOOK
 from tepal.server_app.reproduce.selective import Selective
@@ -43,8 +44,8 @@ from tepal.server_app.terminal import seconds_text
 EXPERIMENTS: Mapping[str, Experiment] = {
     each.name: each
     for each in (
-        FedFrozenCosts(), FedFrozenVision(), EnsembleToy(), EnsembleMnist(), EnsembleShakespeare(), FedAcs(),
-        Selective(),
+        FedFrozenSimulation(), FedFrozenCosts(), FedFrozenVision(), EnsembleToy(), EnsembleMnist(),
+        EnsembleShakespeare(), FedAcs(), Selective(),
     )
 }  # fmt: skip
 """All experiments by name."""

@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,13 +25,14 @@ from tepal.server_app.reproduce.attention_clients import (
     steepness,
     train,
 )
-from tepal.server_app.reproduce.experiment import Cell
+from tepal.server_app.reproduce.experiment import Cell, Place
 from tepal.server_app.reproduce.fedfrozen_simulation import RIDGE, WARMUPS, FedFrozenSimulation, spread
 from tepal.server_app.run_directory import as_json
 from tepal.strategies import FedFrozen, FedProx, Scaffold
 from tests.quiet import quiet  # noqa: F401
 
 RATE, STEPS = 1e-3, 3
+NOWHERE = Place(Path())
 
 
 def ignored(number, arrays):
@@ -279,7 +281,7 @@ def test_an_interior_warmup_is_best_under_shift_and_the_ratio_falls_with_local_s
     found = {}
     for steps in (5, 20, 40):
         cell = Cell(f"steps-{steps}", options(steps=steps, warmups=WARMUPS if steps == 20 else (0.75, 1.0)))
-        found[cell.name] = as_json(experiment.compute(cell))
+        found[cell.name] = as_json(experiment.compute(cell, NOWHERE))
     outcome = experiment.outcome(found)
     tables = {table.title: table.rows for table in outcome.tables}
     losses = {row[1]: math.inf if row[2] is None else row[2] for row in tables["Final loss by warm-up"]}
@@ -335,7 +337,7 @@ def test_some_cells_are_enough_for_an_outcome():
     nothing = experiment.outcome({})
     assert not nothing.figures and not nothing.findings and all(not table.rows for table in nothing.tables)
     cell = Cell("profile", options(method="SCAFFOLD", rounds=4, steps=2, profile=True, warmups=(), rate=1e-3))
-    found = as_json(experiment.compute(cell))
+    found = as_json(experiment.compute(cell, NOWHERE))
     assert np.shape(found["h"]) == (5, 1) and np.shape(found["runs"]["1"]["drift"]) == (1,)
     outcome = experiment.outcome({"profile": found})
     assert [figure.key for figure in outcome.figures] == ["profile-2"]
