@@ -282,7 +282,8 @@ def cut(cell):
         ("ensemble-mnist", ("fedbe-two-labels-1", "fedensemble-iid-2", "modes-3-1")),
         ("ensemble-shakespeare", ("fedensemble-1",)),
         ("fedfrozen-vision", ("pretrained", "fedfrozen-0.1", "scaffold-0.5")),
-        ("selective", ("pretrained-for-pacs", "pacs-gradient-1", "pretrained-for-20newsgroups", "20newsgroups-rgn-1-4")),
+        ("selective", ("pretrained-for-pacs", "pacs-gradient-1")),
+        ("selective", ("pretrained-for-20newsgroups", "20newsgroups-rgn-1-4")),
     ],
 )  # fmt: skip
 def test_cells_run_on_data_in_its_own_format(tmp_path, data, name, asked):
@@ -295,9 +296,9 @@ def test_cells_run_on_data_in_its_own_format(tmp_path, data, name, asked):
     outcome = experiment.outcome(json.loads(json.dumps(found)))
     assert outcome.tables and runner._page(experiment, outcome, [])
     if name == "selective":
-        layers = np.array(found["pacs-gradient-1"]["layers"])
-        assert layers.shape == (2, 6) and np.allclose(layers.sum(axis=1), 1)  # one layer a client
-        assert (np.array(found["20newsgroups-rgn-1-4"]["layers"]).sum(axis=1) >= 1).all()
+        layers = np.array(found[asked[-1]]["layers"])
+        assert layers.shape == (2, 6 if "pacs" in asked[-1] else 4) and (layers.sum(axis=1) > 0.999).all()
+        assert "pacs" not in asked[-1] or np.allclose(layers.sum(axis=1), 1)  # one layer a client
 
 
 def test_fedacs_takes_the_quantile_that_was_best_on_other_clients(tmp_path, data):
