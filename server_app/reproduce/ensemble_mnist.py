@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any
 
 from tepal.server_app.reproduce.experiment import Cell, Outcome, Place, Table, Values
+from tepal.server_app.reproduce.networks import LENET
 from tepal.server_app.reproduce.runs import by_setting, curves, mean_text, trained
 
 METHODS: Mapping[str, Mapping[str, Any]] = {
@@ -34,15 +35,16 @@ PAPER_MODES = {
 """K → of Table 4: the ensemble's accuracy, the worst and the best mode's, entropy in nats."""
 
 _COMMON: Mapping[str, Any] = {
-    "model": "cnn", "dataset": "mnist", "normalise": "mnist", "schedule": "constant", "optimizer": "sgd",
-    "batch-size": 32, "weight-decay": 0.0, "test-fraction": 0.1, "fraction-train": 0.2, "fraction-evaluate": 0.0,
+    "dataset": "mnist", "normalise": "mnist", "schedule": "constant", "optimizer": "sgd",
+    "batch-size": 32, "weight-decay": 0.0, "test-fraction": 0.1, "fraction-evaluate": 0.0,
     "score-in-training": False, "fedprox.mu": 0.01,
 }  # fmt: skip
 _SMALL: Mapping[str, Any] = {
-    "image-shape": "1x14x14", "num-server-rounds": 40, "evaluate-every": 10, "local-steps": 8, "learning-rate": 0.1,
+    "model": LENET, "image-shape": "1x20x20", "num-server-rounds": 40, "evaluate-every": 8, "local-steps": 20,
+    "learning-rate": 0.1,
 }  # fmt: skip
 _FULL: Mapping[str, Any] = {
-    "num-server-rounds": 400, "evaluate-every": 20, "local-epochs": 1, "learning-rate": 0.05,
+    "model": "cnn", "num-server-rounds": 400, "evaluate-every": 20, "local-epochs": 1, "learning-rate": 0.05,
 }  # fmt: skip
 # FedBE distils on unlabelled examples of the server's: .5 % of 60,000 in the small setting.
 _FEDBE: Mapping[bool, Mapping[str, Any]] = {
@@ -58,10 +60,10 @@ class EnsembleMnist:
     title = "Fed-ensemble on MNIST, iid and with two labels a client"
     paper = "Fed-ensemble, tables 2 and 4 (arXiv 2107.10663)"
     deviations = (
-        "100 clients, of which 20 train in a round, are asked exactly; the paper asks 130 and takes the first 100 "
-        "replies.",
-        "Learning rate, local work, batch size and rounds are chosen here, as the paper does not give them; the rate "
-        "is constant, where the paper's falls by 1 % in ten rounds.",
+        "All clients train in every round. Where a fifth of 100 do, and have two labels each, a mode gets four of them "
+        "a round, which is too few: after 80 rounds FedAvg was ahead by .006.",
+        "Clients, learning rate, local work, batch size and rounds are chosen here, as the paper does not give them; "
+        "the rate is constant, where the paper's falls by 1 % in ten rounds.",
         "FedBE's unlabelled examples, which the server has, are taken from the training images; the paper has no "
         "number of it with two labels.",
     )
@@ -72,17 +74,20 @@ class EnsembleMnist:
     def scale(self, full: bool) -> str:
         if full:
             return "60,000 images of 28x28, 100 clients, 400 rounds of one epoch, three seeds."
-        return "Images of 14x14, 100 clients, 40 rounds of eight steps of 32 images; two seeds."
+        return (
+            "LeNet-5 on images of 20x20, 50 clients, 40 rounds of 20 steps of 32 images; two seeds with two labels, "
+            "one of all else."
+        )
 
     def cells(self, full: bool) -> Sequence[Cell]:
-        seeds = (1, 2, 3) if full else (1, 2)
+        seeds = {split: (1, 2, 3) if full else (1, 2) if split == "two-labels" else (1,) for split in SPLITS}
         cells = [
             _cell(f"{_slug(method)}-{split}-{seed}", method, split, seed, full)
-            for split in SPLITS for method in METHODS for seed in seeds
+            for split in SPLITS for method in METHODS for seed in seeds[split]
         ]  # fmt: skip
         return cells + [
             _cell(f"modes-{modes}-{seed}", "Fed-ensemble", "iid", seed, full, {"fedensemble.modes": modes})
-            for modes in _modes(full) for seed in seeds[:1] if modes != 5
+            for modes in _modes(full) for seed in seeds["iid"][:1] if modes != 5
         ]  # fmt: skip
 
     def compute(self, cell: Cell, place: Place) -> Values:
@@ -153,7 +158,7 @@ def _slug(method: str) -> str:
 
 
 def _modes(full: bool) -> tuple[int, ...]:
-    return (3, 5, 20, 40, 80) if full else (1, 3, 5, 10, 20)
+    return (3, 5, 20, 40, 80) if full else (3, 5, 10)
 
 
 def _cell(
@@ -163,4 +168,4 @@ def _cell(
     config = {**_COMMON, **scale, **SPLITS[split], **METHODS[method], "seed": seed, **(more or {})}
     if method == "FedBE":
         config |= _FEDBE[full]
-    return Cell(name, {"config": config, "clients": 100})
+    return Cell(name, {"config": config, "clients": 100 if full else 50})

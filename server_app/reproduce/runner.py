@@ -12,7 +12,9 @@ import csv
 import io
 import json
 import logging
+import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -20,7 +22,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from difflib import get_close_matches
 from html import escape
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +117,7 @@ def _compute(
         for cell in todo:
             yield cell, _compute_one(experiment, cell, place)
         return
-    with ProcessPoolExecutor(at_once, get_context("spawn"), _one_thread) as pool:
+    with ProcessPoolExecutor(at_once, get_context("spawn"), _prepared) as pool:
         waiting, running = list(todo), dict[Future[float | NotAtHand], Cell]()
         try:
             while waiting or running:
@@ -129,10 +131,19 @@ def _compute(
             pool.shutdown(cancel_futures=True)
 
 
-def _one_thread() -> None:
+def _prepared() -> None:
+    """Of a process of the pool: one thread, and an end when the process that asks is gone."""
     import torch
 
     torch.set_num_threads(1)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _compute_one(experiment: Experiment, cell: Cell, place: Place) -> float | NotAtHand:
