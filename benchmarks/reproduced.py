@@ -1,4 +1,6 @@
-"""What `tepal reproduce` found, all experiments on one page: `python benchmarks/reproduced.py FOLDER > docs/reproduced.md`.
+"""What `tepal reproduce` found, all experiments on one page.
+
+    python benchmarks/reproduced.py FOLDER > docs/reproduced.md
 
 FOLDER is that of `tepal reproduce --folder`. Nothing is computed here.
 """
@@ -13,9 +15,9 @@ from tepal.server_app.reproduce.runner import EXPERIMENTS
 INTRODUCTION = """# The papers' numbers, as they came out here
 
 What `tepal reproduce` wrote on a machine with two processors, each experiment once and in its small setting but where
-another is named; whatever came out. Beside our numbers stand the paper's, of its own sizes. What a setting leaves out of
-the paper's, and what the paper does not say and was chosen here, is in front of each; how to run them, and what is
-looked for in them, is [on the page before](reproduce.md).
+another is named; whatever came out. Beside our numbers stand the paper's, of its own sizes. What a setting leaves out
+of the paper's, and what the paper does not say and was chosen here, is in front of each; how to run them, and what they
+say, is [on the page before](reproduce.md).
 
 Seconds are those of the cells, two of which were computed at a time where data is trained on; mean ± standard deviation
 over seeds, where there are several.

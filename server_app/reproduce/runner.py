@@ -42,6 +42,7 @@ from tepal.server_app.reproduce.runs import LOOK
 from tepal.server_app.reproduce.selective import Selective
 from tepal.server_app.run_directory import as_json, held, write_whole
 from tepal.server_app.terminal import seconds_text
+from tepal.strategies import RoundFailed
 
 EXPERIMENTS: Mapping[str, Experiment] = {
     each.name: each
@@ -95,30 +96,32 @@ def reproduce(
     (place / _CELLS).mkdir(parents=True, exist_ok=True)
     cells = experiment.cells(full)
     said(f"{experiment.title}: {experiment.paper}. {experiment.scale(full)}")
-    missing = list[str]()
+    left_out = dict[str, str]()
     with held(place):
         todo = [cell for cell in cells if _computed(place, cell) is None]
         numbers = {cell.name: number for number, cell in enumerate(cells, start=1)}
         for cell, ended in _compute(experiment, todo, Place(place.absolute(), found), at_once):
             where = f"{numbers[cell.name]}/{len(cells)} {cell.name}"
-            if isinstance(ended, NotAtHand):
-                missing.append(cell.name)
+            if isinstance(ended, str):
+                left_out[cell.name] = ended
                 said(f"{where}: left out: {ended}")
             else:
                 said(f"{where}: {seconds_text(ended)}")
-        return _write(experiment, place, cells, full, missing)
+        return _write(experiment, place, cells, full, left_out)
 
 
 def _compute(
     experiment: Experiment, todo: Sequence[Cell], place: Place, at_once: int
-) -> Iterator[tuple[Cell, float | NotAtHand]]:
-    """Compute cells and keep them, each after those that it needs; yields each with its seconds as it ends."""
+) -> Iterator[tuple[Cell, float | str]]:
+    """Compute cells and keep them, each after those that it needs; yields each, as it ends, with its seconds, or with
+    why there is nothing of it.
+    """
     if at_once == 1:
         for cell in todo:
             yield cell, _compute_one(experiment, cell, place)
         return
     with ProcessPoolExecutor(at_once, get_context("spawn"), _prepared) as pool:
-        waiting, running = list(todo), dict[Future[float | NotAtHand], Cell]()
+        waiting, running = list(todo), dict[Future[float | str], Cell]()
         try:
             while waiting or running:
                 due = {cell.name for cell in (*waiting, *running.values())}
@@ -146,19 +149,21 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _compute_one(experiment: Experiment, cell: Cell, place: Place) -> float | NotAtHand:
-    """Compute a cell and keep it; the seconds that it took, or what is missing for it."""
+def _compute_one(experiment: Experiment, cell: Cell, place: Place) -> float | str:
+    """Compute a cell and keep it; the seconds that it took, or why there is nothing of it: something is missing, or its
+    clients gave no good reply, as where all of them diverge.
+    """
     quiet = logging.getLogger("flwr")
     level, begun = quiet.level, time.monotonic()
     try:
         quiet.setLevel(logging.ERROR)  # rounds by the thousand
         needed = {name: _kept(place.folder, name) for name in cell.needs}
         if absent := [name for name, of in needed.items() if of is None]:
-            return NotAtHand(f"it needs {', '.join(absent)}")
+            return f"it needs {', '.join(absent)}"
         found = {name: of["values"] for name, of in needed.items() if of}
         values = experiment.compute(cell, replace(place, found=found))
-    except NotAtHand as error:
-        return error
+    except (NotAtHand, RoundFailed) as error:
+        return str(error)
     finally:
         quiet.setLevel(level)
     took = time.monotonic() - begun
@@ -189,15 +194,14 @@ def _keep(place: Path, cell: Cell, values: Mapping[str, Any], seconds: float) ->
 
 
 def _write(
-    experiment: Experiment, place: Path, cells: Sequence[Cell], full: bool, missing: Sequence[str]
+    experiment: Experiment, place: Path, cells: Sequence[Cell], full: bool, left_out: Mapping[str, str]
 ) -> Path:
     kept = {cell.name: found for cell in cells if (found := _computed(place, cell)) is not None}
     outcome = experiment.outcome({name: of["values"] for name, of in kept.items()})
     for table in outcome.tables:
         write_whole(place / f"{_file_name(table.title)}.csv", _csv(table).encode())
     about = _about(experiment, full, kept)
-    if missing:
-        about.append(f"Left out, for what this machine has not: {', '.join(missing)}.")
+    about += [f"Left out: {name}: {why}." for name, why in left_out.items()]
     write_whole(place / "results.md", _markdown(experiment, outcome, about).encode())
     write_whole(place / "index.html", _page(experiment, outcome, about).encode())
     return place / "index.html"

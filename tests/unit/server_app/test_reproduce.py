@@ -17,6 +17,7 @@ from tepal.server_app.reproduce.experiment import Cell, NotAtHand, Outcome, Plac
 from tepal.server_app.reproduce.fedfrozen_costs import FedFrozenCosts
 from tepal.server_app.reproduce.runner import UnknownExperiment, find_experiment, reproduce
 from tepal.server_app.run_directory import RunInUse, held
+from tepal.strategies import RoundFailed
 from tests.quiet import quiet  # noqa: F401
 
 NOWHERE = Place(Path())
@@ -100,7 +101,13 @@ def test_what_is_not_at_hand_is_left_out_and_said(tmp_path):
     said = []
     page = reproduce(Squares(fails={1: NotAtHand("get it there")}), tmp_path, full=False, said=said.append)
     assert any("square-1: left out: get it there" in line for line in said)
-    assert "Left out, for what this machine has not: square-1." in results(page) and "square-2" in results(page)
+    assert "Left out: square-1: get it there." in results(page) and "square-2" in results(page)
+
+
+def test_clients_that_all_fail_are_the_end_of_their_cell_alone(tmp_path):
+    failed = Squares(fails={0: RoundFailed("round 3 failed: all clients diverged")})
+    page = reproduce(failed, tmp_path, full=False, said=lambda text: None)
+    assert "Left out: square-0: round 3 failed: all clients diverged." in results(page) and failed.computed == [1, 2]
 
 
 def test_two_do_not_compute_the_same(tmp_path):
