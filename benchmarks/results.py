@@ -128,6 +128,8 @@ and where few clients train and all of them score, it is the larger part (an ens
 Each table is one command, with the data set's file in `dataset` or, where the config names the data set, in
 `dataset-path`; `python benchmarks/results.py DATA` runs all of them, and makes the small models for texts.
 
+The papers' own experiments, with their numbers beside ours: [as they came out](reproduced.md).
+
 What is to be seen:
 
 - FedFrozen stays within 0.01 of FedAvg on the server's data everywhere.

@@ -276,7 +276,7 @@ def newsgroups(folder: Path, path: Path) -> tuple[Path, Path]:
     subjects = list(SUBJECTS)
     domain_of = {name: (k, subjects.index(subject)) for subject, names in SUBJECTS.items()
                  for k, name in enumerate(names[:_DOMAINS])}  # fmt: skip
-    others = [name for names in SUBJECTS.values() for name in names[_DOMAINS:]] + ["misc.forsale"]
+    others = [name for names in SUBJECTS.values() for name in names[_DOMAINS:]]
     lines: dict[Path, list[str]] = {pretraining: [], main: []}
     for split, part in (("train", source.train), ("test", source.test)):
         assert part.labels is not None
@@ -288,9 +288,10 @@ def newsgroups(folder: Path, path: Path) -> tuple[Path, Path]:
                 count[domain] = count.get(domain, -1) + 1
                 group = f"{domain}-{count[domain] % 5}"
                 line = {"text": text, "label": subject, "split": split, "group": group}
-            else:
+                lines[main].append(json.dumps(line))
+            elif name in others:
                 line = {"text": text, "label": others.index(name), "split": split}
-            lines[main if name in domain_of else pretraining].append(json.dumps(line))
+                lines[pretraining].append(json.dumps(line))
     write_text_model(folder / "model", source.train.texts, _TEXT_MODEL)
     folder.mkdir(parents=True, exist_ok=True)
     for file, each in lines.items():
