@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+from tepal.server_app.reproduce import runs
 from tepal.server_app.reproduce.experiment import Cell, Outcome, Place, Table, Values
 from tepal.server_app.reproduce.networks import LENET
 from tepal.server_app.reproduce.runs import by_setting, curves, mean_text, trained
@@ -126,7 +127,7 @@ class EnsembleMnist:
         if sweep:
             lines = {
                 "Fed-ensemble": {modes: [values["server"] for values in each] for modes, each in sweep.items()},
-                "paper": {modes: [each[0]] for modes, each in PAPER_MODES.items() if modes in sweep},
+                runs.PAPER: {modes: [each[0]] for modes, each in PAPER_MODES.items() if modes in sweep},
             }
             figures.append(by_setting(lines, "modes", "Accuracy by modes, iid", "modes K", _CAPTION))
         findings = []

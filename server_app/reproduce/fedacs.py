@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from tepal.server_app.reproduce import runs
 from tepal.server_app.reproduce.data import Images, by_distribution, grouped, shuffled_images, write_images
 from tepal.server_app.reproduce.experiment import Cell, Outcome, Place, Table, Values
 from tepal.server_app.reproduce.networks import LENET
@@ -118,7 +119,7 @@ class FedAcs:
             table2 = []
             for alpha, theirs in zip(ALPHAS, PAPER[data], strict=True):
                 ours = (mean_text(score(data, "scarce", method, alpha)) for method in ("FedACS", "Local"))
-                table2.append((alpha, *ours, theirs))
+                table2.append((f"{alpha:g}", *ours, theirs))
             headings = ("α", "FedACS", "local", "FedACS in the paper")
             tables.append(Table(f"Table 2 {data}, 50 examples each", headings, table2))
             chosen = {
@@ -141,7 +142,7 @@ class FedAcs:
             lines = {
                 method: {alpha: score(data, "scarce", method, alpha) for alpha in ALPHAS}
                 for method in ("FedACS", "Local")
-            } | {"paper": {alpha: [theirs] for alpha, theirs in zip(ALPHAS, PAPER[data], strict=True)}}
+            } | {runs.PAPER: {alpha: [theirs] for alpha, theirs in zip(ALPHAS, PAPER[data], strict=True)}}
             title = f"{data}, 50 examples each"
             figures.append(by_setting(lines, f"{data}-alphas", title, "α of the Dirichlet distribution", _CAPTION))
         return Outcome(tables, figures, findings)

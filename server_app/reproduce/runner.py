@@ -54,6 +54,7 @@ EXPERIMENTS: Mapping[str, Experiment] = {
 """All experiments by name."""
 
 _CELLS = "cells"
+_STYLE = ".plot { height: auto; }\n"  # figures have their own
 
 
 class UnknownExperiment(ValueError):
@@ -262,4 +263,4 @@ def _page(experiment: Experiment, outcome: Outcome, about: Sequence[str]) -> str
     )
     roles = {trace.meta["role"] for figure in outcome.figures if figure.plot for trace in figure.plot.data}
     methods = sorted(role.removeprefix(LOOK) for role in roles if role.startswith(LOOK))
-    return page(experiment.title, body, outcome.figures, style=style(methods))
+    return page(experiment.title, body, outcome.figures, style=style(methods) + _STYLE)

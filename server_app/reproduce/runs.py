@@ -19,6 +19,8 @@ from tepal.server_app.run_directory import CHECKPOINTS, MODEL, read_metrics, rea
 from tepal.strategies.checkpoint import Checkpoints
 from tepal.strategies.in_process import InProcessGrid, Node
 
+PAPER = "paper"
+"""What a line of the paper's numbers is called."""
 LOOK = "s-"
 """What roles of traces begin with that have a method's colour."""
 
@@ -132,7 +134,9 @@ def by_setting(
 
 
 def _look(label: str) -> dict[str, Any]:
-    """Colour and mark of a method, by its name: a strategy's are the same on all pages."""
+    """Colour and mark of a method, by its name: a strategy's are the same on all pages. The paper's own are grey."""
+    if label == PAPER:
+        return {"mode": "lines+markers", "line": {"dash": "dash"}, "meta": {"role": "fedavg"}}
     name = re.sub("[^a-z0-9]", "", label.lower())
     symbol = looks([name])[name].symbol
     return {"mode": "lines+markers", "marker": {"symbol": symbol}, "meta": {"role": f"{LOOK}{name}"}}

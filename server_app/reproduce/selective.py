@@ -54,7 +54,7 @@ _COMMON: Mapping[str, Any] = {
     "fraction-evaluate": 0.0, "score-in-training": False, "selective.coupling": COUPLING,
 }  # fmt: skip
 _SMALL: Mapping[str, Any] = {
-    "fraction-train": 0.5, "num-server-rounds": 20, "evaluate-every": 5, "local-steps": 5, "batch-size": 16,
+    "fraction-train": 0.5, "num-server-rounds": 15, "evaluate-every": 5, "local-steps": 5, "batch-size": 16,
     "learning-rate": 0.02,
 }  # fmt: skip
 SMALL: Mapping[str, Mapping[str, Any]] = {
@@ -121,7 +121,7 @@ class Selective:
     def scale(self, full: bool) -> str:
         if full:
             return "The paper's models, data sets, rounds and batches, from pretrained weights put into weights/."
-        return "4,000 images, or all newsgroups; 20 clients (15), half of them a round, 20 rounds of 5 steps; one seed."
+        return "4,000 images, or all newsgroups; 20 clients (15), half of them a round, 15 rounds of 5 steps; one seed."
 
     def cells(self, full: bool) -> Sequence[Cell]:
         if full:
@@ -190,7 +190,8 @@ class Selective:
             if (name := _name("cifar-10", "gradient", "1", coupling)) in found
         }  # fmt: skip
         if len(couplings) > 1:
-            tables.append(Table("Accuracy on CIFAR-10 by λ, R = 1", ("λ", "ours"), list(couplings.items())))
+            rows = [(f"{coupling:g}", score) for coupling, score in couplings.items()]
+            tables.append(Table("Accuracy on CIFAR-10 by λ, R = 1", ("λ", "ours"), rows))
         for data in SMALL:
             if of := found.get(f"pretrained-for-{data}"):
                 findings.append(f"Pretraining for {data} reached {of['server']:.4f} on held-out examples of its own.")
