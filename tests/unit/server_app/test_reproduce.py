@@ -121,7 +121,7 @@ def test_the_command_lists_finds_and_runs_experiments(tmp_path, monkeypatch):
     assert listed.exit_code == 0 and all(name in listed.stdout for name in runner.EXPERIMENTS)
     wrong = CliRunner().invoke(main, ["reproduce", "ensemble-toi"])
     assert wrong.exit_code == 1 and "did you mean 'ensemble-toy'?" in wrong.stderr
-    with pytest.raises(UnknownExperiment, match="there is no experiment 'x': there are fedfrozen-costs, "):
+    with pytest.raises(UnknownExperiment, match="there is no experiment 'x': there are fedfrozen-simulation, "):
         find_experiment("x")
     monkeypatch.setattr(runner, "EXPERIMENTS", {"squares": Squares()})
     done = CliRunner().invoke(main, ["reproduce", "squares", "--folder", str(tmp_path)])

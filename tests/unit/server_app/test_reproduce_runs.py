@@ -328,7 +328,7 @@ def cut(cell):
 @pytest.mark.parametrize(
     ("name", "asked"),
     [
-        ("ensemble-mnist", ("fedbe-two-labels-1", "fedensemble-iid-2", "modes-3-1")),
+        ("ensemble-mnist", ("fedbe-two-labels-1", "fedensemble-iid-1", "modes-3-1")),
         ("ensemble-shakespeare", ("fedensemble-1",)),
         ("fedfrozen-vision", ("pretrained", "fedfrozen-0.1", "scaffold-0.5")),
         ("selective", ("pretrained-for-pacs", "pacs-gradient-1")),
