@@ -268,7 +268,7 @@ def reproduce_command(
 ) -> None:
     """Run a named experiment of a paper, and show its numbers beside the paper's."""
     from tepal.server_app.reproduce.experiment import NotAtHand
-    from tepal.server_app.reproduce.runner import EXPERIMENTS, UnknownExperiment, find_experiment, reproduce
+    from tepal.server_app.reproduce.runner import EXPERIMENTS, OtherData, UnknownExperiment, find_experiment, reproduce
 
     if not name:
         for each in EXPERIMENTS.values():
@@ -279,7 +279,7 @@ def reproduce_command(
         page = reproduce(experiment, folder, full=full, said=typer.echo, data=data.expanduser(), at_once=at_once)
         typer.echo((page.parent / "results.md").read_text(encoding="utf-8"))
         typer.echo(f"Results in {page.parent}\n  {page}  (open it in a browser)")
-    except (UnknownExperiment, NotAtHand, RunInUse, OSError) as error:
+    except (UnknownExperiment, NotAtHand, OtherData, RunInUse, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error
 

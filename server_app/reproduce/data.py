@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +27,15 @@ def at_hand(folder: Path, names: Sequence[str]) -> dict[str, Path]:
         wanted = "".join(f"\n{_wanted(folder, name)}" for name in missing)
         raise NotAtHand(f"data is missing, to be put there or named by --data FOLDER:{wanted}")
     return found
+
+
+def sizes(found: Mapping[str, Path]) -> dict[str, dict[str, int]]:
+    """Of each data set: how many files it has, and their bytes. What tells a set from one that came in its place."""
+    told = {}
+    for name, path in found.items():
+        files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
+        told[name] = {"files": len(files), "bytes": sum(each.stat().st_size for each in files)}
+    return told
 
 
 def _place(folder: Path, name: str) -> Path | None:

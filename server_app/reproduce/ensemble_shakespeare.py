@@ -22,8 +22,8 @@ _COMMON: Mapping[str, Any] = {
     "schedule": "constant", "fraction-evaluate": 0.0, "score-in-training": False, "batch-size": 32,
 }  # fmt: skip
 _SMALL: Mapping[str, Any] = {
-    "text-length": 20, "fraction-train": 0.1, "num-server-rounds": 45, "evaluate-every": 15, "local-steps": 6,
-    "learning-rate": 0.005, "held-out-fraction": 0.002, "test-fraction": 0.005, "fedensemble.modes": 3,
+    "text-length": 10, "fraction-train": 0.1, "num-server-rounds": 80, "evaluate-every": 20, "local-steps": 20,
+    "learning-rate": 0.003, "held-out-fraction": 0.004, "test-fraction": 0.005, "fedensemble.modes": 3,
 }  # fmt: skip
 _FULL: Mapping[str, Any] = {
     "fraction-train": 0.1, "num-server-rounds": 300, "evaluate-every": 20, "local-epochs": 1, "learning-rate": 0.001,
@@ -48,7 +48,7 @@ class EnsembleShakespeare:
     def scale(self, full: bool) -> str:
         if full:
             return "80 characters, five modes, 300 rounds of one epoch of a tenth of the clients, three seeds."
-        return "20 characters before the next one (the paper: 80), three modes, 45 rounds of six steps; one seed."
+        return "10 characters before the next one (the paper: 80), three modes, 80 rounds of 20 steps; one seed."
 
     def cells(self, full: bool) -> Sequence[Cell]:
         return [

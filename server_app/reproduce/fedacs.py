@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from tepal.server_app.page import Figure
 from tepal.server_app.reproduce import runs
 from tepal.server_app.reproduce.data import Images, by_distribution, grouped, shuffled_images, write_images
 from tepal.server_app.reproduce.experiment import Cell, Outcome, Place, Table, Values
@@ -99,60 +100,63 @@ class FedAcs:
     def compute(self, cell: Cell, place: Place) -> Values:
         options = cell.options
         keys: dict[str, Any] = {"dataset": str(_file(options, place))}
-        if not cell.needs:
-            return trained(cell, place, **keys)
-        p = float(max(cell.needs, key=lambda name: place.found[name]["clients"]).rpartition("-")[2])
-        return {**trained(cell, place, **keys, **{"fedacs.quantile": p}), "p": p}
+        p = options["config"].get("fedacs.quantile")
+        if cell.needs:
+            p = keys["fedacs.quantile"] = max(place.found.values(), key=lambda of: of["clients"])["p"]
+        return {**trained(cell, place, **keys), "p": p}
 
     def outcome(self, found: Mapping[str, Values]) -> Outcome:
-        def of(data: str, setting: str, method: str, alpha: float = 0.5) -> list[Values]:
-            start = _name(data, setting, method, alpha)
-            return [values for name, values in found.items() if name.rpartition("-")[0] == start]
-
-        def score(*which: Any) -> list[float]:
-            return [values["clients"] for values in of(*which)]
-
-        tables, figures, findings = [], [], []
-        for data in DATA:
-            rows = [
-                (method, *(each for setting in SETTINGS for each in _row(of(data, setting, method))))
-                for method in METHODS
-            ]  # fmt: skip
-            headings = ("method", *(each for text in SETTINGS.values() for each in (text, "over clients")))
-            tables.append(Table(f"Accuracy on {data}", headings, rows))
-            table2 = []
-            for alpha, theirs in zip(ALPHAS, PAPER[data], strict=True):
-                ours = (mean_text(score(data, "scarce", method, alpha)) for method in ("FedACS", "Local"))
-                table2.append((f"{alpha:g}", *ours, theirs))
-            headings = ("α", "FedACS", "local", "FedACS in the paper")
-            tables.append(Table(f"Table 2 {data}, 50 examples each", headings, table2))
-            chosen = {
-                text: sorted({values["p"] for values in of(data, setting, "FedACS")})
-                for setting, text in SETTINGS.items()
-            }
-            for setting, text in SETTINGS.items():
-                methods = {method: of(data, setting, method) for method in METHODS}
-                if any(values["curve"] for cells in methods.values() for values in cells):
-                    figures.append(curves(methods, f"{data}-{setting}", f"{data}, {text}", _CAPTION))
-                single, mixed = score(data, setting, "FedAvg"), score(data, setting, "FedACS")
-                if single and mixed:
-                    gain = float(np.mean(mixed) - np.mean(single))
-                    means = {method: np.mean(score(data, setting, method) or 0) for method in METHODS}
-                    ahead = [method for method, mean in means.items() if mean > means["FedACS"]]
-                    findings.append(
-                        f"{data}, {text}: FedACS (p = {', '.join(map(str, chosen[text]))}) is {abs(gain):.4f} "
-                        f"{'above' if gain > 0 else 'below'} FedAvg; ahead of it: {', '.join(ahead) or 'none'}."
-                    )
-            lines = {
-                method: {alpha: score(data, "scarce", method, alpha) for alpha in ALPHAS}
-                for method in ("FedACS", "Local")
-            } | {runs.PAPER: {alpha: [theirs] for alpha, theirs in zip(ALPHAS, PAPER[data], strict=True)}}
-            title = f"{data}, 50 examples each"
-            figures.append(by_setting(lines, f"{data}-alphas", title, "α of the Dirichlet distribution", _CAPTION))
-        return Outcome(tables, figures, findings)
+        each = [_outcome(data, found) for data in DATA]
+        return Outcome(
+            [table for of in each for table in of.tables],
+            [figure for of in each for figure in of.figures],
+            [finding for of in each for finding in of.findings],
+        )
 
 
 _CAPTION = "The mean over the clients, of each one's model on its own test examples."
+
+
+def _outcome(data: str, found: Mapping[str, Values]) -> Outcome:
+    """What is told of a data set."""
+
+    def of(setting: str, method: str, alpha: float = 0.5) -> list[Values]:
+        start = _name(data, setting, method, alpha)
+        return [values for name, values in found.items() if name.rpartition("-")[0] == start]
+
+    rows = [(method, *(each for setting in SETTINGS for each in _row(of(setting, method)))) for method in METHODS]
+    headings = ("method", *(each for text in SETTINGS.values() for each in (text, "over clients")))
+    tables, figures, findings = [Table(f"Accuracy on {data}", headings, rows)], list[Figure](), list[str]()
+    for setting, text in SETTINGS.items():
+        methods = {method: of(setting, method) for method in METHODS}
+        if any(values["curve"] for cells in methods.values() for values in cells):
+            figures.append(curves(methods, f"{data}-{setting}", f"{data}, {text}", _CAPTION))
+        if methods["FedACS"] and methods["FedAvg"]:
+            findings.append(_finding(f"{data}, {text}", methods))
+    paper = dict(zip(ALPHAS, PAPER[data], strict=True))
+    scarce = {
+        method: {alpha: [values["clients"] for values in of("scarce", method, alpha)] for alpha in ALPHAS}
+        for method in ("FedACS", "Local")
+    }
+    by_alpha = [(f"{alpha:g}", *(mean_text(by[alpha]) for by in scarce.values()), paper[alpha]) for alpha in ALPHAS]
+    headings = ("α", "FedACS", "local", "FedACS in the paper")
+    tables.append(Table(f"Table 2 {data}, 50 examples each", headings, by_alpha))
+    lines = {**scarce, runs.PAPER: {alpha: [score] for alpha, score in paper.items()}}
+    title = f"{data}, 50 examples each"
+    figures.append(by_setting(lines, f"{data}-alphas", title, "α of the Dirichlet distribution", _CAPTION))
+    return Outcome(tables, figures, findings)
+
+
+def _finding(where: str, methods: Mapping[str, Sequence[Values]]) -> str:
+    """FedACS beside FedAvg, and who is ahead of it."""
+    means = {method: np.mean([of["clients"] for of in cells]) for method, cells in methods.items() if cells}
+    ahead = ", ".join(method for method, mean in means.items() if mean > means["FedACS"])
+    gain = means["FedACS"] - means["FedAvg"]
+    chosen = ", ".join(map(str, sorted({of["p"] for of in methods["FedACS"]})))
+    return (
+        f"{where}: FedACS (p = {chosen}) is {abs(gain):.4f} {'above' if gain > 0 else 'below'} FedAvg; ahead of it: "
+        f"{ahead or 'none'}."
+    )
 
 
 def _row(cells: Sequence[Values]) -> tuple[str | None, str | None]:

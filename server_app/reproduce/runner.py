@@ -2,6 +2,7 @@
 
     runs/reproduce/<name>/           the small setting; <name>-full/ the paper's
         cells/<cell>.json            what was computed of a cell: options, values, seconds, when
+        data.json                    the data sets that it is computed from, by files and bytes
         <table>.csv, results.md      the tables, with the paper's numbers beside ours
         index.html                   tables and figures as a page
 """
@@ -18,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from difflib import get_close_matches
@@ -29,7 +31,7 @@ from typing import Any
 from tepal import __version__
 from tepal.server_app.comparison_page import style
 from tepal.server_app.page import figure_html, page, table_html
-from tepal.server_app.reproduce.data import at_hand
+from tepal.server_app.reproduce.data import at_hand, sizes
 from tepal.server_app.reproduce.ensemble_mnist import EnsembleMnist
 from tepal.server_app.reproduce.ensemble_shakespeare import EnsembleShakespeare
 from tepal.server_app.reproduce.ensemble_toy import EnsembleToy
@@ -40,7 +42,7 @@ from tepal.server_app.reproduce.fedfrozen_simulation import FedFrozenSimulation
 from tepal.server_app.reproduce.fedfrozen_vision import FedFrozenVision
 from tepal.server_app.reproduce.runs import LOOK
 from tepal.server_app.reproduce.selective import Selective
-from tepal.server_app.run_directory import as_json, held, write_whole
+from tepal.server_app.run_directory import LATEST, NOW, as_json, held, read_json, write_whole
 from tepal.server_app.terminal import seconds_text
 from tepal.strategies import RoundFailed
 
@@ -54,11 +56,17 @@ EXPERIMENTS: Mapping[str, Experiment] = {
 """All experiments by name."""
 
 _CELLS = "cells"
+_DATA = "data.json"
+_A_WHILE = 60.0  # seconds between two lines on runs in progress
 _STYLE = ".plot { height: auto; }\n"  # figures have their own
 
 
 class UnknownExperiment(ValueError):
     """There is no experiment of that name."""
+
+
+class OtherData(ValueError):
+    """What a folder holds was computed from other data than what is there now."""
 
 
 def find_experiment(name: str) -> Experiment:
@@ -89,17 +97,18 @@ def reproduce(
         data: where the data sets lie, each under its name.
         at_once: so many cells are computed at once, each in a process of its own with one thread; 1: in this one.
 
-    Raises NotAtHand where data is missing, RunInUse where another process computes it, OSError where a file cannot be
-    written.
+    Raises NotAtHand where data is missing, OtherData where what is kept is of other data, RunInUse where another
+    process computes it, OSError where a file cannot be written.
     """
     place = folder / (f"{experiment.name}-full" if full else experiment.name)
     found = at_hand(data, experiment.data(full))
     (place / _CELLS).mkdir(parents=True, exist_ok=True)
     cells = experiment.cells(full)
-    said(f"{experiment.title}: {experiment.paper}. {experiment.scale(full)}")
     left_out = dict[str, str]()
-    with held(place):
-        todo = [cell for cell in cells if _computed(place, cell) is None]
+    with held(place), _told_of_rounds(place, said):
+        _check_data(place, found)
+        said(f"{experiment.title}: {experiment.paper}. {experiment.scale(full)}")
+        todo = _missing(place, cells)
         numbers = {cell.name: number for number, cell in enumerate(cells, start=1)}
         for cell, ended in _compute(experiment, todo, Place(place.absolute(), found), at_once):
             where = f"{numbers[cell.name]}/{len(cells)} {cell.name}"
@@ -109,6 +118,50 @@ def reproduce(
             else:
                 said(f"{where}: {seconds_text(ended)}")
         return _write(experiment, place, cells, full, left_out)
+
+
+def _check_data(place: Path, found: Mapping[str, Path]) -> None:
+    """Note what is computed from, the first time; later, raise OtherData for what has changed."""
+    now, before = sizes(found), read_json(place / _DATA) or {}
+    for name in [name for name in now if before.get(name, now[name]) != now[name]]:
+        told = (f"{of['files']:,} files of {of['bytes']:,} bytes" for of in (before[name], now[name]))
+        raise OtherData(
+            f"{place} was computed from another {name} than {found[name]} is now ({', now '.join(told)}); name another "
+            "--folder, or remove that one"
+        )
+    write_whole(place / _DATA, (json.dumps(now) + "\n").encode())
+
+
+def _missing(place: Path, cells: Sequence[Cell]) -> list[Cell]:
+    """Cells to compute: those that are not there, and those computed from what is to be computed, or was anew."""
+    todo = list[Cell]()
+    for cell in cells:
+        if _computed(place, cell) is None or not {each.name for each in todo}.isdisjoint(cell.needs):
+            todo.append(cell)
+    return todo
+
+
+@contextmanager
+def _told_of_rounds(place: Path, said: Callable[[str], None]) -> Iterator[None]:
+    """Say now and then which round the runs have come to that are in progress."""
+    over = threading.Event()
+
+    def tell() -> None:
+        before: list[str] = []
+        while not over.wait(_A_WHILE):
+            runs = {path.parents[2].name: read_json(path) for path in sorted(place.glob(f"runs/*/runs/{LATEST}/{NOW}"))}
+            now = [f"{cell} at round {of['round']} of {of['rounds']}" for cell, of in runs.items() if of]
+            if now != before:
+                said(f"   {', '.join(now)}")
+            before = now
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def _compute(
@@ -173,9 +226,15 @@ def _compute_one(experiment: Experiment, cell: Cell, place: Place) -> float | st
 
 
 def _computed(place: Path, cell: Cell) -> dict[str, Any] | None:
-    """What was kept of a cell; None where it is missing, torn, or was computed from other options."""
+    """What was kept of a cell; None where it is missing, torn, or was computed from other options or cells."""
     kept = _kept(place, cell.name)
-    return kept if kept and kept.get("options") == as_json(cell.options) else None
+    same = kept and kept.get("options") == as_json(cell.options) and kept.get("needs") == _ages(place, cell)
+    return kept if same else None
+
+
+def _ages(place: Path, cell: Cell) -> dict[str, str | None]:
+    """When the cells that it needs were computed."""
+    return {name: (_kept(place, name) or {}).get("computed") for name in cell.needs}
 
 
 def _kept(place: Path, name: str) -> dict[str, Any] | None:
@@ -188,8 +247,8 @@ def _kept(place: Path, name: str) -> dict[str, Any] | None:
 
 def _keep(place: Path, cell: Cell, values: Mapping[str, Any], seconds: float) -> None:
     kept = {
-        "options": cell.options, "values": values, "seconds": round(seconds, 3), "tepal": __version__,
-        "computed": datetime.now(UTC).isoformat(timespec="seconds"),
+        "options": cell.options, "needs": _ages(place, cell), "values": values, "seconds": round(seconds, 3),
+        "tepal": __version__, "computed": datetime.now(UTC).isoformat(timespec="seconds"),
     }  # fmt: skip
     write_whole(place / _CELLS / f"{cell.name}.json", (json.dumps(as_json(kept), indent=1) + "\n").encode())
 

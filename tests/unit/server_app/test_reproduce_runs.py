@@ -29,9 +29,9 @@ from tepal.server_app.reproduce.data import (
 )
 from tepal.server_app.reproduce.ensemble_mnist import EnsembleMnist
 from tepal.server_app.reproduce.experiment import Cell, NotAtHand, Outcome, Place, Table
-from tepal.server_app.reproduce.fedacs import FedAcs
+from tepal.server_app.reproduce.fedacs import QUANTILES, FedAcs
 from tepal.server_app.reproduce.fedfrozen_vision import METHODS, PAPER, FedFrozenVision
-from tepal.server_app.reproduce.runner import EXPERIMENTS, reproduce
+from tepal.server_app.reproduce.runner import EXPERIMENTS, OtherData, reproduce
 from tepal.server_app.reproduce.runs import mean_text, measured
 from tepal.server_app.reproduce.selective import SUBJECTS, Selective
 from tepal.server_app.run import run
@@ -227,6 +227,71 @@ def test_what_needs_a_cell_that_is_not_there_is_left_out(tmp_path, at_once):
     assert (page.parent / "sums.csv").read_text() == "cell,sum\na,1\nb,2\ne,1\n"
 
 
+def test_a_cell_is_computed_again_when_one_that_it_needs_was(tmp_path):
+    def left_out(cell):
+        path = tmp_path / "sums" / "cells" / f"{cell}.json"
+        kept = json.loads(path.read_text())
+        path.write_text(json.dumps({**kept, "options": {"other": 1}}))
+        return [each.name for each in runner._missing(tmp_path / "sums", Sums().cells(False))]
+
+    reproduce(Sums(), tmp_path, full=False, said=lambda text: None)
+    assert left_out("c") == ["c", "d"] and left_out("a") == ["a", "b", "c", "d"]
+    # Stopped between the two: what is there is of another `a` than before.
+    cells = {cell.name: cell for cell in Sums().cells(False)}
+    runner._keep(tmp_path / "sums", cells["c"], {"sum": 2}, 1.0)
+    kept = json.loads((tmp_path / "sums" / "cells" / "a.json").read_text())
+    again = {**kept, "options": {}, "computed": "2031-01-01T00:00:00+00:00"}
+    (tmp_path / "sums" / "cells" / "a.json").write_text(json.dumps(again))
+    assert [cell.name for cell in runner._missing(tmp_path / "sums", Sums().cells(False))] == ["b", "c", "d"]
+    reproduce(Sums(), tmp_path, full=False, said=lambda text: None)
+    assert runner._missing(tmp_path / "sums", Sums().cells(False)) == []
+
+
+class OnDigits(Sums):
+    """Sums that are said to need data."""
+
+    name = "on-digits"
+
+    def data(self, full):
+        return ("mnist", "cifar-10")
+
+
+def test_cells_of_two_data_sets_are_never_in_one_folder(tmp_path):
+    data, said = tmp_path / "data", []
+    (data / "mnist").mkdir(parents=True)
+    (data / "mnist" / "one").write_bytes(b"1234")
+    (data / "cifar-10.npz").write_bytes(b"12")
+    for _ in range(2):
+        page = reproduce(OnDigits(), tmp_path, full=False, said=said.append, data=data)
+    moved = data.rename(tmp_path / "moved")
+    reproduce(OnDigits(), tmp_path, full=False, said=said.append, data=moved)
+    before = {path: path.read_bytes() for path in page.parent.rglob("*") if path.is_file()}
+    (moved / "mnist" / "two").write_bytes(b"5")
+    message = r"another mnist than .*moved/mnist is now \(1 files of 4 bytes, now 2 files of 5 bytes\)"
+    with pytest.raises(OtherData, match=message):
+        reproduce(OnDigits(), tmp_path, full=False, said=said.append, data=moved)
+    assert before == {path: path.read_bytes() for path in page.parent.rglob("*") if path.is_file()}
+    assert reproduce(OnDigits(), tmp_path / "elsewhere", full=False, said=said.append, data=moved).exists()
+
+
+def test_rounds_of_long_runs_are_said_while_they_go_on(tmp_path, monkeypatch):
+    said = []
+
+    class Long(Sums):
+        def cells(self, full):
+            return [Cell("digits", {})]
+
+        def compute(self, cell, place):
+            config = {**SMALL, "strategy": "fedavg", "num-server-rounds": 3}
+            values = measured(config, 3, place.folder / "runs" / cell.name)
+            return {"sum": values["rounds"]}
+
+    monkeypatch.setattr(runner, "_A_WHILE", 0.01)
+    reproduce(Long(), tmp_path, full=False, said=said.append)
+    told = [line for line in said if "at round" in line]
+    assert told and set(told) <= {f"   digits at round {k} of 3" for k in range(4)} and len(set(told)) == len(told)
+
+
 class Slow(Sums):
     """Cells that take a minute, and say in which process."""
 
@@ -355,7 +420,8 @@ def test_fedacs_takes_the_quantile_that_was_best_on_other_clients(tmp_path, data
     cells = {cell.name: cell for cell in experiment.cells(False)}
     cell = cells["fashion-mnist-two-classes-fedacs-1"]
     assert len(cell.needs) == 3 and all(cells[name].options["part"] == "validation" for name in cell.needs)
-    found = {name: {"clients": score} for name, score in zip(cell.needs, (0.2, 0.9, 0.5), strict=True)}
+    found = {name: {"clients": 0.2 + 0.7 * (p == 0.7), "p": p} for name, p in zip(cell.needs, QUANTILES, strict=True)}
+    assert [cells[name].options["config"]["fedacs.quantile"] for name in cell.needs] == list(QUANTILES)
     few = replace(cut(cell), options={**cut(cell).options, "clients": 10})
     values = experiment.compute(few, Place(tmp_path, at_hand(data, experiment.data(False)), found))
     assert values["p"] == 0.7 and values["server"] is None and 0 <= values["clients"] <= 1
@@ -365,11 +431,13 @@ def test_what_fedacs_trains_on_and_what_p_is_chosen_on_share_no_image(tmp_path, 
     experiment = FedAcs()
     place = Place(tmp_path, at_hand(data, experiment.data(False)))
     cells = {cell.name: cell for cell in experiment.cells(False)}
-    for cell in (cells["cifar-10-scarce-local-1"], cells["cifar-10-scarce-p-0.5"]):
+    for cell, p in ((cells["cifar-10-scarce-local-1"], None), (cells["cifar-10-scarce-p-0.7"], 0.7)):
         with pytest.MonkeyPatch.context() as patched:
             where = "tepal.server_app.reproduce.fedacs.trained"
             patched.setattr(where, lambda *given, **keys: {"file": keys["dataset"]})
-            file = experiment.compute(cell, place)["file"]
+            values = experiment.compute(cell, place)
+        assert values["p"] == p
+        file = values["file"]
         with np.load(file) as arrays:
             clients = cell.options["clients"]
             assert len(np.unique(arrays["group"])) == clients and len(arrays["x_train"]) % clients == 0
