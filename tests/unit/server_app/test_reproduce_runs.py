@@ -450,11 +450,11 @@ def test_what_fedacs_trains_on_and_what_p_is_chosen_on_share_no_image(tmp_path, 
 def test_newsgroups_are_divided_by_subject_and_domain(tmp_path, data):
     pretraining, by_domain = selective.newsgroups(tmp_path / "texts", data / "20newsgroups.jsonl")
     rows = [json.loads(line) for line in by_domain.read_text().splitlines()]
-    assert {row["label"] for row in rows} == set(range(5)) and len({row["group"] for row in rows}) == 15
+    assert {row["label"] for row in rows} == set(range(5)) and len({row["group"] for row in rows}) == 16
     of_domain = {row["text"].split(" and ")[0] for row in rows if row["group"].startswith("0-")}
     assert of_domain == {f"Of {names[0].replace('.', ' ')}" for names in SUBJECTS.values()}
     others = {row["text"].split(" and ")[0] for row in map(json.loads, pretraining.read_text().splitlines())}
-    assert len(others) == 4 and others.isdisjoint({row["text"].split(" and ")[0] for row in rows})
+    assert len(others) == 9 and others.isdisjoint({row["text"].split(" and ")[0] for row in rows})
     assert (by_domain.parent / "model" / "tokenizer.json").exists()
     changed = by_domain.stat().st_mtime_ns
     assert selective.newsgroups(tmp_path / "texts", data / "20newsgroups.jsonl")[1].stat().st_mtime_ns == changed
