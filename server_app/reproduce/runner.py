@@ -143,16 +143,16 @@ def _missing(place: Path, cells: Sequence[Cell]) -> list[Cell]:
 
 @contextmanager
 def _told_of_rounds(place: Path, said: Callable[[str], None]) -> Iterator[None]:
-    """Say now and then which round the runs have come to that are in progress."""
+    """Say once a while which round the runs have come to that go on for longer than that."""
     over = threading.Event()
 
     def tell() -> None:
-        before: list[str] = []
+        before: dict[str, str] = {}
         while not over.wait(_A_WHILE):
             runs = {path.parents[2].name: read_json(path) for path in sorted(place.glob(f"runs/*/runs/{LATEST}/{NOW}"))}
-            now = [f"{cell} at round {of['round']} of {of['rounds']}" for cell, of in runs.items() if of]
-            if now != before:
-                said(f"   {', '.join(now)}")
+            now = {cell: f"{cell} at round {of['round']} of {of['rounds']}" for cell, of in runs.items() if of}
+            if news := [text for cell, text in now.items() if cell in before and text != before[cell]]:
+                said(f"   {', '.join(news)}")
             before = now
 
     thread = threading.Thread(target=tell, daemon=True)

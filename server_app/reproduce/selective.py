@@ -180,6 +180,9 @@ class Selective:
             figures.append(by_setting(lines, f"{data}-budgets", title, "layers a client trains", _CAPTION))
             if layers := found.get(_name(data, "gradient", "1"), {}).get("layers"):
                 figures.append(_selected(layers, data))
+                shares = np.mean(layers, axis=0)
+                most = (f"{k + 1} ({shares[k]:.0%})" for k in np.argsort(-shares) if shares[k] >= 0.005)
+                findings.append(f"{data}, R = 1: of {len(shares)} layers the gradients select {', '.join(most)}.")
             for budget in BUDGETS:
                 rivals = {each: scores[budget, each] for each in SELECTIONS[1:] if (budget, each) in scores}
                 if len(rivals) == len(SELECTIONS) - 1 and ("1", "full") in scores:

@@ -492,6 +492,10 @@ def test_findings_say_what_came_out_also_where_it_is_not_the_papers():
              "cifar-10-scarce-fedavg-1": values(0.2)}  # fmt: skip
     (said,) = FedAcs().outcome(found).findings
     assert "(p = 0.7) is 0.3000 above FedAvg; ahead of it: Local." in said
+    found = {"pacs-gradient-1": values(0.4, layers=[[0.0, 1.0, 0.0, 0.0], [0.3, 0.5, 0.2, 0.0]])}
+    assert Selective().outcome(found).findings == [
+        "pacs, R = 1: of 4 layers the gradients select 2 (75%), 1 (15%), 3 (10%)."
+    ]
 
 
 # --- the papers' claims, on small settings --------------------------------------------------------------------------
