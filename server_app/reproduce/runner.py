@@ -124,10 +124,10 @@ def _check_data(place: Path, found: Mapping[str, Path]) -> None:
     """Note what is computed from, the first time; later, raise OtherData for what has changed."""
     now, before = sizes(found), read_json(place / _DATA) or {}
     for name in [name for name in now if before.get(name, now[name]) != now[name]]:
-        told = (f"{of['files']:,} files of {of['bytes']:,} bytes" for of in (before[name], now[name]))
+        told = (f"{of['bytes']:,} in {of['files']:,}" for of in (before[name], now[name]))
         raise OtherData(
-            f"{place} was computed from another {name} than {found[name]} is now ({', now '.join(told)}); name another "
-            "--folder, or remove that one"
+            f"{place} was computed from another {name} than {found[name]} is now (bytes in files: "
+            f"{', now '.join(told)}); name another --folder, or remove that one"
         )
     write_whole(place / _DATA, (json.dumps(now) + "\n").encode())
 

@@ -267,7 +267,7 @@ def test_cells_of_two_data_sets_are_never_in_one_folder(tmp_path):
     reproduce(OnDigits(), tmp_path, full=False, said=said.append, data=moved)
     before = {path: path.read_bytes() for path in page.parent.rglob("*") if path.is_file()}
     (moved / "mnist" / "two").write_bytes(b"5")
-    message = r"another mnist than .*moved/mnist is now \(1 files of 4 bytes, now 2 files of 5 bytes\)"
+    message = r"another mnist than .*moved/mnist is now \(bytes in files: 4 in 1, now 5 in 2\)"
     with pytest.raises(OtherData, match=message):
         reproduce(OnDigits(), tmp_path, full=False, said=said.append, data=moved)
     assert before == {path: path.read_bytes() for path in page.parent.rglob("*") if path.is_file()}
