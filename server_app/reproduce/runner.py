@@ -134,11 +134,11 @@ def _check_data(place: Path, found: Mapping[str, Path]) -> None:
 
 def _missing(place: Path, cells: Sequence[Cell]) -> list[Cell]:
     """Cells to compute: those that are not there, and those computed from what is to be computed, or was anew."""
-    todo = list[Cell]()
+    due = set[str]()
     for cell in cells:
-        if _computed(place, cell) is None or not {each.name for each in todo}.isdisjoint(cell.needs):
-            todo.append(cell)
-    return todo
+        if _computed(place, cell) is None or not due.isdisjoint(cell.needs):
+            due.add(cell.name)
+    return [cell for cell in cells if cell.name in due]
 
 
 @contextmanager
