@@ -14,7 +14,9 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from logging import getLogger
 from pathlib import Path
 from urllib.parse import quote
@@ -32,6 +34,29 @@ DEFAULT_LIMIT = 8_000_000_000
 
 _CONTENT, _CLIENTS = "content", "clients"
 _WAITING = "waiting."
+_HEADER = 300  # bytes, roughly, that a file needs to describe one entry: its name (twice), shape and digest
+_SLACK = 0.01
+"""The share of the limit that a process may write before it lists the cache folder again."""
+
+
+@dataclass
+class _Usage:
+    """An estimate of the bytes that all parts in a cache folder use, without a listing for each write.
+
+    What other processes remove makes the estimate too high, and the folder is listed again when it reaches the limit.
+    What they write makes it too low. Each process therefore also lists the folder before its own writes since the last
+    listing exceed 1 % of the limit. After a listing, each other process writes at most that much (or one part, where
+    that is larger) before it lists the folder, too: n processes exceed the limit by at most about n %.
+    """
+
+    listed: int
+    """Bytes that the last listing by this process found, and left."""
+    written: int = 0
+    """Bytes that this process has written since."""
+
+
+_usages: dict[Path, _Usage] = {}  # by cache folder
+_making_room = threading.Lock()
 
 
 def default_root() -> Path:
@@ -74,6 +99,8 @@ class ClientCache:
             return {}
         try:
             stored = read_arrays(link, part.digest_of)
+        except FileNotFoundError:  # another process has just removed it to make room
+            return {}
         except (OSError, DamagedFile) as error:
             self._drop_damaged(link, part.block, str(error))
             return {}
@@ -123,8 +150,10 @@ class ClientCache:
                 self._unlink(old)
 
     def _write(self, path: Path, values: Arrays) -> None:
-        self._make_room(sum(array.nbytes for array in values.values()))
-        write_arrays(path, values, durable=False)  # what a crash tears is found by its digests, and sent again
+        self._make_room(sum(array.nbytes + _HEADER for array in values.values()))
+        # What a crash tears is found by its digests, and sent again. Where another process has written the same content
+        # in the meantime, its file stays: clients link to it already.
+        write_arrays(path, values, durable=False, replace=False)
 
     def _unlink(self, link: Path) -> None:
         """Let go of a held part, and of its content when no other client holds it."""
@@ -148,18 +177,53 @@ class ClientCache:
             link.unlink()
 
     def _make_room(self, nbytes: int) -> None:
-        """Remove what was used longest ago, of any experiment, until `nbytes` more are within the limit."""
-        sweep(self._content)
-        contents = sorted(self.root.glob(f"*/content/*{SUFFIX}"), key=lambda path: path.stat().st_mtime)
-        used = sum(path.stat().st_size for path in contents)
-        for content in contents:
-            if used + nbytes <= self.limit:
-                return
-            used -= content.stat().st_size
-            log.info("The client's cache is at its limit of %d bytes and drops %s.", self.limit, content.name)
-            for link in content.parent.parent.glob(f"clients/*/*@{content.name}"):
-                link.unlink(missing_ok=True)
-            content.unlink(missing_ok=True)
+        """Ensure that `nbytes` more are within the limit, as far as this process knows (see `_Usage`)."""
+        root = self.root.absolute()
+        with _making_room:
+            usage = _usages.get(root)
+            allowed = 0.0 if usage is None else min(_SLACK * self.limit, self.limit - usage.listed)
+            if usage is None or usage.written + nbytes > allowed:
+                usage = _usages[root] = _Usage(self._evict(nbytes))
+            usage.written += nbytes
+
+    def _evict(self, nbytes: int) -> int:
+        """Return the bytes that all parts use, after room was made for `nbytes` more where they would exceed the limit.
+
+        Removes the least recently used parts, of any experiment. 1 % of the limit is then free in addition, so that the
+        next write does not list the folder again.
+        """
+        contents = sorted(_contents(self.root))
+        used = sum(size for _, size, _ in contents)
+        if used + nbytes <= self.limit:
+            return used
+        dropped: dict[Path, set[str]] = {}  # by experiment
+        for _, size, content in contents:
+            if used + nbytes <= (1 - _SLACK) * self.limit:
+                break
+            used -= size
+            dropped.setdefault(content.parent.parent, set()).add(content.name)
+        for experiment, names in dropped.items():
+            said = "The client's cache is at its limit of %d bytes and drops %d of the parts of %s."
+            log.info(said, self.limit, len(names), experiment.name)
+            for name in names:  # first, so that no client links to it after the links are listed
+                (experiment / _CONTENT / name).unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # `forget_parts` removes folders at the same time
+                for link in experiment.glob(f"{_CLIENTS}/*/*@*{SUFFIX}"):
+                    if f"{_id_of(link)}{SUFFIX}" in names:
+                        link.unlink(missing_ok=True)
+        return used
+
+
+def _contents(root: Path) -> Iterator[tuple[float, int, Path]]:
+    """(time of last use, bytes, path) of the parts of all experiments, without those that vanish during the listing."""
+    for folder in root.glob(f"*/{_CONTENT}"):
+        sweep(folder)
+        with contextlib.suppress(OSError), os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.name.endswith(SUFFIX):
+                    with contextlib.suppress(OSError):
+                        found = entry.stat()
+                        yield found.st_mtime, found.st_size, folder / entry.name
 
 
 def forget_parts(experiment: Path) -> None:

@@ -34,11 +34,14 @@ class DamagedFile(ValueError):
     """A file that does not hold what was written into it."""
 
 
-def write_arrays(path: Path, arrays: Arrays, *, durable: bool = True, digests: Digests | None = None) -> None:
+def write_arrays(
+    path: Path, arrays: Arrays, *, durable: bool = True, digests: Digests | None = None, replace: bool = True
+) -> None:
     """Write a safetensors file beside `path` and rename it, so that nobody ever sees a part of it.
 
     The digest of every array goes into the metadata; `read_arrays` checks it. `durable`: wait until the disk has it.
     `digests`: of arrays that are never changed, where they are known already or wanted again.
+    `replace`: whether the new file takes the place of one that exists; otherwise that one stays.
     Raises OSError, and ValueError for a name that the format does not allow.
     """
     if _RESERVED in arrays:
@@ -55,7 +58,8 @@ def write_arrays(path: Path, arrays: Arrays, *, durable: bool = True, digests: D
         if durable:
             with open(beside, "rb") as file:
                 os.fsync(file.fileno())
-        os.replace(beside, path)
+        if replace or not _linked(beside, path):
+            os.replace(beside, path)
         if durable:
             sync_folder(path.parent)
     except SafetensorError as error:
@@ -119,6 +123,17 @@ def map_arrays(path: Path) -> dict[str, tuple[np.ndarray, bytes]]:
     return found
 
 
+def _linked(beside: str, path: Path) -> bool:
+    """Give the file the name `path` where no file has it; False on a file system without hard links."""
+    try:
+        os.link(beside, path)
+    except FileExistsError:
+        pass
+    except OSError:
+        return False
+    return True
+
+
 def sync_folder(folder: Path) -> None:
     """Wait until the disk has the names in this folder."""
     with contextlib.suppress(OSError):  # not every file system lets a folder be opened
@@ -132,10 +147,11 @@ def sync_folder(folder: Path) -> None:
 def sweep(folder: Path) -> None:
     """Remove what processes that were killed had begun to write in this folder."""
     before = time.time() - _LEFT_BEHIND
-    for path in folder.glob(f"{_BESIDE}*"):
-        with contextlib.suppress(OSError):
-            if path.stat().st_mtime < before:
-                path.unlink()
+    with contextlib.suppress(OSError):  # another process removes the folder
+        for path in folder.glob(f"{_BESIDE}*"):
+            with contextlib.suppress(OSError):  # or has just finished the file
+                if path.stat().st_mtime < before:
+                    path.unlink()
 
 
 def _contiguous(array: np.ndarray) -> np.ndarray:

@@ -208,18 +208,24 @@ def wait_for_node(process: Process, control: Path, timeout: float) -> None:
 def _node(site: Path, control: Path, node_config: Mapping[str, Value]) -> list[str]:
     command = [sys.executable, "-m", "tepal.server_app.commands", "node", "--site", str(site)]
     command += ["--control", f"unix:{control}", "--state", str(control.with_suffix(""))]
-    return [*command, "--node-config", _pairs(node_config)]
+    return [*command, "--node-config", _config_file(control, node_config)]
 
 
-def _supernode(folder: Path, _control: Path, node_config: Mapping[str, Value]) -> list[str]:
+def _supernode(folder: Path, control: Path, node_config: Mapping[str, Value]) -> list[str]:
     site = read_site(folder)
     command = ["flower-supernode", "--superlink", site.superlink, "--root-certificates", str(site.root_certificates)]
     command += ["--auth-supernode-private-key", str(site.key), "--host", "127.0.0.1", "--port", str(free_port())]
-    return [*command, "--node-config", _pairs({"name": site.name, **node_config})]
+    return [*command, "--node-config", _config_file(control, {"name": site.name, **node_config})]
 
 
-def _pairs(config: Mapping[str, Value]) -> str:
-    return " ".join(to_toml(config).replace(" = ", "=").splitlines())
+def _config_file(control: Path, config: Mapping[str, Value]) -> str:
+    """Write a node's config next to its control socket; the path of the TOML file, which `--node-config` takes, too.
+
+    Pairs on the command line would not do: Flower's parser of pairs ends a text at the first quote of its kind.
+    """
+    path = control.with_suffix(".toml")
+    path.write_text(to_toml(config), encoding="utf-8")
+    return str(path)
 
 
 def _wait_for_log(process: Process, text: str, timeout: float) -> None:

@@ -1,4 +1,6 @@
+import importlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -44,3 +46,23 @@ def test_torch_is_not_imported_before_it_is_needed(module):
         env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert done.stdout.strip() == "False"
+
+
+PACKAGES = ["models", "exchange", "strategies", "client_app", "server_app"]
+WITH_ALL = [
+    ".".join(("tepal", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
+    for package in PACKAGES
+    for path in sorted((ROOT / package).rglob("*.py"))
+    if re.search(r"^__all__\b", path.read_text(encoding="utf-8"), re.MULTILINE)
+]
+
+
+@pytest.mark.parametrize("name", WITH_ALL)
+def test_every_exported_name_exists_once(name):
+    module = importlib.import_module(name)
+    assert [export for export in module.__all__ if not hasattr(module, export)] == []
+    assert len(set(module.__all__)) == len(module.__all__)
+
+
+def test_the_packages_say_what_they_export():
+    assert {"tepal.models", "tepal.exchange", "tepal.strategies", "tepal.client_app"} <= set(WITH_ALL)

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -137,6 +138,26 @@ def test_every_optimizer_takes_the_steps_that_it_takes_alone(name, settings):
         ends = work.model.state_dict()
         for entry, value in place.model.state_dict().items():
             torch.testing.assert_close(value, ends[entry], rtol=0, atol=1e-6, msg=entry)
+
+
+def test_the_time_of_training_together_is_shared_by_the_numbers_of_steps(monkeypatch):
+    """Of 9, 21, 5 and 16 examples in batches of 8, two epochs are 2, 6, 2 and 4 steps: 6 together, of 0.25 s each."""
+    clock, config = SimpleNamespace(now=1000.0), TrainingConfig(local_epochs=2, batch_size=8)
+
+    def pass_time(*_):
+        clock.now += 0.25
+
+    works = []
+    for client, examples in enumerate((9, 21, 5, 16)):
+        model = small("cnn")
+        model.register_forward_pre_hook(pass_time)
+        batches = Batches(torch.rand(examples, 1, 8, 8), torch.zeros(examples, dtype=torch.long), 8, client)
+        works.append(Work(model, batches, config))
+    monkeypatch.setattr(together, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    found = together.fit_stacked(works)
+    assert [one.steps for one in found] == [2, 6, 2, 4]
+    assert [one.seconds for one in found] == pytest.approx([1.5 * steps / 14 for steps in (2, 6, 2, 4)])
+    assert [one.step_seconds for one in found] == pytest.approx([1.5 / 14] * 4)
 
 
 def test_what_fedfrozen_freezes_stays_bit_for_bit_and_the_rest_goes_where_it_goes_alone(stacks):

@@ -1,4 +1,5 @@
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -164,6 +165,21 @@ def test_a_step_in_pieces_is_the_step_at_once(size):
 
     for together, in_pieces in zip(trained(), trained(**{"micro-batch-size": size}), strict=True):
         torch.testing.assert_close(in_pieces, together, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(("settings", "seconds", "steps"), [({}, 2.5, 10), ({"micro-batch-size": 2}, 4.5, 10)])
+def test_the_time_of_training_is_that_of_its_steps(monkeypatch, settings, seconds, steps):
+    """A pass takes 0.25 s. Two epochs of batches of 5, 5, 5, 5 and 3; in pieces of 2, a 5 takes two passes."""
+    clock, model = SimpleNamespace(now=1000.0), linear()
+
+    def pass_time(*_):
+        clock.now += 0.25
+
+    model.register_forward_pre_hook(pass_time)
+    monkeypatch.setattr("tepal.client_app.training.time", SimpleNamespace(perf_counter=lambda: clock.now))
+    fitted = fit(model, Batches(*examples(), 5, 0), config(**{"local-epochs": 2, **settings}))
+    assert fitted.seconds == pytest.approx(seconds)
+    assert fitted.step_seconds == pytest.approx(seconds / steps)
 
 
 @given(st.integers(0, 60), st.integers(1, 12))

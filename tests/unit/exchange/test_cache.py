@@ -1,10 +1,16 @@
 import errno
+import multiprocessing
 import os
+import shutil
+import threading
+import time
 
 import numpy as np
 import pytest
 
-from tepal.exchange.cache import ClientCache
+from tepal.exchange import cache as cache_module
+from tepal.exchange import files
+from tepal.exchange.cache import ClientCache, forget_parts
 from tepal.exchange.parts import Part, digest
 
 
@@ -108,10 +114,10 @@ def test_the_limit_drops_what_was_used_longest_ago(tmp_path):
 
 
 def test_a_full_disk_keeps_nothing_and_does_no_harm(cache, monkeypatch, caplog):
-    def full(*args):
+    def full(*args, **options):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "replace", full)
+    monkeypatch.setattr(files, "save_file", full)
     values = values_of(1)
     with caplog.at_level("WARNING", logger="flwr"):
         cache.keep(part_of(values), values)
@@ -124,3 +130,166 @@ def test_names_of_clients_cannot_leave_the_cache_folder(tmp_path):
     ClientCache(root, "../../e", "../../../etc/passwd").keep(part_of(values), values)
     assert [path.name for path in tmp_path.iterdir()] == ["root"]
     assert disk(root) > 0
+
+
+def fill(client, seeds, size=1000):
+    """Keep one part per seed, each of a block of its own."""
+    for seed in seeds:
+        values = values_of(seed, size)
+        client.keep(part_of(values, f"block {seed}"), values)
+
+
+@pytest.mark.parametrize("limit", [10**9, 20_000], ids=["far from the limit", "at the limit"])
+def test_a_file_that_vanishes_while_the_cache_is_listed_does_not_count(tmp_path, limit):
+    content = tmp_path / "other" / "content"
+    content.mkdir(parents=True)
+    (content / "gone.safetensors").symlink_to(tmp_path / "nowhere")  # it is listed, and there is no file to look at
+    client = ClientCache(tmp_path, "e", "c", limit)
+    fill(client, range(10))
+    assert client.notes == []
+    assert len(client.holds()) == (10 if limit == 10**9 else 4)  # of 4.3 kB each
+
+
+def test_a_part_that_is_removed_while_it_is_read_is_not_held_and_nothing_is_said(cache, monkeypatch):
+    values = values_of(1)
+    cache.keep(part_of(values), values)
+    read = cache_module.read_arrays
+
+    def too_late(path, digests):
+        path.unlink()
+        return read(path, digests)
+
+    monkeypatch.setattr(cache_module, "read_arrays", too_late)
+    assert cache.find(part_of(values)) == {} and cache.notes == []
+
+
+def test_two_processes_that_write_the_same_part_at_once_share_one_copy(tmp_path, monkeypatch):
+    """As when all clients of a simulation get the frozen block in one round."""
+    values = values_of(1, 100_000)
+    part = part_of(values)
+    one, other = (ClientCache(tmp_path, "e", f"client-{k}") for k in range(2))
+    write = cache_module.write_arrays
+
+    def overtaken(path, arrays, **options):
+        monkeypatch.setattr(cache_module, "write_arrays", write)
+        other.keep(part, values)
+        write(path, arrays, **options)
+
+    monkeypatch.setattr(cache_module, "write_arrays", overtaken)
+    one.keep(part, values)
+    assert one.holds() == other.holds() == (part.id,)
+    assert disk(tmp_path) < 1.1 * 400_000
+
+
+def use_a_small_cache(root, number, said):
+    """What a process of two clients writes; its clients' notes go into `said`."""
+    clients = [ClientCache(root, f"e{number % 2}", f"client-{number}-{k}", limit=60_000) for k in range(2)]
+    threads = [threading.Thread(target=fill, args=(client, range(number * k, 100))) for k, client in enumerate(clients)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    said.put([note for client in clients for note in client.notes])
+
+
+def test_processes_and_threads_that_write_at_the_limit_are_not_in_each_others_way(tmp_path):
+    system = multiprocessing.get_context("spawn")
+    said = system.Queue()
+    processes = [system.Process(target=use_a_small_cache, args=(tmp_path, number, said)) for number in range(3)]
+    for process in processes:
+        process.start()
+    notes = [said.get(timeout=120) for _ in processes]
+    for process in processes:
+        process.join()
+    assert notes == [[], [], []]
+    assert disk(tmp_path) <= 60_000 + 6 * 4400, "each thread may have written a part that no other process has seen"
+
+
+def test_a_cache_of_many_files_is_not_listed_at_each_write(tmp_path, monkeypatch):
+    """Writes of 43 kB come to 1 % of the limit, after which what others have written is looked for."""
+    fill(ClientCache(tmp_path, "other", "c"), range(1000, 1010))
+    listed, scandir = [], os.scandir
+
+    def counted(path="."):
+        listed.append(os.fspath(path))
+        return scandir(path)
+
+    monkeypatch.setattr(cache_module, "_usages", {})
+    monkeypatch.setattr(os, "scandir", counted)
+    fill(ClientCache(tmp_path, "e", "c", limit=4_300_000), range(50))
+    assert 5 <= listed.count(str(tmp_path / "other" / "content")) <= 20, "once or twice after every 9 writes"
+
+
+def test_of_two_processes_neither_exceeds_the_limit_by_much(tmp_path, monkeypatch):
+    """Each knows of what the other has written only by looking. 1 % of the limit is two parts of 0.9 kB."""
+    limit, most, of_process = 200_000, 0, [{}, {}]
+    for turn in range(50):
+        monkeypatch.setattr(cache_module, "_usages", of_process[turn % 2])
+        client = ClientCache(tmp_path, f"e{turn % 2}", f"client-{turn}", limit)
+        fill(client, range(7 * turn, 7 * turn + 7), size=120)
+        assert not client.notes
+        most = max(most, disk(tmp_path)) if turn >= 30 else 0  # the limit is reached after 32 turns
+    assert 0.97 * limit < most < 1.02 * limit
+
+
+def test_a_process_alone_never_exceeds_the_limit(tmp_path, monkeypatch):
+    """Also where half of the limit is written between two listings: four parts of 0.9 kB, and a fifth is too much."""
+    monkeypatch.setattr(cache_module, "_SLACK", 0.5)
+    client = ClientCache(tmp_path, "e", "c", limit=10_000)
+    for number in range(30):
+        fill(client, [number], size=120)
+        assert disk(tmp_path) <= 10_000
+    assert len(client.holds()) > 4
+
+
+def test_of_many_threads_one_lists_the_cache(tmp_path, monkeypatch):
+    fill(ClientCache(tmp_path, "other", "c"), [1000])
+    listings, contents = [], cache_module._contents
+
+    def slow(root):
+        listings.append(root)
+        time.sleep(0.1)  # for the others to come to the same point
+        return contents(root)
+
+    monkeypatch.setattr(cache_module, "_usages", {})
+    monkeypatch.setattr(cache_module, "_contents", slow)
+    clients = [ClientCache(tmp_path, "e", f"client-{k}") for k in range(6)]
+    threads = [threading.Thread(target=fill, args=(client, [k])) for k, client in enumerate(clients)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert listings == [tmp_path]
+    assert [len(client.holds()) for client in clients] == [1] * 6
+
+
+def test_what_others_remove_leaves_room_for_more(tmp_path):
+    client = ClientCache(tmp_path, "mine", "c", limit=100_000)
+    other = ClientCache(tmp_path, "other", "c", limit=100_000)
+    fill(client, range(3))
+    fill(other, range(100, 117))
+    forget_parts(tmp_path / "other")
+    fill(client, range(3, 20))
+    assert len(client.holds()) == 20 and client.notes == []
+    assert 80_000 < disk(tmp_path) < 100_000
+
+
+def test_a_cache_folder_that_was_emptied_is_used_again(tmp_path):
+    client = ClientCache(tmp_path, "e", "c", limit=50_000)
+    fill(client, range(8))
+    shutil.rmtree(tmp_path / "e")
+    fill(client, range(20, 30))
+    assert len(client.holds()) == 10 and client.notes == []
+
+
+def test_room_is_made_for_other_experiments_and_no_client_holds_what_was_dropped(tmp_path):
+    values = values_of(1)
+    part = part_of(values, "shared")
+    old = [ClientCache(tmp_path, "old", f"client-{k}") for k in range(3)]
+    for client in old:
+        client.keep(part, values)
+    os.utime(tmp_path / "old" / "content" / f"{part.id}.safetensors", (1000, 1000))
+    new = ClientCache(tmp_path, "new", "c", limit=9_000)
+    fill(new, [2, 3])
+    assert [client.holds() for client in old] == [(), (), ()] and len(new.holds()) == 2
+    assert disk(tmp_path) <= 9_000

@@ -1,5 +1,6 @@
 """Arrays on disk: what is read is what was written, or it is known to be damaged."""
 
+import errno
 import os
 import threading
 
@@ -284,6 +285,22 @@ def test_a_writing_that_fails_leaves_the_old_file_and_no_rubbish(tmp_path, monke
     assert [file.name for file in tmp_path.iterdir()] == ["a"]
 
 
+@pytest.mark.parametrize("hard_links", [True, False])
+def test_a_file_that_another_process_has_written_may_stay(tmp_path, monkeypatch, hard_links):
+    def without(*args, **options):
+        raise PermissionError(errno.EPERM, "no hard links here")
+
+    if not hard_links:
+        monkeypatch.setattr(os, "link", without)
+    path = tmp_path / "a"
+    write_arrays(path, SMALL, replace=False)
+    first = path.stat().st_ino
+    write_arrays(path, SMALL, replace=False)
+    assert (path.stat().st_ino == first) == hard_links
+    assert_equal(read_arrays(path), SMALL)
+    assert path.stat().st_nlink == 1 and [file.name for file in tmp_path.iterdir()] == ["a"]
+
+
 def test_a_file_cannot_be_written_where_a_file_is_in_the_way(tmp_path):
     (tmp_path / "a").write_text("not a folder")
     with pytest.raises(OSError):
@@ -298,3 +315,11 @@ def test_what_a_killed_process_had_begun_to_write_is_removed_after_an_hour(tmp_p
         os.utime(path, (0, 0))
     sweep(tmp_path)
     assert not old.exists() and fresh.exists() and whole.exists()
+
+
+def test_a_folder_that_is_removed_while_it_is_swept_is_no_error(tmp_path, monkeypatch):
+    def gone(path="."):
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
+
+    monkeypatch.setattr(os, "scandir", gone)
+    sweep(tmp_path)

@@ -1,6 +1,7 @@
 """Baselines against their papers' equations, written out with NumPy beside them: two clients, several rounds."""
 
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from scipy.optimize import minimize
 from tepal.client_app.config import TrainingConfig
 from tepal.client_app.training import accumulation
 from tepal.exchange.personal import PersonalState
+from tepal.server_app.run import metrics_line
 from tepal.strategies import (
     APFL,
     Ditto,
@@ -309,10 +311,26 @@ def loss_of(batch):
     return lambda w: torch.nn.functional.cross_entropy(inputs @ w.T, labels)
 
 
+class Clipping:
+    """g → g·min(1, norm/‖g‖); it notes which gradients were too long."""
+
+    def __init__(self, norm=None):
+        self.norm = norm
+        self.clipped = []
+        self.settings = {} if norm is None else {"clip-norm": norm}
+
+    def __call__(self, g):
+        length = np.sqrt((g**2).sum())
+        self.clipped.append(self.norm is not None and length > self.norm)
+        return g * self.norm / length if self.clipped[-1] else g
+
+
 @pytest.mark.parametrize("kind", ["first-order", "hessian-free"])
-def test_perfedavg_steps_along_the_gradient_of_what_one_step_reaches(problem, grid, kind):
-    alpha, rate = 0.3, 0.5
-    _, models = start(PerFedAvg(alpha=alpha, gradient=kind, delta=1e-4), grid, 2)
+@pytest.mark.parametrize("norm", [None, 0.3])
+def test_perfedavg_steps_along_the_gradient_of_what_one_step_reaches(problem, grid, kind, norm):
+    """The direction of the step is clipped as a whole, and not each gradient that it consists of."""
+    alpha, rate, clip = 0.3, 0.5, Clipping(norm)
+    _, models = start(PerFedAvg(alpha=alpha, gradient=kind, delta=1e-4), grid, 2, **clip.settings)
     w = START
     for number in (1, 2):
         ends = []
@@ -325,20 +343,25 @@ def test_perfedavg_steps_along_the_gradient_of_what_one_step_reaches(problem, gr
                     at, along = torch.from_numpy(own), torch.from_numpy(direction)
                     _, product = torch.autograd.functional.hvp(loss_of(next(stream)), at, along)
                     direction = direction - alpha * product.numpy()
-                own = own - rate * direction
+                own = own - rate * clip(direction)
             ends.append(own)
         w = mean(ends)
-        np.testing.assert_allclose(models[number], w, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(models[number], w, rtol=0, atol=1e-6 if norm is None else 1e-5)
+    assert set(clip.clipped) == ({False} if norm is None else {True, False})
 
 
 def test_perfedavg_is_scored_after_its_one_step(problem, grid):
+    """From what was received where it is scored in training, and from the new global model after the last round."""
     reports, models = start(PerFedAvg(alpha=2.0), grid, 2)
-    right = total = 0
-    for k in range(2):
-        inputs, labels = problem.data(k)
-        own = models[2] - 2.0 * gradient(models[2], next(problem.batches(k, 2)))
-        right, total = right + (inputs @ own.T).argmax(1).__eq__(labels).mean(), total + 1
-    assert reports[2].evaluate_metrics["personal-accuracy"] == pytest.approx(right / total)
+    for measured, received in ((reports[2].train_metrics, models[1]), (reports[2].evaluate_metrics, models[2])):
+        accuracies, losses = [], []
+        for k in range(2):
+            own = received - 2.0 * gradient(received, next(problem.batches(k, 2)))
+            inputs, labels = problem.data(k)
+            accuracies.append((inputs @ own.T).argmax(1).__eq__(labels).mean())
+            losses.append(float(loss_of((inputs, labels))(torch.from_numpy(own))))
+        assert measured["personal-accuracy"] == pytest.approx(sum(accuracies) / 2)
+        assert measured["personal-loss"] == pytest.approx(sum(losses) / 2, abs=1e-6)
 
 
 def test_pfedme_finds_the_models_that_its_equation_says(problem, grid):
@@ -373,15 +396,20 @@ def minimiser(batch, lam, w):
     return minimize(value, w.ravel(), jac=slope, method="BFGS", options={"gtol": 1e-12}).x.reshape(w.shape)
 
 
-def apfl_round(problem, w, v, alpha, k, number, adaptive, rate=0.5):
+def apfl_round(problem, w, v, alpha, k, number, adaptive, rate=0.5, clip=lambda g: g, bounded=None):
+    """(w, v, α) after a client's round; `bounded` gets 0 or 1 wherever α would pass it."""
     stream = problem.batches(k, number)
     for _ in range(problem.steps(k)):
         batch = next(stream)
         g = gradient(alpha * v + (1 - alpha) * w, batch)
         slope = ((v - w) * g).sum()
-        w, v = w - rate * gradient(w, batch), v - rate * alpha * g
+        w, v = w - rate * clip(gradient(w, batch)), v - rate * clip(alpha * g)
         if adaptive:
-            alpha = min(max(alpha - rate * slope, 0.0), 1.0)
+            alpha = alpha - rate * slope
+            for passed, bound in ((alpha < 0, 0.0), (alpha > 1, 1.0)):
+                if passed:
+                    alpha = bound
+                    bounded.append(bound)
     return w, v, alpha
 
 
@@ -393,7 +421,7 @@ def test_apfl_trains_its_own_model_at_the_mixture(problem, grid, alpha, adaptive
         ends = []
         for k in range(2):
             v, a = own[k] if number > 1 else (w, alpha)
-            end, v, a = apfl_round(problem, w, v, a, k, number, adaptive)
+            end, v, a = apfl_round(problem, w, v, a, k, number, adaptive, bounded=[])
             own[k] = v, a
             ends.append(end)
             kept = problem.personal(k, number)
@@ -412,6 +440,40 @@ def test_apfl_trains_its_own_model_at_the_mixture(problem, grid, alpha, adaptive
         assert own[0][1] != own[1][1] != alpha
 
 
+@pytest.mark.parametrize(("bound", "alpha"), [(0.0, 0.02), (1.0, 0.9)])
+def test_apfls_alpha_stays_between_0_and_1(problem, grid, bound, alpha):
+    start(APFL(alpha=alpha, adaptive=True), grid, 5)
+    passed, w, own = [], START, [(START, alpha), (START, alpha)]
+    for number in range(1, 6):
+        ends = []
+        for k in range(2):
+            v, a = own[k] if number > 1 else (w, alpha)
+            end, v, a = apfl_round(problem, w, v, a, k, number, True, bounded=passed)
+            own[k] = v, a
+            ends.append(end)
+            kept = problem.personal(k, number)
+            np.testing.assert_allclose(kept["weight"], v, **EXACT)
+            assert kept["apfl.alpha"] == pytest.approx([a], abs=1e-9)
+        w = (ends[0] + ends[1]) / 2
+    assert bound in passed, "α never came to its bound, so nothing was tested"
+
+
+def test_apfl_clips_the_gradients_of_both_of_its_models(problem, grid):
+    alpha, clip = 0.6, Clipping(0.3)
+    _, models = start(APFL(alpha=alpha, adaptive=False), grid, 2, **clip.settings)
+    w, own = START, [START, START]
+    for number in (1, 2):
+        ends = []
+        for k in range(2):
+            end, own[k], _ = apfl_round(problem, w, own[k], alpha, k, number, False, clip=clip)
+            ends.append(end)
+            np.testing.assert_allclose(problem.personal(k, number)["weight"], own[k], rtol=0, atol=1e-5)
+        w = (ends[0] + ends[1]) / 2
+        np.testing.assert_allclose(models[number], w, rtol=0, atol=1e-5)
+    of_w, of_v = clip.clipped[::2], clip.clipped[1::2]
+    assert set(of_w) == set(of_v) == {True, False}
+
+
 def test_apfls_alpha_follows_the_slope_of_the_loss_of_the_mixture(problem, grid):
     """One step, against a difference quotient."""
     start(APFL(alpha=0.6, adaptive=True), grid, 2, **{"local-steps": 1})
@@ -423,6 +485,116 @@ def test_apfls_alpha_follows_the_slope_of_the_loss_of_the_mixture(problem, grid)
         at = [float(f(torch.from_numpy(a * v + (1 - a) * w))) for a in (0.6 + h, 0.6 - h)]
         expected = 0.6 - 0.5 * (at[0] - at[1]) / (2 * h)
         assert problem.personal(k, 2)["apfl.alpha"] == pytest.approx([expected], abs=1e-7)
+
+
+# ---- what is reported of personal models, and of time ----------------------------------------------------------------
+
+LAM, MIX, INNER, INNER_RATE = 0.9, 0.7, 3, 0.3
+
+
+def ditto_of(problem, w, kept, k, number):
+    """(w_i, what the client keeps, its own model, for a global model that is received)."""
+    v = descend(
+        w if kept is None else kept, problem.batches(k, number), problem.steps(k), extra=lambda v: LAM * (v - w)
+    )
+    return descend(w, problem.batches(k, number), problem.steps(k)), v, lambda received: v
+
+
+def apfl_of(problem, w, kept, k, number):
+    end, v, _ = apfl_round(problem, w, w if kept is None else kept, MIX, k, number, False)
+    return end, v, lambda received: MIX * v + (1 - MIX) * received
+
+
+def pfedme_of(problem, w, kept, k, number):
+    theta, stream, rate = w, problem.batches(k, number), 0.5
+    for _ in range(problem.steps(k)):
+        batch = next(stream)
+        for _ in range(INNER):
+            theta = theta - INNER_RATE * (gradient(theta, batch) + LAM * (theta - w))
+        w = w - rate * LAM * (w - theta)
+    return w, theta, lambda received: theta
+
+
+@pytest.mark.parametrize(
+    ("strategy", "of_client", "weights"),
+    [
+        (Ditto(lam=LAM), ditto_of, (20, 31)),
+        (APFL(alpha=MIX, adaptive=False), apfl_of, (1, 1)),
+        (PFedMe(lam=LAM, inner_steps=INNER, inner_learning_rate=INNER_RATE), pfedme_of, (1, 1)),
+    ],
+    ids=["ditto", "apfl", "pfedme"],
+)
+def test_what_is_scored_is_each_clients_own_model(monkeypatch, tmp_path, strategy, of_client, weights):
+    """In training, on what was received, and after the last round on the new global model; clients count alike."""
+    problem = Problem((20, 31))
+
+    def score(models):
+        """(accuracy, loss): the mean over the clients."""
+        accuracies, losses = [], []
+        for k, own in enumerate(models):
+            inputs, labels = problem.data(k)
+            scores = inputs @ own.T
+            p = np.exp(scores) / np.exp(scores).sum(1, keepdims=True)
+            accuracies.append((scores.argmax(1) == labels).mean())
+            losses.append(-np.log(p[np.arange(len(labels)), labels]).mean())
+        return np.mean(accuracies), np.mean(losses)
+
+    reports, models = start(strategy, problem.grid(monkeypatch, tmp_path), 3)
+    w, kept = START, [None, None]
+    for number in (1, 2, 3):
+        done = [of_client(problem, w, kept[k], k, number) for k in range(2)]
+        received, w = w, mean([end for end, _, _ in done], weights)
+        kept = [each for _, each, _ in done]
+        np.testing.assert_allclose(models[number], w, **EXACT)
+        in_training, after = (score([own(model) for _, _, own in done]) for model in (received, w))
+        others = [score([received] * 2), score([end for end, _, _ in done]), score([w] * 2)]
+        report = reports[number]
+        measured = report.train_metrics
+        assert (measured["personal-accuracy"], measured["personal-loss"]) == pytest.approx(in_training, abs=1e-6)
+        assert (measured["received-loss"], measured["trained-loss"]) == pytest.approx(
+            (others[0][1], others[1][1]), abs=1e-6
+        )
+        assert ("personal-accuracy" in report.evaluate_metrics) == (number == 3)
+        expected = after if number == 3 else in_training
+        line = metrics_line(report, START.nbytes)
+        assert line["accuracy_of"] == "personal"
+        assert (line["accuracy"], line["loss"]) == pytest.approx(expected, abs=1e-6)
+        assert line["clients_accuracy"] == pytest.approx(expected[0])
+    assert all(abs(expected[0] - accuracy) > 1e-3 for accuracy, _ in others), "the accuracies of other models differ"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "passes"),
+    [
+        (FedAvg(), 1),
+        (APFL(), 2),
+        (PerFedAvg(), 2),
+        (PerFedAvg(gradient="hessian-free"), 4),
+        (PFedMe(lam=1.0, inner_steps=3), 3),
+    ],
+    ids=["fedavg", "apfl", "perfedavg", "perfedavg hessian-free", "pfedme"],
+)
+def test_the_time_of_a_step_is_that_of_its_passes_through_the_model(monkeypatch, tmp_path, strategy, passes):
+    """A pass takes client k 0.1·(k + 1) s, by a clock that nothing else moves; clients count by their examples."""
+    clock = SimpleNamespace(now=1000.0)
+
+    class Slow(Problem):
+        def site(self, msg, context):
+            made = super().site(msg, context)
+            seconds = 0.1 * (1 + int(context.node_config["partition-id"]))
+
+            def pass_time(*_):
+                clock.now += seconds
+
+            made.model.register_forward_pre_hook(pass_time)
+            return made
+
+    monkeypatch.setattr("tepal.client_app.training.time", SimpleNamespace(perf_counter=lambda: clock.now))
+    reports, _ = start(strategy, Slow(N).grid(monkeypatch, tmp_path), 2)
+    expected = passes * (4 * 0.1 + 6 * 0.2) / 10
+    for number in (1, 2):
+        assert reports[number].train_metrics["step-seconds"] == pytest.approx(expected)
+        assert metrics_line(reports[number], START.nbytes)["step_seconds"] == pytest.approx(expected)
 
 
 # ---- personal state and the server's ---------------------------------------------------------------------------------
