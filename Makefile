@@ -3,15 +3,21 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+# Compiled is what is needed, by all cores and not by pip alone: a run imports a quarter of what it installs. Both commands
+# write bytecode whatever the shell's environment says: without it each process would compile anew.
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile -c constraints.txt
+RUN_IMPORTS := flwr_datasets, sklearn.datasets, tepal.client_app.app, tepal.server_app.app, \
+	tepal.server_app.commands, tepal.server_app.one_process
 PACKAGES := models exchange strategies client_app server_app
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-containers bench docs lint clean
+.PHONY: help run test test-long test-all test-containers bench docs lint clean
 
 help:
 	@echo "make run    set up and run the main job: five strategies by simulation, compared; results under runs/"
-	@echo "make test   set up and run the unit and integration tests"
+	@echo "make test   set up and run the tests that protect behaviour: units, and the app over gRPC (some ten minutes)"
+	@echo "make test-long   run the tests that are long by nature: experiments, benchmarks, random mutations, browsers"
+	@echo "make test-all    run everything: test, test-long, and test-containers where there is a Docker engine"
 	@echo "make test-containers   build the images and run the tests of them (needs a Docker engine)"
 	@echo "make bench  set up and run all benchmarks, each beside what one would use instead; results under runs/bench/"
 	@echo "make docs   build the documentation as a site that can be read from disk: site/index.html"
@@ -23,14 +29,31 @@ help:
 run: $(VENV)/.ready-run
 	$(BIN)/tepal compare .
 
-# One thread each, because two tests run side by side. Integration tests mostly wait: for processes to start, and for
-# Flower to look again. They are at the mercy of a machine that does something else, so that what failed is run once
-# more, with the machine to itself; what fails twice has failed, and what failed once is there to be read above it.
+# One thread each, because two tests run side by side. Workers that have run out of unit tests take over some of the
+# other worker's, so that no long module keeps one worker busy alone.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+UNIT := $(PYTEST) tests/unit -n 2 --dist worksteal
+
+# Integration tests start processes and wait for them; on a loaded machine one may pass its deadline. What failed (exit
+# status 1) runs once more, one test at a time: a test that fails twice fails the target, and tests/conftest.py lists
+# the tests that failed once and passed when run alone.
 AGAIN := --last-failed --last-failed-no-failures none
+INTEGRATION = $(PYTEST) tests/integration -m "$(1)" -n 2 --dist loadfile --no-loadscope-reorder || \
+	{ test $$? = 1 && $(PYTEST) tests/integration -m "$(1)" $(AGAIN); }
+
 test: $(VENV)/.ready-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit -n 2 --dist loadscope
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integration -n 2 --dist loadfile --no-loadscope-reorder || \
-		OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integration $(AGAIN)
+	$(UNIT) -m "not long"
+	$(call INTEGRATION,not long)
+
+test-long: $(VENV)/.ready-dev
+	$(UNIT) -m long
+	$(call INTEGRATION,long)
+
+test-all:
+	$(MAKE) test
+	$(MAKE) test-long
+	@if docker version >/dev/null 2>&1; then $(MAKE) test-containers; \
+		else echo "No Docker engine: the container tests did not run."; fi
 
 # One after the other: each has the machine's ports and cores to itself.
 test-containers: $(VENV)/.ready-dev
@@ -65,9 +88,11 @@ $(VENV)/.python:
 $(VENV)/.ready-run: pyproject.toml constraints.txt $(VENV)/.python
 	@echo "Installing Tepal for simulation into $(VENV) (some minutes the first time) ..."
 	$(PIP) -e '.[simulation]'
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c 'import $(RUN_IMPORTS)'
 	@touch $@
 
 $(VENV)/.ready-dev: $(VENV)/.ready-run
 	@echo "Installing what the tests and checks need ..."
-	$(PIP) -e '.[simulation,text,dev]'
+	$(PIP) -e '.[ray,text,dev]'
+	$(BIN)/python -m compileall -q -j 0 -x '/tests?/' $(VENV)/lib || true  # some files are for other versions of Python
 	@touch $@

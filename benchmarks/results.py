@@ -89,7 +89,7 @@ def run(name: str, data: Path, runs: Path, seeds: str) -> int:
         config = {experiment.key: str(data / experiment.file), "runs": str(folder)}
         if experiment.model:
             config["model"] = str(text_model(name, data, runs))
-        command += ["--in-process", "--clients", str(experiment.clients), "--seeds", seeds]
+        command += ["--clients", str(experiment.clients), "--seeds", seeds]
         given = " ".join(f"{key}={json.dumps(value)}" for key, value in config.items())
         command += ["-c", str(config_file(name)), "-c", given]
     return subprocess.run(command, env={"OMP_NUM_THREADS": "1", **os.environ}).returncode
@@ -159,7 +159,7 @@ def page(runs: Path) -> Iterator[str]:
         yield f"{experiment.about[:1].upper()}{experiment.about[1:]}; {model}."
         seeds = ",".join(map(str, comparison.seeds))
         yield (
-            f"```sh\ntepal compare . --in-process --clients {experiment.clients} --seeds {seeds} -c {config} "
+            f"```sh\ntepal compare . --clients {experiment.clients} --seeds {seeds} -c {config} "
             f"-c '{given}'\n```"
         )
         lines = [["strategy", *(column.heading for column in columns)], ["---", *["---:"] * len(columns)]]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
@@ -12,7 +12,9 @@ from torch import Tensor
 
 from tepal import models
 from tepal.client_app import apply_plan, objectives, together
+from tepal.client_app.data import check_partition
 from tepal.client_app.delivery import deliver
+from tepal.client_app.inputs import InputConfig
 from tepal.client_app.objectives import Outcome, Work
 from tepal.client_app.prediction import EnsembleScore, score_ensemble
 from tepal.client_app.probing import probe_layers, random_numbers_apart
@@ -27,6 +29,16 @@ OWN = "personal"
 """Whose score it is, in the names of metrics, when a client scores a model that it has made its own."""
 
 app = ClientApp(mods=[PartialExchange(introduce=lambda msg, context: Site.of(msg, context).figures(msg))])
+
+
+def prepare(run_config: Mapping[str, Any], clients: int) -> None:
+    """Read the dataset and divide it, before the processes of a simulation are forked: they share what is read.
+
+    What is wrong with it, the run says.
+    """
+    with suppress(ValueError, OSError):
+        config = InputConfig.from_run_config(run_config)
+        check_partition(config, clients, numbers=config.kind == models.SEQUENCES)
 
 
 @app.train()

@@ -41,7 +41,7 @@ class TrainingConfig(BaseModel):
     train_together: int = Field(
         1,
         ge=1,
-        description="with --in-process, so many clients train as one computation, their parameters stacked, where "
+        description="in one process, so many clients train as one computation, their parameters stacked, where "
         "model and settings allow it: for small models; 1: each by itself",
     )
     deterministic: bool = Field(False, description="one thread and a fixed order of replies: the same bits every time")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -59,7 +59,7 @@ from tepal.server_app.run_directory import (
     read_summary,
 )
 from tepal.server_app.server import server
-from tepal.server_app.simulation import simulate, simulate_in_process
+from tepal.server_app.simulation import AUTO, engine_for
 from tepal.server_app.terminal import RoundProgress, final_table, follow_metrics
 from tepal.server_app.views import (
     ComparisonView,
@@ -76,9 +76,12 @@ from tepal.server_app.views import (
     views,
 )
 
-_IN_PROCESS = "all clients in one process, one after the other, or with --cpus in threads: begins at once"
+_ENGINE = (
+    "process: all clients in one process; ray: in Flower's simulation runtime; auto: in one process, unless --gpus or "
+    "the app asks for Ray"
+)
 _JSON = "as JSON, for programs"
-_CPUS, _ONE_CPU = "CPU cores for each client at work", "1; --in-process: all"
+_CPUS = "CPU cores for each client at work"
 _SHORTEST_TOKEN = 12  # characters
 _CLIENTS = ".clients"  # in the folder of runs: what simulated clients keep, by experiment
 
@@ -108,22 +111,23 @@ def simulate_command(
         list[str] | None,
         typer.Option("--run-config", "-c", help="'key=value …' or a TOML file, as in `flwr run`; may be repeated"),
     ] = None,
-    cpus: Annotated[float | None, typer.Option(min=0.01, help=_CPUS, show_default=_ONE_CPU)] = None,
+    cpus: Annotated[float, typer.Option(min=0.01, help=_CPUS)] = 1,
     gpus: Annotated[float, typer.Option(min=0, help="share of a GPU for each client at work")] = 0,
-    in_process: Annotated[bool, typer.Option("--in-process", help=_IN_PROCESS)] = False,
+    engine: Annotated[str, typer.Option(help=_ENGINE)] = AUTO,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="show Flower's own log")] = False,
 ) -> None:
     """Run the app with simulated clients on this machine, show its progress, and say what it moved.
 
-    An own SuperLink is started for it on a free port, and stopped whatever happens. A run that was stopped goes on with
-    -c 'resume="runs/latest"'.
+    Whatever it starts is stopped, whatever happens. A run that was stopped goes on with -c 'resume="runs/latest"'.
     """
     console, errors = Console(), Console(stderr=True)
     try:
         given = parse_run_config(run_config or [])
         config, _ = open_run({**app_run_config(app), **given})
-        _check(config, clients)
-        _run_and_show(_simulating(app, clients, cpus, gpus, in_process), config, console, verbose)
+        with engine_for(engine, app, clients=clients, cpus=cpus, gpus=gpus, cache=_cache(config)) as simulated:
+            _check(config, clients)
+            console.print(simulated.said, markup=False, highlight=False, soft_wrap=True)
+            _run_and_show(simulated.run, config, console, verbose)
     except (ConfigError, RunError, ValueError) as error:
         errors.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from error
@@ -154,7 +158,8 @@ def loopback_command(
         config, _ = open_run({**app_run_config(app), **parse_run_config(run_config or [])})
         _check(config, clients, parts=not node_config)
         node_configs = [parse_run_config([text]) for text in node_config or []]
-        _run_and_show(partial(loopback, app, clients=clients, node_configs=node_configs), config, console, verbose)
+        start = partial(loopback, app, clients=clients, node_configs=node_configs, cache=_cache(config))
+        _run_and_show(start, config, console, verbose)
     except (ConfigError, RunError, ValueError) as error:
         errors.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from error
@@ -187,22 +192,18 @@ def compare_command(
         str | None,
         typer.Option(help=f"go on with the comparison in this folder; {LATEST!r}: with that which was at work last"),
     ] = None,
-    cpus: Annotated[
-        float | None, typer.Option(min=0.01, help=_CPUS, show_default=_ONE_CPU)
-    ] = None,
+    cpus: Annotated[float | None, typer.Option(min=0.01, help=_CPUS, show_default="1")] = None,
     gpus: Annotated[
         float | None, typer.Option(min=0, help="share of a GPU for each client at work", show_default="0")
     ] = None,
-    in_process: Annotated[
-        bool | None, typer.Option("--in-process/--in-runtime", help=_IN_PROCESS, show_default=False)
-    ] = None,
+    engine: Annotated[str | None, typer.Option(help=_ENGINE, show_default=AUTO)] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="show Flower's own log")] = False,
 ) -> None:
     """Run several strategies in turn, alike in all else, and show what each reached and what it moved for that.
 
     Everything lies in one folder, runs/<start>-compare: the runs, comparison.html, and tables as CSV, Markdown and
     LaTeX. A run that fails does not end the others; the status is then 1. Ctrl-C ends all of them, and shows what there
-    is. --resume FOLDER runs what is not finished; --target, --cpus, --gpus and --in-process may then be others than
+    is. --resume FOLDER runs what is not finished; --target, --cpus, --gpus and --engine may then be others than
     before.
     """
     console, errors = Console(), Console(stderr=True)
@@ -215,17 +216,20 @@ def compare_command(
         comparison.target = comparison.target if target is None else target
         comparison.cpus = comparison.cpus if cpus is None else cpus
         comparison.gpus = comparison.gpus if gpus is None else gpus
-        comparison.in_process = comparison.in_process if in_process is None else in_process
+        comparison.engine = engine or comparison.engine
         _check_target(comparison)
-        check(comparison, lambda config: _check(config, comparison.clients))
-        if resume is None:
-            comparison.folder = new_folder(comparison.folder)
-        one = _simulating(app, comparison.clients, comparison.cpus, comparison.gpus, comparison.in_process)
+        resources: dict[str, Any] = {key: getattr(comparison, key) for key in ("clients", "cpus", "gpus")}
+        with engine_for(comparison.engine, app, **resources) as simulated:  # one for all runs
+            check(comparison, lambda config: _check(config, comparison.clients))
+            if resume is None:
+                comparison.folder = new_folder(comparison.folder)
+            simulated.cache = _cache_in(comparison.folder)
+            console.print(simulated.said, markup=False, highlight=False, soft_wrap=True)
 
-        def start(config: RunConfig, progress: RoundProgress, on_run: Callable[[Path], None]) -> Path:
-            return _run(one, config, progress, console, verbose, on_run)
+            def start(config: RunConfig, progress: RoundProgress, on_run: Callable[[Path], None]) -> Path:
+                return _run(simulated.run, config, progress, console, verbose, on_run)
 
-        run_cells(comparison, start, console=console, errors=errors)
+            run_cells(comparison, start, console=console, errors=errors)
         console.print(comparison_table(measure(comparison)), soft_wrap=True)
     except (ConfigError, RunError, RunInUse, OSError, ValueError) as error:
         errors.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
@@ -487,12 +491,6 @@ def _figure_files(run: Path, kind: str, folder: Path | None) -> list[Path]:
     return write_run_figures(run, kind, folder)
 
 
-def _simulating(app: Path, clients: int, cpus: float | None, gpus: float, in_process: bool) -> Callable[..., Outcome]:
-    if in_process:
-        return partial(simulate_in_process, app, clients=clients, cpus_per_client=cpus)
-    return partial(simulate, app, clients=clients, cpus_per_client=cpus or 1, gpus_per_client=gpus)
-
-
 def _check(config: RunConfig, clients: int, *, parts: bool = True) -> None:
     """What can be known before anything is started. `parts`: each client has one of the dataset. Raises ConfigError."""
     # Here and not at the top: torch takes seconds to import, and `tepal report` needs none of it.
@@ -586,11 +584,8 @@ def _run(
     verbose: bool,
     on_run: Callable[[Path], None],
 ) -> Path:
-    """One run by `simulate` or `loopback`; returns its directory, which `on_run` hears of as soon as there is one."""
-    resumed = find_run(Path(config.rounds.resume).expanduser()) if config.rounds.resume else None
-    runs = resumed.parent if resumed else Path(config.rounds.runs).expanduser().resolve()
-    # What simulated clients keep must outlive a run that is stopped, for it to go on.
-    cache = Path(os.environ.get("TEPAL_CACHE") or runs / _CLIENTS)
+    """One run by an engine or `loopback`; returns its directory, which `on_run` hears of as soon as there is one."""
+    resumed, runs = _places(config)
     done = threading.Event()
     found: list[Path] = []
     followers: list[threading.Thread] = []
@@ -619,7 +614,6 @@ def _run(
             run_config={**config.flat, "runs": str(runs), "resume": str(resumed or "")},
             on_event=hear,
             log=log,
-            cache=cache,
         )
     except RunError as error:
         if not found:
@@ -640,9 +634,25 @@ def _run(
     # Here and not at the top: `tepal node status` is asked every few seconds, and needs nothing of Flower.
     from tepal.exchange.cache import forget_parts
 
-    for experiment in cache.glob(f"{found[0].name}-{'[0-9a-f]' * 8}"):  # as `run` names it
+    for experiment in _cache_in(runs).glob(f"{found[0].name}-{'[0-9a-f]' * 8}"):  # as `run` names it
         forget_parts(experiment)
     return found[0]
+
+
+def _places(config: RunConfig) -> tuple[Path | None, Path]:
+    """The run that a run resumes, if it does, and the folder of runs that its own directory is in."""
+    resumed = find_run(Path(config.rounds.resume).expanduser()) if config.rounds.resume else None
+    return resumed, resumed.parent if resumed else Path(config.rounds.runs).expanduser().resolve()
+
+
+def _cache(config: RunConfig) -> Path:
+    """Where the clients of a run keep what they hold."""
+    return _cache_in(_places(config)[1])
+
+
+def _cache_in(runs: Path) -> Path:
+    # In the folder of runs, so that it outlives a run that is stopped, for it to go on.
+    return Path(os.environ.get("TEPAL_CACHE") or runs / _CLIENTS)
 
 
 def _go_on(run: Path) -> str:

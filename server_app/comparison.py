@@ -39,6 +39,7 @@ from tepal.server_app.run_directory import (
     summarise,
     write_whole,
 )
+from tepal.server_app.simulation import AUTO
 
 PLAN = "comparison.json"
 CSV, RUNS_CSV, MARKDOWN, LATEX = "comparison.csv", "runs.csv", "comparison.md", "comparison.tex"
@@ -79,7 +80,7 @@ class Comparison:
     clients: int
     cpus: float | None = None
     gpus: float = 0
-    in_process: bool = False
+    engine: str = AUTO
     target: float | None = None
     """The score that rounds and bytes are counted until; None: 90 % of FedAvg's accuracy, or its error / 0.9."""
 

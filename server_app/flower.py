@@ -354,16 +354,25 @@ def without_colour(text: str) -> str:
     return _COLOUR.sub("", text)
 
 
+def app_settings(app: Path) -> dict[str, Any]:
+    """What an app's pyproject.toml says to Tepal, `[tool.tepal]`; {} where that is nothing. Raises RunError."""
+    return dict(_tools_table(app).get("tepal", {}))
+
+
 def _app_table(app: Path) -> dict[str, Any]:
+    try:
+        return dict(_tools_table(app)["flwr"]["app"])
+    except KeyError as error:
+        raise RunError(f"{app} is not a Flower app: its pyproject.toml has no [tool.flwr.app]") from error
+
+
+def _tools_table(app: Path) -> dict[str, Any]:
     if not (app / "pyproject.toml").is_file():
         raise RunError(f"{app} is not a Flower app: it has no pyproject.toml")
     try:
-        table = tomllib.loads((app / "pyproject.toml").read_text(encoding="utf-8"))
-        return dict(table["tool"]["flwr"]["app"])
+        return dict(tomllib.loads((app / "pyproject.toml").read_text(encoding="utf-8")).get("tool", {}))
     except tomllib.TOMLDecodeError as error:
         raise RunError(f"{app / 'pyproject.toml'} is not valid TOML: {error}") from error
-    except KeyError as error:
-        raise RunError(f"{app} is not a Flower app: its pyproject.toml has no [tool.flwr.app]") from error
 
 
 def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Value]:

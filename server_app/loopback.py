@@ -37,7 +37,15 @@ from tepal.server_app.flower import (
     submit,
     to_toml,
 )
-from tepal.server_app.processes import Process, ProcessError, flower_environment, free_port, started, wait_for_http
+from tepal.server_app.processes import (
+    Process,
+    ProcessError,
+    flower_environment,
+    free_port,
+    started,
+    wait_for_http,
+    wait_for_log,
+)
 from tepal.server_app.provision import make, read_site
 from tepal.server_app.supervisor import Settings, superlink_command
 
@@ -180,7 +188,7 @@ def deployment(
             if warm:
                 wait_for_node(node, folder / f"{site}.sock", clock.left(_START))
             else:
-                _wait_for_log(node, "SuperNode ID:", clock.left(_START))
+                wait_for_log(node, "SuperNode ID:", clock.left(_START))
         yield Deployment(superlink, tuple(nodes), address, trusted, environment)
         stop_all([*nodes, superlink])
 
@@ -226,14 +234,6 @@ def _config_file(control: Path, config: Mapping[str, Value]) -> str:
     path = control.with_suffix(".toml")
     path.write_text(to_toml(config), encoding="utf-8")
     return str(path)
-
-
-def _wait_for_log(process: Process, text: str, timeout: float) -> None:
-    end = time.monotonic() + timeout
-    while text not in process.log.read_text(errors="replace"):
-        if not process.running or time.monotonic() > end:
-            raise ProcessError(f"{process.name} did not come up.\n{process.tail()}")
-        time.sleep(0.1)
 
 
 def stop_all(processes: Sequence[Process]) -> None:

@@ -185,13 +185,14 @@ def started(
     name: str | None = None,
     grace: float = 10.0,
     folder: Path | None = None,
+    stdin: int = subprocess.DEVNULL,
 ) -> Iterator[Process]:
     """Run a command beside the block, and stop it with everything it started when the block is left, in any way.
 
     Output of both streams is appended to `log`. `env` is the whole environment (default: this process's). The child
     dies with the thread that started it, so use this from a thread that outlives the block; SIGTERM and SIGHUP end the
     block as Ctrl-C does (by `SystemExit`) when it runs in the main thread. `folder` is temporary and the caller's to
-    remove; should this process be killed, it is removed as well.
+    remove; should this process be killed, it is removed as well. `stdin` is a file descriptor that the child reads.
 
     Raises `ProcessError` if the command cannot be started.
     """
@@ -207,7 +208,7 @@ def started(
                 _dying_with_us(arguments, environment),
                 env=environment,
                 cwd=cwd,
-                stdin=subprocess.DEVNULL,
+                stdin=stdin,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -287,6 +288,16 @@ def wait_for_http(
         if time.monotonic() > end:
             tail = f"\nThe end of {process.log}:\n{process.tail()}" if process else ""
             raise TimeoutError(f"{url} did not answer within {timeout:g} s ({last}).{tail}")
+        time.sleep(0.05)
+
+
+def wait_for_log(process: Process, text: str, timeout: float) -> None:
+    """Wait until a process's log has `text`. Raises `ProcessError` with the log's end where that takes longer, or the
+    process ends."""
+    end = time.monotonic() + timeout
+    while text not in process.log.read_text(errors="replace"):
+        if not process.running or time.monotonic() > end:
+            raise ProcessError(f"{process.name} did not come up.\n{process.tail()}")
         time.sleep(0.05)
 
 

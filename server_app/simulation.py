@@ -1,15 +1,21 @@
-"""Run a Flower app by simulation on this machine: one call that starts all it needs and leaves nothing behind.
+"""Simulate a Flower app on this machine: engines that start what its runs need, and leave nothing behind.
 
-`flwr run` against a SuperLink of our own, in simulation mode. Flower's managed `:local:` SuperLink stays alive
-afterwards, keeps a database in the user's home, and client actors import from the folder it was started in before they
-import from the app bundle; ours runs in an empty temporary folder and ends with the run. Where that takes longer than
-what is simulated, `simulate_in_process` does without.
+    ProcessEngine   a process that imports the app, and forks the ServerApp and a worker for each client at work
+    RayEngine       Flower's simulation runtime: a SuperLink, Ray, and an actor for each client at work
+
+An engine runs one app any number of times, one run after another. What it starts serves all of them: the process keeps
+its imports and the data it has read, the SuperLink and Ray stay up. `simulate` and `simulate_in_process` are one run
+each.
+
+Flower's managed `:local:` SuperLink stays alive afterwards, keeps a database in the user's home, and client actors
+import from the folder it was started in before they import from the app bundle; ours runs in an empty temporary folder
+and ends with the engine.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
+import json
 import math
 import os
 import shlex
@@ -18,9 +24,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
 
 from tepal.server_app.flower import (
     Clock,
@@ -29,6 +40,7 @@ from tepal.server_app.flower import (
     RunError,
     Value,
     app_run_config,
+    app_settings,
     connect,
     explain,
     follow,
@@ -45,7 +57,12 @@ from tepal.server_app.processes import (
     free_port,
     started,
     wait_for_http,
+    wait_for_log,
 )
+
+AUTO, PROCESS, RAY = "auto", "process", "ray"
+ENGINES = (AUTO, PROCESS, RAY)
+"""What an engine is called; `AUTO` is the choice between the other two."""
 
 # A Unix socket's path has 107 bytes on Linux and 103 on macOS; Ray puts its sockets 69 bytes below its folder.
 _LONGEST_RAY_FOLDER = 34
@@ -63,7 +80,7 @@ def simulate(
     log: Path | None = None,
     cache: Path | None = None,
 ) -> Outcome:
-    """Run the Flower app in the folder `app` with simulated clients, and wait for its end.
+    """Run the Flower app in the folder `app` in Flower's simulation runtime, and wait for its end.
 
     The app runs from a bundle in an empty temporary folder: outputs belong at absolute paths, given in `run_config`.
 
@@ -82,17 +99,8 @@ def simulate(
         RunError: with the app's own error where the app failed.
         ValueError: an argument out of range.
     """
-    if clients < 1:
-        raise ValueError(f"clients is {clients}, expected at least 1")
-    resources = _resources(clients, cpus_per_client, gpus_per_client)
-    if shlex.quote(sys.executable) != sys.executable:
-        # Its workers never start, and Flower waits six minutes before it says so.
-        raise RunError(
-            f"Ray cannot start its workers with {sys.executable}: the path has a space or another character that a "
-            "shell reads. Make the virtual environment elsewhere (with make: VENV=/a/path/without/spaces)."
-        )
-    with _staged(app, run_config, log, cache, Clock(on_event or _nobody, timeout)) as run:
-        return _run(run, clients, resources)
+    with RayEngine(app, clients, cpus_per_client, gpus_per_client, cache=cache) as engine:
+        return engine.run(run_config, on_event=on_event, timeout=timeout, log=log)
 
 
 def simulate_in_process(
@@ -106,18 +114,52 @@ def simulate_in_process(
     log: Path | None = None,
     cache: Path | None = None,
 ) -> Outcome:
-    """As `simulate`, but in one process: there is neither SuperLink nor Ray, and clients are threads.
+    """As `simulate`, but without SuperLink and Ray.
 
-    Where a round's training takes a second or two, starting those is most of what a simulation takes. Without
-    `cpus_per_client` clients take turns, and PyTorch has all cores for the one at work; with it as many are at work at
-    once as there are cores for, as in `simulate`. OMP_NUM_THREADS, where it is set, says how many threads PyTorch has
-    for each.
+    `cpus_per_client` says how many are at work at once, as in `simulate`; by default clients take turns, and PyTorch
+    has all cores for the one at work. OMP_NUM_THREADS, where it is set, says how many threads PyTorch has for each.
     """
-    if clients < 1:
-        raise ValueError(f"clients is {clients}, expected at least 1")
-    at_once = 1 if cpus_per_client is None else min(clients, max(1, int(_cores(cpus_per_client) / cpus_per_client)))
-    with _staged(app, run_config, log, cache, Clock(on_event or _nobody, timeout)) as run:
-        return _run_in_process(run, clients, at_once)
+    with ProcessEngine(app, clients, cpus_per_client, cache=cache) as engine:
+        return engine.run(run_config, on_event=on_event, timeout=timeout, log=log)
+
+
+def engine_for(
+    asked: str, app: Path, *, clients: int, cpus: float | None = None, gpus: float = 0, cache: Path | None = None
+) -> Engine:
+    """The engine that is asked for or, of `AUTO`, one process unless something asks for Ray.
+
+    Ray is for what one process cannot do: to give clients shares of GPUs (`gpus` > 0), and to run an app whose clients
+    cannot share a process, which says so in its pyproject.toml: `engine = "ray"` under `[tool.tepal]`.
+
+    Args:
+        asked: one of `ENGINES`.
+        cpus: CPU cores for each client at work.
+        gpus: share of a GPU for each client at work.
+
+    Raises:
+        RunError: Ray is needed and not installed, or what the app says is not one of `ENGINES`.
+        ValueError: an argument out of range.
+    """
+    of_app = str(app_settings(app).get("engine", AUTO))
+    for where, name in (("--engine", asked), (f"{app}: engine in [tool.tepal] of pyproject.toml", of_app)):
+        if name not in ENGINES:
+            raise ValueError(f"{where} is {name!r}, expected auto, process or ray")
+    if asked != AUTO:
+        chosen, why = asked, f"--engine {asked}"
+    elif gpus:
+        chosen, why = RAY, f"--gpus {gpus:g} gives each client a share of a GPU"
+    elif of_app != AUTO:
+        chosen, why = of_app, "the app's pyproject.toml asks for it"
+    else:
+        chosen, why = PROCESS, "nothing asks for Ray"
+    if chosen == RAY:
+        return RayEngine(app, clients, cpus or 1, gpus, cache=cache, why=why)
+    if gpus:
+        raise ValueError(
+            f"--gpus {gpus:g} with --engine process: in one process clients share a GPU without limits; leave out "
+            "--gpus, or take --engine ray"
+        )
+    return ProcessEngine(app, clients, cpus or 1, cache=cache, why=why)
 
 
 def _nobody(_kind: str, _text: str) -> None:
@@ -126,126 +168,285 @@ def _nobody(_kind: str, _text: str) -> None:
 
 @dataclass(frozen=True)
 class _Run:
-    """What is to be run: the app's files, and changes to its run config. All else that is written is in `folder`."""
+    """One run: the file with changes to the run config, its log, its clock."""
 
-    folder: Path
-    bundle: Path
     changes: Path
     log: Path
-    cache: Path
     clock: Clock
 
-    @property
-    def work(self) -> Path:
-        """An empty folder, from which nothing is imported."""
-        return self.folder / "work"
+
+class Engine(ABC):
+    """Runs a Flower app with simulated clients, one run after another; a context manager, which starts nothing yet.
+
+    Args:
+        app: folder of the app.
+        clients: number of simulated clients.
+        cache: folder for what clients keep (default: $TEPAL_CACHE, else a temporary one that ends with the engine).
+        why: why it is this engine, for `said`.
+
+    Raises ValueError for an argument out of range.
+    """
+
+    kind: str
+    """In words, with what runs at once."""
+
+    def __init__(self, app: Path, clients: int, *, cache: Path | None = None, why: str = "") -> None:
+        if clients < 1:
+            raise ValueError(f"clients is {clients}, expected at least 1")
+        self.app, self.clients = app.resolve(), clients
+        self.cache = cache
+        """Folder for what clients keep, as the first run finds it."""
+        self._why = why
+        self._runs = 0
+        self._running = contextlib.ExitStack()  # what serves the runs
 
     @property
-    def home(self) -> Path:
-        """Flower's."""
-        return self.folder / "home"
+    def said(self) -> str:
+        """Which engine it is and why, in one line."""
+        return f"Engine: {self.kind}{f' ({self._why})' if self._why else ''}"
 
-    def environment(self) -> dict[str, str]:
-        return flower_environment(self.home) | {"TEPAL_CACHE": str(self.cache)}
+    def __enter__(self) -> Self:
+        """Raises RunError where it cannot run on this machine."""
+        return self
 
-    def ended(self, run_id: int, status: str, details: str) -> Outcome:
-        """Raises RunError unless it was completed."""
-        self.clock.stage("", "")
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop()
+
+    def run(
+        self,
+        run_config: Mapping[str, Value] | Sequence[str] = (),
+        *,
+        on_event: Listener | None = None,
+        timeout: float | None = None,
+        log: Path | None = None,
+    ) -> Outcome:
+        """Run the app once, and wait for its end. Arguments and errors are those of `simulate`."""
+        clock = Clock(on_event or _nobody, timeout)
+        config = parse_run_config(run_config) if not isinstance(run_config, Mapping) else dict(run_config)
+        known = app_run_config(self.app)
+        if unknown := sorted(set(config) - set(known)):
+            raise RunError(
+                f"{self.app.name} has no run configuration key {', '.join(unknown)}. It has: {', '.join(sorted(known))}"
+            )
+        if log is None:
+            handle, name = tempfile.mkstemp(prefix="tepal-simulation-", suffix=".log")
+            os.close(handle)
+            log = Path(name)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._start()
+            self._runs += 1
+            run = _Run(self._folder / f"run-{self._runs}.toml", log.resolve(), clock)
+            run.changes.write_text(to_toml(config), encoding="utf-8")
+            run_id, status, details = self._run(run)
+        except BaseException as error:
+            # Whatever it was, what served this run may be at work on it still: the next one begins anew.
+            self._stop()
+            if isinstance(error, ProcessError | TimeoutError | subprocess.TimeoutExpired):
+                # At the limit, whatever was under way then may have failed by it, in words of its own.
+                raise RunError(clock.over or str(error), log) from error
+            raise
+        clock.stage("", "")
         if status != "completed":
-            raise RunError(f"The run {status}: {explain(self.log.read_text(), details)}", self.log)
-        return Outcome(run_id, status, self.log, details, self.clock.seconds)
+            raise RunError(f"The run {status}: {explain(run.log.read_text(), details)}", run.log)
+        return Outcome(run_id, status, run.log, details, clock.seconds)
 
-
-@contextlib.contextmanager
-def _staged(
-    app: Path,
-    run_config: Mapping[str, Value] | Sequence[str],
-    log: Path | None,
-    cache: Path | None,
-    clock: Clock,
-) -> Iterator[_Run]:
-    """The app's files in a temporary folder, once its run config is known to be right. Raises RunError."""
-    app = app.resolve()
-    config = parse_run_config(run_config) if not isinstance(run_config, Mapping) else dict(run_config)
-    known = app_run_config(app)
-    if unknown := sorted(set(config) - set(known)):
-        raise RunError(
-            f"{app.name} has no run configuration key {', '.join(unknown)}. It has: {', '.join(sorted(known))}"
-        )
-    if log is None:
-        handle, name = tempfile.mkstemp(prefix="tepal-simulation-", suffix=".log")
-        os.close(handle)
-        log = Path(name)
-    log.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix="tepal-", dir=_short_temporary_folder()))
-    try:
-        kept = cache or Path(os.environ.get("TEPAL_CACHE") or folder / "cache")
-        run = _Run(folder, folder / "apps" / "app", folder / "run-config.toml", log.resolve(), kept.resolve(), clock)
-        for each in (run.home, run.work, run.bundle):
+    def _start(self) -> None:
+        """Stage the app's files in a temporary folder, where they are not yet."""
+        if hasattr(self, "_folder"):
+            return
+        folder = Path(tempfile.mkdtemp(prefix="tepal-", dir=_short_temporary_folder()))
+        self._folder = folder
+        self._running.callback(self._forget)
+        self._bundle, self._work, self._home = folder / "apps" / "app", folder / "work", folder / "home"
+        for each in (self._bundle, self._work, self._home):
             each.mkdir(parents=True)
-        stage_app(app, run.bundle)
-        run.changes.write_text(to_toml(config), encoding="utf-8")
-        yield run
-    except (ProcessError, TimeoutError, subprocess.TimeoutExpired) as error:
-        # At the limit, whatever was under way then may have failed by it, in words of its own.
-        raise RunError(clock.over or str(error), log) from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        stage_app(self.app, self._bundle)
+        kept = self.cache or Path(os.environ.get("TEPAL_CACHE") or folder / "cache")
+        self._environment = flower_environment(self._home) | {"TEPAL_CACHE": str(kept.resolve())}
+
+    def _forget(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+        del self._folder
+
+    def _stop(self) -> None:
+        self._running.close()
+
+    @abstractmethod
+    def _run(self, run: _Run) -> tuple[int, str, str]:
+        """Run the app; its id, status, and what there is to say. Starts what it needs, where that is not there."""
 
 
-def _run(run: _Run, clients: int, resources: str) -> Outcome:
-    """Start the SuperLink, submit the app, follow the run."""
-    clock = run.clock
-    environment = run.environment() | {
-        "RAY_TMPDIR": str(run.folder),
-        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",  # how long a submitted run lies there (default 1 s)
-    }
-    clock.stage("start SuperLink", "Starting a SuperLink ...")
-    with _superlink(run.folder, run.work, environment, clock) as (superlink, address):
-        clock.stage("submit", "Submitting the app ...")
-        connect(run.home, address)
-        federation = f"num-supernodes={clients} {resources}"
-        run_id = submit(run.bundle, run.changes, superlink, environment, clock.left(120), federation)
-        clock.stage("run", f"Run {run_id} with {clients} clients; starting Ray takes some seconds ...")
-        status, details = follow(run_id, address, superlink, clock, run.log)
-        clock.stage("stop", f"Run {run_id}: {status}")
-    return run.ended(run_id, status, details)
+class ProcessEngine(Engine):
+    """A process that has imported the app and forks what a run needs; see `one_process`.
+
+    Args:
+        cpus_per_client: as many clients are at work at once as there are cores for. None: clients take turns, and
+            PyTorch has all cores for the one at work.
+    """
+
+    def __init__(
+        self, app: Path, clients: int, cpus_per_client: float | None = None, *, cache: Path | None = None, why: str = ""
+    ) -> None:
+        super().__init__(app, clients, cache=cache, why=why)
+        cores = _cores(cpus_per_client or 1)
+        self._at_once = 1 if cpus_per_client is None else min(clients, max(1, int(cores / cpus_per_client)))
+        self._threads = max(1, cores // self._at_once)  # of PyTorch, for each client
+        at_once = "client after client" if self._at_once == 1 else f"{self._at_once} clients at once"
+        self.kind = f"one process, {at_once}"
+        self._worker: _Worker | None = None
+
+    def _run(self, run: _Run) -> tuple[int, str, str]:
+        run.clock.stage("run", f"Running with {self.clients} clients in one process ...")
+        if self._worker is None or not self._worker.process.running:
+            self._worker = self._running.enter_context(self._start_worker())
+        status, details = self._worker.run(run, self._folder / f"ended-{self._runs}")
+        run.clock.stage("stop", "The run ended")
+        return 1, status, details
+
+    @contextlib.contextmanager
+    def _start_worker(self) -> Iterator[_Worker]:
+        environment = dict(self._environment)
+        # The app's own modules come first, as with Flower.
+        path = filter(None, [str(self._bundle), environment.get("PYTHONPATH")])
+        environment["PYTHONPATH"] = os.pathsep.join(path)
+        environment.setdefault("OMP_NUM_THREADS", str(self._threads))
+        command = [sys.executable, "-P", "-m", "tepal.server_app.one_process"]
+        together = int(os.environ.get("OMP_NUM_THREADS", self._threads * self._at_once))
+        command += [str(self._bundle), str(self.clients), str(self._at_once), str(together)]
+        output = self._folder / "output.log"
+        read_end, write_end = os.pipe()
+        try:
+            with (
+                started(
+                    command, log=output, env=environment, cwd=self._work, name="the app's process", grace=2,
+                    folder=self._folder, stdin=read_end,
+                ) as process,
+                output.open(encoding="utf-8", errors="replace") as log,
+            ):  # fmt: skip
+                log.seek(0, os.SEEK_END)
+                with os.fdopen(write_end, "w", encoding="utf-8", closefd=False) as requests:
+                    yield _Worker(process, requests, log)
+        finally:
+            os.close(read_end)
+            os.close(write_end)
 
 
-def _run_in_process(run: _Run, clients: int, at_once: int) -> Outcome:
-    """Start the app's process, and hear its log."""
-    clock, environment = run.clock, run.environment()
-    # The app's own modules come first, as with Flower.
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(run.bundle), environment.get("PYTHONPATH")]))
-    command = [sys.executable, "-P", "-m", "tepal.server_app.one_process"]
-    command += [str(run.bundle), str(clients), str(at_once), str(run.changes)]
-    if at_once > 1:
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // at_once)))
-    clock.stage("run", f"Running with {clients} clients in one process ...")
-    output = run.folder / "output.log"
-    with (
-        started(
-            command, log=output, env=environment, cwd=run.work, name="the app's process", grace=2, folder=run.folder
-        ) as process,
-        output.open(encoding="utf-8", errors="replace") as new,
-        run.log.open("w", encoding="utf-8") as log,
-    ):
+@dataclass
+class _Worker:
+    """The process of a ProcessEngine, what it is asked by, and its output, which has been read so far."""
+
+    process: Process
+    requests: IO[str]
+    output: IO[str]
+
+    def run(self, run: _Run, ended: Path) -> tuple[str, str]:
+        """Have the app run once, and hear its log; the status, and what there is to say. `ended` is a file's name."""
+        with contextlib.suppress(BrokenPipeError):  # it has ended, as is seen below
+            print(json.dumps({"config": str(run.changes), "ended": str(ended)}), file=self.requests, flush=True)
         rest = ""
-        while True:
-            running = process.running  # before its output is read, so that all of it is
-            whole, newline, rest = (rest + new.read()).rpartition("\n")
-            whole = without_colour(whole + newline)
-            log.write(whole)
-            log.flush()
-            for line in whole.splitlines():
-                clock.tell("log", line)
-            if not running:
-                break
-            clock.check()
-            time.sleep(0.05)
-        clock.stage("stop", "The run ended")
-        status, details = ("completed", "") if process.returncode == 0 else ("failed", process.tail(1))
-    return run.ended(1, status, details)
+        with run.log.open("w", encoding="utf-8") as log:
+            while True:
+                over = ended.exists() or not self.process.running  # before its output is read, so that all of it is
+                whole, newline, rest = (rest + self.output.read()).rpartition("\n")
+                whole = without_colour(whole + newline)
+                log.write(whole)
+                log.flush()
+                for line in whole.splitlines():
+                    run.clock.tell("log", line)
+                if over:
+                    break
+                run.clock.check()
+                time.sleep(0.05)
+        reason = ended.read_text(encoding="utf-8") if ended.exists() else f"its process ended: {self.process.tail(1)}"
+        return ("failed", reason) if reason else ("completed", "")
+
+
+class RayEngine(Engine):
+    """Flower's simulation runtime: a SuperLink and Ray, which serve one run after another; each run has its own actors.
+
+    Args:
+        cpus_per_client: CPU cores for each client at work; less than 1 runs more clients at once than there are cores.
+        gpus_per_client: Share of a GPU for each client at work.
+    """
+
+    def __init__(
+        self,
+        app: Path,
+        clients: int,
+        cpus_per_client: float = 1,
+        gpus_per_client: float = 0,
+        *,
+        cache: Path | None = None,
+        why: str = "",
+    ) -> None:
+        super().__init__(app, clients, cache=cache, why=why)
+        if not 0 <= gpus_per_client < math.inf:
+            raise ValueError(f"gpus_per_client is {gpus_per_client}, expected 0 or more")
+        cores = _cores(cpus_per_client)
+        at_once = min(clients, int(cores / cpus_per_client))
+        # Flower takes whole cores per client only, and derives the number of actors from Ray's number of cores. So a
+        # share of a core becomes one core of a larger number, and actors that no client would use are not started.
+        each = max(1, math.ceil(cpus_per_client))
+        self._cpus = at_once * each
+        self._federation = (
+            f"num-supernodes={clients} client-resources-num-cpus={each} "
+            f"client-resources-num-gpus={float(gpus_per_client)}"
+        )
+        self.kind = f"Flower's simulation runtime on Ray, up to {at_once} clients at once"
+        self._superlink: Process | None = None
+
+    def __enter__(self) -> Self:
+        if find_spec("ray") is None:
+            raise RunError(
+                "Ray is not installed, and Flower's simulation runtime needs it: install it with pip install "
+                "'tepal[ray]' (in a checkout pip install -e '.[ray]'), or take --engine process"
+            )
+        if shlex.quote(sys.executable) != sys.executable:
+            # Its workers never start, and Flower waits six minutes before it says so.
+            raise RunError(
+                f"Ray cannot start its workers with {sys.executable}: the path has a space or another character that a "
+                "shell reads. Make the virtual environment elsewhere (with make: VENV=/a/path/without/spaces), or take "
+                "--engine process."
+            )
+        return self
+
+    def _run(self, run: _Run) -> tuple[int, str, str]:
+        clock = run.clock
+        if self._superlink is None or not self._superlink.running:
+            clock.stage("start SuperLink", "Starting a SuperLink and Ray ...")
+            self._superlink, self._address = self._running.enter_context(self._started(clock))
+        clock.stage("submit", "Submitting the app ...")
+        run_id = submit(
+            self._bundle, run.changes, self._superlink, self._environment, clock.left(120), self._federation
+        )
+        clock.stage("run", f"Run {run_id} with {self.clients} clients; starting its actors takes some seconds ...")
+        status, details = follow(run_id, self._address, self._superlink, clock, run.log)
+        clock.stage("stop", f"Run {run_id}: {status}")
+        return run_id, status, details
+
+    @contextlib.contextmanager
+    def _started(self, clock: Clock) -> Iterator[tuple[Process, str]]:
+        """Ray and a SuperLink in simulation mode, and the SuperLink's address, once it answers."""
+        environment = self._environment | {
+            "RAY_TMPDIR": str(self._folder),
+            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",  # how long a submitted run lies there (default 1 s)
+        }
+        port = free_port()
+        environment["RAY_ADDRESS"] = f"127.0.0.1:{port}"
+        command = ["ray", "start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={port}"]
+        command += ["--include-dashboard=false", "--disable-usage-stats", f"--num-cpus={self._cpus}"]
+        command += [f"--temp-dir={self._folder / 'ray'}"]
+        ray = started(
+            command, log=self._folder / "ray.log", env=environment, cwd=self._work, name="Ray", grace=2,
+            folder=self._folder,
+        )  # fmt: skip
+        with ray as process, _superlink(self._folder, self._work, environment, clock) as (superlink, control):
+            wait_for_log(process, "Ray runtime started", clock.left(60))
+            connect(self._home, control)
+            yield superlink, control
 
 
 @contextlib.contextmanager
@@ -260,7 +461,7 @@ def _superlink(
             command, log=folder / "superlink.log", env=environment, cwd=work, grace=2, folder=folder
         ) as process:
             # Imports for following the run, while the SuperLink does its own.
-            importlib.import_module("flwr.supercore.control")
+            import_module("flwr.supercore.control")
             try:
                 wait_for_http(f"http://127.0.0.1:{port}/health", timeout=clock.left(60), process=process)
             except ProcessError:
@@ -270,23 +471,6 @@ def _superlink(
                 raise
             yield process, f"127.0.0.1:{port}"
             return
-
-
-def _resources(clients: int, cpus_per_client: float, gpus_per_client: float) -> str:
-    """Say to Flower how many clients work at once, as its federation configuration.
-
-    Flower takes whole cores per client only, and derives the number of workers from Ray's number of cores. So a share
-    of a core becomes one core of a larger number, and workers that no client would use are not started.
-    """
-    if not 0 <= gpus_per_client < math.inf:
-        raise ValueError(f"gpus_per_client is {gpus_per_client}, expected 0 or more")
-    cores = _cores(cpus_per_client)
-    at_once = min(clients, int(cores / cpus_per_client))
-    each = max(1, math.ceil(cpus_per_client))
-    return (
-        f"client-resources-num-cpus={each} client-resources-num-gpus={float(gpus_per_client)} "
-        f"init-args-num-cpus={at_once * each}"
-    )
 
 
 def _cores(cpus_per_client: float = 1) -> int:

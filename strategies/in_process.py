@@ -7,7 +7,9 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import islice
+from types import TracebackType
+from typing import Any, Self
 
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -16,14 +18,20 @@ from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
+_AHEAD = 4  # messages that are begun beside those at work, at least
+
 NodeConfig = Mapping[str, str | int | float | bool]
+
+
+Answers = ClientApp | Callable[[Message, Context], Message]
+"""What answers a client's messages: its app, or what hands them on to it."""
 
 
 @dataclass
 class Node:
     """One simulated machine: its app, and the context that Flower would give it."""
 
-    app: ClientApp
+    app: Answers
     config: NodeConfig
     name: str = ""
     """Under which its key would be registered at the server; "" for none."""
@@ -68,6 +76,15 @@ class InProcessGrid(Grid):
         for node in nodes:
             self.add(node)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End its threads, and what they keep with them; nothing more is answered."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
     def add(self, node: Node) -> int:
         """Connect a node; returns its node id."""
         node_id = self._next_id
@@ -109,13 +126,16 @@ class InProcessGrid(Grid):
     def _begin(self, message_id: str) -> None:
         """Have this message answered, and with several at once those that were sent after it.
 
-        So few are begun ahead that the replies which wait to be pulled are few.
+        So many are begun ahead that all threads have work while a slow client is waited for, and so few that the
+        replies which wait to be pulled are few. A gathering begins together, and not before the one before it is over.
         """
-        if message_id not in self._sent:
-            return
-        most = self.at_once if self.gathering else 2 * self.at_once - len(self._answers)
-        others = [other for other in self._sent if other != message_id] if self.at_once > 1 else []
-        begun = [message_id, *others[: max(most - 1, 0)]]
+        asked = [message_id] if message_id in self._sent else []
+        if self.gathering:
+            most = self.at_once if asked else 0
+        else:
+            most = self.at_once + max(self.at_once, _AHEAD) - len(self._answers) if self.at_once > 1 else len(asked)
+        others = (other for other in self._sent if other != message_id)
+        begun = [*asked, *islice(others, max(most - len(asked), 0))]
         run = self.gathering(len(begun)) if self.gathering else _run
         for each in begun:
             self._answers[each] = self._threads.submit(run, self._answer, self._sent.pop(each))

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -67,8 +68,11 @@ def test_the_main_job_runs_and_says_what_it_moved(tepal, tmp_path):
         assert str(run / name) in shown.split()
     assert "Accuracy " in (run / "flower.log").read_text(), "Flower's own log lies beside the results"
 
-    again = tepal(*command, "--in-process")
+    assert re.search(r"Engine: one process, .* \(nothing asks for Ray\)", shown)
+
+    again = tepal(*command, "--engine", "ray")
     assert again.returncode == 0, again.stdout + again.stderr
+    assert "Engine: Flower's simulation runtime on Ray" in again.stdout
     here = (tmp_path / "runs" / "latest").resolve()
     assert (here / "labels.json").read_text() == (run / "labels.json").read_text() and here != run
     ours, theirs = (load_file(of / "model.safetensors") for of in (here, run))
@@ -129,15 +133,16 @@ def may_go_offline() -> bool:
 
 @pytest.mark.simulation
 @pytest.mark.skipif(not may_go_offline(), reason="needs unshare, ip, and the right to make a network namespace")
-def test_the_main_job_needs_no_network(tepal, tmp_path):
+@pytest.mark.parametrize("engine", ["process", pytest.param("ray", marks=pytest.mark.long)])
+def test_the_main_job_needs_no_network(tepal, tmp_path, engine):
     config = f'num-server-rounds=1 local-epochs=1 runs="{tmp_path / "runs"}"'
-    done = tepal("simulate", ".", "--clients", "2", "-c", config, within=OFFLINE)
+    done = tepal("simulate", ".", "--clients", "2", "--engine", engine, "-c", config, within=OFFLINE)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [line["clients_replied"] for line in read_metrics(tmp_path / "runs" / "latest")] == [0, 2]
 
 
 @pytest.mark.simulation
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_main_job_reads_nine_of_ten_held_out_digits(tepal, tmp_path):
     """What `make run` does with FedFrozen, with nothing changed."""
     done = tepal("simulate", ".", "-c", f'runs="{tmp_path / "runs"}"')
@@ -184,7 +189,7 @@ def test_a_run_config_that_cannot_be_run_is_refused_before_anything_starts(monke
     def never(*_, **__):
         raise AssertionError("a run was started")
 
-    monkeypatch.setattr("tepal.server_app.commands.simulate", never)
+    monkeypatch.setattr("tepal.server_app.simulation.Engine.run", never)
     monkeypatch.chdir(ROOT)
     result = CliRunner().invoke(main, ["simulate", ".", "--clients", "3", "-c", config])
     assert result.exit_code == 1, result.output

@@ -13,7 +13,7 @@ import pytest
 
 from tepal.server_app.flower import RunError, stage_app
 from tepal.server_app.processes import MARK, marked
-from tepal.server_app.simulation import simulate, simulate_in_process
+from tepal.server_app.simulation import ProcessEngine, RayEngine, simulate, simulate_in_process
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -50,10 +50,12 @@ from flwr.serverapp import ServerApp
 from flwr.serverapp.strategy import FedAvg
 
 app = ServerApp()
+runs = []
 
 @app.main()
 def main(grid, context):
     config = context.run_config
+    runs.append(config["note"])
     print("the server app begins")
     if config["mode"] == "raise":
         raise ValueError("warm-up-rounds is 7\\nexpected at most 5")
@@ -64,17 +66,25 @@ def main(grid, context):
     result = strategy.start(grid=grid, initial_arrays=ArrayRecord([np.zeros(2)]), num_rounds=rounds)
     [array] = result.arrays.to_numpy_ndarrays()
     answer = {"array": array.tolist(), "config": dict(config), "folder": os.listdir(), "file": __file__}
+    answer |= {"runs": runs, "parent": os.getppid(), "ray": os.environ.get("RAY_ADDRESS")}
     pathlib.Path(config["result"]).write_text(json.dumps(answer))
 """
 
 CLIENT = """
+import os, signal
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 app = ClientApp()
+prepared = []
+
+def prepare(run_config, clients):
+    prepared.append(clients)
 
 @app.train()
 def train(msg, context):
+    if context.run_config["mode"] == "die" and context.node_config["partition-id"] == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
     arrays = [array + 1 + context.node_config["partition-id"] for array in msg.content["arrays"].to_numpy_ndarrays()]
     content = {"arrays": ArrayRecord(arrays), "metrics": MetricRecord({"num-examples": 1})}
     return Message(RecordDict(content), reply_to=msg)
@@ -113,45 +123,82 @@ def nothing_is_left(mark, monkeypatch):
 
 
 both_ways = pytest.mark.parametrize("start", [simulate, simulate_in_process], ids=["in-runtime", "in-process"])
+FAILED = (
+    "The run failed: ValueError: warm-up-rounds is 7\nexpected at most 5 (toy/server.py, line {}, in main)\n"
+    "The whole log: {}"
+)
 
 
 @pytest.mark.simulation
-@both_ways
-def test_a_run_completes_with_the_configuration_it_was_given(start, app, tmp_path):
-    result, events = tmp_path / "result.json", []
-    config = {"result": str(result), "note": 'it\'s "quoted", naïve\nand long', "a.x": 3}
-    outcome = start(
-        app,
-        clients=2,
-        run_config=config,
-        log=tmp_path / "run.log",
-        on_event=lambda kind, text: events.append((kind, text)),
-        **({"cpus_per_client": 0.5} if start is simulate else {}),
-    )
-    assert outcome.status == "completed"
-    answer = json.loads(result.read_text())
-    # Two clients add 1 and 2 to what they get, twice: the mean grows by 1.5 a round.
-    assert answer["array"] == [3.0, 3.0]
-    assert answer["config"] == config | {"num-server-rounds": 2, "mode": "work", "a.y": 0.5}
-    assert answer["folder"] == [], "the apps must run in an empty folder: actors import from it first"
-    assert "toy/server.py" in answer["file"] and not answer["file"].startswith(str(app))
-    assert "the server app begins" in outcome.log.read_text()
-    assert "\x1b" not in outcome.log.read_text()
-    assert ("log", "the server app begins") in events
-    assert [kind for kind, _ in events].count("stage") == (4 if start is simulate else 2)
-    print({stage: round(seconds, 1) for stage, seconds in outcome.seconds.items()})
+@pytest.mark.parametrize("kind", [RayEngine, ProcessEngine])
+def test_an_engine_serves_one_run_after_another_with_what_it_started_for_the_first(kind, app, tmp_path):
+    answers, events = [], []
+    config = {"note": 'it\'s "quoted", naïve\nand long', "a.x": 3}
+    with kind(app, 2, 0.5) as engine:
+        for number in range(2):
+            result, log = tmp_path / f"{number}.json", tmp_path / f"{number}.log"
+            changes = {**config, "result": str(result)}
+            outcome = engine.run(changes, log=log, on_event=lambda kind, text: events.append((kind, text)))
+            assert outcome.status == "completed"
+            answers.append(json.loads(result.read_text()))
+            answer = answers[-1]
+            # Two clients add 1 and 2 to what they get, twice: the mean grows by 1.5 a round.
+            assert answer["array"] == [3.0, 3.0]
+            assert answer["config"] == changes | {"num-server-rounds": 2, "mode": "work", "a.y": 0.5}
+            assert answer["folder"] == [], "the apps must run in an empty folder: actors import from it first"
+            assert "toy/server.py" in answer["file"] and not answer["file"].startswith(str(app))
+            assert answer["runs"] == [config["note"]], "a run begins from the same state as the one before it"
+            assert log.read_text().count("the server app begins") == 1 and "\x1b" not in log.read_text()
+            assert ("log", "the server app begins") in events
+            with pytest.raises(RunError) as caught:
+                engine.run(['mode="raise"'], log=log)
+            line = SERVER.splitlines().index('        raise ValueError("warm-up-rounds is 7\\nexpected at most 5")') + 1
+            assert str(caught.value) == FAILED.format(line, log)
+    assert len({answer["parent"] if kind is ProcessEngine else answer["ray"] for answer in answers}) == 1
+    stages = [text for kind, text in events if kind == "stage"]
+    assert len([text for text in stages if text.startswith("Starting")]) == (1 if kind is RayEngine else 0)
 
 
 @pytest.mark.simulation
-@both_ways
-def test_a_failing_server_app_is_reported_with_its_own_words_and_line(start, app, tmp_path):
-    with pytest.raises(RunError) as caught:
-        start(app, clients=2, run_config=['mode="raise"'], log=tmp_path / "run.log")
-    line = SERVER.splitlines().index('        raise ValueError("warm-up-rounds is 7\\nexpected at most 5")') + 1
-    assert str(caught.value) == (
-        "The run failed: ValueError: warm-up-rounds is 7\nexpected at most 5 "
-        f"(toy/server.py, line {line}, in main)\nThe whole log: {tmp_path / 'run.log'}"
-    )
+def test_a_client_whose_process_is_killed_costs_its_part_of_the_run(app, tmp_path):
+    with ProcessEngine(app, 2, 0.5) as engine:
+        config = {"result": str(tmp_path / "result.json"), "mode": "die", "num-server-rounds": 1}
+        outcome = engine.run(config, log=tmp_path / "run.log")
+        assert outcome.status == "completed"
+        assert json.loads((tmp_path / "result.json").read_text())["array"] == [2.0, 2.0], "of the other client"
+    assert "the process that the client ran in has ended" in (tmp_path / "run.log").read_text()
+
+
+@pytest.mark.simulation
+def test_what_the_clients_share_is_read_before_their_processes_are_forked(app, tmp_path):
+    client = app / "toy" / "client.py"
+    say = 'print("prepared for", prepared, "in", os.getpid())'
+    shown = client.read_text().replace("arrays = [", f"{say}\n    arrays = [")
+    client.write_text(shown)
+    with ProcessEngine(app, 2, 0.5) as engine:
+        for number in range(2):
+            log = tmp_path / f"{number}.log"
+            engine.run({"result": str(tmp_path / "result.json")}, log=log)
+            lines = [line for line in log.read_text().splitlines() if line.startswith("prepared for")]
+            assert len(lines) == 4
+            assert {line.split(" in ")[0] for line in lines} == {f"prepared for {[2] * (number + 1)}"}
+            assert len({line.split(" in ")[1] for line in lines}) == 2, "a process for each client at work"
+
+
+@pytest.mark.simulation
+def test_in_turn_the_clients_are_in_the_process_of_the_run(app, tmp_path):
+    config = {"result": str(tmp_path / "result.json")}
+    assert simulate_in_process(app, clients=2, run_config=config, log=tmp_path / "log").status == "completed"
+    assert json.loads((tmp_path / "result.json").read_text())["array"] == [3.0, 3.0]
+
+
+@pytest.mark.simulation
+def test_a_run_that_was_stopped_at_its_limit_is_not_in_the_way_of_the_next(app, tmp_path, mark):
+    with ProcessEngine(app, 2, 0.5) as engine:
+        with pytest.raises(RunError, match="longer than 6 s"):
+            engine.run({"mode": "wait"}, timeout=6)
+        assert marked(mark) == []
+        assert engine.run({"result": str(tmp_path / "result.json")}).status == "completed"
 
 
 @pytest.mark.simulation
@@ -236,7 +283,7 @@ def test_a_folder_without_an_app_and_unknown_keys_are_refused_before_anything_st
 
 def test_an_interpreter_that_ray_cannot_start_is_refused(app, monkeypatch):
     monkeypatch.setattr("sys.executable", "/home/me/my projects/.venv/bin/python")
-    with pytest.raises(RunError, match=r"Ray cannot start .*my projects"):
+    with pytest.raises(RunError, match=r"Ray cannot start .*my projects.* --engine process"):
         simulate(app, clients=2)
 
 

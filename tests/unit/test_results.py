@@ -74,7 +74,7 @@ def test_the_page_has_the_comparisons_own_figures(tmp_path):
     finish(comparison, added.get)
     text = "\n".join(RESULTS["page"](tmp_path))
     assert re.findall("^## (.*)$", text, re.M) == ["PACS"]
-    assert f"tepal compare . --in-process --clients {EXPERIMENTS['pacs'].clients} --seeds 1,2,3" in text
+    assert f"tepal compare . --clients {EXPERIMENTS['pacs'].clients} --seeds 1,2,3" in text
     with (comparison.folder / "comparison.csv").open(newline="") as file:
         rows = {row["strategy"]: row for row in csv.DictReader(file)}
     for strategy in ("fedavg", "fedfrozen"):

@@ -236,8 +236,10 @@ def test_who_cannot_trains_alone_with_the_same_result_and_it_is_said_once(
     if model is not None:
         initial = build(name, image_shape=(1, 8, 8), classes=10, seed=7)
     alone, _ = run(strategy, name, stacked=False, initial=initial, **settings)
+    # Replies are added in the order in which they come. In bfloat16 a last bit of float32 can flip a rounding by 2^-8.
+    close = 1e-2 if "autocast" in settings else 1e-6
     for entry, value in alone.items():
-        np.testing.assert_allclose(stacked[entry], value, rtol=0, atol=1e-6, err_msg=entry)
+        np.testing.assert_allclose(stacked[entry], value, rtol=0, atol=close, err_msg=entry)
 
 
 def test_no_model_is_built_while_another_client_draws_random_numbers():

@@ -1,9 +1,11 @@
 """`tepal compare`: what it runs in which order, what it leaves out when it goes on, and runs that fail."""
 
+import contextlib
 import csv
 import io
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -95,12 +97,12 @@ def compare(monkeypatch, tmp_path):
     `failing` says what instead happens to a strategy, or to one with a seed, after the first round.
     """
     monkeypatch.chdir(ROOT)
-    started, failing = [], {}
+    started, asked, failing = [], [], {}
 
-    def simulate(app, *, clients, run_config, on_event, log, **resources):
+    def simulate(run_config, *, on_event, log):
         config = dict(run_config)
         strategy, seed = config["strategy"], config["seed"]
-        started.append((config, clients, resources))
+        started.append((config, asked[-1]))
         error = failing.get(strategy) or failing.get((strategy, seed))
         if isinstance(error, ValueError):
             raise error  # as before anything is started
@@ -116,7 +118,11 @@ def compare(monkeypatch, tmp_path):
             raise error
         RunDirectory(run, read_config(run)).write_summary()
 
-    monkeypatch.setattr(commands, "simulate", simulate)
+    def engine_for(name, app, **resources):
+        asked.append({"engine": name, **resources})
+        return contextlib.nullcontext(SimpleNamespace(run=simulate, said="Engine: none"))
+
+    monkeypatch.setattr(commands, "engine_for", engine_for)
 
     def run(*arguments, config=f'num-server-rounds=3 runs="{tmp_path / "runs"}"'):
         given = ["-c", config, "--clients", "3"] if config else []
@@ -128,6 +134,7 @@ def compare(monkeypatch, tmp_path):
         started.clear()
         return found
 
+    run.asked = asked
     run.started, run.failing, run.runs, run.cells = started, failing, tmp_path / "runs", cells
     return run
 
@@ -147,7 +154,7 @@ def test_the_runs_differ_in_their_strategy_alone(compare):
     configs = [config for config, *_ in compare.started]
     assert [config.pop("strategy") for config in configs] == ["fedfrozen", "fedavg", "fedacs"]
     assert configs[0] == configs[1] == configs[2] and configs[0]["seed"] == 5
-    assert {clients for _, clients, _ in compare.started} == {3}
+    assert {of["clients"] for _, of in compare.started} == {3}
 
 
 def test_every_strategy_runs_with_every_seed_and_those_of_a_seed_differ_in_it_alone(compare):
@@ -159,7 +166,8 @@ def test_every_strategy_runs_with_every_seed_and_those_of_a_seed_differ_in_it_al
     ]
     assert configs[0] == configs[1] and configs[2] == configs[3] and configs[4] == configs[5]
     assert {**configs[0], "seed": 2} == configs[2]
-    assert {resources["cpus_per_client"] for *_, resources in compare.started} == {0.5}
+    assert {of["cpus"] for _, of in compare.started} == {0.5}
+    assert len(compare.asked) == 1, "one engine serves all runs"
     assert "4/6 fedacs seed 2: round 3/3" in done.output
     (folder,) = compare.runs.glob("*-compare")
     assert [(row["strategy"], row["seed"]) for row in rows_of_runs(folder)] == [
@@ -281,7 +289,7 @@ def test_what_finished_is_not_run_again_and_what_was_under_way_goes_on(compare):
     done = compare("--resume", str(folder), config=None)
     assert done.exit_code == 0, done.output
     configs = [config for config, *_ in compare.started]
-    assert {clients for _, clients, _ in compare.started} == {4}
+    assert {of["clients"] for _, of in compare.started} == {4}
     assert all(config["local-epochs"] == 2 and config["num-server-rounds"] == 3 for config in configs)
     assert [config["resume"] for config in configs] == [str(killed), "", "", ""]
     assert compare.cells() == [("fedacs", 1), ("fedavg", 2), ("fedfrozen", 2), ("fedacs", 2)]
