@@ -280,6 +280,8 @@ def reproduce_command(
         return
     try:
         experiment = find_experiment(name)
+        how = "one process (nothing asks for Ray)" if at_once == 1 else f"{at_once} processes (--at-once {at_once})"
+        typer.echo(f"Engine: {how}")
         page = reproduce(experiment, folder, full=full, said=typer.echo, data=data.expanduser(), at_once=at_once)
         typer.echo((page.parent / "results.md").read_text(encoding="utf-8"))
         typer.echo(f"Results in {page.parent}\n  {page}  (open it in a browser)")

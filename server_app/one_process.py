@@ -15,6 +15,7 @@ import json
 import os
 import pkgutil
 import queue
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -111,8 +112,10 @@ def _forked_run(app: App, config: Mapping[str, Any], clients: int, at_once: int,
     # Clients that take turns, or train together, are with the server: nothing goes through a pipe.
     count = 0 if at_once == 1 or _stacked(config) > 1 else at_once
     pipes = [Pipe() for _ in range(count)]
+    workers = []
     for number, (_, theirs) in enumerate(pipes):
-        if os.fork() == 0:
+        workers.append(os.fork())
+        if workers[-1] == 0:
             for other, (ours, unused) in enumerate(pipes):
                 ours.close()
                 if other != number:
@@ -133,8 +136,9 @@ def _forked_run(app: App, config: Mapping[str, Any], clients: int, at_once: int,
         ours.close()
         theirs.close()
     _, status = os.waitpid(run, 0)
-    for _ in pipes:
-        os.wait()  # they end when the run does, which holds the other ends of their pipes
+    for worker in workers:  # one may be at work still, on what nobody waits for any more
+        os.kill(worker, signal.SIGKILL)
+        os.waitpid(worker, 0)
     return status
 
 
