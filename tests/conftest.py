@@ -33,3 +33,17 @@ def _few_threads():
     import torch
 
     torch.set_num_threads(1)  # small tensors: more threads only wait for each other
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Name the tests that failed in the run before this one, which had others beside it, and have passed alone."""
+    if not config.getoption("lf", False):
+        return
+    stats = terminalreporter.stats
+    failed = {report.nodeid for kind in ("failed", "error") for report in stats.get(kind, ())}
+    passed = [report.nodeid for report in stats.get("passed", ()) if report.when == "call"]
+    if recovered := [name for name in passed if name not in failed]:
+        terminalreporter.section("failed once")
+        terminalreporter.write_line("Failed once and passed when run alone:")
+        for name in recovered:
+            terminalreporter.write_line(f"  {name}")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
-import json
 import os
 import shutil
 import ssl
@@ -15,7 +15,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,13 +22,16 @@ import psutil
 import pytest
 
 from tepal.client_app.node.service import Control
-from tepal.server_app.flower import CONNECTION, Clock, Outcome, Value, connect, follow, stage_app, submit, to_toml
+from tepal.server_app.fleet import open_fleet
+from tepal.server_app.flower import Clock, Outcome, Value, connect, follow, stage_app, submit, to_toml
 from tepal.server_app.loopback import wait_for_node
 from tepal.server_app.processes import MARK, Process, flower_environment, free_port, marked, started, wait_for_http
+from tepal.server_app.provision import load_public_key
 from tests.integration.credentials import authority, node_key
 from tests.integration.relay import Relay
 
 ROOT = Path(__file__).resolve().parents[2]
+SHORT_HEARTBEAT = Path(__file__).parent / "short_heartbeat"
 
 
 class Submitted:
@@ -104,10 +106,15 @@ class Loopback:
         relay: bool,
         inside: Mapping[str, Sequence[str]],
         warm: bool,
+        spare: bool,
+        short_heartbeat: bool,
     ) -> None:
         self.folder = folder
         self.secure = secure
         self.warm = warm
+        self._of_nodes = {"TEPAL_NODE_SPARE": str(int(spare))}
+        if short_heartbeat:
+            self._of_nodes["PYTHONPATH"] = os.pathsep.join([str(SHORT_HEARTBEAT), _python_path()])
         superlink_port, fleet_port, *node_ports = _free_ports(2 + len(nodes))
         self.address = f"127.0.0.1:{superlink_port}"
         self.fleet = f"127.0.0.1:{fleet_port}"
@@ -234,6 +241,8 @@ class Loopback:
         environment = _environment(folder / "home") | {
             "TEPAL_CACHE": str(folder / "cache"), "TEPAL_NODE_STATE": str(folder / "state"),
         }  # fmt: skip
+        if any(name == program.name for program in self._nodes):
+            environment |= self._of_nodes
         log = self.folder / f"{name}.log"
         if name not in self._blocks:
             self._blocks[name] = self._stack.enter_context(contextlib.ExitStack())
@@ -265,14 +274,12 @@ class Loopback:
         wait_for_http(program.health, timeout=120, process=process, context=context)
 
     def _register(self) -> None:
-        def register(key: Path) -> int:
-            command = ("supernode", "register", f"{key}.pub", CONNECTION, "--name", key.name, "--format", "json")
-            answer = json.loads(self.flwr(*command))  # as JSON, a refusal has a good exit status
-            assert answer["success"], answer
-            return int(answer["node-id"])
+        from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
-        with ThreadPoolExecutor(max_workers=2) as pool:
-            self.node_ids = tuple(pool.map(register, self.keys))
+        with open_fleet(self.address, self.root_certificates) as fleet:
+            self.node_ids = tuple(
+                fleet.register(public_key_to_bytes(load_public_key(Path(f"{key}.pub"))), key.name) for key in self.keys
+            )
 
     def _start_all(self) -> None:
         """Start SuperLink and nodes side by side; with authentication a node comes after its key."""
@@ -298,10 +305,11 @@ class Loopback:
     # Runs -------------------------------------------------------------------------------------------------------------
 
     def submit(self, app: Path, run_config: Mapping[str, Value] | None = None, *, timeout: float = 600) -> Submitted:
-        """Submit the app in the folder `app` with `flwr run`, and return as soon as the SuperLink has accepted it.
+        """Submit the app in the folder `app`, and return as soon as the SuperLink has accepted it.
 
-        The run config goes to Flower as it is: nothing is checked before the ServerApp sees it. `timeout` is how long
-        the run is followed.
+        With stock nodes it is submitted by `flwr run`; with warm nodes by the same request, without that process, which
+        takes two seconds. The run config goes to Flower as it is: nothing is checked before the ServerApp sees it.
+        `timeout` is how long the run is followed.
         """
         folder = self.folder / f"run-{next(self._numbers)}"
         bundle, config = folder / "app", folder / "run-config.toml"
@@ -310,7 +318,10 @@ class Loopback:
         config.write_text(to_toml(run_config or {}))
         clock = Clock(lambda kind, text: None, timeout)
         clock.stage("submit", "")
-        run_id = submit(bundle, config, self.superlink, self._environment, clock.left())
+        if self.warm:
+            run_id = _submitted(bundle, config, self.address, self.root_certificates)
+        else:
+            run_id = submit(bundle, config, self.superlink, self._environment, clock.left())
         clock.stage("run", "")
         superlink = self.superlink
         self._runs.append(
@@ -334,6 +345,8 @@ def loopback(
     relay: bool = False,
     inside: Mapping[str, Sequence[str]] | None = None,
     warm: bool = True,
+    spare: bool = False,
+    short_heartbeat: bool = False,
 ) -> Iterator[Loopback]:
     """Start a SuperLink, and a SuperNode for each of the node configs `nodes`.
 
@@ -346,13 +359,19 @@ def loopback(
         relay: Each SuperNode reaches the SuperLink through a relay of its own, `relays[k]`.
         inside: Name of a process (superlink, node-0, …) → a command that runs it, such as `unshare` with its arguments.
         warm: The nodes are `tepal node`; else unchanged `flower-supernode`.
+        spare: Warm nodes keep a process with torch loaded for the next run, as they do by default: with two cores for
+            all, what is not needed had better not be loaded.
+        short_heartbeat: The SuperLink notices after at most 20 s that a node has died, not after 60 s.
     """
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tepal-loopback-")))
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         token = uuid.uuid4().hex
         patch.setenv(MARK, ",".join(filter(None, [os.environ.get(MARK), token])))
-        deployment = Loopback(stack, folder, nodes, secure=secure, relay=relay, inside=inside or {}, warm=warm)
+        deployment = Loopback(
+            stack, folder, nodes, secure=secure, relay=relay, inside=inside or {}, warm=warm, spare=spare,
+            short_heartbeat=short_heartbeat,
+        )  # fmt: skip
         try:
             deployment._start_all()
             yield deployment
@@ -376,11 +395,38 @@ def _running(process: Process, program: str) -> list[psutil.Process]:
     return found
 
 
+def _submitted(bundle: Path, run_config: Path, address: str, root_certificates: Path | None) -> int:
+    """Send the request that `flwr run` sends; return the run's id."""
+    from flwr.cli.build import build_fab_from_disk
+    from flwr.common.config import parse_config_args
+    from flwr.common.serde import fab_to_proto, user_config_to_proto
+    from flwr.proto.control_pb2 import StartRunRequest
+    from flwr.supercore.control import ControlHttpClient
+    from flwr.supercore.fab import Fab
+
+    content = build_fab_from_disk(bundle)
+    request = StartRunRequest(
+        fab=fab_to_proto(Fab(hashlib.sha256(content).hexdigest(), content, {})),
+        override_config=user_config_to_proto(parse_config_args([str(run_config)])),
+    )
+    client = ControlHttpClient.from_server_address(
+        server_address=address,
+        insecure=root_certificates is None,
+        root_certificates=root_certificates.read_bytes() if root_certificates else None,
+        interceptors=(),
+    )
+    with contextlib.closing(client):
+        return int(client.StartRun(request).run_id)
+
+
+def _python_path() -> str:
+    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def _environment(home: Path) -> dict[str, str]:
     home.mkdir(parents=True, exist_ok=True)
-    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return flower_environment(home) | {
-        "PYTHONPATH": os.pathsep.join(path),
+        "PYTHONPATH": _python_path(),
         "OMP_NUM_THREADS": "1",
         "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
     }

@@ -25,7 +25,7 @@ from tests.browser import FLAGS, browser, needs_browser
 from tests.comparisons import comparison_in, finish
 
 playwright = pytest.importorskip("playwright.sync_api")
-pytestmark = [pytest.mark.deployment, pytest.mark.browser, needs_browser]
+pytestmark = [pytest.mark.long, pytest.mark.deployment, pytest.mark.browser, needs_browser]
 
 ROOT = Path(__file__).resolve().parents[2]
 SCREENSHOTS = ROOT / "build" / "screenshots"

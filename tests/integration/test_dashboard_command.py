@@ -10,7 +10,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
+from tepal.server_app.commands import main
 from tests.comparisons import leave_run
 from tests.integration.credentials import authority
 
@@ -83,10 +85,8 @@ def test_without_tls_that_is_said_and_a_token_of_ones_own_is_kept_secret(runs):
         ([".", "--host", "no.such.host.invalid"], "cannot listen on no.such.host.invalid"),
     ],
 )
-def test_what_it_cannot_do_is_said_in_a_sentence(tmp_path, arguments, said):
+def test_what_it_cannot_do_is_said_in_a_sentence(tmp_path, monkeypatch, arguments, said):
     (tmp_path / "short").write_text("short\n")
-    command = [sys.executable, "-m", "tepal.server_app.commands", "dashboard", *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith("error: ") and said in done.stderr
-    assert "Traceback" not in done.stderr
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(main, ["dashboard", *arguments])
+    assert done.exit_code == 1 and done.stderr.splitlines()[-1].startswith("error: ") and said in done.stderr

@@ -4,7 +4,7 @@ import pytest
 
 from tests.figures import figures  # noqa: F401
 
-pytestmark = pytest.mark.deployment
+pytestmark = [pytest.mark.long, pytest.mark.deployment]
 
 
 def test_the_servers_memory_is_measured_beside_flowers(figures):  # noqa: F811

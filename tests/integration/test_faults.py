@@ -24,7 +24,7 @@ pytestmark = pytest.mark.deployment
 
 APP = Path(__file__).parent / "faulty_app"
 SITES = [f"site-{k}" for k in range(6)]
-CUT = 30.0  # seconds without network
+CUT = 5.0  # seconds without network
 
 FAULTS = {
     "site-1": {"1": "nan", "2": "die"},
@@ -124,7 +124,7 @@ def deployment(tmp_path_factory) -> Iterator[Loopback]:
         }
     configs = [f'name="{name}"' for name in SITES]
     configs[5] += f' cache-path="{disk / "client"}"'
-    with loopback(configs, relay=True, inside=inside) as running:
+    with loopback(configs, relay=True, inside=inside, spare=True, short_heartbeat=True) as running:
         running.small_disks = disk if inside else None
         yield running
 
@@ -142,7 +142,7 @@ def faulty(deployment, tmp_path_factory) -> Told:
     try:
         wait_for(lambda: 1 in rounds_of(results), "round 1", submitted)
         relay = deployment.relays[3]
-        relay.throttle(8_000)  # its reply takes eight seconds
+        relay.throttle(32_000)  # its reply takes two seconds
         sent = relay.up
 
         def kept(k: int) -> list[Path]:
@@ -245,7 +245,7 @@ def test_a_full_disk_at_checkpoint_time_is_said_and_the_run_goes_on(faulty, depl
 
 # Slow clients ---------------------------------------------------------------------------------------------------------
 
-DEADLINE = 20.0
+DEADLINE = 10.0  # the nodes have a process ready for the run
 
 
 @pytest.fixture(scope="module")

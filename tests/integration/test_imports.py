@@ -71,6 +71,7 @@ def test_imports_from_a_checkout(checkout, tmp_path):
     assert_top_level_folders(places(checkout, tmp_path / "elsewhere"), checkout)
 
 
+@pytest.mark.long
 def test_imports_from_an_editable_install(checkout, tmp_path):
     site = tmp_path / "site"
     pip("install", "--editable", str(checkout), "--target", str(site), cwd=tmp_path)
@@ -92,6 +93,7 @@ def wheel(checkout, tmp_path_factory) -> Path:
     return file
 
 
+@pytest.mark.long
 def test_imports_from_a_wheel(wheel, tmp_path):
     site = tmp_path / "site"
     pip("install", str(wheel), "--target", str(site), cwd=tmp_path)
@@ -104,6 +106,7 @@ def test_imports_from_a_wheel(wheel, tmp_path):
     }
 
 
+@pytest.mark.long
 def test_a_wheel_brings_only_tepal_into_site_packages(wheel, checkout):
     names = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
     assert {name.split("/")[0] for name in names} == {"tepal"}
@@ -112,6 +115,7 @@ def test_a_wheel_brings_only_tepal_into_site_packages(wheel, checkout):
     assert {f"tepal/{module}" for module in modules(checkout)} <= set(names)
 
 
+@pytest.mark.long
 def test_the_wheel_has_the_version_that_the_package_tells(wheel):
     import tepal
 

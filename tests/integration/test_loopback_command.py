@@ -10,7 +10,9 @@ import uuid
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from tepal.server_app.commands import main
 from tepal.server_app.processes import MARK, marked
 from tepal.server_app.run_directory import read_metrics, read_summary
 
@@ -20,9 +22,12 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIG = "num-server-rounds=2 local-epochs=1 fedfrozen.warmup-rounds=1"
 
 
-def command(runs: Path, *options: str) -> list[str]:
-    program = [sys.executable, "-m", "tepal.server_app.commands", "loopback", str(ROOT)]
-    return [*program, "--clients", "2", "-c", f'{CONFIG} runs="{runs}"', *options]
+def arguments(runs: Path, *options: str) -> list[str]:
+    return ["--clients", "2", "-c", f'{CONFIG} runs="{runs}"', *options]
+
+
+def command(*options: str) -> list[str]:
+    return [sys.executable, "-m", "tepal.server_app.commands", "loopback", str(ROOT), *options]
 
 
 @pytest.fixture
@@ -30,7 +35,10 @@ def environment():
     """Of the command; in the end none of its processes may be left, nor a temporary file."""
     token = uuid.uuid4().hex
     with tempfile.TemporaryDirectory(prefix="t-") as temporary:  # a short path, for sockets
-        yield {**os.environ, MARK: token, "PYTHONPATH": str(ROOT), "COLUMNS": "200", "TMPDIR": temporary}
+        yield {
+            **os.environ, MARK: token, "PYTHONPATH": str(ROOT), "COLUMNS": "200", "TMPDIR": temporary,
+            "TEPAL_NODE_SPARE": "0",
+        }  # fmt: skip
 
         def left() -> list:  # the log of a run that was killed stays
             return [*marked(token), *(name for name in os.listdir(temporary) if not name.endswith(".log"))]
@@ -42,7 +50,8 @@ def environment():
 
 
 def test_it_runs_the_app_on_warm_nodes_and_leaves_nothing_but_the_run(tmp_path, environment):
-    done = subprocess.run(command(tmp_path / "runs"), env=environment, capture_output=True, text=True, timeout=300)
+    program = command(*arguments(tmp_path / "runs"))
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     run = (tmp_path / "runs" / "latest").resolve()
     summary, rounds = read_summary(run), read_metrics(run)
@@ -53,7 +62,8 @@ def test_it_runs_the_app_on_warm_nodes_and_leaves_nothing_but_the_run(tmp_path, 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_whatever_ends_it_nothing_is_left(number, tmp_path, environment):
-    program, both = command(tmp_path / "runs", "--verbose"), {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    program = command(*arguments(tmp_path / "runs", "--verbose"))
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     with subprocess.Popen(program, env=environment, text=True, **both) as process:
         for line in process.stdout:
             if "Submitting" in line:  # SuperLink and nodes are up
@@ -64,10 +74,11 @@ def test_whatever_ends_it_nothing_is_left(number, tmp_path, environment):
         process.stdout.read()
 
 
-def test_what_is_wrong_is_said_before_anything_starts(tmp_path, environment):
+def test_what_is_wrong_is_said_before_anything_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr("subprocess.Popen", None)  # whatever is started
     for options, said in (
         (["-c", "num-server-rounds=0"], "num-server-rounds=0"),
         (["--node-config", "a=1"], "there are 1 node configs for 2 clients"),
     ):
-        done = subprocess.run(command(tmp_path, *options), env=environment, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 1 and said in done.stderr, done.stderr
+        done = CliRunner().invoke(main, ["loopback", str(ROOT), *arguments(tmp_path, *options)])
+        assert done.exit_code == 1 and said in done.stderr, done.output

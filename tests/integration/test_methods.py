@@ -37,6 +37,10 @@ METHODS = {
     # What int8 leaves out is kept beside the client's own model, and outlives what that outlives.
     "apfl": {"wire-dtype-down": "bfloat16", "wire-dtype-up": "int8"},
 }
+FIRST = ("apfl",)
+"""Of it the clients have the most to keep. The others take part in `make test-all`; that each is resumed with the same
+bits is shown without a deployment by tests/unit/strategies."""
+PARAMS = [pytest.param(name, marks=() if name in FIRST else pytest.mark.long) for name in METHODS]
 
 
 def flat(table: dict, prefix: str = "") -> dict:
@@ -63,7 +67,7 @@ def layout():
     return find_blocks(build("tiny-vit", image_shape=(1, 8, 8), classes=10, seed=42))
 
 
-@pytest.fixture(scope="module", params=METHODS)
+@pytest.fixture(scope="module", params=PARAMS)
 def interrupted(request, deployment, tmp_path_factory):
     """(name, run directory) of a run whose ServerApp was killed; node 0 was restarted before it went on."""
     name = request.param

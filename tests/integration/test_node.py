@@ -81,10 +81,10 @@ def deployment(tmp_path_factory) -> Iterator[Loopback]:
     if may_mount():
         disk = tmp_path_factory.mktemp("disk")
         inside["node-2"] = (*SMALL_DISK, "16k", str(disk), "env", f"TEPAL_NODE_STATE={disk}")
-    with loopback([f'name="site-{k}"' for k in range(3)], secure=True, relay=True, inside=inside) as running:
+    sites = [f'name="site-{k}"' for k in range(3)]
+    with loopback(sites, secure=True, relay=True, inside=inside, spare=True, short_heartbeat=True) as running:
         running.small_disk = bool(inside)
-        # It takes a minute until the SuperLink takes the key of a SuperNode that was killed; the last test but three
-        # looks at it.
+        # It takes some 20 s until the SuperLink takes the key of a SuperNode that was killed; a later test looks at it.
         running.killed = pids(running, 1)["supernode"]
         os.kill(running.killed, signal.SIGKILL)
         yield running
@@ -97,9 +97,11 @@ def chat(deployment, tmp_path_factory) -> Chat:
 
 def in_hand(running: Loopback, k: int, chat: Chat, do: str) -> Callable[..., dict]:
     """Ask client k, and return what waits for its answer when its app has the message."""
+    begun = chat.folder / "begun"
+    begun.unlink(missing_ok=True)
     answers = chat.ask(**{f"site_{k}": do})
-    wait_for(lambda: running.control(k).status().message_type, f"a message in hand of node {k}")
-    time.sleep(0.5)
+    wait_for(begun.exists, f"a message in hand of node {k}")
+    assert running.control(k).status().message_type
     return answers
 
 
@@ -162,10 +164,12 @@ def test_who_stops_a_node_twice_does_not_wait(deployment, chat):
     """But for the word that says so, which takes two seconds on a slow line."""
     answers = in_hand(deployment, 0, chat, "sleep:60")
     node, relay = deployment.nodes[0], deployment.relays[0]
+    said = lambda: log_of(deployment, 0).count("it finishes its message first")  # noqa: E731
+    before = said()
     try:
         relay.throttle(8_000)
         os.kill(node.pid, signal.SIGTERM)
-        time.sleep(0.5)
+        wait_for(lambda: said() > before, "its word that it is stopping")
         os.kill(node.pid, signal.SIGTERM)
         assert node.wait(40) == 0  # not the sixty that the app would have slept
         answer = answers(30)["site-0"]
@@ -240,6 +244,7 @@ def resources(running: Loopback, k: int) -> dict[str, tuple[int, int]]:
     return found
 
 
+@pytest.mark.long
 def test_a_hundred_exchanges_leave_nothing_behind(deployment, chat):
     def temporary() -> int:
         return sum(1 for _ in (deployment.folder / "node-0" / "state").glob("tepal-node-*/**/*"))

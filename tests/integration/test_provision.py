@@ -91,8 +91,8 @@ def test_a_site_gets_in_by_its_archive_until_it_is_revoked_and_again_with_a_new_
         again = tepal("revoke", str(folder), "south", "--superlink", control)
         assert f"the SuperLink at {control} had its key unregistered before" in again
 
-        for name, site in (("revoked", first), ("revoked-early", unpacked("south", "south"))):
-            with supernode(site, name) as node:
+        with supernode(first, "revoked") as one, supernode(unpacked("south", "south"), "revoked-early") as other:
+            for node in (one, other):
                 assert node.wait(120) == 1, node.tail()
                 assert "[code: 2004] Failed to activate SuperNode." in node.log.read_text()
 

@@ -74,14 +74,14 @@ def wait_for_round(runs: Path, number: int, alive) -> None:
     wait_for(lambda: rounds_done(runs) >= number, f"the end of round {number}", alive)
 
 
-@pytest.mark.simulation
-def test_a_simulation_that_is_killed_three_times_ends_as_if_it_never_was(tmp_path, uninterrupted, monkeypatch):
+@pytest.mark.parametrize("kills", [1, pytest.param(3, marks=pytest.mark.long)])
+def test_a_simulation_that_is_killed_ends_as_if_it_never_was(tmp_path, uninterrupted, monkeypatch, kills):
     monkeypatch.delenv("TEPAL_CACHE")
-    draw = random.Random(20)
-    points = [(number, draw.uniform(0, 1.5)) for number in sorted(draw.sample(range(6), 3))]
+    draw, rounds = random.Random(20), 3 + kills
+    points = [(number, draw.uniform(0, 0.5)) for number in sorted(draw.sample(range(rounds - 1), kills))]
     print(f"killed after rounds and seconds {points}")
     runs = tmp_path / "runs"
-    config = {**CONFIG, "num-server-rounds": 6, "min-clients": 3, "runs": str(runs)}
+    config = {**CONFIG, "num-server-rounds": rounds, "min-clients": 3, "runs": str(runs)}
     (tmp_path / "config.toml").write_text(to_toml(config))
 
     def simulation(*arguments: str):
@@ -107,28 +107,29 @@ def test_a_simulation_that_is_killed_three_times_ends_as_if_it_never_was(tmp_pat
 
 
 @pytest.mark.deployment
-def test_a_deployment_whose_server_is_killed_goes_on_and_ends_as_if_it_never_was(tmp_path, uninterrupted):
-    """First the ServerApp alone is killed, then the SuperLink with all that it knew; with TLS and registered nodes."""
+@pytest.mark.parametrize("kills", ["SuperLink", pytest.param("ServerApp, SuperLink", marks=pytest.mark.long)])
+def test_a_deployment_whose_server_is_killed_goes_on_and_ends_as_if_it_never_was(tmp_path, uninterrupted, kills):
+    """The SuperLink is killed with all that it knew, or first the ServerApp alone; with TLS and registered nodes.
+
+    That the ServerApp alone is killed, test_methods.py shows as well.
+    """
     draw = random.Random(3)
     runs = tmp_path / "runs"
-    config = {**CONFIG, "num-server-rounds": 4, "min-clients": 2, "runs": str(runs)}
+    config = {**CONFIG, "num-server-rounds": 5, "min-clients": 2, "runs": str(runs)}
     with loopback(partitions(2), secure=True) as running:
         submitted = running.submit(ROOT, config)
         wait_for_round(runs, 1, lambda: submitted.running)
-        time.sleep(draw.uniform(0, 8))
-        (server_app,) = running.server_apps()
-        server_app.kill()
-        before = rounds_done(runs)
-
-        # All that is given now is which run shall go on. Flower does not know yet that the ServerApp is dead.
-        submitted = running.submit(ROOT, {"resume": str(runs)})
-        wait_for_round(runs, before + 1, lambda: submitted.running)
-        time.sleep(draw.uniform(0, 8))
+        time.sleep(draw.uniform(0, 0.3))
+        if kills.startswith("ServerApp"):
+            (server_app,) = running.server_apps()
+            server_app.kill()
+            before = rounds_done(runs)
+            # All that is given now is which run shall go on. Flower does not know yet that the ServerApp is dead.
+            submitted = running.submit(ROOT, {"resume": str(runs)})
+            wait_for_round(runs, before + 1, lambda: submitted.running)
         running.kill_superlink()
 
-        running.start_superlink()
-        for k in range(2):
-            running.start_node(k)
+        running.start_superlink()  # the nodes come back by themselves
         outcome = running.run(ROOT, {"resume": str(runs)})
         assert outcome.status == "completed", explain(outcome.log.read_text(), outcome.details)
     assert len(list(runs.glob("*-fedfrozen"))) == 1

@@ -13,7 +13,7 @@ from tests.browser import needs_browser
 from tests.comparisons import leave_run
 from tests.integration.test_browser import chromium, dashboard_of, opened, show_everything  # noqa: F401
 
-pytestmark = [pytest.mark.deployment, pytest.mark.browser, needs_browser]
+pytestmark = [pytest.mark.long, pytest.mark.deployment, pytest.mark.browser, needs_browser]
 
 
 def saved(page, key, kind, folder):

@@ -19,7 +19,7 @@ from tests.integration.loopback import Loopback, loopback, partitions
 
 pytestmark = pytest.mark.deployment
 
-SITES = ["site-0", "site-1", "site-2"]
+SITES = ["site-0", "site-1"]
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +36,18 @@ def supernode(
     command = ["flower-supernode", "--superlink", fleet or deployment.fleet, "--root-certificates", str(trust)]
     command += ["--auth-supernode-private-key", str(key)] if key else []
     return deployment.start(name, *command, "--host", "127.0.0.1", "--port", str(free_port()))
+
+
+@pytest.fixture(scope="module")
+def strangers(deployment) -> dict[str, Process]:
+    """SuperNodes that are not let in, or do not trust the server. They try side by side, and while others wait."""
+    keys = deployment.folder / "keys"
+    other = authority(keys, "other").certificate
+    return {
+        "stranger": supernode(deployment, "stranger", node_key(keys, "stranger")),
+        "keyless": supernode(deployment, "keyless", None),
+        "distrustful": supernode(deployment, "distrustful", deployment.keys[0], trust=other),
+    }
 
 
 def refusal(process: Process) -> str:
@@ -73,7 +85,7 @@ ROLL_CALL = {
         clientapp = "client_app:app"
 
         [tool.flwr.app.config]
-        sites = "3 2"
+        sites = "2 1"
         """,
     "server_app.py": """
         import time
@@ -113,43 +125,42 @@ ROLL_CALL = {
 
 
 def roll_call(folder: Path) -> Path:
-    """Write an app that asks all sites for an answer, once while there are three of them and once while two."""
+    """Write an app that asks all sites for an answer, once while there are two of them and once while one."""
     folder.mkdir()
     for name, text in ROLL_CALL.items():
         (folder / name).write_text(textwrap.dedent(text).lstrip())
     return folder
 
 
-def test_a_run_has_the_registered_sites_and_goes_on_without_the_one_whose_key_is_revoked(deployment, tmp_path):
-    """The key of the third is revoked between two exchanges of one run."""
+def test_a_run_has_the_registered_sites_and_goes_on_without_the_one_whose_key_is_revoked(
+    deployment, strangers, tmp_path
+):
+    """The key of the second is revoked between two exchanges of one run."""
     run = deployment.submit(roll_call(tmp_path / "roll-call"), timeout=300)
-    wait_until(lambda: "3 answers:" in run.log_text() or not run.running, "the answers of three sites")
-    deployment.flwr("supernode", "unregister", str(deployment.node_ids[2]))
+    wait_until(lambda: "2 answers:" in run.log_text() or not run.running, "the answers of two sites")
+    deployment.flwr("supernode", "unregister", str(deployment.node_ids[1]))
     outcome = run.wait()
     log = run.log_text()
     assert outcome.status == "completed", explain(log, outcome.details)
-    said = dict(line.split(": ") for line in log.splitlines() if line.startswith(("3 ", "2 ")))
-    for what, sites in {"3 sites": SITES, "3 answers": SITES, "2 sites": SITES[:2], "2 answers": SITES[:2]}.items():
+    said = dict(line.split(": ") for line in log.splitlines() if line.startswith(("2 ", "1 ")))
+    for what, sites in {"2 sites": SITES, "2 answers": SITES, "1 sites": SITES[:1], "1 answers": SITES[:1]}.items():
         assert said[what].split() == sites
 
     # Its SuperNode ends, with a good status and no word on why; started again, it is refused like a stranger.
-    assert deployment.nodes[2].wait(120) == 0
-    assert "SuperNode terminated gracefully." in deployment.nodes[2].log.read_text()
-    assert "[code: 2004] Failed to activate SuperNode." in refusal(supernode(deployment, "revoked", deployment.keys[2]))
-    assert all(node.running for node in deployment.nodes[:2])
+    assert deployment.nodes[1].wait(120) == 0
+    assert "SuperNode terminated gracefully." in deployment.nodes[1].log.read_text()
+    assert "[code: 2004] Failed to activate SuperNode." in refusal(supernode(deployment, "revoked", deployment.keys[1]))
+    assert deployment.nodes[0].running
     print(f"roll call: {outcome.seconds}")
 
 
-def test_a_key_that_nobody_registered_is_refused(deployment):
-    before = deployment.superlink.log.stat().st_size
-    log = refusal(supernode(deployment, "stranger", node_key(deployment.folder / "keys", "stranger")))
-    assert "[code: 2004] Failed to activate SuperNode." in log
-    told = deployment.superlink.log.read_bytes()[before:].decode()
-    assert "exception: No SuperNode found with the given public key." in told
+def test_a_key_that_nobody_registered_is_refused(deployment, strangers):
+    assert "[code: 2004] Failed to activate SuperNode." in refusal(strangers["stranger"])
+    assert "exception: No SuperNode found with the given public key." in deployment.superlink.log.read_text()
 
 
-def test_a_supernode_without_a_key_is_refused(deployment):
-    log = refusal(supernode(deployment, "keyless", None))
+def test_a_supernode_without_a_key_is_refused(strangers):
+    log = refusal(strangers["keyless"])
     assert "[code: 2001] SuperNode authentication is enabled. All SuperNodes must be registered via the CLI." in log
 
 
@@ -196,9 +207,8 @@ def test_a_site_cannot_act_for_another(deployment, monkeypatch):
 # Whom a site trusts ---------------------------------------------------------------------------------------------------
 
 
-def test_a_server_whose_certificate_is_of_another_authority_is_not_trusted(deployment):
-    other = authority(deployment.folder / "keys", "other").certificate
-    log = refusal(supernode(deployment, "distrustful", deployment.keys[0], trust=other))
+def test_a_server_whose_certificate_is_of_another_authority_is_not_trusted(strangers):
+    log = refusal(strangers["distrustful"])
     assert "CERTIFICATE_VERIFY_FAILED: unable to get local issuer certificate" in log
 
 
@@ -254,5 +264,5 @@ def test_only_the_fleet_api_can_be_reached_from_another_machine(deployment, outd
     assert open_to("127.0.0.1", control) and not open_to("127.0.0.2", control)
     assert open_to("127.0.0.1", fleet) and open_to("127.0.0.2", fleet)
     # The nodes' own APIs, through which their apps get their data, are for their machine alone.
-    for node in deployment.nodes[:2]:
+    for node in deployment.nodes[:1]:
         assert [address for address, _ in listening(node)] == ["127.0.0.1"]

@@ -44,7 +44,7 @@ class Deployment:
         home.mkdir(exist_ok=True)
         return flower_environment(home) | {
             "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TEPAL_CACHE": str(home / "cache"),
-            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
+            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1", "TEPAL_NODE_SPARE": "0",
         }  # fmt: skip
 
     def command(self, *more):

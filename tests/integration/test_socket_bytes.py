@@ -18,18 +18,18 @@ MODEL = 100 * 25_000 * 4
 LARGE = 100_000  # bytes of a burst that carries part of a model, and not polls alone
 
 
-@pytest.fixture(scope="module")
-def exchanges(tmp_path_factory):
+@pytest.fixture(scope="module", params=["warm", pytest.param("stock", marks=pytest.mark.long)])
+def exchanges(request, tmp_path_factory):
     """(Bytes up and down, and the seconds they took to pass, by round; the rounds' own figures; idle bytes a second).
 
     With TLS and a registered key. A round is what passes from the end of the one before to its own end; in the first
     one the app's bundle passes as well, so it is left out.
     """
     results = tmp_path_factory.mktemp("large") / "rounds.jsonl"
-    with loopback(["name=0"], secure=True, relay=True, warm=False) as running:
+    with loopback(["name=0"], secure=True, relay=True, warm=request.param == "warm") as running:
         (relay,) = running.relays
         begun = time.monotonic()
-        time.sleep(10)
+        time.sleep(10 if request.param == "stock" else 3)  # several polls
         idle = [moved / (time.monotonic() - begun) for moved in relay.moved(begun)]
         outcome = running.run(APP, {"results": str(results), "rounds": 4})
         assert outcome.status == "completed", explain(outcome.log.read_text(), outcome.details)
@@ -62,6 +62,8 @@ def test_the_socket_carries_hardly_more_than_the_payload(exchanges, way):
         assert 1 <= ratio <= 1.01
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("exchanges", ["stock"], indirect=True)
 def test_an_exchange_takes_less_than_a_second_without_flowers_waits(exchanges):
     """Both transfers, and what both sides of the exchange do before and after them. Not in it: starting a process for
     every message, polls, and what passes between processes of one machine."""

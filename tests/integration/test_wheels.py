@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PLATFORMS = [f"manylinux_2_{minor}_aarch64" for minor in range(36, 16, -1)] + ["manylinux2014_aarch64"]  # Debian 12's
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_every_dependency_of_a_client_has_a_wheel_for_aarch64(tmp_path):
     """By the resolver, for another machine than this: nothing is downloaded but metadata, and nothing is installed."""

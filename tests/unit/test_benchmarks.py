@@ -10,6 +10,8 @@ from tests.figures import figures  # noqa: F401
 
 ROOT = Path(__file__).parents[2]
 
+pytestmark = pytest.mark.long
+
 
 def test_fedfrozen_moves_what_the_closed_form_says(figures):  # noqa: F811
     result = figures("bytes.py", "--rounds", "5", "--warmup", "2")

@@ -97,7 +97,7 @@ RUN_BY = {
     "flower-superlink": "tests/integration/test_loopback.py",
     "flower-supernode": "tests/integration/test_loopback.py",
     "ssh-keygen": "tests/integration/credentials.py",
-    "flwr supernode register": "tests/integration/loopback.py",
+    "flwr supernode register": "tests/integration/test_node.py",
     "flwr run . CONNECTION --stream --run-config conf/": "tests/integration/test_methods.py",
     "flwr run": "tests/integration/test_loopback.py",
 }

@@ -77,6 +77,7 @@ def target(page, link):
     return path, unquote(parts.fragment)
 
 
+@pytest.mark.long
 def test_every_page_is_built_and_in_the_navigation(pages):
     sources = {str(path.relative_to(DOCS).with_suffix(".html")) for path in DOCS.rglob("*.md")}
     assert sources == pages.keys()
@@ -84,6 +85,7 @@ def test_every_page_is_built_and_in_the_navigation(pages):
     assert sources <= {found[0] for found in reached if found}
 
 
+@pytest.mark.long
 def test_every_link_leads_to_a_page_and_a_place_in_it(site, pages):
     nowhere = []
     for name, page in pages.items():
@@ -98,6 +100,7 @@ def test_every_link_leads_to_a_page_and_a_place_in_it(site, pages):
     assert not nowhere
 
 
+@pytest.mark.long
 def test_no_link_leaves_for_files_of_the_repository(pages):
     """Without a known place of the repository there is nothing to link to; the text says which file it is."""
     outside = [link for page in pages.values() for link in page.links if re.search(r"\.(py|toml|sh)$", link)]
@@ -125,6 +128,7 @@ def test_links_to_files_of_the_repository_lead_to_where_it_is_or_nowhere(caplog)
     assert "a.md links to gone.py, which the repository does not have" in caplog.text
 
 
+@pytest.mark.long
 def test_everything_that_a_page_loads_is_of_the_site(site, pages):
     for name, page in pages.items():
         for load in page.loads:
@@ -134,6 +138,7 @@ def test_everything_that_a_page_loads_is_of_the_site(site, pages):
             assert not re.search(r"@import|url\(\s*['\"]?(?:https?:)?//", style), f"{name}: {style[:200]}"
 
 
+@pytest.mark.long
 def test_no_style_or_picture_asks_another_host(site):
     for path in [*site.rglob("*.css"), *site.rglob("*.svg")]:
         text = re.sub(r"/\*.*?\*/", "", path.read_text(), flags=re.DOTALL)
@@ -143,6 +148,7 @@ def test_no_style_or_picture_asks_another_host(site):
         assert not re.search(r"(href|src)\s*=\s*['\"]https?:", text), path
 
 
+@pytest.mark.long
 def test_the_reference_has_every_public_name(pages):
     for package in (client_app, exchange, models, strategies):
         page = pages[f"reference/{package.__name__.split('.')[1]}.html"]
@@ -150,6 +156,7 @@ def test_the_reference_has_every_public_name(pages):
         assert not missing, package.__name__
 
 
+@pytest.mark.long
 def test_pictures_are_described(site):
     for path in [DOCS / "main-job.svg", *DOCS.glob("methods/*.svg")]:
         text = path.read_text()

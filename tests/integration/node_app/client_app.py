@@ -2,6 +2,7 @@
 
 import os
 import time
+from pathlib import Path
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -15,6 +16,7 @@ count = 0
 def train(msg, context):
     global count
     count += 1
+    Path(context.run_config["folder"], "begun").touch()
     kind, _, number = msg.content["todo"]["do"].partition(":")
     if kind == "sleep":
         time.sleep(float(number))

@@ -248,7 +248,7 @@ def test_a_run_on_characters(tmp_path, monkeypatch):
     path = tmp_path / "play.txt"
     path.write_text(PLAY)
     data = {"dataset": str(path), "partitioner": "iid", "min_partition_size": 1, "text_length": 8}
-    left = in_process(tmp_path, 2, model="char-lstm", strategy="fedavg", local_steps=20, learning_rate=0.01, **data)
+    left = in_process(tmp_path, 2, model="char-lstm", strategy="fedavg", local_steps=8, learning_rate=0.03, **data)
     lines = read_metrics(left)
     assert not any(line["refused"] or line["lost"] for line in lines)
     perplexities = [line["perplexity"] for line in lines]

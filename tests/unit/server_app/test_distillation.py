@@ -81,7 +81,7 @@ def test_the_same_ensemble_gives_the_same_student_whatever_the_model_was_before(
     assert first["weight"].tobytes() == second["weight"].tobytes() != other["weight"].tobytes()
 
 
-def test_members_are_taken_one_by_one():
+def test_members_are_taken_one_by_one(quick_gc):
     seen, left = [], []
 
     def members():

@@ -35,7 +35,7 @@ def texts(request, tmp_path):
     """A run config on texts of a kind."""
     rng, path = np.random.default_rng(0), tmp_path / "texts.jsonl"
     if request.param == "next-character":
-        (tmp_path / "play.txt").write_text("\n\n".join(f"{name}:\n" + "aaab\n" * 240 for name in "ABCD"))
+        (tmp_path / "play.txt").write_text("\n\n".join(f"{name}:\n" + "aaab\n" * 80 for name in "ABCD"))
         return {"dataset": str(tmp_path / "play.txt"), "model": "char-lstm", "text-length": 5,
                 "min-partition-size": 2}  # fmt: skip
     rows = []
@@ -74,7 +74,7 @@ def test_a_run_of_fedbe_on_texts_learns(texts, tmp_path, monkeypatch):
     given |= {"partitioner": "iid", "server-share": 0.2, "fedbe.samples": 2, "fedbe.learning-rate": 0.01}
     given |= {"fedbe.epochs": 5, "local-epochs": 20, "learning-rate": 0.02}
     if texts["model"] == "char-lstm":
-        given |= {"local-steps": 20, "fedbe.epochs": 1}
+        given |= {"local-steps": 8, "learning-rate": 0.05, "fedbe.epochs": 1}
     nodes = [Node(app, {"partition-id": k, "num-partitions": 2}) for k in range(2)]
     told = read_metrics(run(InProcessGrid(nodes, given), given))
     assert not any(line["refused"] or line["lost"] for line in told)

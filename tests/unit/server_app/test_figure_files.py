@@ -89,6 +89,7 @@ def saved_by_the_page(file, folder):
 @needs_kaleido
 @needs_browser
 @pytest.mark.browser
+@pytest.mark.long
 def test_the_figures_of_a_run_are_files_of_the_size_and_colours_for_a_paper(run, tmp_path):
     done = report(run, "--figures", "png", "--output", tmp_path / "for" / "paper")
     assert done.exit_code == 0, done.output
@@ -107,6 +108,7 @@ def test_the_figures_of_a_run_are_files_of_the_size_and_colours_for_a_paper(run,
 @needs_kaleido
 @needs_browser
 @pytest.mark.browser
+@pytest.mark.long
 def test_what_a_page_saves_is_what_the_command_writes(tmp_path):
     """Of a comparison, whose page has colours of its own and a legend of many; the reader's colours are dark."""
     folder = tmp_path / "20261122-101500-compare"
@@ -136,6 +138,7 @@ def test_what_a_page_saves_is_what_the_command_writes(tmp_path):
 
 @needs_browser
 @pytest.mark.browser
+@pytest.mark.long
 def test_a_report_saves_all_its_figures(run, tmp_path):
     saved = saved_by_the_page(write_report(run), tmp_path)
     assert {kind: [name for name, _ in each] for kind, each in saved.items()} == {
@@ -145,6 +148,7 @@ def test_a_report_saves_all_its_figures(run, tmp_path):
 
 @needs_browser
 @pytest.mark.browser
+@pytest.mark.long
 def test_of_a_figure_with_rounds_the_one_that_the_reader_chose_is_saved(tmp_path):
     plot = empty_plot("of the last round", "")
     plot.add_scatter(x=[1], y=[1], text=["last"], mode="markers+text", meta={"role": "main"})

@@ -158,6 +158,7 @@ def test_local_steps_of_the_toy_are_gradient_steps_and_repetitions_do_not_touch(
         np.testing.assert_allclose(end, w, rtol=1e-10)
 
 
+@pytest.mark.long
 def test_the_toys_bias_is_flat_and_its_variance_falls(monkeypatch):
     """The paper's claim, with a tenth of the repetitions and half the modes."""
     experiment = EnsembleToy()

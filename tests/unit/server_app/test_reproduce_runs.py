@@ -217,7 +217,7 @@ def test_a_cell_is_computed_after_those_that_it_needs(tmp_path, at_once):
     assert (os.getpid() in {of["process"] for of in kept}) == (at_once == 1)
 
 
-@pytest.mark.parametrize("at_once", [1, 2])
+@pytest.mark.parametrize("at_once", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_what_needs_a_cell_that_is_not_there_is_left_out(tmp_path, at_once):
     (tmp_path / "sums").mkdir()
     (tmp_path / "sums" / "no-c").touch()
@@ -305,6 +305,7 @@ class Slow(Sums):
         time.sleep(60)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="processes are looked for in /proc")
 def test_processes_of_cells_end_with_the_one_that_started_them(tmp_path):
     code = (
@@ -390,6 +391,7 @@ def cut(cell):
     return replace(cell, options={**cell.options, "config": config})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "asked"),
     [
@@ -511,6 +513,7 @@ def claimed(dataset, config):
     return {**config, "dataset": dataset, "dataset-path": str(Path(folder) / f"{dataset.replace('-', '_')}.npz")}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dataset", ["digits", "mnist"])
 def test_fed_ensemble_is_above_fedavg_with_two_labels_a_client(tmp_path, dataset):
     scores = {}
@@ -525,6 +528,7 @@ def test_fed_ensemble_is_above_fedavg_with_two_labels_a_client(tmp_path, dataset
     assert scores["fedensemble"] > scores["fedavg"], scores
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dataset", ["digits", "fashion-mnist"])
 def test_fedacs_is_above_fedavg_with_two_classes_a_client(tmp_path, dataset):
     cells, scores = {cell.name: cell for cell in FedAcs().cells(False)}, {}

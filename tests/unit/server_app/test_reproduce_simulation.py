@@ -275,6 +275,7 @@ def test_medians_and_quartiles_count_what_diverged_as_the_largest():
     assert spread([None, math.nan, 1.0]) == (math.inf, math.inf, math.inf)
 
 
+@pytest.mark.long
 def test_an_interior_warmup_is_best_under_shift_and_the_ratio_falls_with_local_steps():
     """The paper's two claims, at ρ = 2, with one seed and 50 rounds."""
     experiment = FedFrozenSimulation()

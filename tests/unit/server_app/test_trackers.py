@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -75,8 +76,20 @@ def check_that_they_show(run, wanted=None):
     assert dict(shown) == wanted
 
 
+@pytest.fixture(scope="module")
+def empty_database(tmp_path_factory):
+    """A database of MLflow with all its tables: MLflow makes them by some fifty migrations, which take seconds."""
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+    folder = tmp_path_factory.mktemp("mlflow")
+    SqlAlchemyStore(f"sqlite:///{folder / 'mlflow.db'}", folder.as_uri())
+    return folder / "mlflow.db"
+
+
 @pytest.fixture
-def directory(tmp_path):
+def directory(tmp_path, empty_database):
+    (tmp_path / "runs").mkdir()
+    shutil.copy(empty_database, tmp_path / "runs")
     return RunDirectory.create(tmp_path / "runs", "fedavg", {**defaults(), **BOTH})
 
 

@@ -1161,7 +1161,7 @@ def test_a_run_that_is_resumed_with_the_model_reads_its_models_right_or_says_why
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_reply_is_let_go_of_when_it_is_stored(monkeypatch):
+def test_a_reply_is_let_go_of_when_it_is_stored(monkeypatch, quick_gc):
     add, alive = ModelKeeper.add, []
 
     def watched(keeper, reply):
@@ -1191,7 +1191,7 @@ def own_bytes(array):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_no_models_of_clients_pile_up_in_memory_when_they_have_been_sent(dtype):
+def test_no_models_of_clients_pile_up_in_memory_when_they_have_been_sent(dtype, quick_gc):
     """A cohort may be large: what is made for one client to be sent must not stay until the round has ended."""
     start = {"w": _RNG.normal(size=(40, 5)).astype(dtype)}
     strategy = FedACS(quantile=0.2)
@@ -1221,7 +1221,7 @@ def unnamed_files(folder):
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="Linux says what is mapped")
-def test_only_one_rounds_mixtures_take_room_on_the_disk(tmp_path):
+def test_only_one_rounds_mixtures_take_room_on_the_disk(tmp_path, quick_gc):
     files = []
 
     def count(report, network, app):

@@ -401,7 +401,7 @@ def test_a_run_that_was_stopped_and_goes_on_equals_one_that_was_not(tmp_path, st
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
-def test_one_model_of_the_ensemble_at_a_time_is_in_memory():
+def test_one_model_of_the_ensemble_at_a_time_is_in_memory(quick_gc):
     left = []
 
     def distil(models, student):

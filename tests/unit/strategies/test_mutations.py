@@ -1,4 +1,4 @@
-"""Messages that are changed on their way: 1,000 at random, and the kinds that chance does not find.
+"""Messages that are changed on their way: two of each kind, 1,000 at random, and what chance does not find.
 
 Three clients run FedFrozen's method, with a second tree and with personal state, over two or three rounds, of which
 the last is clean. The model that must come out is computed here, from what clients make of a model and from who was
@@ -254,6 +254,19 @@ def mutations(kinds, *, again=False):
     )
 
 
+def two_of_each(kinds):
+    """Two fixed mutations of each kind; the many at random are in the long tests."""
+    fixed = [("client-1", 2, 1, True), ("client-2", 1, 0, False)]
+    return pytest.mark.parametrize(
+        "mutation",
+        [
+            pytest.param(Mutation(kind, seed, client, round, warm_up, again), id=f"{kind} in round {round}")
+            for kind in kinds
+            for seed, (client, round, warm_up, again) in enumerate(fixed)
+        ],
+    )
+
+
 def copied(content):
     return RecordDict({name: record.copy() for name, record in content.items()})
 
@@ -489,9 +502,8 @@ PLANS = {
 }
 
 
-@settings(max_examples=450)
-@given(mutations(PLANS, again=True))
-def test_a_message_that_is_changed_on_its_way_to_a_client_is_healed_or_costs_only_its_reply(mutation):
+def run_with_changed_message(mutation):
+    """Checks a run in which a client's message is changed; returns what came of it."""
     rng = mutation.rng
     genuine = {}
     manifests_that_arrived = set()
@@ -521,13 +533,24 @@ def test_a_message_that_is_changed_on_its_way_to_a_client_is_healed_or_costs_onl
     run = Run(on_plan, warm_up=mutation.warm_up, rounds=mutation.round + 1)
     report = run.history[mutation.round - 1]
     if mutation.client in report.replied:
-        event("healed")
         assert manifests_that_arrived == {True} and not report.refused and not report.lost
         assert report.resent or mutation.kind in ("array: label", "array: added"), "the client had what it needs"
     else:
-        event("no result")
         no_result(report, mutation.client)
     run.check()
+    return "healed" if mutation.client in report.replied else "no result"
+
+
+@two_of_each(PLANS)
+def test_a_message_that_is_changed_on_its_way_to_a_client_is_healed_or_costs_only_its_reply(mutation):
+    run_with_changed_message(mutation)
+
+
+@pytest.mark.long
+@settings(max_examples=450)
+@given(mutations(PLANS, again=True))
+def test_messages_that_are_changed_at_random_are_healed_or_cost_only_their_reply(mutation):
+    event(run_with_changed_message(mutation))
 
 
 # ---- answers on their way back ---------------------------------------------------------------------------------------
@@ -723,9 +746,8 @@ def says_the_same(content, other):
     return [repr(items) for items in records[0].items()] == [repr(items) for items in records[1].items()]
 
 
-@settings(max_examples=450)
-@given(mutations(REPLIES))
-def test_an_answer_that_is_changed_on_its_way_is_never_merged(mutation):
+def run_with_changed_answer(mutation):
+    """Checks a run in which a client's answer is changed; returns what came of it."""
     rng = mutation.rng
     genuine = {}
     unchanged = []
@@ -753,11 +775,23 @@ def test_an_answer_that_is_changed_on_its_way_is_never_merged(mutation):
     run = Run(on_reply=on_reply, warm_up=mutation.warm_up, rounds=mutation.round + 1)
     report = run.history[mutation.round - 1]
     if unchanged:
-        event("says the same")
         assert report.replied == EVERYBODY
     else:
         no_result(report, mutation.client)
     run.check()
+    return "says the same" if unchanged else "no result"
+
+
+@two_of_each(REPLIES)
+def test_an_answer_that_is_changed_on_its_way_is_never_merged(mutation):
+    run_with_changed_answer(mutation)
+
+
+@pytest.mark.long
+@settings(max_examples=450)
+@given(mutations(REPLIES))
+def test_answers_that_are_changed_at_random_are_never_merged(mutation):
+    event(run_with_changed_answer(mutation))
 
 
 CLAIMS = {
@@ -771,9 +805,7 @@ CLAIMS = {
 }
 
 
-@settings(max_examples=100)
-@given(mutations(CLAIMS))
-def test_what_a_client_claims_of_itself_costs_bytes_and_never_the_model(mutation):
+def run_with_claims(mutation):
     """Sealed by one who knows how: what a client says it holds and lacks is believed, and put right when it shows."""
     rng = mutation.rng
     forgeries = []
@@ -788,6 +820,18 @@ def test_what_a_client_claims_of_itself_costs_bytes_and_never_the_model(mutation
     assert forgeries
     assert all(report.replied == EVERYBODY for report in run.history)
     run.check()
+
+
+@two_of_each(CLAIMS)
+def test_what_a_client_claims_of_itself_costs_bytes_and_never_the_model(mutation):
+    run_with_claims(mutation)
+
+
+@pytest.mark.long
+@settings(max_examples=100)
+@given(mutations(CLAIMS))
+def test_claims_at_random_cost_bytes_and_never_the_model(mutation):
+    run_with_claims(mutation)
 
 
 # ---- what chance does not find ---------------------------------------------------------------------------------------
@@ -851,8 +895,10 @@ def test_a_changed_score_is_refused(kind, seed):
     run.check()
 
 
-@pytest.mark.parametrize("needed", [2, 3])
-@pytest.mark.parametrize("kind", ["header: bytes", "header: who and when", "header: claims"])
+@pytest.mark.parametrize(
+    ("kind", "needed"),
+    [("header: bytes", 2), ("header: who and when", 2), ("header: claims", 2), ("header: bytes", 3)],
+)
 def test_a_client_whose_introduction_was_changed_on_its_way_is_asked_again(kind, needed):
     """It did not say that it cannot take part; what came said nothing."""
     run = Run(on_reply=first_of("client-1", 1, "introduce", REPLIES[kind]), min_available_nodes=needed)

@@ -221,6 +221,17 @@ def torn(folder):
     return list((folder / "checkpoints").glob(".writing-*"))
 
 
+@pytest.mark.parametrize("where", WHERE)
+def test_a_run_that_is_killed_and_resumed_is_bit_identical(kind, reference, calls, tmp_path, where):
+    """At one point in the middle; many points are in the long test."""
+    killed, _ = in_child(lambda: run(kind, tmp_path), calls[where] // 2, where)
+    done = last_saved(tmp_path)
+    assert killed and 0 < done < ROUNDS
+    assert_same(run(kind, tmp_path, resume=True), reference, done + 1)
+    assert last_saved(tmp_path) == ROUNDS and not torn(tmp_path)
+
+
+@pytest.mark.long
 def test_a_run_that_is_killed_at_any_point_and_resumed_is_bit_identical(kind, reference, calls, tmp_path):
     rng = random.Random(7)
     killed_after, torn_ones = [], 0

@@ -309,7 +309,7 @@ def test_many_messages_leave_no_process_file_or_folder(node):
     before = held()
     worker = psutil.Process(node.executor.workers[0][1].pid)
     files = worker.num_fds()
-    for _ in range(50):
+    for _ in range(20):
         node.ask()
     drained()
     wait_until(lambda: node.executor.task is None)

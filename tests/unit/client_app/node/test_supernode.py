@@ -284,7 +284,7 @@ def test_a_message_is_answered_by_its_app_and_nothing_of_it_stays(loop):
     assert len(loop.state.object_store) == 0
 
 
-def wait_until(condition, seconds=5.0):
+def wait_until(condition, seconds=15.0):
     limit = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < limit, "it did not happen"
