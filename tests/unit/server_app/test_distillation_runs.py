@@ -35,7 +35,7 @@ def texts(request, tmp_path):
     """A run config on texts of a kind."""
     rng, path = np.random.default_rng(0), tmp_path / "texts.jsonl"
     if request.param == "next-character":
-        (tmp_path / "play.txt").write_text("\n\n".join(f"{name}:\n" + "aaab\n" * 80 for name in "ABCD"))
+        (tmp_path / "play.txt").write_text("\n\n".join(f"{name}:\n" + "aaab\n" * 240 for name in "ABCD"))
         return {"dataset": str(tmp_path / "play.txt"), "model": "char-lstm", "text-length": 5,
                 "min-partition-size": 2}  # fmt: skip
     rows = []
