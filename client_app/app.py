@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
+import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from torch import Tensor
@@ -36,6 +37,7 @@ def prepare(run_config: Mapping[str, Any], clients: int) -> None:
 
     What is wrong with it, the run says.
     """
+    torch.optim.SGD([torch.zeros(1)])  # the first optimizer of a process imports PyTorch's compiler, for a second or two
     with suppress(ValueError, OSError):
         config = InputConfig.from_run_config(run_config)
         check_partition(config, clients, numbers=config.kind == models.SEQUENCES)
