@@ -37,7 +37,7 @@ def prepare(run_config: Mapping[str, Any], clients: int) -> None:
 
     What is wrong with it, the run says.
     """
-    torch.optim.SGD([torch.zeros(1)])  # the first optimizer of a process imports PyTorch's compiler, for a second or two
+    torch.optim.SGD([torch.zeros(1)])  # the first optimizer of a process imports PyTorch's compiler: a second or two
     with suppress(ValueError, OSError):
         config = InputConfig.from_run_config(run_config)
         check_partition(config, clients, numbers=config.kind == models.SEQUENCES)

@@ -390,11 +390,13 @@ class RayEngine(Engine):
         # Flower takes whole cores per client only, and derives the number of actors from Ray's number of cores. So a
         # share of a core becomes one core of a larger number, and actors that no client would use are not started.
         each = max(1, math.ceil(cpus_per_client))
-        self._cpus = at_once * each
-        self._federation = (
+        self.cores = at_once * each
+        """That Ray is told of."""
+        self.federation = (
             f"num-supernodes={clients} client-resources-num-cpus={each} "
             f"client-resources-num-gpus={float(gpus_per_client)}"
         )
+        """As `flwr run --federation-config` takes it."""
         self.kind = f"Flower's simulation runtime on Ray, up to {at_once} clients at once"
         self._superlink: Process | None = None
 
@@ -420,7 +422,7 @@ class RayEngine(Engine):
             self._superlink, self._address = self._running.enter_context(self._started(clock))
         clock.stage("submit", "Submitting the app ...")
         run_id = submit(
-            self._bundle, run.changes, self._superlink, self._environment, clock.left(120), self._federation
+            self._bundle, run.changes, self._superlink, self._environment, clock.left(120), self.federation
         )
         clock.stage("run", f"Run {run_id} with {self.clients} clients; starting its actors takes some seconds ...")
         status, details = follow(run_id, self._address, self._superlink, clock, run.log)
@@ -437,7 +439,7 @@ class RayEngine(Engine):
         port = free_port()
         environment["RAY_ADDRESS"] = f"127.0.0.1:{port}"
         command = ["ray", "start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={port}"]
-        command += ["--include-dashboard=false", "--disable-usage-stats", f"--num-cpus={self._cpus}"]
+        command += ["--include-dashboard=false", "--disable-usage-stats", f"--num-cpus={self.cores}"]
         command += [f"--temp-dir={self._folder / 'ray'}"]
         ray = started(
             command, log=self._folder / "ray.log", env=environment, cwd=self._work, name="Ray", grace=2,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tepal.server_app.flower import CONNECTION, connect, explain, parse_run_config, to_toml
-from tepal.server_app.simulation import _resources
+from tepal.server_app.simulation import RayEngine
 
 
 def test_flower_finds_a_superlink_and_whom_to_trust_in_what_connect_writes(tmp_path, monkeypatch):
@@ -59,14 +59,17 @@ def test_run_configuration_that_cannot_be_read_is_named(text):
 )
 def test_clients_at_once_follow_from_cores_and_shares(monkeypatch, clients, cpus, each, cores):
     monkeypatch.setattr("joblib.cpu_count", lambda: 8)
-    expected = f"client-resources-num-cpus={each} client-resources-num-gpus=0.0 init-args-num-cpus={cores}"
-    assert _resources(clients, cpus, 0) == expected
+    engine = RayEngine(Path("app"), clients, cpus)
+    assert engine.federation == (
+        f"num-supernodes={clients} client-resources-num-cpus={each} client-resources-num-gpus=0.0"
+    )
+    assert engine.cores == cores
 
 
 def test_more_cores_than_there_are_cannot_be_asked_for(monkeypatch):
     monkeypatch.setattr("joblib.cpu_count", lambda: 8)
     with pytest.raises(ValueError, match="there are 8 cores"):
-        _resources(2, 9, 0)
+        RayEngine(Path("app"), 2, 9)
 
 
 def test_of_a_chain_of_exceptions_the_last_that_is_not_flowers_wrapper_is_told():

@@ -39,6 +39,8 @@ from tepal.server_app.run_directory import find_run, read_metrics
 from tepal.strategies.in_process import InProcessGrid, Node
 from tests.quiet import quiet  # noqa: F401
 
+pytestmark = pytest.mark.usefixtures("no_report")
+
 ON_DATA = {name: each for name, each in EXPERIMENTS.items() if each.data(full=False)}
 
 
@@ -209,7 +211,7 @@ class Sums:
         return Outcome([Table("Sums", ("cell", "sum"), [(name, of["sum"]) for name, of in found.items()])])
 
 
-@pytest.mark.parametrize("at_once", [1, 2])
+@pytest.mark.parametrize("at_once", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_cell_is_computed_after_those_that_it_needs(tmp_path, at_once):
     page = reproduce(Sums(), tmp_path, full=False, said=lambda text: None, at_once=at_once)
     assert (page.parent / "sums.csv").read_text() == "cell,sum\na,1\nb,2\nc,2\nd,5\ne,1\n"

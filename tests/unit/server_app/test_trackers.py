@@ -249,7 +249,7 @@ def test_a_tracking_server_that_does_not_answer_stops_the_run_before_it_starts()
 # --- a whole run ------------------------------------------------------------------------------------------------------
 
 
-def test_a_whole_run_and_its_prolongation_are_in_both(tmp_path, monkeypatch):
+def test_a_whole_run_and_its_prolongation_are_in_both(tmp_path, monkeypatch, no_report):
     monkeypatch.syspath_prepend(str(ROOT))
     from client_app.app import app
     from tepal.server_app.run import run
