@@ -15,7 +15,7 @@ PACKAGES := models exchange strategies client_app server_app
 
 help:
 	@echo "make run    set up and run the main job: five strategies by simulation, compared; results under runs/"
-	@echo "make test   set up and run the tests that protect behaviour: units, and the app over gRPC (some ten minutes)"
+	@echo "make test   set up and run the tests that protect behaviour: units, and the app over gRPC"
 	@echo "make test-long   run the tests that are long by nature: experiments, benchmarks, random mutations, browsers"
 	@echo "make test-all    run everything: test, test-long, and test-containers where there is a Docker engine"
 	@echo "make test-containers   build the images and run the tests of them (needs a Docker engine)"

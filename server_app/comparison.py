@@ -39,7 +39,7 @@ from tepal.server_app.run_directory import (
     summarise,
     write_whole,
 )
-from tepal.server_app.simulation import AUTO
+from tepal.server_app.simulation import AUTO, PROCESS
 
 PLAN = "comparison.json"
 CSV, RUNS_CSV, MARKDOWN, LATEX = "comparison.csv", "runs.csv", "comparison.md", "comparison.tex"
@@ -150,6 +150,8 @@ def read_comparison(folder: Path) -> Comparison:
         )
     try:
         values = json.loads(plan.read_text(encoding="utf-8"))
+        if values.pop("in_process", False):  # as it was called before there were engines
+            values["engine"] = PROCESS
         cells = [Cell(**{**cell, "run": folder / cell["run"] if cell["run"] else None}) for cell in values.pop("cells")]
         comparison = Comparison(folder, cells, **values)
     except (ValueError, KeyError, TypeError, AttributeError) as error:

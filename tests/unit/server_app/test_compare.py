@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import io
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -399,3 +400,12 @@ def test_what_cannot_be_compared_is_refused_before_the_first_run(compare, argume
 
 def test_what_is_wrong_for_all_strategies_is_said_once(compare):
     assert compare("-c", "seed=-1").output.count("seed=-1") == 1
+
+
+@pytest.mark.parametrize(("before", "engine"), [(True, "process"), (False, "auto")])
+def test_a_comparison_that_was_begun_before_there_were_engines_is_read(compare, before, engine):
+    folder = kill_in(compare, "fedacs", 1)
+    plan = json.loads((folder / "comparison.json").read_text())
+    assert plan.pop("engine") == "auto"
+    (folder / "comparison.json").write_text(json.dumps({**plan, "in_process": before}))
+    assert read_comparison(folder).engine == engine
