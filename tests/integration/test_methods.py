@@ -15,7 +15,7 @@ from tepal.models import build
 from tepal.models.blocks import find_blocks
 from tepal.server_app.flower import explain
 from tepal.server_app.run_directory import read_metrics
-from tests.integration.loopback import ROOT, loopback, partitions
+from tests.integration.loopback import ROOT, loopback, own_data, pairs
 from tests.integration.test_resume import bits, measured, rounds_done, uninterrupted, wait_for_round  # noqa: F401
 
 pytestmark = pytest.mark.deployment
@@ -57,8 +57,13 @@ def config_of(name: str) -> dict:
 
 
 @pytest.fixture(scope="module")
-def deployment():
-    with loopback([f"{node} layer-budget=1" for node in partitions(CLIENTS)]) as running:
+def data(tmp_path_factory):
+    return own_data(tmp_path_factory.mktemp("data"), CLIENTS)
+
+
+@pytest.fixture(scope="module")
+def deployment(data):
+    with loopback([f"{pairs(site)} layer-budget=1" for site in data]) as running:
         yield running
 
 
@@ -85,9 +90,9 @@ def interrupted(request, deployment, tmp_path_factory):
     return name, (runs / "latest").resolve()
 
 
-def test_it_ends_as_in_one_process_without_interruption(interrupted, uninterrupted):  # noqa: F811
+def test_it_ends_as_in_one_process_without_interruption(interrupted, uninterrupted, data):  # noqa: F811
     name, run = interrupted
-    whole = uninterrupted(config_of(name))
+    whole = uninterrupted(config_of(name), data)
     assert bits(run) == bits(whole)
     assert measured(run) == measured(whole)
     for record in (whole / "rounds").glob("*.npz"):

@@ -18,7 +18,7 @@ from tepal.client_app.node.service import Control
 from tepal.server_app.flower import to_toml
 from tepal.server_app.processes import free_port
 from tepal.server_app.run_directory import read_metrics
-from tests.integration.loopback import ROOT, partitions
+from tests.integration.loopback import ROOT, own_data, pairs
 from tests.integration.test_resume import wait_for
 from tests.integration.test_server import Deployment
 from tests.unit.server_app.test_trackers import check_that_they_show, in_mlflow
@@ -32,7 +32,7 @@ CONFIG = {
     "num-server-rounds": ROUNDS, "fedfrozen.warmup-rounds": 2, "local-steps": 4, "min-clients": 2, "seed": 3,
     "trackers": "tensorboard, mlflow",
 }  # fmt: skip
-SITES = {"site-0": partitions(2)[0], "site-1": partitions(2)[1], "site-2": 'data-path="/nowhere"'}
+SITES = ("site-0", "site-1", "site-2")
 
 
 def scraped(address):
@@ -61,10 +61,14 @@ def observed(tmp_path_factory):
         def options(name):
             return "--metrics", addresses[name], "--log-format", "json"
 
-        nodes = {
-            name: stack.enter_context(deployment.node(name, config, *options(name))) for name, config in SITES.items()
-        }
         server = stack.enter_context(deployment.server(ROOT, "-c", str(folder / "config.toml"), *options("server")))
+        # A node that comes before its key is registered is refused, and says so: not what is looked at here.
+        wait_for(lambda: registered(deployment) == len(SITES), "the keys' registration", lambda: server.running)
+        configs = [*own_data(folder, 2), {"data-path": "/nowhere"}]
+        nodes = {
+            name: stack.enter_context(deployment.node(name, pairs(config), *options(name)))
+            for name, config in zip(SITES, configs, strict=True)
+        }
         wait_for((latest / "metrics.jsonl").exists, "the first round", lambda: server.running)
         seen.run = latest.resolve()
         while not (seen.run / "summary.json").exists():
@@ -84,6 +88,13 @@ def observed(tmp_path_factory):
             seen.resident[name] = psutil.Process(node.pid).memory_info().rss
         seen.resident["server"] = psutil.Process(server.pid).memory_info().rss
     yield seen
+
+
+def registered(deployment):
+    try:
+        return len(deployment.journal()["nodes"])
+    except FileNotFoundError:
+        return 0
 
 
 def by_metrics_jsonl(lines, name, state):

@@ -5,6 +5,7 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from tepal.server_app.processes import started
 from tepal.server_app.run import run
 from tepal.server_app.run_directory import read_metrics
 from tepal.strategies.in_process import InProcessGrid, Node
-from tests.integration.loopback import ROOT, loopback, partitions
+from tests.integration.loopback import ROOT, loopback, own_data, pairs
 
 CONFIG = {
     "fedfrozen.warmup-rounds": 2,
@@ -39,19 +40,20 @@ def measured(path: Path) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    """Run directory of a run config that ran in this process, from beginning to end; `names`: of registered keys."""
+    """Run directory of a run config that ran in this process, from beginning to end.
+
+    `node_configs`: each client's, else they have partitions.
+    """
     from client_app.app import app
 
-    def make(values: dict, names: str = "") -> Path:
+    def make(values: dict, node_configs: Sequence[Mapping[str, str]] = ()) -> Path:
         folder = tmp_path_factory.mktemp("uninterrupted")
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TEPAL_CACHE", str(folder / "cache"))
             config = {**defaults(), **values, "runs": str(folder / "runs")}
             clients = values["min-clients"]
-            nodes = [
-                Node(app, {"partition-id": k, "num-partitions": clients}, name=names.format(k)) for k in range(clients)
-            ]
-            return run(InProcessGrid(nodes, config), config)
+            configs = node_configs or [{"partition-id": k, "num-partitions": clients} for k in range(clients)]
+            return run(InProcessGrid([Node(app, node_config) for node_config in configs], config), config)
 
     return make
 
@@ -116,7 +118,8 @@ def test_a_deployment_whose_server_is_killed_goes_on_and_ends_as_if_it_never_was
     draw = random.Random(3)
     runs = tmp_path / "runs"
     config = {**CONFIG, "num-server-rounds": 5, "min-clients": 2, "runs": str(runs)}
-    with loopback(partitions(2), secure=True) as running:
+    data = own_data(tmp_path, 2)
+    with loopback([*map(pairs, data)], secure=True) as running:
         submitted = running.submit(ROOT, config)
         wait_for_round(runs, 1, lambda: submitted.running)
         time.sleep(draw.uniform(0, 0.3))
@@ -133,6 +136,6 @@ def test_a_deployment_whose_server_is_killed_goes_on_and_ends_as_if_it_never_was
         outcome = running.run(ROOT, {"resume": str(runs)})
         assert outcome.status == "completed", explain(outcome.log.read_text(), outcome.details)
     assert len(list(runs.glob("*-fedfrozen"))) == 1
-    whole = uninterrupted(config, "site-{}")
+    whole = uninterrupted(config, data)
     assert bits(runs / "latest") == bits(whole)
     assert measured(runs / "latest") == measured(whole)

@@ -18,7 +18,7 @@ from tepal.server_app.fleet import open_fleet
 from tepal.server_app.flower import to_toml
 from tepal.server_app.processes import flower_environment, free_port, marked, started
 from tepal.server_app.provision import make
-from tests.integration.loopback import ROOT, _running, partitions
+from tests.integration.loopback import ROOT, _running, own_data, pairs
 from tests.integration.test_resume import (
     CONFIG,
     bits,
@@ -109,7 +109,8 @@ def test_a_run_goes_on_whatever_is_killed(tmp_path, uninterrupted, monkeypatch):
         wait_for(path.exists, f"the checkpoint of round {number}", lambda: server.running)
         time.sleep(draw.uniform(0, 0.5))
 
-    with deployment.node("site-0", partitions(2)[0]), deployment.node("site-1", partitions(2)[1]):
+    data = own_data(tmp_path, 2)
+    with deployment.node("site-0", pairs(data[0])), deployment.node("site-1", pairs(data[1])):
         with deployment.server(*arguments) as server:
             wait_for_checkpoint(1, server)
             status, said = deployment.status()
@@ -140,7 +141,7 @@ def test_a_run_goes_on_whatever_is_killed(tmp_path, uninterrupted, monkeypatch):
     (run,) = runs.glob("*-fedfrozen")
     (record,) = deployment.journal()["started"].values()
     assert record["directory"] == str(run)
-    whole = uninterrupted(config, "site-{}")
+    whole = uninterrupted(config, data)
     assert bits(run) == bits(whole)
     assert measured(run) == measured(whole)
 

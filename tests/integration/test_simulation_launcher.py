@@ -172,7 +172,7 @@ def test_a_client_whose_process_is_killed_costs_its_part_of_the_run(app, tmp_pat
 @pytest.mark.simulation
 def test_what_the_clients_share_is_read_before_their_processes_are_forked(app, tmp_path):
     client = app / "toy" / "client.py"
-    say = 'print("prepared for", prepared, "in", os.getpid())'
+    say = 'os.write(1, f"prepared for {prepared} in {os.getpid()}\\n".encode())'  # whole, whoever else writes
     shown = client.read_text().replace("arrays = [", f"{say}\n    arrays = [")
     client.write_text(shown)
     with ProcessEngine(app, 2, 0.5) as engine:

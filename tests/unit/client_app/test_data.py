@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import numpy as np
@@ -405,17 +406,24 @@ def test_every_process_computes_the_same_and_says_nothing_on_the_terminal() -> N
 
 
 def test_ten_clients_in_one_process_load_and_divide_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sklearn.datasets
-
     loads, draws = [], []
-    load, draw = sklearn.datasets.load_digits, partitions.draw
-    monkeypatch.setattr(sklearn.datasets, "load_digits", lambda: loads.append(1) or load())
+    load, draw = np.loadtxt, partitions.draw
+    monkeypatch.setattr(np, "loadtxt", lambda *args, **how: loads.append(1) or load(*args, **how))
     monkeypatch.setattr(partitions, "draw", lambda *args: draws.append(1) or draw(*args))
     all_clients(DataConfig(), 10)
     held_out(DataConfig())
     assert (len(loads), len(draws)) == (1, 1)
     all_clients(DataConfig(test_fraction=0.5), 10)  # no part of the partition
     assert (len(loads), len(draws)) == (1, 1)
+
+
+def test_digits_without_scikit_learn_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(sources, "distribution", missing)
+    with pytest.raises(DataError, match=r'dataset="digits" comes with scikit-learn.*pip install scikit-learn'):
+        held_out(DataConfig())
 
 
 def test_dividing_without_flwr_datasets_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
