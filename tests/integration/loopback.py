@@ -28,6 +28,7 @@ from tepal.server_app.flower import Clock, Outcome, Value, connect, follow, stag
 from tepal.server_app.loopback import wait_for_node
 from tepal.server_app.processes import MARK, Process, flower_environment, free_port, marked, started, wait_for_http
 from tepal.server_app.provision import load_public_key
+from tests.integration import forks
 from tests.integration.credentials import authority, node_key
 from tests.integration.relay import Relay
 
@@ -109,10 +110,12 @@ class Loopback:
         warm: bool,
         spare: bool,
         short_heartbeat: bool,
+        forked: bool,
     ) -> None:
         self.folder = folder
         self.secure = secure
         self.warm = warm
+        self._forked = forked
         self._of_nodes = {"TEPAL_NODE_SPARE": str(int(spare))}
         if short_heartbeat:
             self._of_nodes["PYTHONPATH"] = os.pathsep.join([str(SHORT_HEARTBEAT), _python_path()])
@@ -131,7 +134,7 @@ class Loopback:
         self._blocks: dict[str, contextlib.ExitStack] = {}
         self._runs: list[Submitted] = []
         self._numbers = itertools.count(1)
-        self._environment = _environment(folder / "home")
+        self._environment = self._as_forks(_environment(folder / "home"))
         connect(folder / "home", self.address, self.root_certificates)
 
         host, port = self.address.split(":")
@@ -244,6 +247,8 @@ class Loopback:
         }  # fmt: skip
         if any(name == program.name for program in self._nodes):
             environment |= self._of_nodes
+        if name not in self._inside and any(name == program.name for program in (self._superlink, *self._nodes)):
+            environment = self._as_forks(environment)
         log = self.folder / f"{name}.log"
         if name not in self._blocks:
             self._blocks[name] = self._stack.enter_context(contextlib.ExitStack())
@@ -260,6 +265,9 @@ class Loopback:
         )
         assert done.returncode == 0, f"flwr {' '.join(arguments)}\n{done.stdout}\n{done.stderr}"
         return done.stdout
+
+    def _as_forks(self, environment: dict[str, str]) -> dict[str, str]:
+        return forks.forked(environment) if self._forked else environment
 
     def _start(self, program: _Program) -> None:
         if program.name in self._processes:
@@ -348,6 +356,7 @@ def loopback(
     warm: bool = True,
     spare: bool = False,
     short_heartbeat: bool = False,
+    forked: bool = True,
 ) -> Iterator[Loopback]:
     """Start a SuperLink, and a SuperNode for each of the node configs `nodes`.
 
@@ -363,6 +372,8 @@ def loopback(
         spare: Warm nodes keep a process with torch loaded for the next run, as they do by default: with two cores for
             all, what is not needed had better not be loaded.
         short_heartbeat: The SuperLink notices after at most 20 s that a node has died, not after 60 s.
+        forked: Processes are forks of one that has imported torch and the like (`forks`); not where it is the process
+            that is looked at, its memory, say.
     """
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tepal-loopback-")))
@@ -371,7 +382,7 @@ def loopback(
         patch.setenv(MARK, ",".join(filter(None, [os.environ.get(MARK), token])))
         deployment = Loopback(
             stack, folder, nodes, secure=secure, relay=relay, inside=inside or {}, warm=warm, spare=spare,
-            short_heartbeat=short_heartbeat,
+            short_heartbeat=short_heartbeat, forked=forked,
         )  # fmt: skip
         try:
             deployment._start_all()

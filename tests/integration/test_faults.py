@@ -19,12 +19,13 @@ import pytest
 
 from tepal.server_app.flower import explain
 from tests.integration.loopback import Loopback, Submitted, loopback
+from tests.integration.relay import Relay
 
 pytestmark = pytest.mark.deployment
 
 APP = Path(__file__).parent / "faulty_app"
 SITES = [f"site-{k}" for k in range(6)]
-CUT = 5.0  # seconds without network
+CUT, LONG_CUT = 5.0, 30.0  # seconds without network
 
 FAULTS = {
     "site-1": {"1": "nan", "2": "die"},
@@ -111,6 +112,21 @@ def assert_is_predicted(run: Told) -> None:
         np.testing.assert_allclose(array, expected[name], rtol=1e-6, err_msg=name)
 
 
+def throttled(relay: Relay) -> int:
+    """Slow a client's network down, so that its reply takes two seconds; return the bytes that it has sent before."""
+    relay.throttle(32_000)
+    return relay.up
+
+
+def cut_in_mid_upload(relay: Relay, sent: int, seconds: float, submitted: Submitted) -> threading.Timer:
+    """Cut a network while a reply is on its way; what is returned mends it in so many seconds."""
+    wait_for(lambda: relay.up - sent > 20_000, "an upload", submitted)
+    relay.cut()
+    mend = threading.Timer(seconds, lambda: (relay.mend(), relay.throttle(None)))
+    mend.start()
+    return mend
+
+
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory) -> Iterator[Loopback]:
     disk = tmp_path_factory.mktemp("disk")
@@ -141,9 +157,7 @@ def faulty(deployment, tmp_path_factory) -> Told:
     submitted = deployment.submit(APP, config)
     try:
         wait_for(lambda: 1 in rounds_of(results), "round 1", submitted)
-        relay = deployment.relays[3]
-        relay.throttle(32_000)  # its reply takes two seconds
-        sent = relay.up
+        sent = throttled(deployment.relays[3])
 
         def kept(k: int) -> list[Path]:
             return list(deployment.cache(k).glob("*/content/*.safetensors"))
@@ -151,11 +165,7 @@ def faulty(deployment, tmp_path_factory) -> Told:
         # A node goes down while its client trains; what it has received for good lies in its cache by then.
         wait_for(lambda: kept(2) and deployment.client_apps(2), "training on node 2", submitted)
         deployment.kill_node(2)
-        # The network goes while a reply is on its way.
-        wait_for(lambda: relay.up - sent > 20_000, "the upload of node 3", submitted)
-        relay.cut()
-        mend = threading.Timer(CUT, lambda: (relay.mend(), relay.throttle(None)))
-        mend.start()
+        mend = cut_in_mid_upload(deployment.relays[3], sent, CUT, submitted)
         # A file goes bad on the disk of a client that has answered.
         wait_for(lambda: kept(4), "what node 4 keeps", submitted)
         (file,) = kept(4)
@@ -213,6 +223,20 @@ def test_a_node_that_is_killed_finds_what_it_held_when_it_is_started_again(fault
 def test_a_network_cut_in_mid_upload_costs_nothing_but_time(faulty):
     assert "site-3" in faulty.rounds[2]["replied"]
     assert faulty.rounds[2]["seconds"] > CUT
+
+
+@pytest.mark.long
+def test_nor_does_one_that_is_gone_for_half_a_minute(tmp_path):
+    results = tmp_path / "run"
+    with loopback([f'name="{name}"' for name in SITES[:2]], relay=True) as running:
+        submitted = running.submit(APP, {"results": str(results), "clients": 2, "rounds": 2, "faults": "{}"})
+        wait_for(lambda: 1 in rounds_of(results), "round 1", submitted)
+        sent = throttled(running.relays[1])
+        cut_in_mid_upload(running.relays[1], sent, LONG_CUT, submitted).join()
+        run = told(running, results, submitted)
+    assert [sorted(run.rounds[number]["replied"]) for number in (1, 2)] == [SITES[:2], SITES[:2]]
+    assert run.rounds[2]["seconds"] > LONG_CUT
+    assert_is_predicted(run)
 
 
 def test_a_damaged_cache_is_healed_by_a_resend_in_the_same_round(faulty):

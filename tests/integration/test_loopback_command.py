@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from tepal.server_app.commands import main
 from tepal.server_app.processes import MARK, marked
 from tepal.server_app.run_directory import read_metrics, read_summary
+from tests.integration.forks import forked
 
 pytestmark = pytest.mark.deployment
 
@@ -35,10 +36,10 @@ def environment():
     """Of the command; in the end none of its processes may be left, nor a temporary file."""
     token = uuid.uuid4().hex
     with tempfile.TemporaryDirectory(prefix="t-") as temporary:  # a short path, for sockets
-        yield {
+        yield forked({
             **os.environ, MARK: token, "PYTHONPATH": str(ROOT), "COLUMNS": "200", "TMPDIR": temporary,
             "TEPAL_NODE_SPARE": "0",
-        }  # fmt: skip
+        })  # fmt: skip
 
         def left() -> list:  # the log of a run that was killed stays
             return [*marked(token), *(name for name in os.listdir(temporary) if not name.endswith(".log"))]

@@ -82,7 +82,9 @@ def deployment(tmp_path_factory) -> Iterator[Loopback]:
         disk = tmp_path_factory.mktemp("disk")
         inside["node-2"] = (*SMALL_DISK, "16k", str(disk), "env", f"TEPAL_NODE_STATE={disk}")
     sites = [f'name="site-{k}"' for k in range(3)]
-    with loopback(sites, secure=True, relay=True, inside=inside, spare=True, short_heartbeat=True) as running:
+    # Looked at are its processes, one by one: none is a fork.
+    real = {"spare": True, "short_heartbeat": True, "forked": False}
+    with loopback(sites, secure=True, relay=True, inside=inside, **real) as running:
         running.small_disk = bool(inside)
         # It takes some 20 s until the SuperLink takes the key of a SuperNode that was killed; a later test looks at it.
         running.killed = pids(running, 1)["supernode"]

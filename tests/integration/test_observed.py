@@ -52,7 +52,7 @@ def observed(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         patch.delenv("TEPAL_CACHE", raising=False)
         patch.delenv("MLFLOW_TRACKING_URI", raising=False)
-        deployment = Deployment(folder, list(SITES))
+        deployment = Deployment(folder, list(SITES), as_forks=False)  # their memory is looked at
         (folder / "config.toml").write_text(to_toml(CONFIG))
         addresses = {name: f"127.0.0.1:{free_port()}" for name in ("server", *SITES)}
         latest = deployment.state / "runs" / "latest"

@@ -15,6 +15,7 @@ from tepal.server_app.flower import to_toml
 from tepal.server_app.processes import flower_environment, free_port, started, wait_for_http
 from tepal.server_app.provision import Site, read_site
 from tepal.server_app.provision_commands import provision
+from tests.integration.forks import forked
 
 pytestmark = pytest.mark.deployment
 
@@ -30,7 +31,7 @@ def wait_until(condition, what: str, seconds: float = 120.0) -> None:
 
 def test_a_site_gets_in_by_its_archive_until_it_is_revoked_and_again_with_a_new_key(tmp_path):
     folder, control, fleet_port = tmp_path / "fl", f"127.0.0.1:{free_port()}", free_port()
-    environment = flower_environment(tmp_path / "home") | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = forked(flower_environment(tmp_path / "home") | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
 
     def tepal(*arguments: str) -> str:
         result = CliRunner().invoke(provision, list(arguments))

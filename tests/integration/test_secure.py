@@ -24,7 +24,8 @@ SITES = ["site-0", "site-1"]
 
 @pytest.fixture(scope="module")
 def deployment():
-    with loopback(partitions(len(SITES)), secure=True, warm=False) as running:
+    # Looked at is where each process listens: none is a fork.
+    with loopback(partitions(len(SITES)), secure=True, warm=False, forked=False) as running:
         yield running
 
 

@@ -18,6 +18,7 @@ from tepal.server_app.fleet import open_fleet
 from tepal.server_app.flower import to_toml
 from tepal.server_app.processes import flower_environment, free_port, marked, started
 from tepal.server_app.provision import make
+from tests.integration.forks import forked
 from tests.integration.loopback import ROOT, _running, own_data, pairs
 from tests.integration.test_resume import (
     CONFIG,
@@ -31,10 +32,10 @@ pytestmark = pytest.mark.deployment
 
 
 class Deployment:
-    """A server with its state, and what it takes to start it again."""
+    """A server with its state, and what it takes to start it again. `as_forks`: see `forks`."""
 
-    def __init__(self, folder, sites):
-        self.folder, self.state = folder, folder / "state"
+    def __init__(self, folder, sites, *, as_forks=True):
+        self.folder, self.state, self.as_forks = folder, folder / "state", as_forks
         self.credentials = make(folder / "deployment", hosts=["127.0.0.1"], sites=sites, unpacked=True)
         self.control, self.fleet = free_port(), free_port()
         self.log = folder / "server.log"
@@ -42,10 +43,11 @@ class Deployment:
     def environment(self, name):
         home = self.folder / name
         home.mkdir(exist_ok=True)
-        return flower_environment(home) | {
+        environment = flower_environment(home) | {
             "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TEPAL_CACHE": str(home / "cache"),
             "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1", "TEPAL_NODE_SPARE": "0",
         }  # fmt: skip
+        return forked(environment) if self.as_forks else environment
 
     def command(self, *more):
         return [sys.executable, "-m", "tepal.server_app.server", *more]
@@ -246,6 +248,7 @@ def test_what_is_started_again_and_what_is_not(tmp_path):
         wait(lambda: "run_id" in deployment.journal()["run"], "the run's number")
         deployment.flwr("stop", str(deployment.journal()["run"]["run_id"]), "tepal")
         wait(lambda: outcome() == "stopped", "the stop to be noted")
+        wait(lambda: not _running(server, "flwr-serverapp"), "the end of the ServerApp, which holds the run's lock")
 
         resume("die")
         wait(lambda: outcome() == "given up", "the run to be given up")
