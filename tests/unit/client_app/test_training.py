@@ -14,7 +14,7 @@ from tepal.client_app import tasks
 from tepal.client_app.config import TrainingConfig
 from tepal.client_app.gradient_checkpointing import layer_modules, recomputed_layers
 from tepal.client_app.prediction import score_ensemble
-from tepal.client_app.training import Batches, device_of, fit, optimizer_for, score, trained_parameters
+from tepal.client_app.training import Batches, Fitted, device_of, fit, optimizer_for, score, trained_parameters
 from tepal.models.blocks import find_blocks
 
 
@@ -180,6 +180,11 @@ def test_the_time_of_training_is_that_of_its_steps(monkeypatch, settings, second
     fitted = fit(model, Batches(*examples(), 5, 0), config(**{"local-epochs": 2, **settings}))
     assert fitted.seconds == pytest.approx(seconds)
     assert fitted.step_seconds == pytest.approx(seconds / steps)
+
+
+@pytest.mark.parametrize(("steps", "seconds"), [(0, 0.0), (1, 3.0), (2, 1.5)])
+def test_the_time_of_a_step_is_told_for_a_single_one_and_for_none(steps, seconds):
+    assert Fitted(steps, loss=0.0, seconds=3.0 if steps else 0.0).step_seconds == seconds
 
 
 @given(st.integers(0, 60), st.integers(1, 12))

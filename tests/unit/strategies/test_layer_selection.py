@@ -95,6 +95,34 @@ def test_the_fast_solver_reaches_the_exact_one(clients, layers, coupling, distan
     assert values["exact"] >= (1 - 1e-6) * values["fast"]
 
 
+def test_the_clients_that_exchange_two_layers_at_once_are_the_best_of_all_groups():
+    """A step of the fast solver, for the Hamming distance: every group of clients that are free to do so is tried."""
+    better = 0
+    for seed in range(10):
+        norms, budgets, _ = instance(seed, 6, 4, 3)
+        problem = layer_selection._problem(norms, budgets.astype(float), np.ones(norms.shape), 0.1, "hamming")
+        masks = select_layers(norms, budgets, 0)
+        slack, apart = problem.slack(masks), layer_selection._distances(masks)
+        for a, b in itertools.combinations_with_replacement(range(4), 2):
+            price = problem.costs[:, a] - (0 if a == b else problem.costs[:, b])
+            who = layer_selection._free_to_exchange(masks, price, slack, a, b)
+            groups, values = list(itertools.product((False, True), repeat=len(who))), []
+            for takes in groups:
+                moved = masks.copy()
+                moved[who, a] = takes
+                if a != b:
+                    moved[who, b] = ~np.array(takes, dtype=bool)
+                assert ((problem.costs * moved).sum(axis=1) <= problem.budgets).all()
+                values.append(problem.value(moved))
+            found = layer_selection._best_group(problem, masks, apart, who, a, b)
+            if max(values) <= problem.value(masks) + 1e-9:
+                assert found is None
+                continue
+            better += 1
+            assert tuple(found) == groups[int(np.argmax(values))]
+    assert better > 10
+
+
 def test_without_coupling_everybody_has_its_own_largest_norms():
     norms, budgets, _ = instance(3, 30, 9, 9)
     masks = select_layers(norms, budgets, 0)
