@@ -95,6 +95,25 @@ def test_the_fast_solver_reaches_the_exact_one(clients, layers, coupling, distan
     assert values["exact"] >= (1 - 1e-6) * values["fast"]
 
 
+@pytest.mark.parametrize(("distance", "changes"), [("hamming", 5), ("squared", 2)])
+@pytest.mark.parametrize("clients", [5, 6])
+def test_after_an_ascent_no_client_can_do_better_by_itself(clients, distance, changes):
+    """A step of the fast solver: by any other row within a client's budget; squared, by one or two changes."""
+    ascend = getattr(layer_selection, f"_ascend_{distance}")
+    every = np.array(list(itertools.product((False, True), repeat=5)))
+    for seed, coupling in itertools.product(range(4), [0.005, 0.05]):
+        norms, budgets, _ = instance(seed, clients, 5, 3)
+        problem = layer_selection._problem(norms, budgets.astype(float), np.ones(norms.shape), coupling, distance)
+        masks = np.zeros(norms.shape, dtype=bool)
+        assert ascend(problem, masks) and not ascend(problem, masks.copy())
+        found = problem.value(masks)
+        for i, budget in enumerate(budgets):
+            for row in every[(every.sum(axis=1) <= budget) & ((every != masks[i]).sum(axis=1) <= changes)]:
+                moved = masks.copy()
+                moved[i] = row
+                assert problem.value(moved) <= found + 1e-8
+
+
 def test_the_clients_that_exchange_two_layers_at_once_are_the_best_of_all_groups():
     """A step of the fast solver, for the Hamming distance: every group of clients that are free to do so is tried."""
     better = 0
