@@ -7,8 +7,7 @@ BIN := $(VENV)/bin
 # write bytecode whatever the shell's environment says: without it each process would compile anew.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile -c constraints.txt
 RUN_IMPORTS := flwr_datasets, tepal.client_app.app, tepal.server_app.app, \
-	tepal.server_app.commands, tepal.server_app.one_process
-PACKAGES := models exchange strategies client_app server_app
+	tepal.tools.cli.commands, tepal.tools.simulation.one_process
 
 .DEFAULT_GOAL := help
 .PHONY: help run test test-long test-all test-containers bench docs lint clean
@@ -21,7 +20,7 @@ help:
 	@echo "make test-containers   build the images and run the tests of them (needs a Docker engine)"
 	@echo "make bench  set up and run all benchmarks, each beside what one would use instead; results under runs/bench/"
 	@echo "make docs   build the documentation as a site that can be read from disk: site/index.html"
-	@echo "make lint   check style (ruff) and types (mypy)"
+	@echo "make lint   check style (ruff), types (mypy) and which package imports which (import-linter)"
 	@echo "make clean  remove the virtual environment, caches and build outputs; runs/ stays"
 	@echo "PYTHON=...  the Python to build the environment with (3.11 or newer), default: python3"
 	@echo "VENV=...    where that environment is (a path without spaces: Ray cannot run from one), default: .venv"
@@ -69,13 +68,11 @@ docs: $(VENV)/.ready-dev
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .
-	@mkdir -p .typing/tepal
-	@for package in $(PACKAGES); do ln -sfn ../../$$package .typing/tepal/$$package; done
-	@ln -sfn ../../tepal/__init__.py .typing/tepal/__init__.py
-	MYPYPATH=.typing $(BIN)/mypy $(PACKAGES:%=-p tepal.%)
+	$(BIN)/mypy -p tepal
+	$(BIN)/lint-imports --no-cache --no-logo
 
 clean:
-	rm -rf $(VENV) site .typing .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info *.fab
+	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info *.fab
 	find . -name __pycache__ -type d -not -path './runs/*' -prune -exec rm -rf {} +
 
 $(VENV)/.python:

@@ -31,11 +31,11 @@ from latency.entries import shapes
 from rich.console import Console
 from rich.table import Table
 
-from tepal.client_app.node.objects import fetch
 from tepal.exchange import manifest, partial_exchange, sender
 from tepal.exchange.layout import Layout
 from tepal.exchange.parts import pack, unpack
 from tepal.exchange.plan import MODEL, Plan, Reply
+from tepal.host.flower.objects import fetch
 from tepal.strategies.aggregate import WeightedMean
 from tepal.strategies.fedavg import ModelMerger, ModelState
 

@@ -31,7 +31,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from tepal.server_app.page import Figure, empty_plot, figure_html, page, table_html
+from tepal.report.page import Figure, empty_plot, figure_html, page, table_html
 
 HERE = Path(__file__).resolve().parent
 PFLLIB = "pfllib"

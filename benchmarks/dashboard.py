@@ -32,8 +32,8 @@ import httpx
 import numpy as np
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from tepal.server_app.processes import free_port
-from tepal.server_app.run_directory import BLOCKS, CLIENTS, METRICS, NOW, RunDirectory, as_json, held
+from tepal.host.processes import free_port
+from tepal.records.run_directory import BLOCKS, CLIENTS, METRICS, NOW, RunDirectory, as_json, held
 
 HERE = Path(__file__).resolve().parent
 PAINT = "(performance.getEntriesByName('first-contentful-paint')[0] ?? {}).startTime"
@@ -108,7 +108,7 @@ def serving(command: list[str], address: str) -> Iterator[str]:
 @contextmanager
 def dashboard(folder: Path) -> Iterator[str]:
     port = free_port()
-    command = [sys.executable, "-m", "tepal.server_app.commands", "dashboard", str(folder), "--port", str(port)]
+    command = [sys.executable, "-m", "tepal.tools.cli.commands", "dashboard", str(folder), "--port", str(port)]
     with serving(command, f"http://127.0.0.1:{port}/") as address:
         time.sleep(1)  # it makes ready what it serves
         yield address

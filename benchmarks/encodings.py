@@ -32,11 +32,11 @@ from rich.table import Table
 from tepal.client_app.app import app
 from tepal.exchange.encodings import Encoding
 from tepal.exchange.parts import pack, shapes_of, unpacked
+from tepal.host.toml import parse_run_config
 from tepal.models.blocks import find_blocks
+from tepal.records.run_directory import read_metrics
 from tepal.server_app.config import defaults
-from tepal.server_app.flower import parse_run_config
 from tepal.server_app.run import run
-from tepal.server_app.run_directory import read_metrics
 from tepal.strategies import FedFrozen
 from tepal.strategies.in_process import InProcessGrid, Node
 

@@ -33,10 +33,10 @@ from torch.optim import AdamW
 from train_step import CLASSES, build, choices, message_that_trains
 
 from tepal.client_app import apply_plan
-from tepal.client_app.config import TrainingConfig
-from tepal.client_app.training import autocast
 from tepal.models.blocks import find_blocks
 from tepal.strategies.in_process import InProcessGrid
+from tepal.training.config import TrainingConfig
+from tepal.training.loop import autocast
 
 AT_ONCE = (1, 2, 4)
 

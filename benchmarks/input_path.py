@@ -28,9 +28,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from tepal import models
-from tepal.client_app.config import TrainingConfig
-from tepal.client_app.inputs import InputConfig, client_inputs
-from tepal.client_app.training import Batches, fit
+from tepal.training.config import TrainingConfig
+from tepal.training.data.inputs import InputConfig, client_inputs
+from tepal.training.loop import Batches, fit
 
 MODELS = ("tiny-vit", "cnn", "resnet-20")
 STEPS = 20

@@ -52,12 +52,12 @@ from tepal.exchange.plan import LAYER_SCORES, PROBE, TRAIN, Plan, Reply
 from tepal.exchange.sender import Sender
 from tepal.models import build
 from tepal.strategies import FedACS, FedAvg, FedEnsemble, FedFrozen, SelectiveLayers, join_modes
-from tepal.strategies.base import MethodStrategy, _Round
-from tepal.strategies.checkpoint import Checkpoint, Checkpoints
 from tepal.strategies.fedensemble import EnsembleState
 from tepal.strategies.in_process import InProcessGrid, Node
-from tepal.strategies.messenger import RoundReport
-from tepal.strategies.nodes import Nodes, Standing
+from tepal.strategies.rounds.checkpoint import Checkpoint, Checkpoints
+from tepal.strategies.rounds.messenger import RoundReport
+from tepal.strategies.rounds.nodes import Nodes, Standing
+from tepal.strategies.rounds.strategy import MethodStrategy, _Round
 
 COHORT = 50
 FAILING = 0.1

@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tepal.strategies.mixing import cosine, mix, mix_rows, update_gram
-from tepal.strategies.model_store import ModelStore
+from tepal.strategies.personal.store import ModelStore
 
 GROUPS = 10  # clients of a group share the larger part of their models, so that similarities differ
 COPIES = 3.3  # of all models that the in-memory round has at once: the models, normalised, mixed, and some room

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tepal.server_app.reproduce.runner import EXPERIMENTS
+from tepal.tools.reproduce.runner import EXPERIMENTS
 
 INTRODUCTION = """# The papers' numbers, as they came out here
 

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from tepal.client_app.data import DataConfig, load_client_texts
-from tepal.server_app.comparison import find_comparison, is_comparison, measure, read_comparison
-from tepal.server_app.comparison_tables import columns_of, figure_text
-from tepal.server_app.flower import parse_run_config
-from tepal.server_app.reproduce.networks import VOCABULARY, write_text_model
+from tepal.host.toml import parse_run_config
+from tepal.tools.compare.comparison import find_comparison, is_comparison, measure, read_comparison
+from tepal.tools.compare.tables import columns_of, figure_text
+from tepal.tools.reproduce.networks import VOCABULARY, write_text_model
+from tepal.training.data import DataConfig, load_client_texts
 
 ROOT = Path(__file__).resolve().parents[1]
 SHOWN = ("server_accuracy", "clients_accuracy", "clients_spread", "bytes_total", "bytes_vs_fedavg")
@@ -82,7 +82,7 @@ def config_file(name: str) -> Path:
 def run(name: str, data: Path, runs: Path, seeds: str) -> int:
     """Run what is not finished of one experiment; returns the exit status of `tepal compare`."""
     experiment, folder = EXPERIMENTS[name], runs / name
-    command = [sys.executable, "-m", "tepal.server_app.commands", "compare", str(ROOT)]
+    command = [sys.executable, "-m", "tepal.tools.cli.commands", "compare", str(ROOT)]
     if found := begun(folder):
         command += ["--resume", str(found)]
     else:

@@ -33,9 +33,10 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from tepal.server_app.flower import Clock, follow, stage_app, submit, to_toml
-from tepal.server_app.loopback import Deployment, deployment
-from tepal.server_app.processes import Process
+from tepal.host.processes import Process
+from tepal.host.superlink import Clock, follow, stage_app, submit
+from tepal.host.toml import to_toml
+from tepal.tools.deploy.loopback import Deployment, deployment
 
 APP = Path(__file__).parent / "latency"
 WAYS = {"stock": "Flower, flower-supernode", "unchanged": "Tepal, flower-supernode", "warm": "Tepal, tepal node"}

@@ -37,12 +37,13 @@ from memory.entries import model
 from rich.console import Console
 from rich.table import Table
 
-from tepal.client_app.node.flower import quick
-from tepal.client_app.node.objects import Pull, hash_chunks, push, tree_of
 from tepal.exchange.manifest import PARTS, RECORD, Header, Manifest
 from tepal.exchange.parts import pack
-from tepal.server_app.flower import Clock, connect, follow, stage_app, submit, to_toml
-from tepal.server_app.processes import Process, flower_environment, free_port, started, wait_for_http
+from tepal.host.flower.objects import Pull, hash_chunks, push, tree_of
+from tepal.host.flower.patches import quick
+from tepal.host.processes import Process, flower_environment, free_port, started, wait_for_http
+from tepal.host.superlink import Clock, connect, follow, stage_app, submit
+from tepal.host.toml import to_toml
 
 APP = Path(__file__).parent / "memory"
 WAYS = {

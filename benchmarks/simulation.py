@@ -31,8 +31,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from tepal.server_app.run_directory import find_run, read_metrics
-from tepal.server_app.simulation import simulate, simulate_in_process
+from tepal.records.run_directory import find_run, read_metrics
+from tepal.tools.simulation.engines import simulate, simulate_in_process
 
 ROOT = Path(__file__).parents[1]
 STOCK = Path(__file__).parent / "simulation"

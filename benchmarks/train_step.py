@@ -32,11 +32,11 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from tepal.client_app import apply_plan
-from tepal.client_app.probing import layer_scores
 from tepal.exchange import MODEL, Names, Plan, Sender, partial_exchange
 from tepal.models.blocks import Blocks, canonical_state, find_blocks
 from tepal.models.libraries import import_transformers
 from tepal.strategies.in_process import InProcessGrid
+from tepal.training.probing import layer_scores
 
 DEPTH = 12
 CLASSES = 100

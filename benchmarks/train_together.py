@@ -17,11 +17,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tepal.client_app.config import TrainingConfig
 from tepal.client_app.objectives import Work
-from tepal.client_app.together import fit_stacked
-from tepal.client_app.training import Batches
+from tepal.client_app.stacked import fit_stacked
 from tepal.models import build
+from tepal.training.config import TrainingConfig
+from tepal.training.loop import Batches
 
 ROWS = [
     (model, side, batch)

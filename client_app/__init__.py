@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import tepal  # noqa: F401
 
 if TYPE_CHECKING:
-    from tepal.client_app.freezing import AppliedPlan, apply_plan
+    from tepal.training.freezing import AppliedPlan, apply_plan
 
 __all__ = ["AppliedPlan", "apply_plan"]
 
@@ -18,7 +18,7 @@ __all__ = ["AppliedPlan", "apply_plan"]
 def __getattr__(name: str) -> Any:
     # Not imported before it is asked for: torch takes seconds, and who checks a config needs none of it.
     if name in __all__:
-        from tepal.client_app import freezing
+        from tepal.training import freezing
 
         return getattr(freezing, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

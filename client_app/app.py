@@ -12,19 +12,20 @@ from flwr.clientapp import ClientApp
 from torch import Tensor
 
 from tepal import models
-from tepal.client_app import apply_plan, objectives, together
-from tepal.client_app.data import check_partition
+from tepal.client_app import apply_plan, objectives
+from tepal.client_app import stacked as together
 from tepal.client_app.delivery import deliver
-from tepal.client_app.inputs import InputConfig
 from tepal.client_app.objectives import Outcome, Work
-from tepal.client_app.prediction import EnsembleScore, score_ensemble
-from tepal.client_app.probing import probe_layers, random_numbers_apart
 from tepal.client_app.site import Site
 from tepal.client_app.state import load_record, record_of_model
-from tepal.client_app.training import Score, accumulation, score
 from tepal.exchange import PartialExchange
 from tepal.exchange.mod import Received, received
 from tepal.exchange.plan import ACCUMULATION, FINAL, PROXIMAL, SCORED_AS
+from tepal.training.data import check_partition
+from tepal.training.data.inputs import InputConfig
+from tepal.training.loop import Score, accumulation, score
+from tepal.training.prediction import EnsembleScore, score_ensemble
+from tepal.training.probing import probe_layers, random_numbers_apart
 
 OWN = "personal"
 """Whose score it is, in the names of metrics, when a client scores a model that it has made its own."""

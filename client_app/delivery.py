@@ -14,9 +14,9 @@ from flwr.app import ArrayRecord, Context
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from tepal.client_app.inputs import written_sizes
 from tepal.client_app.site import Site
 from tepal.exchange.modes import join_modes
+from tepal.training.data.inputs import written_sizes
 
 log = getLogger("flwr")
 

@@ -15,14 +15,14 @@ from flwr.app import Context, Message
 from torch import Tensor, nn
 
 from tepal import models
-from tepal.client_app.config import TrainingConfig
-from tepal.client_app.data import own_stamp
-from tepal.client_app.inputs import FOUND_NAMES, ClientInputs, InputConfig, client_inputs, written_sizes
-from tepal.client_app.tasks import TASKS, Task
-from tepal.client_app.training import Batches, device_of
 from tepal.exchange.mod import own_name, received
 from tepal.exchange.plan import LABEL_COUNTS, LAYER_BUDGET
 from tepal.models.blocks import layout_of
+from tepal.training.config import TrainingConfig
+from tepal.training.data import own_stamp
+from tepal.training.data.inputs import FOUND_NAMES, ClientInputs, InputConfig, client_inputs, written_sizes
+from tepal.training.loop import Batches, device_of
+from tepal.training.tasks import TASKS, Task
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ WORKDIR /build
 # For a project that is still empty: a change of code does not bring torch again.
 COPY pyproject.toml constraints.txt LICENSE ./
 RUN --mount=type=cache,target=/root/.cache/pip \
-    mkdir tepal models exchange strategies client_app server_app && touch tepal/__init__.py && \
+    mkdir tepal && touch tepal/__init__.py && \
     install="pip install -q --no-compile -c constraints.txt" && \
     $install ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"} $TORCH_SPEC && \
     $install ".${EXTRAS:+[$EXTRAS]}" && \
@@ -51,7 +51,8 @@ FROM dependencies AS project
 COPY . /opt/tepal
 RUN --mount=type=cache,target=/root/.cache/pip \
     chmod -R a+rX /opt/tepal && pip install -q --no-deps --no-compile --prefix /opt/project /opt/tepal && \
-    python -m compileall -q --invalidation-mode unchecked-hash /opt/project/lib
+    python -m compileall -q --invalidation-mode unchecked-hash /opt/project/lib && \
+    rm -r /opt/tepal/tools && find /opt/tepal/tepal -type l -delete  # what is left makes the bundle that clients get
 
 FROM ${PYTHON_IMAGE}
 # Nothing is installed in here any more: pip goes, and what ensurepip would unpack. The standard library is compiled for

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
-from tepal.server_app.comparison_picture import looks
 from tepal.strategies.layer_selection import select_layers
 from tepal.strategies.mixing import cosine, mixing_weights, threshold
 from tepal.strategies.schedule import mode_schedule
+from tepal.tools.compare.picture import looks
 
 FOLDER = Path(__file__).parent / "methods"
 

@@ -1,4 +1,4 @@
-"""What the site (mkdocs.yml) does beside its plugins: the packages under their import names, links out of docs/.
+"""What the site (mkdocs.yml) does beside its plugins: links out of docs/.
 
 Pages link to files of the repository by relative paths, which work wherever the repository itself is read. The site has
 no such files: there the link leads to them in the repository that `repo_url` names, and without one it is plain text.
@@ -7,7 +7,6 @@ no such files: there the link leads to them in the repository that `repo_url` na
 from __future__ import annotations
 
 import posixpath
-from contextlib import suppress
 from logging import getLogger
 from pathlib import Path
 from typing import Any
@@ -17,18 +16,14 @@ from xml.etree.ElementTree import Element
 from markdown import Markdown
 from markdown.extensions import Extension
 from markdown.treeprocessors import Treeprocessor
-from mkdocs.plugins import event_priority
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("models", "exchange", "strategies", "client_app", "server_app")
 AFTER_INLINE, BEFORE_MKDOCS = 20, 0  # priorities: links are made by the one, and checked by the other
 
 log = getLogger("mkdocs.hooks.repository")
 
 
-@event_priority(100)  # before the reader of docstrings looks which of its paths are there
 def on_config(config: Any) -> Any:
-    link_packages(ROOT / ".typing" / "tepal")
     config.markdown_extensions.append(LinksOut(config))
     return config
 
@@ -36,14 +31,6 @@ def on_config(config: Any) -> Any:
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
     config.extra["source"] = page.file.src_uri
     return markdown
-
-
-def link_packages(folder: Path) -> None:
-    """A package `tepal` of links, as an installed one is: the reader of docstrings does not follow its import path."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in (*PACKAGES, "__init__.py"):
-        with suppress(FileExistsError):
-            (folder / name).symlink_to(Path("../..") / ("tepal" if name == "__init__.py" else "") / name)
 
 
 class LinksOut(Extension):

@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tepal.server_app.comparison import measure, read_comparison
-from tepal.server_app.comparison_picture import draw
+from tepal.tools.compare.comparison import measure, read_comparison
+from tepal.tools.compare.picture import draw
 
 
 def main(comparison: Path, target: Path) -> None:

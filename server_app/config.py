@@ -19,12 +19,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from tepal import models
-from tepal.client_app.config import TrainingConfig
-from tepal.client_app.data import BY_LABEL, LOCAL, DataError
-from tepal.client_app.inputs import InputConfig, sizes
 from tepal.exchange.encodings import Encoding
-from tepal.server_app.run_directory import RunDirectory
+from tepal.records.run_directory import RunDirectory
 from tepal.server_app.trackers import TrackerError, missing, names_of, with_password
+from tepal.training.config import TrainingConfig
+from tepal.training.data import BY_LABEL, LOCAL, DataError
+from tepal.training.data.inputs import InputConfig, sizes
 
 log = getLogger("flwr")
 

@@ -18,14 +18,14 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel, update_bn
 
-from tepal.client_app import tasks
-from tepal.client_app.config import TrainingConfig
-from tepal.client_app.prediction import predict
-from tepal.client_app.probing import random_numbers_apart
-from tepal.client_app.tasks import Task
-from tepal.client_app.training import Batches, pieces
 from tepal.exchange.layout import Arrays, Layout
 from tepal.strategies.method import MethodError
+from tepal.training import tasks
+from tepal.training.config import TrainingConfig
+from tepal.training.loop import Batches, pieces
+from tepal.training.prediction import predict
+from tepal.training.probing import random_numbers_apart
+from tepal.training.tasks import Task
 
 CYCLE = 25
 """Steps of one cycle of the learning rate."""

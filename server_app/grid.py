@@ -3,9 +3,9 @@
 The SuperLink announces a reply before its arrays have arrived. Flower's grid then waits for them in place, at first one
 second, then two, four, eight; with many slow clients nothing else is looked for. Here an announced reply is pulled when
 its last object is there, and `pull_messages` comes back at once otherwise. Messages are taken apart and put together by
-`tepal.client_app.node.objects`, with fewer copies.
+`tepal.host.flower.objects`, with fewer copies.
 
-This uses names of Flower that are not public, of the version in `tepal.client_app.node.flower`; with another version,
+This uses names of Flower that are not public, of the version in `tepal.host.flower.patches`; with another version,
 and in simulation, `prompt` returns the grid as it is.
 """
 
@@ -25,7 +25,7 @@ from flwr.app import Error, Message
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
-from tepal.client_app.node.flower import FLOWER, LONGEST_PAUSE, SHORTEST_PAUSE, quick
+from tepal.host.flower.patches import FLOWER, LONGEST_PAUSE, SHORTEST_PAUSE, quick
 
 try:
     from flwr.app import Metadata
@@ -42,7 +42,7 @@ try:
     from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, ObjectUnavailableError, pull_objects
     from flwr.superlink.grid.http_grid import HttpGrid
 
-    from tepal.client_app.node.objects import LetGo, fetch, hash_chunks, push, tree_of
+    from tepal.host.flower.objects import LetGo, fetch, hash_chunks, push, tree_of
 except ImportError:  # another version of Flower: `prompt` says so
     HttpGrid = object  # type: ignore[misc, assignment]
 

@@ -19,26 +19,26 @@ from flwr.serverapp.strategy import Result
 from torch import nn
 
 from tepal import models
-from tepal.client_app import tasks
-from tepal.client_app.data import DataError
-from tepal.client_app.inputs import FOUND_NAMES, held_out_inputs, unlabelled_inputs, written_names, written_sizes
-from tepal.client_app.prediction import score_ensemble
-from tepal.client_app.tasks import TASKS, Task
-from tepal.client_app.tokens import TokenizerError
 from tepal.exchange.modes import join_modes, modes_of
 from tepal.models.blocks import Blocks, BlocksError, find_blocks
 from tepal.models.pretrained import Loaded, load_pretrained
+from tepal.records.live import Live
+from tepal.records.run_directory import ACCURACY, CHECKPOINTS, KEPT_IN, RMSE, RunDirectory, read_metrics, total
+from tepal.report.run_page import write_report
 from tepal.server_app.catalogue import CATALOGUE
 from tepal.server_app.config import SECTIONS, ConfigError, RunConfig, open_run, sizes_of
 from tepal.server_app.distillation import Distiller
 from tepal.server_app.grid import prompt
-from tepal.server_app.live import Live
-from tepal.server_app.report import write_report
-from tepal.server_app.run_directory import ACCURACY, CHECKPOINTS, KEPT_IN, RMSE, RunDirectory, read_metrics, total
 from tepal.server_app.trackers import TrackerError, Trackers, check_trackers, open_trackers
 from tepal.strategies import MethodError, MethodStrategy, NoAttentionError, RoundFailed, RoundReport
-from tepal.strategies.checkpoint import CheckpointError, Checkpoints
-from tepal.strategies.travel import cells
+from tepal.strategies.rounds.checkpoint import CheckpointError, Checkpoints
+from tepal.strategies.rounds.travel import cells
+from tepal.training import tasks
+from tepal.training.data import DataError
+from tepal.training.data.inputs import FOUND_NAMES, held_out_inputs, unlabelled_inputs, written_names, written_sizes
+from tepal.training.data.tokens import TokenizerError
+from tepal.training.prediction import score_ensemble
+from tepal.training.tasks import TASKS, Task
 
 log = getLogger("flwr")
 

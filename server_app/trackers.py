@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
-from tepal.server_app.run_directory import as_json, read_metrics, scored, write_whole
+from tepal.records.run_directory import as_json, read_metrics, scored, write_whole
 
 if TYPE_CHECKING:
     from tepal.server_app.config import RunConfig

@@ -1,24 +1,24 @@
 """Flower strategies that send only the parts of a model that a round needs. A file is one method, named after it."""
 
 from tepal.exchange.modes import join_modes, modes_of
-from tepal.strategies.apfl import APFL
-from tepal.strategies.base import MethodStrategy, RoundFailed
-from tepal.strategies.ditto import Ditto
+from tepal.strategies.baselines.apfl import APFL
+from tepal.strategies.baselines.ditto import Ditto
+from tepal.strategies.baselines.fedamp import FedAMP
+from tepal.strategies.baselines.fedbe import FedBE
+from tepal.strategies.baselines.fednova import FedNova
+from tepal.strategies.baselines.fedopt import FedAdagrad, FedAdam, FedAvgM, FedYogi
+from tepal.strategies.baselines.fedprox import FedProx
+from tepal.strategies.baselines.local import LocalOnly
+from tepal.strategies.baselines.perfedavg import PerFedAvg
+from tepal.strategies.baselines.pfedme import PFedMe
+from tepal.strategies.baselines.scaffold import Scaffold
 from tepal.strategies.fedacs import FedACS
-from tepal.strategies.fedamp import FedAMP
 from tepal.strategies.fedavg import FedAvg
-from tepal.strategies.fedbe import FedBE
 from tepal.strategies.fedensemble import FedEnsemble
 from tepal.strategies.fedfrozen import FedFrozen, NoAttentionError
-from tepal.strategies.fednova import FedNova
-from tepal.strategies.fedopt import FedAdagrad, FedAdam, FedAvgM, FedYogi
-from tepal.strategies.fedprox import FedProx
-from tepal.strategies.local import LocalOnly
-from tepal.strategies.messenger import RoundReport
 from tepal.strategies.method import MethodError
-from tepal.strategies.perfedavg import PerFedAvg
-from tepal.strategies.pfedme import PFedMe
-from tepal.strategies.scaffold import Scaffold
+from tepal.strategies.rounds.messenger import RoundReport
+from tepal.strategies.rounds.strategy import MethodStrategy, RoundFailed
 from tepal.strategies.selective import SelectiveLayers
 
 __all__ = [

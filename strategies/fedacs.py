@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tepal.strategies.base import MethodStrategy
 from tepal.strategies.method import ModelBlocks
 from tepal.strategies.mixing import cosine, mixing_weights, threshold
-from tepal.strategies.personal_models import STORE as STORE
-from tepal.strategies.personal_models import ModelKeeper as ModelKeeper
-from tepal.strategies.personal_models import PersonalMixing, PersonalModels
-from tepal.strategies.personal_models import write_at as _write_at
+from tepal.strategies.personal.models import STORE as STORE
+from tepal.strategies.personal.models import ModelKeeper as ModelKeeper
+from tepal.strategies.personal.models import PersonalMixing, PersonalModels
+from tepal.strategies.personal.models import write_at as _write_at
+from tepal.strategies.rounds.strategy import MethodStrategy
 
 if TYPE_CHECKING:
     from torch import nn

@@ -9,8 +9,8 @@ from typing import Any
 from tepal.exchange.layout import Arrays
 from tepal.exchange.plan import EVALUATE, MODEL, Plan, Reply, Tree
 from tepal.strategies.aggregate import WeightedMean
-from tepal.strategies.base import MethodStrategy
 from tepal.strategies.method import Merger, Method, MethodError, ServerModel
+from tepal.strategies.rounds.strategy import MethodStrategy
 
 
 @dataclass(frozen=True)

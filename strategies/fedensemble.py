@@ -24,9 +24,9 @@ import numpy as np
 
 from tepal.exchange.layout import Arrays, Names
 from tepal.exchange.plan import MODEL, SCORED_AS, Plan, Reply, Tree
-from tepal.strategies.base import MethodStrategy
 from tepal.strategies.fedavg import Averaging, ModelState
 from tepal.strategies.method import Merger, Method, MethodError, ModelBlocks, ServerModel, check_one_of
+from tepal.strategies.rounds.strategy import MethodStrategy
 from tepal.strategies.schedule import mode_of, rounds_of
 
 if TYPE_CHECKING:

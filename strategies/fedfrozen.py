@@ -23,9 +23,9 @@ import numpy as np
 from tepal.exchange.layout import Arrays, Names
 from tepal.exchange.plan import MODEL, Plan, Reply
 from tepal.exchange.threads import in_threads
-from tepal.strategies.base import MethodStrategy
 from tepal.strategies.fedavg import Averaging, ModelState
 from tepal.strategies.method import MethodError, ModelBlocks, ServerModel
+from tepal.strategies.rounds.strategy import MethodStrategy
 
 if TYPE_CHECKING:
     from torch import nn

@@ -36,10 +36,10 @@ from tepal.exchange.plan import (
     Reply,
     Scalar,
 )
-from tepal.strategies.base import MethodStrategy
 from tepal.strategies.fedavg import Averaging, ModelState
 from tepal.strategies.layer_selection import DISTANCES, SELECTIONS, choose, drawn_budget
 from tepal.strategies.method import MethodError, ModelBlocks, ServerModel, check_one_of
+from tepal.strategies.rounds.strategy import MethodStrategy
 
 if TYPE_CHECKING:
     from torch import nn
@@ -228,7 +228,7 @@ class SelectiveLayers(MethodStrategy):
     """Selective layer fine-tuning over Tepal's exchange.
 
     A client may declare its own budget R_i in its node config, as `layer-budget`; that goes before `budget`. The app
-    answers the probe in a function `@app.train("probe")` (`tepal.client_app.probing` computes the scores).
+    answers the probe in a function `@app.train("probe")` (`tepal.training.probing` computes the scores).
 
     Args:
         budget: R of every client: a number of layers (or of bytes or milliseconds, see `costs`), or "drawn": for each

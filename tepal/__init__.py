@@ -1,7 +1,8 @@
 """Tepal: Flower strategies that move only the parts of a model that a round needs.
 
-This folder holds the import name only. In a wheel the packages (`tepal.models`, `tepal.exchange`, ...) lie
-beside this file; in a checkout, and in a Flower app bundle made from one, they are the folders above it.
+In a wheel the packages (`tepal.models`, `tepal.exchange`, ...) lie in this folder. In a checkout they are links to the
+folders above it, so that editors and type checkers find them. A Flower app bundle has no links: there this file adds
+the folder above to the package's path.
 """
 
 from os import path as _path

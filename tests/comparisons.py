@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from tepal.server_app.compare import write_comparison
-from tepal.server_app.comparison import Comparison, cells_of
-from tepal.server_app.run_directory import RunDirectory
+from tepal.records.run_directory import RunDirectory
+from tepal.tools.compare.comparison import Comparison, cells_of
+from tepal.tools.compare.runs import write_comparison
 
 # Accuracy after each round, the initial model first, and MB down and up in each. Three rounds.
 RUNS = {

@@ -34,10 +34,9 @@ from flwr.supercore.interceptors import (
 )
 from flwr.supercore.runtime import RuntimeHttpClient
 
-from tepal.server_app.processes import MARK, marked
-
-from .limits import Limits
-from .link import Link, command
+from tepal.host.flower.link import Link, command
+from tepal.host.limits import Limits
+from tepal.host.processes import MARK, marked
 
 log = getLogger("flwr")
 

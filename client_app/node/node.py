@@ -22,15 +22,15 @@ from types import FrameType
 import psutil
 from joblib import cpu_count
 
-from tepal.server_app.flower import Value, to_toml
-from tepal.server_app.processes import flower_environment, free_port
-from tepal.server_app.prometheus import node_families, serving
-
-from . import node_pb2
-from .executor import Executor
-from .flower import require_flower
-from .link import Link, command
-from .service import Services
+from tepal.client_app.node import node_pb2
+from tepal.client_app.node.executor import Executor
+from tepal.client_app.node.metrics import node_families
+from tepal.client_app.node.service import Services
+from tepal.host.flower.link import Link, command
+from tepal.host.flower.patches import require_flower
+from tepal.host.metrics import serving
+from tepal.host.processes import flower_environment, free_port
+from tepal.host.toml import Value, to_toml
 
 log = getLogger("flwr")
 

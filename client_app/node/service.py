@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from . import node_pb2
+from tepal.client_app.node import node_pb2
 
 NAME = node_pb2.DESCRIPTOR.services_by_name["Node"].full_name
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from tepal.client_app.objectives.work import Objective, Outcome, Work
-from tepal.client_app.tasks import Call
-from tepal.client_app.training import Batch, clip, descend, optimizer_for, trained_parameters
 from tepal.exchange.plan import ADAPTIVE, ALPHA
+from tepal.training.loop import Batch, clip, descend, optimizer_for, trained_parameters
+from tepal.training.tasks import Call
 
 _ALPHA = "apfl.alpha"  # in the personal state, beside the entries of v
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from tepal.client_app.objectives.work import Objective, Outcome, Work
-from tepal.client_app.training import Batch, clip, descend, optimizer_for, trained_parameters
 from tepal.exchange.plan import ALPHA, DELTA, HESSIAN_FREE
+from tepal.training.loop import Batch, clip, descend, optimizer_for, trained_parameters
 
 
 class MetaLearning(Objective):

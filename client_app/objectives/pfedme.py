@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from tepal.client_app.objectives.work import Objective, Outcome, Work
-from tepal.client_app.training import Batch, descend, trained_parameters
 from tepal.exchange.plan import INNER_RATE, INNER_STEPS, LAMBDA
+from tepal.training.loop import Batch, descend, trained_parameters
 
 
 class MoreauEnvelope(Objective):

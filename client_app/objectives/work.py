@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tepal.client_app import tasks
-from tepal.client_app.config import TrainingConfig
-from tepal.client_app.tasks import Call, Task
-from tepal.client_app.training import Batch, Batches, Fitted, autocast, fit, pieces
 from tepal.exchange.layout import Arrays, Layout
 from tepal.exchange.plan import Scalar, Tree
+from tepal.training import tasks
+from tepal.training.config import TrainingConfig
+from tepal.training.loop import Batch, Batches, Fitted, autocast, fit, pieces
+from tepal.training.tasks import Call, Task
 
 
 @dataclass

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.packages import ROOT
+
 SERVER, CLIENT = "tepal-server:tests", "tepal-client:tests"
 UID = 49999
 VERSION, REVISION = "0.1.0+tests", "0123456789abcdef"

@@ -10,6 +10,7 @@ from pathlib import PurePosixPath
 import pytest
 
 from tests.containers.engine import BUILD_ARGUMENTS, CLIENT, REVISION, ROOT, SERVER, UID, VERSION, docker, inspect
+from tests.packages import BUNDLED, PACKAGES
 
 pytestmark = [pytest.mark.containers, pytest.mark.usefixtures("images")]
 both = pytest.mark.parametrize("image", [SERVER, CLIENT])
@@ -76,13 +77,13 @@ def test_nothing_in_it_installs_or_builds(image):
 
 @both
 def test_all_that_is_needed_can_be_imported_without_a_place_to_write(image):
-    code = """
+    code = f"PACKAGES = {PACKAGES}" + """
 import pkgutil, sys, time
 begun = time.monotonic()
 import tepal, torch, sklearn.datasets, plotly, flwr.serverapp, flwr.clientapp
 print(torch.__version__, f"{time.monotonic() - begun:.1f} s")
 missing = []
-for package in ("models", "exchange", "strategies", "client_app", "server_app"):
+for package in PACKAGES:
     __import__(f"tepal.{package}")
     for module in pkgutil.walk_packages(sys.modules[f"tepal.{package}"].__path__, f"tepal.{package}."):
         if not module.name.endswith(".app"):  # is part of a bundle, and names its packages as they lie there
@@ -125,14 +126,14 @@ def test_the_server_has_the_app_that_it_submits():
     code = """
 import sys
 from pathlib import Path
-from tepal.server_app.flower import stage_app
+from tepal.host.superlink import stage_app
 print(*sorted(map(str, stage_app(Path("/opt/tepal"), Path("/tmp/app")))), sep="\\n")
 """
     staged = set(run(SERVER, "python", "-c", code).split())
     assert {"pyproject.toml", "tepal/__init__.py", "server_app/app.py", "client_app/app.py"} <= staged
     here = {
         str(path.relative_to(ROOT))
-        for folder in ("tepal", "models", "exchange", "strategies", "client_app", "server_app")
+        for folder in ("tepal", *BUNDLED)
         for path in (ROOT / folder).rglob("*.py")
     }
     assert {name for name in staged if name.endswith(".py")} == here

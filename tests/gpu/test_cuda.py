@@ -5,12 +5,12 @@ import pytest
 import torch
 
 from tepal.client_app.app import app
-from tepal.client_app.probing import layer_scores
 from tepal.models.blocks import find_blocks
+from tepal.records.run_directory import read_metrics
 from tepal.server_app.config import defaults, read_run_config
 from tepal.server_app.run import build_model, run
-from tepal.server_app.run_directory import read_metrics
 from tepal.strategies.in_process import InProcessGrid, Node
+from tepal.training.probing import layer_scores
 from tests.quiet import quiet  # noqa: F401
 
 CLIENTS = 2

@@ -58,7 +58,7 @@ def forked(environment: Mapping[str, str]) -> dict[str, str]:
 @functools.cache
 def _address() -> Path:
     """Start the server of forks, which ends with this process; return the socket where it is asked."""
-    from tepal.server_app.processes import MARK  # not in the server, whose forks import Tepal themselves
+    from tepal.host.processes import MARK  # not in the server, whose forks import Tepal themselves
 
     folder = Path(tempfile.mkdtemp(prefix="tepal-forks-"))
     address = folder / "socket"

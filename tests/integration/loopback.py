@@ -23,16 +23,17 @@ import psutil
 import pytest
 
 from tepal.client_app.node.service import Control
-from tepal.server_app.fleet import open_fleet
-from tepal.server_app.flower import Clock, Outcome, Value, connect, follow, stage_app, submit, to_toml
-from tepal.server_app.loopback import wait_for_node
-from tepal.server_app.processes import MARK, Process, flower_environment, free_port, marked, started, wait_for_http
-from tepal.server_app.provision import load_public_key
+from tepal.host.processes import MARK, Process, flower_environment, free_port, marked, started, wait_for_http
+from tepal.host.superlink import Clock, Outcome, connect, follow, stage_app, submit
+from tepal.host.toml import Value, to_toml
+from tepal.tools.deploy.fleet import open_fleet
+from tepal.tools.deploy.loopback import wait_for_node
+from tepal.tools.deploy.provision import load_public_key
 from tests.integration import forks
 from tests.integration.credentials import authority, node_key
 from tests.integration.relay import Relay
+from tests.packages import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 SHORT_HEARTBEAT = Path(__file__).parent / "short_heartbeat"
 
 
@@ -158,7 +159,7 @@ class Loopback:
 
     def _warm_node(self, k: int, _port: int, config: str) -> _Program:
         control = f"unix:{self.folder}/node-{k}.sock"
-        command = [sys.executable, "-m", "tepal.server_app.commands", "node", *self._connection(k, "--key")]
+        command = [sys.executable, "-m", "tepal.tools.cli.commands", "node", *self._connection(k, "--key")]
         return _Program(f"node-{k}", (*command, "--node-config", config, "--control", control), control)
 
     def _connection(self, k: int, key_option: str) -> list[str]:

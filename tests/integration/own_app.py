@@ -8,8 +8,8 @@ from safetensors.numpy import load_file
 
 from tepal.models import build
 from tepal.models.blocks import find_blocks
-from tepal.server_app.run_directory import read_metrics
-from tepal.server_app.simulation import simulate_in_process
+from tepal.records.run_directory import read_metrics
+from tepal.tools.simulation.engines import simulate_in_process
 from tests.integration.loopback import ROOT
 
 CONFIG = {

@@ -17,17 +17,17 @@ from pathlib import Path
 import pytest
 
 from tepal.client_app.app import app
+from tepal.records.run_directory import read_metrics
 from tepal.server_app.config import defaults
 from tepal.server_app.run import run
-from tepal.server_app.run_directory import read_metrics
 from tepal.strategies.in_process import InProcessGrid, Node
 from tests.browser import FLAGS, browser, needs_browser
 from tests.comparisons import comparison_in, finish
+from tests.packages import ROOT
 
 playwright = pytest.importorskip("playwright.sync_api")
 pytestmark = [pytest.mark.long, pytest.mark.deployment, pytest.mark.browser, needs_browser]
 
-ROOT = Path(__file__).resolve().parents[2]
 SCREENSHOTS = ROOT / "build" / "screenshots"
 SIZES = {"phone": (390, 844), "desk": (1600, 1000)}
 METHODS = {
@@ -43,7 +43,7 @@ USUAL = {"accuracy-rounds", "accuracy-bytes", "loss-rounds", "loss-bytes", "byte
 @contextmanager
 def dashboard_of(folder: Path) -> Iterator[str]:
     """The address of a real `tepal dashboard`."""
-    command = [sys.executable, "-m", "tepal.server_app.commands", "dashboard", str(folder), "--port", "0"]
+    command = [sys.executable, "-m", "tepal.tools.cli.commands", "dashboard", str(folder), "--port", "0"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     try:
@@ -148,7 +148,7 @@ def test_the_dashboard_follows_a_real_run_without_reload(chromium, tmp_path):
     folder, rounds = tmp_path / "runs", 6
     folder.mkdir()
     config = f'num-server-rounds={rounds} fedfrozen.warmup-rounds=2 local-epochs=1 min-clients=3 runs="{folder}"'
-    command = [sys.executable, "-m", "tepal.server_app.commands", "loopback", str(ROOT), "--clients", "3", "-c", config]
+    command = [sys.executable, "-m", "tepal.tools.cli.commands", "loopback", str(ROOT), "--clients", "3", "-c", config]
     with dashboard_of(folder) as address, opened(chromium, address) as page:
         assert "has no runs yet" in page.inner_text("main")
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "TEPAL_CACHE": str(tmp_path / "cache")}

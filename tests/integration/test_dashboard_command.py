@@ -6,21 +6,19 @@ import signal
 import ssl
 import subprocess
 import sys
-from pathlib import Path
 
 import httpx
 import pytest
 from typer.testing import CliRunner
 
-from tepal.server_app.commands import main
+from tepal.tools.cli.commands import main
 from tests.comparisons import leave_run
 from tests.integration.credentials import authority
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.packages import ROOT
 
 
 def started(*arguments, **environment):
-    command = [sys.executable, "-m", "tepal.server_app.commands", "dashboard", *map(str, arguments)]
+    command = [sys.executable, "-m", "tepal.tools.cli.commands", "dashboard", *map(str, arguments)]
     both = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, text=True, env={**os.environ, "PYTHONPATH": str(ROOT), **environment}, **both)
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tepal.server_app.flower import app_run_config, explain
-from tepal.server_app.run_directory import read_metrics
+from tepal.host.superlink import app_run_config, explain
+from tepal.records.run_directory import read_metrics
 from tests.integration.foreign_app import MODEL, quickstart, uploads
 from tests.integration.loopback import ROOT, loopback, partitions
 from tests.integration.own_app import (

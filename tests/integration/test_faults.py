@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tepal.server_app.flower import explain
+from tepal.host.superlink import explain
 from tests.integration.loopback import Loopback, Submitted, loopback
 from tests.integration.relay import Relay
 

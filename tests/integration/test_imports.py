@@ -1,6 +1,7 @@
 """The import names work from a checkout, an editable install, a wheel and an app bundle, and nothing else is in those.
 
-The repository has `models/`, `exchange/`, ... as top-level folders; what is imported is `tepal.models`, ...
+The repository has `models/`, `exchange/`, ... as top-level folders; what is imported is `tepal.models`, ..., which in a
+checkout are links to them.
 """
 
 import json
@@ -15,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("client_app", "exchange", "models", "server_app", "strategies")
+from tests.packages import BUNDLED, PACKAGES, ROOT
+
 MODULES = ("tepal", "tepal.exchange.layout", "tepal.models", "tepal.strategies")
 
 
@@ -28,7 +29,7 @@ def checkout(tmp_path_factory) -> Path:
     leave = shutil.ignore_patterns("__pycache__", "*.egg-info")
     for name in (*PACKAGES, "tepal", "tests", "benchmarks", "conf", "docs", "docker"):
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, folder / name, ignore=leave)
+            shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=leave)
     for name in ("pyproject.toml", "LICENSE", "README.md", ".gitignore"):
         if (ROOT / name).is_file():
             shutil.copyfile(ROOT / name, folder / name)
@@ -59,7 +60,7 @@ def places(path: Path, cwd: Path) -> dict[str, Path]:
 
 def assert_top_level_folders(found: dict[str, Path], root: Path) -> None:
     """The modules come from the top-level folders of `root`, the layout of the repository."""
-    assert found == {
+    assert {name: path.resolve() for name, path in found.items()} == {
         "tepal": root / "tepal" / "__init__.py",
         "tepal.exchange.layout": root / "exchange" / "layout.py",
         "tepal.models": root / "models" / "__init__.py",
@@ -112,7 +113,7 @@ def test_a_wheel_brings_only_tepal_into_site_packages(wheel, checkout):
     assert {name.split("/")[0] for name in names} == {"tepal"}
     assert {name.split("/")[1] for name in names} == {"__init__.py", "py.typed", *PACKAGES}
     assert not [name for name in names if "test_" in name or "benchmarks" in name or "__pycache__" in name]
-    assert {f"tepal/{module}" for module in modules(checkout)} <= set(names)
+    assert {f"tepal/{module}" for module in modules(checkout, PACKAGES)} <= set(names)
 
 
 @pytest.mark.long
@@ -148,12 +149,12 @@ def test_imports_from_an_app_bundle(bundle, tmp_path):
 
 def test_an_app_bundle_has_the_packages_and_nothing_beside_them(bundle, checkout):
     names = {name for name in zipfile.ZipFile(bundle).namelist() if not name.startswith(".info/")}
-    assert {name.split("/")[0] for name in names} == {"pyproject.toml", "LICENSE", "tepal", *PACKAGES}
-    assert modules(checkout) <= names, "Flower leaves out what is named like a test: rename it"
+    assert {name.split("/")[0] for name in names} == {"pyproject.toml", "LICENSE", "tepal", *BUNDLED}
+    assert modules(checkout, BUNDLED) <= names, "Flower leaves out what is named like a test: rename it"
 
 
-def modules(checkout: Path) -> set[str]:
-    return {path.relative_to(checkout).as_posix() for each in PACKAGES for path in (checkout / each).rglob("*.py")}
+def modules(checkout: Path, packages: tuple[str, ...]) -> set[str]:
+    return {path.relative_to(checkout).as_posix() for each in packages for path in (checkout / each).rglob("*.py")}
 
 
 def pip(*arguments: str, cwd: Path) -> None:

@@ -8,9 +8,9 @@ import os
 
 import pytest
 
-from tepal.server_app.flower import explain
-from tepal.server_app.processes import MARK, marked
-from tepal.server_app.run_directory import read_metrics
+from tepal.host.processes import MARK, marked
+from tepal.host.superlink import explain
+from tepal.records.run_directory import read_metrics
 from tests.integration.foreign_app import LINE, MODEL, QUERY_AND_KEY, quickstart, uploads
 from tests.integration.loopback import ROOT, loopback, partitions
 from tests.integration.own_app import (

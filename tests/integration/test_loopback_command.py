@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tepal.server_app.commands import main
-from tepal.server_app.processes import MARK, marked
-from tepal.server_app.run_directory import read_metrics, read_summary
+from tepal.host.processes import MARK, marked
+from tepal.records.run_directory import read_metrics, read_summary
+from tepal.tools.cli.commands import main
 from tests.integration.forks import forked
+from tests.packages import ROOT
 
 pytestmark = pytest.mark.deployment
 
-ROOT = Path(__file__).resolve().parents[2]
 CONFIG = "num-server-rounds=2 local-epochs=1 fedfrozen.warmup-rounds=1"
 
 
@@ -28,7 +28,7 @@ def arguments(runs: Path, *options: str) -> list[str]:
 
 
 def command(*options: str) -> list[str]:
-    return [sys.executable, "-m", "tepal.server_app.commands", "loopback", str(ROOT), *options]
+    return [sys.executable, "-m", "tepal.tools.cli.commands", "loopback", str(ROOT), *options]
 
 
 @pytest.fixture

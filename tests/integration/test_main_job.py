@@ -12,13 +12,12 @@ import pytest
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
-from tepal.server_app.commands import main
-from tepal.server_app.flower import RunError
-from tepal.server_app.processes import MARK, marked
-from tepal.server_app.run_directory import SUMMARY_KEYS, read_metrics
-from tepal.server_app.simulation import simulate_in_process
-
-ROOT = Path(__file__).resolve().parents[2]
+from tepal.host.processes import MARK, marked
+from tepal.host.superlink import RunError
+from tepal.records.run_directory import SUMMARY_KEYS, read_metrics
+from tepal.tools.cli.commands import main
+from tepal.tools.simulation.engines import simulate_in_process
+from tests.packages import ROOT
 
 
 @pytest.fixture
@@ -32,7 +31,7 @@ def tepal(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user-cache"))
 
     def run(*arguments: str, within: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
-        command = [*within, sys.executable, "-m", "tepal.server_app.commands", *arguments]
+        command = [*within, sys.executable, "-m", "tepal.tools.cli.commands", *arguments]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
         assert marked(token) == []
         assert not (tmp_path / "user-cache" / "tepal").exists(), "what simulated clients hold is not the user's"
@@ -189,7 +188,7 @@ def test_a_run_config_that_cannot_be_run_is_refused_before_anything_starts(monke
     def never(*_, **__):
         raise AssertionError("a run was started")
 
-    monkeypatch.setattr("tepal.server_app.simulation.Engine.run", never)
+    monkeypatch.setattr("tepal.tools.simulation.engines.Engine.run", never)
     monkeypatch.chdir(ROOT)
     result = CliRunner().invoke(main, ["simulate", ".", "--clients", "3", "-c", config])
     assert result.exit_code == 1, result.output

@@ -11,10 +11,10 @@ import tomllib
 import numpy as np
 import pytest
 
+from tepal.host.superlink import explain
 from tepal.models import build
 from tepal.models.blocks import find_blocks
-from tepal.server_app.flower import explain
-from tepal.server_app.run_directory import read_metrics
+from tepal.records.run_directory import read_metrics
 from tests.integration.loopback import ROOT, loopback, own_data, pairs
 from tests.integration.test_resume import bits, measured, rounds_done, uninterrupted, wait_for_round  # noqa: F401
 

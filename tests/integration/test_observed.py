@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 from tepal.client_app.node.service import Control
-from tepal.server_app.flower import to_toml
-from tepal.server_app.processes import free_port
-from tepal.server_app.run_directory import read_metrics
+from tepal.host.processes import free_port
+from tepal.host.toml import to_toml
+from tepal.records.run_directory import read_metrics
 from tests.integration.loopback import ROOT, own_data, pairs
 from tests.integration.test_resume import wait_for
 from tests.integration.test_server import Deployment

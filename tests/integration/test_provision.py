@@ -5,21 +5,20 @@ import os
 import ssl
 import subprocess
 import time
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from tepal.server_app.fleet import open_fleet
-from tepal.server_app.flower import to_toml
-from tepal.server_app.processes import flower_environment, free_port, started, wait_for_http
-from tepal.server_app.provision import Site, read_site
-from tepal.server_app.provision_commands import provision
+from tepal.host.processes import flower_environment, free_port, started, wait_for_http
+from tepal.host.toml import to_toml
+from tepal.tools.cli.provision import provision
+from tepal.tools.deploy.fleet import open_fleet
+from tepal.tools.deploy.provision import Site, read_site
 from tests.integration.forks import forked
+from tests.packages import ROOT
 
 pytestmark = pytest.mark.deployment
 
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def wait_until(condition, what: str, seconds: float = 120.0) -> None:

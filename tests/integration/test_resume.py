@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
+from tepal.host.processes import started
+from tepal.host.superlink import explain
+from tepal.host.toml import to_toml
+from tepal.records.run_directory import read_metrics
 from tepal.server_app.config import defaults
-from tepal.server_app.flower import explain, to_toml
-from tepal.server_app.processes import started
 from tepal.server_app.run import run
-from tepal.server_app.run_directory import read_metrics
 from tepal.strategies.in_process import InProcessGrid, Node
 from tests.integration.loopback import ROOT, loopback, own_data, pairs
 
@@ -87,7 +88,7 @@ def test_a_simulation_that_is_killed_ends_as_if_it_never_was(tmp_path, uninterru
     (tmp_path / "config.toml").write_text(to_toml(config))
 
     def simulation(*arguments: str):
-        command = [sys.executable, "-m", "tepal.server_app.commands", "simulate", str(ROOT)]
+        command = [sys.executable, "-m", "tepal.tools.cli.commands", "simulate", str(ROOT)]
         command += ["--clients", "3", "-c", str(tmp_path / "config.toml"), *arguments]
         environment = {**os.environ, "TMPDIR": str(tmp_path)}
         return started(command, log=tmp_path / "simulation.log", cwd=tmp_path, env=environment)

@@ -1,6 +1,6 @@
 """A figure of the dashboard and of a report is saved by its buttons: what a browser's folder of downloads gets.
 
-What the files look like, tests/unit/server_app/test_figure_files.py sees.
+What the files look like, tests/unit/tools/compare/test_figure_files.py sees.
 """
 
 from xml.etree import ElementTree
@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 from PIL import Image
 
-from tepal.server_app.report import write_report
+from tepal.report.run_page import write_report
 from tests.browser import needs_browser
 from tests.comparisons import leave_run
 from tests.integration.test_browser import chromium, dashboard_of, opened, show_everything  # noqa: F401

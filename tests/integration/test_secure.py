@@ -12,8 +12,8 @@ import psutil
 import pytest
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 
-from tepal.server_app.flower import explain
-from tepal.server_app.processes import Process, free_port
+from tepal.host.processes import Process, free_port
+from tepal.host.superlink import explain
 from tests.integration.credentials import DAY, authority, node_key
 from tests.integration.loopback import Loopback, loopback, partitions
 

@@ -14,10 +14,10 @@ import time
 import psutil
 import pytest
 
-from tepal.server_app.fleet import open_fleet
-from tepal.server_app.flower import to_toml
-from tepal.server_app.processes import flower_environment, free_port, marked, started
-from tepal.server_app.provision import make
+from tepal.host.processes import flower_environment, free_port, marked, started
+from tepal.host.toml import to_toml
+from tepal.tools.deploy.fleet import open_fleet
+from tepal.tools.deploy.provision import make
 from tests.integration.forks import forked
 from tests.integration.loopback import ROOT, _running, own_data, pairs
 from tests.integration.test_resume import (
@@ -50,7 +50,7 @@ class Deployment:
         return forked(environment) if self.as_forks else environment
 
     def command(self, *more):
-        return [sys.executable, "-m", "tepal.server_app.server", *more]
+        return [sys.executable, "-m", "tepal.tools.cli.server", *more]
 
     def server(self, app, *more):
         command = self.command("--credentials", str(self.credentials.server.folder), "--state", str(self.state))
@@ -58,7 +58,7 @@ class Deployment:
         return started([*command, *more], log=self.log, env=self.environment("server"), cwd=self.folder, grace=20)
 
     def node(self, name, config, *more):
-        command = [sys.executable, "-m", "tepal.server_app.commands", "node", "--site", self.credentials.unpacked(name)]
+        command = [sys.executable, "-m", "tepal.tools.cli.commands", "node", "--site", self.credentials.unpacked(name)]
         command += ["--superlink", f"127.0.0.1:{self.fleet}", "--node-config", config]
         command += ["--control", f"unix:{self.folder / name}.sock"]
         environment, log = self.environment(name), self.folder / f"{name}.log"
@@ -115,9 +115,13 @@ def test_a_run_goes_on_whatever_is_killed(tmp_path, uninterrupted, monkeypatch):
     with deployment.node("site-0", pairs(data[0])), deployment.node("site-1", pairs(data[1])):
         with deployment.server(*arguments) as server:
             wait_for_checkpoint(1, server)
-            status, said = deployment.status()
-            assert status == 0, said
-            assert "2 registered: site-0, site-1" in said and str(latest.resolve()) in said
+            told = []  # the server looks for the run's directory every few seconds
+            wait_for(
+                lambda: str(latest.resolve()) in (told.append(deployment.status()) or told[-1][1]),
+                "the status to name the run's directory", lambda: server.running, 60,
+            )  # fmt: skip
+            status, said = told[-1]
+            assert status == 0 and "2 registered: site-0, site-1" in said
             assert (deployment.state / "server.json").stat().st_mode & 0o777 == 0o600
             say("kill the server and all that it started")
             kill_all(server)

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tepal.server_app.flower import RunError, stage_app
-from tepal.server_app.processes import MARK, marked
-from tepal.server_app.simulation import ProcessEngine, RayEngine, simulate, simulate_in_process
-
-ROOT = Path(__file__).resolve().parents[2]
+from tepal.host.processes import MARK, marked
+from tepal.host.superlink import RunError, stage_app
+from tepal.tools.simulation.engines import ProcessEngine, RayEngine, simulate, simulate_in_process
+from tests.packages import ROOT
 
 PYPROJECT = """
 [project]

@@ -8,7 +8,7 @@ from statistics import median
 
 import pytest
 
-from tepal.server_app.flower import explain
+from tepal.host.superlink import explain
 from tests.integration.loopback import loopback
 
 pytestmark = pytest.mark.deployment

@@ -2,13 +2,11 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.figures import figures  # noqa: F401
-
-ROOT = Path(__file__).parents[2]
+from tests.packages import ROOT
 
 pytestmark = pytest.mark.long
 

@@ -17,14 +17,14 @@ from typer.testing import CliRunner
 
 from tepal.exchange import partial_exchange
 from tepal.models import build
+from tepal.records.run_directory import RunDirectory
 from tepal.server_app import catalogue
-from tepal.server_app.commands import main
 from tepal.server_app.config import SECTIONS, StrategyName, defaults, open_run, read_run_config, reference
-from tepal.server_app.run_directory import RunDirectory
 from tepal.strategies.in_process import InProcessGrid, Node
+from tepal.tools.cli.commands import main
 from tests.apps import quickstart_app
+from tests.packages import ROOT
 
-ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
 
@@ -65,25 +65,25 @@ RUN_BY = {
     "make test": "is what runs these tests",
     "tepal simulate . -c conf/": "tests/integration/test_methods.py",
     "tepal simulate . -c 'resume=": "tests/integration/test_resume.py",
-    "tepal reproduce": "tests/unit/server_app/test_reproduce.py",
+    "tepal reproduce": "tests/unit/tools/reproduce/test_reproduce.py",
     "tepal dashboard --host": "tests/integration/test_dashboard_command.py",
     "tepal dashboard": "tests/integration/test_browser.py",
     "tepal simulate . -c 'trackers=": "tests/unit/server_app/test_trackers.py",
-    "tepal simulate . -c 'wire-dtype": "tests/unit/strategies/test_encoding.py",
+    "tepal simulate . -c 'wire-dtype": "tests/unit/strategies/rounds/test_encoding.py",
     "tepal simulate . --clients 100": "tests/integration/test_simulation_launcher.py",
-    "tepal simulate . --clients 10 -c 'model=\"char-lstm\"": "tests/unit/client_app/test_inputs.py",
-    "tepal simulate . --clients 3 -c 'model=\"linear-attention\"": "tests/unit/client_app/test_inputs.py",
+    "tepal simulate . --clients 10 -c 'model=\"char-lstm\"": "tests/unit/training/data/test_inputs.py",
+    "tepal simulate . --clients 3 -c 'model=\"linear-attention\"": "tests/unit/training/data/test_inputs.py",
     "tepal simulate": "tests/integration/test_main_job.py",
     "tepal compare . --clients": "tests/unit/test_results.py",
     "tepal compare": "tests/integration/test_main_job.py",
     "tepal predict": "test_the_predict_command_reads_a_run_and_writes_what_it_predicts",
     "tepal strategies": "test_every_strategy_is_listed_with_its_options",
-    "tepal report runs/20261120-101500-fedfrozen --figures": "tests/unit/server_app/test_figure_files.py",
-    "tepal report runs/20261120-101500-compare --figures": "tests/unit/server_app/test_figure_files.py",
+    "tepal report runs/20261120-101500-fedfrozen --figures": "tests/unit/tools/compare/test_figure_files.py",
+    "tepal report runs/20261120-101500-compare --figures": "tests/unit/tools/compare/test_figure_files.py",
     "tepal report": "test_the_report_command_says_where_the_report_is",
     "tepal runs": "test_the_commands_that_look_at_runs",
     "tepal show": "test_the_commands_that_look_at_runs",
-    "tepal doctor": "tests/unit/server_app/test_doctor.py",
+    "tepal doctor": "tests/unit/tools/deploy/test_doctor.py",
     "python benchmarks/": "tests/unit/test_benchmarks.py",
     "python -m quickstart.in_process": "test_the_app_of_ones_own_runs",
     "flwr run . CONNECTION --stream --run-config 'resume=": "tests/integration/test_resume.py",
@@ -132,7 +132,8 @@ def tepal_commands():
 @pytest.mark.parametrize("command", tepal_commands())
 def test_every_tepal_command_has_options_and_keys_that_there_are(command, monkeypatch):
     """What click makes of it; of those that start a run, the run config that comes of it, where it names no files."""
-    from tepal.server_app.flower import app_run_config, parse_run_config
+    from tepal.host.superlink import app_run_config
+    from tepal.host.toml import parse_run_config
 
     monkeypatch.chdir(ROOT)
     words = list(itertools.takewhile(lambda word: word != "|", shlex.split(command)[1:]))
@@ -166,7 +167,7 @@ def test_the_commands_that_look_at_runs(tmp_path, monkeypatch):
 
 
 def test_the_readmes_run_config_can_be_run():
-    from tepal.server_app.flower import parse_run_config
+    from tepal.host.toml import parse_run_config
 
     simulate, resume = [command for command in commands() if command.startswith("tepal simulate")]
     assert "resume=" in resume, "tests/integration/test_resume.py runs it"

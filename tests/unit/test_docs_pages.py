@@ -5,7 +5,6 @@ import io
 import re
 import runpy
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,15 +16,15 @@ from flwr.serverapp.strategy import Strategy
 import tepal.client_app.app as app_module
 from tepal import strategies
 from tepal.client_app.objectives import OBJECTIVES
-from tepal.client_app.prediction import EnsembleScore
 from tepal.exchange import Encoding
 from tepal.models import build
 from tepal.models.blocks import find_blocks
 from tepal.server_app.config import defaults
 from tepal.strategies import FedFrozen, MethodError, MethodStrategy
 from tepal.strategies.in_process import InProcessGrid, Node
+from tepal.training.prediction import EnsembleScore
+from tests.packages import ROOT
 
-ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 
 

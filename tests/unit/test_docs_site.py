@@ -8,17 +8,16 @@ import runpy
 import subprocess
 import sys
 from html.parser import HTMLParser
-from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import unquote, urlsplit
 
 import pytest
 
 from tepal import client_app, exchange, models, strategies
+from tests.packages import ROOT
 
 pytest.importorskip("mkdocs")
 
-ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 
 

@@ -10,14 +10,13 @@ import functools
 import re
 from collections import Counter
 from difflib import SequenceMatcher
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.packages import PACKAGES, ROOT
+
 PAGE = ROOT / "docs/errors.md"
-PACKAGES = ("models", "exchange", "strategies", "client_app", "server_app")
 ANY = "…"
 OWN = 10
 """Letters of its own that a raised message must have to be looked for."""

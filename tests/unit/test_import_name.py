@@ -3,11 +3,10 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.packages import PACKAGES, ROOT
 
 # Thread 1 is held inside tepal/__init__.py, before it has added the folder above to its path.
 RACE = """
@@ -39,7 +38,7 @@ def test_two_threads_may_import_server_and_client_at_once(component):
     assert done.stdout.strip() == "imported", done.stderr[-500:]
 
 
-@pytest.mark.parametrize("module", ["tepal.server_app.commands", "tepal.exchange", "tepal.strategies", "tepal.models"])
+@pytest.mark.parametrize("module", ["tepal.tools.cli.commands", "tepal.exchange", "tepal.strategies", "tepal.models"])
 def test_torch_is_not_imported_before_it_is_needed(module):
     done = subprocess.run(
         [sys.executable, "-c", f"import sys, {module}; print('torch' in sys.modules)"],
@@ -48,7 +47,6 @@ def test_torch_is_not_imported_before_it_is_needed(module):
     assert done.stdout.strip() == "False"
 
 
-PACKAGES = ["models", "exchange", "strategies", "client_app", "server_app"]
 WITH_ALL = [
     ".".join(("tepal", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
     for package in PACKAGES

@@ -6,19 +6,18 @@ import lzma
 import re
 import runpy
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tepal import models
-from tepal.client_app.data import check_partition
-from tepal.server_app.compare import new_folder
+from tepal.host.toml import parse_run_config
 from tepal.server_app.config import read_run_config
-from tepal.server_app.flower import parse_run_config
+from tepal.tools.compare.runs import new_folder
+from tepal.training.data import check_partition
 from tests.comparisons import comparison_in, finish
+from tests.packages import ROOT
 
-ROOT = Path(__file__).parents[2]
 RESULTS = runpy.run_path(str(ROOT / "benchmarks" / "results.py"))
 EXPERIMENTS = RESULTS["EXPERIMENTS"]
 

@@ -9,13 +9,13 @@ from safetensors.numpy import load_file
 
 from client_app.app import app
 from tepal.client_app import site
-from tepal.client_app.inputs import InputConfig
-from tepal.client_app.inputs import client_inputs as inputs
 from tepal.models import build
 from tepal.server_app.config import defaults
-from tepal.server_app.predict import load_predictor
 from tepal.strategies import FedACS, FedAvg, FedEnsemble, RoundFailed, SelectiveLayers, join_modes
 from tepal.strategies.in_process import InProcessGrid, Node
+from tepal.tools.predict.predict import load_predictor
+from tepal.training.data.inputs import InputConfig
+from tepal.training.data.inputs import client_inputs as inputs
 
 CONFIG = {**defaults(), "local-steps": 1, "batch-size": 16, "optimizer": "sgd", "learning-rate": 0.05}
 

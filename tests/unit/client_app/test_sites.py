@@ -10,12 +10,12 @@ from PIL import Image
 
 from tepal.client_app import site
 from tepal.client_app.app import app
-from tepal.client_app.data import DataError, load_client, own_stamp, sources
-from tepal.client_app.inputs import InputConfig
+from tepal.records.run_directory import read_metrics
 from tepal.server_app.config import defaults
 from tepal.server_app.run import run
-from tepal.server_app.run_directory import read_metrics
 from tepal.strategies.in_process import InProcessGrid, Node
+from tepal.training.data import DataError, load_client, own_stamp, sources
+from tepal.training.data.inputs import InputConfig
 
 
 def folder(root, names, values=(0, 255)):

@@ -21,9 +21,10 @@ from tepal.exchange import partial_exchange, received
 from tepal.exchange.files import SUFFIX
 from tepal.exchange.manifest import RECORD, Header
 from tepal.exchange.personal import PersonalState
-from tepal.strategies import FedAvg, RoundFailed, nodes
-from tepal.strategies.checkpoint import FACTS, STATE, Checkpoints
+from tepal.strategies import FedAvg, RoundFailed
 from tepal.strategies.in_process import InProcessGrid, Node
+from tepal.strategies.rounds import nodes
+from tepal.strategies.rounds.checkpoint import FACTS, STATE, Checkpoints
 
 START = ArrayRecord({"w": Array(np.zeros(2, np.float32))})
 

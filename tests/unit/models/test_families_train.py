@@ -20,8 +20,6 @@ from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 
 from tepal.client_app import apply_plan
-from tepal.client_app.gradient_checkpointing import recomputed_layers
-from tepal.client_app.probing import probe_layers
 from tepal.exchange import PartialExchange, received
 from tepal.models.blocks import Blocks, find_blocks
 from tepal.strategies import (
@@ -35,6 +33,8 @@ from tepal.strategies import (
     modes_of,
 )
 from tepal.strategies.in_process import InProcessGrid, Node
+from tepal.training.checkpointing import recomputed_layers
+from tepal.training.probing import probe_layers
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
 every_model = pytest.mark.parametrize("family", MODELS)

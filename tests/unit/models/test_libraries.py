@@ -16,8 +16,7 @@ from families import BART, GPT2, LLAMA, SMALL_TEXT, T5, VIT
 from tepal import models
 from tepal.models import CHOICES, IMAGES, MODELS, TEXTS, ModelError, build, find
 from tepal.models.blocks import find_blocks
-
-ROOT = Path(__file__).parents[3]
+from tests.packages import ROOT
 
 # Trainable parameters as published, and transformer blocks (or stages): torchvision's pages of its weights, and the
 # model cards; with 1000 classes of images or 2 of texts. CLIP's is that of its image tower and a matrix with bias.
@@ -208,8 +207,8 @@ def test_a_torchvision_whose_operators_do_not_load_does_not_stop_transformers(be
 def test_the_page_of_models_is_that_of_the_code():
     pytest.importorskip("torchvision")
     pytest.importorskip("transformers")
-    from tepal.models.table import page
+    from tepal.tools.reproduce.model_table import page
 
     assert (ROOT / "docs/models.md").read_text() == page(), (
-        "write it anew: python -m tepal.models.table > docs/models.md"
+        "write it anew: python -m tepal.tools.reproduce.model_table > docs/models.md"
     )

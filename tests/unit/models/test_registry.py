@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,25 +13,24 @@ from tepal.models import IMAGES, MODELS, NEEDS, SEQUENCES, ModelError, build, fi
 from tepal.models.blocks import find_blocks
 from tepal.models.linear_attention import LinearAttention
 from tepal.models.tiny_vit import TinyViT, default_patch
+from tests.packages import ROOT
 
 OWN = [name for name in names() if MODELS[name].package == "tepal"]
 IMAGE_MODELS = [name for name in OWN if MODELS[name].kind == IMAGES]
 
 
 def test_importing_the_registry_imports_no_torch():
-    root = Path(__file__).parents[3]
     code = "import sys, tepal.models; tepal.models.names(); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=root, env={"PYTHONPATH": str(root)}).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={"PYTHONPATH": str(ROOT)}).returncode == 0
 
 
 def test_building_a_model_and_its_blocks_imports_no_transformers():
-    root = Path(__file__).parents[3]
     code = (
         "import sys; from tepal.models import build; from tepal.models.blocks import find_blocks\n"
         "find_blocks(build('tiny-vit', image_shape=(1, 8, 8), classes=2, seed=1))\n"
         "sys.exit(any(name in sys.modules for name in ('transformers', 'timm', 'torchvision')))"
     )
-    assert subprocess.run([sys.executable, "-c", code], cwd=root, env={"PYTHONPATH": str(root)}).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={"PYTHONPATH": str(ROOT)}).returncode == 0
 
 
 @pytest.mark.parametrize("shape", [(1, 8, 8), (1, 28, 28), (3, 32, 32), (3, 16, 12)])

@@ -1,9 +1,9 @@
 import tomllib
-from pathlib import Path
 
 import pytest
 
 from tepal.server_app.config import ConfigError, defaults, read_run_config
+from tests.packages import ROOT
 
 
 def flat(table, prefix=""):
@@ -15,7 +15,7 @@ def flat(table, prefix=""):
 
 def test_flower_knows_every_key_with_our_default():
     """Flower refuses a key that is not in pyproject.toml, and takes its default from there."""
-    pyproject = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert flat(pyproject["tool"]["flwr"]["app"]["config"]) == defaults()
 
 
@@ -93,6 +93,6 @@ def test_a_warm_up_as_long_as_the_run_is_a_warning(caplog):
     assert "this run is FedAvg" in caplog.text
 
 
-@pytest.mark.parametrize("path", sorted((Path(__file__).parents[3] / "conf").glob("*.toml")), ids=lambda p: p.name)
+@pytest.mark.parametrize("path", sorted((ROOT / "conf").glob("*.toml")), ids=lambda p: p.name)
 def test_every_experiment_of_conf_can_be_run(path):
     assert read_run_config(flat(tomllib.loads(path.read_text())))

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from tepal.client_app import tasks
-from tepal.client_app.tokens import CHOICE, CONTEXT
 from tepal.models.blocks import canonical_state, find_blocks
 from tepal.models.tiny_vit import TinyViT
 from tepal.server_app.distillation import CYCLE, LOWEST, Distiller
 from tepal.strategies.method import MethodError
+from tepal.training import tasks
+from tepal.training.data.tokens import CHOICE, CONTEXT
 
 RNG = np.random.default_rng(0)
 IMAGES = RNG.normal(size=(60, 5)).astype(np.float32)

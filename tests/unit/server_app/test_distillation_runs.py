@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from tepal.client_app.app import app
-from tepal.client_app.data import CharVocabulary, load_client_texts
-from tepal.client_app.inputs import InputConfig, unlabelled_inputs
+from tepal.records.run_directory import read_metrics
 from tepal.server_app.config import ConfigError, defaults, read_run_config
 from tepal.server_app.run import build_model, build_strategy, run
-from tepal.server_app.run_directory import read_metrics
 from tepal.strategies.in_process import InProcessGrid, Node
-from tests.unit.client_app.word_tokenizer import WORDS, ids, written
+from tepal.training.data import CharVocabulary, load_client_texts
+from tepal.training.data.inputs import InputConfig, unlabelled_inputs
+from tests.unit.training.data.word_tokenizer import WORDS, ids, written
 
 BERT = {"model_type": "bert", "vocab_size": len(WORDS), "hidden_size": 12, "num_attention_heads": 3, "pad_token_id": 0}
 BERT |= {"intermediate_size": 16, "num_hidden_layers": 1, "max_position_embeddings": 16}

@@ -16,7 +16,7 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.grid.http_grid import HttpGrid
 
-from tepal.client_app.node.flower import FLOWER, SHORTEST_PAUSE
+from tepal.host.flower.patches import FLOWER, SHORTEST_PAUSE
 from tepal.server_app import grid as grid_module
 from tepal.server_app.grid import PromptGrid, prompt
 from tepal.strategies.in_process import InProcessGrid

@@ -17,28 +17,20 @@ from PIL import Image
 from safetensors.numpy import load_file
 from sklearn.datasets import load_digits
 
-from tepal.client_app import tasks
-from tepal.client_app.config import TrainingConfig
-from tepal.client_app.data import DataConfig, load_client
 from tepal.client_app.site import Site
 from tepal.models import build
 from tepal.models.blocks import find_blocks
+from tepal.records.run_directory import RunDirectory, read_label_counts, read_metrics
 from tepal.server_app.config import ConfigError, defaults, read_run_config
 from tepal.server_app.run import build_model, build_strategy, metrics_line, run
-from tepal.server_app.run_directory import RunDirectory, read_label_counts, read_metrics
-from tepal.strategies import (
-    FedACS,
-    FedAMP,
-    FedBE,
-    FedEnsemble,
-    RoundFailed,
-    RoundReport,
-    SelectiveLayers,
-    checkpoint,
-)
+from tepal.strategies import FedACS, FedAMP, FedBE, FedEnsemble, RoundFailed, RoundReport, SelectiveLayers
 from tepal.strategies.in_process import InProcessGrid, Node
+from tepal.strategies.rounds import checkpoint
+from tepal.training import tasks
+from tepal.training.config import TrainingConfig
+from tepal.training.data import DataConfig, load_client
+from tests.packages import ROOT
 
-ROOT = Path(__file__).parents[3]
 SMALL = {"num-server-rounds": 3, "local-steps": 2, "fedfrozen.warmup-rounds": 1}
 
 

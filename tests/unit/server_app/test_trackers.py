@@ -4,17 +4,16 @@ import json
 import logging
 import shutil
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tepal.records.run_directory import RunDirectory, read_metrics
 from tepal.server_app import trackers
 from tepal.server_app.config import ConfigError, defaults, read_run_config
-from tepal.server_app.run_directory import RunDirectory, read_metrics
 from tepal.server_app.trackers import TensorBoard, Trackers, check_trackers, open_trackers
+from tests.packages import ROOT
 
-ROOT = Path(__file__).parents[3]
 BOTH = {"trackers": "tensorboard, mlflow"}
 
 pytest.importorskip("tensorboard", reason="pip install 'tepal[tensorboard]'")

@@ -1,21 +1,20 @@
 """Every strategy that a run config can name, two rounds on the digits with the project's own app, in this process."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tepal.client_app.app import app
+from tepal.host.toml import parse_run_config
+from tepal.records.run_directory import read_metrics, read_records
 from tepal.server_app.catalogue import CATALOGUE
 from tepal.server_app.config import defaults, read_run_config
-from tepal.server_app.flower import parse_run_config
 from tepal.server_app.run import build_model, build_strategy, run
-from tepal.server_app.run_directory import read_metrics, read_records
 from tepal.strategies.in_process import InProcessGrid, Node
+from tests.packages import ROOT
 from tests.quiet import quiet  # noqa: F401
 
-ROOT = Path(__file__).parents[3]
 CLIENTS, ROUNDS = 3, 2
 CONFIG = {
     "dataset": "digits", "model": "tiny-vit", "num-server-rounds": ROUNDS, "min-clients": CLIENTS, "local-steps": 2,

@@ -26,15 +26,17 @@ from tepal.exchange.modes import join_modes
 from tepal.exchange.plan import Reply
 from tepal.models.blocks import find_blocks
 from tepal.models.tiny_vit import TinyViT
-from tepal.strategies import FedACS, FedAvg, MethodError, RoundFailed, checkpoint, fedacs, model_store
-from tepal.strategies.checkpoint import STATE, CheckpointError, Checkpoints
+from tepal.strategies import FedACS, FedAvg, MethodError, RoundFailed, fedacs
 from tepal.strategies.fedacs import STORE, Mixing, ModelKeeper
 from tepal.strategies.in_process import InProcessGrid, Node
-from tepal.strategies.messenger import SERVER
 from tepal.strategies.method import ServerModel
-from tepal.strategies.model_store import ModelStore
+from tepal.strategies.personal import store as model_store
+from tepal.strategies.personal.store import ModelStore
+from tepal.strategies.rounds import checkpoint
+from tepal.strategies.rounds.checkpoint import STATE, CheckpointError, Checkpoints
+from tepal.strategies.rounds.messenger import SERVER
 from tests.quiet import quiet  # noqa: F401
-from tests.unit.strategies.test_resume import flip, in_child
+from tests.unit.strategies.rounds.test_resume import flip, in_child
 
 _RNG = np.random.default_rng(0)
 START = {

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from tepal import models
 from tepal.client_app import apply_plan
 from tepal.client_app.app import app as project_app
-from tepal.client_app.data import DataConfig, load_client
 from tepal.exchange import PartialExchange, partial_exchange, received
 from tepal.exchange.manifest import PARTS, RECORD, Manifest
 from tepal.models.blocks import canonical_state, find_blocks
@@ -39,6 +38,7 @@ from tepal.strategies.fedavg import Averaging
 from tepal.strategies.fedensemble import Ensembling
 from tepal.strategies.in_process import InProcessGrid, Node
 from tepal.strategies.schedule import mode_schedule
+from tepal.training.data import DataConfig, load_client
 from tests.apps import quickstart_app
 from tests.quiet import quiet  # noqa: F401
 
@@ -406,7 +406,7 @@ class Killed(Exception):
 @pytest.mark.parametrize("last", [1, 4, 5])
 def test_a_run_that_is_resumed_in_mid_age_ends_as_if_nothing_had_happened(kind, last, tmp_path):
     """Ages are of three rounds, and the rounds 5 and 6 have failures too."""
-    from tests.unit.strategies.test_mutations import BLOCKS, RAW
+    from tests.unit.strategies.rounds.test_mutations import BLOCKS, RAW
 
     strategies = {
         "schedule": lambda **o: FedEnsemble(modes=3, **o),

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepal.strategies.mixing import cosine, gram_rows, mix, mix_rows, mixing_weights, threshold, update_gram
-from tepal.strategies.model_store import ModelStore
+from tepal.strategies.personal.store import ModelStore
 
 SEEDS = st.integers(0, 2**32 - 1)
 

@@ -5,7 +5,6 @@ import math
 import re
 import shutil
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,23 +15,23 @@ from flwr.clientapp import ClientApp
 from torch import nn
 
 from tepal.client_app import apply_plan
-from tepal.client_app.probing import probe_layers
 from tepal.exchange import partial_exchange, received
 from tepal.exchange.manifest import PARTS, Header, Manifest
 from tepal.exchange.mod import PartialExchange
 from tepal.exchange.parts import unpack
 from tepal.exchange.plan import MODEL, Reply
 from tepal.models.blocks import find_blocks
+from tepal.records.run_directory import read_metrics
 from tepal.server_app.config import ConfigError, defaults
 from tepal.server_app.run import run as run_config
-from tepal.server_app.run_directory import read_metrics
 from tepal.strategies import FedEnsemble, MethodError, RoundFailed, SelectiveLayers, join_modes, modes_of
 from tepal.strategies.in_process import InProcessGrid, Node
 from tepal.strategies.layer_selection import choose
 from tepal.strategies.method import ServerModel
 from tepal.strategies.selective import Selecting
+from tepal.training.probing import probe_layers
+from tests.packages import ROOT
 
-ROOT = Path(__file__).parents[3]
 LAYERS = 5
 
 

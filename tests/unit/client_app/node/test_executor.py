@@ -16,7 +16,7 @@ from flwr.supernode.main import create_app
 
 from tepal.client_app.node import executor as module
 from tepal.client_app.node.executor import Executor
-from tests.unit.client_app.node.test_supernode import FlowerLoop, bundle, wait_until
+from tests.unit.host.flower.test_supernode import FlowerLoop, bundle, wait_until
 
 SECRET = b"a secret of thirty-two bytes ...."
 

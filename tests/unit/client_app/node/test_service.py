@@ -8,7 +8,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tepal.client_app.node import node_pb2
 from tepal.client_app.node.service import NAME, Control, Services
-from tepal.server_app.processes import free_port
+from tepal.host.processes import free_port
 
 
 def drained(undo):

@@ -1,0 +1,45 @@
+"""A node's metrics for Prometheus: what `tepal node status` shows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from tepal.client_app.node.node_pb2 import NodeStatus
+from tepal.host.metrics import Families
+
+_STATES = ("starting", "connected", "unreachable", "refused", "draining", "drained", "stopping")
+
+
+def node_families(status: NodeStatus, stages: Mapping[str, tuple[int, float]]) -> Families:
+    """A node's metrics.
+
+    Args:
+        status: What the node is doing.
+        stages: For each stage of a message's way how many messages went it, and the sum of their seconds.
+    """
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
+
+    state = GaugeMetricFamily("tepal_node_state", "1 for the state that the node is in", labels=["state"])
+    for name in _STATES:
+        state.add_metric([name], float(status.state == name))
+    up = GaugeMetricFamily("tepal_node_uptime_seconds", "Since the node was started")
+    up.add_metric([], status.uptime_seconds)
+    messages = CounterMetricFamily("tepal_node_messages", "Messages, by what came of them", labels=["outcome"])
+    messages.add_metric(["answered"], status.answered)
+    messages.add_metric(["failed"], status.failed)
+    deaths = CounterMetricFamily("tepal_node_deaths", "Processes that ended of themselves", labels=["process"])
+    deaths.add_metric(["executor"], status.executors_died)
+    deaths.add_metric(["supernode"], status.supernodes_died)
+    at_work = GaugeMetricFamily("tepal_node_message_age_seconds", "Of the message in hand; 0 without one")
+    at_work.add_metric([], status.message_seconds)
+    latency = SummaryMetricFamily("tepal_node_message_seconds", "Of answered messages, by stage", labels=["stage"])
+    for stage, (count, seconds) in stages.items():
+        latency.add_metric([stage], count, seconds)
+    memory = GaugeMetricFamily("tepal_node_resident_bytes", "Resident memory", labels=["process"])
+    sizes: Counter[str] = Counter()
+    for process in status.processes:
+        sizes[process.role] += process.resident_bytes
+    for role, size in sizes.items():
+        memory.add_metric([role], size)
+    return [state, up, messages, deaths, at_work, latency, memory]

@@ -1,0 +1,1 @@
+"""What any machine of a deployment needs, whichever side it is on: processes, logs, limits, Flower's own programs."""

@@ -1,0 +1,202 @@
+"""The process that runs the ClientApp: one for each run, from its first message until another run's.
+
+It stands in for the process that Flower starts for every message (`flwr.supernode.runtime.run_clientapp`), and says
+the same to the SuperNode and in its log. It imports no `tepal` before the app's bundle is in place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import importlib.util
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from functools import partial
+from logging import ERROR
+from pathlib import Path
+from typing import Any
+
+import httpx
+from flwr.app import Error, Message
+from flwr.cli.install import install_from_fab
+from flwr.clientapp.client_app import ClientApp, LoadClientAppError
+from flwr.clientapp.utils import get_load_client_app_fn
+from flwr.common.constant import ErrorCode, SubStatus
+from flwr.supercore import log
+from flwr.supercore.inflatable.inflatable_utils import pull_objects
+from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor, RuntimeVersionHttpInterceptor
+from flwr.supercore.retry import RetryInvoker, make_simple_http_retry_invoker
+from flwr.supercore.runtime import RuntimeHttpClient
+from flwr.supernode.runtime import run_clientapp
+
+from .link import Link
+from .objects import LetGo, fetch_from_tree, hash_chunks, push, tree_of
+from .patches import change, quick
+
+_PATIENCE = 30.0  # seconds for which a SuperNode that does not answer is asked again
+
+
+def main() -> None:
+    """Run what comes over the link: `worker.py LINK FOLDER LIMIT [MODULE …]`.
+
+    LINK is the number of an open socket, FOLDER for the app's bundle, LIMIT bytes of memory (0: none), each MODULE one
+    to import at once if it is installed.
+    """
+    link, folder, limit, *modules = sys.argv[1:]
+    to_parent = Link.inherited(link)
+    _leave_signals_to_parent()
+    _limit_memory(int(limit))
+    change_flower()
+    for module in modules:
+        if importlib.util.find_spec(module) is not None:
+            importlib.import_module(module)
+    _keep_loaded()
+    to_parent.send("ready", rss=_memory())
+    desk = Desk(Path(folder))
+    for order in to_parent:
+        done = desk.work(order["address"], order["token"], to_parent)
+        to_parent.send("done", ok=done.ok, reason=done.reason, rss=_memory())
+        _give_back_memory()
+    os._exit(0)
+
+
+def change_flower() -> None:
+    """Have Flower's ClientApp process pass messages as `objects.py` does. Raises `OtherFlower`."""
+    inside = "flwr.supernode.runtime.run_clientapp"
+    fetch = partial(fetch_from_tree, pull_all=quick(pull_objects))
+    change(inside, "pull_and_inflate_object_from_tree", lambda _: fetch)
+    change(inside, "get_object_tree", lambda _: lambda message: tree_of(message, message.metadata.message_id)[0])
+    change(inside, "get_all_nested_objects", lambda _: lambda message: tree_of(message, message.metadata.message_id)[1])
+    change(inside, "push_objects", lambda _: lambda all, one, object_ids_to_push: push(all, object_ids_to_push, one))
+
+
+class BundleError(LoadClientAppError):
+    """The app's bundle is broken, or there is no room for it."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a message ended. `reason` is Flower's word for what went wrong."""
+
+    ok: bool
+    reason: str = ""
+
+
+class Desk:
+    """Works on the messages of one run, one after the other, with the ClientApp that it loads for the first.
+
+    `folder` is where the app's bundle is unpacked.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._app: ClientApp | None = None
+
+    def work(self, address: str, token: str, to_parent: Link) -> Done:
+        """Pull the message that the token is for from the SuperNode's Runtime API, let the app answer it, push that."""
+        client = RuntimeHttpClient.from_server_address(
+            server_address=address,
+            insecure=True,  # it is on this machine's loopback interface
+            root_certificates=None,
+            interceptors=[
+                RuntimeVersionHttpInterceptor(component_name="flwr-clientapp"),
+                RuntimeTokenHttpInterceptor(token),
+                LetGo(),
+            ],
+            retry_invoker=_retries(),
+        )
+        with contextlib.closing(client):
+            return self._work(client, to_parent)
+
+    def _work(self, client: RuntimeHttpClient, to_parent: Link) -> Done:
+        message = context = None
+        try:
+            message, context, run, fab = run_clientapp.pull_task_input(client)
+            metadata = message.metadata
+            to_parent.send("began", run=run.run_id, type=metadata.message_type, round=metadata.group_id)
+            if self._app is None:
+                self._app = self._load(run, fab)
+                _keep_loaded()
+            reply = self._app(message=message, context=context)
+            to_parent.send("answered")
+            done = Done(True)
+        except (Exception, SystemExit) as error:
+            log(ERROR, "ClientApp raised an exception", exc_info=error)
+            code, reason = ErrorCode.CLIENT_APP_RAISED_EXCEPTION, f"{type(error)}:<'{error}'>"
+            if isinstance(error, LoadClientAppError):
+                code = ErrorCode.LOAD_CLIENT_APP_EXCEPTION
+                reason = "An exception was raised when attempting to load `ClientApp`"
+                reason += f": {error}" if isinstance(error, BundleError) else ""
+            done = Done(False, reason)
+            if message is not None:
+                reply = Message(Error(code=code, reason=reason), reply_to=message)
+        try:
+            if message is not None and context is not None:
+                hash_chunks(reply)
+                run_clientapp.push_message(client, reply, context)
+        except Exception as error:
+            log(ERROR, "The reply cannot be handed to the SuperNode", exc_info=error)
+            done = Done(False, f"its reply could not be handed to the SuperNode: {type(error).__name__}: {error}")
+        outcome = SubStatus.COMPLETED if done.ok else SubStatus.FAILED
+        run_clientapp.push_task_output(client, context, outcome, done.reason)
+        return done
+
+    def _load(self, run: Any, fab: Any) -> ClientApp:
+        try:
+            installed = install_from_fab(fab.content, install_dir=self.folder, skip_prompt=True)
+        except Exception as error:
+            raise BundleError(f"its bundle cannot be unpacked: {error}") from error
+        load = get_load_client_app_fn(default_app_ref="", app_path=str(installed), multi_app=True)
+        return load(run.fab_id, run.fab_version, fab.hash_str)
+
+
+def _retries() -> RetryInvoker:
+    """Flower's, but for its end: for a task that is gone Flower interrupts the process, which here has other tasks."""
+    retries = make_simple_http_retry_invoker()
+    retries.max_time = _PATIENCE
+    retries.should_giveup = lambda error: (
+        isinstance(error, httpx.HTTPStatusError)
+        and error.response.status_code not in (httpx.codes.SERVICE_UNAVAILABLE, httpx.codes.GATEWAY_TIMEOUT)
+    )
+    return retries
+
+
+def _leave_signals_to_parent() -> None:
+    """Do nothing on Ctrl-C and SIGTERM, which go to all processes of a service; the app's own children still do."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    for number in numbers:
+        signal.signal(number, lambda _number, _frame: None)  # unlike SIG_IGN, no program that is started inherits it
+    os.register_at_fork(after_in_child=lambda: [signal.signal(number, signal.SIG_DFL) for number in numbers])
+
+
+def _limit_memory(limit: int) -> None:
+    """Let allocations beyond `limit` bytes of private memory fail: a MemoryError in the app, which Flower reports."""
+    if limit:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+def _keep_loaded() -> None:
+    """Have no later collection look through what was imported: with torch, that is a tenth of a second each time."""
+    gc.collect()
+    gc.freeze()
+
+
+def _give_back_memory() -> None:
+    """Return to the system what the message's arrays left; glibc keeps it otherwise."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _memory() -> int:
+    """Bytes of memory that this process holds now (its resident set); 0 where that cannot be known."""
+    with contextlib.suppress(OSError, ValueError):
+        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
+    return 0

@@ -1,0 +1,1 @@
+"""A run as pages, figures and text in the terminal."""

@@ -1,0 +1,374 @@
+"""What was told of rounds as arrays, as figures: what travelled, who trained which layers or which mode, whose models
+were mixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tepal.report.page import Figure, empty_plot
+
+Record = Mapping[str, np.ndarray]
+Records = Sequence[tuple[int, Record]]
+Lines = Sequence[Mapping[str, Any]]
+Cells = Sequence[Mapping[str, Any]]
+
+_MOST_CLIENTS = 300  # rows of a figure that can still be told apart
+_GAPS = 40  # rows or columns up to which cells have a gap between them
+_MOST_FRAMES, _MOST_NUMBERS = 24, 150_000  # of a matrix that is shown round by round
+_MOST_NODES, _EDGES = 100, 3  # clients of a graph, and lines from each
+_DRIFTS = {"query_key_drift": ("query and key", "main"), "value_drift": ("all else", "second")}
+_SHARES = {
+    "disagreement": ("disagreement of two modes", "main"),
+    "lowest_accuracy": ("accuracy of the worst mode", "second"),
+    "highest_accuracy": ("accuracy of the best mode", "third"),
+}
+
+
+def travel_figures(records: Records, cells: Cells) -> list[Figure]:
+    """What went down and came back of each part of the model, round by round; of a model in one part, nothing.
+
+    Args:
+        records: of rounds in their order, as `run_directory.read_records` gives them.
+        cells: the model's parts, as `blocks.json` has them.
+    """
+    told = [(number, record) for number, record in records if "travel_up" in record]
+    told = [(number, record) for number, record in told if len(record["travel_up"]) == len(cells)]
+    if len(cells) < 2 or not told:
+        return []
+    many = len({cell["kind"] for cell in cells}) > 1
+    names = [f"{cell['stage']}, {cell['kind']}" if many else cell["stage"] for cell in cells]
+    figures = []
+    for way, title, said in (("down", "Sent to clients", "sent to"), ("up", "Returned by clients", "returned by")):
+        shares = np.stack([record[f"travel_{way}"] for _, record in told], axis=1)
+        plot = _heatmap(
+            shares, [number for number, _ in told], names, "round", "",
+            f"%{{y}}, round %{{x}}: {said} %{{z:.0%}} of the clients", f"{len(names)} parts in {len(told)} rounds.",
+            range=(0, max(1.0, float(shares.max()))),
+        )  # fmt: skip
+        plot.update_yaxes(autorange="reversed", nticks=0)
+        caption = f"The darker, the more of a round's clients the part was {said}; not at all where it is empty."
+        figures.append(Figure(f"travel-{way}", title, caption, plot))
+    return figures
+
+
+def method_figures(records: Records, metrics: Lines, order: Callable[[str], Any]) -> list[Figure]:
+    """The figures that there are for a run.
+
+    Args:
+        records: of rounds in their order, as `run_directory.read_records` gives them.
+        metrics: lines of `metrics.jsonl`.
+        order: key by which clients' names are sorted.
+    """
+    figures: list[Figure] = []
+    if drifts := [(number, record) for number, record in records if _DRIFTS.keys() <= record.keys()]:
+        figures.append(_drift(drifts))
+    if layers := [(number, record) for number, record in records if "masks" in record]:
+        figures += [_layers_by_round(layers), _layers_by_client(layers, order)]
+    if modes := [(number, record) for number, record in records if "modes" in record]:
+        figures.append(_modes(modes, order))
+    if any(line.get("disagreement") is not None for line in metrics):
+        figures.append(_diversity(metrics))
+    if mixed := [(number, record) for number, record in records if "weights" in record]:
+        figures += [*_alike(mixed, order), _weights(mixed, order), _graph(mixed, order), _mixed(mixed)]
+    return figures
+
+
+# --- FedFrozen ------------------------------------------------------------------------------------------------------
+
+
+def _drift(records: Records) -> Figure:
+    plot = empty_plot("round", "of its norm", rounds=len(records))
+    for key, (name, role) in _DRIFTS.items():
+        known = [(number, float(record[key])) for number, record in records if np.isfinite(record[key])]
+        plot.add_scatter(
+            x=[number for number, _ in known], y=[drift for _, drift in known], name=name, mode="lines+markers",
+            meta={"role": role}, hovertemplate="round %{x}: %{y:.3%}",
+        )  # fmt: skip
+    plot.update_yaxes(tickformat=".3~%", rangemode="tozero")
+    caption = "How far a round moved a block: the norm of the step over the norm of what was there. 0: frozen."
+    return Figure("drift", "Drift of query and key, and of the rest", caption, plot)
+
+
+# --- SelectiveLayers ------------------------------------------------------------------------------------------------
+
+
+def _layers_by_round(records: Records) -> Figure:
+    """z (layers, rounds): share of a round's clients that trained a layer."""
+    shares = np.stack([record["masks"].mean(axis=0) for _, record in records], axis=1)
+    plot = _heatmap(
+        shares, [number for number, _ in records], _names("layer", len(shares)), "round", "",
+        "layer %{y}, round %{x}: %{z:.0%} of the clients", f"{len(shares)} layers in {len(records)} rounds.",
+        range=(0, 1),
+    )  # fmt: skip
+    caption = "The darker, the more of a round's clients trained the layer. Layer 1 is the nearest to the input."
+    return Figure("layers-rounds", "Layers that were trained", caption, plot)
+
+
+def _layers_by_client(records: Records, order: Callable[[str], Any]) -> Figure:
+    """z (clients, layers): share of the rounds that a client took part in, in which it trained a layer."""
+    trained: dict[str, np.ndarray] = {}
+    rounds: dict[str, int] = {}
+    for _, record in records:
+        for client, mask in zip(record["clients"].tolist(), record["masks"], strict=True):
+            trained[client] = trained.get(client, 0) + mask.astype(int)
+            rounds[client] = rounds.get(client, 0) + 1
+    clients, more = _shown(trained, order)
+    shares = np.stack([trained[client] / rounds[client] for client in clients])
+    plot = _heatmap(
+        shares, _names("", shares.shape[1]), clients, "layer", "client",
+        "%{y}, layer %{x}: in %{z:.0%} of its rounds", f"{len(clients)} clients, {shares.shape[1]} layers.",
+        range=(0, 1),
+    )  # fmt: skip
+    plot.update_yaxes(autorange="reversed")
+    caption = f"The darker, the larger the share of a client's rounds in which it trained the layer.{more}"
+    return Figure("layers-clients", "Layers of each client", caption, plot)
+
+
+# --- Fed-ensemble ---------------------------------------------------------------------------------------------------
+
+
+def _modes(records: Records, order: Callable[[str], Any]) -> Figure:
+    """z (clients, rounds): the number of the mode that a client trained, from 1; none where it was not asked."""
+    of_client: dict[str, dict[int, int]] = {}
+    for column, (_, record) in enumerate(records):
+        for client, mode in zip(record["clients"].tolist(), record["modes"].tolist(), strict=True):
+            of_client.setdefault(client, {})[column] = mode + 1
+    clients, more = _shown(of_client, order)
+    numbers = [[of_client[client].get(column) for column in range(len(records))] for client in clients]
+    most = max(mode for of in of_client.values() for mode in of.values())
+    plot = _heatmap(
+        numbers, [number for number, _ in records], clients, "round", "client",
+        "%{y}, round %{x}: mode %{z}", f"{len(clients)} clients, {most} modes.", range=(0, most),
+    )  # fmt: skip
+    plot.update_yaxes(autorange="reversed")
+    caption = f"The darker, the higher the number of the mode; nothing where the client was not asked.{more}"
+    return Figure("modes", "Mode that each client trained", caption, plot)
+
+
+def _diversity(metrics: Lines) -> Figure:
+    plot = empty_plot("round", "share", rounds=len(metrics))
+    for key, (name, role) in _SHARES.items():
+        known = [line for line in metrics if line.get(key) is not None]
+        plot.add_scatter(
+            x=[line["round"] for line in known], y=[line[key] for line in known], name=name, mode="lines+markers",
+            meta={"role": role}, hovertemplate="round %{x}: %{y:.2%}",
+        )  # fmt: skip
+    plot.update_yaxes(tickformat=".4~%", rangemode="tozero")
+    caption = (
+        "On the server's held-out data: the share of examples that two modes label differently, mean over all pairs, "
+        "and the accuracy of the worst and of the best mode alone."
+    )
+    return Figure("diversity", "Diversity of the ensemble", caption, plot)
+
+
+# --- FedACS and FedAMP ----------------------------------------------------------------------------------------------
+
+
+def _alike(records: Records, order: Callable[[str], Any]) -> list[Figure]:
+    """z (clients, clients): cosine similarity of two clients' models, or their squared distance; round by round."""
+    number, record = records[-1]
+    known = next((key for key in ("similarity", "distances") if key in record), None)
+    if known is None:
+        return []
+    title = {"similarity": "Similarity of the clients' models", "distances": "Distances of the clients' models"}[known]
+    said = {"similarity": "cosine similarity", "distances": "squared distance"}[known]
+    clients, more = _shown(record["clients"].tolist(), order)
+
+    def matrix(record: Record) -> np.ndarray:
+        return _rows(record[known], record["clients"], clients, clients)
+
+    plot = _heatmap(
+        matrix(record), clients, clients, "", "", f"%{{y}} and %{{x}}: {said} %{{z:.4g}}", f"{len(clients)} clients."
+    )  # fmt: skip
+    plot.update_yaxes(autorange="reversed")
+    alike = [(number, record) for number, record in records if known in record and set(clients) <= _named(record)]
+    _round_by_round(plot, [(number, [_z(matrix(record))]) for number, record in _some(alike, len(clients) ** 2)])
+    caption = f"As a round began, here round {number}. The darker, the larger the {said}.{more}"
+    if "threshold" in record:
+        caption += f" In round {number}, models of a similarity above δ = {float(record['threshold']):.4g} are mixed."
+    return [Figure("alike", title, caption, plot)]
+
+
+def _weights(records: Records, order: Callable[[str], Any]) -> Figure:
+    """z (cohort, clients): the weight of a client's model in another's mixture; round by round."""
+    number, record = records[-1]
+    clients, more = _shown(record["clients"].tolist(), order)
+    cohort, _ = _shown({client for _, each in records for client in each["cohort"].tolist()} & set(clients), order)
+
+    def matrix(record: Record) -> list[list[float | None]]:
+        """With nothing in the rows of those that had no part in the round."""
+        here, names = record["weights"], record["clients"].tolist()
+        row = {name: k for k, name in enumerate(record["cohort"].tolist())}
+        column = {name: k for k, name in enumerate(names)}
+        blank: list[float | None] = [None] * len(clients)
+        columns = [column.get(name) for name in clients]
+        return [
+            [None if k is None else float(here[row[name], k]) for k in columns] if name in row else blank
+            for name in cohort
+        ]
+
+    largest = max(float(each["weights"].max(initial=0.0)) for _, each in records)
+    plot = _heatmap(
+        matrix(record), clients, cohort, "whose model", "in whose mixture",
+        "%{x}'s model in the mixture of %{y}: %{z:.2%}",
+        f"{len(cohort)} mixtures of {len(clients)} models.", range=(0, largest or 1.0),
+    )  # fmt: skip
+    plot.update_yaxes(autorange="reversed")
+    _round_by_round(
+        plot, [(number, [_z(matrix(each))]) for number, each in _some(records, len(clients) * len(cohort))]
+    )
+    caption = f"The weights with which models were mixed for the clients of a round, here round {number}.{more}"
+    return Figure("weights", "Whose models are mixed for whom", caption, plot)
+
+
+def _graph(records: Records, order: Callable[[str], Any]) -> Figure:
+    """The clients on a circle; lines from each to those, besides itself, whose models weigh most in its mixture."""
+    import plotly.graph_objects as go
+
+    number, record = records[-1]
+    clients = _shown(record["clients"].tolist(), order)[0][:_MOST_NODES]
+    more = len(record["clients"]) - len(clients)
+    angle = 2 * np.pi * np.arange(len(clients)) / max(len(clients), 1)
+    place = {name: (float(np.sin(a)), float(np.cos(a))) for name, a in zip(clients, angle, strict=True)}
+
+    def lines(record: Record) -> list[Any]:
+        """Thin, middle and thick lines, by weight, as data of scatter traces; then the nodes, by how much they give."""
+        names, weights = record["clients"].tolist(), record["weights"].astype(float)
+        given = dict.fromkeys(clients, 0.0)
+        drawn: list[tuple[list[float | None], list[float | None]]] = [([], []) for _ in _WIDTHS]
+        largest = max((w for row in weights for w in row), default=0.0)
+        for client, row in zip(record["cohort"].tolist(), weights, strict=True):
+            others = [(float(row[k]), name) for k, name in enumerate(names) if name != client and name in place]
+            for weight, name in sorted(others, reverse=True)[:_EDGES]:
+                if client in place and weight > 1e-3:
+                    given[name] += weight
+                    xs, ys = drawn[min(int(len(_WIDTHS) * weight / largest), len(_WIDTHS) - 1)]
+                    xs += [place[client][0], place[name][0], None]
+                    ys += [place[client][1], place[name][1], None]
+        most = max(given.values(), default=0.0) or 1.0
+        sizes = [round(6 + 12 * given[name] / most, 2) for name in clients]
+        return [*({"x": xs, "y": ys} for xs, ys in drawn), {"marker": {"size": sizes}}]
+
+    plot = empty_plot("", "")
+    first = lines(record)
+    for data, width in zip(first[:-1], _WIDTHS, strict=True):
+        plot.add_scatter(
+            **data, mode="lines", line={"width": width}, opacity=0.55, hoverinfo="skip", showlegend=False,
+            meta={"role": "second", "edges": True},
+        )  # fmt: skip
+    plot.add_scatter(
+        x=[place[name][0] for name in clients], y=[place[name][1] for name in clients], text=clients, **first[-1],
+        mode="markers+text" if len(clients) <= _GAPS else "markers", textposition="top center", showlegend=False,
+        meta={"role": "main", "spoken": f"{len(clients)} clients."}, hovertemplate="%{text}<extra></extra>",
+    )  # fmt: skip
+    plot.update_xaxes(visible=False, range=[-1.25, 1.25], rangemode="normal")
+    plot.update_yaxes(visible=False, range=[-1.25, 1.25], rangemode="normal", scaleanchor="x")
+    frames = [
+        (number, [go.Scatter(each) for each in lines(record)]) for number, record in _some(records, 10 * len(clients))
+    ]
+    _round_by_round(plot, frames)
+    caption = (
+        f"From each client lines to the {_EDGES} others whose models weigh most in its mixture: the thicker, the more. "
+        f"The larger a dot, the more it gives to others. Here round {number}."
+    )
+    return Figure("graph", "Who learns from whom", caption + (f" {more} more clients." if more else ""), plot)
+
+
+_WIDTHS = (0.6, 1.6, 3.5)  # of lines, pixels
+
+
+def _mixed(records: Records) -> Figure:
+    """Of how many models a mixture is: 1/Σw², which is m for m equal weights; mean, least and most of a round."""
+    rounds, counts = [], []
+    for number, record in records:
+        weights = record["weights"].astype(float)
+        if weights.size and (squares := np.square(weights).sum(axis=1)).all():
+            rounds.append(number)
+            counts.append(weights.sum(axis=1) ** 2 / squares)
+    plot = empty_plot("round", "models", rounds=len(records))
+    for name, role, of in (("most", "third", np.max), ("mean", "main", np.mean), ("least", "second", np.min)):
+        plot.add_scatter(
+            x=rounds, y=[float(of(each)) for each in counts], name=name, mode="lines+markers", meta={"role": role},
+            hovertemplate="round %{x}: %{y:.3g}",
+        )  # fmt: skip
+    plot.update_yaxes(rangemode="tozero")
+    caption = "How many models of equal weight a client's mixture is worth: 1/Σw². 1: its own model alone."
+    return Figure("mixed", "Models in a mixture", caption, plot)
+
+
+# --- what they share ------------------------------------------------------------------------------------------------
+
+
+def _heatmap(
+    values: Any, x: Sequence[Any], y: Sequence[str], x_title: str, y_title: str, hover: str, spoken: str, *,
+    range: tuple[float, float] | None = None,
+) -> Any:  # fmt: skip
+    """`range`: of the values, from the lightest to the darkest; None: those that there are."""
+    plot = empty_plot(x_title, y_title)
+    plot.add_heatmap(
+        z=_written(values), x=list(x), y=list(y), showscale=False,
+        xgap=int(len(x) <= _GAPS), ygap=int(len(y) <= _GAPS), meta={"role": "second", "spoken": spoken},
+        hovertemplate=f"{hover}<extra></extra>",
+    )  # fmt: skip
+    if range is not None:
+        plot.update_traces(zmin=range[0], zmax=range[1])
+    plot.update_yaxes(type="category")
+    plot.update_xaxes(rangemode="normal", type="category" if x and isinstance(x[0], str) else "-")
+    if x and not isinstance(x[0], str) and len(x) <= 12:
+        plot.update_xaxes(tickvals=list(x))  # no such thing as round 1.5
+    return plot
+
+
+def _z(values: Any) -> Any:
+    import plotly.graph_objects as go
+
+    return go.Heatmap(z=_written(values))
+
+
+def _written(values: Any) -> list[list[float | None]]:
+    return [[None if value is None else float(f"{value:.4g}") for value in row] for row in values]
+
+
+def _some(records: Records, numbers: int) -> Records:
+    """Those of the rounds that can be stepped through, evenly spaced with the last, by the numbers that each has."""
+    most = max(min(_MOST_FRAMES, _MOST_NUMBERS // max(numbers, 1)), 1)
+    if len(records) <= most:
+        return records
+    return [records[int(k)] for k in np.linspace(len(records) - 1, 0, most)][::-1]
+
+
+def _round_by_round(plot: Any, frames: Sequence[tuple[int, Sequence[Any]]]) -> None:
+    """Let a reader choose the round; `frames`: round → data of the figure's traces, the last as the figure stands."""
+    import plotly.graph_objects as go
+
+    if len(frames) > 1:
+        plot.frames = [go.Frame(data=list(data), name=str(number)) for number, data in frames]
+
+
+def _named(record: Record) -> set[str]:
+    return set(record["clients"].tolist())
+
+
+def _names(word: str, count: int) -> list[str]:
+    return [f"{word} {number}".strip() for number in range(1, count + 1)]
+
+
+def _shown(clients: Any, order: Callable[[str], Any]) -> tuple[list[str], str]:
+    """The clients that a figure shows, in their order, and the sentence on those that it leaves out."""
+    everybody = sorted(clients, key=order)
+    shown = everybody[:_MOST_CLIENTS]
+    return shown, f" The first {len(shown)} of {len(everybody)} clients." if len(shown) < len(everybody) else ""
+
+
+def _rows(
+    matrix: np.ndarray, columns: np.ndarray, wanted: Sequence[str], of: Sequence[str], rows: np.ndarray | None = None
+) -> np.ndarray:
+    """The part of a matrix that has these rows and columns, by the clients' names."""
+    column = {name: k for k, name in enumerate(columns.tolist())}
+    row = column if rows is None else {name: k for k, name in enumerate(rows.tolist())}
+    found: np.ndarray = matrix[np.ix_([row[name] for name in of], [column[name] for name in wanted])]
+    return found

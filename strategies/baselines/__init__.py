@@ -1,0 +1,1 @@
+"""The baselines that the papers compare with, one file a method."""

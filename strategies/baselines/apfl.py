@@ -1,0 +1,47 @@
+"""APFL: each client mixes a model of its own with the global one (Deng et al. 2020, arXiv:2003.13461, algorithm 1).
+
+    v̄_i = α_i·v_i + (1 − α_i)·w        w as in FedAvg, every client counted alike; v_i is trained at the mixture
+
+v_i and α_i stay with their client; v̄_i is what is scored. α = 0: FedAvg's model. α = 1: local training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tepal.exchange import plan
+from tepal.exchange.plan import ADAPTIVE, ALPHA, Scalar
+from tepal.strategies.fedavg import ModelMerger, ModelState
+from tepal.strategies.method import check_number
+from tepal.strategies.personal.averaging import Personalised
+from tepal.strategies.rounds.strategy import MethodStrategy
+
+
+class Mixture(Personalised):
+    """The method of APFL."""
+
+    objective = plan.APFL
+
+    def __init__(self, alpha: float, adaptive: bool) -> None:
+        check_number("alpha", alpha, 0 <= alpha <= 1, "in [0, 1]")
+        self.alpha, self.adaptive = alpha, adaptive
+
+    def merger(self, state: ModelState, round: int) -> ModelMerger:
+        return ModelMerger(state, alike=True)
+
+    def options(self) -> Mapping[str, Scalar]:
+        return {ALPHA: self.alpha, ADAPTIVE: self.adaptive}
+
+
+class APFL(MethodStrategy):
+    """APFL over Tepal's exchange.
+
+    Args:
+        alpha: α in [0, 1] of every client at the start: the share of its own model in the mixture.
+        adaptive: whether each client's α follows its gradient.
+        round_options: see `MethodStrategy`.
+    """
+
+    def __init__(self, *, alpha: float = 0.5, adaptive: bool = True, **round_options: Any) -> None:
+        super().__init__(Mixture(alpha, adaptive), **round_options)

@@ -1,0 +1,41 @@
+"""Ditto: FedAvg, and beside it a personal model for each client (Li et al. 2021, arXiv:2012.04221, algorithm 1).
+
+    v_k ← v_k − η·(∇F_k(v_k) + λ·(v_k − w^t))        w as in FedAvg
+
+v_k stays with its client. With λ = 0 it is local training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tepal.exchange.plan import DITTO, LAMBDA, Scalar
+from tepal.strategies.method import check_number
+from tepal.strategies.personal.averaging import Personalised
+from tepal.strategies.rounds.strategy import MethodStrategy
+
+
+class Regularised(Personalised):
+    """The method of Ditto."""
+
+    objective = DITTO
+
+    def __init__(self, lam: float) -> None:
+        check_number("lam", lam, lam >= 0, "0 or more")
+        self.lam = lam
+
+    def options(self) -> Mapping[str, Scalar]:
+        return {LAMBDA: self.lam}
+
+
+class Ditto(MethodStrategy):
+    """Ditto over Tepal's exchange.
+
+    Args:
+        lam: λ ≥ 0, how near a personal model is held to the global one. The paper takes the best of 0.1, 1 and 2.
+        round_options: see `MethodStrategy`.
+    """
+
+    def __init__(self, *, lam: float = 1.0, **round_options: Any) -> None:
+        super().__init__(Regularised(lam), **round_options)

@@ -1,0 +1,163 @@
+"""FedAMP: each client's model is drawn to the models near it (Huang et al. 2021, AAAI, arXiv:2007.03797).
+
+With the attention-inducing function A(x) = 1 − e^(−x/σ), whose derivative is A′(x) = e^(−x/σ)/σ, of the squared
+distances of the clients' models (sections "The general method" and "FedAMP"):
+
+    ξ_ij = α·A′(‖w_i − w_j‖²) for j ≠ i, scaled down where Σ_j ξ_ij > 1
+    u_i  = (1 − Σ_j ξ_ij)·w_i + Σ_j ξ_ij·w_j
+    w_i  = argmin_w F_i(w) + λ/(2α)·‖w − u_i‖²
+
+Client i starts from u_i, trains with the proximal term, and returns w_i, which is its model: what is scored is w_i, not
+u_i. Where the models lie, and who gets what, is in `personal_models.py`. α is the same in all rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tepal.exchange.plan import PROXIMAL, Plan, Reply
+from tepal.strategies.method import ModelBlocks, check_number
+from tepal.strategies.mixing import Models
+from tepal.strategies.personal.models import PersonalMixing, PersonalModels
+from tepal.strategies.rounds.strategy import MethodStrategy
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def squared_distances(gram: np.ndarray) -> np.ndarray:
+    """‖w_i − w_j‖² of all pairs of models, from their dot products: G_ii + G_jj − 2·G_ij, and 0 where that is below.
+
+    The result is off by the rounding of the dot products, which is relative to ‖w‖²: products of models that were
+    moved near the origin together give the same distances, and more of their digits.
+
+    Args:
+        gram: (n, n), dot products of all pairs.
+
+    Returns:
+        (n, n) float64, at least 0, symmetric if `gram` is, with a diagonal of 0. A model that diverged, whose products
+        are not finite, is infinitely far from all others.
+    """
+    squares = np.diagonal(gram)
+    with np.errstate(invalid="ignore"):  # infinity − infinity
+        distances: np.ndarray = np.maximum(squares[:, None] + squares[None, :] - 2 * gram, 0.0)
+    distances[~np.isfinite(distances)] = np.inf
+    np.fill_diagonal(distances, 0.0)
+    return distances
+
+
+def attention_weights(
+    distances: np.ndarray, sigma: float, alpha: float, rows: Sequence[int] | None = None
+) -> np.ndarray:
+    """How much of each model goes into the next model of some clients: 1 − Σ_j ξ_ij of their own, ξ_ij of the others.
+
+    Args:
+        distances: (n, n), squared, from `squared_distances`.
+        sigma: σ of A, above 0, in the unit of the squared distances.
+        alpha: α, above 0, in the same unit: two equal models weigh α/σ in each other's mixture.
+        rows: the clients; default: all.
+
+    Returns:
+        (len(rows), n) float64, at least 0; each row sums to 1.
+
+    Raises:
+        ValueError: sigma or alpha out of range.
+    """
+    check_number("sigma", sigma, sigma > 0, "a positive number")
+    check_number("alpha", alpha, alpha > 0, "a positive number")
+    chosen = np.arange(len(distances)) if rows is None else np.asarray(rows, np.intp)
+    own = np.arange(len(chosen)), chosen
+    xi: np.ndarray = alpha / sigma * np.exp(-distances[chosen] / sigma)
+    xi[own] = 0.0
+    sums = xi.sum(axis=1, keepdims=True)
+    xi /= np.maximum(sums, 1.0)
+    xi[own] = np.maximum(1.0 - xi.sum(axis=1), 0.0)
+    return xi
+
+
+class AttentiveMixing(PersonalMixing):
+    """The method of FedAMP. Arguments are those of `FedAMP`."""
+
+    name = "FedAMP"
+
+    def __init__(self, sigma: float, alpha: float, lam: float) -> None:
+        check_number("sigma", sigma, sigma > 0, "a positive number")
+        check_number("alpha", alpha, alpha > 0, "a positive number")
+        check_number("lam", lam, lam >= 0, "0 or a positive number")
+        self.sigma = sigma
+        self.alpha = alpha
+        self.lam = lam
+
+    def plan(
+        self, state: PersonalModels, round: int, phase: str, cohort: Sequence[str], heard: Mapping[str, Reply]
+    ) -> list[Plan]:
+        plans = super().plan(state, round, phase, cohort, heard)
+        # λ/(2α)·‖w − u‖² is the client's (μ/2)·‖w − w_received‖².
+        return [replace(plan, options={PROXIMAL: self.lam / self.alpha}) for plan in plans] if self.lam else plans
+
+    def compared(self, models: Models, state: PersonalModels) -> Models:
+        """The models' way from the initial one: distances are the same, and less is lost by rounding."""
+        return _Moved(models, np.concatenate([*self._rows.pieces(state.initial)]).astype(self._rows.dtype))
+
+    def weights(self, state: PersonalModels, rows: Sequence[int]) -> np.ndarray:
+        return attention_weights(squared_distances(state.gram), self.sigma, self.alpha, rows)
+
+    def measures(self, state: PersonalModels) -> Mapping[str, np.ndarray]:
+        """The squared `distances` (n, n) of the clients' models."""
+        return {"distances": squared_distances(state.gram).astype(np.float32)}
+
+    def describe(self) -> Mapping[str, str | int | float]:
+        return {"sigma": self.sigma, "alpha": self.alpha, "lambda": self.lam}
+
+
+class FedAMP(MethodStrategy):
+    """FedAMP over Tepal's exchange.
+
+    The result's arrays are the mean of the clients' models; each client's own is in the store, and with the client.
+
+    The client's training function must add the proximal term that the plan asks for; the project's own app does.
+
+    Args:
+        sigma: σ, above 0: the squared distance at which a pair's weight has fallen to 1/e of that of equal models.
+            Squared distances grow with the number of parameters, the learning rate and the local steps, so it must be
+            chosen for the task: once or twice the median of the `distances` in an early round's record is a good start.
+        alpha: α, above 0, in the same unit: equal models weigh α/σ in each other's mixture. With σ/n, n equal clients
+            start from their mean.
+        lam: λ, at least 0: the proximal term is λ/(2α)·‖w − u‖².
+        model: the torch model, or its blocks from `find_blocks`, which say what is a buffer and is not compared. Not
+            needed for models whose only buffers are BatchNorm's.
+        round_options: see `MethodStrategy`. The store of models lies in the folder of the checkpoints; without one it
+            is a temporary file.
+
+    Raises:
+        ValueError: an option out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        sigma: float,
+        alpha: float,
+        lam: float = 1.0,
+        model: nn.Module | ModelBlocks | None = None,
+        **round_options: Any,
+    ) -> None:
+        super().__init__(AttentiveMixing(sigma, alpha, lam), model=model, **round_options)
+
+
+class _Moved:
+    """Models with the same row taken off each of them."""
+
+    def __init__(self, models: Models, row: np.ndarray) -> None:
+        self._models = models
+        self._row = row
+        self.shape = models.shape
+
+    def block(self, start: int, stop: int) -> np.ndarray:
+        with np.errstate(over="ignore"):  # a model that diverged
+            moved: np.ndarray = self._models.block(start, stop) - self._row[start:stop]
+        return moved

@@ -1,0 +1,205 @@
+"""Server optimizers: the mean of the clients' changes is a pseudo-gradient, and the server takes a step along it.
+
+    Δ_t = Σ_k (n_k / Σ n)·w_k − w_t
+
+    FedAvgM      m_t = β·m_{t−1} + Δ_t                                 w_{t+1} = w_t + η·m_t
+    FedAdagrad   v_t = v_{t−1} + Δ_t²                             ⎫
+    FedYogi      v_t = v_{t−1} − (1 − β₂)·Δ_t²·sign(v_{t−1} − Δ_t²)  ⎬    w_{t+1} = w_t + η·m_t / (√v_t + τ)
+    FedAdam      v_t = β₂·v_{t−1} + (1 − β₂)·Δ_t²                   ⎭    m_t = β₁·m_{t−1} + (1 − β₁)·Δ_t
+
+FedAvgM: Hsu et al. 2019, arXiv:1909.06335, section 4.3. The others: Reddi et al. 2021, arXiv:2003.00295, algorithm 2,
+with v_{−1} = τ² and without a correction of the bias. (Flower's FedAvgM is the paper's. Its FedAdagrad, FedYogi and
+FedAdam start from v = 0, and its FedAdam corrects the bias.) Moments are of the parameters; buffers, such as a
+BatchNorm's statistics, are averaged as in FedAvg.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from tepal.exchange.layout import Arrays, Names
+from tepal.strategies.fedavg import Averaging, ModelMerger, ModelState
+from tepal.strategies.method import ServerModel, check_number, parameters_of
+from tepal.strategies.rounds.strategy import MethodStrategy
+
+
+@dataclass(frozen=True)
+class OptimizerState(ModelState):
+    """A global model and the moments of its changes, by parameter; before the first round there are none."""
+
+    first: Arrays | None = None
+    second: Arrays | None = None
+
+
+class ServerOptimizer(Averaging):
+    """The methods of this file. `step` is what differs."""
+
+    def __init__(self, learning_rate: float) -> None:
+        check_number("learning_rate", learning_rate, learning_rate > 0, "positive")
+        self.learning_rate = learning_rate
+        self._parameters: Names
+
+    def init(self, model: ServerModel, seed: int) -> OptimizerState:
+        self._parameters = parameters_of(model)
+        start = super().init(model, seed)
+        return OptimizerState(start.entries)
+
+    def merger(self, state: ModelState, round: int) -> OptimizerMerger:
+        assert isinstance(state, OptimizerState)
+        return OptimizerMerger(state, self._parameters, self.step)
+
+    def step(
+        self, delta: np.ndarray, first: np.ndarray | None, second: np.ndarray | None
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """(what is added to an entry, m_t, v_t) for its Δ_t, m_{t−1} and v_{t−1} (None before the first round)."""
+        raise NotImplementedError
+
+    def describe(self) -> Mapping[str, str | int | float]:
+        return {"learning rate": self.learning_rate}
+
+
+class OptimizerMerger(ModelMerger):
+    """Averages as FedAvg, then steps."""
+
+    def __init__(self, state: OptimizerState, parameters: Names, step: Callable[..., Any]) -> None:
+        super().__init__(state)
+        self._parameters = parameters
+        self._step = step
+
+    def finish(self) -> OptimizerState:
+        state, mean = self._state, self._mean.result()
+        assert isinstance(state, OptimizerState)
+        entries, first, second = {**state.entries, **mean}, dict(state.first or {}), dict(state.second or {})
+        for name in self._parameters:
+            w = state.entries[name]
+            change, m, v = self._step(mean[name] - w, first.get(name), second.get(name))
+            entries[name] = (w + change).astype(w.dtype, copy=False)
+            first[name] = m.astype(w.dtype, copy=False)
+            if v is not None:
+                second[name] = v.astype(w.dtype, copy=False)
+        return replace(state, entries=entries, merges=state.merges + 1, first=first, second=second)
+
+
+class Momentum(ServerOptimizer):
+    """The method of FedAvgM."""
+
+    def __init__(self, learning_rate: float, momentum: float) -> None:
+        super().__init__(learning_rate)
+        check_number("momentum", momentum, 0 <= momentum < 1, "in [0, 1)")
+        self.momentum = momentum
+
+    def step(
+        self, delta: np.ndarray, first: np.ndarray | None, second: np.ndarray | None
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        m = delta if first is None else self.momentum * first + delta
+        return self.learning_rate * m, m, None
+
+    def describe(self) -> Mapping[str, str | int | float]:
+        return {**super().describe(), "momentum": self.momentum}
+
+
+class Adaptive(ServerOptimizer):
+    """The methods of FedAdagrad, FedYogi and FedAdam; `second` is what differs."""
+
+    def __init__(self, learning_rate: float, beta1: float, beta2: float, tau: float) -> None:
+        super().__init__(learning_rate)
+        check_number("beta1", beta1, 0 <= beta1 < 1, "in [0, 1)")
+        check_number("beta2", beta2, 0 <= beta2 < 1, "in [0, 1)")
+        check_number("tau", tau, tau > 0, "positive")
+        self.beta1, self.beta2, self.tau = beta1, beta2, tau
+
+    def step(
+        self, delta: np.ndarray, first: np.ndarray | None, second: np.ndarray | None
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        m = (1 - self.beta1) * delta if first is None else self.beta1 * first + (1 - self.beta1) * delta
+        v = self.second(np.full_like(delta, self.tau**2) if second is None else second, np.square(delta))
+        return self.learning_rate * m / (np.sqrt(v) + self.tau), m, v
+
+    def second(self, v: np.ndarray, squared: np.ndarray) -> np.ndarray:
+        """v_t from v_{t−1} and Δ_t²."""
+        raise NotImplementedError
+
+    def describe(self) -> Mapping[str, str | int | float]:
+        return {**super().describe(), "beta1": self.beta1, "beta2": self.beta2, "tau": self.tau}
+
+
+class Adagrad(Adaptive):
+    def second(self, v: np.ndarray, squared: np.ndarray) -> np.ndarray:
+        total: np.ndarray = v + squared
+        return total
+
+
+class Yogi(Adaptive):
+    def second(self, v: np.ndarray, squared: np.ndarray) -> np.ndarray:
+        moved: np.ndarray = v - (1 - self.beta2) * squared * np.sign(v - squared)
+        return moved
+
+
+class Adam(Adaptive):
+    def second(self, v: np.ndarray, squared: np.ndarray) -> np.ndarray:
+        mean: np.ndarray = self.beta2 * v + (1 - self.beta2) * squared
+        return mean
+
+
+class FedAvgM(MethodStrategy):
+    """FedAvg with momentum at the server.
+
+    Args:
+        learning_rate: η > 0; 1 and no momentum are FedAvg.
+        momentum: β in [0, 1).
+        round_options: see `MethodStrategy`.
+    """
+
+    def __init__(self, *, learning_rate: float = 1.0, momentum: float = 0.9, **round_options: Any) -> None:
+        super().__init__(Momentum(learning_rate, momentum), **round_options)
+
+
+class FedAdagrad(MethodStrategy):
+    """Adagrad at the server.
+
+    Args:
+        learning_rate: η > 0.
+        beta1: β₁ in [0, 1); the paper's experiments have 0.
+        tau: τ > 0, how adaptive it is: the smaller, the more.
+        round_options: see `MethodStrategy`.
+    """
+
+    def __init__(
+        self, *, learning_rate: float = 0.1, beta1: float = 0.0, tau: float = 1e-3, **round_options: Any
+    ) -> None:
+        super().__init__(Adagrad(learning_rate, beta1, 0.0, tau), **round_options)
+
+
+class FedAdam(MethodStrategy):
+    """Adam at the server, without bias correction.
+
+    Args:
+        learning_rate: η > 0.
+        beta1: β₁ in [0, 1), of the first moment.
+        beta2: β₂ in [0, 1), of the second.
+        tau: τ > 0, how adaptive it is: the smaller, the more.
+        round_options: see `MethodStrategy`.
+    """
+
+    _method: type[Adaptive] = Adam
+
+    def __init__(
+        self,
+        *,
+        learning_rate: float = 0.01,
+        beta1: float = 0.9,
+        beta2: float = 0.99,
+        tau: float = 1e-3,
+        **round_options: Any,
+    ) -> None:
+        super().__init__(self._method(learning_rate, beta1, beta2, tau), **round_options)
+
+
+class FedYogi(FedAdam):
+    """Yogi at the server: as `FedAdam`, but v changes by no more than (1 − β₂)·Δ_t², whichever way."""
+
+    _method = Yogi

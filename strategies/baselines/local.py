@@ -1,0 +1,51 @@
+"""Local training alone: the common initial model goes down once, and nothing else ever travels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tepal.exchange.plan import LOCAL, Plan, Reply
+from tepal.strategies.fedavg import ModelState
+from tepal.strategies.personal.averaging import Personalised
+from tepal.strategies.rounds.strategy import MethodStrategy
+
+
+class Alone(Personalised):
+    """The method of LocalOnly."""
+
+    objective = LOCAL
+
+    def plan(
+        self, state: ModelState, round: int, phase: str, cohort: Sequence[str], heard: Mapping[str, Reply]
+    ) -> list[Plan]:
+        plans = super().plan(state, round, phase, cohort, heard)
+        return [replace(plan, returns={}, keeps=plan.needs) for plan in plans]
+
+    def evaluation(self, state: ModelState, round: int, cohort: Sequence[str], *, more_rounds: bool) -> list[Plan]:
+        plans = super().evaluation(state, round, cohort, more_rounds=more_rounds)
+        return [replace(plan, keeps=plan.needs) for plan in plans]
+
+    def merger(self, state: ModelState, round: int) -> Nothing:
+        return Nothing(state)
+
+
+class Nothing:
+    """There is nothing to merge."""
+
+    def __init__(self, state: ModelState) -> None:
+        self._state = state
+
+    def add(self, reply: Reply) -> None:
+        return None
+
+    def finish(self) -> ModelState:
+        return replace(self._state, merges=self._state.merges + 1)
+
+
+class LocalOnly(MethodStrategy):
+    """Each client trains alone, from the common initial model on. Takes the keyword arguments of `MethodStrategy`."""
+
+    def __init__(self, **round_options: Any) -> None:
+        super().__init__(Alone(), **round_options)

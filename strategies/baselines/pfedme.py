@@ -1,0 +1,86 @@
+"""pFedMe: the global model minimises the clients' Moreau envelopes (Dinh et al. 2020, arXiv:2006.08848, algorithm 1).
+
+    F_i(w) = min_θ f_i(θ) + (λ/2)·‖θ − w‖²        w ← (1 − β)·w + β·(mean of the clients' w_i, each counted alike)
+
+θ̃_i, which the client finds for the w that it got, stays with it and is what is scored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from tepal.exchange.layout import Names
+from tepal.exchange.plan import INNER_RATE, INNER_STEPS, LAMBDA, PFEDME, Scalar
+from tepal.strategies.fedavg import ModelMerger, ModelState
+from tepal.strategies.method import ServerModel, check_number, parameters_of
+from tepal.strategies.personal.averaging import Personalised
+from tepal.strategies.rounds.strategy import MethodStrategy
+
+
+class MoreauEnvelope(Personalised):
+    """The method of pFedMe."""
+
+    objective = PFEDME
+
+    def __init__(self, lam: float, inner_steps: int, inner_learning_rate: float, beta: float) -> None:
+        check_number("lam", lam, lam > 0, "positive")
+        check_number("inner_steps", inner_steps, inner_steps >= 1, "at least 1")
+        check_number("inner_learning_rate", inner_learning_rate, inner_learning_rate > 0, "positive")
+        check_number("beta", beta, beta > 0, "positive: with 0 the global model would never move")
+        self.lam, self.inner_steps, self.inner_learning_rate, self.beta = lam, inner_steps, inner_learning_rate, beta
+
+    def init(self, model: ServerModel, seed: int) -> ModelState:
+        self._parameters = parameters_of(model)
+        return super().init(model, seed)
+
+    def options(self) -> Mapping[str, Scalar]:
+        return {LAMBDA: self.lam, INNER_STEPS: self.inner_steps, INNER_RATE: self.inner_learning_rate}
+
+    def merger(self, state: ModelState, round: int) -> RelaxedMerger:
+        return RelaxedMerger(state, self.beta, self._parameters)
+
+    def describe(self) -> Mapping[str, str | int | float]:
+        return {**super().describe(), "beta": self.beta}
+
+
+class RelaxedMerger(ModelMerger):
+    """Parameters go β of the way to the clients' mean, or beyond it; buffers are averaged."""
+
+    def __init__(self, state: ModelState, beta: float, parameters: Names) -> None:
+        super().__init__(state, alike=True)
+        self._beta, self._parameters = beta, parameters
+
+    def finish(self) -> ModelState:
+        old, mean = self._state.entries, self._mean.result()
+        moved = {
+            name: np.asarray((1 - self._beta) * old[name] + self._beta * mean[name], dtype=old[name].dtype)
+            for name in self._parameters
+        }
+        return replace(self._state, entries={**old, **mean, **moved}, merges=self._state.merges + 1)
+
+
+class PFedMe(MethodStrategy):
+    """pFedMe over Tepal's exchange. The clients' learning rate is η of w ← w − ηλ(w − θ̃).
+
+    Args:
+        lam: λ > 0, how near θ is held to w. The paper has 15 for most of its experiments.
+        inner_steps: K, steps of gradient descent that find θ̃ for one batch.
+        inner_learning_rate: of these steps.
+        beta: β > 0, how far the server goes to the clients' mean; 1: all the way.
+        round_options: see `MethodStrategy`.
+    """
+
+    def __init__(
+        self,
+        *,
+        lam: float = 15.0,
+        inner_steps: int = 5,
+        inner_learning_rate: float = 0.01,
+        beta: float = 1.0,
+        **round_options: Any,
+    ) -> None:
+        super().__init__(MoreauEnvelope(lam, inner_steps, inner_learning_rate, beta), **round_options)

@@ -1,0 +1,1 @@
+"""What methods share that keep a model for each client."""

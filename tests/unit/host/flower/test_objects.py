@@ -1,0 +1,135 @@
+"""Messages taken apart and put together, against Flower's own way of doing it."""
+
+import gc
+import weakref
+
+import httpx
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app.message import array as flowers_array
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree, iterate_object_tree
+from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, pull_objects
+from flwr.supercore.task_identity import TaskIdentity
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tepal.host.flower.objects import LetGo, fetch, fetch_from_tree, hash_chunks, push, tree_of
+
+CHUNK = 64
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(flowers_array, "FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE", CHUNK)
+    for name in ("_run_id", "_node_id", "_task_id"):
+        monkeypatch.setattr(TaskIdentity, name, 7)
+
+
+def message(*datas: bytes) -> Message:
+    arrays = ArrayRecord()
+    for number, data in enumerate(datas):
+        arrays[str(number)] = Array(dtype="uint8", shape=(len(data),), stype="x", data=data)
+    content = {"arrays": arrays, "metrics": MetricRecord({"n": 1}), "config": ConfigRecord({"a": "b"})}
+    return Message(RecordDict(content), dst_node_id=1, message_type="train")
+
+
+def contents_of(sent: Message) -> dict[str, bytes]:
+    return {object_id: each.deflate() for object_id, each in get_all_nested_objects(sent).items()}
+
+
+DATA = st.one_of(
+    st.integers(0, 5 * CHUNK).map(lambda size: np.random.default_rng(size).bytes(size)),
+    st.sampled_from([0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK]).map(bytes),  # chunks that are all alike
+)
+
+
+@given(st.lists(DATA, max_size=3))
+def test_what_is_fetched_is_what_was_sent(datas):
+    sent = message(*datas)
+    contents = contents_of(sent)
+    came = fetch(sent.object_id, contents.__getitem__, pull_objects)
+    assert came.object_id == sent.object_id
+    assert [array.data for array in came.content["arrays"].values()] == datas
+    assert all(type(array.data) is bytes for array in came.content["arrays"].values())
+    assert came.content["metrics"] == sent.content["metrics"] and came.content["config"] == sent.content["config"]
+
+
+@given(st.lists(DATA, max_size=3))
+def test_ids_trees_and_contents_are_flowers(datas):
+    ours, flowers = message(*datas), message(*datas)
+    ours.metadata.__dict__["_created_at"] = flowers.metadata.created_at
+    hash_chunks(ours)
+    tree, objects = tree_of(ours, ours.object_id)
+    assert tree == get_object_tree(flowers)
+    assert list(objects) == list(get_all_nested_objects(flowers))
+    pushed = {}
+    push(objects, objects, pushed.__setitem__)
+    assert pushed == contents_of(flowers)
+    wanted = [node.object_id for node in iterate_object_tree(tree)][-2:]
+    pushed.clear()
+    push(objects, wanted, pushed.__setitem__)
+    assert sorted(pushed) == sorted(set(wanted))
+
+
+def test_each_chunk_is_pulled_once():
+    sent, asked = message(bytes(range(200)), b"x" * 500), []
+    contents = contents_of(sent)
+
+    def pull(object_id):
+        asked.append(object_id)
+        return contents[object_id]
+
+    fetch(sent.object_id, pull, pull_objects)
+    assert sorted(asked) == sorted(contents)
+
+
+def test_chunks_of_another_size_are_refused():
+    sent = message(bytes(range(200)))
+    second = sent.content["arrays"]["0"].slice_array()[1][0]
+    contents = contents_of(sent)
+    contents[second] = b"ArrayChunk  3\x00abc"
+    with pytest.raises(ObjectPullError, match="not of one size"):
+        fetch(sent.object_id, contents.__getitem__, pull_objects)
+    contents[second] = b"ArrayChunk  4\x00abc"
+    with pytest.raises(ValueError, match="3 bytes came, which says 4"):
+        fetch(sent.object_id, contents.__getitem__, pull_objects)
+
+
+def test_a_message_is_confirmed_when_it_is_there_and_another_type_is_refused():
+    sent, confirmed = message(b"abc"), []
+    contents, tree = contents_of(sent), get_object_tree(sent)
+    with pytest.raises(KeyError):
+        fetch_from_tree(tree, {}.__getitem__, confirmed.append, return_type=Message, pull_all=pull_objects)
+    assert not confirmed
+    fetch_from_tree(tree, contents.__getitem__, confirmed.append, return_type=Message, pull_all=pull_objects)
+    assert confirmed == [sent.object_id]
+    with pytest.raises(TypeError, match="a ConfigRecord was expected, and a Message came"):
+        fetch_from_tree(tree, contents.__getitem__, confirmed.append, return_type=ConfigRecord, pull_all=pull_objects)
+
+
+def test_an_object_that_cannot_be_pushed_is_an_error_and_the_rest_is_not_sent():
+    objects = tree_of(sent := message(bytes(range(250)) * 40), sent.object_id)[1]
+    pushed = []
+
+    def push_one(object_id, content):
+        pushed.append(object_id)
+        raise ConnectionError("gone")
+
+    with pytest.raises(ConnectionError):
+        push(objects, objects, push_one)
+    assert len(pushed) < len(objects) / 2
+
+
+def test_an_answer_that_was_read_is_gone_when_nobody_has_it():
+    with httpx.Client(transport=httpx.MockTransport(lambda request: httpx.Response(200, content=b"x" * 10))) as client:
+        answer = LetGo().intercept(None, lambda _: client.get("http://x/"))
+        assert answer.content == b"x" * 10
+        gc.collect()
+        gc.disable()
+        try:
+            gone = weakref.ref(answer)
+            del answer
+            assert gone() is None
+        finally:
+            gc.enable()

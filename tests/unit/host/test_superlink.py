@@ -1,0 +1,124 @@
+"""What is said to any SuperLink, and what is read out of its answers."""
+
+import textwrap
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tepal.host.superlink import CONNECTION, connect, explain
+from tepal.host.toml import parse_run_config, to_toml
+from tepal.tools.simulation.engines import RayEngine
+
+
+def test_flower_finds_a_superlink_and_whom_to_trust_in_what_connect_writes(tmp_path, monkeypatch):
+    from flwr.cli.flower_config import read_superlink_connection
+
+    monkeypatch.chdir(tmp_path)
+    home = tmp_path / 'a "home"'
+    monkeypatch.setenv("FLWR_HOME", str(home))
+    connect(home, "127.0.0.1:8000")
+    connection = read_superlink_connection()
+    assert (connection.name, connection.address) == (CONNECTION, "127.0.0.1:8000")
+    assert connection.insecure and connection.root_certificates is None
+
+    connect(home, "example.org:443", Path("certificates") / "ca.pem")
+    connection = read_superlink_connection()
+    assert (connection.name, connection.address) == (CONNECTION, "example.org:443")
+    assert not connection.insecure
+    assert connection.root_certificates == str(tmp_path / "certificates" / "ca.pem"), "Flower refuses relative paths"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [True, False, 3, -1, 0.1, 1e-05, 1e16, float("inf"), "", "two words", "it's", 'a "b"', "tab\t\\ é 🌷\x7f\n"],
+)
+def test_run_configuration_keeps_its_values_and_types_through_toml(value):
+    written = tomllib.loads(to_toml({"table.key-name": value}))["table"]["key-name"]
+    assert written == value and type(written) is type(value)
+
+
+def test_run_configuration_is_read_as_flower_reads_it_and_keeps_all_keys_of_a_table(tmp_path):
+    from flwr.common.config import parse_config_args
+
+    pairs = "lr=0.1 name='two words' flag=true a.x=1 a.y=\"s\""
+    assert parse_run_config([pairs]) == parse_config_args([pairs])
+    # Flower itself forgets a.x here.
+    assert parse_run_config(["a.x=1", "a.y=2"]) == {"a.x": 1, "a.y": 2}
+    (tmp_path / "c.toml").write_text("lr = 1.0\n[a]\nx = 5\n")
+    assert parse_run_config([str(tmp_path / "c.toml"), "lr=0.5"]) == {"lr": 0.5, "a.x": 5}
+
+
+@pytest.mark.parametrize("text", ["mode=raise", "mode", "a=1 b", "no-such-file.toml"])
+def test_run_configuration_that_cannot_be_read_is_named(text):
+    with pytest.raises(ValueError, match=f"run configuration '?{text.partition('=')[0]}"):
+        parse_run_config([text])
+
+
+@pytest.mark.parametrize(
+    ("clients", "cpus", "each", "cores"), [(10, 1, 1, 8), (3, 1, 1, 3), (10, 2, 2, 8), (10, 3, 3, 6), (20, 0.5, 1, 16)]
+)
+def test_clients_at_once_follow_from_cores_and_shares(monkeypatch, clients, cpus, each, cores):
+    monkeypatch.setattr("joblib.cpu_count", lambda: 8)
+    engine = RayEngine(Path("app"), clients, cpus)
+    assert engine.federation == (
+        f"num-supernodes={clients} client-resources-num-cpus={each} client-resources-num-gpus=0.0"
+    )
+    assert engine.cores == cores
+
+
+def test_more_cores_than_there_are_cannot_be_asked_for(monkeypatch):
+    monkeypatch.setattr("joblib.cpu_count", lambda: 8)
+    with pytest.raises(ValueError, match="there are 8 cores"):
+        RayEngine(Path("app"), 2, 9)
+
+
+def test_of_a_chain_of_exceptions_the_last_that_is_not_flowers_wrapper_is_told():
+    log = textwrap.dedent(
+        """\
+        ERROR :     Simulation raised an exception
+        Traceback (most recent call last):
+          File "/x/ray_actor.py", line 136, in pool_size
+            raise ValueError(
+        ValueError: ActorPool is empty.
+
+        The above exception was the direct cause of the following exception:
+
+        Traceback (most recent call last):
+          File "/x/vce_api.py", line 267, in run_api
+        RuntimeError: Simulation Runtime crashed.
+
+        The above exception was the direct cause of the following exception:
+
+        Traceback (most recent call last):
+        RuntimeError: An error was encountered. Ending simulation.
+        ERROR :     Exit Code: 700
+        """
+    )
+    assert explain(log, "details") == "ValueError: ActorPool is empty."
+    assert explain("nothing of use", "details") == "details"
+
+
+def test_of_a_failed_server_app_in_deployment_its_last_exception_is_told():
+    log = textwrap.dedent(
+        """\
+        INFO :      ServerApp raised an exception
+        ERROR :     ServerApp raised an exception
+        Traceback (most recent call last):
+          File "/x/run_serverapp.py", line 210, in run_serverapp
+          File "/h/.flwr/apps/me.toy.0.1.0.ab12/toy/server.py", line 12, in main
+            raise ValueError("no")
+        ValueError: the run config cannot be run:
+          strategy='x': known are fedavg, fedfrozen
+        ERROR :     Exit Code: 200
+        """
+    )
+    assert explain(log, "details") == (
+        "ValueError: the run config cannot be run:\n  strategy='x': known are fedavg, fedfrozen "
+        "(toy/server.py, line 12, in main)"
+    )
+
+
+def test_the_module_of_an_exception_is_not_told():
+    log = "ServerApp raised an exception\nTraceback (most recent call last):\ntepal.strategies.base.RoundFailed: no\n"
+    assert explain(log) == "RoundFailed: no"

@@ -1,0 +1,410 @@
+"""`tepal compare`: what it runs in which order, what it leaves out when it goes on, and runs that fail."""
+
+import contextlib
+import csv
+import io
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from tepal.host.superlink import RunError
+from tepal.records.run_directory import KEPT_IN, RunDirectory, find_run, held, read_config, read_metrics
+from tepal.report.terminal import RoundProgress, TimeLeft
+from tepal.tools.cli import commands
+from tepal.tools.compare.comparison import read_comparison
+from tepal.tools.compare.picture import STRATEGIES
+from tepal.tools.compare.runs import USUAL
+from tests.comparisons import continue_run, leave_run
+from tests.packages import ROOT
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+# --- time -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_time_left_counts_starts_and_rounds_of_all_runs():
+    now = [0.0]
+    left = TimeLeft(2, 3, clock=lambda: now[0])
+
+    def after(seconds, round_ended):
+        now[0] += seconds
+        left.update({"round": round_ended})
+        return left.seconds
+
+    left.begin()
+    assert after(5, 0) is None and after(5, 1) is None  # nothing is known of a usual round
+    assert after(2, 2) == 2 + (10 + 2 + 2)
+    assert after(4, 3) == 0 + (10 + 3 + 3)
+    left.begin()
+    now[0] += 4
+    assert left.seconds == (10 - 4) + 3 + 3
+    now[0] += 60
+    assert left.seconds == 0
+
+
+def test_the_time_left_of_a_run_that_goes_on_counts_only_what_it_still_does():
+    now = [0.0]
+    left = TimeLeft(2, 5, clock=lambda: now[0])
+    left.begin(done=2)
+    for old in (0, 1, 2):
+        left.update({"round": old})
+    assert left.seconds is None and left.rounds_done == 2
+    for number, seconds in ((3, 10), (4, 2)):
+        now[0] += seconds
+        left.update({"round": number})
+    assert left.seconds == 2 + (10 + 4 * 2)
+    assert (left.rounds_done, left.rounds) == (4, 10)
+    left.begin()
+    assert left.seconds == 10 + 4 * 2 and left.rounds_done == 5
+
+
+def test_the_bar_is_that_of_all_runs_and_every_run_leaves_a_line(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    out = Terminal()
+    left = TimeLeft(2, 2)
+    for number, name in enumerate(("1/2 fedavg", "2/2 fedacs")):
+        with RoundProgress(2, name=name, time_left=left, console=Console(file=out, width=100)) as progress:
+            for line in (1, 2):
+                progress.update({"round": line, "accuracy": 0.5, "bytes_down": 10, "bytes_up": 10, "seconds": 1.0})
+                task = progress._progress.tasks[0]
+                assert (task.completed, task.total) == (2 * number + line, 4)
+    lines = [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line).strip() for line in out.getvalue().splitlines()]
+    for name in ("1/2 fedavg", "2/2 fedacs"):
+        assert f"{name}: round 2/2  accuracy 0.5000  40 B moved  2.0 s" in lines
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """In the place of SIGKILL: nothing that the command would do at its end is done."""
+
+
+@pytest.fixture
+def compare(monkeypatch, tmp_path):
+    """`tepal compare` with simulations that leave a run at once.
+
+    `failing` says what instead happens to a strategy, or to one with a seed, after the first round.
+    """
+    monkeypatch.chdir(ROOT)
+    started, asked, failing = [], [], {}
+
+    def simulate(run_config, *, on_event, log):
+        config = dict(run_config)
+        strategy, seed = config["strategy"], config["seed"]
+        started.append((config, asked[-1]))
+        error = failing.get(strategy) or failing.get((strategy, seed))
+        if isinstance(error, ValueError):
+            raise error  # as before anything is started
+        if config["resume"]:
+            run = Path(config["resume"])
+            continue_run(run, strategy, range(2, 2 if error else 4))
+        else:
+            run = leave_run(Path(config["runs"]), strategy, rounds=1 if error else 3, summary=False, config=config)
+        (run / "checkpoint" / "round-000001").mkdir(parents=True, exist_ok=True)
+        on_event("log", f"INFO : {KEPT_IN}{run}")
+        log.write_text("Flower's log")
+        if error:
+            raise error
+        RunDirectory(run, read_config(run)).write_summary()
+
+    def engine_for(name, app, **resources):
+        asked.append({"engine": name, **resources})
+        return contextlib.nullcontext(SimpleNamespace(run=simulate, said="Engine: none"))
+
+    monkeypatch.setattr(commands, "engine_for", engine_for)
+
+    def run(*arguments, config=f'num-server-rounds=3 runs="{tmp_path / "runs"}"'):
+        given = ["-c", config, "--clients", "3"] if config else []
+        return CliRunner().invoke(commands.main, ["compare", ".", *given, *arguments])
+
+    def cells():
+        """(strategy, seed) of every simulation that was started since this was asked last."""
+        found = [(config["strategy"], config["seed"]) for config, *_ in started]
+        started.clear()
+        return found
+
+    run.asked = asked
+    run.started, run.failing, run.runs, run.cells = started, failing, tmp_path / "runs", cells
+    return run
+
+
+def rows_of_runs(folder):
+    with (folder / "runs.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def outcomes(folder):
+    return [row["outcome"] for row in rows_of_runs(folder)]
+
+
+def test_the_runs_differ_in_their_strategy_alone(compare):
+    done = compare("--strategies", "fedfrozen,fedavg,fedacs", "-c", "seed=5")
+    assert done.exit_code == 0, done.output
+    configs = [config for config, *_ in compare.started]
+    assert [config.pop("strategy") for config in configs] == ["fedfrozen", "fedavg", "fedacs"]
+    assert configs[0] == configs[1] == configs[2] and configs[0]["seed"] == 5
+    assert {of["clients"] for _, of in compare.started} == {3}
+
+
+def test_every_strategy_runs_with_every_seed_and_those_of_a_seed_differ_in_it_alone(compare):
+    done = compare("--strategies", "fedavg,fedacs", "--seeds", "1,2,7", "--cpus", "0.5")
+    assert done.exit_code == 0, done.output
+    configs = [config for config, *_ in compare.started]
+    assert [(config.pop("strategy"), config["seed"]) for config in configs] == [
+        (strategy, seed) for seed in (1, 2, 7) for strategy in ("fedavg", "fedacs")
+    ]
+    assert configs[0] == configs[1] and configs[2] == configs[3] and configs[4] == configs[5]
+    assert {**configs[0], "seed": 2} == configs[2]
+    assert {of["cpus"] for _, of in compare.started} == {0.5}
+    assert len(compare.asked) == 1, "one engine serves all runs"
+    assert "4/6 fedacs seed 2: round 3/3" in done.output
+    (folder,) = compare.runs.glob("*-compare")
+    assert [(row["strategy"], row["seed"]) for row in rows_of_runs(folder)] == [
+        (strategy, seed) for seed in "127" for strategy in ("fedavg", "fedacs")
+    ]
+    assert all(read_config(folder / row["run"])["seed"] == int(row["seed"]) for row in rows_of_runs(folder))
+
+
+def test_the_usual_strategies_are_compared_in_one_folder(compare):
+    done = compare()
+    assert done.exit_code == 0, done.output
+    (folder,) = compare.runs.glob("*-compare")
+    assert re.fullmatch(r"\d{8}-\d{6}-compare", folder.name)
+    rows = rows_of_runs(folder)
+    assert tuple(row["strategy"] for row in rows) == USUAL
+    assert all(row["outcome"] == "finished" and (folder / row["run"]).is_dir() for row in rows)
+    assert str(folder / "comparison.html") in done.output.split()
+    for number, strategy in enumerate(USUAL, start=1):
+        assert f"{number}/5 {strategy}: round 3/3" in done.output
+
+
+def test_all_are_all_strategies_that_are_known(compare):
+    done = compare("--strategies", "all", "-c", "conf/all.toml")
+    assert done.exit_code == 0, done.output
+    assert tuple(strategy for strategy, _ in compare.cells()) == STRATEGIES
+
+
+def test_latest_is_the_newest_run_and_the_comparison_can_be_written_anew(compare):
+    compare("--strategies", "fedavg,fedacs")
+    (folder,) = compare.runs.glob("*-compare")
+    assert read_config(find_run(compare.runs))["strategy"] == "fedacs"
+    assert find_run(compare.runs).parent == folder.resolve()
+    report = CliRunner().invoke(commands.main, ["report", str(compare.runs)])
+    assert report.output.strip().endswith("-fedacs/report.html")
+    written = ["comparison.csv", "comparison.md", "comparison.svg", "comparison.tex", "runs.csv"]
+    before = {name: (folder / name).read_text() for name in written}
+    for name in (*written, "comparison.html"):
+        (folder / name).unlink()
+    again = CliRunner().invoke(commands.main, ["report", str(folder)])
+    assert again.output.strip() == str(folder / "comparison.html")
+    assert {name: (folder / name).read_text() for name in written} == before
+    assert "fedacs" in (folder / "comparison.html").read_text()
+
+
+def test_a_run_that_fails_ends_alone(compare):
+    compare.failing["fedfrozen"] = RunError("The run failed: [all] clients are gone\nand more of it")
+    done = compare("--strategies", "fedavg,fedfrozen,fedacs")
+    assert done.exit_code == 1
+    (folder,) = compare.runs.glob("*-compare")
+    assert outcomes(folder) == ["finished", "failed", "finished"]
+    assert "fedfrozen: failed after round 1 of 3: The run failed: [all] clients are gone" in done.output
+    assert "error: fedfrozen: The run failed" in done.output and "flower.log" in done.output
+    assert f"`tepal compare --resume {folder}`" in done.output
+
+
+def test_ctrl_c_ends_all_and_shows_what_is_there(compare):
+    compare.failing["fedfrozen"] = KeyboardInterrupt()
+    done = compare("--strategies", "fedavg,fedfrozen,fedacs")
+    assert done.exit_code == 130
+    assert [strategy for strategy, _ in compare.cells()] == ["fedavg", "fedfrozen"]
+    (folder,) = compare.runs.glob("*-compare")
+    assert outcomes(folder) == ["finished", "stopped", "not run"]
+    assert "fedfrozen: stopped after round 1 of 3" in done.output and "fedacs: not run" in done.output
+    assert f"`tepal compare --resume {folder}`" in done.output
+    assert (folder / "comparison.html").is_file()
+
+
+def test_nothing_is_left_where_no_run_could_begin(compare):
+    compare.failing["fedavg"] = ValueError("cpus_per_client is 99, but there are 2 cores here")
+    done = compare("--strategies", "fedavg,fedacs")
+    assert done.exit_code == 1 and done.output.strip().endswith("there are 2 cores here")
+    assert list(compare.runs.iterdir()) == []
+
+
+@pytest.mark.parametrize("regression", [False, True])
+def test_an_accuracy_above_1_is_no_target_and_an_error_may_be_one(compare, tmp_path, regression):
+    np.savez(tmp_path / "x.npz", x=np.ones((200, 2)), y=np.arange(200.0))
+    own = ["-c", f'model="linear-attention" dataset="{tmp_path}/x.npz" partitioner="iid"'] if regression else []
+    done = compare("--strategies", "fedavg", "--target", "1.5", *own)
+    said = done.output
+    assert (done.exit_code, "--target 1.5: an accuracy is a share" in said) == ((0, False) if regression else (1, True))
+
+
+# --- going on -------------------------------------------------------------------------------------------------------
+
+
+def kill_in(compare, *cell):
+    """Begin six runs and be killed in one of them; returns the folder."""
+    compare.failing[cell] = Killed()
+    with pytest.raises(Killed):
+        CliRunner().invoke(
+            commands.main,
+            ["compare", ".", "-c", f'num-server-rounds=3 local-epochs=2 runs="{compare.runs}"', "--clients", "4",
+             "--strategies", "fedavg,fedfrozen,fedacs", "--seeds", "1,2", "--target", "0.5"],
+        )  # fmt: skip
+    compare.failing.clear()
+    compare.cells()
+    (folder,) = compare.runs.glob("*-compare")
+    return folder
+
+
+def test_what_a_comparison_is_to_do_is_known_from_its_folder_when_it_is_killed_in_its_first_run(compare):
+    folder = kill_in(compare, "fedavg", 1)
+    comparison = read_comparison(folder)
+    assert [(cell.strategy, cell.seed) for cell in comparison.cells] == [
+        (strategy, seed) for seed in (1, 2) for strategy in ("fedavg", "fedfrozen", "fedacs")
+    ]
+    assert [cell.outcome for cell in comparison.cells] == ["stopped", *["not run"] * 5]
+    assert (comparison.clients, comparison.target, comparison.run_config["local-epochs"]) == (4, 0.5, 2)
+
+
+def test_what_finished_is_not_run_again_and_what_was_under_way_goes_on(compare):
+    folder = kill_in(compare, "fedacs", 1)
+    before = {row["strategy"]: row for row in rows_of_runs(folder) if row["outcome"] == "finished"}
+    assert set(before) == {"fedavg", "fedfrozen"}
+    finished = {name: (folder / row["run"] / "metrics.jsonl").stat().st_mtime_ns for name, row in before.items()}
+    killed = read_comparison(folder).cells[2].run
+
+    done = compare("--resume", str(folder), config=None)
+    assert done.exit_code == 0, done.output
+    configs = [config for config, *_ in compare.started]
+    assert {of["clients"] for _, of in compare.started} == {4}
+    assert all(config["local-epochs"] == 2 and config["num-server-rounds"] == 3 for config in configs)
+    assert [config["resume"] for config in configs] == [str(killed), "", "", ""]
+    assert compare.cells() == [("fedacs", 1), ("fedavg", 2), ("fedfrozen", 2), ("fedacs", 2)]
+    assert "3/6 fedacs seed 1: round 3/3" in done.output and "1/6" not in done.output
+
+    rows = rows_of_runs(folder)
+    assert len(rows) == 6 and {row["outcome"] for row in rows} == {"finished"}
+    assert rows[2]["run"] == killed.name and [line["round"] for line in read_metrics(killed)] == [1, 2, 3]
+    after = {name: (folder / row["run"] / "metrics.jsonl").stat().st_mtime_ns for name, row in before.items()}
+    assert after == finished
+    assert len(list(folder.glob("*-fed*"))) == 6, "a run directory each"
+
+    again = compare("--resume", str(folder), config=None)
+    assert again.exit_code == 0 and compare.cells() == [], "nothing is left to do"
+
+
+def test_a_run_without_a_checkpoint_is_run_anew(compare):
+    folder = kill_in(compare, "fedfrozen", 2)
+    killed = read_comparison(folder).cells[4].run
+    (killed / "checkpoint" / "round-000001").rmdir()
+    done = compare("--resume", str(folder), config=None)
+    assert done.exit_code == 0, done.output
+    assert [config["resume"] for config, *_ in compare.started] == ["", ""]
+    assert compare.cells() == [("fedfrozen", 2), ("fedacs", 2)]
+    assert (folder / rows_of_runs(folder)[4]["run"]) != killed
+
+
+def test_a_run_that_failed_is_tried_again(compare):
+    compare.failing["fedfrozen"] = RunError("no memory")
+    assert compare("--strategies", "fedavg,fedfrozen").exit_code == 1
+    compare.failing.clear()
+    compare.cells()
+    (folder,) = compare.runs.glob("*-compare")
+    assert compare("--resume", str(folder), config=None).exit_code == 0
+    assert [strategy for strategy, _ in compare.cells()] == ["fedfrozen"] and outcomes(folder) == ["finished"] * 2
+    assert [row["reason"] for row in rows_of_runs(folder)] == ["", ""]
+
+
+def test_the_comparison_that_was_at_work_last_is_found(compare, monkeypatch):
+    folder = kill_in(compare, "fedfrozen", 1)
+    monkeypatch.setattr(commands, "app_run_config", lambda _app: {"runs": str(compare.runs)})
+    done = compare("--resume", "latest", "--target", "0.6", config=None)
+    assert done.exit_code == 0, done.output
+    assert compare.cells()[0] == ("fedfrozen", 1) and str(folder / "comparison.html") in done.output.split()
+    assert "an accuracy of 0.6000" in done.output, "what is said of the runs may change, not what they are"
+
+
+def test_two_cannot_be_at_work_on_one_comparison(compare):
+    folder = kill_in(compare, "fedfrozen", 1)
+    with held(folder):
+        done = compare("--resume", str(folder), config=None)
+    assert done.exit_code == 1 and "has not ended; stop that one first" in done.output
+    assert compare.cells() == []
+
+
+@pytest.mark.parametrize(
+    "option", [["--strategies", "fedavg"], ["--seeds", "1"], ["--clients", "5"], ["-c", "local-epochs=3"]], ids=str
+)
+def test_what_was_begun_cannot_become_something_else(compare, option):
+    folder = kill_in(compare, "fedfrozen", 1)
+    done = compare("--resume", str(folder), *option, config=None)
+    message = " ".join(done.output.split())
+    assert done.exit_code == 1 and "goes on as it was begun" in message
+    assert {"-c": "--run-config"}.get(option[0], option[0]) in message.partition("What may change")[0]
+    assert compare.cells() == []
+
+
+def test_a_folder_in_which_no_comparison_was_begun_is_refused(compare, tmp_path):
+    done = compare("--resume", str(tmp_path), config=None)
+    assert done.exit_code == 1 and f"no comparison at {tmp_path}" in done.output
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["-c", 'strategy="fedavg"'], ["strategy='fedavg'", "sets the strategy itself", "--strategies"]),
+        (["-c", str(ROOT / "conf" / "fedavg.toml")], ["strategy='fedavg'", "--strategies"]),
+        (["-c", 'resume="runs/latest"'], ["resume='runs/latest'", "tepal compare --resume"]),
+        (["--strategies", "fedavg,fedfrosen"], ["'fedfrosen'", "did you mean 'fedfrozen'?", "known are fedavg"]),
+        (["--strategies", "fedavg,fedavg"], ["'fedavg' is there twice"]),
+        (["--strategies", ","], ["names none"]),
+        (["--seeds", "1,two"], ["--seeds '1,two'", "whole numbers", "1,2,3"]),
+        (["--seeds", "1,2,1"], ["--seeds: 1 is there twice"]),
+        (["--seeds", "1,-2"], ["seed=-2", "greater than or equal to 0"]),
+        (["--seeds", ","], ["--seeds names none"]),
+        (["--seeds", "1,2", "-c", "seed=5"], ["seed=5", "--seeds 1,2", "leave out one"]),
+        (["-c", "seed=-1"], ["seed=-1"]),
+        (["-c", "selective.budget=0 fedacs.alpha=2"], ["selective.budget=0", "fedacs.alpha=2"]),
+        (["-c", 'model="cnn"'], ["fedfrozen: strategy='fedfrozen' with model='cnn'"]),
+        (["-c", "min-clients=5"], ["min-clients=5", "--clients is 3"]),
+        (["-c", "seed"], ["'seed' is not of the form"]),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) and value[0].startswith("-") else "",
+)
+def test_what_cannot_be_compared_is_refused_before_the_first_run(compare, arguments, said):
+    done = compare(*arguments)
+    assert done.exit_code == 1, done.output
+    message = " ".join(done.output.split())
+    assert message.startswith("error: ") and "Traceback" not in message
+    for text in said:
+        assert text in message
+    assert compare.started == [] and not compare.runs.exists()
+
+
+def test_what_is_wrong_for_all_strategies_is_said_once(compare):
+    assert compare("-c", "seed=-1").output.count("seed=-1") == 1
+
+
+@pytest.mark.parametrize(("before", "engine"), [(True, "process"), (False, "auto")])
+def test_a_comparison_that_was_begun_before_there_were_engines_is_read(compare, before, engine):
+    folder = kill_in(compare, "fedacs", 1)
+    plan = json.loads((folder / "comparison.json").read_text())
+    assert plan.pop("engine") == "auto"
+    (folder / "comparison.json").write_text(json.dumps({**plan, "in_process": before}))
+    assert read_comparison(folder).engine == engine

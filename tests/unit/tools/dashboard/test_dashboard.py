@@ -1,0 +1,286 @@
+"""The dashboard's pages, who may see them, and the parts that follow a run; in a browser: tests/integration."""
+
+import asyncio
+import json
+import re
+
+import httpx
+import numpy as np
+import pytest
+from plotly.offline import get_plotlyjs
+
+from tepal.records.run_directory import BLOCKS, CLIENTS, METRICS, NOW, RunDirectory, held
+from tepal.report.run_page import write_report
+from tepal.tools.dashboard import watched
+from tepal.tools.dashboard.app import COOKIE, _listening, dashboard, is_loopback
+from tepal.tools.dashboard.watched import CLIENT_KEYS, Sent, WatchedFolder, WatchedRun
+from tests.comparisons import comparison_in, continue_run, finish, leave_run
+
+TOKEN = "a-token-of-some-length"
+
+
+@pytest.fixture
+def runs(tmp_path):
+    (tmp_path / "runs").mkdir()
+    return tmp_path / "runs"
+
+
+class Browser:
+    """Asks the application, in this process; keeps cookies."""
+
+    def __init__(self, app, address):
+        self._app, self._address, self._cookies = app, address, httpx.Cookies()
+
+    def request(self, method, path, **options):
+        async def ask():
+            transport = httpx.ASGITransport(self._app)
+            async with httpx.AsyncClient(transport=transport, base_url=self._address, cookies=self._cookies) as client:
+                answer = await client.request(method, path, **options)
+                self._cookies.update(client.cookies)
+                return answer
+
+        return asyncio.run(ask())
+
+    def get(self, path, **options):
+        return self.request("GET", path, **options)
+
+
+def browser(runs, token=None, host="127.0.0.1", scheme="http"):
+    return Browser(dashboard(runs, token=token), f"{scheme}://{host}")
+
+
+def parts_of(run, sent=None):
+    """All that a reader is sent until there is nothing more: id → part."""
+    run = run if isinstance(run, WatchedRun) else WatchedRun(run)
+    sent, found = sent or Sent(), {}
+    while new := run.changes(sent):
+        found |= {part["id"]: part for part in map(json.loads, new)}
+    return found
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """Nothing waits for its turn."""
+    monkeypatch.setattr(watched, "_TIMES", 0)
+
+
+# --- pages ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_page_lists_runs_with_links_that_lead_to_them(runs):
+    run = leave_run(runs, "fedfrozen")
+    client = browser(runs)
+    page = client.get("/")
+    assert page.status_code == 200 and run.name in page.text and "42.0 MB" in page.text and "0.7100" in page.text
+    [link] = re.findall(r'href="(run/[^"]+)"', page.text)
+    shown = client.get(f"/{link}")
+    assert shown.status_code == 200 and run.name in shown.text and "fedfrozen · tiny-vit · digits" in shown.text
+    for source in re.findall(r'(?:src|href)="(\.\./[^"]*assets[^"]*)"', shown.text):
+        assert client.get(f"/{link}{source}").status_code == 200
+
+
+def test_a_folder_without_runs_says_how_to_make_one(runs):
+    assert "tepal simulate" in browser(runs).get("/").text
+
+
+def test_a_comparison_has_its_page_and_its_runs_theirs(runs):
+    folder = runs / "20260101-000000-comparison"
+    folder.mkdir()
+    comparison = finish(comparison_in(folder, ["fedavg", "fedfrozen"]))
+    for cell in comparison.cells:
+        write_report(cell.run)
+    client = browser(runs)
+    page = client.get(f"/run/{folder.name}/")
+    assert page.status_code == 200 and "fedavg" in page.text
+    for cell in comparison.cells:
+        assert f'href="{cell.run.name}/report.html"' in page.text and f'href="{cell.run.name}/"' in page.text
+        assert client.get(f"/run/{folder.name}/{cell.run.name}/report.html").status_code == 200
+        shown = client.get(f"/run/{folder.name}/{cell.run.name}/")
+        assert shown.status_code == 200 and f'<a href="../">{folder.name}</a>' in shown.text
+    assert "2/2 runs" in client.get("/").text
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/run/nothing/", "/run/..%2f..%2fetc/", "/run/%2e%2e/", "/run/.hidden/", "/run/link/", "/run/file/",
+     "/run/a/b/c/", "/assets/config.toml", "/assets/..%2fdashboard.js", "/run/%00/", "/run/nothing/events",
+     "/run/nothing/report.html"],
+)  # fmt: skip
+def test_nothing_but_runs_of_the_folder_is_shown(runs, tmp_path, path):
+    outside = leave_run(tmp_path / "elsewhere", "fedavg")
+    (runs / "link").symlink_to(outside)
+    (runs / "file").write_text("no run")
+    (runs / ".hidden").mkdir()
+    answer = browser(runs).get(path)
+    assert answer.status_code == 404 and outside.name not in answer.text
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH"])
+def test_it_only_reads(runs, method):
+    assert browser(runs).request(method, "/").status_code == 405
+
+
+def test_pages_allow_no_script_but_their_own_and_are_kept_by_nobody(runs):
+    run = leave_run(runs, "fedavg")
+    client = browser(runs)
+    for path in ("/", f"/run/{run.name}/"):
+        headers = client.get(path).headers
+        policy = dict(rule.strip().split(" ", 1) for rule in headers["content-security-policy"].split(";"))
+        assert policy["default-src"] == "'none'" and policy["script-src"] == "'self'"
+        assert headers["cache-control"] == "no-store" and headers["x-frame-options"] == "DENY"
+        assert not re.search(r"<script(?![^>]*\bsrc=)", client.get(path).text)
+    asset = client.get("/assets/plotly.js")
+    assert "immutable" in asset.headers["cache-control"] and "plotly" in asset.text[:2000].lower()
+    # figures are made for the library that the Python package brings: the same major version draws them here
+    ours, theirs = (re.search(r"plotly\.js[^\n]* v(\d+)\.", text[:500])[1] for text in (asset.text, get_plotlyjs()))
+    assert ours == theirs and "MIT" in asset.text[:500]
+
+
+def test_names_from_runs_are_shown_and_never_believed(runs):
+    evil = '<img src=x onerror=alert(1)>"'
+    run = leave_run(runs, "fedavg", config={"strategy": evil, "model": evil, "dataset": evil, "num-server-rounds": 3})
+    client = browser(runs)
+    for text in (client.get("/").text, client.get(f"/run/{run.name}/").text, parts_of(run)["config"]["html"]):
+        assert "<img" not in text and "&lt;img" in text
+
+
+# --- who may see it -------------------------------------------------------------------------------------------------
+
+
+def test_without_a_token_only_this_machine_is_answered_under_its_own_names(runs):
+    for host in ("127.0.0.1", "localhost", "[::1]"):
+        assert browser(runs, host=host).get("/").status_code == 200, host
+    for host in ("evil.example", "10.0.0.7", "localhost.evil.example"):
+        assert browser(runs, host=host).get("/").status_code == 421, host
+    assert [is_loopback(host) for host in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "lab-server")] == [
+        True, True, True, False, False,
+    ]  # fmt: skip
+
+
+def test_with_a_token_every_path_asks_for_it(runs):
+    run = leave_run(runs, "fedavg")
+    for path in ("/", f"/run/{run.name}/", f"/run/{run.name}/events", "/events", "/assets/dashboard.js", "/nothing"):
+        client = browser(runs, TOKEN, "lab-server")
+        assert client.get(path).status_code == 401
+        assert client.get(path, params={"token": TOKEN + "x"}).status_code == 401
+        assert client.get(path, headers={"Authorization": "Bearer wrong"}).status_code == 401
+        assert client.get(path, headers={"Cookie": f"{COOKIE}=wrong"}).status_code == 401
+    by_header = browser(runs, TOKEN, "lab-server").get("/", headers={"Authorization": f"Bearer {TOKEN}"})
+    assert by_header.status_code == 200
+
+
+def test_the_token_moves_from_the_address_into_a_cookie_that_scripts_cannot_read(runs):
+    client = browser(runs, TOKEN, "lab-server")
+    answer = client.get("/", params={"token": TOKEN})
+    assert (answer.status_code, answer.headers["location"]) == (303, "/")
+    cookie = answer.headers["set-cookie"].lower()
+    assert "httponly" in cookie and "samesite=strict" in cookie and "secure" not in cookie
+    assert client.get("/").status_code == 200
+    over_tls = browser(runs, TOKEN, "lab-server", "https")
+    assert "secure" in over_tls.get("/", params={"token": TOKEN}).headers["set-cookie"].lower()
+
+
+def test_a_port_that_is_taken_is_said_with_what_helps():
+    with _listening("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1, port {port}: .*; choose another --port"):
+            _listening("127.0.0.1", port)
+
+
+# --- parts ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_finished_run_has_every_part_of_its_report(runs):
+    run = leave_run(runs, "fedfrozen")
+    parts = parts_of(run)
+    assert {key for key in parts if key.startswith("figure-")} == {
+        f"figure-{key}" for key in ("accuracy-rounds", "accuracy-bytes", "loss-rounds", "loss-bytes", "bytes-rounds",
+                                    "bytes-total")
+    }  # fmt: skip
+    drawn = parts["figure-accuracy-rounds"]["plot"]["data"][0]
+    assert drawn["y"] == [0.1, 0.4, 0.73, 0.71] and parts["figure-loss-rounds"]["plot"] is None
+    assert "finished" in parts["state"]["html"] and "3 of 3 rounds" in parts["state"]["html"]
+    assert "71.00 %" in parts["headlines"]["html"] and parts["said"]["text"] == "Round 3 has ended, accuracy 0.7100."
+    assert parts["problems"]["html"] == ""
+
+
+def test_only_what_changed_is_sent_again(runs, at_once):
+    path = leave_run(runs, "fedavg", rounds=1, summary=False)
+    run, sent = WatchedRun(path), Sent()
+    with held(path):
+        first = parts_of(run, sent)
+        assert "running" in first["state"]["html"] and "1 of 3 rounds" in first["state"]["html"]
+        assert parts_of(run, sent) == {}
+        continue_run(path, "fedavg", [2])
+        second = parts_of(run, sent)
+        assert second["figure-accuracy-rounds"]["plot"]["data"][0]["y"] == [0.1, 0.5, 0.7]
+        assert second["title"]["text"].startswith("2/3") and "config" not in second and "clients" not in second
+        (path / CLIENTS).write_text(json.dumps({"site-1": {"rounds": 2, "replied": 1, "lost": 1, "reason": "gone"}}))
+        assert parts_of(run, sent).keys() == {"clients"}
+        assert parts_of(run, Sent()).keys() >= first.keys(), "who comes later gets all"
+    assert "interrupted" in parts_of(run, sent)["state"]["html"]
+
+
+def test_clients_are_shown_as_they_are_now_and_over_the_whole_run(runs, at_once):
+    path = leave_run(runs, "fedavg", rounds=1, summary=False)
+    now = {
+        "round": 2, "rounds": 3, "phase": "train", "ended": False,
+        "clients": {
+            "site-10": {"state": "training", "bytes_down": 5, "bytes_up": 0, "seconds": 0.0},
+            "site-2": {"state": "replied", "examples": 12, "bytes_down": 5, "bytes_up": 3, "seconds": 1.25},
+        },
+    }  # fmt: skip
+    (path / NOW).write_text(json.dumps(now))
+    totals = {"rounds": 1, "replied": 0, "refused": 1, "lost": 0, "examples": 9, "bytes_down": 50, "bytes_up": 30,
+              "seconds": 2.0, "reason": "round 1: NaN"}  # fmt: skip
+    (path / CLIENTS).write_text(json.dumps({"site-10": totals, "site-1": totals}))
+    with held(path):
+        parts = parts_of(path)
+        assert "round 2, train: 1 of 2 clients answered" in parts["state"]["html"]
+    rows = [dict(zip(CLIENT_KEYS, row, strict=True)) for row in parts["clients"]["rows"]]
+    assert [row["client"] for row in rows] == ["site-1", "site-2", "site-10"]
+    assert (rows[0]["state"], rows[0]["refused"], rows[0]["reason"]) == (None, 1, "round 1: NaN")
+    assert (rows[1]["state"], rows[1]["examples"], rows[1]["seconds"], rows[1]["rounds"]) == ("replied", 12, 1.25, None)
+    assert (rows[2]["state"], rows[2]["examples"], rows[2]["total_down"]) == ("training", 9, 50)
+
+
+def test_the_block_diagram_is_of_the_round_that_goes_on(runs, at_once):
+    path = leave_run(runs, "fedavg", rounds=1, summary=False)
+    cells = [{"stage": stage, "kind": "other", "bytes": 4} for stage in ("embedding", "layer 1", "head")]
+    (path / BLOCKS).write_text(json.dumps(cells))
+    shares = {f"travel_{way}": [1, 0.5, 0] for way in ("down", "trains", "up")}
+    (path / NOW).write_text(json.dumps({"round": 2, "phase": "frozen", "ended": False, "clients": {}, **shares}))
+    drawn = parts_of(path)["diagram"]["html"]
+    assert "Round 2, which goes on: frozen." in drawn and "sent to</span> 50%" in drawn
+
+
+def test_method_figures_come_from_records(runs, at_once):
+    path = leave_run(runs, "selective")
+    masks = np.array([[True, False], [True, True]])
+    RunDirectory(path, {}).write_record(1, {"clients": np.array(["a", "b"]), "masks": masks})
+    parts = parts_of(path)
+    assert parts["figure-layers-clients"]["plot"]["data"][0]["z"] == [[1, 0], [1, 1]]
+    assert parts["figure-layers-clients"]["section"] == "method"
+
+
+def test_a_file_that_cannot_be_read_is_said_and_the_rest_is_shown(runs, at_once):
+    path = leave_run(runs, "fedavg")
+    (path / METRICS).write_text('{"round": 1}\nnonsense\n{"round": 2}\n')
+    (path / CLIENTS).write_text(json.dumps({"site-1": {"rounds": 1}}))
+    parts = parts_of(path)
+    assert parts["problems"]["html"].count("line 2") == 1
+    assert parts["clients"]["rows"][0][0] == "site-1"
+    (path / NOW).write_text('["of another kind"]')
+    assert "AttributeError" in parts_of(path)["problems"]["html"]
+
+
+def test_a_folder_is_listed_anew_when_a_run_appears(runs, at_once, monkeypatch):
+    folder, sent = WatchedFolder(runs), Sent()
+    assert "has no runs yet" in json.loads(folder.changes(sent)[0])["html"]
+    assert folder.changes(sent) == []
+    run = leave_run(runs, "fedavg")
+    folder._due = 0
+    assert run.name in json.loads(folder.changes(sent)[0])["html"]
+    (run / "config.toml").write_text("not = [toml")
+    folder._due = 0
+    assert "unreadable" in json.loads(folder.changes(sent)[0])["html"]

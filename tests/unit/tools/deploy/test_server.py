@@ -1,0 +1,684 @@
+"""What the server decides: which run goes on and when, whose key counts, and whether it is well."""
+
+import fcntl
+import json
+import os
+import time
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from typer.testing import CliRunner
+
+from tepal.records.run_directory import RunDirectory
+from tepal.tools.cli.server import describe, server, why_unhealthy
+from tepal.tools.deploy import provision
+from tepal.tools.deploy.fleet import FleetError, Node, Unreachable
+from tepal.tools.deploy.node_keys import Keys, ServerError, check_credentials, vanished
+from tepal.tools.deploy.provision import ServerFolder, make
+from tepal.tools.deploy.recovery import (
+    Record,
+    RunOnDisk,
+    config_digest,
+    find_submitted,
+    judge,
+    look_at,
+    next_attempt,
+    pause,
+    unfinished,
+)
+from tepal.tools.deploy.supervisor import (
+    Due,
+    Journal,
+    RunStatus,
+    Settings,
+    Supervisor,
+    _alone,
+    pass_on,
+    superlink_command,
+)
+
+CONFIG = {"strategy": "fedfrozen", "num-server-rounds": 4, "seed": 1}
+
+
+@pytest.fixture
+def new_run(tmp_path):
+    """Makes a run directory with this many finished rounds, begun at a time (seconds since 1970)."""
+
+    def make_run(name, rounds=0, *, begun=1000.0, folder=tmp_path / "runs", **config):
+        run = RunDirectory.create(folder, name, {**CONFIG, **config})
+        for number in range(1, rounds + 1):
+            run.append({"round": number, "clients_replied": 2})
+            (run.path / "checkpoint" / f"round-{number:06d}").mkdir(parents=True)
+        os.utime(run.path / "config.toml", (begun, begun))
+        return run
+
+    return make_run
+
+
+def run_on_disk(path, *, begun=0.0, newest=1, ended=False, **more):
+    return RunOnDisk(path, begun, newest, ended, **more)
+
+
+# ---- what a run directory says -----------------------------------------------------------------------------------
+
+
+def test_a_run_is_unfinished_until_it_has_a_summary(new_run):
+    run = new_run("a", rounds=3)
+    assert look_at(run.path) == RunOnDisk(run.path, 1000.0, 3, ended=False)
+    run.write_summary()
+    assert look_at(run.path).ended
+
+
+def test_a_run_that_failed_says_why(new_run):
+    run = new_run("a", rounds=2)
+    run.write_summary(stopped_by="too few clients")
+    assert look_at(run.path) == RunOnDisk(run.path, 1000.0, 2, ended=True, stopped_by="too few clients")
+
+
+def test_a_summary_from_before_the_run_was_resumed_is_no_end(new_run):
+    """A person prolonged it, or mended what had stopped it; `run` keeps the summary of before until the new end."""
+    run = new_run("a", rounds=2)
+    run.write_summary(stopped_by="too few clients")
+    later = time.time() + 5
+    os.utime(run.path / "config.toml", (later, later))
+    assert look_at(run.path).ended is False
+    assert look_at(run.path).stopped_by is None
+    run.append({"round": 3, "clients_replied": 2})
+    os.utime(run.path / "config.toml", (1000, 1000))
+    (run.path / "checkpoint" / "round-000003").mkdir()
+    assert look_at(run.path).ended is False, "a round that the summary does not know"
+
+
+def test_a_finished_run_whose_files_were_copied_is_still_finished(new_run):
+    run = new_run("a", rounds=4)
+    run.write_summary()
+    later = time.time() + 5
+    os.utime(run.path / "config.toml", (later, later))
+    assert look_at(run.path).ended
+
+
+def test_a_run_in_use_is_seen_and_not_disturbed(new_run):
+    run = new_run("a", rounds=1)
+    assert not look_at(run.path).in_use
+    with run.in_use():
+        assert look_at(run.path).in_use
+    assert not look_at(run.path).in_use
+    handle = os.open(run.path, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # no lock was left behind
+    os.close(handle)
+
+
+@pytest.mark.parametrize("summary", ["", "{", "[1]"])
+def test_a_damaged_summary_is_none(new_run, summary):
+    run = new_run("a", rounds=1)
+    (run.path / "summary.json").write_text(summary)
+    assert look_at(run.path).ended is False
+
+
+def test_what_is_no_run_directory_is_none(tmp_path):
+    assert look_at(tmp_path) is None
+    assert look_at(tmp_path / "nothing") is None
+
+
+# ---- which run goes on, and when ---------------------------------------------------------------------------------
+
+
+def test_unfinished_runs_come_with_the_one_begun_last_first(tmp_path):
+    old, new, done, bare, stopped = (tmp_path / name for name in ("old", "new", "done", "bare", "stopped"))
+    runs = [
+        run_on_disk(old, begun=1),
+        run_on_disk(new, begun=2),
+        run_on_disk(done, begun=3, ended=True),
+        run_on_disk(bare, begun=4, newest=None),
+        run_on_disk(stopped, begun=5),
+    ]
+    records = {str(stopped): Record(outcome="stopped"), str(old): Record(attempts=2)}
+    assert [run.path for run in unfinished(runs, records)] == [new, old]
+
+
+@pytest.mark.parametrize(
+    ("status", "run", "reason", "expected"),
+    [
+        ("completed", {"ended": True}, "", "ended"),
+        ("failed", {"ended": True, "stopped_by": "too few"}, "RoundFailed: too few", "failed"),
+        ("stopped", {}, "", "stopped"),
+        ("stopped", None, "", "stopped"),
+        ("failed", {}, "ConfigError: resume: it has no checkpoint", "failed"),
+        ("failed", None, "ConfigError: model='x'", "failed"),
+        ("failed", {}, "Task failed with unknown error.", "again"),
+        ("failed", {}, "OSError: disk", "again"),
+        ("failed", None, "no reason", "again"),
+        ("lost", {}, "", "again"),
+        ("lost", {"ended": True}, "", "ended"),
+        ("completed", None, "", "ended"),
+    ],
+)  # fmt: skip
+def test_what_becomes_of_a_run(tmp_path, status, run, reason, expected):
+    assert judge(status, None if run is None else run_on_disk(tmp_path, **run), reason) == expected
+
+
+def test_pauses_double_up_to_the_longest():
+    assert [pause(times, 30) for times in range(8)] == [0, 1, 2, 4, 8, 16, 30, 30]
+    assert pause(10**6, 30) == 30
+
+
+def test_attempts_are_counted_until_a_round_is_finished():
+    record, now, when = Record(), 100.0, []
+    for _ in range(3):
+        when.append(next_attempt(record, 2, 3, now))
+        record.attempts, record.tried = record.attempts + 1, now
+    assert when == [0.0, 101.0, 102.0]
+    assert next_attempt(record, 2, 3, now) is None
+    assert next_attempt(record, 3, 3, now) == 100.0, "another round was finished: at once"
+    assert record == Record(attempts=0, round=3, tried=100.0)
+
+
+def test_a_clock_that_was_set_back_delays_nothing():
+    record = Record(attempts=1, round=2, tried=1e9)
+    assert next_attempt(record, 2, 5, 100.0) == 101.0
+
+
+def test_a_submitted_run_is_found_again_by_its_config(new_run):
+    before = look_at(new_run("before", 1, begun=10.0).path)
+    other = look_at(new_run("other", 1, begun=30.0, seed=2).path)
+    own = look_at(new_run("own", 1, begun=20.0).path)
+    given = {"seed": 1, "runs": "elsewhere"}
+    assert find_submitted([before, other, own], given, 15.0) == own
+    assert find_submitted([before, other], given, 15.0) is None
+
+
+def test_a_run_config_is_remembered_by_its_values():
+    assert config_digest({"a": 1, "b": "x"}) == config_digest({"b": "x", "a": 1})
+    assert len({config_digest({"a": value}) for value in (1, 2, "1", True)}) == 4
+
+
+# ---- what a server plans, without a SuperLink --------------------------------------------------------------------
+
+
+@pytest.fixture
+def supervisor(tmp_path):
+    """A server of an app that can resume, with the given run config; its state folder is `tmp_path`."""
+    app = tmp_path / "own-app"
+    app.mkdir()
+    (app / "pyproject.toml").write_text('[tool.flwr.app.config]\nresume = ""\nruns = "runs"\nseed = 0\n')
+
+    def make_supervisor(run_config=None, **more):
+        made = Supervisor(Settings(state=tmp_path, app=app, run_config=run_config, **more))
+        made._prepare_app()
+        return made
+
+    return make_supervisor
+
+
+def planned(made):
+    return [due.directory for due in made._plan()]
+
+
+def test_the_newest_unfinished_run_goes_on_and_the_others_are_left(supervisor, new_run, caplog):
+    old, new = new_run("old", 1, begun=10).path, new_run("new", 2, begun=20).path
+    made = supervisor()
+    assert planned(made) == [new]
+    assert made.journal.runs[str(old)].outcome == "left"
+    assert f"{old} is unfinished, and a newer one goes on" in caplog.text and f'resume="{old}"' in caplog.text
+    RunDirectory(new, CONFIG).write_summary()
+    assert planned(made) == [], "the old one does not come back when the newer has ended"
+
+
+def test_a_run_config_is_started_once(supervisor, new_run):
+    made = supervisor({"seed": 1})
+    assert planned(made) == [None]
+    record = made._record(Due(None, 0))
+    record.attempts, record.begun = 1, 5.0
+    assert planned(made) == [None], "it never came to anything"
+    run = new_run("own", 1, begun=20)
+    assert planned(made) == [run.path], "it was begun, and goes on"
+    assert record.directory == str(run.path)
+    run.write_summary()
+    assert planned(made) == []
+    changed = supervisor({"seed": 2})
+    changed.journal = made.journal
+    assert planned(changed) == [None], "another run config is another run"
+
+
+def test_a_new_run_config_waits_for_the_run_that_goes_on(supervisor, new_run):
+    run = new_run("before", 1, seed=7).path
+    assert planned(supervisor({"seed": 1})) == [run, None]
+
+
+def test_a_run_that_is_tried_too_often_is_given_up_and_it_is_said_how_to_go_on(supervisor, new_run, caplog):
+    run = new_run("a", 2).path
+    made = supervisor(attempts=2)
+    made.journal.runs[str(run)] = Record(attempts=2, round=2, reason="OSError: no room")
+    assert planned(made) == []
+    assert made.journal.runs[str(run)].outcome == "given up"
+    assert "tried 2 times" in made.journal.last_error["text"] and "OSError: no room" in caplog.text
+    assert f"--run-config 'resume=\"{run}\"'" in caplog.text
+
+
+@pytest.mark.parametrize("config", [None, "seed = 1\n"])
+def test_without_an_app_that_can_resume_nothing_goes_on_and_it_is_said(tmp_path, new_run, caplog, config):
+    run = new_run("a", 2).path
+    app = tmp_path / "app-of-others"
+    if config:
+        app.mkdir()
+        (app / "pyproject.toml").write_text(f"[tool.flwr.app.config]\n{config}")
+    made = Supervisor(Settings(state=tmp_path, app=app if config else None))
+    made._prepare_app()
+    assert planned(made) == []
+    assert f"{run} is unfinished and cannot go on by itself" in caplog.text
+    assert ("--app" if config is None else "no run config key 'resume'") in caplog.text
+
+
+def test_a_run_that_was_in_progress_is_not_said_to_be_running_when_nothing_runs(supervisor, new_run):
+    run = new_run("a", 2)
+    made = supervisor()
+    for state in ("unfinished", "ended"):
+        made.journal.run = {"directory": str(run.path), "state": "running"}
+        made._plan()
+        assert made.journal.run["state"] == state
+        run.write_summary()
+
+
+def test_what_was_noted_of_run_directories_goes_with_them(supervisor, new_run):
+    made = supervisor()
+    here = str(new_run("a", 2).path)
+    made.journal.runs = {here: Record("stopped"), "/nowhere": Record("stopped")}
+    made._plan()
+    assert list(made.journal.runs) == [here]
+
+
+class FakeWatch:
+    """A run that has ended, as `Watch` sees it."""
+
+    def __init__(self, log, kept=None, ours=None):
+        self.run_id, self.kept, self.ours, self.heard, self.end = 7, kept, ours, False, None
+        self.log, self.lost, self.free_since = log, False, None
+
+    def leave(self):
+        pass
+
+
+class FakeRuns:
+    """What is asked of the Control API about runs."""
+
+    def __init__(self):
+        self.stopped = []
+
+    def stop(self, run_id):
+        self.stopped.append(run_id)
+
+
+def test_a_run_is_dead_when_its_directory_is_free_for_some_seconds_without_an_end(
+    supervisor, new_run, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("tepal.tools.deploy.supervisor._DEAD_AFTER", 0.05)
+    run, runs = new_run("a", 2), FakeRuns()
+    made = supervisor()
+    made._due = []
+    watch = FakeWatch(tmp_path / "none.log", run.path)
+    running = RunStatus("running")
+    with run.in_use():
+        assert not made._look_after(watch, running, runs) and watch.free_since is None
+    assert not made._look_after(watch, running, runs), "it may be about to say that it has ended"
+    assert not made._look_after(watch, RunStatus("finished", "failed"), runs), "Flower knows already"
+    assert watch.free_since is None
+    assert not made._look_after(watch, running, runs)
+    time.sleep(0.1)
+    assert made._look_after(watch, running, runs)
+    assert runs.stopped == [7], "its messages are not to keep the nodes busy"
+    assert [due.directory for due in made._due] == [run.path]
+
+
+def test_a_run_whose_log_cannot_be_followed_ends_as_flower_says(supervisor, new_run, tmp_path):
+    run = new_run("a", 2).path
+    made = supervisor()
+    made._due = []
+    watch = FakeWatch(tmp_path / "none.log", run)
+    watch.lost = True
+    assert not made._look_after(watch, RunStatus("running"), FakeRuns())
+    assert made._look_after(watch, RunStatus("finished", "stopped"), FakeRuns())
+    assert made.journal.runs[str(run)].outcome == "stopped" and made._due == []
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_run_whose_process_died_goes_on_whoever_started_it(supervisor, new_run, tmp_path, ours):
+    run = new_run("a", 2).path
+    made = supervisor()
+    made._due = []
+    watch = FakeWatch(tmp_path / "none.log", run, Due(run, 0) if ours else None)
+    made._hear(watch)
+    made._conclude(watch, "lost", "its process died")
+    assert [due.directory for due in made._due] == [run]
+    assert made.journal.run["state"] == "unfinished"
+
+
+def test_a_run_that_a_person_stopped_stays_stopped_until_a_person_resumes_it(supervisor, new_run, tmp_path):
+    run = new_run("a", 2).path
+    made = supervisor()
+    made._due = []
+    watch = FakeWatch(tmp_path / "none.log", run)
+    made._hear(watch)
+    made._conclude(watch, "stopped", "")
+    assert made._due == [] and planned(made) == []
+    made.journal.write()
+    again = supervisor()
+    again.journal = Journal.read(made.journal.path)
+    assert planned(again) == [], "after a restart, too"
+    again._hear(FakeWatch(tmp_path / "none.log", run))
+    assert planned(again) == [run]
+
+
+def test_an_error_of_configuration_is_not_tried_again(supervisor, tmp_path, caplog):
+    made = supervisor({"seed": 1})
+    made._due = []
+    log = tmp_path / "run.log"
+    log.write_text(
+        "ERROR :     ServerApp raised an exception\nTraceback (most recent call last):\n"
+        '  File "/x/apps/a.b.c/server_app/config.py", line 3, in f\n    raise\n'
+        "tepal.server_app.config.ConfigError: model='x': known are a, b\n"
+    )
+    due = Due(None, 0)
+    made._conclude(FakeWatch(log, ours=due), "failed", "ServerApp failed with exception: …")
+    assert made._due == [] and made._record(due).outcome == "failed"
+    assert "model='x': known are a, b" in made.journal.last_error["text"]
+    assert planned(made) == []
+
+
+def test_a_run_of_the_run_config_that_died_before_its_first_checkpoint_is_started_anew(supervisor, new_run, tmp_path):
+    made = supervisor({"seed": 1}, attempts=2)
+    made._due = []
+    due = Due(None, 0)
+    for attempt in (1, 2):
+        made._record(due).attempts = attempt
+        made._conclude(FakeWatch(tmp_path / "none.log", new_run("a").path, due), "lost", "its process died")
+    assert [each.directory for each in made._due] == [None], "twice in all"
+    assert made._record(due).outcome == "given up"
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [({"run_config": {"sed": 1}}, "no run config key sed. It has: resume, runs, seed"),
+     ({"run_config": {"seed": 1}, "app": None}, "--app is needed"),
+     ({"app": "nowhere"}, "is not a Flower app")],
+)  # fmt: skip
+def test_an_app_or_run_config_that_cannot_be_run_is_refused_in_words(supervisor, tmp_path, more, said):
+    given = {"state": tmp_path, "app": supervisor().settings.app, **more}
+    given["app"] = given["app"] and tmp_path / given["app"]
+    with pytest.raises(ServerError, match=said):
+        Supervisor(Settings(**given))._prepare_app()
+
+
+# ---- keys ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_key_counts_as_gone_when_it_was_gone_twice():
+    assert vanished({b"a", b"b"}, {b"a"}, set()) == (set(), {b"b"})
+    assert vanished({b"a", b"b"}, {b"a"}, {b"b"}) == ({b"b"}, set())
+    assert vanished({b"a", b"b"}, {b"a", b"b", b"c"}, {b"b"}) == (set(), set())
+
+
+class FakeFleet:
+    """A SuperLink's keys: like Flower's, it never takes a revoked one again."""
+
+    def __init__(self):
+        self.known, self.asked, self.away = {}, 0, False
+
+    def nodes(self):
+        self.asked += 1
+        if self.away:
+            raise Unreachable("no SuperLink answers")
+        return list(self.known.values())
+
+    def register(self, public_key, name):
+        if any(node.public_key == public_key for node in self.known.values()):
+            raise FleetError("already in use")
+        self.known[len(self.known)] = Node(len(self.known), name, "registered", public_key)
+        return len(self.known) - 1
+
+    def unregister(self, node_id):
+        node = self.known[node_id]
+        self.known[node_id] = Node(node_id, node.name, "unregistered", node.public_key)
+
+    def names(self):
+        return [node.name for node in self.known.values() if node.status == "registered"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return make(tmp_path / "deployment", hosts=["server.example.org"], sites=["site-0", "site-1"]).server
+
+
+def test_keys_are_registered_once_and_those_that_vanish_are_unregistered(folder, caplog):
+    caplog.set_level("INFO")
+    fleet = FakeFleet()
+    keys = Keys(folder, fleet)
+    keys.look()
+    assert fleet.names() == keys.names == ["site-0", "site-1"]
+    assert "Node site-0: registered." in caplog.text
+    asked = fleet.asked
+    keys.look()
+    assert fleet.asked == asked, "nothing has changed, so nobody is asked"
+    path = folder.nodes / "site-1.pub"
+    content = path.read_bytes()
+    path.unlink()
+    keys.look()
+    assert fleet.names() == ["site-0", "site-1"], "it may be being replaced"
+    keys.look()
+    assert fleet.names() == keys.names == ["site-0"]
+    assert "Node site-1: unregistered: its key is gone" in caplog.text
+    path.write_bytes(content)
+    for _ in range(3):
+        keys.look()
+    assert fleet.names() == keys.names == ["site-0"]
+    assert caplog.text.count("never takes it again") == 1, "it is said once"
+
+
+def test_a_key_that_is_replaced_is_registered_and_the_old_one_is_not_any_more(folder, tmp_path):
+    other = make(tmp_path / "other", hosts=["x"], sites=["site-0"]).server
+    fleet = FakeFleet()
+    keys = Keys(folder, fleet)
+    keys.look()
+    (folder.nodes / "site-0.pub").write_bytes((other.nodes / "site-0.pub").read_bytes())
+    keys.look()
+    keys.look()
+    assert sorted(fleet.names()) == ["site-0", "site-1"]
+    assert [node.status for node in fleet.known.values() if node.name == "site-0"] == ["unregistered", "registered"]
+
+
+def test_revoking_by_tepal_provision_unregisters_at_the_next_look(folder):
+    fleet = FakeFleet()
+    keys = Keys(folder, fleet)
+    keys.look()
+    provision.revoke(folder, "site-1")
+    keys.look()
+    assert fleet.names() == ["site-0"]
+
+
+def test_nobody_is_revoked_when_the_folder_or_a_file_cannot_be_read(folder, caplog):
+    fleet = FakeFleet()
+    keys = Keys(folder, fleet)
+    keys.look()
+    (folder.nodes / "site-1.pub").write_bytes(b"half a ke")
+    for _ in range(3):
+        keys.look()
+    folder.nodes.rename(folder.folder / "away")
+    for _ in range(3):
+        keys.look()
+    assert fleet.names() == ["site-0", "site-1"]
+    assert caplog.text.count("the nodes stay as they are") == 1
+
+
+def test_a_superlink_that_is_away_is_asked_again(folder):
+    fleet = FakeFleet()
+    fleet.away = True
+    keys = Keys(folder, fleet)
+    with pytest.raises(Unreachable):
+        keys.look()
+    fleet.away = False
+    keys.look()
+    assert fleet.names() == ["site-0", "site-1"]
+
+
+# ---- certificates -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("days", "said"),
+    [(0, None), (340, "expires in 24 days"), (366, "server.crt expired on"), (3660, "ca.crt expired on"),
+     (-1, "set the clock")],
+)  # fmt: skip
+def test_certificates_that_end_soon_or_have_ended_are_told(folder, days, said):
+    now = datetime.now(UTC) + timedelta(days=days)
+    if said and "expires" in said:
+        (warning,) = check_credentials(folder, "127.0.0.1", now)
+        assert said in warning and "tepal provision renew" in warning
+    elif said:
+        with pytest.raises(ServerError, match=said):
+            check_credentials(folder, "127.0.0.1", now)
+    else:
+        assert check_credentials(folder, "127.0.0.1", now) == []
+
+
+def test_credentials_that_lack_something_are_refused(folder):
+    now = datetime.now(UTC)
+    with pytest.raises(ServerError, match=r"server.example.org.* and not for 10\.0\.0\.1"):
+        check_credentials(folder, "10.0.0.1", now)
+    folder.certificate.write_text("nonsense")
+    with pytest.raises(ServerError, match="cannot be read as a certificate"):
+        check_credentials(folder, "127.0.0.1", now)
+    folder.key.unlink()
+    with pytest.raises(ServerError, match=r"has no server\.key"):
+        check_credentials(folder, "127.0.0.1", now)
+
+
+# ---- server.json, the log, the command line ----------------------------------------------------------------------
+
+
+def test_the_journal_survives_and_only_its_owner_may_read_it(tmp_path):
+    journal = Journal(tmp_path / "server.json", pid=3, nodes=["site-0"], runs={"/a": Record("stopped", attempts=2)})
+    journal.started["digest"] = Record(directory="/a")
+    journal.write()
+    assert Journal.read(journal.path) == journal
+    assert journal.path.stat().st_mode & 0o777 == 0o600
+    assert Journal.read(tmp_path / "nothing.json") == Journal(tmp_path / "nothing.json")
+    journal.path.write_text(json.dumps({"pid": 4, "a-key-of-later": 1}))
+    assert Journal.read(journal.path).pid == 4
+    for damaged in ("{", "[]", '{"runs": {"/a": {"nonsense": 1}}}'):
+        journal.path.write_text(damaged)
+        with pytest.raises(ServerError, match="cannot be read"):
+            Journal.read(journal.path)
+
+
+def test_one_server_for_each_state_folder(tmp_path):
+    with _alone(tmp_path), pytest.raises(ServerError, match="another `tepal server` runs"), _alone(tmp_path):
+        pass
+    with _alone(tmp_path):
+        pass
+
+
+ACCESS = '2026-11-21T11:48:22.767Z INFO [uvicorn.access] 127.0.0.1:52856 - "POST /v1/control/list-runs HTTP/1.1" '
+
+
+def test_the_superlinks_log_is_passed_on_in_whole_lines_without_routine(tmp_path, capsys):
+    path = tmp_path / "superlink.log"
+    path.write_text("INFO : one\nINFO : ControlServicer.ListRuns\n\n" + ACCESS + "200\nINFO : two\nINFO : th")
+    position = pass_on(path, 0, 1000)
+    assert capsys.readouterr().out == "INFO : one\nINFO : two\n"
+    with path.open("a") as file:
+        file.write("ree\n")
+        file.flush()
+        position = pass_on(path, position, 20)
+        assert capsys.readouterr().out == "INFO : three\n"
+        assert position == 0 and path.stat().st_size == 0, "it was long enough"
+        assert path.with_name("superlink.log.1").read_text().endswith("three\n")
+        file.write(f"{ACCESS}500\n")
+    assert path.read_text() == f"{ACCESS}500\n", "the SuperLink goes on writing to it"
+    pass_on(path, position, 1000)
+    assert capsys.readouterr().out == f"{ACCESS}500\n"
+
+
+def healthy(**more):
+    return Journal(**{"path": "server.json", "pid": 1, "heartbeat": 100.0, "superlink": "running", **more})
+
+
+@pytest.mark.parametrize(
+    ("journal", "now", "alive", "said"),
+    [
+        (healthy(), 110.0, True, ""),
+        (healthy(), 131.0, True, "stuck: it last moved 31 s ago"),
+        (healthy(), 110.0, False, "is gone"),
+        (healthy(superlink="waiting"), 110.0, True, "the SuperLink does not run: it is waiting"),
+        (healthy(superlink="stopped"), 110.0, False, "was stopped"),
+        (healthy(pid=0), 110.0, False, "no server has been started"),
+    ],
+)  # fmt: skip
+def test_what_makes_a_server_unhealthy(journal, now, alive, said):
+    problem = why_unhealthy(journal, now, alive)
+    assert said in problem and bool(said) == bool(problem)
+    assert describe(journal, problem)[0] == (f"unhealthy: {problem}" if problem else "healthy")
+
+
+def test_the_status_is_told_for_a_person():
+    journal = healthy(
+        nodes=["site-0"], root_certificates="/ca.crt",
+        run={"directory": "/runs/a", "state": "running", "round": 3, "attempt": 1},
+        runs={"/runs/b": Record("left"), "/runs/c": Record("ended")}, last_error={"at": "now", "text": "no room"},
+    )  # fmt: skip
+    text = "\n".join(describe(journal, ""))
+    for part in ("1 registered: site-0", "/runs/a: running, last finished round 3", "/runs/b: left", "now: no room"):
+        assert part in text
+    assert "/runs/c" not in text and "WITHOUT TLS" not in text
+    assert "WITHOUT TLS" in "\n".join(describe(healthy(), ""))
+
+
+def invoke(*arguments, **environment):
+    return CliRunner().invoke(server, arguments, env=environment)
+
+
+def test_the_command_refuses_to_run_without_credentials(tmp_path):
+    done = invoke("--state", str(tmp_path))
+    assert done.exit_code == 1 and "--credentials" in done.output and "--insecure" in done.output
+    done = invoke("--insecure", "--credentials", str(tmp_path))
+    assert done.exit_code == 1 and "contradict" in done.output
+    done = invoke(TEPAL_CREDENTIALS=str(tmp_path), TEPAL_STATE=str(tmp_path))
+    assert done.exit_code == 1 and "has no credentials" in done.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_option_comes_from_the_environment_as_well(tmp_path, folder, monkeypatch):
+    found = []
+    monkeypatch.setattr(Supervisor, "run", lambda self: found.append(self.settings))
+    monkeypatch.setattr("tepal.tools.cli.server.signal.signal", lambda *_: None)
+    monkeypatch.setattr("tepal.tools.cli.server._log_to_stdout", lambda: None)
+    (tmp_path / "config.toml").write_text("seed = 3\n")
+    done = invoke(
+        TEPAL_CREDENTIALS=str(folder.folder), TEPAL_STATE=str(tmp_path), TEPAL_APP=str(tmp_path / "app"),
+        TEPAL_RUN_CONFIG=f"{tmp_path / 'config.toml'}\nstrategy='fed avg' rounds=2\n", TEPAL_HOST="0.0.0.0",
+        TEPAL_FLEET_API_ADDRESS="0.0.0.0:9999", TEPAL_PORT="8001", TEPAL_ATTEMPTS="2",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert found == [
+        Settings(
+            state=tmp_path, credentials=ServerFolder(folder.folder), app=tmp_path / "app", fleet="0.0.0.0:9999",
+            run_config={"seed": 3, "strategy": "fed avg", "rounds": 2}, host="0.0.0.0", port=8001, attempts=2,
+        )
+    ]  # fmt: skip
+    assert found[0].control == "127.0.0.1:8001"
+    command = superlink_command(found[0])
+    assert "--insecure" not in command and "--enable-supernode-auth" in command
+    assert "--insecure" in superlink_command(Settings(state=tmp_path))
+    done = invoke(TEPAL_INSECURE="true", TEPAL_STATE=str(tmp_path), TEPAL_CREDENTIALS="", TEPAL_RUN_CONFIG="")
+    assert done.exit_code == 0, done.output
+    assert found[1] == Settings(state=tmp_path)
+
+
+def test_the_status_of_a_folder_where_nothing_runs_is_bad(tmp_path):
+    for arguments in (("status", "--state", str(tmp_path)), ("--state", str(tmp_path), "status")):
+        done = invoke(*arguments)
+        assert done.exit_code == 1 and done.output.startswith("unhealthy: no server has been started")
+    journal = Journal(
+        tmp_path / "server.json", pid=os.getpid(), heartbeat=time.time(), superlink="running", control="127.0.0.1:1"
+    )
+    journal.write()
+    done = invoke("status", TEPAL_STATE=str(tmp_path))
+    assert done.exit_code == 1 and "the SuperLink does not answer at http://127.0.0.1:1/health" in done.output

@@ -1,0 +1,174 @@
+"""`tepal reproduce`: cells that are computed once, tables beside the paper's numbers, and the experiments' claims."""
+
+import csv
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from tepal.records.run_directory import RunInUse, held
+from tepal.report.page import Figure
+from tepal.strategies import RoundFailed
+from tepal.tools.cli.commands import main
+from tepal.tools.reproduce import ensemble_toy, runner
+from tepal.tools.reproduce.ensemble_toy import PAPER, EnsembleToy, data_of, features, trained
+from tepal.tools.reproduce.experiment import Cell, NotAtHand, Outcome, Place, Table
+from tepal.tools.reproduce.fedfrozen_costs import FedFrozenCosts
+from tepal.tools.reproduce.runner import UnknownExperiment, find_experiment, reproduce
+from tests.quiet import quiet  # noqa: F401
+
+NOWHERE = Place(Path())
+
+
+class Squares:
+    """An experiment for tests: squares of numbers."""
+
+    name, title, paper = "squares", "Squares of <numbers>", "Nobody, Table 1"
+    deviations = ("The paper has no zero.",)
+
+    def __init__(self, numbers=(0, 1, 2), fails=()):
+        self.numbers, self.fails, self.computed = numbers, fails, []
+
+    def data(self, full):
+        return ()
+
+    def scale(self, full):
+        return "All of it." if full else "Few numbers."
+
+    def cells(self, full):
+        return [Cell(f"square-{n}", {"number": n}) for n in self.numbers]
+
+    def compute(self, cell, place):
+        number = cell.options["number"]
+        if number in self.fails:
+            raise self.fails[number]
+        self.computed.append(number)
+        return {"square": number * number}
+
+    def outcome(self, found):
+        rows = [(name, of["square"], None) for name, of in found.items()]
+        figure = Figure("squares", "Squares", "None.", None)
+        return Outcome([Table("All squares", ("cell", "ours", "paper"), rows)], [figure], ["They grow."])
+
+
+def results(page):
+    return (page.parent / "results.md").read_text()
+
+
+def test_a_cell_is_computed_once_and_again_only_for_other_options(tmp_path):
+    experiment, said = Squares(), []
+    page = reproduce(experiment, tmp_path, full=False, said=said.append)
+    assert page == tmp_path / "squares" / "index.html" and experiment.computed == [0, 1, 2]
+    assert "Few numbers." in said[0] and [line.split(":")[0] for line in said[1:]] == [
+        "1/3 square-0", "2/3 square-1", "3/3 square-2",
+    ]  # fmt: skip
+    reproduce(experiment, tmp_path, full=False, said=said.append)
+    assert experiment.computed == [0, 1, 2]
+    kept = page.parent / "cells" / "square-1.json"
+    kept.write_text(kept.read_text()[:20])  # torn
+    changed = json.loads((page.parent / "cells" / "square-2.json").read_text())
+    (page.parent / "cells" / "square-2.json").write_text(json.dumps({**changed, "options": {"number": 7}}))
+    reproduce(experiment, tmp_path, full=False, said=said.append)
+    assert experiment.computed == [0, 1, 2, 1, 2]
+    assert reproduce(experiment, tmp_path, full=True, said=said.append).parent.name == "squares-full"
+
+
+def test_what_stopped_half_way_goes_on_with_the_rest(tmp_path):
+    broken = Squares(fails={2: KeyboardInterrupt()})
+    with pytest.raises(KeyboardInterrupt):
+        reproduce(broken, tmp_path, full=False, said=lambda text: None)
+    whole = Squares()
+    reproduce(whole, tmp_path, full=False, said=lambda text: None)
+    assert (broken.computed, whole.computed) == ([0, 1], [2])
+
+
+def test_tables_are_written_for_people_and_for_programs(tmp_path):
+    page = reproduce(Squares(), tmp_path, full=False, said=lambda text: None)
+    with (page.parent / "all-squares.csv").open() as file:
+        assert list(csv.reader(file)) == [
+            ["cell", "ours", "paper"], ["square-0", "0", ""], ["square-1", "1", ""], ["square-2", "4", ""],
+        ]  # fmt: skip
+    text = results(page)
+    assert "| square-2 | 4 | – |" in text and "- They grow." in text and "- The paper has no zero." in text
+    html = page.read_text()
+    assert "Squares of &lt;numbers&gt;" in html and "square-2" in html
+
+
+def test_what_is_not_at_hand_is_left_out_and_said(tmp_path):
+    said = []
+    page = reproduce(Squares(fails={1: NotAtHand("get it there")}), tmp_path, full=False, said=said.append)
+    assert any("square-1: left out: get it there" in line for line in said)
+    assert "Left out: square-1: get it there." in results(page) and "square-2" in results(page)
+
+
+def test_clients_that_all_fail_are_the_end_of_their_cell_alone(tmp_path):
+    failed = Squares(fails={0: RoundFailed("round 3 failed: all clients diverged")})
+    page = reproduce(failed, tmp_path, full=False, said=lambda text: None)
+    assert "Left out: square-0: round 3 failed: all clients diverged." in results(page) and failed.computed == [1, 2]
+
+
+def test_two_do_not_compute_the_same(tmp_path):
+    (tmp_path / "squares").mkdir()
+    with held(tmp_path / "squares"), pytest.raises(RunInUse):
+        reproduce(Squares(), tmp_path, full=False, said=lambda text: None)
+
+
+def test_the_command_lists_finds_and_runs_experiments(tmp_path, monkeypatch):
+    listed = CliRunner().invoke(main, ["reproduce"])
+    assert listed.exit_code == 0 and all(name in listed.stdout for name in runner.EXPERIMENTS)
+    wrong = CliRunner().invoke(main, ["reproduce", "ensemble-toi"])
+    assert wrong.exit_code == 1 and "did you mean 'ensemble-toy'?" in wrong.stderr
+    with pytest.raises(UnknownExperiment, match="there is no experiment 'x': there are fedfrozen-simulation, "):
+        find_experiment("x")
+    monkeypatch.setattr(runner, "EXPERIMENTS", {"squares": Squares()})
+    done = CliRunner().invoke(main, ["reproduce", "squares", "--folder", str(tmp_path)])
+    assert done.exit_code == 0 and "| square-2 | 4 | – |" in done.stdout and "index.html" in done.stdout
+
+
+# --- the experiments ------------------------------------------------------------------------------------------------
+
+
+def test_the_costs_of_the_papers_models_are_the_papers():
+    experiment = FedFrozenCosts()
+    cells = [cell for cell in experiment.cells(False) if "paper" in cell.options]
+    assert len(cells) == 5
+    found = {cell.name: experiment.compute(cell, NOWHERE) for cell in cells}
+    outcome = experiment.outcome(found)
+    for _, parameters, share, up, printed, _ in outcome.tables[0].rows:
+        assert up == pytest.approx(1 - 0.8 * share) and up == pytest.approx(printed, abs=5e-5) and parameters > 10**7
+    assert "Ours are the paper's to 0.0000" in outcome.findings[0]
+
+
+def test_local_steps_of_the_toy_are_gradient_steps_and_repetitions_do_not_touch():
+    x, y = data_of(3)[0]
+    rng = np.random.default_rng(0)
+    weights = rng.normal(size=(3, ensemble_toy.BASES))
+    after = trained(weights, x, y)
+    for row, end in zip(weights, after, strict=True):
+        w = row.copy()
+        for _ in range(ensemble_toy.EPOCHS):
+            gradient = np.zeros_like(w)
+            for point, target in zip(x, y, strict=True):
+                phi = features(np.array([point]))[0]
+                gradient += 2 * (phi @ w - target) * phi / len(x)
+            w -= ensemble_toy.RATE * gradient
+        np.testing.assert_allclose(end, w, rtol=1e-10)
+
+
+@pytest.mark.long
+def test_the_toys_bias_is_flat_and_its_variance_falls(monkeypatch):
+    """The paper's claim, with a tenth of the repetitions and half the modes."""
+    experiment = EnsembleToy()
+    found = {}
+    for modes in (1, 2, 10):
+        cell = Cell(f"modes-{modes}", {"modes": modes, "repetitions": 30, "seed": 1})
+        found[cell.name] = experiment.compute(cell, NOWHERE)
+    bias, variance = ([of[key] for of in found.values()] for key in ("bias", "variance"))
+    assert max(bias) - min(bias) < 0.25 * max(bias)
+    assert all(after < 0.75 * before for before, after in pairwise(variance))
+    assert variance[2] < 0.2 * variance[0]
+    table = experiment.outcome(found).tables[0]
+    assert [row[0] for row in table.rows] == [1, 2, 10] and table.rows[0][2] == PAPER[1][0]

@@ -1,0 +1,345 @@
+"""FedFrozen's simulation: its closed forms against autograd and plain loops, and the claims on few seeds and rounds."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord
+from torch.func import functional_call
+
+from tepal.models.blocks import find_blocks
+from tepal.models.linear_attention import LinearAttention
+from tepal.records.run_directory import as_json
+from tepal.report.page import figure_html, spoken
+from tepal.strategies import FedFrozen, FedProx, Scaffold
+from tepal.tools.reproduce.attention_clients import (
+    FAR,
+    WIDTH,
+    Client,
+    affine_round,
+    drift,
+    matrices_of,
+    mean_quadratic,
+    problem,
+    steepness,
+    train,
+)
+from tepal.tools.reproduce.experiment import Cell, Place
+from tepal.tools.reproduce.fedfrozen_simulation import RIDGE, WARMUPS, FedFrozenSimulation, spread
+from tests.quiet import quiet  # noqa: F401
+
+RATE, STEPS = 1e-3, 3
+NOWHERE = Place(Path())
+
+
+def ignored(number, arrays):
+    return None
+
+
+def start_of(student):
+    return ArrayRecord(student.state_dict())
+
+
+def trained(strategy, clients, start, rounds, *, own_ridge=0.0, steps=STEPS, rate=RATE, **options):
+    made = strategy(fraction_evaluate=0, min_available_nodes=len(clients), deterministic=True, **options)
+    return train(made, clients, start, rounds, ignored, rate=rate, steps=steps, ridge=own_ridge)
+
+
+def frozen(clients, student, start, rounds, warmup, **options):
+    return trained(FedFrozen, clients, start, rounds, warmup_rounds=warmup, model=find_blocks(student), **options)
+
+
+def squared_error(client, seed, matrices):
+    """F_k by its definition, with the project's own model."""
+    query, key, value = matrices
+    model = LinearAttention(WIDTH, 32, 32)
+    outputs = functional_call(model, {"query": query, "key": key, "value": value}, (client.inputs[seed].to(query),))
+    return (outputs - client.labels[seed].to(query)).square().sum(-1).mean()
+
+
+def slopes(loss, matrices):
+    return torch.autograd.grad(loss, matrices)
+
+
+def of_seed(matrices, seed=0):
+    return [matrix[seed].detach().double().requires_grad_() for matrix in matrices]
+
+
+# --- the problem ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rho", [0.0, 2.0])
+def test_gradients_are_those_of_autograd(rho):
+    clients, student = problem([0, 1], rho)
+    at = [p.detach() for p in student.parameters()]
+    for client in clients[:2]:
+        ours, of_value = client.gradient(*at), client.frozen_gradient(*at)
+        for seed in range(2):
+            matrices = of_seed(at, seed)
+            expected = slopes(squared_error(client, seed, matrices), matrices)
+            for one, other in zip([*ours, of_value], [*expected, expected[2]], strict=True):
+                scale = float(other.abs().max())
+                torch.testing.assert_close(one[seed].double(), other, rtol=1e-4, atol=1e-5 * scale)
+
+
+def test_a_kept_attention_map_is_computed_anew_for_other_queries():
+    (client, *_), student = problem([0], 1.0)
+    query, key, value = (p.detach() for p in student.parameters())
+    before = client.frozen_gradient(query, key, value)
+    assert torch.equal(client.frozen_gradient(query, key, value), before)
+    fresh = Client(client.inputs, client.labels).frozen_gradient(2 * query, key, value)
+    assert torch.equal(client.frozen_gradient(2 * query, key, value), fresh) and not torch.equal(fresh, before)
+
+
+def test_the_profile_is_the_least_loss_at_its_queries_and_keys():
+    clients, student = problem([0, 1], 1.0)
+    query, key, _ = (p.detach() for p in student.parameters())
+    ridge = 0.5
+    of = mean_quadratic(clients, query, key)
+    best = of.ridge_solution(ridge)
+    for seed in range(2):
+        matrices = [*of_seed([query, key], seed), best[seed].clone().requires_grad_()]
+        losses = torch.stack([squared_error(client, seed, matrices) for client in clients])
+        whole = losses.mean() + ridge / 2 * matrices[2].square().sum()
+        assert whole.item() == pytest.approx(float(of.profile(ridge)[seed]), rel=1e-9)
+        assert losses.mean().item() == pytest.approx(float(of.loss(best)[seed]), rel=1e-9)
+        assert float(slopes(whole, [matrices[2]])[0].abs().max()) < 1e-9
+
+
+def test_clients_differ_by_their_means_alone():
+    alike, shifted = (problem([3], rho)[0] for rho in (0.0, 2.0))
+    for one, other in zip(alike, shifted, strict=True):
+        moved = other.inputs - one.inputs
+        assert moved.std(dim=(0, 1, 2)).max() < 1e-5 and 1.5 < moved.std() < 2.5
+
+
+# --- training -------------------------------------------------------------------------------------------------------
+
+
+def by_plain_loops(clients, student, rounds, *, mu=0.0, ridge=0.0, variates=False):
+    """FedAvg, FedProx or SCAFFOLD of one seed; its variates as means of gradients, which they are under SGD."""
+    x = of_seed(student.parameters())
+    c, own = [torch.zeros_like(w) for w in x], [[torch.zeros_like(w) for w in x] for _ in clients]
+    for _ in range(rounds):
+        ends, means = [], []
+        for client, mine in zip(clients, own, strict=True):
+            y, seen = [w.detach().clone().requires_grad_() for w in x], [torch.zeros_like(w) for w in x]
+            for _ in range(STEPS):
+                near = sum((w - w0.detach()).square().sum() for w, w0 in zip(y, x, strict=True))
+                loss = squared_error(client, 0, y) + ridge / 2 * y[2].square().sum() + mu / 2 * near
+                gradients = slopes(loss, y)
+                seen = [s + g / STEPS for s, g in zip(seen, gradients, strict=True)]
+                corrected = [g - m + all_ for g, m, all_ in zip(gradients, mine, c, strict=True)]
+                y = [(w - RATE * g).detach().requires_grad_() for w, g in zip(y, corrected, strict=True)]
+            ends.append(y)
+            means.append(seen)
+        x = [torch.stack(each).mean(0) for each in zip(*ends, strict=True)]
+        if variates:
+            own = means
+            c = [torch.stack(each).mean(0) for each in zip(*means, strict=True)]
+    return x
+
+
+@pytest.mark.parametrize("method", ["FedAvg", "FedProx", "SCAFFOLD"])
+def test_methods_are_their_plain_loops(method):
+    clients, student = problem([0], 1.0)
+    clients, start, ridge = clients[:3], start_of(student), 0.5
+    if method == "FedAvg":  # the ridge comes with the server's plan
+        found = frozen(clients, student, start, 3, warmup=3, ridge=ridge)
+    elif method == "FedProx":
+        found = trained(FedProx, clients, start, 3, own_ridge=ridge, mu=200.0)
+    else:
+        found = trained(Scaffold, clients, start, 3, own_ridge=ridge)
+    plain = {"FedAvg": {}, "FedProx": {"mu": 200.0}, "SCAFFOLD": {"variates": True}}[method]
+    expected = by_plain_loops(clients, student, 3, ridge=ridge, **plain)
+    for one, other, begun in zip(matrices_of(found), expected, student.parameters(), strict=True):
+        moved = (other - begun[0]).abs().max().item()
+        torch.testing.assert_close(one[0].double(), other.detach(), rtol=0, atol=2e-3 * moved)
+
+
+def test_methods_are_told_apart_by_the_plain_loops():
+    """What the test above can see: the methods differ by more than its tolerance."""
+    clients, student = problem([0], 1.0)
+    plain, near, corrected = (
+        by_plain_loops(clients[:3], student, 3, **how) for how in ({}, {"mu": 200.0}, {"variates": True})
+    )
+    for other in (near, corrected):
+        for one, two, begun in zip(plain, other, student.parameters(), strict=True):
+            assert (one - two).abs().max() > 0.02 * (one - begun[0]).abs().max()
+
+
+def test_seeds_do_not_touch():
+    clients, student = problem([0, 1], 1.0)
+    alone, student_alone = problem([1], 1.0)
+    for warmup in (2, 1):
+        both = matrices_of(frozen(clients[:3], student, start_of(student), 2, warmup))
+        one = matrices_of(frozen(alone[:3], student_alone, start_of(student_alone), 2, warmup))
+        for stacked, single in zip(both, one, strict=True):
+            torch.testing.assert_close(stacked[1], single[0], rtol=1e-5, atol=1e-6)
+
+
+def test_a_seed_that_diverges_stays_where_it_is_and_the_other_goes_on():
+    clients, student = problem([0, 1], 0.0)
+    wild = [Client(torch.stack([client.inputs[0] * 30, client.inputs[1]]), client.labels) for client in clients[:3]]
+    alone, student_alone = problem([1], 0.0)
+    both = matrices_of(frozen(wild, student, start_of(student), 4, 1))
+    one = matrices_of(frozen(alone[:3], student_alone, start_of(student_alone), 4, 1))
+    assert 1e3 < both[2][0].abs().max() <= FAR
+    torch.testing.assert_close(both[2][1], one[2][0], rtol=1e-5, atol=1e-6)
+
+
+def test_freezing_goes_on_from_fedavg_as_if_it_were_one_run():
+    clients, student = problem([0, 1], 1.0)
+    clients, start = clients[:3], start_of(student)
+    at_once = frozen(clients, student, start, 4, warmup=2, ridge=0.1)
+    half = frozen(clients, student, start, 2, warmup=2, ridge=0.1)
+    in_two = frozen(clients, student, half, 2, warmup=0, ridge=0.1)
+    for one, other in zip(matrices_of(at_once), matrices_of(in_two), strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(matrices_of(half)[0], matrices_of(at_once)[0])
+
+
+def test_a_frozen_round_is_affine():
+    clients, student = problem([0, 1], 1.0)
+    query, key, value = (p.detach() for p in student.parameters())
+    p, b = affine_round(clients, query, key, rate=RATE, ridge=0.1, steps=STEPS)
+    found = frozen(clients, student, start_of(student), 2, warmup=0, ridge=0.1)
+    torch.testing.assert_close(matrices_of(found)[2].double(), p @ (p @ value.double() + b) + b, rtol=0, atol=1e-5)
+    assert torch.equal(matrices_of(found)[0], query)
+
+
+def test_steps_on_theta_diverge_above_two_over_the_steepness_and_not_below():
+    clients, student = problem([0], 1.0)
+    query, key, value = (p.detach() for p in student.parameters())
+    steepest = max(clients, key=lambda client: float(steepness([client], query, key)))
+    limit = 2 / float(steepness(clients, query, key))
+    for rate, ends in ((0.9 * limit, False), (1.1 * limit, True)):
+        theta = value.double()
+        of = steepest.quadratic(query, key)
+        for _ in range(200):
+            theta = theta - rate * (of.hessian @ theta - of.linear)
+        assert bool(theta.abs().max() > 1e6) == ends
+
+
+def test_the_fixed_point_of_single_steps_is_the_ridge_solution_and_of_many_is_not():
+    clients, student = problem([0], 2.0)
+    query, key, _ = (p.detach() for p in student.parameters())
+    best = mean_quadratic(clients, query, key).ridge_solution(0.1)
+    away = []
+    for steps in (1, 10):
+        p, b = affine_round(clients, query, key, rate=1e-4, ridge=0.1, steps=steps)
+        fixed = torch.linalg.solve(torch.eye(WIDTH).double() - p, b)
+        away.append(float((fixed - best).norm() / best.norm()))
+    assert away[0] < 1e-6 < 1e-3 < away[1]
+
+
+def test_drift_is_the_mean_distance_to_the_mean():
+    clients, _ = problem([0, 1], 0.0)
+    for k, client in enumerate(clients[:3]):
+        client.trained = (torch.full((2, 4, 5), float(k)), torch.full((2, 4, 1), float(k)))
+    distance = math.sqrt(4 * 5 + 4 * 1)
+    torch.testing.assert_close(drift(clients[:3]), torch.full((2,), 2 / 3 * distance))
+
+
+# --- the experiment -------------------------------------------------------------------------------------------------
+
+
+def options(**of):
+    return {
+        "method": "FedAvg", "rho": 2.0, "steps": 20, "ridge": RIDGE, "rate": 2e-4, "seeds": 1, "rounds": 50,
+        "profile": False, "warmups": (0.75,), **of,
+    }  # fmt: skip
+
+
+def test_no_training_is_computed_twice_and_the_papers_grids_are_there():
+    experiment = FedFrozenSimulation()
+    for full in (False, True):
+        cells = experiment.cells(full)
+        assert len({cell.name for cell in cells}) == len(cells)
+        of = [{key: value for key, value in cell.options.items() if key != "warmups"} for cell in cells]
+        assert len({json.dumps(each, sort_keys=True) for each in of}) == len(cells)
+    by_rho = [cell.options for cell in experiment.cells(True) if set(cell.options["warmups"]) >= {0, 0.25, 0.5, 1}]
+    assert [of["rho"] for of in by_rho] == [0, 0.5, 1, 1.5, 2]
+    assert {of["seeds"] for of in by_rho} == {10} and {of["rounds"] for of in by_rho} == {200}
+    steps = {cell.options["steps"] for cell in experiment.cells(True)}
+    assert steps == {5, 10, 20, 40}
+    assert {cell.options["ridge"] for cell in experiment.cells(True)} == {0, 0.1, 1, 10, 100, RIDGE}
+
+
+def test_medians_and_quartiles_count_what_diverged_as_the_largest():
+    assert spread([1.0, 2.0, 3.0, 4.0, 5.0]) == (3, 2, 4)
+    assert spread([1.0, None, 2.0, 3.0, 1e12]) == (3, 2, math.inf)
+    assert spread([None, math.nan, 1.0]) == (math.inf, math.inf, math.inf)
+
+
+@pytest.mark.long
+def test_an_interior_warmup_is_best_under_shift_and_the_ratio_falls_with_local_steps():
+    """The paper's two claims, at ρ = 2, with one seed and 50 rounds."""
+    experiment = FedFrozenSimulation()
+    found = {}
+    for steps in (5, 20, 40):
+        cell = Cell(f"steps-{steps}", options(steps=steps, warmups=WARMUPS if steps == 20 else (0.75, 1.0)))
+        found[cell.name] = as_json(experiment.compute(cell, NOWHERE))
+    outcome = experiment.outcome(found)
+    tables = {table.title: table.rows for table in outcome.tables}
+    losses = {row[1]: math.inf if row[2] is None else row[2] for row in tables["Final loss by warm-up"]}
+    assert min(losses["0.75"], losses["0.9"]) < 0.97 * min(losses["1"], losses["0"])
+    ratios = [row[3] for row in tables["Final loss by local steps"]]
+    assert [row[0] for row in tables["Final loss by local steps"]] == ["5", "20", "40"]
+    assert ratios[0] > 1 > ratios[1] > ratios[2]
+    said = " ".join(outcome.findings)
+    assert "freezing in between is better than both ends" in said and "loss to FedAvg's falls with E" in said
+    assert all(away < 1e-4 for of in found.values() for share, run in of["runs"].items() if share not in ("0", "1")
+               for away in run["from closed form"])  # fmt: skip
+
+
+def test_what_is_told_follows_from_the_numbers():
+    """Losses that contradict the paper are said to."""
+
+    def run(loss, drift=1.0):
+        return {"loss": [loss, loss], "drift": [drift, drift], "from closed form": [1e-6, 1e-6]}
+
+    shares = dict(zip(("0", "0.25", "0.5", "0.75", "0.9", "1"), (6.0, 5.0, 4.0, 3.0, 2.0, 1.0), strict=True))
+    whole = {**options(warmups=WARMUPS), "runs": {share: run(loss) for share, loss in shares.items()}, "h": []}
+    whole["steepness"] = [5e3, 2e4]
+    more = {**whole, "steps": 40, "warmups": [0.75], "runs": {"0.75": run(9.0), "1": run(1.0)}}
+    ridge = {**more, "steps": 20, "ridge": 100.0, "runs": {"0.75": run(2.0, drift=4.0), "1": run(1.0)}}
+    others = {
+        f"{name}{rho:g}": {**whole, "method": name, "rho": rho, "warmups": [], "runs": {"1": run(rho + 0.5)}}
+        for name in ("FedProx", "SCAFFOLD") for rho in (1.0, 2.0)
+    }  # fmt: skip
+    at_one = {**whole, "rho": 1.0}
+    profile = {**whole, "profile": True, "warmups": [], "h": [[3.0, 3.0], [1.0, 1.0], [2.0, None]]}
+    found = {"a": whole, "b": more, "c": ridge, "d": profile, "e": at_one, **others}
+    outcome = FedFrozenSimulation().outcome(found)
+    said = "\n".join(outcome.findings)
+    assert "ρ = 2: the least median loss is at T_warm/T = 1, 1 (never frozen 1, frozen from the start 6): freezing in "
+    assert "freezing in between is not better than both ends" in said
+    assert "does not fall everywhere with E: 3 at 20, 9 at 40" in said
+    assert "ρ = 2, from the least loss: FedAvg 1, FedProx 2.5, SCAFFOLD 2.5, FedFrozen 3." in said
+    assert "least for FedFrozen" in said and "1 (FedFrozen), 1 (FedAvg), 1.667 (FedProx)" in said
+    assert "The loss is least at λ = 100: 2" in said and "The drift is least at λ = 0.001: 1" in said
+    assert "h_λ of FedAvg goes from 3 to diverged, rises in 1 of 2 rounds and is least in round 1" in said
+    assert "to a relative 1e-06" in said
+    assert "for the steepest client: 4 at η = 0.0002, ρ = 1; 4 at η = 0.0002, ρ = 2." in said
+    assert {figure.key for figure in outcome.figures} == {
+        "warmup", "heat", "steps", "rho", "ridge-loss", "ridge-drift", "profile-2",
+    }  # fmt: skip
+    for figure in outcome.figures:
+        assert all(trace.meta["role"] for trace in figure.plot.data)
+        assert spoken(figure) and figure.key in figure_html(figure)
+
+
+def test_some_cells_are_enough_for_an_outcome():
+    experiment = FedFrozenSimulation()
+    nothing = experiment.outcome({})
+    assert not nothing.figures and not nothing.findings and all(not table.rows for table in nothing.tables)
+    cell = Cell("profile", options(method="SCAFFOLD", rounds=4, steps=2, profile=True, warmups=(), rate=1e-3))
+    found = as_json(experiment.compute(cell, NOWHERE))
+    assert np.shape(found["h"]) == (5, 1) and np.shape(found["runs"]["1"]["drift"]) == (1,)
+    outcome = experiment.outcome({"profile": found})
+    assert [figure.key for figure in outcome.figures] == ["profile-2"]
+    assert "SCAFFOLD" in [row[1] for row in outcome.tables[-1].rows]

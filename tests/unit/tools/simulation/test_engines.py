@@ -1,0 +1,88 @@
+"""Which engine a simulation gets, and what is refused before anything is started."""
+
+from pathlib import Path
+
+import pytest
+
+from tepal.host.superlink import RunError
+from tepal.tools.simulation import engines as simulation
+from tepal.tools.simulation.engines import ProcessEngine, RayEngine, engine_for
+
+
+@pytest.fixture(autouse=True)
+def four_cores(monkeypatch):
+    monkeypatch.setattr("joblib.cpu_count", lambda: 4)
+
+
+@pytest.fixture
+def app(tmp_path):
+    """An app; called with the engine that its pyproject.toml asks for."""
+
+    def write(engine: str = "") -> Path:
+        own = f'[tool.tepal]\nengine = "{engine}"\n' if engine else ""
+        (tmp_path / "pyproject.toml").write_text(f"[tool.flwr.app]\npublisher = 'x'\n{own}")
+        return tmp_path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("asked", "of_app", "gpus", "kind", "why"),
+    [
+        ("auto", "", 0, ProcessEngine, "nothing asks for Ray"),
+        ("auto", "", 0.5, RayEngine, "--gpus 0.5 gives each client a share of a GPU"),
+        ("auto", "ray", 0, RayEngine, "the app's pyproject.toml asks for it"),
+        ("auto", "process", 0, ProcessEngine, "the app's pyproject.toml asks for it"),
+        ("auto", "auto", 0, ProcessEngine, "nothing asks for Ray"),
+        ("process", "ray", 0, ProcessEngine, "--engine process"),
+        ("ray", "", 0, RayEngine, "--engine ray"),
+    ],
+)
+def test_one_process_unless_something_asks_for_ray(app, asked, of_app, gpus, kind, why):
+    engine = engine_for(asked, app(of_app), clients=10, gpus=gpus)
+    assert type(engine) is kind
+    assert engine.said.startswith("Engine: ") and engine.said.endswith(f"({why})")
+
+
+@pytest.mark.parametrize(
+    ("cpus", "clients", "said"),
+    [
+        (None, 10, "4 clients at once"),
+        (1, 3, "3 clients at once"),
+        (2, 10, "2 clients at once"),
+        (0.5, 10, "8 clients at once"),
+        (4, 10, "client after client"),
+    ],
+)
+def test_as_many_clients_are_at_work_as_there_are_cores_for(app, cpus, clients, said):
+    assert said in engine_for("process", app(), clients=clients, cpus=cpus).said
+
+
+def test_in_turn_unless_cores_are_named(app):
+    assert "client after client" in ProcessEngine(app(), 10).said
+
+
+def test_shares_of_a_gpu_need_ray(app):
+    with pytest.raises(ValueError, match=r"--gpus 0.5 with --engine process: .* take --engine ray"):
+        engine_for("process", app(), clients=2, gpus=0.5)
+    with pytest.raises(ValueError, match="gpus_per_client is -1"):
+        engine_for("ray", app(), clients=2, gpus=-1)
+
+
+def test_a_name_that_is_no_engine_is_refused_with_where_it_stands(app):
+    with pytest.raises(ValueError, match=r"--engine is 'rey', expected auto, process or ray"):
+        engine_for("rey", app(), clients=2)
+    with pytest.raises(ValueError, match=r"engine in \[tool.tepal\] of pyproject.toml is 'Ray', expected auto"):
+        engine_for("auto", app("Ray"), clients=2)
+
+
+def test_more_cores_than_there_are_is_refused(app):
+    with pytest.raises(ValueError, match="cpus_per_client is 99, but there are 4 cores here"):
+        engine_for("auto", app(), clients=2, cpus=99)
+
+
+def test_ray_that_is_not_installed_is_named_before_anything_starts(app, monkeypatch):
+    monkeypatch.setattr(simulation, "find_spec", lambda name: None)
+    with pytest.raises(RunError, match=r"Ray is not installed.*pip install 'tepal\[ray\]'.*--engine process"):
+        engine_for("ray", app(), clients=2).__enter__()
+    engine_for("process", app(), clients=2).__enter__()

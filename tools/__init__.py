@@ -1,0 +1,1 @@
+"""What people use around the two apps; not in the app bundle that clients get."""

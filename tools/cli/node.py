@@ -1,0 +1,215 @@
+"""`tepal node`: the warm node on the command line."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from tepal.client_app.node.node_pb2 import NodeStatus
+    from tepal.tools.deploy.provision import Site
+
+_CONTROL = "127.0.0.1:9095"
+_Control = Annotated[
+    str, typer.Option("--control", envvar="TEPAL_NODE_CONTROL", help="the node's control address, or unix:/PATH")
+]
+
+node = typer.Typer(
+    name="node",
+    help="Run a client: Flower's SuperNode, and a process beside it that keeps ClientApp, torch and data in memory.",
+    invoke_without_command=True,
+)
+
+
+@node.callback()
+def run(
+    context: typer.Context,
+    site: Annotated[
+        Path | None, typer.Option(envvar="TEPAL_SITE", help="folder of this site's archive, from `tepal provision`")
+    ] = None,
+    superlink: Annotated[
+        str, typer.Option(envvar="TEPAL_SUPERLINK", help="HOST:PORT of the server; the site's own by default")
+    ] = "",
+    root_certificates: Annotated[
+        Path | None, typer.Option(envvar="TEPAL_ROOT_CERTIFICATES", help="whom to trust, where there is no --site")
+    ] = None,
+    key: Annotated[
+        Path | None, typer.Option(envvar="TEPAL_NODE_KEY", help="this node's private key, where there is no --site")
+    ] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", envvar="TEPAL_INSECURE", help="no TLS and no key")] = False,
+    node_config: Annotated[
+        list[str] | None,
+        typer.Option(help="'key=value …' for the ClientApp, beside the site's own (environment: TEPAL_NODE_CONFIG)"),
+    ] = None,
+    state: Annotated[
+        Path | None, typer.Option(envvar="TEPAL_NODE_STATE", help="folder for its files; a temporary one by default")
+    ] = None,
+    control: _Control = _CONTROL,
+    health: Annotated[
+        str, typer.Option(envvar="TEPAL_NODE_HEALTH", help="HOST:PORT of the gRPC health service, for others to ask")
+    ] = "",
+    poll: Annotated[
+        float, typer.Option(envvar="TEPAL_NODE_POLL", min=0.02, help="seconds between two looks when nothing goes on")
+    ] = 1.0,
+    idle: Annotated[
+        float, typer.Option(envvar="TEPAL_NODE_IDLE", min=1, help="seconds until an idle run's memory is given back")
+    ] = 900.0,
+    grace: Annotated[
+        float, typer.Option(envvar="TEPAL_NODE_GRACE", min=0, help="seconds a message has when the node is stopped")
+    ] = 30.0,
+    spare: Annotated[
+        bool, typer.Option("--spare/--no-spare", envvar="TEPAL_NODE_SPARE", help="keep one ready for the next run")
+    ] = True,
+    memory_limit: Annotated[
+        str, typer.Option(envvar="TEPAL_NODE_MEMORY_LIMIT", help="private memory of a ClientApp, such as 2GB; 0: any")
+    ] = "0",
+    metrics: Annotated[
+        str,
+        typer.Option(envvar="TEPAL_NODE_METRICS", help="HOST:PORT at which Prometheus finds /metrics; none by default"),
+    ] = "",
+    log_format: Annotated[
+        str, typer.Option(envvar="TEPAL_LOG_FORMAT", help="text, or json: an object for each line of the log")
+    ] = "text",
+) -> None:
+    """Run a client until it is stopped; the message in hand is then finished, or handed back.
+
+    TLS and a registered key are the rule: --site names a folder with both. --insecure is for one machine.
+    """
+    if context.invoked_subcommand:
+        return
+    with _errors():
+        from tepal.client_app.node.node import NodeSettings, run_node
+        from tepal.host.limits import parse_size
+        from tepal.host.log_format import log_format as formatted
+        from tepal.host.toml import parse_run_config
+
+        if site is not None and (insecure or key or root_certificates):
+            raise ValueError("--site brings key and certificate: leave out --insecure, --key and --root-certificates")
+        if site is None and not insecure and key is None:
+            raise ValueError(
+                "who is this node? Name the folder of its site with --site; or give --key and --root-certificates; "
+                "or --insecure, to try things out on one machine"
+            )
+        if not control.startswith("unix:") and control.rpartition(":")[0] not in ("127.0.0.1", "[::1]", "localhost"):
+            raise ValueError(
+                f"--control {control}: who reaches it can drain the node, so it must be on 127.0.0.1, or unix:/PATH"
+            )
+        own = _site(site) if site else None
+        of_site = {"name": own.name, **own.node_config} if own else {}
+        # Not by typer: it would split the text at every space.
+        given = node_config or [os.environ.get("TEPAL_NODE_CONFIG", "")]
+        settings = NodeSettings(
+            superlink=superlink or (own.superlink if own else "127.0.0.1:9092"),
+            root_certificates=own.root_certificates if own else root_certificates,
+            insecure=insecure,
+            key=own.key if own else key,
+            name=own.name if own else "",
+            node_config={**of_site, **parse_run_config(filter(None, given))},
+            folder=state,
+            control=control,
+            health=health,
+            poll=poll,
+            idle=idle,
+            grace=grace,
+            spare=spare,
+            memory_limit=parse_size(memory_limit),
+            metrics=metrics,
+        )
+        with formatted(log_format), _errors():
+            run_node(settings)
+
+
+@contextlib.contextmanager
+def _errors() -> Iterator[None]:
+    """Say what went wrong, in the format of the log, and end with status 1."""
+    from tepal.host.flower.patches import OtherFlower
+
+    try:
+        yield
+    except (OtherFlower, OSError, ValueError) as error:
+        Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from error
+
+
+@node.command("status")
+def status_command(control: _Control = _CONTROL) -> None:
+    """Say what the node on this machine is doing; exit with 0 if it can work."""
+    from tepal.client_app.node.service import Control
+
+    try:
+        asked = Control(control)
+        answer, healthy = asked.status(), asked.healthy()
+    except ConnectionError as error:
+        Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from error
+    Console().print(_table(answer))
+    if not healthy:
+        raise typer.Exit(1)
+
+
+@node.command("drain")
+def drain_command(
+    control: _Control = _CONTROL,
+    wait: Annotated[float, typer.Option(min=0, help="seconds to wait for it")] = 3600.0,
+    undo: Annotated[bool, typer.Option("--undo", help="come back, and take messages again")] = False,
+) -> None:
+    """Have the node finish its message, take no other, and leave the server; then it can be stopped without loss."""
+    from tepal.client_app.node.service import Control
+
+    try:
+        answer = Control(control).drain(undo=undo, wait=wait)
+    except ConnectionError as error:
+        Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from error
+    Console().print(_table(answer))
+    if answer.state == ("draining" if not undo else "drained"):
+        raise typer.Exit(1)
+
+
+def _site(folder: Path) -> Site:
+    from tepal.tools.deploy.provision import read_site
+
+    return read_site(folder)
+
+
+def _table(answer: NodeStatus) -> Table:
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="dim")
+    table.add_column()
+    rows = {
+        "state": answer.state,
+        "problem": answer.problem,
+        "name": answer.name,
+        "server": answer.superlink,
+        "node id": str(answer.node_id or ""),
+        "up": _time(answer.uptime_seconds),
+        "message": _message(answer) if answer.message_type else "",
+        "answered": f"{answer.answered}, and {answer.failed} with an error",
+        "died": f"{answer.executors_died} executors, {answer.supernodes_died} SuperNodes",
+    }
+    for name, value in rows.items():
+        if value:
+            table.add_row(name, escape(value))
+    for process in answer.processes:
+        run = f", run {process.run_id}" if process.run_id else ""
+        table.add_row(process.role, f"pid {process.pid}, {process.resident_bytes / 2**20:,.0f} MB{run}")
+    return table
+
+
+def _message(answer: NodeStatus) -> str:
+    since = _time(answer.message_seconds)
+    return f"{answer.message_type} of round {answer.round or '?'}, run {answer.run_id}, for {since}"
+
+
+def _time(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s" if minutes else f"{seconds} s"

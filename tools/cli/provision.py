@@ -1,0 +1,276 @@
+"""`tepal provision`: the credentials of a deployment on the command line."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+# Imports stand inside functions: cryptography and Flower take a second, and `tepal --help` needs neither.
+if TYPE_CHECKING:
+    from tepal.tools.deploy.fleet import Told
+    from tepal.tools.deploy.provision import Provisioned, ServerFolder
+
+_CONTROL = "127.0.0.1:8000"  # as in fleet.py
+
+_Folder = Annotated[Path, typer.Argument(help="the folder of all credentials, as `make` wrote it")]
+_ServerFolder = Annotated[Path, typer.Argument(help="the folder of all credentials, or a copy of its server/")]
+_NodeConfig = Annotated[
+    list[str] | None,
+    typer.Option(help="'key=value …' that the site's ClientApp shall know, as in `flower-supernode`; may be repeated"),
+]
+_Unpacked = Annotated[bool, typer.Option("--unpacked", help="write a folder for each site, and no archive")]
+
+provision = typer.Typer(
+    name="provision",
+    help="Make, renew and revoke the credentials of a deployment: certificates, and a key for each site.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+
+
+@provision.command("make")
+def make_command(
+    folder: Annotated[Path, typer.Argument(help="folder to make; new or empty")],
+    host: Annotated[
+        list[str], typer.Option(help="name or address of the server; sites call the first. May be repeated")
+    ],
+    site: Annotated[list[str], typer.Option(help="name of a site; may be repeated")],
+    port: Annotated[int, typer.Option(min=1, max=65535, help="the server's port for sites")] = 9092,
+    days: Annotated[int, typer.Option(min=1, help="days that the server's certificate holds")] = 365,
+    ca_days: Annotated[int, typer.Option(min=1, help="days that the authority's certificate holds")] = 3650,
+    node_config: _NodeConfig = None,
+    unpacked: _Unpacked = False,
+) -> None:
+    """Make all credentials: an authority, the server's certificate, and for each site a key in an archive of its own.
+
+    FOLDER/server goes to the server's machine, each archive in FOLDER/sites to its site and nobody else, and FOLDER/ca
+    stays where it is. Nothing that is there is replaced.
+    """
+    from tepal.tools.deploy.provision import make, parse_node_config
+
+    with _errors():
+        made = make(
+            folder,
+            hosts=host,
+            sites=site,
+            port=port,
+            days=days,
+            ca_days=ca_days,
+            node_config=parse_node_config(node_config),
+            unpacked=unpacked,
+        )
+        _say(
+            f"{made.folder / 'ca'}: the authority. Whoever has ca.key can pose as the server: keep it off all machines "
+            "that run anything",
+            f"{made.server.folder}: for the server's machine, all of it",
+        )
+        _say_sites(made, site)
+
+
+@provision.command("add")
+def add_command(
+    folder: _Folder,
+    site: Annotated[list[str], typer.Option(help="name of a further site; may be repeated")],
+    node_config: _NodeConfig = None,
+    unpacked: _Unpacked = False,
+) -> None:
+    """Make keys and archives for further sites."""
+    from tepal.tools.deploy.provision import add, parse_node_config
+
+    with _errors():
+        made = add(folder, sites=site, node_config=parse_node_config(node_config), unpacked=unpacked)
+        _say_sites(made, site)
+        _say(_to_tell(folder))
+
+
+@provision.command("renew")
+def renew_command(
+    folder: _Folder,
+    server: Annotated[bool, typer.Option("--server", help="a new certificate and key for the server")] = False,
+    site: Annotated[list[str] | None, typer.Option(help="a new key for this site; may be repeated")] = None,
+    host: Annotated[
+        list[str] | None, typer.Option(help="with --server: other names and addresses than until now; may be repeated")
+    ] = None,
+    days: Annotated[int, typer.Option(min=1, help="with --server: days that it holds")] = 365,
+    node_config: Annotated[
+        list[str] | None, typer.Option(help="with --site: another node config than until now; '' for none")
+    ] = None,
+) -> None:
+    """Make a new server certificate of the same authority, or a new key for a site, which then loses its present one.
+
+    The server's present pair stays beside as *.old. Sites trust the new one without a change on their side.
+    """
+    from tepal.tools.deploy.provision import parse_node_config, renew_server, renew_site
+
+    with _errors():
+        if not server and not site:
+            raise ValueError("renew what? Give --server, or --site NAME")
+        if host and not server:
+            raise ValueError("--host is for the server's certificate: give --server, too")
+        given = parse_node_config(node_config)
+        if given is not None and not site:
+            raise ValueError("--node-config is for a site: give --site, too")
+        if server:
+            made = renew_server(folder, hosts=host or [], days=days)
+            _say(
+                f"{made.server.certificate}, {made.server.key}: new; the old pair lies beside as *.old",
+                "Copy both to the server's machine, and restart the SuperLink: it reads them when it starts",
+            )
+            if host:
+                _say("Sites that were made before call the address in their site.toml: see that it still leads here")
+        for name in site or []:
+            _say_sites(renew_site(folder, name, node_config=given), [name])
+        if site:
+            _say(_to_tell(folder))
+
+
+@provision.command("register")
+def register_command(
+    folder: _ServerFolder,
+    superlink: Annotated[str, typer.Option(help="HOST:PORT of the SuperLink's Control API")] = _CONTROL,
+    name: Annotated[str | None, typer.Option(help="this site alone")] = None,
+) -> None:
+    """Bring a running SuperLink into line with the folder: let its sites in, and those with a revoked key no more.
+
+    May be called at any time, any number of times. A SuperLink that was started anew has forgotten all keys.
+    """
+    from tepal.tools.deploy.fleet import align, open_fleet
+    from tepal.tools.deploy.provision import ProvisionError, find_server
+
+    with _errors():
+        server = find_server(folder)
+        if name is not None and name not in server.node_keys() and name not in dict(server.revoked_keys()):
+            raise ProvisionError(f"there is no site {name} in {server.nodes}")
+        with open_fleet(superlink, server.root_certificates) as fleet:
+            told = align(fleet, server, name)
+        _say_told(told)
+        if not told:
+            _say(f"there is nothing to register in {server.nodes}")
+
+
+@provision.command("revoke")
+def revoke_command(
+    folder: _ServerFolder,
+    name: Annotated[str, typer.Argument(help="the site that may not come in any more")],
+    superlink: Annotated[
+        str | None, typer.Option(help=f"HOST:PORT of the SuperLink's Control API; {_CONTROL} is tried if none is given")
+    ] = None,
+) -> None:
+    """Take a site's key out of those that may come in, and tell the SuperLink if it is running.
+
+    A SuperLink never takes a revoked key again: `renew --site NAME` makes the site a new one.
+    """
+    from tepal.tools.deploy.provision import find_server, revoke
+
+    with _errors():
+        server = find_server(folder)
+        moved = revoke(server, name)
+        _say(f"{name}: its key is revoked in the folder: {moved}" if moved else f"{name}: its key was revoked before")
+        _tell(server, name, superlink, folder)
+
+
+@provision.command("list")
+def list_command(folder: _ServerFolder) -> None:
+    """Show all sites with the fingerprints of their keys, and how long the certificates hold."""
+    from tepal.tools.deploy.provision import SOON, overview
+
+    with _errors():
+        found = overview(folder)
+        table = Table("site", "key", "state")
+        for site in found.sites:
+            state = f"[red]revoked[/] {site.revoked:%Y-%m-%d %H:%M} UTC" if site.revoked else "[green]may come in[/]"
+            table.add_row(escape(site.name), site.fingerprint, state)
+        # A fingerprint that is cut off is worth nothing, also where the terminal is narrow or there is none.
+        Console(width=max(Console().width, 160)).print(table, soft_wrap=True)
+        _say(f"the server's certificate is for {', '.join(found.hosts)}")
+        for what, days, remedy in (
+            ("the server's certificate", found.server_days, "tepal provision renew FOLDER --server"),
+            ("the authority's certificate", found.ca_days, "a new deployment, with new archives for all sites"),
+        ):
+            _say(f"{what} has expired" if days < 0 else f"{what} holds {days} more {'day' if days == 1 else 'days'}")
+            if days < SOON:
+                _warn(f"{what} {'has expired' if days < 0 else f'ends in {days} days'}. What it needs: {remedy}")
+
+
+def _tell(server: ServerFolder, name: str, superlink: str | None, folder: Path) -> None:
+    """Tell the SuperLink of a revoked key, and people what it knows now."""
+    from tepal.tools.deploy.fleet import FleetError, align, open_fleet
+
+    address = superlink or _CONTROL
+    try:
+        with open_fleet(address, server.root_certificates) as fleet:
+            told = align(fleet, server, name)
+            known = [node for node in fleet.nodes() if node.name == name]
+    except FleetError as error:
+        _warn(
+            f"NO SUPERLINK WAS TOLD: {error}. One that runs lets the key in until it is: a server that reads this "
+            "folder does it at its next look or start. Or run, where the SuperLink is: "
+            f"tepal provision register {folder}"
+        )
+        if superlink is not None:  # who names one wants it told
+            raise typer.Exit(1) from error
+        return
+    _say_told(told)
+    if not told:
+        state = "had its key unregistered before" if known else "does not know its key"
+        _say(f"{name}: the SuperLink at {address} {state}; it is refused there")
+
+
+def _to_tell(folder: Path) -> str:
+    return (
+        "A running SuperLink does not know of it yet: a server that reads this folder, or its copy of server/, learns "
+        f"it at its next look or start. Or run, where the SuperLink is: tepal provision register {folder}"
+    )
+
+
+def _say_sites(made: Provisioned, names: list[str]) -> None:
+    for name in names:
+        if made.archive(name).exists():
+            _say(
+                f"{made.archive(name)}: for {name} and nobody else; who has it is {name}. "
+                f"There: tar -xzf {name}.tar.gz; then tepal node --site {name}"
+            )
+        else:
+            _say(
+                f"{made.unpacked(name)}: for {name} and nobody else; who has it is {name}. "
+                f"Then: tepal node --site {made.unpacked(name)}"
+            )
+
+
+def _say_told(told: list[Told]) -> None:
+    """Say what came of each key; ends the command with 1 if there was a problem."""
+    for one in told:
+        if one.problem:
+            _warn(f"{one.site}: {one.problem}")
+        else:
+            _say(f"{one.site}: {one.done}")
+    if any(one.problem for one in told):
+        raise typer.Exit(1)
+
+
+def _say(*lines: str) -> None:
+    for line in lines:
+        Console().print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _warn(line: str) -> None:
+    Console(stderr=True).print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def _errors() -> Iterator[None]:
+    """Say what went wrong, and end with status 1."""
+    from tepal.tools.deploy.fleet import FleetError
+
+    try:
+        yield
+    except (FleetError, OSError, ValueError) as error:
+        Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from error

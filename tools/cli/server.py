@@ -1,0 +1,251 @@
+"""`tepal server`: the server of a deployment that comes back by itself.
+
+It keeps Flower's SuperLink running, registers the keys of the nodes with it, and lets a run go on whose ServerApp,
+SuperLink or machine has died. Everything it knows is in the state folder:
+
+    runs/               run directories, as ServerApps write them
+    server.json         what `tepal server status` shows, and what must survive a restart: attempts, stopped runs
+    server.lock         locked while a server runs with this folder
+    flower/             FLWR_HOME; `FLWR_HOME=<here> flwr … tepal` reaches the SuperLink
+    app/                what is submitted: a copy of the app
+    log/                of the SuperLink, the older part in superlink.log.1
+
+What to do is decided in `recovery.py` and `node_keys.py`, by functions of plain values; `supervisor.py` does it, and
+this file is the command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import ssl
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+
+from tepal.host.log_format import TEXT
+from tepal.host.log_format import log_format as formatted
+from tepal.tools.deploy.node_keys import ServerError
+from tepal.tools.deploy.supervisor import STATE, Journal, Settings, Supervisor, reachable
+
+log = logging.getLogger("tepal.server")
+
+_ALIVE = 30.0  # seconds after which a server.json that is not written anew means that the server is stuck
+
+
+def why_unhealthy(journal: Journal, now: float, alive: bool) -> str:
+    """What is wrong with the server, as far as server.json tells it; "" if nothing is.
+
+    `alive`: whether there is a process of its number.
+    """
+    if not journal.pid or not journal.heartbeat:
+        return f"no server has been started with this state folder ({journal.path} is not there)"
+    if journal.superlink == "stopped":
+        return "the server was stopped"
+    if not alive:
+        return f"the server (pid {journal.pid}) is gone"
+    if (age := now - journal.heartbeat) > _ALIVE:
+        return f"the server (pid {journal.pid}) is stuck: it last moved {age:.0f} s ago"
+    if journal.superlink != "running":
+        return f"the SuperLink does not run: it is {journal.superlink}"
+    return ""
+
+
+def describe(journal: Journal, problem: str) -> list[str]:
+    """The status as lines for a person."""
+    lines = [f"unhealthy: {problem}" if problem else "healthy"]
+    if not journal.pid:
+        return lines
+    again = f", restarted {journal.superlink_starts - 1} times" if journal.superlink_starts > 1 else ""
+    secure = bool(journal.root_certificates)
+    nodes = f"{len(journal.nodes)} registered: {', '.join(journal.nodes) or 'none'}" if secure else "any may connect"
+    lines += [
+        f"server     pid {journal.pid}, since {journal.since}",
+        f"SuperLink  {journal.superlink}{again}; control {journal.control}, fleet {journal.fleet}"
+        f"{'' if secure else ', WITHOUT TLS and node keys'}",
+        f"nodes      {nodes}",
+    ]
+    if journal.run:
+        run = journal.run
+        state = f"{run.get('state')}, last finished round {run.get('round', '-')}, attempt {run.get('attempt') or '-'}"
+        lines.append(f"run        {run.get('directory') or '(no directory yet)'}: {state}")
+    for path, record in journal.runs.items():
+        if record.outcome in ("stopped", "failed", "given up", "left"):
+            lines.append(f"           {path}: {record.outcome}")
+    if journal.last_error:
+        lines.append(f"last error {journal.last_error['at']}: {journal.last_error['text']}")
+    return lines
+
+
+def _health(journal: Journal) -> str:
+    """Ask the SuperLink how it is; "" if well."""
+    scheme = "https" if journal.root_certificates else "http"
+    try:
+        context = ssl.create_default_context(cafile=journal.root_certificates) if journal.root_certificates else None
+        # Our own server, never through a proxy.
+        handlers = urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
+        with urllib.request.build_opener(*handlers).open(f"{scheme}://{journal.control}/health", timeout=10):
+            return ""
+    except OSError as error:  # an HTTP status that is an error is one, too
+        return f"the SuperLink does not answer at {scheme}://{journal.control}/health: {error}"
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+# ---- command line -------------------------------------------------------------------------------------------------
+
+server = typer.Typer(
+    name="server",
+    help="Run a deployment's server: Flower's SuperLink with its nodes' keys, and runs that go on after a failure.",
+    invoke_without_command=True,
+)
+
+_State = Annotated[Path, typer.Option(envvar="TEPAL_STATE", help="folder for runs and for what survives a restart")]
+
+
+@server.callback()
+def run_server(
+    context: typer.Context,
+    credentials: Annotated[
+        Path | None,
+        typer.Option(envvar="TEPAL_CREDENTIALS", help="the server's folder from `tepal provision`"),
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", envvar="TEPAL_INSECURE", help="no TLS, and any node may connect")
+    ] = False,
+    state: _State = Path("."),
+    app: Annotated[
+        Path | None, typer.Option(envvar="TEPAL_APP", help="folder of the Flower app whose runs go on by themselves")
+    ] = None,
+    run_config: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--run-config",
+            "-c",
+            help="start a run of the app, once, with 'key=value …' or a TOML file; may be repeated "
+            "(environment: TEPAL_RUN_CONFIG, one on each line)",
+        ),
+    ] = None,
+    fleet_api_address: Annotated[
+        str, typer.Option(envvar="TEPAL_FLEET_API_ADDRESS", help="where nodes connect")
+    ] = "0.0.0.0:9092",
+    host: Annotated[
+        str, typer.Option(envvar="TEPAL_HOST", help="of the control port; who reaches it can run code on all nodes")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(envvar="TEPAL_PORT", min=1, max=65535, help="the control port")] = 8000,
+    attempts: Annotated[
+        int, typer.Option(envvar="TEPAL_ATTEMPTS", min=1, help="to let a run go on, without a newly finished round")
+    ] = 5,
+    metrics: Annotated[
+        str, typer.Option(envvar="TEPAL_METRICS", help="HOST:PORT at which Prometheus finds /metrics; none by default")
+    ] = "",
+    log_format: Annotated[
+        str, typer.Option(envvar="TEPAL_LOG_FORMAT", help="text, or json: an object for each line of the log")
+    ] = TEXT,
+) -> None:
+    """Run the server until it is stopped. Stopped or killed, it goes on where it was when it is started again."""
+    if context.invoked_subcommand is not None:
+        return
+    from tepal.host.toml import parse_run_config
+    from tepal.tools.deploy.provision import find_server
+
+    with _errors():
+        if credentials is None and not insecure:
+            raise ServerError(
+                "without credentials anybody could connect. Name their folder with --credentials (`tepal provision` "
+                "makes one), or say --insecure"
+            )
+        if credentials is not None and insecure:
+            raise ServerError(f"--credentials {credentials} and --insecure contradict each other; leave one out")
+        # Not by typer: it would split the text at every space.
+        given = run_config or [line for line in os.environ.get("TEPAL_RUN_CONFIG", "").splitlines() if line.strip()]
+        settings = Settings(
+            state=state.resolve(),
+            credentials=find_server(credentials.resolve()) if credentials else None,
+            app=app.resolve() if app else None,
+            run_config=parse_run_config(given) if given else None,
+            fleet=fleet_api_address,
+            host=host,
+            port=port,
+            attempts=attempts,
+            metrics=metrics,
+        )
+        with formatted(log_format), _errors():
+            _serve(settings, insecure)
+
+
+@contextlib.contextmanager
+def _errors() -> Iterator[None]:
+    """Say what went wrong, in the format of the log, and end with status 1."""
+    try:
+        yield
+    except (ServerError, OSError, ValueError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+def _serve(settings: Settings, insecure: bool) -> None:
+    host, port = settings.host, settings.port
+    _log_to_stdout()
+    if insecure:
+        log.warning("--insecure: no TLS, and any node may connect. For trying things out on one machine only.")
+    if reachable(host) not in ("127.0.0.1", "[::1]", "localhost") or host != reachable(host):
+        log.warning("--host %s: who reaches port %d there can run code on all nodes.", host, port)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, _leave)
+    Supervisor(settings).run()
+
+
+@server.command("status")
+def status_command(context: typer.Context, state: _State = Path(".")) -> None:
+    """Show what the server does. The exit status is 0 if it is healthy, else 1."""
+    if str(state) == "." and context.parent is not None and context.parent.params.get("state"):
+        state = Path(context.parent.params["state"])
+    try:
+        journal = Journal.read(state / STATE)
+    except ServerError as error:
+        typer.echo(f"unhealthy: {error}")
+        raise typer.Exit(1) from error
+    problem = why_unhealthy(journal, time.time(), bool(journal.pid) and _lives(journal.pid)) or _health(journal)
+    typer.echo("\n".join(describe(journal, problem)))
+    if problem:
+        raise typer.Exit(1)
+
+
+def _leave(number: int, _frame: FrameType | None) -> None:
+    for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(each, signal.SIG_IGN)  # it is on its way; a second one must not cut the cleaning short
+    log.info("%s: the server stops. A run in progress goes on at the next start.", signal.Signals(number).name)
+    raise SystemExit(0)
+
+
+def _log_to_stdout() -> None:
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s tepal server: %(message)s", "%Y-%m-%dT%H:%M:%S"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+
+
+if __name__ == "__main__":
+    server()

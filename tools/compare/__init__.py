@@ -1,0 +1,1 @@
+"""Comparisons of strategies on one task: their runs, tables, pictures and page."""

@@ -1,0 +1,1 @@
+"""`tepal dashboard`: runs in a browser, while they go on and afterwards."""

@@ -1,0 +1,438 @@
+"""Runs seen from the command line: `tepal runs` lists those in a folder, `tepal show` tells of one.
+
+Of a run that has ended its `config.toml` and `summary.json` are read, and no more: hundreds of runs are listed in the
+time of one. `metrics.jsonl` is read where there is no summary yet, and where a run is shown.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from difflib import get_close_matches
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from tepal.records.run_directory import (
+    ACCURACY,
+    CONFIG,
+    LATEST,
+    METRICS,
+    RMSE,
+    SUMMARY,
+    add,
+    as_json,
+    find_run,
+    is_held,
+    read_config,
+    read_label_counts,
+    read_metrics,
+    read_summary,
+    summarise,
+)
+from tepal.report.run_page import COLUMNS, TROUBLE, natural
+from tepal.report.terminal import UNKNOWN, bytes_text, final_table, score_text
+from tepal.tools.compare.comparison import PLAN, Comparison, Results, is_comparison, read_comparison
+from tepal.tools.compare.tables import comparison_table
+
+FINISHED, RUNNING, FAILED, INTERRUPTED, UNREADABLE = "finished", "running", "failed", "interrupted", "unreadable"
+
+_STYLES = {FINISHED: "green", RUNNING: "cyan", FAILED: "red", INTERRUPTED: "yellow", UNREADABLE: "red"}
+_PLACE_KEYS = ("runs", "resume")  # of the run config: where a run lies, which its path says
+_MOST_ROUNDS = 20  # lines of the table of rounds
+_SHOWN = ("round", "phase", "clients_asked", "clients_replied", "refused", "lost", "accuracy", "rmse", "loss",
+          "train_loss", "bytes_down", "bytes_up", "seconds")  # fmt: skip
+_PIPED_WIDTH = 240  # columns of a table that no terminal shows
+_START = re.compile(r"(\d{8}-\d{6})-")
+
+
+@dataclass(frozen=True)
+class RunView:
+    """A run directory; what of it is read when it is first asked for."""
+
+    path: Path
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        return read_config(self.path)
+
+    @cached_property
+    def metrics(self) -> list[dict[str, Any]]:
+        return read_metrics(self.path)
+
+    @cached_property
+    def running(self) -> bool:
+        return is_held(self.path)
+
+    @cached_property
+    def _written(self) -> dict[str, Any] | None:
+        """`summary.json`, unless the run went on after it was written."""
+        written = read_summary(self.path)
+        if written is None or self.running:
+            return None
+        try:
+            newer = (self.path / METRICS).stat().st_mtime_ns > (self.path / SUMMARY).stat().st_mtime_ns
+        except FileNotFoundError:
+            return written
+        # A copy of a run may have its files in any order of time.
+        return None if newer and summarise(self.metrics, {})["rounds"] > (written.get("rounds") or 0) else written
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        return self._written or summarise(self.metrics, self.config)
+
+    @property
+    def state(self) -> str:
+        if self.running:
+            return RUNNING
+        if self._written is None:
+            return INTERRUPTED
+        return FAILED if self._written.get("stopped_by") else FINISHED
+
+    @property
+    def started(self) -> datetime:
+        return _started(self.path)
+
+    def facts(self) -> dict[str, Any]:
+        """The run in a line: a flat dictionary of JSON's types, for `--json` as for the table."""
+        by = ACCURACY if self.summary.get("rmse") is None else RMSE
+        return {
+            "kind": "run",
+            "name": self.path.name,
+            "path": str(self.path),
+            "strategy": self.summary.get("strategy") or self.config.get("strategy"),
+            "model": self.summary.get("model") or self.config.get("model"),
+            "dataset": self.config.get("dataset"),
+            "rounds": self.summary.get("rounds"),
+            "rounds_asked": self.config.get("num-server-rounds"),
+            "state": self.state,
+            "reason": self.summary.get("stopped_by") or "",
+            "measure": by.key,
+            "score": self.summary.get(by.key),
+            "bytes": add(self.summary.get("bytes_down"), self.summary.get("bytes_up")),
+            "seconds": self.summary.get("seconds"),
+            "started": _timestamp(self.started),
+        }
+
+
+@dataclass(frozen=True)
+class ComparisonView:
+    """The folder of a comparison; its runs are listed when it is itself what is listed."""
+
+    path: Path
+
+    @cached_property
+    def comparison(self) -> Comparison:
+        return read_comparison(self.path)
+
+    @property
+    def state(self) -> str:
+        outcomes = {cell.outcome for cell in self.comparison.cells}
+        if is_held(self.path):
+            return RUNNING
+        if outcomes == {"finished"}:
+            return FINISHED
+        return FAILED if "failed" in outcomes else INTERRUPTED
+
+    @property
+    def started(self) -> datetime:
+        return _started(self.path)
+
+    def facts(self) -> dict[str, Any]:
+        cells, config = self.comparison.cells, self.comparison.run_config
+        return {
+            "kind": "comparison",
+            "name": self.path.name,
+            "path": str(self.path),
+            "strategy": ", ".join(self.comparison.strategies),
+            "model": config.get("model"),
+            "dataset": config.get("dataset"),
+            "runs": sum(cell.outcome == "finished" for cell in cells),
+            "runs_asked": len(cells),
+            "state": self.state,
+            "reason": "; ".join(f"{self.comparison.name(cell)}: {cell.reason}" for cell in cells if cell.reason),
+            "started": _timestamp(self.started),
+        }
+
+
+def views(folder: Path) -> list[RunView | ComparisonView]:
+    """All runs and comparisons in a folder, the newest first. Raises OSError where there is no such folder."""
+    try:
+        inside = [entry for entry in os.scandir(folder) if not entry.name.startswith(".") and not entry.is_symlink()]
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"there is no folder {folder}: expected one with run directories, as the key `runs` of the run config "
+            "names it"
+        ) from error
+    except NotADirectoryError as error:
+        raise NotADirectoryError(f"{folder} is no folder: expected one with run directories") from error
+    found: list[RunView | ComparisonView] = []
+    for path in (Path(entry.path) for entry in inside if entry.is_dir()):
+        if (path / PLAN).is_file():
+            found.append(ComparisonView(path))
+        elif any((path / name).is_file() for name in (CONFIG, METRICS, SUMMARY)):
+            found.append(RunView(path))
+    return sorted(found, key=lambda view: (view.started, natural(view.path.name)), reverse=True)
+
+
+def facts_of(view: RunView | ComparisonView) -> dict[str, Any]:
+    """A run's or comparison's facts; of one whose files cannot be read, the reason."""
+    try:
+        return view.facts()
+    except (OSError, ValueError) as error:
+        kind = "run" if isinstance(view, RunView) else "comparison"
+        known = {"kind": kind, "name": view.path.name, "path": str(view.path), "started": _timestamp(view.started)}
+        return {**known, "state": UNREADABLE, "reason": str(error)}
+
+
+def runs_table(facts: Sequence[Mapping[str, Any]]) -> Table:
+    """What `facts_of` says of each, a line each."""
+    table = Table(box=None, pad_edge=False)
+    for heading in ("name", "strategy", "model", "dataset"):
+        table.add_column(heading, overflow="fold", no_wrap=heading == "name")
+    for heading in ("rounds", "state", "score", "moved", "started (UTC)"):
+        table.add_column(heading, no_wrap=True, justify="left" if heading in ("state", "started (UTC)") else "right")
+    for one in facts:
+        score = one.get("score")
+        done = (
+            f"{one.get('runs', 0)}/{one['runs_asked']} runs"
+            if "runs_asked" in one
+            else f"{_or_unknown(one.get('rounds'))}/{_or_unknown(one.get('rounds_asked'))}"
+        )
+        table.add_row(
+            Text(one["name"]),
+            *(Text(str(one.get(key) or "–")) for key in ("strategy", "model", "dataset")),
+            "–" if one["state"] == UNREADABLE else done,
+            Text(one["state"], style=_STYLES[one["state"]]),
+            "–" if score is None else f"{'RMSE ' if one['measure'] == RMSE.key else ''}{score_text(score)}",
+            "–" if one.get("bytes") is None else bytes_text(one["bytes"]),
+            one["started"][:16].replace("T", " "),
+        )
+    return table
+
+
+def reasons(facts: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Why runs failed or cannot be read, a line each."""
+    return [f"{one['name']}: {one['reason']}" for one in facts if one.get("reason")]
+
+
+# --- one run --------------------------------------------------------------------------------------------------------
+
+
+def find(name: str, runs: Path) -> Path:
+    """The run or comparison that is meant: a path, a name in the folder `runs` or in a comparison there, or `latest`.
+
+    Raises FileNotFoundError, naming those that are alike, where there is none.
+    """
+    if name == LATEST:
+        return find_run(runs)
+    path = Path(name).expanduser()
+    inside = [path, runs / name, *sorted(runs.glob(f"*/{name}"))] if _is_name(name) else [path]
+    for candidate in inside:
+        if candidate.exists():
+            return candidate.resolve() if is_comparison(candidate) else find_run(candidate)
+    known = [view.path.name for view in views(runs)] if runs.is_dir() else []
+    alike = [each for each in known if name in each] or get_close_matches(name, known, n=3)
+    hint = f"did you mean {', '.join(alike[:5])}?" if alike else f"`tepal runs {runs}` lists what there is"
+    raise FileNotFoundError(f"there is no run {name}, and none of that name in {runs}: {hint}")
+
+
+def own_settings(config: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a run's config that have another value than `usual`, the defaults."""
+    return {
+        key: value
+        for key, value in config.items()
+        if key not in _PLACE_KEYS and (key not in usual or value != usual[key])
+    }
+
+
+@dataclass(frozen=True)
+class Troubles:
+    """What went wrong with a client: how often each kind of trouble, and the last of them."""
+
+    client: str
+    counts: Mapping[str, int]
+    last_round: int
+    last_reason: str
+
+
+def troubles(metrics: Sequence[Mapping[str, Any]]) -> list[Troubles]:
+    """The clients with which something went wrong, in the order of their names."""
+    counts: dict[str, Counter[str]] = {}
+    last: dict[str, tuple[int, str]] = {}
+    for line in metrics:
+        for kind in TROUBLE:
+            for each in line.get(kind) or ():
+                client = str(each.get("client"))
+                counts.setdefault(client, Counter())[kind] += 1
+                last[client] = line["round"], str(each.get("reason") or "no reason given")
+    return [Troubles(client, dict(counts[client]), *last[client]) for client in sorted(counts, key=natural)]
+
+
+def files_of(run: Path) -> dict[str, int]:
+    """Bytes of each file in a run directory; a folder counts as one, with all that is in it."""
+    sizes = {}
+    for entry in sorted(os.scandir(run), key=lambda entry: entry.name):
+        if entry.is_dir(follow_symlinks=False):
+            inside = (Path(folder) / name for folder, _, names in os.walk(entry.path) for name in names)
+            sizes[f"{entry.name}/"] = sum(file.stat().st_size for file in inside if file.is_file())
+        elif entry.is_file():
+            sizes[entry.name] = entry.stat().st_size
+    return sizes
+
+
+def run_facts(view: RunView, usual: Mapping[str, Any]) -> dict[str, Any]:
+    """All that `tepal show` tells of a run, as JSON."""
+    told: dict[str, Any] = as_json(
+        {
+            **view.facts(),
+            "config": own_settings(view.config, usual),
+            "summary": view.summary,
+            "metrics": view.metrics,
+            "clients": [asdict(each) for each in troubles(view.metrics)],
+            "label_counts": read_label_counts(view.path),
+            "files": files_of(view.path),
+        }
+    )
+    return told
+
+
+def run_page(view: RunView, usual: Mapping[str, Any], *, all_rounds: bool = False) -> Group:
+    """A run for a terminal: what it is, its settings, rounds, clients, bytes and files."""
+    facts = view.facts()
+    state = Text(facts["state"], style=_STYLES[facts["state"]])
+    if facts["reason"]:
+        state.append(f": {facts['reason']}", style="default")
+    head = _pairs(
+        {
+            "run": Text(facts["path"]),
+            "state": state,
+            "rounds": f"{_or_unknown(facts['rounds'])} of {_or_unknown(facts['rounds_asked'])}",
+            "started": f"{facts['started'][:19].replace('T', ' ')} UTC",
+        }
+    )
+    own = own_settings(view.config, usual)
+    parts: list[RenderableType] = [head, _heading("Settings that differ from the defaults")]
+    parts.append(_pairs({key: repr(value) for key, value in own.items()}) if own else Text("  none"))
+    if view.metrics:
+        parts += [_heading("Rounds"), _rounds_table(view.metrics, all_rounds)]
+    if troubled := troubles(view.metrics):
+        parts += [_heading("Clients that something went wrong with"), _troubles_table(troubled)]
+    parts += [_heading("Bytes and scores"), final_table(view.summary, view.metrics)]
+    files = {name: bytes_text(size) for name, size in files_of(view.path).items()}
+    parts += [_heading("Files"), _pairs(files)]
+    return Group(*parts)
+
+
+def comparison_facts(view: ComparisonView, results: Results) -> dict[str, Any]:
+    """All that `tepal show` tells of a comparison, as JSON: the figures of each strategy over its seeds."""
+    told: dict[str, Any] = as_json(
+        {
+            **view.facts(),
+            "target": asdict(results.target) if results.target else None,
+            "strategies": {
+                result.strategy: {key: asdict(value) if value else None for key, value in result.figures.items()}
+                for result in results.strategies
+            },
+            "cells": [asdict(cell) for cell in view.comparison.cells],
+        }
+    )
+    return told
+
+
+def comparison_summary_page(view: ComparisonView, results: Results) -> Group:
+    """A comparison for a terminal."""
+    facts = view.facts()
+    state = Text(facts["state"], style=_STYLES[facts["state"]])
+    runs = f"{facts['runs']} of {facts['runs_asked']} finished"
+    return Group(_pairs({"comparison": Text(facts["path"]), "state": state, "runs": runs}), comparison_table(results))
+
+
+def console() -> Console:
+    """Of the standard output: with colours in a terminal; elsewhere plain, and as wide as its tables."""
+    if sys.stdout.isatty():
+        return Console()
+    return Console(force_terminal=False, color_system=None, width=_PIPED_WIDTH)
+
+
+def some_of(count: int, most: int) -> list[int]:
+    """Indices of at most `most` of `count` things, evenly spaced, the first and the last among them."""
+    if count <= most:
+        return list(range(count))
+    return [round(i * (count - 1) / (most - 1)) for i in range(most)]
+
+
+def _rounds_table(metrics: Sequence[Mapping[str, Any]], all_rounds: bool) -> Group:
+    def empty(key: str) -> bool:
+        # Refused and lost replies are lists, which are mostly empty.
+        return all(line.get(key) is None or line[key] == [] for line in metrics)
+
+    columns = [column for column in COLUMNS if column[1] in _SHOWN and not empty(column[1])]
+    table = Table(box=None, pad_edge=False)
+    for heading, key, _ in columns:
+        table.add_column(heading, justify="left" if key == "phase" else "right", no_wrap=True)
+    shown = list(range(len(metrics))) if all_rounds else some_of(len(metrics), _MOST_ROUNDS)
+    for line in (metrics[index] for index in shown):
+        table.add_row(*("–" if line.get(key) is None else Text(text(line[key])) for _, key, text in columns))
+    if len(shown) == len(metrics):
+        return Group(table)
+    left = f"{len(shown)} of {len(metrics)} rounds; --all-rounds shows every one"
+    return Group(table, Text(left, style="dim"))
+
+
+def _troubles_table(troubled: Sequence[Troubles]) -> Table:
+    kinds = [kind for kind in TROUBLE if any(kind in each.counts for each in troubled)]
+    table = Table(box=None, pad_edge=False)
+    table.add_column("client", no_wrap=True)
+    for kind in kinds:
+        table.add_column(TROUBLE[kind], justify="right")
+    table.add_column("the last", overflow="fold")
+    for each in troubled:
+        counts = (str(each.counts.get(kind, 0)) for kind in kinds)
+        table.add_row(Text(each.client), *counts, Text(f"round {each.last_round}: {each.last_reason}"))
+    return table
+
+
+def _heading(text: str) -> Text:
+    return Text(f"\n{text}", style="bold")
+
+
+def _pairs(values: Mapping[str, str | Text]) -> Table:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in values.items():
+        table.add_row(Text(name), Text(value) if isinstance(value, str) else value)
+    return table
+
+
+def _is_name(text: str) -> bool:
+    return os.sep not in text and not set(text) & set("*?[") and text not in ("", ".", "..")
+
+
+def _started(path: Path) -> datetime:
+    """As the directory's name says; of another name, when its config was written."""
+    if match := _START.match(path.name):
+        try:
+            return datetime.strptime(match[1], "%Y%m%d-%H%M%S").replace(tzinfo=UTC)
+        except ValueError:
+            pass
+    config = path / CONFIG
+    return datetime.fromtimestamp((config if config.exists() else path).stat().st_mtime, UTC)
+
+
+def _timestamp(when: datetime) -> str:
+    return when.strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _or_unknown(value: Any) -> str:
+    return UNKNOWN if value is None else str(value)

@@ -1,0 +1,299 @@
+"""Runs as the dashboard shows them: read from their files when these change, and cut into parts that travel alone.
+
+A part is one figure, or one stretch of the page. Only the parts of a run that depend on a changed file are made anew,
+so that the state of a client comes through in a moment, and the heat maps of a thousand rounds when there is time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from tepal.records.run_directory import (
+    BLOCKS,
+    CLIENTS,
+    CONFIG,
+    LABELS,
+    METRICS,
+    NOW,
+    ROUNDS,
+    SUMMARY,
+    read_json,
+    read_label_counts,
+    read_records,
+)
+from tepal.report.diagram import diagram_html
+from tepal.report.method_figures import method_figures, travel_figures
+from tepal.report.page import Figure, config_html, spoken
+from tepal.report.run_page import (
+    figures,
+    headlines_html,
+    label_figures,
+    last_diagram,
+    natural,
+    rounds_html,
+    trouble_html,
+)
+from tepal.report.terminal import UNKNOWN, bytes_text, score_text
+from tepal.tools.dashboard.views import RUNNING, UNREADABLE, ComparisonView, RunView, facts_of, views
+
+_TIMES, _LONGEST = 5, 10.0  # what took t seconds to make is not made again before 5 t, or 10 s
+_MOST_ROWS = 200  # of the tables of rounds and of troubles, the last ones
+
+CLIENT_KEYS = (
+    "client", "state", "examples", "budget", "down", "up", "seconds", "rounds", "replied", "refused", "lost",
+    "total_down", "total_up", "total_seconds", "reason",
+)  # fmt: skip
+"""Columns of the part `clients`: of the present round, then of the whole run."""
+
+
+@dataclass
+class _Group:
+    """Parts that depend on the same files."""
+
+    files: tuple[str, ...]
+    make: Callable[[RunView], Iterable[dict[str, Any]]]
+    signature: object = None
+    due: float = 0.0
+    problem: str = ""
+
+
+@dataclass
+class Sent:
+    """What one reader has: part → its version."""
+
+    versions: dict[str, int] = field(default_factory=dict)
+
+
+class WatchedRun:
+    """A run directory whose parts are kept; several readers share it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        self._parts: dict[str, tuple[int, str]] = {}
+        self._known: dict[Path, Any] = {}
+        self._groups = (
+            _Group((CONFIG, METRICS, SUMMARY, NOW), self._state),
+            _Group((CONFIG, METRICS, SUMMARY), self._numbers),
+            _Group((NOW, CLIENTS), self._clients),
+            _Group((NOW, BLOCKS), self._diagram),
+            _Group((METRICS,), self._curves),
+            _Group((ROUNDS, BLOCKS), self._records),
+            _Group((LABELS,), lambda view: self._drawn("clients", label_figures(read_label_counts(view.path)))),
+        )
+
+    def changes(self, sent: Sent) -> list[str]:
+        """Parts, each as JSON, that a reader does not have: of the first group that has any. [] where it has all."""
+        with self._lock:
+            for group in self._groups:
+                self._refresh(group)
+                new = [name for name, (version, _) in self._parts.items() if sent.versions.get(name) != version]
+                if new:
+                    sent.versions.update({name: self._parts[name][0] for name in new})
+                    return [self._parts[name][1] for name in new]
+        return []
+
+    def _refresh(self, group: _Group) -> None:
+        begun = time.monotonic()
+        if begun < group.due:
+            return
+        view = RunView(self.path)
+        signature = (view.running, *(_stamp(self.path / name) for name in group.files))
+        if signature == group.signature:
+            return
+        problem = ""
+        try:
+            for part in group.make(view):
+                self._keep(part)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # of files that are no run's
+            problem = f'<p class="notice" role="note">{escape(f"{type(error).__name__}: {error}")}</p>'
+        group.problem = problem
+        said = {each.problem: None for each in self._groups if each.problem}
+        self._keep(_html("problems", "".join(said)))
+        group.signature = signature
+        took = time.monotonic() - begun
+        group.due = begun + took + min(_TIMES * took, _LONGEST)
+
+    def _keep(self, part: dict[str, Any]) -> None:
+        text = json.dumps(part, allow_nan=False)
+        version, before = self._parts.get(part["id"], (0, ""))
+        if text != before:
+            self._parts[part["id"]] = version + 1, text
+
+    # --- groups -----------------------------------------------------------------------------------------------------
+
+    def _state(self, view: RunView) -> Iterator[dict[str, Any]]:
+        facts, now = view.facts(), read_json(self.path / NOW) or {}
+        asked = facts["rounds_asked"]
+        done, doing = facts["rounds"] or 0, ""
+        if view.running and now and not now.get("ended"):
+            states = [client.get("state") for client in (now.get("clients") or {}).values()]
+            doing = f"round {now['round']}, {now['phase']}: {states.count('replied')} of {len(states)} clients answered"
+        said = f"{done} of {UNKNOWN if asked is None else asked} rounds" + (f"; {doing}" if doing else "")
+        bar = f'<progress value="{done}" max="{asked}" aria-label="Rounds that have ended"></progress>' if asked else ""
+        reason = f'<p class="notice" role="note">{escape(facts["reason"])}</p>' if facts["reason"] else ""
+        yield _html("state", f"<p>{chip(facts['state'])} {escape(said)}</p>{bar}{reason}")
+        score = "" if facts["score"] is None else f", {facts['measure']} {score_text(facts['score'])}"
+        yield {"id": "said", "kind": "text", "text": f"Round {done} has ended{score}." if done else ""}
+        title = f"{done}/{asked} · {facts['strategy']}" if view.running else f"{facts['strategy']} · {self.path.name}"
+        yield {"id": "title", "kind": "title", "text": title}
+
+    def _numbers(self, view: RunView) -> Iterator[dict[str, Any]]:
+        ended = view.state != RUNNING
+        yield _html("headlines", headlines_html(view.config, view.metrics, view.summary, ended=ended))
+        yield _html("trouble", trouble_html(view.metrics, _MOST_ROWS).replace("<h2>", '<h2 id="s-trouble">'))
+        yield _html("rounds", rounds_html(view.metrics, _MOST_ROWS))
+        yield _html("config", config_html(view.config))
+
+    def _clients(self, view: RunView) -> Iterator[dict[str, Any]]:
+        now, totals = read_json(self.path / NOW) or {}, read_json(self.path / CLIENTS) or {}
+        here = now.get("clients") or {}
+        rows = []
+        for name in sorted({*here, *totals}, key=natural):
+            one, all_ = here.get(name, {}), totals.get(name, {})
+            rows.append(
+                [
+                    name, one.get("state"), one.get("examples", all_.get("examples")),
+                    one.get("budget", all_.get("budget")), one.get("bytes_down"), one.get("bytes_up"),
+                    one.get("seconds") or None, *(all_.get(key) for key in ("rounds", "replied", "refused", "lost")),
+                    *(all_.get(key) for key in ("bytes_down", "bytes_up", "seconds")),
+                    one.get("reason") or all_.get("reason") or "",
+                ]
+            )  # fmt: skip
+        yield {"id": "clients", "kind": "clients", "round": now.get("round"), "rows": rows}
+
+    def _diagram(self, view: RunView) -> Iterator[dict[str, Any]]:
+        cells, now = read_json(self.path / BLOCKS) or [], read_json(self.path / NOW) or {}
+        shares = {key: now[key] for key in ("travel_trains", "travel_down", "travel_up") if key in now}
+        if len(cells) > 1 and shares and all(len(each) == len(cells) for each in shares.values()) and any(
+            any(each) for each in shares.values()
+        ):
+            caption = f"Round {now['round']}{'' if now.get('ended') else ', which goes on'}: {now['phase']}."
+            yield _html("diagram", diagram_html(cells, shares, caption))
+        elif "diagram" not in self._parts:  # a round has only begun: the last one is still shown
+            yield _html("diagram", last_diagram(read_records(self.path, most=2), cells))
+
+    def _curves(self, view: RunView) -> Iterator[dict[str, Any]]:
+        yield from self._drawn("figures", figures(view.metrics, view.summary))
+
+    def _records(self, view: RunView) -> Iterator[dict[str, Any]]:
+        records = read_records(self.path, known=self._known)
+        yield from self._drawn("travel", travel_figures(records, read_json(self.path / BLOCKS) or []))
+        yield from self._drawn("method", method_figures(records, view.metrics, natural))
+
+    def _drawn(self, section: str, drawn: Iterable[Figure]) -> Iterator[dict[str, Any]]:
+        for place, figure in enumerate(drawn):
+            yield {
+                "id": f"figure-{figure.key}", "kind": "figure", "section": section, "place": place,
+                "title": figure.title, "caption": figure.caption,
+                "spoken": spoken(figure), "plot": figure.plot and json.loads(figure.plot.to_json()),
+            }  # fmt: skip
+
+
+class WatchedFolder:
+    """A folder of runs, as a table; several readers share it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._lock = threading.Lock()
+        self._facts: dict[Path, tuple[object, Mapping[str, Any]]] = {}
+        self._part = 0, ""
+        self._due = 0.0
+
+    def changes(self, sent: Sent) -> list[str]:
+        """The table, as JSON, if it is another than the reader has. Raises OSError where there is no such folder."""
+        with self._lock:
+            if time.monotonic() >= self._due:
+                begun = time.monotonic()
+                text = json.dumps(_html("runs", self._table()))
+                if text != self._part[1]:
+                    self._part = self._part[0] + 1, text
+                self._due = begun + max(1.0, _TIMES * (time.monotonic() - begun))
+            if sent.versions.get("runs") == self._part[0]:
+                return []
+            sent.versions["runs"] = self._part[0]
+            return [self._part[1]]
+
+    def html(self) -> str:
+        """The table as it is now."""
+        self.changes(Sent())
+        return str(json.loads(self._part[1])["html"])
+
+    def _table(self) -> str:
+        rows = []
+        facts: dict[Path, tuple[object, Mapping[str, Any]]] = {}
+        for view in views(self.folder):
+            signature = _signature_of(view)
+            known = self._facts.get(view.path)
+            facts[view.path] = known if known and known[0] == signature else (signature, facts_of(view))
+            rows.append(_row(facts[view.path][1]))
+        self._facts = facts
+        if not rows:
+            return (
+                f'<p class="notice" role="note">{escape(str(self.folder))} has no runs yet. '
+                "<code>tepal simulate .</code> makes one; it appears here by itself.</p>"
+            )
+        head = "".join(
+            f'<th scope="col"{" class=number" if numeric else ""}>{name}</th>'
+            for name, numeric in (
+                ("run", False), ("state", False), ("rounds", True), ("score", True), ("moved", True),
+                ("strategy", False), ("model", False), ("data", False), ("started (UTC)", False),
+            )
+        )  # fmt: skip
+        return (
+            '<div class="scroll" role="region" tabindex="0" aria-label="Table of runs">'
+            f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+        )
+
+
+def _row(facts: Mapping[str, Any]) -> str:
+    if facts["state"] == UNREADABLE:
+        name, reason = escape(facts["name"]), escape(facts["reason"])
+        return f'<tr><th scope="row">{name}</th><td>{chip(UNREADABLE)}</td><td colspan="7">{reason}</td></tr>'
+    several = facts["kind"] == "comparison"
+    done, asked = (facts["runs"], facts["runs_asked"]) if several else (facts["rounds"], facts["rounds_asked"])
+    score = "–" if facts.get("score") is None else score_text(facts["score"])
+    moved = "–" if facts.get("bytes") is None else bytes_text(facts["bytes"])
+    words = (str(facts.get(key) or "–") for key in ("strategy", "model", "dataset"))
+    return (
+        f'<tr><th scope="row"><a href="run/{escape(facts["name"], quote=True)}/">{escape(facts["name"])}</a></th>'
+        f"<td>{chip(facts['state'])}</td>"
+        f'<td class="number">{done}/{"–" if asked is None else asked}{" runs" if several else ""}</td>'
+        f'<td class="number">{score}</td><td class="number">{moved}</td>'
+        + "".join(f"<td>{escape(word)}</td>" for word in words)
+        + f"<td>{escape(facts['started'][:16].replace('T', ' '))}</td></tr>"
+    )
+
+
+def chip(state: str) -> str:
+    """A state as a small label."""
+    return f'<span class="chip {escape(state)}">{escape(state)}</span>'
+
+
+def _html(name: str, html: str) -> dict[str, Any]:
+    return {"id": name, "kind": "html", "html": html}
+
+
+def _signature_of(view: RunView | ComparisonView) -> object:
+    """What changes whenever `facts` may."""
+    if isinstance(view, ComparisonView):
+        inside = sorted(entry.name for entry in os.scandir(view.path) if entry.is_dir(follow_symlinks=False))
+        return tuple((name, _stamp(view.path / name / SUMMARY)) for name in inside), time.monotonic() // 2
+    return (view.running, *(_stamp(view.path / name) for name in (CONFIG, METRICS, SUMMARY)))
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    """By which a file's content is known to be the same; of a folder, its names."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size

@@ -1,0 +1,1 @@
+"""Deployments: a server that restarts itself, credentials, checks of an installation."""

@@ -1,0 +1,427 @@
+"""`tepal doctor`: what an installation has and lacks, and for each problem what to do.
+
+A check is a function that returns a `Finding`. None changes anything; what a check needs to be told (a folder of
+credentials, the server's address) and was not told, it says instead. torch is asked in a process of its own: an
+installation that breaks at its import is what is looked for.
+"""
+
+from __future__ import annotations
+
+import email.utils
+import errno
+import json
+import os
+import shutil
+import socket
+import ssl
+import stat
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from rich.table import Table
+from rich.text import Text
+
+OK, WARNING, PROBLEM, SKIPPED = "ok", "warning", "problem", "skipped"
+
+SERVER_PORTS = (8000, 9092)
+"""Where `tepal server` listens unless it is told otherwise: for runs, and for nodes."""
+
+_PYTHON = (3, 11)
+_LITTLE_DISK, _NO_DISK = 5e9, 5e8  # bytes
+_LITTLE_MEMORY, _NO_MEMORY = 2e9, 5e8
+# Of a node's clock, as Flower takes its signatures, in seconds.
+_AHEAD, _BEHIND = 5.0, 300.0
+_SOME_SECONDS = 2.0
+_TORCH = 300.0  # seconds that the import of torch may take
+_STYLES = {OK: "green", WARNING: "yellow", PROBLEM: "bold red", SKIPPED: "dim"}
+
+_ASK_TORCH = """
+import json
+said = {}
+try:
+    import torch
+    said = {"torch": torch.__version__, "gpus": [], "cuda": torch.version.cuda or torch.version.hip or ""}
+    if torch.cuda.is_available():
+        said["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    try:
+        import torchvision
+        said["torchvision"] = torchvision.__version__
+    except ModuleNotFoundError as error:
+        said["missing" if error.name == "torchvision" else "torchvision_error"] = str(error)
+    except Exception as error:
+        said["torchvision_error"] = f"{type(error).__name__}: {error}"
+except Exception as error:
+    said["error"] = f"{type(error).__name__}: {error}"
+print("\\n" + json.dumps(said))
+"""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check found, in a line, and in another what to do about it; "" where there is nothing to do."""
+
+    check: str
+    state: str
+    found: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Questions:
+    """What is looked at beside the installation itself."""
+
+    runs: Path = Path("runs")
+    cache: Path | None = None
+    """None: that of this user's clients."""
+    ports: tuple[int, ...] = ()
+    """That must be free; none: those of a server, of which one may run."""
+    credentials: Path | None = None
+    """A folder of `tepal provision`, or a copy of its server/."""
+    site: Path | None = None
+    """A site's archive, or its folder."""
+    superlink: str = ""
+    """HOST:PORT of its Control API."""
+    root_certificates: Path | None = None
+
+
+def examine(asked: Questions) -> Iterator[Finding]:
+    """All checks, one after the other."""
+    from tepal.exchange.cache import default_root
+
+    yield python_version()
+    yield flower_version()
+    yield from torch_and_gpu()
+    yield from ports(asked.ports)
+    yield folder("runs folder", asked.runs)
+    yield folder("cache folder", asked.cache or default_root())
+    yield memory()
+    if asked.credentials:
+        yield from credentials(asked.credentials)
+    else:
+        yield _skipped("credentials", "no folder of credentials was named", "--credentials FOLDER looks at one")
+    if asked.site:
+        yield from site(asked.site)
+    else:
+        yield _skipped("site", "no site was named", "--site FOLDER, or its archive, looks at one")
+    if asked.superlink:
+        yield clock(asked)
+    else:
+        yield _skipped("clock", "no server was named", "--superlink HOST:PORT compares this machine's clock with its")
+
+
+# --- the installation -------------------------------------------------------------------------------------------------
+
+
+def python_version(installed: tuple[int, ...] = sys.version_info[:3]) -> Finding:
+    """Whether Python is new enough."""
+    found = f"Python {'.'.join(map(str, installed))}"
+    if installed >= _PYTHON:
+        return Finding("Python", OK, found)
+    needed = ".".join(map(str, _PYTHON))
+    return Finding("Python", PROBLEM, found, f"install Python {needed} or newer, and Tepal with it")
+
+
+def flower_version(installed: str | None = None) -> Finding:
+    """Whether Flower is the one that the warm node and the server know."""
+    from tepal.host.flower.patches import FLOWER
+
+    if installed is None:
+        try:
+            installed = version("flwr")
+        except PackageNotFoundError:
+            return Finding("Flower", PROBLEM, "flwr is not installed", f"pip install 'flwr=={FLOWER}'")
+    if installed == FLOWER:
+        return Finding("Flower", OK, f"flwr {installed}")
+    return Finding(
+        "Flower",
+        PROBLEM,
+        f"flwr {installed}; `tepal node` and `tepal server` are written for {FLOWER}",
+        f"pip install 'flwr=={FLOWER}'",
+    )
+
+
+def torch_and_gpu(devices: Path = Path("/dev")) -> Iterator[Finding]:
+    """torch, whether torchvision belongs to it, and the GPUs that it sees.
+
+    Args:
+        devices: Where the system shows its devices: a GPU that torch does not see is there.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, timeout=_TORCH, check=False
+        )
+        said = json.loads(done.stdout.strip().splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        yield Finding("torch", PROBLEM, f"its import has not ended after {_TORCH:.0f} s", "look for a slow disk")
+        return
+    except (IndexError, ValueError):
+        ended = f"its import ended the process with status {done.returncode}: {_last_line(done.stderr)}"
+        yield Finding("torch", PROBLEM, ended, "pip install --force-reinstall torch")
+        return
+    if "error" in said:
+        yield Finding("torch", PROBLEM, said["error"], "pip install --force-reinstall torch")
+        return
+    build = f"built for {said['cuda']}" if said["cuda"] else "built for CPUs"
+    yield Finding("torch", OK, f"torch {said['torch']}, {build}")
+    yield _torchvision(said)
+    yield _gpu(said, devices)
+
+
+def _torchvision(said: dict[str, str]) -> Finding:
+    if "torchvision" in said:
+        return Finding("torchvision", OK, f"torchvision {said['torchvision']} imports beside torch {said['torch']}")
+    if "missing" in said:
+        found = "not installed; only models of torchvision need it"
+        return Finding("torchvision", SKIPPED, found, "pip install 'tepal[vision]', where one is wanted")
+    return Finding(
+        "torchvision",
+        PROBLEM,
+        f"it does not belong to torch {said['torch']}: {said['torchvision_error']}",
+        "install both at once and from one index: pip install --force-reinstall torch torchvision; or, where no model "
+        "of torchvision is used: pip uninstall torchvision",
+    )
+
+
+def _gpu(said: dict[str, str], devices: Path) -> Finding:
+    if said["gpus"]:
+        return Finding("GPU", OK, f"torch sees {', '.join(said['gpus'])}")
+    if not any(devices.glob("nvidia[0-9]*")):
+        return Finding("GPU", OK, "none; training is on the CPU")
+    found = "this machine has one that torch does not see"
+    if said["cuda"]:
+        return Finding("GPU", WARNING, found, "see that `nvidia-smi` works, and CUDA_VISIBLE_DEVICES does not hide it")
+    return Finding("GPU", WARNING, f"{found}: it is built for CPUs", "install a build of torch for CUDA")
+
+
+# --- the machine ------------------------------------------------------------------------------------------------------
+
+
+def ports(named: Sequence[int]) -> Iterator[Finding]:
+    """Whether ports are free. Those of a server that were not named may be taken by one that runs."""
+    for port in named or SERVER_PORTS:
+        check = f"port {port}"
+        try:
+            with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
+                probe.bind(("0.0.0.0", port))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                remedy = "choose a port above 1023, or give this user the right to it"
+                yield Finding(check, PROBLEM, f"it cannot be used: {error.strerror}", remedy)
+            elif named:
+                remedy = f"`ss -ltnp 'sport = {port}'` says which: stop it, or choose another port"
+                yield Finding(check, PROBLEM, "another program listens on it", remedy)
+            else:
+                found = "a program listens on it, which may be a server of yours"
+                remedy = f"`ss -ltnp 'sport = {port}'` says which; a second server needs another port"
+                yield Finding(check, WARNING, found, remedy)
+        else:
+            yield Finding(check, OK, "free")
+
+
+def folder(check: str, path: Path) -> Finding:
+    """Whether files can be written to a folder, or to the one in which it will be made, and how much room there is."""
+    path = path.expanduser().absolute()
+    there = next(above for above in (path, *path.parents) if above.exists())
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+        free = shutil.disk_usage(there).free
+    except OSError as error:
+        remedy = f"choose a folder that this user (uid {os.geteuid()}) may write to, or chown -R {os.geteuid()} {there}"
+        return Finding(check, PROBLEM, f"{there} cannot be written to: {error.strerror}", remedy)
+    found = f"{path}{'' if there == path else ', which will be made'}: {free / 1e9:,.1f} GB free"
+    if free < _NO_DISK:
+        return Finding(check, PROBLEM, found, "make room, or choose a folder on another disk")
+    if free < _LITTLE_DISK:
+        return Finding(check, WARNING, found, "make room: every checkpoint has the size of the model")
+    return Finding(check, OK, found)
+
+
+def memory() -> Finding:
+    """The memory that is left, within the limit of the container or service if there is one."""
+    import psutil
+
+    from tepal.host.limits import Limits
+
+    free, limit = psutil.virtual_memory().available, Limits().memory
+    within = f", and this container or service may have {limit / 1e9:,.1f} GB" if limit else ""
+    return _memory(free, limit, f"{free / 1e9:,.1f} GB are free{within}")
+
+
+def _memory(free: float, limit: float, found: str) -> Finding:
+    usable = min(free, limit) if limit else free
+    remedy = "end other programs, raise the limit, or lower batch-size and micro-batch-size"
+    if usable < _NO_MEMORY:
+        return Finding("memory", PROBLEM, found, remedy)
+    return Finding("memory", WARNING, found, remedy) if usable < _LITTLE_MEMORY else Finding("memory", OK, found)
+
+
+# --- credentials ------------------------------------------------------------------------------------------------------
+
+
+def credentials(path: Path) -> Iterator[Finding]:
+    """Certificates' dates and names, and who can read the keys, in a folder of `tepal provision`."""
+    from tepal.tools.deploy.node_keys import ServerError, check_credentials
+    from tepal.tools.deploy.provision import ProvisionError, find_server, overview
+
+    check = "credentials"
+    try:
+        server = find_server(path)
+        warnings = check_credentials(server, "localhost", datetime.now(UTC))
+        found = overview(path)
+    except (ProvisionError, ServerError, OSError) as error:
+        yield Finding(check, PROBLEM, *_halves(str(error)))
+        return
+    for warning in warnings:
+        yield Finding(check, WARNING, *_halves(warning))
+    if not warnings:
+        days = f"{found.server_days} days, the authority's {found.ca_days}"
+        sites = sum(each.revoked is None for each in found.sites)
+        yield Finding(check, OK, f"the server's certificate holds {days}; {sites} sites may come in")
+    private = [server.key, path / "ca" / "ca.key", *sorted((path / "sites").glob("*.tar.gz"))]
+    yield _modes("private keys", [file for file in private if file.exists()])
+
+
+def site(path: Path) -> Iterator[Finding]:
+    """Whether a node can work with a site's archive, packed or unpacked."""
+    from tepal.tools.deploy.provision import ProvisionError, read_site
+
+    try:
+        if path.is_file():
+            yield _modes("site's archive", [path])
+            with tempfile.TemporaryDirectory(prefix="tepal-doctor-") as unpacked:
+                with tarfile.open(path) as archive:
+                    archive.extractall(unpacked, filter="data")
+                [inside] = Path(unpacked).iterdir()
+                read = read_site(inside)
+                yield _site_finding(read.name, read.superlink, read.root_certificates)
+        else:
+            read = read_site(path)
+            yield _site_finding(read.name, read.superlink, read.root_certificates)
+    except ProvisionError as error:
+        yield Finding("site", PROBLEM, *_halves(str(error)))
+    except (OSError, ValueError, tarfile.TarError) as error:
+        remedy = "ask whoever runs the server for a new archive"
+        yield Finding("site", PROBLEM, f"{path} is no site's archive: {error}", remedy)
+
+
+def _site_finding(name: str, superlink: str, root_certificates: Path) -> Finding:
+    from cryptography import x509
+
+    from tepal.tools.deploy.provision import SOON
+
+    end = x509.load_pem_x509_certificate(root_certificates.read_bytes()).not_valid_after_utc
+    days = (end - datetime.now(UTC)).days
+    found = f"{name}, of the server at {superlink}; its authority's certificate holds {days} days"
+    if days < SOON:
+        return Finding("site", WARNING, found, "whoever runs the server makes a new deployment, and sends new archives")
+    return Finding("site", OK, found)
+
+
+def _modes(check: str, files: Sequence[Path]) -> Finding:
+    """Whether nobody but their owner can read files."""
+    modes = {file: stat.S_IMODE(file.stat().st_mode) for file in files}
+    if open_ones := [file for file, mode in modes.items() if mode & 0o077]:
+        found = f"others can read {', '.join(f'{file} (mode {modes[file]:04o})' for file in open_ones)}"
+        return Finding(check, PROBLEM, found, f"chmod 600 {' '.join(map(str, open_ones))}")
+    return Finding(check, OK, f"{len(files)} {'file' if len(files) == 1 else 'files'}, for their owner alone")
+
+
+# --- the clock --------------------------------------------------------------------------------------------------------
+
+
+def clock(asked: Questions) -> Finding:
+    """This machine's clock beside that of the server, as the answer to a request for its health tells it."""
+    superlink = asked.superlink
+    remedy = f"see that the server runs and that this machine reaches its control port at {superlink}"
+    url = f"http://{superlink}/health"
+    try:
+        context = None
+        if certificates := _certificates(asked):
+            url = f"https://{superlink}/health"
+            context = ssl.create_default_context(cadata=certificates)
+        handlers = urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
+        begun = time.time()
+        try:
+            with urllib.request.build_opener(*handlers).open(url, timeout=10) as answer:
+                date = answer.headers.get("Date")
+        except urllib.error.HTTPError as error:
+            date = error.headers.get("Date")
+        answered = time.time()
+    except (OSError, ValueError, tarfile.TarError) as error:
+        return Finding("clock", PROBLEM, f"{url} does not answer: {getattr(error, 'reason', error)}", remedy)
+    if not date:
+        return Finding("clock", SKIPPED, f"{url} does not say what time it is", "compare the clocks by hand")
+    # The header's seconds are cut off.
+    theirs = email.utils.parsedate_to_datetime(date).timestamp() + 0.5
+    return judge_clock((begun + answered) / 2 - theirs, superlink)
+
+
+def judge_clock(ahead: float, superlink: str) -> Finding:
+    """What it means that this machine's clock is so many seconds ahead of the server's; negative: behind."""
+    found = f"{abs(ahead):.0f} s {'ahead of' if ahead >= 0 else 'behind'} that of {superlink}"
+    remedy = "set the clock by NTP on both machines"
+    if ahead > _AHEAD or -ahead > _BEHIND:
+        limits = f"a node may be {_AHEAD:.0f} s ahead and {_BEHIND / 60:.0f} min behind"
+        return Finding("clock", PROBLEM, f"{found}; {limits}", remedy)
+    if abs(ahead) > _SOME_SECONDS:
+        return Finding("clock", WARNING, found, remedy)
+    return Finding("clock", OK, f"within {_SOME_SECONDS:.0f} s of that of {superlink}")
+
+
+def _certificates(asked: Questions) -> str:
+    """Of the authority, in PEM, from a file of its own, the credentials or the site; "" where none was named."""
+    for given in filter(None, (asked.root_certificates, asked.credentials, asked.site)):
+        for candidate in (given, given / "server" / "ca.crt", given / "ca.crt"):
+            if candidate.is_file():
+                if candidate == asked.site:
+                    with tarfile.open(candidate) as archive:
+                        [member] = [name for name in archive.getnames() if name.endswith("/ca.crt")]
+                        content = archive.extractfile(member)
+                        return content.read().decode() if content else ""
+                return candidate.read_text(encoding="ascii")
+    return ""
+
+
+# --- what is shown ----------------------------------------------------------------------------------------------------
+
+
+def findings_table(findings: Sequence[Finding]) -> Table:
+    """All findings for a terminal; what to do stands below what was found."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for column in ("state", "check"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("found", overflow="fold")
+    for each in findings:
+        table.add_row(Text(each.state, style=_STYLES[each.state]), each.check, Text(each.found))
+        if each.remedy:
+            table.add_row("", "", Text(f"→ {each.remedy}", style="" if each.state != SKIPPED else "dim"))
+    return table
+
+
+def _halves(said: str) -> tuple[str, str]:
+    """A message of ours, which says behind its last colon or in its last sentence what to do."""
+    for found, there, remedy in (said.rpartition(". "), said.partition(": ")):
+        if there:
+            return found, remedy
+    return said, "see the documentation of `tepal provision`"
+
+
+def _last_line(text: str) -> str:
+    lines = [line for line in text.strip().splitlines() if line.strip()]
+    return lines[-1].strip() if lines else "it said nothing"
+
+
+def _skipped(check: str, found: str, remedy: str) -> Finding:
+    return Finding(check, SKIPPED, found, remedy)

@@ -1,0 +1,240 @@
+"""A whole deployment on this machine: a SuperLink and warm nodes as real processes, with TLS and registered keys.
+
+What `tepal simulate` is for a method, this is for a deployment: the same app over the same wire as between machines.
+All credentials are made for it and are gone with it, as is every process, whatever happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import ssl
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from joblib import cpu_count
+
+from tepal.host.processes import (
+    Process,
+    ProcessError,
+    flower_environment,
+    free_port,
+    started,
+    wait_for_http,
+    wait_for_log,
+)
+from tepal.host.superlink import (
+    Clock,
+    Listener,
+    Outcome,
+    RunError,
+    app_run_config,
+    connect,
+    explain,
+    follow,
+    stage_app,
+    submit,
+)
+from tepal.host.toml import Value, parse_run_config, to_toml
+from tepal.tools.deploy.fleet import align, open_fleet
+from tepal.tools.deploy.provision import make, read_site
+from tepal.tools.deploy.supervisor import Settings, superlink_command
+
+_START = 120.0  # seconds that SuperLink and nodes have to come up
+_GRACE = 5.0  # seconds that they have to end
+
+
+def loopback(
+    app: Path,
+    *,
+    clients: int,
+    run_config: Mapping[str, Value] | Sequence[str] = (),
+    node_configs: Sequence[Mapping[str, Value]] = (),
+    on_event: Listener | None = None,
+    timeout: float | None = None,
+    log: Path | None = None,
+    cache: Path | None = None,
+) -> Outcome:
+    """Run the Flower app in the folder `app` on a deployment of its own, and wait for its end.
+
+    Args:
+        clients: Number of clients; each is a `tepal node` of its own, registered as site-1, site-2, …
+        run_config: As `tepal.tools.simulation.engines.simulate` takes it.
+        node_configs: Each client's, in order; without, a client gets its partition of the run's dataset.
+        on_event: Hears stages and log lines.
+        timeout: Seconds after which the run is stopped, from the call on. None: no limit.
+        log: File for the run's log (default: a new one in the system's temporary folder).
+        cache: Folder for what clients keep, each in one of its own (default: a temporary one).
+
+    Raises:
+        RunError: with the app's own error where the app failed.
+        ValueError: an argument out of range.
+    """
+    if clients < 1:
+        raise ValueError(f"clients is {clients}, expected at least 1")
+    if node_configs and len(node_configs) != clients:
+        raise ValueError(f"there are {len(node_configs)} node configs for {clients} clients")
+    configs = node_configs or [{"partition-id": k, "num-partitions": clients} for k in range(clients)]
+    config = parse_run_config(run_config) if not isinstance(run_config, Mapping) else dict(run_config)
+    app = app.resolve()
+    if unknown := sorted(set(config) - set(app_run_config(app))):
+        raise RunError(f"{app.name} has no run configuration key {', '.join(unknown)}")
+    if log is None:
+        handle, name = tempfile.mkstemp(prefix="tepal-loopback-", suffix=".log")
+        os.close(handle)
+        log = Path(name)
+    clock = Clock(on_event or (lambda _kind, _text: None), timeout)
+    folder = Path(tempfile.mkdtemp(prefix="tepal-loopback-"))
+    try:
+        bundle, work = folder / "app", folder / "work"
+        bundle.mkdir()
+        stage_app(app, bundle)
+        changes = folder / "run-config.toml"
+        changes.write_text(to_toml(config), encoding="utf-8")
+        work.mkdir()
+        with deployment(folder, configs, clock, cache or folder / "cache") as running:
+            clock.stage("submit", "Submitting the app ...")
+            run_id = submit(bundle, changes, running.superlink, running.environment, clock.left(120))
+            clock.stage("run", f"Run {run_id} with {clients} clients ...")
+            status, details = follow(run_id, running.address, running.superlink, clock, log, running.root_certificates)
+            clock.stage("stop", f"Run {run_id}: {status}")
+        clock.stage("", "")
+    except (ProcessError, TimeoutError, subprocess.TimeoutExpired) as error:
+        raise RunError(clock.over or str(error), log) from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if status != "completed":
+        raise RunError(f"The run {status}: {explain(log.read_text(), details)}", log)
+    return Outcome(run_id, status, log, details, clock.seconds)
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """SuperLink and nodes that run. `environment` is for Flower's commands, which find this SuperLink by it."""
+
+    superlink: Process
+    nodes: tuple[Process, ...]
+    address: str
+    root_certificates: Path
+    environment: Mapping[str, str]
+
+
+@contextlib.contextmanager
+def deployment(
+    folder: Path,
+    node_configs: Sequence[Mapping[str, Value]],
+    clock: Clock,
+    cache: Path,
+    *,
+    warm: bool = True,
+    stock: bool = False,
+) -> Iterator[Deployment]:
+    """Provision, start a SuperLink and a node for each node config, wait until all are connected; stop them.
+
+    All that they write is in `folder`, but for what clients keep, which is in `cache`. Nodes are Flower's own
+    `flower-supernode` unless they are `warm`; `stock` leaves Flower's settings as they come.
+    """
+    sites = [f"site-{k}" for k in range(1, len(node_configs) + 1)]
+    port, fleet_port = free_port(), free_port()
+    clock.stage("provision", "Making certificates and keys ...")
+    made = make(folder / "fleet", hosts=["localhost"], sites=sites, port=fleet_port, unpacked=True)
+    settings = Settings(
+        state=folder, credentials=made.server, fleet=f"127.0.0.1:{fleet_port}", host="127.0.0.1", port=port
+    )
+    address, trusted = settings.control, made.server.root_certificates
+    environment = flower_environment(folder / "home") | ({} if stock else {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1"})
+    # They share this machine's cores; threads that wait for each other's would cost many times what they bring.
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, cpu_count() // len(sites))))
+    connect(folder / "home", address, trusted)
+    with contextlib.ExitStack() as stack:
+        clock.stage("start SuperLink", "Starting a SuperLink ...")
+        superlink = stack.enter_context(
+            started(
+                superlink_command(settings),
+                log=folder / "superlink.log", env=environment, cwd=folder / "work", grace=_GRACE, folder=folder,
+            )
+        )  # fmt: skip
+        wait_for_http(
+            f"https://{address}/health", timeout=clock.left(_START), process=superlink,
+            context=ssl.create_default_context(cafile=trusted),
+        )  # fmt: skip
+        with open_fleet(address, trusted) as fleet:
+            for told in align(fleet, made.server):
+                if told.problem:
+                    raise ProcessError(f"{told.site} cannot be registered: {told.problem}")
+        clock.stage("start nodes", f"Starting {len(sites)} nodes ...")
+        nodes = []
+        for site, config in zip(sites, node_configs, strict=True):
+            command = _node if warm else _supernode
+            nodes.append(
+                stack.enter_context(
+                    started(
+                        command(made.unpacked(site), folder / f"{site}.sock", config),
+                        log=folder / f"{site}.log", env=environment | {"TEPAL_CACHE": str(cache / site)},
+                        cwd=folder / "work", name=site, grace=_GRACE, folder=folder,
+                    )
+                )
+            )  # fmt: skip
+        for node, site in zip(nodes, sites, strict=True):
+            if warm:
+                wait_for_node(node, folder / f"{site}.sock", clock.left(_START))
+            else:
+                wait_for_log(node, "SuperNode ID:", clock.left(_START))
+        yield Deployment(superlink, tuple(nodes), address, trusted, environment)
+        stop_all([*nodes, superlink])
+
+
+def wait_for_node(process: Process, control: Path, timeout: float) -> None:
+    """Wait until a node is connected. Raises `ProcessError` if it ended, `TimeoutError` after `timeout` seconds."""
+    from tepal.client_app.node.service import Control
+
+    end = time.monotonic() + timeout
+    with contextlib.closing(Control(f"unix:{control}")) as asked:
+        while True:
+            problem = "it does not answer"
+            with contextlib.suppress(ConnectionError):
+                if asked.healthy():
+                    return
+                problem = asked.status().problem
+            if not process.running:
+                raise ProcessError(f"{process.name} ended with status {process.returncode}.\n{process.tail()}")
+            if time.monotonic() > end:
+                tail = process.tail()
+                raise TimeoutError(f"{process.name} is not connected after {timeout:.0f} s: {problem}\n{tail}")
+            time.sleep(0.05)
+
+
+def _node(site: Path, control: Path, node_config: Mapping[str, Value]) -> list[str]:
+    command = [sys.executable, "-m", "tepal.tools.cli.commands", "node", "--site", str(site)]
+    command += ["--control", f"unix:{control}", "--state", str(control.with_suffix(""))]
+    return [*command, "--node-config", _config_file(control, node_config)]
+
+
+def _supernode(folder: Path, control: Path, node_config: Mapping[str, Value]) -> list[str]:
+    site = read_site(folder)
+    command = ["flower-supernode", "--superlink", site.superlink, "--root-certificates", str(site.root_certificates)]
+    command += ["--auth-supernode-private-key", str(site.key), "--host", "127.0.0.1", "--port", str(free_port())]
+    return [*command, "--node-config", _config_file(control, {"name": site.name, **node_config})]
+
+
+def _config_file(control: Path, config: Mapping[str, Value]) -> str:
+    """Write a node's config next to its control socket; the path of the TOML file, which `--node-config` takes, too.
+
+    Pairs on the command line would not do: Flower's parser of pairs ends a text at the first quote of its kind.
+    """
+    path = control.with_suffix(".toml")
+    path.write_text(to_toml(config), encoding="utf-8")
+    return str(path)
+
+
+def stop_all(processes: Sequence[Process]) -> None:
+    """Stop processes side by side, because each takes a second or two to say goodbye."""
+    with ThreadPoolExecutor(max(len(processes), 1)) as pool:
+        list(pool.map(lambda process: process.stop(_GRACE), processes))

@@ -1,0 +1,91 @@
+"""A server's metrics for Prometheus: its journal, and `metrics.jsonl` of the runs in progress and of the newest."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from tepal.host.metrics import Families
+
+if TYPE_CHECKING:
+    from tepal.tools.dashboard.views import RunView
+    from tepal.tools.deploy.supervisor import Journal
+
+_OUTCOMES = ("refused", "lost", "late", "left_out")  # lists of clients in a line of metrics.jsonl
+
+
+def server_families(journal: Journal, folders: Sequence[Path]) -> Families:
+    """A server's metrics, from its journal and the runs in its folders."""
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    up = GaugeMetricFamily("tepal_superlink_up", "1 while the SuperLink runs and answers")
+    up.add_metric([], float(journal.superlink == "running"))
+    starts = CounterMetricFamily("tepal_superlink_starts", "Starts of the SuperLink since this server's own")
+    starts.add_metric([], journal.superlink_starts)
+    nodes = GaugeMetricFamily("tepal_nodes_registered", "Nodes whose keys are registered")
+    nodes.add_metric([], len(journal.nodes))
+    memory = GaugeMetricFamily("tepal_server_resident_bytes", "Resident memory", labels=["process"])
+    for process, size in _resident().items():
+        memory.add_metric([process], size)
+    return [up, starts, nodes, memory, *run_families(_seen(folders))]
+
+
+def run_families(runs: Sequence[RunView]) -> Families:
+    """The metrics of runs, as their metrics.jsonl has them."""
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
+
+    state = GaugeMetricFamily("tepal_run_state", "1 for the state that the run is in", labels=["run", "state"])
+    done = GaugeMetricFamily("tepal_run_rounds", "Rounds that have ended", labels=["run", "strategy"])
+    asked = GaugeMetricFamily("tepal_run_rounds_asked", "Rounds of the whole run", labels=["run", "strategy"])
+    score = GaugeMetricFamily("tepal_run_score", "The last accuracy, or RMSE", labels=["run", "measure"])
+    moved = CounterMetricFamily(
+        "tepal_run_bytes", "Payload bytes of all clients, and names and digests", labels=["run", "direction"]
+    )
+    replies = CounterMetricFamily("tepal_run_replies", "What became of clients' replies", labels=["run", "outcome"])
+    seconds = SummaryMetricFamily("tepal_run_round_seconds", "Duration of the rounds", labels=["run"])
+    for run in runs:
+        try:
+            facts, lines = run.facts(), run.metrics
+        except (OSError, ValueError):  # a damaged file must not hide the other runs
+            state.add_metric([run.path.name, "unreadable"], 1)
+            continue
+        name, strategy = facts["name"], str(facts["strategy"] or "")
+        state.add_metric([name, facts["state"]], 1)
+        done.add_metric([name, strategy], facts["rounds"] or 0)
+        if facts["rounds_asked"]:
+            asked.add_metric([name, strategy], facts["rounds_asked"])
+        if facts["score"] is not None:
+            score.add_metric([name, facts["measure"]], facts["score"])
+        for direction in ("down", "up", "overhead"):
+            moved.add_metric([name, direction], sum(line.get(f"bytes_{direction}") or 0 for line in lines))
+        replies.add_metric([name, "replied"], sum(line.get("clients_replied") or 0 for line in lines))
+        for outcome in _OUTCOMES:
+            replies.add_metric([name, outcome], sum(len(line.get(outcome) or ()) for line in lines))
+        took = [line["seconds"] for line in lines if line["round"] > 0 and line.get("seconds") is not None]
+        seconds.add_metric([name], len(took), sum(took))
+    return [state, done, asked, score, moved, replies, seconds]
+
+
+def _seen(folders: Sequence[Path]) -> list[RunView]:
+    """The runs in progress, and the newest."""
+    from tepal.tools.dashboard.views import RunView, views
+
+    there = [view for folder in folders if folder.is_dir() for view in views(folder) if isinstance(view, RunView)]
+    there.sort(key=lambda view: view.started, reverse=True)
+    return [view for number, view in enumerate(there) if number == 0 or view.running]
+
+
+def _resident() -> dict[str, int]:
+    """Bytes of this process, and of all that it has started."""
+    own = psutil.Process(os.getpid())
+    children = 0
+    with contextlib.suppress(psutil.Error):
+        for child in own.children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                children += child.memory_info().rss
+    return {"server": own.memory_info().rss, "superlink": children}

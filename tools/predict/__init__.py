@@ -1,0 +1,1 @@
+"""`tepal predict`: predictions of a saved model or ensemble."""

@@ -1,0 +1,131 @@
+"""Data of experiments: where it must lie, and the stretches of it that small settings take."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tepal.records.run_directory import write_whole
+from tepal.tools.reproduce.experiment import NotAtHand
+from tepal.training.data.config import DataConfig
+from tepal.training.data.examples import ImageArrays, Source
+from tepal.training.data.known import IMAGES, KNOWN
+from tepal.training.data.sources import named_source
+
+_SOURCES = {"shakespeare": "LEAF, data/shakespeare", "xglue-nc": "XGLUE, news classification"}  # not on the hub
+
+
+def at_hand(folder: Path, names: Sequence[str]) -> dict[str, Path]:
+    """Data set → its files, `folder/<name>` or `folder/<name>.<any end>`. Raises NotAtHand for all that are missing."""
+    found = {name: path for name in names if (path := _place(folder, name))}
+    if missing := [name for name in names if name not in found]:
+        wanted = "".join(f"\n{_wanted(folder, name)}" for name in missing)
+        raise NotAtHand(f"data is missing, to be put there or named by --data FOLDER:{wanted}")
+    return found
+
+
+def sizes(found: Mapping[str, Path]) -> dict[str, dict[str, int]]:
+    """Of each data set: how many files it has, and their bytes. What tells a set from one that came in its place."""
+    told = {}
+    for name, path in found.items():
+        files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
+        told[name] = {"files": len(files), "bytes": sum(each.stat().st_size for each in files)}
+    return told
+
+
+def _place(folder: Path, name: str) -> Path | None:
+    return next((path for path in (folder / name, *sorted(folder.glob(f"{name}.*"))) if path.exists()), None)
+
+
+def _wanted(folder: Path, name: str) -> str:
+    known = KNOWN[name]
+    array = f"{folder / name}.npz with the arrays x_train, y_train, x_test, y_test, or " if known.of == IMAGES else ""
+    source = f"{known.hub} on the Hugging Face hub" if known.hub else _SOURCES[name]
+    return (
+        f"  {name}: the folder {folder / name} with {known.files}; or {array}a table ({folder / name}.parquet, "
+        f".jsonl, .csv). From {source}."
+    )
+
+
+@dataclass(frozen=True)
+class Images:
+    """Images (n, channels, height, width), their labels (n,), and whom they belong to."""
+
+    images: NDArray[np.uint8]
+    labels: NDArray[np.int64]
+    groups: NDArray[np.str_] | None = None
+
+    def take(self, chosen: NDArray[np.int64]) -> Images:
+        return Images(self.images[chosen], self.labels[chosen], None if self.groups is None else self.groups[chosen])
+
+    def first(self, count: int, after: int = 0) -> Images:
+        return self.take(np.arange(after, min(after + count, len(self.labels))))
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+def shuffled_images(name: str, path: Path, *, seed: int = 0) -> tuple[Images, Images | None]:
+    """A data set's training and test images, each in an order of the seed's."""
+    groups = KNOWN[name].group if path.suffix == ".npz" else ""  # other formats of it say it by themselves
+    source = named_source(DataConfig(dataset=name, dataset_path=str(path), group_column=groups))
+    assert isinstance(source, Source) and isinstance(source.train, ImageArrays)
+    test = source.test
+    assert test is None or isinstance(test, ImageArrays)
+    return _shuffled(source.train, seed), None if test is None else _shuffled(test, seed + 1)
+
+
+def _shuffled(kept: ImageArrays, seed: int) -> Images:
+    order = np.random.default_rng(seed).permutation(len(kept))
+    return Images(kept.images, kept.labels, kept.groups).take(order)
+
+
+def write_images(path: Path, train: Images, test: Images | None = None) -> Path:
+    """A .npz file as a run's `dataset` takes it; returns its path."""
+    arrays: dict[str, NDArray[np.generic]] = {"x_train": train.images, "y_train": train.labels}
+    if train.groups is not None:
+        arrays["group"] = train.groups
+    if test is not None:
+        arrays |= {"x_test": test.images, "y_test": test.labels}
+    content = io.BytesIO()
+    np.savez(content, **arrays)  # type: ignore[arg-type]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, content.getvalue())
+    return path
+
+
+def by_distribution(
+    labels: NDArray[np.int64], clients: int, each: int, alpha: float, seed: int
+) -> list[NDArray[np.int64]]:
+    """As many examples for every client, of a label distribution of its own from Dir(alpha): indices by client.
+
+    No example is drawn twice. A class that is used up leaves its share to the others.
+    """
+    rng = np.random.default_rng(seed)
+    classes = np.unique(labels)
+    left = {int(label): list(rng.permutation(np.flatnonzero(labels == label))) for label in classes}
+    drawn = []
+    for _ in range(clients):
+        shares, chosen = rng.dirichlet(np.full(len(classes), alpha)), list[int]()
+        while len(chosen) < each:
+            there = np.array([bool(left[int(label)]) for label in classes])
+            if not there.any():
+                raise ValueError(f"{len(labels)} examples are too few for {clients} clients of {each}")
+            weights = np.where(there, np.maximum(shares, 1e-12), 0)
+            for label in rng.choice(classes, each - len(chosen), p=weights / weights.sum()):
+                if left[int(label)]:
+                    chosen.append(left[int(label)].pop())
+        drawn.append(np.array(chosen, np.int64))
+    return drawn
+
+
+def grouped(images: Images, parts: Sequence[NDArray[np.int64]]) -> Images:
+    """The images of all parts, each part a group."""
+    names = np.concatenate([np.full(len(part), f"client-{k:03d}") for k, part in enumerate(parts)])
+    taken = images.take(np.concatenate(list(parts)))
+    return Images(taken.images, taken.labels, names)

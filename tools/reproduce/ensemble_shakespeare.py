@@ -1,0 +1,81 @@
+"""Shakespeare of Fed-ensemble (arXiv 2107.10663): the next character, a client for each role or so."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tepal.tools.reproduce.experiment import Cell, Outcome, Place, Table, Values
+from tepal.tools.reproduce.runs import curves, mean_text, trained
+
+METHODS: Mapping[str, tuple[Mapping[str, Any], float | None]] = {
+    "FedAvg": ({"strategy": "fedavg"}, 0.6005),
+    "FedProx": ({"strategy": "fedprox", "fedprox.mu": 0.01}, 0.6018),
+    "FedBE, no distillation": ({"strategy": "fedbe", "fedbe.distil": False}, 0.6152),
+    "Fed-ensemble": ({"strategy": "fedensemble"}, 0.6249),
+}
+"""Method → its keys, and the paper's accuracy."""
+
+_COMMON: Mapping[str, Any] = {
+    "model": "char-lstm", "dataset": "shakespeare", "partitioner": "natural", "optimizer": "adam", "weight-decay": 0.0,
+    "schedule": "constant", "fraction-evaluate": 0.0, "score-in-training": False, "batch-size": 32,
+}  # fmt: skip
+_SMALL: Mapping[str, Any] = {
+    "text-length": 10, "fraction-train": 0.1, "num-server-rounds": 80, "evaluate-every": 20, "local-steps": 20,
+    "learning-rate": 0.003, "held-out-fraction": 0.004, "test-fraction": 0.005, "fedensemble.modes": 3,
+}  # fmt: skip
+_FULL: Mapping[str, Any] = {
+    "fraction-train": 0.1, "num-server-rounds": 300, "evaluate-every": 20, "local-epochs": 1, "learning-rate": 0.001,
+    "held-out-fraction": 0.1, "fedensemble.modes": 5,
+}  # fmt: skip
+
+
+class EnsembleShakespeare:
+    """Accuracy of the next character."""
+
+    name = "ensemble-shakespeare"
+    title = "Fed-ensemble on Shakespeare's roles, the next character"
+    paper = "Fed-ensemble, table 2 (arXiv 2107.10663)"
+    deviations = (
+        "Whole roles are dealt to 100 clients; the test passages are of all of them.",
+        "Learning rate, local work, batch size and rounds are chosen here, as the paper does not give them.",
+    )
+
+    def data(self, full: bool) -> Sequence[str]:
+        return ("shakespeare",)
+
+    def scale(self, full: bool) -> str:
+        if full:
+            return "80 characters, five modes, 300 rounds of one epoch of a tenth of the clients, three seeds."
+        return "10 characters before the next one (the paper: 80), three modes, 80 rounds of 20 steps; one seed."
+
+    def cells(self, full: bool) -> Sequence[Cell]:
+        return [
+            Cell(
+                f"{_slug(method)}-{seed}",
+                {"config": {**_COMMON, **(_FULL if full else _SMALL), **keys, "seed": seed}, "clients": 100},
+            )
+            for method, (keys, _) in METHODS.items() for seed in ((1, 2, 3) if full else (1,))
+        ]  # fmt: skip
+
+    def compute(self, cell: Cell, place: Place) -> Values:
+        return trained(cell, place)
+
+    def outcome(self, found: Mapping[str, Values]) -> Outcome:
+        by_method = {
+            method: [of for name, of in found.items() if name.startswith(f"{_slug(method)}-")] for method in METHODS
+        }
+        scores = {method: [of["server"] for of in each] for method, each in by_method.items()}
+        rows = [(method, mean_text(scores[method]), paper) for method, (_, paper) in METHODS.items()]
+        findings = []
+        if scores["Fed-ensemble"] and scores["FedAvg"]:
+            ensemble, single = (sum(scores[key]) / len(scores[key]) for key in ("Fed-ensemble", "FedAvg"))
+            above = "above" if ensemble > single else "below"
+            findings.append(f"Fed-ensemble is {abs(ensemble - single):.4f} {above} FedAvg (paper: .0244 above).")
+        figure = curves(by_method, "rounds", "The next character", "On passages that no client has.")
+        return Outcome([Table("Accuracy by method", ("method", "ours", "paper"), rows)], [figure], findings)
+
+
+def _slug(method: str) -> str:
+    return re.sub("[^a-z]", "", method.lower())

@@ -1,0 +1,110 @@
+"""The cost table of FedFrozen (arXiv 2605.06446): what its uploads are of FedAvg's, by model.
+
+Two warm-up rounds of ten. The paper counts parameters on their way up, of base models without a task's head; `both` are
+both ways, with the frozen block's one way down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from tepal import models
+from tepal.models.blocks import find_blocks
+from tepal.models.libraries import import_transformers
+from tepal.report.page import Figure, empty_plot
+from tepal.strategies.fedfrozen import cost_ratio
+from tepal.tools.reproduce.experiment import Cell, NotAtHand, Outcome, Place, Table, Values
+from tepal.tools.reproduce.model_table import on_meta
+
+WARMUP, ROUNDS = 2, 10
+_BASE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
+_BART = {f"{half}_{key}": size for half in ("encoder", "decoder")
+         for key, size in {"layers": 6, "attention_heads": 12, "ffn_dim": 3072}.items()}  # fmt: skip
+_T5 = {"d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8}
+
+PAPER: Mapping[str, tuple[str, Mapping[str, Any], float]] = {
+    "ViT-B/32": ("ViT", {**_BASE, "image_size": 224, "patch_size": 32}, 0.8712),
+    "T5-small": ("T5", _T5, 0.8752),
+    "BART-base": ("Bart", {"d_model": 768, **_BART}, 0.8780),
+    "ELECTRA-base": ("Electra", {"embedding_size": 768, **_BASE}, 0.8959),
+    "BERT-base": ("Bert", _BASE, 0.8964),
+}
+"""Model → its family in transformers, its sizes, and the cost that the paper prints."""
+
+
+class FedFrozenCosts:
+    """Costs of the paper's five models and of every model that a run config can name."""
+
+    name = "fedfrozen-costs"
+    title = "What FedFrozen uploads, relative to FedAvg"
+    paper = "FedFrozen, table of communication costs (arXiv 2605.06446)"
+    deviations = ("Models by name have the head of their task, the paper's five have none.",)
+
+    def data(self, full: bool) -> Sequence[str]:
+        return ()
+
+    def scale(self, full: bool) -> str:
+        return f"{WARMUP} warm-up rounds of {ROUNDS}, models in their full size, without weights: nothing is scaled."
+
+    def cells(self, full: bool) -> Sequence[Cell]:
+        papers = [Cell(name.replace("/", "-").lower() + "-of-the-paper", {"paper": name}) for name in PAPER]
+        return [*papers, *(Cell(name.replace("/", "-"), {"model": name}) for name in models.names())]
+
+    def compute(self, cell: Cell, place: Place) -> Values:
+        try:
+            model = _papers(cell.options["paper"]) if "paper" in cell.options else on_meta(cell.options["model"])
+        except models.ModelError as error:
+            raise NotAtHand(str(error)) from error
+        blocks = find_blocks(model)
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        frozen = sum(blocks.layout.by_name[name].size for name in blocks.query_key)
+        told: dict[str, Any] = {**cell.options, "parameters": parameters, "frozen": frozen}
+        if frozen:
+            told["up"] = cost_ratio(model, WARMUP, ROUNDS)
+            told["both"] = cost_ratio(model, WARMUP, ROUNDS, downlink=True)
+        return told
+
+    def outcome(self, found: Mapping[str, Values]) -> Outcome:
+        headings = ("model", "parameters", "query and key", "up", "paper", "both ways")
+        papers = [of for of in found.values() if "paper" in of]
+        others = [of for of in found.values() if "paper" not in of]
+        tables = [
+            Table("The paper's models", headings, [_row(of["paper"], of, PAPER[of["paper"]][2]) for of in papers]),
+            Table("Models by name", headings, [_row(of["model"], of, None) for of in others]),
+        ]
+        findings = []
+        if len(papers) == len(PAPER):
+            furthest = max(abs(of["up"] - PAPER[of["paper"]][2]) for of in papers)
+            findings.append(f"Ours are the paper's to {furthest:.5f}.")
+        without = [of["model"] for of in others if not of["frozen"]]
+        if without:
+            findings.append(f"Without attention, so that FedFrozen refuses them: {', '.join(without)}.")
+        return Outcome(tables, [_figure([of for of in [*papers, *others] if of["frozen"]])], findings)
+
+
+def _papers(name: str) -> nn.Module:
+    family, sizes, _ = PAPER[name]
+    transformers = import_transformers(name)
+    make: Callable[[Any], nn.Module] = getattr(transformers, f"{family}Model")
+    with torch.device("meta"):
+        return make(getattr(transformers, f"{family}Config")(**sizes))
+
+
+def _row(name: str, of: Values, printed: float | None) -> Sequence[str | float | int | None]:
+    return (name, of["parameters"], of["frozen"] / of["parameters"], of.get("up"), printed, of.get("both"))
+
+
+def _figure(told: Sequence[Values]) -> Figure:
+    plot = empty_plot("relative to FedAvg", "")
+    names = [of.get("paper") or of["model"] for of in told]
+    plot.add_bar(
+        x=[of["up"] for of in told], y=names, orientation="h",
+        meta={"role": "main", "spoken": f"{len(names)} models."}, hovertemplate="%{y}: %{x:.4f}<extra></extra>",
+    )  # fmt: skip
+    plot.update_layout(showlegend=False, height=80 + 22 * len(names))
+    plot.update_yaxes(autorange="reversed", dtick=1)
+    return Figure("costs", "Uploads of FedFrozen", "Two warm-up rounds of ten. 1 is FedAvg.", plot)

@@ -1,0 +1,106 @@
+"""All models by name as a page of the documentation: `python -m tepal.tools.reproduce.model_table > docs/models.md`.
+
+Models are built on the meta device: no weights, no downloads. torchvision and transformers must be installed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tepal import models
+from tepal.models.blocks import find_blocks
+
+WARMUP, ROUNDS = 2, 10
+
+_KINDS = {
+    models.IMAGES: "Images",
+    models.TEXTS: "Texts, classified",
+    models.CHARACTERS: "The next character",
+    models.CHOICES: "Answers, by their likelihood",
+    models.SEQUENCES: "Numbers, regressed",
+}
+# What a model is built for where it comes from; all else is ImageNet's, and texts of two classes.
+_IMAGES_OF = {"cnn": ((1, 28, 28), 10), "tiny-vit": ((1, 8, 8), 10), "resnet-20": ((3, 32, 32), 10)}
+
+_INTRODUCTION = f"""# Models by name
+
+`model = "…"` in the run config; each is built from its own configuration, without a download. What else it may name:
+
+- a directory with a config.json, as transformers' `save_pretrained` leaves it, at the same place on the server and on
+  every client;
+- `package.module:function`, a model of your own, which the server and every client can import (models/own.py). Its
+  blocks are found as those of all models, or named in the run config: `blocks.query-key`, `blocks.layers`, ….
+
+`pretrained = "…"` names the weights that a run starts from: such a directory, a .safetensors, .pt or .pth file, or a
+repository on the hub, which the server downloads. Clients have them from the server. A head for other classes than the
+run's is drawn anew, which the server's log says; whatever else does not fit stops the run before it starts.
+
+torchvision's models (mobilenet, resnet but 20, shufflenet, vit) need the extra `vision`, those that are called as on
+the Hugging Face hub the extra `text`.
+
+Figures are for images of 3x224x224 in 1000 classes and texts in 2 (cnn: 1x28x28 in 10, tiny-vit: 1x8x8 in 10,
+resnet-20: 3x32x32 in 10, char-lstm and char-transformer: 80 characters, linear-attention: 64 features and 32 outputs),
+in float32. **Query/key** is the share of the parameters that FedFrozen freezes, the **value block** all other entries,
+and **cost** its upload relative to FedAvg's with {WARMUP} warm-up rounds of {ROUNDS}. A **layer** is a transformer
+block, or a stage of a model without; its bytes are those of the smallest and the largest."""
+
+
+def page() -> str:
+    """The page. Raises ModelError where a library is missing."""
+    sections = [_INTRODUCTION]
+    for kind, title in _KINDS.items():
+        rows = [_row(name) for name in models.names() if models.MODELS[name].kind == kind]
+        head = ["model", "parameters", "query/key", "value block, bytes", "layers", "bytes of a layer", "cost"]
+        lines = [_line(head), "|---" + "|---:" * (len(head) - 1) + "|", *(_line(row) for row in rows)]
+        sections.append("\n".join([f"## {title}", "", *lines]))
+    return "\n\n".join(sections) + "\n"
+
+
+def on_meta(name: str) -> nn.Module:
+    """A model by its name, in its usual size, without weights. Raises ModelError where a library is missing."""
+    with torch.device("meta"):
+        return models.build(name, seed=0, **_usual(name))
+
+
+def _row(name: str) -> list[str]:
+    from tepal.strategies.fedfrozen import cost_ratio
+
+    model = on_meta(name)
+    blocks = find_blocks(model)
+    layout, parameters = blocks.layout, sum(parameter.numel() for parameter in model.parameters())
+    frozen = sum(layout.by_name[entry].size for entry in blocks.query_key)
+    layers = [layout.nbytes(layer) for layer in blocks.layers]
+    least, most = min(layers), max(layers)
+    return [
+        f"`{name}`",
+        f"{parameters:,}",
+        f"{frozen / parameters:.2%}" if frozen else "none",
+        f"{layout.nbytes(blocks.value):,}",
+        str(len(layers)),
+        f"{least:,}" + (f" – {most:,}" if most > least else ""),
+        f"{cost_ratio(model, WARMUP, ROUNDS):.4f}" if frozen else "1",
+    ]
+
+
+def _usual(name: str) -> dict[str, Any]:
+    kind = models.MODELS[name].kind
+    shape, classes = _IMAGES_OF.get(name, ((3, 224, 224), 1000))
+    known = {
+        "image_shape": shape,
+        "classes": 2 if kind == models.TEXTS else classes,
+        "vocabulary": 80,
+        "features": 64,
+        "outputs": 32,
+    }
+    return {key: known[key] for key in models.NEEDS[kind]}
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,0 +1,1 @@
+"""Simulation on one machine: engines that start what runs need."""

@@ -1,0 +1,210 @@
+"""The process of a `simulation.ProcessEngine`: it imports an app once, and forks what each run needs.
+
+    this process     the app's imports, and the data that `prepare` reads; it waits, and has no threads
+      the run        the ServerApp, and the clients where they take turns
+      a worker …     the ClientApp, one for each client at work; messages reach it through a pipe
+
+Forked processes share what was there before them. Every run begins from the same state, and one that fails or is killed
+takes nothing with it. Where forking is not safe, as on macOS, a run is in this process, with its clients in threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pkgutil
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from logging import getLogger
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
+from flwr.supercore.task_identity import TaskIdentity
+
+from tepal.client_app.stacked import Gathering
+from tepal.host.superlink import RAISED, app_components, app_run_config
+from tepal.host.toml import parse_run_config
+from tepal.strategies.in_process import Answers, InProcessGrid, Node
+
+FORKS = sys.platform.startswith("linux")
+
+
+def main() -> None:
+    """Serve runs of an app: `one_process.py FOLDER CLIENTS AT_ONCE THREADS`.
+
+    FOLDER is the app's, CLIENTS the number of its clients, AT_ONCE how many of them are at work at once. Each line of
+    the standard input asks for a run, as JSON: `config` is a TOML file with changes to the run configuration, `ended`
+    the name of a file for the run's status. `train-together` in the run configuration goes before AT_ONCE; such clients
+    have THREADS threads of PyTorch's, others as many as OMP_NUM_THREADS says.
+    """
+    folder, (clients, at_once, threads) = Path(sys.argv[1]), map(int, sys.argv[2:])
+    sys.path.insert(0, str(folder))
+    app = None
+    for asked in os.fdopen(os.dup(sys.stdin.fileno()), encoding="utf-8"):  # an app may close sys.stdin
+        request = json.loads(asked)
+        try:
+            app = app or App.load(folder)
+            config = app_run_config(folder) | parse_run_config([request["config"]])
+            if FORKS:
+                app.prepare(config, clients)
+                status = _status_of(_forked_run(app, config, clients, at_once, threads))
+            else:
+                _run(app, config, clients, at_once, app.client_app)
+                status = ""
+        except Exception:
+            _say_what_was_raised()
+            status = "its app raised an exception"
+        written = Path(f"{request['ended']}.new")
+        written.write_text(status, encoding="utf-8")
+        written.rename(request["ended"])
+
+
+@dataclass(frozen=True)
+class App:
+    """A Flower app that is imported."""
+
+    server_app: ServerApp
+    client_app: ClientApp
+    prepare: Callable[[Mapping[str, Any], int], None]
+    """Called with the run config and the number of clients before a run's processes are forked, to read what they
+    share: the function `prepare` of the ClientApp's module, where it has one."""
+
+    @staticmethod
+    def load(folder: Path) -> App:
+        server_app, client_app = (pkgutil.resolve_name(name) for name in app_components(folder))
+        module = sys.modules[app_components(folder)[1].partition(":")[0]]
+        return App(server_app, client_app, getattr(module, "prepare", lambda _config, _clients: None))
+
+
+def _run(app: App, config: Mapping[str, Any], clients: int, at_once: int, answer: Answers) -> None:
+    """The whole run in this process, but for what `answer` gives to others."""
+    nodes = [Node(answer, {"partition-id": k, "num-partitions": clients}) for k in range(clients)]
+    stacked = _stacked(config)
+    how: dict[str, Any] = {"at_once": stacked, "gathering": Gathering} if stacked > 1 else {"at_once": at_once}
+    with InProcessGrid(nodes, config, **how) as grid:
+        app.server_app(grid, Context(1, 0, {}, RecordDict(), dict(config)))
+
+
+def _stacked(config: Mapping[str, Any]) -> int:
+    return int(config.get("train-together", 1))
+
+
+def _say_what_was_raised() -> None:
+    getLogger("flwr").exception(RAISED)
+    sys.stdout.flush()
+
+
+# --- processes ------------------------------------------------------------------------------------------------------
+
+
+def _forked_run(app: App, config: Mapping[str, Any], clients: int, at_once: int, threads: int) -> int:
+    """The run in processes of its own; returns the status that the operating system keeps of it."""
+    # Clients that take turns, or train together, are with the server: nothing goes through a pipe.
+    count = 0 if at_once == 1 or _stacked(config) > 1 else at_once
+    pipes = [Pipe() for _ in range(count)]
+    workers = []
+    for number, (_, theirs) in enumerate(pipes):
+        workers.append(os.fork())
+        if workers[-1] == 0:
+            for other, (ours, unused) in enumerate(pipes):
+                ours.close()
+                if other != number:
+                    unused.close()
+            _work(app.client_app, theirs)
+    if (run := os.fork()) == 0:
+        for _, theirs in pipes:
+            theirs.close()
+        if _stacked(config) > 1:
+            torch.set_num_threads(threads)
+        try:
+            _run(app, config, clients, at_once, Workers([ours for ours, _ in pipes]) if pipes else app.client_app)
+        except Exception:
+            _say_what_was_raised()
+            os._exit(1)
+        _leave()
+    for ours, theirs in pipes:
+        ours.close()
+        theirs.close()
+    _, status = os.waitpid(run, 0)
+    for worker in workers:  # one may be at work still, on what nobody waits for any more
+        os.kill(worker, signal.SIGKILL)
+        os.waitpid(worker, 0)
+    return status
+
+
+def _status_of(status: int) -> str:
+    """Why a run failed, in words; "" where it completed."""
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        return f"its process was killed by signal {-code}"
+    return f"its process ended with status {code}" if code else ""
+
+
+def _work(client_app: ClientApp, pipe: Connection) -> NoReturn:
+    """Answer messages until the other end is closed."""
+    TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1  # a Message outside a task needs them
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        while True:
+            message, context = pipe.recv()
+            try:
+                reply = client_app(message, context)
+            except Exception as error:  # as Flower does: an app that raises answers with error code 2
+                reply = Message(Error(2, f"{type(error).__name__}: {error}"), reply_to=message)
+            pipe.send((reply, context.state))
+    _leave()
+
+
+def _leave() -> NoReturn:
+    """End a forked process without what the interpreter does at its end: that is its parent's, too."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+class Workers:
+    """Answers each message in one of some processes, whichever is free.
+
+    Args:
+        pipes: one to each process.
+    """
+
+    def __init__(self, pipes: Iterable[Connection]) -> None:
+        self._free: queue.SimpleQueue[Connection | None] = queue.SimpleQueue()
+        self._left = 0
+        self._lock = threading.Lock()
+        for pipe in pipes:
+            self._free.put(pipe)
+            self._left += 1
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        """Raises RuntimeError where the process ends with the message, as one that has used up its memory."""
+        pipe = self._free.get()
+        if pipe is None:
+            self._free.put(None)
+            raise RuntimeError("all processes that clients run in have ended")
+        try:
+            pipe.send((message, context))
+            reply, context.state = pipe.recv()
+        except (EOFError, OSError) as error:
+            with self._lock:
+                self._left -= 1
+                if not self._left:
+                    self._free.put(None)
+            raise RuntimeError("the process that the client ran in has ended") from error
+        self._free.put(pipe)
+        return reply
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""What is checked of images and labels, whatever file they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tepal.training.data.config import DataError, Reading, Shape
+from tepal.training.data.examples import ImageArrays, Source
+from tepal.training.data.images import resized
+
+Arrays = tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None]
+"""Images, labels and groups (None: there are none), as they are in a file."""
+
+
+def checked_source(
+    arrays: Mapping[str, Arrays], origin: str, reading: Reading, *, classes: int = 0, names: tuple[str, ...] = ()
+) -> Source[ImageArrays]:
+    """Check the train part and, if there is one, the test part (in this order), keyed by what to call them.
+
+    Args:
+        arrays: one or two parts.
+        origin: where they come from, in words.
+        reading: what the run says of shape and classes.
+        classes: how many there are by other signs than the labels, where the run does not say.
+        names: the classes', where they have names.
+
+    Raises:
+        DataError: see `checked_arrays`; or the parts have different shapes.
+    """
+    limit = reading.classes or classes
+    parts = [
+        checked_arrays(
+            images, labels, f"{origin}: {part}" if part else origin, reading.shape, limit, reading.resize, groups
+        )
+        for part, (images, labels, groups) in arrays.items()
+    ]
+    train, test = parts[0], parts[1] if len(parts) > 1 else None
+    if test is not None and test.images.shape[1:] != train.images.shape[1:]:
+        raise DataError(
+            f"{origin}: train images are {written(train.images.shape[1:])}, test images "
+            f"{written(test.images.shape[1:])}: they must have one shape"
+        )
+    return Source(train, test, limit or 1 + max(int(part.labels.max()) for part in parts), origin, names)
+
+
+def checked_arrays(
+    images: NDArray[Any],
+    labels: NDArray[Any],
+    where: str,
+    shape: Shape | None,
+    classes: int,
+    resize: bool = False,
+    groups: NDArray[Any] | None = None,
+) -> ImageArrays:
+    """Channel-first images (a view where possible), as uint8 or float32 in 0..1, int64 labels, and groups as text.
+
+    `resize`: images of another size, or grey ones where colour is wanted, are brought to `shape`.
+    Raises DataError for anything that cannot be used; its text begins with `where`.
+    """
+    if labels.ndim == 2 and labels.shape[1] == 1:
+        labels = labels[:, 0]
+    if labels.ndim != 1 or labels.dtype.kind not in "iu":
+        raise DataError(
+            f"{where}: labels are {labels.dtype} of shape {labels.shape}; one whole number for each image is needed"
+        )
+    if images.ndim not in (3, 4):
+        raise DataError(
+            f"{where}: images have shape {images.shape}; allowed are (n, H, W), (n, C, H, W) and (n, H, W, C)"
+        )
+    if len(images) != len(labels):
+        raise DataError(f"{where}: {len(images):,} images but {len(labels):,} labels; each image needs one label")
+    if images.size == 0:
+        raise DataError(f"{where}: no examples (images have shape {images.shape}); at least one is needed")
+    check_labels(labels, classes, where)
+    if groups is not None:
+        groups = checked_groups(groups, len(labels), where)
+    return ImageArrays(_channel_first(_scalable(images, where), shape, where, resize), labels.astype(np.int64), groups)
+
+
+def check_labels(labels: NDArray[Any], classes: int, where: str) -> None:
+    """Raise DataError for a label that is no class of the run (`classes` 0: any number from 0 on)."""
+    limit = classes or np.iinfo(np.int64).max
+    wrong = np.flatnonzero((labels < 0) | (labels >= limit))
+    if len(wrong):
+        raise DataError(
+            f"{where}: label {labels[wrong[0]]} (example {wrong[0]}; {len(wrong):,} in all) is out of range: "
+            "allowed are "
+            + (f"0 to {classes - 1}, since the run has {classes} classes" if classes else "whole numbers from 0 on")
+        )
+
+
+def checked_groups(groups: NDArray[Any], count: int, where: str) -> NDArray[np.str_]:
+    """One group for each of `count` examples, as text. DataError."""
+    if groups.shape != (count,) or groups.dtype.kind not in "iuUS":
+        raise DataError(
+            f"{where}: groups are {groups.dtype} of shape {groups.shape}; one number or name for each of {count:,} "
+            "examples is needed"
+        )
+    return groups.astype(np.str_)
+
+
+def _scalable(images: NDArray[Any], where: str) -> NDArray[Any]:
+    """uint8 for integers 0..255, float32 for floats 0..1."""
+    if images.dtype.kind == "f":
+        finite = np.isfinite(images)
+        if not finite.all():
+            first = np.argwhere(~finite)[0][0]
+            raise DataError(f"{where}: image {first} has a value that is NaN or infinite: repair or remove it")
+        if images.min() < 0 or images.max() > 1:
+            raise DataError(
+                f"{where}: images are floats from {images.min():g} to {images.max():g}; floats must lie in 0..1: "
+                "rescale them, or save 0..255 as uint8"
+            )
+        return images.astype(np.float32, copy=False)
+    if images.dtype.kind not in "iu":
+        raise DataError(f"{where}: images are {images.dtype}; allowed are integers 0..255 and floats 0..1")
+    if images.dtype != np.uint8 and (images.min() < 0 or images.max() > 255):
+        raise DataError(
+            f"{where}: images are integers from {images.min()} to {images.max()}; integers must lie in 0..255: "
+            "rescale them, or save them as floats 0..1"
+        )
+    return images.astype(np.uint8, copy=False)
+
+
+def _channel_first(images: NDArray[Any], shape: Shape | None, where: str, resize: bool) -> NDArray[Any]:
+    """(n, C, H, W). The run's shape decides where the channels are; without it, 1 or 3 are taken for channels."""
+    layouts = [images, np.moveaxis(images, -1, 1)] if images.ndim == 4 else [images[:, None]]
+    possible = " or ".join(written(layout.shape[1:]) for layout in layouts) + " (CxHxW)"
+    for layout in layouts:
+        if layout.shape[1:] == shape:
+            return layout
+    if shape and not resize:
+        raise DataError(
+            f"{where}: images are {possible}, but the run's are {written(shape)} (by image-shape, else by its dataset)"
+        )
+    fitting = [layout for layout in layouts if layout.shape[1] in (1, 3)]
+    if shape and shape[0] not in (1, 3):
+        fitting = [layout for layout in layouts if layout.shape[1] == shape[0]]
+        if not fitting:
+            raise DataError(f"{where}: images are {possible}, but the run's are {written(shape)} (by image-shape)")
+    if len(fitting) != 1:
+        raise DataError(
+            f"{where}: images of shape {images.shape}: where the channels are is not clear, {possible}: "
+            "set image-shape to the right one"
+        )
+    return resized(fitting[0], shape) if shape else fitting[0]
+
+
+def written(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))

@@ -1,0 +1,74 @@
+"""Images in folders: `root/<class>/<file>`, or `root/<group>/<class>/<file>` where they come by domain or uploader."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from tepal.training.data.checks import Arrays, checked_source
+from tepal.training.data.config import DataError, Reading
+from tepal.training.data.examples import ImageArrays, Source
+from tepal.training.data.images import IMAGE_SUFFIXES, read_image, read_images
+from tepal.training.data.labels import numbers_of
+
+Entry = tuple[Path, str, str]
+"""A file, its class, and its group ("" where there are none)."""
+
+
+def class_folders(root: Path) -> list[Path]:
+    return sorted(item for item in root.iterdir() if item.is_dir() and not item.name.startswith("."))
+
+
+def read_folder(root: Path, reading: Reading) -> Source[ImageArrays]:
+    """Images by class, or by group and class. Groups "train" and "test" are a training and a test set.
+
+    A label is the position of the class among `class-names`, else among the sorted names of the class folders; an empty
+    class folder counts.
+
+    Raises:
+        DataError: no images, too many that cannot be read, or classes that are not the run's.
+    """
+    names, entries = _entries(root)
+    numbers = numbers_of(names, reading, f"{root}", "class folders")
+    parts = {"": entries}
+    if {group for _, _, group in entries} == {"train", "test"}:
+        parts = {part: [entry for entry in entries if entry[2] == part] for part in ("train", "test")}
+    read = {part: _arrays(root / part, some, numbers, reading, grouped=not part) for part, some in parts.items()}
+    return checked_source(read, str(root), reading, classes=len(numbers), names=tuple(numbers))
+
+
+def _entries(root: Path) -> tuple[list[str], list[Entry]]:
+    """The classes' names, sorted, and the images."""
+    expected = (
+        "expected are images as root/<class name>/<file> or root/<group>/<class name>/<file>, with "
+        f"{', '.join(IMAGE_SUFFIXES)}"
+    )
+    folders = class_folders(root)
+    if not folders:
+        raise DataError(f"{root}: no class folder; {expected}")
+    if entries := [(file, folder.name, "") for folder in folders for file in _images(folder)]:
+        return [folder.name for folder in folders], entries
+    inner = [(group.name, folder) for group in folders for folder in class_folders(group)]
+    entries = [(file, folder.name, group) for group, folder in inner for file in _images(folder)]
+    if not entries:
+        raise DataError(f"{root}: no image in its class folders ({len(folders)}); {expected}")
+    return sorted({folder.name for _, folder in inner}), entries
+
+
+def _images(folder: Path) -> list[Path]:
+    return [
+        file
+        for file in sorted(folder.iterdir())
+        if file.suffix.lower() in IMAGE_SUFFIXES and not file.name.startswith(".") and file.is_file()
+    ]
+
+
+def _arrays(root: Path, entries: list[Entry], numbers: dict[str, int], reading: Reading, grouped: bool) -> Arrays:
+    shape = reading.shape
+    files = [file for file, _, _ in entries]
+    images, positions = read_images(files, partial(read_image, shape=shape), str(root), shape, reading.unreadable)
+    labels = np.array([numbers[entries[position][1]] for position in positions])
+    groups = np.array([entries[position][2] for position in positions])
+    return images, labels, groups if grouped and groups.astype(bool).any() else None

@@ -1,0 +1,120 @@
+"""Images and labels in a .npz file, or inputs and targets of a regression; and arrays out of one for others."""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tepal.training.data.checks import checked_source
+from tepal.training.data.config import DataError, Reading
+from tepal.training.data.examples import ImageArrays, Numbers, Source
+from tepal.training.data.formats.numbers import checked_numbers
+
+NPZ_PAIRS = (
+    ("images", "labels"),
+    ("x", "y"),
+    ("images_train", "labels_train"),
+    ("x_train", "y_train"),
+    ("train_images", "train_labels"),
+)
+GROUP_NAMES = ("group", "groups", "writer")
+
+
+def read_npz(path: Path, reading: Reading) -> Source[ImageArrays] | Source[Numbers]:
+    """The first pair of `NPZ_PAIRS` that is there, its test set, and groups (see `group-column`). DataError."""
+    what = "inputs and targets" if reading.numbers else "images and labels"
+    with open_npz(path) as archive:
+        train = next((pair for pair in NPZ_PAIRS if set(pair) <= set(archive.files)), None)
+        if train is None:
+            raise DataError(
+                f"{path}: has no pair of arrays for {what}; it has {listed(archive.files)}, and one of "
+                f"these pairs is needed: {'; '.join(' and '.join(pair) for pair in NPZ_PAIRS)}"
+            )
+        pairs = [train]
+        test = (train[0].replace("train", "test"), train[1].replace("train", "test"))
+        found = set(test) & set(archive.files)
+        if test != train and found:
+            if len(found) == 1:
+                missing = (set(test) - found).pop()
+                raise DataError(f"{path}: has {found.pop()} but no {missing}: a test set needs both, add or remove one")
+            pairs.append(test)
+        arrays = {
+            " and ".join(pair): (
+                npz_array(archive, pair[0], path),
+                npz_array(archive, pair[1], path),
+                _groups(archive, "train" if "train" in pair[0] else "", path, reading) if pair == train else None,
+            )
+            for pair in pairs
+        }
+    return (checked_numbers if reading.numbers else checked_source)(arrays, str(path), reading)
+
+
+def npz_examples(path: Path, what: str) -> tuple[NDArray[Any], NDArray[Any] | None, str]:
+    """Examples to predict: a test set goes before the training set beside it, as everywhere in Tepal.
+
+    Returns what models take, what is known of them (None: nothing), and the arrays' names. Raises DataError, which says
+    `what` is not there.
+    """
+    pairs = [
+        (inputs.replace("train", part), labels.replace("train", part))
+        for inputs, labels in NPZ_PAIRS
+        for part in ("test", "train")
+    ]
+    with open_npz(path) as archive:
+        pair = next((pair for pair in pairs if pair[0] in archive.files), None)
+        if pair is None:
+            raise DataError(
+                f"{path}: has no array of {what}; it has {listed(archive.files)}, and one of these is needed: "
+                f"{', '.join(dict.fromkeys(inputs for inputs, _ in pairs))}"
+            )
+        labels = npz_array(archive, pair[1], path) if pair[1] in archive.files else None
+        names = " and ".join(pair if labels is not None else pair[:1])
+        return npz_array(archive, pair[0], path), labels, names
+
+
+def _groups(archive: np.lib.npyio.NpzFile, part: str, path: Path, reading: Reading) -> NDArray[Any] | None:
+    """The groups of a part ("train", "" for all examples): by the name that is asked for, else by a usual one."""
+    names = [reading.group_column] if reading.group_column else list(GROUP_NAMES)
+    possible = [form for name in names for form in ((f"{name}_{part}", f"{part}_{name}", name) if part else (name,))]
+    found = next((name for name in possible if name in archive.files), None)
+    if found is None and reading.group_column:
+        raise DataError(
+            f"{path}: has no array {' or '.join(possible)} (group-column={reading.group_column!r}); it has "
+            f"{listed(archive.files)}"
+        )
+    return None if found is None else npz_array(archive, found, path)
+
+
+def open_npz(path: Path) -> np.lib.npyio.NpzFile:
+    """A .npz file, to be closed. Raises DataError."""
+    try:
+        archive = np.load(path, allow_pickle=False)
+    except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
+        raise DataError(f"{path}: not a readable .npz file ({error}); write it with numpy.savez") from error
+    if not isinstance(archive, np.lib.npyio.NpzFile):
+        raise DataError(f"{path}: one array, not a .npz file with images and labels; write it with numpy.savez")
+    return archive
+
+
+def listed(names: list[str]) -> str:
+    return ", ".join(sorted(names)) or "no array"
+
+
+def npz_array(archive: np.lib.npyio.NpzFile, key: str, path: Path) -> NDArray[Any]:
+    try:
+        array = archive[key]
+    except (OSError, EOFError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+        hint = (
+            "arrays of Python objects are not read, since reading them can run code; save numbers instead"
+            if "Object arrays" in str(error)
+            else "the file is damaged; copy or write it again"
+        )
+        raise DataError(f"{path}: array {key} cannot be read ({error}): {hint}") from error
+    if not isinstance(array, np.ndarray):
+        raise DataError(f"{path}: {key} is not an array; write the file with numpy.savez")
+    return array

@@ -1,0 +1,289 @@
+"""Tables: .csv, JSON lines (.jsonl) and .parquet, with images, texts or numbers in columns by the run config.
+
+Images are encoded bytes (as in the parquet files of dataset hubs, also as {"bytes": …, "path": …}), or paths relative
+to the table's folder. A table's test set is what `split-column` calls "test"; or the table is a folder with files
+train*.<suffix> and test*.<suffix>, all in one format.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from functools import partial
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tepal.training.data.checks import Arrays, checked_source
+from tepal.training.data.config import DataError, Reading, separated
+from tepal.training.data.examples import AnySource, ImageArrays, Numbers, Source, Texts
+from tepal.training.data.formats.choices import choices_of
+from tepal.training.data.formats.files import opened_text, suffix_of
+from tepal.training.data.formats.numbers import checked_numbers, numbers_in
+from tepal.training.data.formats.texts import checked_texts, running_text
+from tepal.training.data.images import read_image, read_images
+from tepal.training.data.labels import labels_of
+
+TABLE_SUFFIXES = (".csv", ".jsonl", ".ndjson", ".parquet")
+
+Column = list[Any]
+Rows = Mapping[str, Column]
+"""Column name → its values, one for each row."""
+
+_LONGEST_CELL = 2**27  # characters; the csv module's own limit is 131,072
+
+
+def is_tables(names: set[str]) -> bool:
+    return any(_part_of(Path(name)) == "train" for name in names)
+
+
+def _part_of(file: Path) -> str:
+    """ "train" or "test" for one of a folder's tables, else ""."""
+    if suffix_of(file) not in TABLE_SUFFIXES:
+        return ""
+    return next((part for part in ("train", "test") if file.name.lower().startswith(part)), "")
+
+
+def read_tables(path: Path, reading: Reading) -> AnySource:
+    """The images of a table, or of a folder of tables; its texts, where the run config names a column of texts.
+
+    For a regression its numbers.
+
+    Raises:
+        DataError: a column is missing, a label is no class of the run, or too many images cannot be read.
+    """
+    return source_of(read_parts(path, reading), str(path), path if path.is_dir() else path.parent, reading)
+
+
+def needed_columns(reading: Reading) -> list[str]:
+    """The columns that are read of a table, wherever it comes from; the first one has examples."""
+    if reading.numbers:
+        examples = [*_columns_of_numbers(reading)]
+    else:
+        texts = [reading.text_column, reading.second_text_column, *separated(reading.choices_column)]
+        examples = [*(texts if reading.text_column else [reading.image_column]), reading.label_column]
+    asked = [*examples, *separated(reading.group_column), reading.split_column]
+    return list(dict.fromkeys(filter(None, asked)))
+
+
+def source_of(tables: Mapping[str, Rows], origin: str, folder: Path, reading: Reading) -> AnySource:
+    """The images, texts or numbers of the rows of one part ("") or two ("train", "test").
+
+    Paths are relative to `folder`. Raises DataError as `read_tables` does; its text begins with `origin`.
+    """
+    for part, table in tables.items():
+        if not table[needed_columns(reading)[0]]:
+            raise DataError(f"{origin}: has no {part + ' ' if part else ''}row: at least one is needed")
+    if reading.numbers:
+        return _numbers(tables, origin, reading)
+    return _texts(tables, origin, reading) if reading.text_column else _images(tables, origin, folder, reading)
+
+
+def _numbers(tables: Mapping[str, Rows], origin: str, reading: Reading) -> Source[Numbers]:
+    arrays: dict[str, Arrays] = {}
+    for part, table in tables.items():
+        inputs, targets = (
+            numbers_in(table, separated(columns), f"{origin}: {part}" if part else origin)
+            for columns in (reading.feature_columns, reading.label_column)
+        )
+        arrays[part] = inputs, targets, _groups(table, reading, range(len(targets)))
+    return checked_numbers(arrays, origin, reading)
+
+
+def _columns_of_numbers(reading: Reading) -> tuple[str, ...]:
+    """Those of inputs and targets. Raises DataError where the run config does not name them."""
+    for key, columns in (("feature-columns", reading.feature_columns), ("label-column", reading.label_column)):
+        if not columns:
+            raise DataError(
+                f"a regression on a table needs to know its columns: set {key} (feature-columns names the inputs, "
+                "label-column the targets, with commas between several)"
+            )
+    if both := sorted({*separated(reading.feature_columns)} & {*separated(reading.label_column)}):
+        raise DataError(f"column {both[0]} is in feature-columns and in label-column: what is foretold is no input")
+    return *separated(reading.feature_columns), *separated(reading.label_column)
+
+
+def _images(tables: Mapping[str, Rows], origin: str, folder: Path, reading: Reading) -> Source[ImageArrays]:
+    if not reading.label_column:
+        raise DataError(f"{origin}: images need labels: set label-column")
+    labels, names = _labels(tables, origin, reading)
+    read = partial(_image, folder=folder, reading=reading)
+    arrays: dict[str, Arrays] = {}
+    for part, table in tables.items():
+        where = f"{origin}: {part}" if part else origin
+        cells = [(f"row {row + 1}", value) for row, value in enumerate(table[reading.image_column])]
+        images, rows = read_images(cells, read, where, reading.shape, reading.unreadable)
+        arrays[part] = images, labels[part][rows], _groups(table, reading, rows)
+    return checked_source(arrays, origin, reading, classes=len(names), names=names)
+
+
+def _texts(tables: Mapping[str, Rows], origin: str, reading: Reading) -> Source[Texts]:
+    """Texts with labels, or, without a column of labels, running text, in passages."""
+    for table in tables.values():
+        for name in filter(None, (reading.text_column, reading.second_text_column)):
+            check_text(table[name], name, origin)
+    if reading.choices_column:
+        return _questions(tables, origin, reading)
+    parts: dict[str, Texts] = {}
+    labels, names = _labels(tables, origin, reading) if reading.label_column else ({}, ())
+    for part, table in tables.items():
+        texts = table[reading.text_column]
+        groups = _groups(table, reading, range(len(texts)))
+        seconds = tuple(table[reading.second_text_column]) if reading.second_text_column else None
+        if reading.label_column:
+            parts[part] = Texts(tuple(texts), labels[part], groups, seconds)
+        else:
+            parts[part] = running_text(zip([""] * len(texts) if groups is None else groups, texts, strict=True))
+    return checked_texts(parts, origin, reading, classes=len(names), names=names)
+
+
+def _questions(tables: Mapping[str, Rows], origin: str, reading: Reading) -> Source[Texts]:
+    if not reading.label_column:
+        raise DataError(f"{origin}: questions need to say which choice is right: set label-column")
+    parts = {}
+    for part, table in tables.items():
+        columns = [table[name] for name in separated(reading.choices_column)]
+        where = f"{origin}: {part}" if part else origin
+        choices, labels = choices_of(columns, table[reading.label_column], where)
+        questions = tuple(table[reading.text_column])
+        parts[part] = Texts(questions, labels, _groups(table, reading, range(len(labels))), choices=choices)
+    return checked_texts(parts, origin, reading)
+
+
+def check_text(values: Column, name: str, origin: str) -> None:
+    """Raise DataError for a value that is no text."""
+    for row, value in enumerate(values):
+        if not isinstance(value, str):
+            raise DataError(f"{origin}: row {row + 1}: {type(value).__name__} in column {name} is no text")
+
+
+def _labels(
+    tables: Mapping[str, Rows], origin: str, reading: Reading
+) -> tuple[dict[str, NDArray[np.int64]], tuple[str, ...]]:
+    """Each part's labels, and the class names of all, where there are names."""
+    columns = {part: table[reading.label_column] for part, table in tables.items()}
+    labels, names = labels_of([value for column in columns.values() for value in column], reading, origin)
+    ends = np.cumsum([len(column) for column in columns.values()])
+    return dict(zip(columns, np.split(labels, ends[:-1]), strict=True)), names
+
+
+def _image(cell: tuple[str, Any], folder: Path, reading: Reading) -> NDArray[np.uint8]:
+    row, value = cell
+    if isinstance(value, Mapping):
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, bytes):
+        return read_image(BytesIO(value), reading.shape, row)
+    if isinstance(value, str) and value:
+        return read_image(folder / value, reading.shape, f"{row} ({value})")
+    raise DataError(f"{row}: {type(value).__name__} in column {reading.image_column} is no image and no path of one")
+
+
+def _groups(table: Rows, reading: Reading, rows: Sequence[int]) -> NDArray[np.str_] | None:
+    """The groups of some rows, where the run names a column of groups."""
+    if not reading.group_column:
+        return None
+    columns = [table[name] for name in separated(reading.group_column)]
+    return np.array(["/".join(str(values[row]) for values in columns) for row in rows], dtype=np.str_)
+
+
+def read_parts(path: Path, reading: Reading) -> dict[str, Rows]:
+    """The rows of a table, or of a folder of tables: {"": all}, or {"train": …, "test": …} where there is a test set.
+
+    Raises:
+        DataError: a file cannot be read, or a column is missing.
+    """
+    columns = needed_columns(reading)
+    if not path.is_dir():
+        table = read_columns(path, columns)
+        return by_split(table, path, reading.split_column) if reading.split_column else {"": table}
+    tables: dict[str, dict[str, Column]] = {}
+    files = [(part, file) for file in sorted(path.iterdir()) if (part := _part_of(file))]
+    for part, file in sorted(files, key=lambda one: one[0], reverse=True):  # train, then test
+        for name, values in read_columns(file, columns).items():
+            tables.setdefault(part, {}).setdefault(name, []).extend(values)
+    return dict(tables) if len(tables) > 1 else {"": tables["train"]}
+
+
+def by_split(table: Rows, path: Path, column: str) -> dict[str, Rows]:
+    """A table by what a column says of its rows: {"train": …}, and "test" where there is one. DataError."""
+    kinds = {str(value) for value in table[column]}
+    if not {"train"} <= kinds <= {"train", "test"}:
+        raise DataError(
+            f"{path}: column {column} (split-column) has {', '.join(sorted(kinds)[:5])}; allowed are train and test, "
+            "and there must be rows for training"
+        )
+    parts: dict[str, Rows] = {}
+    for part in sorted(kinds, reverse=True):  # train, then test
+        rows = [row for row, value in enumerate(table[column]) if str(value) == part]
+        parts[part] = {name: [values[row] for row in rows] for name, values in table.items()}
+    return parts
+
+
+def read_columns(file: Path, columns: Sequence[str]) -> dict[str, Column]:
+    """Some columns of a .csv, .jsonl or .parquet file. Raises DataError: one is missing, or the file is damaged."""
+    suffix = suffix_of(file)
+    if suffix == ".parquet":
+        return _parquet(file, columns)
+    return _csv(file, columns) if suffix == ".csv" else _json_lines(file, columns)
+
+
+def _csv(file: Path, columns: Sequence[str]) -> dict[str, Column]:
+    csv.field_size_limit(_LONGEST_CELL)
+    read: dict[str, Column] = {name: [] for name in columns}
+    with opened_text(file) as text:
+        rows = csv.DictReader(text, strict=True)
+        try:
+            check_columns(file, columns, rows.fieldnames or ())
+            for row in rows:
+                for name in columns:
+                    if row[name] is None:
+                        raise DataError(f"{file}: line {rows.line_num} has no value for column {name}: it is too short")
+                    read[name].append(row[name])
+        except csv.Error as error:
+            raise DataError(f"{file}: line {rows.line_num} is no CSV ({error}): repair it") from error
+    return read
+
+
+def _json_lines(file: Path, columns: Sequence[str]) -> dict[str, Column]:
+    read: dict[str, Column] = {name: [] for name in columns}
+    with opened_text(file) as text:
+        for number, line in enumerate(text, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise DataError(f"{file}: line {number} is not JSON ({error}): repair it") from error
+            if not isinstance(row, dict):
+                raise DataError(f"{file}: line {number} is not a JSON object: each line must be one")
+            check_columns(f"{file}: line {number}", columns, row)
+            for name in columns:
+                read[name].append(row[name])
+    return read
+
+
+def _parquet(file: Path, columns: Sequence[str]) -> dict[str, Column]:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        raise DataError(f"{file}: reading parquet files needs pyarrow ({error}): pip install pyarrow") from error
+    try:
+        with parquet.ParquetFile(file) as content:
+            check_columns(file, columns, content.schema_arrow.names)
+            table = content.read(columns=list(columns))
+    except (ArrowException, OSError) as error:
+        raise DataError(f"{file}: not a readable parquet file ({error}): it is cut off or damaged") from error
+    return {name: table[name].to_pylist() for name in columns}
+
+
+def check_columns(where: object, columns: Sequence[str], there: Sequence[str] | Mapping[str, Any]) -> None:
+    if missing := [name for name in columns if name not in there]:
+        raise DataError(
+            f"{where}: has no column {' and no column '.join(missing)}; it has {', '.join(map(str, there)) or 'none'}: "
+            "name the right ones in the run config (image-column, text-column, second-text-column, choices-column, "
+            "feature-columns, label-column, group-column, split-column)"
+        )

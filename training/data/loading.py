@@ -1,0 +1,319 @@
+"""What the server and the clients load: the functions that others call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tepal.training.data.config import LOCAL, DataConfig, DataError
+from tepal.training.data.examples import (
+    AnySource,
+    ClientData,
+    ClientNumbers,
+    ClientTexts,
+    DatasetInfo,
+    Examples,
+    ImageArrays,
+    Indices,
+    NumberInfo,
+    Numbers,
+    Source,
+    TextInfo,
+    Texts,
+)
+from tepal.training.data.formats.named import PLAIN, read_asked
+from tepal.training.data.known import KNOWN, reading_of
+from tepal.training.data.normalisation import check_normalise
+from tepal.training.data.partitions import Scheme, divide
+from tepal.training.data.sources import named_source, path_source, stamp
+from tepal.training.data.splits import hold_out, keep_at_server, split
+
+
+def dataset_info(config: DataConfig) -> DatasetInfo:
+    """The shape of an image and the number of classes, for building the model on the server.
+
+    Raises:
+        DataError: the dataset cannot be read, or it is "local" and `image-shape` or `classes` is not set; or
+            `normalise` does not fit the images.
+    """
+    if config.dataset == LOCAL:
+        unset = [key for key, value in (("image-shape", config.shape), ("classes", config.class_count)) if not value]
+        if config.shape is None or unset:
+            raise DataError(
+                f'dataset="{LOCAL}": the server sees no data, so the run config must say what the clients have: set '
+                f'{" and ".join(unset)} (for example image-shape="1x28x28" and classes=10)'
+            )
+        info = DatasetInfo(config.shape, config.class_count)
+    else:
+        source = _images(named_source(config))
+        info = DatasetInfo(source.shape, source.classes)
+    check_normalise(config.normalise, info.shape[0])
+    return info
+
+
+def held_out(config: DataConfig) -> Examples | None:
+    """The server's test set: a named dataset's own, else `held-out-fraction` of it, drawn by `seed`.
+
+    None for dataset="local" (the server has no data) and for `held-out-fraction`=0.
+
+    Raises:
+        DataError: the dataset cannot be read.
+    """
+    return None if config.dataset == LOCAL else _held_out(_images(named_source(config)), config)
+
+
+def unlabelled(config: DataConfig) -> NDArray[np.float32] | None:
+    """The server's examples for training without labels, (n, C, H, W): `server-share` of the training examples.
+
+    They are drawn by `seed` from what is not held out, and no client has them. None for dataset="local" (the server has
+    no data) and for `server-share`=0.
+
+    Raises:
+        DataError: the dataset cannot be read.
+    """
+    if config.dataset == LOCAL or not config.server_share:
+        return None
+    source = _images(named_source(config))
+    return source.train.take(_kept(source, config)).images
+
+
+def _kept(source: AnySource, config: DataConfig) -> Indices:
+    _, training = hold_out(source, config.held_out_fraction, config.seed)
+    kept, _ = keep_at_server(training, config.server_share)
+    return kept
+
+
+def load_client(config: DataConfig, node_config: Mapping[str, Any], *, client: str) -> ClientData:
+    """One client's train and test examples.
+
+    Args:
+        config: the run's data keys.
+        node_config: the node's own. `data-path` (a file or folder in any of the formats) wins; else `partition-id` and
+            `num-partitions` (set by Flower's simulation) choose a part of the run's named dataset.
+        client: the client's name. The train/test split derives from it and from `seed`, so it must be the same in every
+            run: a registered name, or in a simulation one made from the partition id. (Flower's node ids are not: an
+            example that was trained on would be tested on after a restart.)
+
+    Raises:
+        DataError: what is wrong with this client's data, and what to do about it.
+    """
+    own, train, test, origin = _own(config, node_config, client)
+    source = _images(own)
+    tests = source.train.take(test) if test is not None else _held_out(source, config)
+    assert tests is not None, "without indices for tests there is a test set"
+    return ClientData(source.train.take(train), tests, source.shape, source.classes, client, origin)
+
+
+# Texts
+
+
+def text_info(config: DataConfig) -> TextInfo:
+    """The number of classes of texts, and their names, for building the model on the server.
+
+    Raises:
+        DataError: the dataset cannot be read or is no texts, or it is "local" and the run config does not say.
+    """
+    if config.dataset == LOCAL:
+        if config.label_column and not config.class_count:
+            raise DataError(
+                f'dataset="{LOCAL}": the server sees no data, so the run config must say what the clients have: set '
+                'classes or class-names, or label-column="" for running text'
+            )
+        return TextInfo(config.class_count if config.label_column else 0, config.names)
+    source = _texts(named_source(config))
+    return TextInfo(source.classes, source.class_names)
+
+
+def class_names(config: DataConfig) -> tuple[str, ...]:
+    """The names of the run's classes in the order of their labels; none where they have none, or nobody says.
+
+    Raises DataError where the dataset cannot be read.
+    """
+    names = reading_of(config).class_names
+    return names if names or config.dataset == LOCAL else named_source(config).class_names
+
+
+def asked_texts(config: DataConfig, path: Path) -> tuple[Texts, bool]:
+    """The texts of a table that a run's model is asked about, and whether they have labels. Raises DataError."""
+    known = KNOWN.get(config.dataset)
+    return read_asked(path, reading_of(config), known.tables or PLAIN if known else PLAIN)
+
+
+def held_out_texts(config: DataConfig) -> Texts | None:
+    """As `held_out`, for texts."""
+    return None if config.dataset == LOCAL else _held_out(_texts(named_source(config)), config)
+
+
+def unlabelled_texts(config: DataConfig) -> Texts | None:
+    """As `unlabelled`, for texts: those that have labels have them still, which tell what kind of texts they are."""
+    if config.dataset == LOCAL or not config.server_share:
+        return None
+    source = _texts(named_source(config))
+    return source.train.take(_kept(source, config))
+
+
+def load_client_texts(config: DataConfig, node_config: Mapping[str, Any], *, client: str) -> ClientTexts:
+    """As `load_client`, for texts."""
+    own, train, test, origin = _own(config, node_config, client)
+    source = _texts(own)
+    tests = source.train.take(test) if test is not None else source.test
+    assert tests is not None, "without indices for tests there is a test set"
+    return ClientTexts(source.train.take(train), tests, source.classes, source.class_names, client, origin)
+
+
+# Numbers
+
+
+def number_info(config: DataConfig) -> NumberInfo:
+    """How many numbers inputs and targets have, for building the model on the server.
+
+    Raises:
+        DataError: the dataset cannot be read or is no numbers, or it is "local" and the run config does not say.
+    """
+    if config.dataset == LOCAL:
+        info = NumberInfo(config.feature_count, config.output_count)
+        if not (info.features and info.outputs):
+            raise DataError(
+                f'dataset="{LOCAL}": the server sees no data, so the run config must say what the clients have: set '
+                "features and outputs (for example features=12 and outputs=1), or for tables feature-columns and "
+                "label-column"
+            )
+        return info
+    return _numbers(named_source(config, numbers=True)).train.info
+
+
+def held_out_numbers(config: DataConfig) -> Numbers | None:
+    """As `held_out`, for numbers."""
+    return None if config.dataset == LOCAL else _held_out(_numbers(named_source(config, numbers=True)), config)
+
+
+def load_client_numbers(config: DataConfig, node_config: Mapping[str, Any], *, client: str) -> ClientNumbers:
+    """As `load_client`, for numbers."""
+    own, train, test, origin = _own(config, node_config, client, numbers=True)
+    source = _numbers(own)
+    tests = source.train.take(test) if test is not None else _held_out(source, config)
+    assert tests is not None, "without indices for tests there is a test set"
+    return ClientNumbers(source.train.take(train), tests, source.train.info, client, origin)
+
+
+# All
+
+
+def check_partition(config: DataConfig, clients: int, *, numbers: bool = False) -> None:
+    """See that the run's dataset can be divided among so many clients. Raises DataError where it cannot.
+
+    `numbers`: it is for a regression.
+    """
+    if config.dataset != LOCAL:
+        divide(named_source(config, numbers=numbers), Scheme.of(config, clients))
+
+
+def _images(source: AnySource) -> Source[ImageArrays]:
+    if isinstance(source.train, Texts | Numbers):
+        raise DataError(f"{source.origin}: has texts, and what is needed are images: choose other data or a text model")
+    return source
+
+
+def _numbers(source: AnySource) -> Source[Numbers]:
+    if not isinstance(source.train, Numbers):
+        raise DataError(
+            f"{source.origin}: has {'texts' if isinstance(source.train, Texts) else 'images'}, and what is needed are "
+            "numbers: choose a .npz file or a table (feature-columns), or another model"
+        )
+    return source
+
+
+def _texts(source: AnySource) -> Source[Texts]:
+    if not isinstance(source.train, Texts):
+        raise DataError(
+            f"{source.origin}: has images, and what is needed are texts: choose other data or an image model, or, for "
+            "a table, name its text-column"
+        )
+    return source
+
+
+@overload
+def _held_out(source: Source[ImageArrays], config: DataConfig) -> Examples | None: ...
+@overload
+def _held_out(source: Source[Texts], config: DataConfig) -> Texts | None: ...
+@overload
+def _held_out(source: Source[Numbers], config: DataConfig) -> Numbers | None: ...
+def _held_out(source: AnySource, config: DataConfig) -> Examples | Texts | Numbers | None:
+    if source.test is not None:
+        return source.test.take(np.arange(len(source.test)))
+    kept, _ = hold_out(source, config.held_out_fraction, config.seed)
+    return source.train.take(kept) if len(kept) else None
+
+
+def own_stamp(node_config: Mapping[str, Any]) -> str:
+    """What differs when the files at a node's own `data-path` have changed.
+
+    "" where it has none, and where they cannot be looked at now, as when a disk is away for a while.
+    """
+    path = node_config.get("data-path")
+    try:
+        return stamp(Path(str(path)).expanduser().absolute()) if path else ""
+    except OSError:
+        return ""
+
+
+def _own(
+    config: DataConfig, node_config: Mapping[str, Any], client: str, *, numbers: bool = False
+) -> tuple[AnySource, Indices, Indices | None, str]:
+    """A client's source, its indices there for training and for tests, and where its examples come from, in words.
+
+    No indices for tests: they are the source's own test set.
+    """
+    if path := node_config.get("data-path"):
+        try:
+            own = path_source(str(path), replace(reading_of(config), numbers=numbers))
+            indices = np.arange(len(own.train))
+            if own.test is not None:
+                return own, indices, None, own.origin
+            return own, *_split(indices, config, client, own.origin), own.origin
+        except DataError as error:
+            raise DataError(f"client {client}: {error}") from error
+    partition, partitions = _partition_of(config, node_config)
+    named = named_source(config, numbers=numbers)
+    origin = f"{named.origin}, partition {partition} of {partitions}"
+    return named, *_split(divide(named, Scheme.of(config, partitions))[partition], config, client, origin), origin
+
+
+def _split(indices: Indices, config: DataConfig, client: str, origin: str) -> tuple[Indices, Indices]:
+    try:
+        return split(indices, config.test_fraction, config.seed, client)
+    except DataError as error:
+        raise DataError(f"{origin}: {error}") from error
+
+
+def _partition_of(config: DataConfig, node_config: Mapping[str, Any]) -> tuple[int, int]:
+    """The node's (partition-id, num-partitions), checked."""
+    if config.dataset == LOCAL:
+        raise DataError(
+            f'dataset="{LOCAL}" needs data-path in the node config: start the node with '
+            "--node-config 'data-path=\"/path/to/data.npz\"' (a .npz file, an image folder, or another format of "
+            "docs/data.md)"
+        )
+    keys = ("partition-id", "num-partitions")
+    missing = [key for key in keys if key not in node_config]
+    if missing:
+        raise DataError(
+            f"the node config has no {' and no '.join(missing)}, and no data-path: start the node with "
+            "--node-config 'data-path=\"/path/to/data.npz\"' for its own data, or with "
+            f"--node-config 'partition-id=0 num-partitions=10' for a part of dataset={config.dataset!r}"
+        )
+    partition, partitions = (node_config[key] for key in keys)
+    for key, value in zip(keys, (partition, partitions), strict=True):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise DataError(f"node config: {key}={value!r} is not a whole number")
+    if not 0 <= partition < partitions:
+        raise DataError(
+            f"node config: partition-id={partition} with num-partitions={partitions}: "
+            "partition-id counts from 0 and must be smaller than num-partitions"
+        )
+    return partition, partitions

@@ -1,0 +1,180 @@
+"""Which reader reads a dataset: by its name, or by what is found at a path. What was read is kept."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import os
+import re
+import stat
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+import numpy as np
+
+from tepal.training.data.checks import checked_source
+from tepal.training.data.config import DIGITS, LOCAL, DataConfig, DataError, Reading
+from tepal.training.data.examples import AnySource, ImageArrays, Source
+from tepal.training.data.formats.cifar import is_cifar, read_cifar
+from tepal.training.data.formats.files import suffix_of
+from tepal.training.data.formats.folders import class_folders, read_folder
+from tepal.training.data.formats.idx import is_idx, read_idx
+from tepal.training.data.formats.leaf import is_leaf, read_leaf
+from tepal.training.data.formats.named import PLAIN
+from tepal.training.data.formats.npz import read_npz
+from tepal.training.data.formats.tables import TABLE_SUFFIXES, is_tables, read_tables
+from tepal.training.data.formats.texts import read_speakers
+from tepal.training.data.hub import HUB, load_hub
+from tepal.training.data.known import IMAGES, KNOWN, reading_of
+
+EXPECTED = (
+    "a .npz file, a table (.csv, .jsonl, .parquet), text by speaker (.txt), LEAF's json, or a folder: of images as "
+    "root/<class name>/<file>, of idx files (MNIST), of CIFAR's batches, of LEAF's json, or of tables train and test"
+)
+"""What can be read at a path, in words."""
+
+_DIGITS_FILE = "sklearn/datasets/data/digits.csv.gz"  # in scikit-learn
+_MOST_FILES = 20_000  # that are looked at one by one
+_DEEPEST = 4  # levels of folders that are looked into: links may lead round in circles
+
+Reader = Callable[[Path, Reading], AnySource]
+
+
+def named_source(config: DataConfig, *, numbers: bool = False) -> AnySource:
+    """The run's dataset: a known name, else a path; `numbers`: for a regression. Raises DataError."""
+    reading = replace(reading_of(config), numbers=numbers)
+    if config.dataset_path and config.dataset not in KNOWN:
+        raise DataError(
+            f"dataset-path={config.dataset_path!r} and dataset={config.dataset!r}: a dataset-path is for a dataset "
+            f"that is given by its name ({', '.join(KNOWN)}); set dataset to the path itself"
+        )
+    if config.dataset in KNOWN:
+        return path_source(config.dataset_path, reading) if config.dataset_path else _fetched(reading)
+    if config.dataset.startswith(HUB):
+        return load_hub(config.dataset.removeprefix(HUB), reading)
+    if config.dataset == DIGITS:
+        return load_digits(reading)
+    if not Path(config.dataset).expanduser().exists() and not re.search(r"[/\\]|\.\w+$", config.dataset):
+        near = difflib.get_close_matches(config.dataset.lower(), (DIGITS, LOCAL, *KNOWN), n=1)
+        raise DataError(
+            f"dataset={config.dataset!r} is not known{f' (did you mean {near[0]!r}?)' if near else ''}: allowed are "
+            f'"{DIGITS}", "{LOCAL}" (every client reads its own data-path), {", ".join(KNOWN)} (with dataset-path), '
+            f'"{HUB}<name>", a path to a .npz file, an image folder, or another path: {EXPECTED}'
+        )
+    return path_source(config.dataset, reading)
+
+
+def _fetched(reading: Reading) -> AnySource:
+    """A known data set of the hub. DataError says which files to put where."""
+    known = KNOWN[reading.name]
+    files = (
+        f"set dataset-path to a folder that has its files as they are handed out ({known.files}), or to a "
+        f"{'.npz file or a ' if known.of == IMAGES else ''}table of them"
+    )
+    if not known.hub:
+        raise DataError(f"dataset={reading.name!r} is read from files: {files}")
+    try:
+        return load_hub(known.hub, reading, known.subset, known.tables or PLAIN)
+    except DataError as error:
+        raise DataError(f"{error}; or {files}") from error
+
+
+def path_source(text: str, reading: Reading) -> AnySource:
+    """Read what is at a path, in whichever format it is. Raises DataError."""
+    path = Path(text).expanduser().absolute()
+    try:
+        return load_path(path, stamp(path), reading)
+    except FileNotFoundError as error:
+        known = KNOWN.get(reading.name)
+        expected = f"for {reading.name}: {known.files}" if known else f"is {EXPECTED}"
+        raise DataError(f"{path}: no such file or folder (expected {expected})") from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error}") from error
+
+
+def stamp(path: Path) -> str:
+    """What differs when a file at or below the path has changed: of names, times and sizes. Raises OSError.
+
+    Of more than 20,000 files only the folders' times count, which tell that a file came or went, and not that one was
+    written over: a look at all would cost a second and more.
+    """
+    seen, files = [_seen(path)], 0
+    folders = [(path, 1)] if path.is_dir() else []
+    while folders:
+        folder, depth = folders.pop()
+        for entry in os.scandir(folder):
+            if entry.name.startswith("."):
+                continue
+            if entry.is_dir():
+                seen.append(_seen(entry))
+                folders += [(Path(entry.path), depth + 1)] if depth < _DEEPEST else []
+            else:
+                files += 1
+                if files <= _MOST_FILES:
+                    seen.append(_seen(entry))
+    if files > _MOST_FILES:
+        seen = [one for one in seen if one[0]]
+    return hashlib.blake2b(repr(sorted(seen)).encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+
+
+def _seen(entry: Path | os.DirEntry[str]) -> tuple[bool, str, int, int]:
+    """Whether it is a folder, its name, and when it was written and how large it is."""
+    try:
+        now = entry.stat()
+    except OSError:
+        now = entry.stat(follow_symlinks=False)  # of a link to nowhere
+    return stat.S_ISDIR(now.st_mode), os.fspath(entry), now.st_mtime_ns, now.st_size
+
+
+@lru_cache(maxsize=16)
+def load_path(path: Path, stamped: str, reading: Reading) -> AnySource:
+    """Kept for the process; the `stamp` is part of the key, so that a changed file is read anew."""
+    if (known := KNOWN.get(reading.name)) is None:
+        return _reader(path)(path, reading)
+    if found := known.reader(path):
+        reader, place = found
+        return reader(place, reading)
+    place = known.place(path)
+    reader = _reader(place)
+    if reader is read_folder and (known.of != IMAGES or not class_folders(place)):
+        raise DataError(f"{path}: has no files of {reading.name}; expected are {known.files}")
+    return reader(place, reading)
+
+
+def _reader(path: Path) -> Reader:
+    if not path.is_dir():
+        if suffix_of(path) in TABLE_SUFFIXES:
+            return read_tables
+        if reader := _BY_SUFFIX.get(suffix_of(path)):
+            return reader
+        raise DataError(f"{path}: this kind of file is not read; expected is {EXPECTED}")
+    names = {file.name for file in path.iterdir() if file.is_file()}
+    by_names: tuple[tuple[Callable[[set[str]], bool], Reader], ...] = (
+        (is_idx, read_idx),
+        (is_cifar, read_cifar),
+        (is_tables, read_tables),
+        (lambda names: is_leaf(path), read_leaf),
+    )
+    return next((reader for fits, reader in by_names if fits(names)), read_folder)
+
+
+_BY_SUFFIX: Mapping[str, Reader] = {".npz": read_npz, ".npy": read_npz, ".json": read_leaf, ".txt": read_speakers}
+
+
+@lru_cache(maxsize=16)
+def load_digits(reading: Reading) -> Source[ImageArrays]:
+    """The file that `sklearn.datasets.load_digits` reads: 64 pixels of 0..16 and a label on each line.
+
+    It is read from where scikit-learn is installed, because importing scikit-learn takes seconds of each process.
+    """
+    try:
+        table = np.loadtxt(str(distribution("scikit-learn").locate_file(_DIGITS_FILE)), delimiter=",")
+    except (PackageNotFoundError, OSError) as error:
+        raise DataError(
+            f'dataset="{DIGITS}" comes with scikit-learn, which is missing ({error}): pip install scikit-learn'
+        ) from error
+    images = (table[:, :64].reshape(-1, 8, 8) / 16).astype(np.float32)
+    return checked_source({"": (images, table[:, 64].astype(np.int64), None)}, f'dataset="{DIGITS}"', reading)

@@ -1,0 +1,50 @@
+"""What is drawn by (`seed`, purpose, client): orders, the server's part, and a client's train and test part."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+from tepal.training.data.config import DataError
+from tepal.training.data.examples import AnySource, Indices
+
+
+def seed_sequence(*words: object) -> np.random.SeedSequence:
+    """A seed that depends on the words alone; Python's own hash() differs between processes."""
+    text = "\x1f".join(map(str, words))
+    return np.random.SeedSequence(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "big"))
+
+
+def permutation(count: int, *words: object) -> Indices:
+    return np.random.default_rng(seed_sequence(*words)).permutation(count)
+
+
+def split(indices: Indices, test_fraction: float, seed: int, client: str) -> tuple[Indices, Indices]:
+    """(train, test): both non-empty, a function of (indices, fraction, seed, client's name)."""
+    count = len(indices)
+    if count < 2:
+        raise DataError(
+            f"{count} example{'s' * (count != 1)} cannot be split into a train and a test part: at least 2 are needed; "
+            "add examples, or raise min-partition-size"
+        )
+    shuffled = indices[permutation(count, seed, "train/test", client)]
+    tests = min(max(round(count * test_fraction), 1), count - 1)
+    return shuffled[tests:], shuffled[:tests]
+
+
+def hold_out(source: AnySource, fraction: float, seed: int) -> tuple[Indices, Indices]:
+    """(held out, for training): indices into `source.train`, both in random order.
+
+    The order matters for the clients' part: files are often sorted, and the iid partitioner cuts without shuffling.
+    """
+    count = len(source.train)
+    shuffled = permutation(count, seed, "held out")
+    kept = max(round(count * fraction), 1) if fraction and source.test is None else 0
+    return shuffled[:kept], shuffled[kept:]
+
+
+def keep_at_server(training: Indices, share: float) -> tuple[Indices, Indices]:
+    """(the server's, the clients'): of indices in random order; the clients' are all of them for a share of 0."""
+    kept = max(round(len(training) * share), 1) if share else 0
+    return training[:kept], training[kept:]

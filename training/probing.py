@@ -1,0 +1,304 @@
+"""What a client measures before the server chooses its layers: one number a layer, and what training it costs.
+
+Selective layer fine-tuning (arXiv:2408.15600) asks every client for the squared norm ‖g_l‖² of the mean gradient of
+each layer, over one batch or more; the baselines of the same paper ask for other figures of the same gradient. Nothing
+here trains: the gradient is taken at stand-ins for the model's parameters and buffers, so the model is only read.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import Literal, cast, get_args
+
+import torch
+import torch.nn.functional as F
+from flwr.app import Message
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from tepal.exchange.layout import Layout, Names
+from tepal.exchange.mod import received
+from tepal.exchange.plan import (
+    LAYER_MILLISECONDS,
+    LAYER_SCORES,
+    NO_SCORE,
+    PROBE,
+    PROBE_BATCHES,
+    PROBE_SCORE,
+    PROBE_TIMED,
+)
+from tepal.training.freezing import plan_lifted
+
+Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
+"""(model, inputs, labels) → mean loss of the batch, a scalar."""
+
+Kind = Literal["gradient", "snr", "rgn"]
+
+_SHORTEST = 1e-3  # milliseconds: no layer is for nothing, and a cost of 0 would make every budget endless
+_HEAD = -1
+
+
+@dataclass(frozen=True)
+class LayerScores:
+    """Figures of L layers, in the order in which the layers were given."""
+
+    scores: list[float]
+    milliseconds: list[float]
+    """Duration of each layer's backward pass over the last batch: positive and finite."""
+    examples: int
+    loss: float
+    """Mean over the examples."""
+
+
+def cross_entropy(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross-entropy of a classifier that returns logits."""
+    return F.cross_entropy(model(inputs), labels)
+
+
+def layer_scores(
+    model: nn.Module,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    layers: Sequence[Names],
+    layout: Layout,
+    *,
+    score: Kind = "gradient",
+    loss: Loss = cross_entropy,
+    head: Names = (),
+    timed: bool = False,
+) -> LayerScores:
+    """Score every layer by g_l, the gradient of the mean loss over all examples of `batches` (arXiv:2408.15600).
+
+    - "gradient": ‖g_l‖², the squared norm over all elements of the layer (its problem P1)
+    - "snr": mean² / variance (of the population) of the gradient's elements, per tensor, summed over the layer's
+      tensors. A tensor whose elements are all equal, such as one of a single element, has no variance: it adds 0.
+    - "rgn": ‖g_l‖ / ‖w_l‖. It is 0 for a layer whose weights are all 0: there is nothing to be relative to.
+
+    The gradient is taken as local training would take it: in train mode, with the statistics of the batch in batch
+    norms and with dropout, regardless of what an earlier `apply_plan` froze. Dropout draws from a fixed seed, so equal
+    models and batches give equal scores. Weights, buffers, `.grad`, `requires_grad`, modes and the global random number
+    generators are the same afterwards, also after an error.
+
+    Args:
+        model: on the device of the batches.
+        batches: inputs and labels; the batches count by their sizes.
+        layers: names of entries of each layer, from input to output. Buffers have no gradient and do not count; a
+            parameter that the loss does not depend on has gradient 0. Parameters in neither a layer nor `head` need no
+            gradient, so the backward pass ends at the lowest layer.
+        layout: of `model`, with all these names.
+        score: which figure; see above.
+        loss: the objective of local training.
+        head: entries that always train. Their part of the backward pass is counted to no layer.
+        timed: whether `milliseconds` will be used. One pass over the first batch then goes ahead and is thrown away,
+            because the first pass of a process is slow.
+
+    Raises:
+        ValueError: an unknown score, no batch, or a name that the layout or the model does not have.
+        FloatingPointError: the loss or a layer's gradient is NaN or infinite.
+    """
+    if score not in get_args(Kind):
+        raise ValueError(f"score={score!r}: expected one of {', '.join(get_args(Kind))}")
+    probe = _Probe(model, layers, head, layout, loss)
+    examples, mean = 0, 0.0
+    with plan_lifted(model), _in_train_mode(model), random_numbers_apart(model):
+        for inputs, labels in batches:
+            if timed and not examples:
+                probe.add(inputs, labels, share=1.0)
+                probe.forget()
+            examples += len(labels)
+            share = len(labels) / examples
+            mean += share * (probe.add(inputs, labels, share) - mean)
+    if not examples:
+        raise ValueError("no examples to score the layers with: give at least one batch")
+    return LayerScores(probe.scores(score), probe.milliseconds, examples, mean)
+
+
+class _Probe:
+    """Stand-ins for a model's parameters and buffers, and the gradients that gather in them.
+
+    Those of parameters share the parameters' memory, but have a `.grad`, a `requires_grad` and hooks of their own.
+    Those of buffers are copies, because a batch norm writes into its buffers.
+    """
+
+    def __init__(self, model: nn.Module, layers: Sequence[Names], head: Names, layout: Layout, loss: Loss) -> None:
+        self.objective = _Objective(model, loss)
+        self.names = layers
+        parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        self.stand_ins = {f"model.{name}": tensor for name, tensor in {**parameters, **buffers}.items()}
+        # A tied parameter has several names and one stand-in.
+        unique = {id(parameter): parameters[name] for name, parameter in model.named_parameters()}
+        self.by_name = {name: unique[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+        self.buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+        self.layers = [self._slices(layer, layout) for layer in layers]
+        self.events: list[tuple[int, float]] = []
+        self.milliseconds = [_SHORTEST] * len(layers)
+        for owner, slices in [(_HEAD, self._slices(head, layout)), *enumerate(self.layers)]:
+            for tensor in {id(tensor): tensor for tensor, _ in slices}.values():
+                tensor.requires_grad_(True)
+                tensor.register_post_accumulate_grad_hook(self._clock(owner))
+
+    def _slices(self, names: Names, layout: Layout) -> list[tuple[Tensor, tuple[slice, ...]]]:
+        """Stand-in, and where the entry lies in it, for the entries that can have a gradient."""
+        found = []
+        for name in names:
+            if name not in layout.by_name:
+                raise ValueError(f"a layer names the entry {name!r}, and the layout has none of this name")
+            entry = layout.by_name[name]
+            if entry.raw in self.buffers:
+                continue
+            if entry.raw not in self.by_name:
+                raise ValueError(
+                    f"a layer names {entry.raw!r}, and the model has no parameter of this name: give the model that "
+                    "the layout was made from, not one that wraps it"
+                )
+            if self.by_name[entry.raw].is_floating_point():
+                found.append((self.by_name[entry.raw], entry.index))
+        return found
+
+    def add(self, inputs: Tensor, labels: Tensor, share: float) -> float:
+        """Give this batch `share` of the mean gradient, and what came before it the rest. Returns the batch's loss."""
+        for tensor in self.stand_ins.values():
+            if tensor.grad is not None:
+                tensor.grad.mul_(1 - share)
+        loss = functional_call(self.objective, self.stand_ins, (inputs, labels))
+        value = float(loss.detach())
+        if not math.isfinite(value):
+            raise FloatingPointError(
+                f"the layers cannot be scored: the loss of a batch of {len(labels)} is {value}. The model has "
+                "diverged; lower the learning rate or set clip-norm"
+            )
+        self.events.clear()
+        start = _now(inputs.device)
+        (loss * share).backward()
+        self.milliseconds = self._durations(start)
+        return value
+
+    def forget(self) -> None:
+        for tensor in self.stand_ins.values():
+            tensor.grad = None
+
+    def scores(self, kind: Kind) -> list[float]:
+        scores = []
+        for number, slices in enumerate(self.layers):
+            gradients = [None if t.grad is None else t.grad[index].double() for t, index in slices]
+            squared = sum(float(g.square().sum()) for g in gradients if g is not None)
+            if not math.isfinite(squared):
+                raise FloatingPointError(
+                    f"layer {number + 1} of {len(self.layers)} ({self.names[number][0]}, …) cannot be scored: its "
+                    "gradient is NaN or infinite. The model has diverged, or its dtype is too narrow; lower the "
+                    "learning rate, set clip-norm, or use autocast bf16 or no"
+                )
+            if kind == "gradient":
+                scores.append(squared)
+            elif kind == "snr":
+                eps = [torch.finfo(t.dtype).eps for t, _ in slices]
+                scores.append(sum(_snr(g, e) for g, e in zip(gradients, eps, strict=True) if g is not None))
+            else:
+                weight = sum(float(t.detach()[index].double().square().sum()) for t, index in slices)
+                scores.append(math.sqrt(squared / weight) if weight else 0.0)
+        return scores
+
+    def _clock(self, owner: int) -> Callable[[Tensor], None]:
+        return lambda tensor: self.events.append((owner, _now(tensor.device)))
+
+    def _durations(self, start: float) -> list[float]:
+        """From the end of what was finished before it to the layer's own end, so that layers may interleave."""
+        last = dict(self.events)  # the last gradient of each
+        milliseconds = [_SHORTEST] * len(self.layers)
+        before = start
+        for owner, moment in sorted(last.items(), key=lambda item: item[1]):
+            if owner != _HEAD:
+                milliseconds[owner] = max(1e3 * (moment - before), _SHORTEST)
+            before = moment
+        return milliseconds
+
+
+class _Objective(nn.Module):
+    """A loss as a module, because `functional_call` calls modules."""
+
+    def __init__(self, model: nn.Module, loss: Loss) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = loss
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        return self.loss(self.model, inputs, labels)
+
+
+def _snr(gradient: Tensor, eps: float) -> float:
+    if not gradient.numel():
+        return 0.0
+    mean, variance = float(gradient.mean()), float(gradient.var(correction=0))
+    # Elements that differ by rounding alone are equal: what is left of their variance would make any number.
+    return mean**2 / variance if variance > (eps * mean) ** 2 else 0.0
+
+
+def _now(device: torch.device) -> float:
+    """Seconds; on a GPU once the work queued so far is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+@contextmanager
+def _in_train_mode(model: nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    model.train()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextmanager
+def random_numbers_apart(model: nn.Module, seed: int = 0) -> Iterator[None]:
+    """Random numbers from a seed of their own; the global generators go on afterwards where they were."""
+    devices = sorted({parameter.device.index or 0 for parameter in model.parameters() if parameter.is_cuda})
+    with torch.random.fork_rng(devices):
+        # Not torch.manual_seed: it would also seed GPUs that are not forked here.
+        torch.default_generator.manual_seed(seed)
+        for device in devices:
+            torch.cuda.default_generators[device].manual_seed(seed)
+        yield
+
+
+def probe_layers(
+    model: nn.Module, msg: Message, batches: Iterable[tuple[Tensor, Tensor]], *, loss: Loss = cross_entropy
+) -> dict[str, list[float]]:
+    """What an app answers a probe with: metrics of this client's layers, a number each, as the server asked for.
+
+    Args:
+        model: the torch module whose `state_dict` the message carries, loaded.
+        msg: the message that the function `@app.train("probe")` got.
+        batches: inputs and labels of this client, on the model's device; as many are read as the server asked for.
+        loss: the objective of local training.
+
+    Raises:
+        ValueError: a message that is no probe, or a model without the entries that it names.
+        FloatingPointError: the loss or a layer's gradient is NaN or infinite.
+    """
+    came = received(msg)
+    if came is None or came.manifest.action != PROBE:
+        raise ValueError("this message is no probe: `probe_layers` belongs into a function `@app.train('probe')`")
+    groups, options = came.manifest.groups, came.manifest.options
+    score, timed = options.get(PROBE_SCORE, NO_SCORE), bool(options.get(PROBE_TIMED))
+    if score == NO_SCORE and not timed:
+        return {}
+    found = layer_scores(
+        model,
+        islice(batches, int(options.get(PROBE_BATCHES, 1)) or None),
+        [groups[f"layer/{number}"] for number in range(sum(name.startswith("layer/") for name in groups))],
+        came.manifest.layout,
+        score="gradient" if score == NO_SCORE else cast(Kind, score),
+        loss=loss,
+        head=groups.get("head", ()),
+        timed=timed,
+    )
+    scores = {} if score == NO_SCORE else {LAYER_SCORES: found.scores}
+    return scores | ({LAYER_MILLISECONDS: found.milliseconds} if timed else {})
