@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # write bytecode whatever the shell's environment says: without it each process would compile anew.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile -c constraints.txt
 RUN_IMPORTS := flwr_datasets, tepal.client_app.app, tepal.server_app.app, \
-	tepal.tools.cli.commands, tepal.tools.simulation.one_process
+	tepal.tools.cli.main, tepal.tools.simulation.one_process
 
 .DEFAULT_GOAL := help
 .PHONY: help run test test-long test-all test-containers bench docs lint clean

@@ -108,7 +108,7 @@ def serving(command: list[str], address: str) -> Iterator[str]:
 @contextmanager
 def dashboard(folder: Path) -> Iterator[str]:
     port = free_port()
-    command = [sys.executable, "-m", "tepal.tools.cli.commands", "dashboard", str(folder), "--port", str(port)]
+    command = [sys.executable, "-m", "tepal.tools.cli.main", "dashboard", str(folder), "--port", str(port)]
     with serving(command, f"http://127.0.0.1:{port}/") as address:
         time.sleep(1)  # it makes ready what it serves
         yield address

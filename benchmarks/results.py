@@ -82,7 +82,7 @@ def config_file(name: str) -> Path:
 def run(name: str, data: Path, runs: Path, seeds: str) -> int:
     """Run what is not finished of one experiment; returns the exit status of `tepal compare`."""
     experiment, folder = EXPERIMENTS[name], runs / name
-    command = [sys.executable, "-m", "tepal.tools.cli.commands", "compare", str(ROOT)]
+    command = [sys.executable, "-m", "tepal.tools.cli.main", "compare", str(ROOT)]
     if found := begun(folder):
         command += ["--resume", str(found)]
     else:

@@ -159,7 +159,7 @@ class Loopback:
 
     def _warm_node(self, k: int, _port: int, config: str) -> _Program:
         control = f"unix:{self.folder}/node-{k}.sock"
-        command = [sys.executable, "-m", "tepal.tools.cli.commands", "node", *self._connection(k, "--key")]
+        command = [sys.executable, "-m", "tepal.tools.cli.main", "node", *self._connection(k, "--key")]
         return _Program(f"node-{k}", (*command, "--node-config", config, "--control", control), control)
 
     def _connection(self, k: int, key_option: str) -> list[str]:

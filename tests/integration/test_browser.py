@@ -43,7 +43,7 @@ USUAL = {"accuracy-rounds", "accuracy-bytes", "loss-rounds", "loss-bytes", "byte
 @contextmanager
 def dashboard_of(folder: Path) -> Iterator[str]:
     """The address of a real `tepal dashboard`."""
-    command = [sys.executable, "-m", "tepal.tools.cli.commands", "dashboard", str(folder), "--port", "0"]
+    command = [sys.executable, "-m", "tepal.tools.cli.main", "dashboard", str(folder), "--port", "0"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     try:
@@ -148,7 +148,7 @@ def test_the_dashboard_follows_a_real_run_without_reload(chromium, tmp_path):
     folder, rounds = tmp_path / "runs", 6
     folder.mkdir()
     config = f'num-server-rounds={rounds} fedfrozen.warmup-rounds=2 local-epochs=1 min-clients=3 runs="{folder}"'
-    command = [sys.executable, "-m", "tepal.tools.cli.commands", "loopback", str(ROOT), "--clients", "3", "-c", config]
+    command = [sys.executable, "-m", "tepal.tools.cli.main", "loopback", str(ROOT), "--clients", "3", "-c", config]
     with dashboard_of(folder) as address, opened(chromium, address) as page:
         assert "has no runs yet" in page.inner_text("main")
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "TEPAL_CACHE": str(tmp_path / "cache")}

@@ -11,14 +11,14 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from tepal.tools.cli.commands import main
+from tepal.tools.cli.main import main
 from tests.comparisons import leave_run
 from tests.integration.credentials import authority
 from tests.packages import ROOT
 
 
 def started(*arguments, **environment):
-    command = [sys.executable, "-m", "tepal.tools.cli.commands", "dashboard", *map(str, arguments)]
+    command = [sys.executable, "-m", "tepal.tools.cli.main", "dashboard", *map(str, arguments)]
     both = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, text=True, env={**os.environ, "PYTHONPATH": str(ROOT), **environment}, **both)
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from tepal.host.processes import MARK, marked
 from tepal.records.run_directory import read_metrics, read_summary
-from tepal.tools.cli.commands import main
+from tepal.tools.cli.main import main
 from tests.integration.forks import forked
 from tests.packages import ROOT
 
@@ -28,7 +28,7 @@ def arguments(runs: Path, *options: str) -> list[str]:
 
 
 def command(*options: str) -> list[str]:
-    return [sys.executable, "-m", "tepal.tools.cli.commands", "loopback", str(ROOT), *options]
+    return [sys.executable, "-m", "tepal.tools.cli.main", "loopback", str(ROOT), *options]
 
 
 @pytest.fixture

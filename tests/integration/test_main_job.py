@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from tepal.host.processes import MARK, marked
 from tepal.host.superlink import RunError
 from tepal.records.run_directory import SUMMARY_KEYS, read_metrics
-from tepal.tools.cli.commands import main
+from tepal.tools.cli.main import main
 from tepal.tools.simulation.engines import simulate_in_process
 from tests.packages import ROOT
 
@@ -31,7 +31,7 @@ def tepal(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user-cache"))
 
     def run(*arguments: str, within: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
-        command = [*within, sys.executable, "-m", "tepal.tools.cli.commands", *arguments]
+        command = [*within, sys.executable, "-m", "tepal.tools.cli.main", *arguments]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
         assert marked(token) == []
         assert not (tmp_path / "user-cache" / "tepal").exists(), "what simulated clients hold is not the user's"

@@ -306,7 +306,7 @@ def test_what_a_node_started_dies_with_it_and_its_key_is_taken_again(deployment,
 def other_node(running: Loopback, name: str, *options: str, **environment: str) -> Iterator[Control]:
     """A node of its own beside the deployment's; its log is `name`.log."""
     address = f"unix:{running.folder}/{name}.sock"
-    command = [sys.executable, "-m", "tepal.tools.cli.commands", "node", "--superlink", running.fleet, *options]
+    command = [sys.executable, "-m", "tepal.tools.cli.main", "node", "--superlink", running.fleet, *options]
     settings = [f"{key}={value}" for key, value in environment.items()]
     process = running.start(name, "env", *settings, *command, "--control", address, "--no-spare")
     yield Control(address)

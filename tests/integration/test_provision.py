@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from tepal.host.processes import flower_environment, free_port, started, wait_for_http
 from tepal.host.toml import to_toml
-from tepal.tools.cli.provision import provision
+from tepal.tools.cli.provision import app as provision
 from tepal.tools.deploy.fleet import open_fleet
 from tepal.tools.deploy.provision import Site, read_site
 from tests.integration.forks import forked

@@ -88,7 +88,7 @@ def test_a_simulation_that_is_killed_ends_as_if_it_never_was(tmp_path, uninterru
     (tmp_path / "config.toml").write_text(to_toml(config))
 
     def simulation(*arguments: str):
-        command = [sys.executable, "-m", "tepal.tools.cli.commands", "simulate", str(ROOT)]
+        command = [sys.executable, "-m", "tepal.tools.cli.main", "simulate", str(ROOT)]
         command += ["--clients", "3", "-c", str(tmp_path / "config.toml"), *arguments]
         environment = {**os.environ, "TMPDIR": str(tmp_path)}
         return started(command, log=tmp_path / "simulation.log", cwd=tmp_path, env=environment)

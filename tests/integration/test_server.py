@@ -58,7 +58,7 @@ class Deployment:
         return started([*command, *more], log=self.log, env=self.environment("server"), cwd=self.folder, grace=20)
 
     def node(self, name, config, *more):
-        command = [sys.executable, "-m", "tepal.tools.cli.commands", "node", "--site", self.credentials.unpacked(name)]
+        command = [sys.executable, "-m", "tepal.tools.cli.main", "node", "--site", self.credentials.unpacked(name)]
         command += ["--superlink", f"127.0.0.1:{self.fleet}", "--node-config", config]
         command += ["--control", f"unix:{self.folder / name}.sock"]
         environment, log = self.environment(name), self.folder / f"{name}.log"

@@ -21,7 +21,7 @@ from tepal.records.run_directory import RunDirectory
 from tepal.server_app import catalogue
 from tepal.server_app.config import SECTIONS, StrategyName, defaults, open_run, read_run_config, reference
 from tepal.strategies.in_process import InProcessGrid, Node
-from tepal.tools.cli.commands import main
+from tepal.tools.cli.main import main
 from tests.apps import quickstart_app
 from tests.packages import ROOT
 

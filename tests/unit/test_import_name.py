@@ -38,7 +38,7 @@ def test_two_threads_may_import_server_and_client_at_once(component):
     assert done.stdout.strip() == "imported", done.stderr[-500:]
 
 
-@pytest.mark.parametrize("module", ["tepal.tools.cli.commands", "tepal.exchange", "tepal.strategies", "tepal.models"])
+@pytest.mark.parametrize("module", ["tepal.tools.cli.main", "tepal.exchange", "tepal.strategies", "tepal.models"])
 def test_torch_is_not_imported_before_it_is_needed(module):
     done = subprocess.run(
         [sys.executable, "-c", f"import sys, {module}; print('torch' in sys.modules)"],

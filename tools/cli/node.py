@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from tepal.tools.cli import commands
+
 if TYPE_CHECKING:
     from tepal.client_app.node.node_pb2 import NodeStatus
     from tepal.tools.deploy.provision import Site
@@ -22,14 +24,14 @@ _Control = Annotated[
     str, typer.Option("--control", envvar="TEPAL_NODE_CONTROL", help="the node's control address, or unix:/PATH")
 ]
 
-node = typer.Typer(
-    name="node",
+app = commands(
+    "node",
     help="Run a client: Flower's SuperNode, and a process beside it that keeps ClientApp, torch and data in memory.",
     invoke_without_command=True,
 )
 
 
-@node.callback()
+@app.callback()
 def run(
     context: typer.Context,
     site: Annotated[
@@ -139,7 +141,7 @@ def _errors() -> Iterator[None]:
         raise typer.Exit(1) from error
 
 
-@node.command("status")
+@app.command("status")
 def status_command(control: _Control = _CONTROL) -> None:
     """Say what the node on this machine is doing; exit with 0 if it can work."""
     from tepal.client_app.node.service import Control
@@ -155,7 +157,7 @@ def status_command(control: _Control = _CONTROL) -> None:
         raise typer.Exit(1)
 
 
-@node.command("drain")
+@app.command("drain")
 def drain_command(
     control: _Control = _CONTROL,
     wait: Annotated[float, typer.Option(min=0, help="seconds to wait for it")] = 3600.0,

@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from tepal.tools.cli import commands
+
 # Imports stand inside functions: cryptography and Flower take a second, and `tepal --help` needs neither.
 if TYPE_CHECKING:
     from tepal.tools.deploy.fleet import Told
@@ -27,15 +29,14 @@ _NodeConfig = Annotated[
 ]
 _Unpacked = Annotated[bool, typer.Option("--unpacked", help="write a folder for each site, and no archive")]
 
-provision = typer.Typer(
-    name="provision",
+app = commands(
+    "provision",
     help="Make, renew and revoke the credentials of a deployment: certificates, and a key for each site.",
     no_args_is_help=True,
-    add_completion=False,
 )
 
 
-@provision.command("make")
+@app.command("make")
 def make_command(
     folder: Annotated[Path, typer.Argument(help="folder to make; new or empty")],
     host: Annotated[
@@ -74,7 +75,7 @@ def make_command(
         _say_sites(made, site)
 
 
-@provision.command("add")
+@app.command("add")
 def add_command(
     folder: _Folder,
     site: Annotated[list[str], typer.Option(help="name of a further site; may be repeated")],
@@ -90,7 +91,7 @@ def add_command(
         _say(_to_tell(folder))
 
 
-@provision.command("renew")
+@app.command("renew")
 def renew_command(
     folder: _Folder,
     server: Annotated[bool, typer.Option("--server", help="a new certificate and key for the server")] = False,
@@ -131,7 +132,7 @@ def renew_command(
             _say(_to_tell(folder))
 
 
-@provision.command("register")
+@app.command("register")
 def register_command(
     folder: _ServerFolder,
     superlink: Annotated[str, typer.Option(help="HOST:PORT of the SuperLink's Control API")] = _CONTROL,
@@ -155,7 +156,7 @@ def register_command(
             _say(f"there is nothing to register in {server.nodes}")
 
 
-@provision.command("revoke")
+@app.command("revoke")
 def revoke_command(
     folder: _ServerFolder,
     name: Annotated[str, typer.Argument(help="the site that may not come in any more")],
@@ -176,7 +177,7 @@ def revoke_command(
         _tell(server, name, superlink, folder)
 
 
-@provision.command("list")
+@app.command("list")
 def list_command(folder: _ServerFolder) -> None:
     """Show all sites with the fingerprints of their keys, and how long the certificates hold."""
     from tepal.tools.deploy.provision import SOON, overview

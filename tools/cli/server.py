@@ -31,6 +31,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tepal.tools.cli import commands
+
 if TYPE_CHECKING:
     from types import FrameType
 
@@ -114,8 +116,8 @@ def _lives(pid: int) -> bool:
 
 # ---- command line -------------------------------------------------------------------------------------------------
 
-server = typer.Typer(
-    name="server",
+app = commands(
+    "server",
     help="Run a deployment's server: Flower's SuperLink with its nodes' keys, and runs that go on after a failure.",
     invoke_without_command=True,
 )
@@ -123,7 +125,7 @@ server = typer.Typer(
 _State = Annotated[Path, typer.Option(envvar="TEPAL_STATE", help="folder for runs and for what survives a restart")]
 
 
-@server.callback()
+@app.callback()
 def run_server(
     context: typer.Context,
     credentials: Annotated[
@@ -216,7 +218,7 @@ def _serve(settings: Settings, insecure: bool) -> None:
     Supervisor(settings).run()
 
 
-@server.command("status")
+@app.command("status")
 def status_command(context: typer.Context, state: _State = Path(".")) -> None:
     """Show what the server does. The exit status is 0 if it is healthy, else 1."""
     if str(state) == "." and context.parent is not None and context.parent.params.get("state"):
@@ -248,4 +250,4 @@ def _log_to_stdout() -> None:
 
 
 if __name__ == "__main__":
-    server()
+    app()

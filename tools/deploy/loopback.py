@@ -212,7 +212,7 @@ def wait_for_node(process: Process, control: Path, timeout: float) -> None:
 
 
 def _node(site: Path, control: Path, node_config: Mapping[str, Value]) -> list[str]:
-    command = [sys.executable, "-m", "tepal.tools.cli.commands", "node", "--site", str(site)]
+    command = [sys.executable, "-m", "tepal.tools.cli.main", "node", "--site", str(site)]
     command += ["--control", f"unix:{control}", "--state", str(control.with_suffix(""))]
     return [*command, "--node-config", _config_file(control, node_config)]
 

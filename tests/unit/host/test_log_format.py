@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tepal.host.log_format import log_format, parsed
-from tepal.tools.cli.commands import main
+from tepal.tools.cli.main import main
 from tests.packages import ROOT
 
 NOW = datetime(2026, 11, 20, 10, 15, 0, 123456, UTC)

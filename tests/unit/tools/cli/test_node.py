@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 from tepal.client_app.node import node as parent
 from tepal.client_app.node import node_pb2
 from tepal.client_app.node.service import Services
-from tepal.tools.cli.node import node
+from tepal.tools.cli.node import app as node
 
 
 def run(*arguments, **environment):

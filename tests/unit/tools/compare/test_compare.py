@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from tepal.host.superlink import RunError
 from tepal.records.run_directory import KEPT_IN, RunDirectory, find_run, held, read_config, read_metrics
 from tepal.report.terminal import RoundProgress, TimeLeft
-from tepal.tools.cli import commands
+from tepal.tools.cli.main import main
 from tepal.tools.compare.comparison import read_comparison
 from tepal.tools.compare.picture import STRATEGIES
 from tepal.tools.compare.runs import USUAL
@@ -122,11 +122,11 @@ def compare(monkeypatch, tmp_path):
         asked.append({"engine": name, **resources})
         return contextlib.nullcontext(SimpleNamespace(run=simulate, said="Engine: none"))
 
-    monkeypatch.setattr(commands, "engine_for", engine_for)
+    monkeypatch.setattr("tepal.tools.cli.compare.engine_for", engine_for)
 
     def run(*arguments, config=f'num-server-rounds=3 runs="{tmp_path / "runs"}"'):
         given = ["-c", config, "--clients", "3"] if config else []
-        return CliRunner().invoke(commands.main, ["compare", ".", *given, *arguments])
+        return CliRunner().invoke(main, ["compare", ".", *given, *arguments])
 
     def cells():
         """(strategy, seed) of every simulation that was started since this was asked last."""
@@ -200,13 +200,13 @@ def test_latest_is_the_newest_run_and_the_comparison_can_be_written_anew(compare
     (folder,) = compare.runs.glob("*-compare")
     assert read_config(find_run(compare.runs))["strategy"] == "fedacs"
     assert find_run(compare.runs).parent == folder.resolve()
-    report = CliRunner().invoke(commands.main, ["report", str(compare.runs)])
+    report = CliRunner().invoke(main, ["report", str(compare.runs)])
     assert report.output.strip().endswith("-fedacs/report.html")
     written = ["comparison.csv", "comparison.md", "comparison.svg", "comparison.tex", "runs.csv"]
     before = {name: (folder / name).read_text() for name in written}
     for name in (*written, "comparison.html"):
         (folder / name).unlink()
-    again = CliRunner().invoke(commands.main, ["report", str(folder)])
+    again = CliRunner().invoke(main, ["report", str(folder)])
     assert again.output.strip() == str(folder / "comparison.html")
     assert {name: (folder / name).read_text() for name in written} == before
     assert "fedacs" in (folder / "comparison.html").read_text()
@@ -259,7 +259,7 @@ def kill_in(compare, *cell):
     compare.failing[cell] = Killed()
     with pytest.raises(Killed):
         CliRunner().invoke(
-            commands.main,
+            main,
             ["compare", ".", "-c", f'num-server-rounds=3 local-epochs=2 runs="{compare.runs}"', "--clients", "4",
              "--strategies", "fedavg,fedfrozen,fedacs", "--seeds", "1,2", "--target", "0.5"],
         )  # fmt: skip
@@ -330,7 +330,7 @@ def test_a_run_that_failed_is_tried_again(compare):
 
 def test_the_comparison_that_was_at_work_last_is_found(compare, monkeypatch):
     folder = kill_in(compare, "fedfrozen", 1)
-    monkeypatch.setattr(commands, "app_run_config", lambda _app: {"runs": str(compare.runs)})
+    monkeypatch.setattr("tepal.tools.cli.compare.app_run_config", lambda _app: {"runs": str(compare.runs)})
     done = compare("--resume", "latest", "--target", "0.6", config=None)
     assert done.exit_code == 0, done.output
     assert compare.cells()[0] == ("fedfrozen", 1) and str(folder / "comparison.html") in done.output.split()

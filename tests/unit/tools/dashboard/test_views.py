@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from tepal.records.run_directory import RunDirectory, RunInUse, held, is_held
 from tepal.server_app.config import defaults
-from tepal.tools.cli.commands import main
+from tepal.tools.cli.main import main
 from tepal.tools.dashboard import views
 from tests.comparisons import comparison_in, finish, leave_run
 

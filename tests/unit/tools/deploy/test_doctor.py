@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tepal.host.flower.patches import FLOWER
-from tepal.tools.cli.commands import main
+from tepal.tools.cli.main import main
 from tepal.tools.deploy import doctor, provision
 from tepal.tools.deploy.doctor import OK, PROBLEM, SKIPPED, WARNING, Finding, Questions
 from tepal.tools.deploy.provision import make, read_site

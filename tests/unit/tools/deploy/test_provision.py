@@ -31,7 +31,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tepal.host.processes import free_port
-from tepal.tools.cli.provision import provision
+from tepal.tools.cli.provision import app as provision
 from tepal.tools.deploy import provision as module
 from tepal.tools.deploy.fleet import Fleet, FleetError, Told, Unreachable, align, open_fleet
 from tepal.tools.deploy.provision import (

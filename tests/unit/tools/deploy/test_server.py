@@ -10,7 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from tepal.records.run_directory import RunDirectory
-from tepal.tools.cli.server import describe, server, why_unhealthy
+from tepal.tools.cli.server import app as server
+from tepal.tools.cli.server import describe, why_unhealthy
 from tepal.tools.deploy import provision
 from tepal.tools.deploy.fleet import FleetError, Node, Unreachable
 from tepal.tools.deploy.node_keys import Keys, ServerError, check_credentials, vanished

@@ -16,7 +16,7 @@ from tepal.records.run_directory import RunDirectory
 from tepal.server_app.config import defaults
 from tepal.server_app.run import run
 from tepal.strategies.in_process import InProcessGrid, Node
-from tepal.tools.cli.commands import main
+from tepal.tools.cli.main import main
 from tepal.tools.predict.predict import accuracy, load_predictor
 from tests.unit.training.data.word_tokenizer import WORDS, ids, written
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from tepal.records.run_directory import RunInUse, held
 from tepal.report.page import Figure
 from tepal.strategies import RoundFailed
-from tepal.tools.cli.commands import main
+from tepal.tools.cli.main import main
 from tepal.tools.reproduce import ensemble_toy, runner
 from tepal.tools.reproduce.ensemble_toy import PAPER, EnsembleToy, data_of, features, trained
 from tepal.tools.reproduce.experiment import Cell, NotAtHand, Outcome, Place, Table

@@ -20,7 +20,7 @@ from tepal.records.run_directory import find_run, read_metrics
 from tepal.server_app.config import defaults
 from tepal.server_app.run import run
 from tepal.strategies.in_process import InProcessGrid, Node
-from tepal.tools.cli.commands import main
+from tepal.tools.cli.main import main
 from tepal.tools.reproduce import runner, runs, selective
 from tepal.tools.reproduce.data import Images, at_hand, by_distribution, grouped, shuffled_images, write_images
 from tepal.tools.reproduce.ensemble_mnist import EnsembleMnist

@@ -1,0 +1,78 @@
+"""The command line as a whole: what it lists, and that a command imports what it needs and no more."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from tepal.tools.cli import main as module
+from tepal.tools.cli.main import COMMANDS, main
+from tests.packages import ROOT
+
+# A process of its own; what it prints last are the modules that it has imported.
+MODULES = """
+import json, sys
+sys.argv = ["tepal", *sys.argv[1:]]
+from tepal.tools.cli.main import main
+try:
+    main()
+except SystemExit:
+    pass
+print()
+print(json.dumps(sorted(sys.modules)))
+"""
+HELP = [[name, "--help"] for name in COMMANDS if name not in ("simulate", "loopback", "compare")]
+
+
+def imported(*arguments, folder):
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", MODULES, *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=folder, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], *HELP, ["node", "status"], ["server", "status"]], ids=lambda words: " ".join(words)
+)
+def test_help_and_status_import_neither_torch_nor_flower(arguments, tmp_path):
+    assert not imported(*arguments, folder=tmp_path) & {"torch", "flwr", "ray"}
+
+
+def test_help_imports_few_modules(tmp_path):
+    found = imported("--help", folder=tmp_path)
+    assert len(found) <= 150, sorted(found)
+    assert {name for name in found if name.startswith("tepal.tools.cli.")} == {"tepal.tools.cli.main"}
+
+
+def test_the_status_of_a_node_imports_of_tepal_what_asks_for_it(tmp_path):
+    found = {name for name in imported("node", "status", folder=tmp_path) if name.startswith("tepal.client_app")}
+    assert found <= {
+        "tepal.client_app", "tepal.client_app.node", "tepal.client_app.node.service", "tepal.client_app.node.node_pb2",
+    }  # fmt: skip
+
+
+def test_every_module_of_the_folder_is_a_command_and_every_command_is_in_its_module():
+    files = {path.stem for path in Path(module.__file__).parent.glob("*.py")} - {"__init__", "main", "running"}
+    assert {name for name, _ in COMMANDS.values()} == files
+    group = typer.main.get_command(main)
+    assert list(group.commands) == list(COMMANDS)
+    for name in COMMANDS:
+        assert isinstance(group.commands[name], click.Command) and group.commands[name].name == name
+
+
+def test_help_lists_all_commands_with_their_lines():
+    said = " ".join(CliRunner().invoke(main, ["--help"]).output.split())
+    for name, (_, line) in COMMANDS.items():
+        assert f"{name} {line}" in said
+
+
+def test_a_command_that_is_not_known_is_refused_with_the_nearest():
+    refused = CliRunner().invoke(main, ["simulat"])
+    assert refused.exit_code == 2 and "simulate" in refused.output

@@ -1,0 +1,151 @@
+"""`tepal compare`: several strategies in turn, alike in all else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from tepal import models
+from tepal.host.superlink import RunError, app_run_config
+from tepal.host.toml import Value, parse_run_config
+from tepal.records.run_directory import LATEST, RunInUse
+from tepal.report.terminal import RoundProgress
+from tepal.server_app.config import ConfigError, RunConfig, defaults
+from tepal.tools.cli import commands
+from tepal.tools.cli.running import CPUS, ENGINE, cache_in, check_clients, run_once
+from tepal.tools.compare.comparison import OWN_KEYS, Comparison, cells_of, find_comparison, measure, read_comparison
+from tepal.tools.compare.runs import ALL, USUAL, check, new_folder, run_cells, seed_numbers, strategy_names
+from tepal.tools.compare.tables import comparison_table
+from tepal.tools.simulation.engines import AUTO, engine_for
+from tepal.training.data.inputs import InputConfig
+
+app = commands("compare")
+
+
+@app.command("compare")
+def compare_command(
+    app: Annotated[Path, typer.Argument(help="folder of the Flower app: a checkout of this project")] = Path("."),
+    strategies: Annotated[
+        str | None,
+        typer.Option(help=f"which, in this order, with commas between; {ALL!r}: all", show_default=",".join(USUAL)),
+    ] = None,
+    seeds: Annotated[
+        str | None, typer.Option(help="run each with all of these: 1,2,3", show_default="that of the run config")
+    ] = None,
+    clients: Annotated[int | None, typer.Option(min=2, help="simulated clients", show_default="10")] = None,
+    run_config: Annotated[
+        list[str] | None,
+        typer.Option("--run-config", "-c", help="as in `tepal simulate`, for all runs; may be repeated"),
+    ] = None,
+    target: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="accuracy (of a regression, RMSE) that rounds and bytes are counted until",
+            show_default="90 % of FedAvg's final accuracy",
+        ),
+    ] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(help=f"go on with the comparison in this folder; {LATEST!r}: with that which was at work last"),
+    ] = None,
+    cpus: Annotated[float | None, typer.Option(min=0.01, help=CPUS, show_default="1")] = None,
+    gpus: Annotated[
+        float | None, typer.Option(min=0, help="share of a GPU for each client at work", show_default="0")
+    ] = None,
+    engine: Annotated[str | None, typer.Option(help=ENGINE, show_default=AUTO)] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="show Flower's own log")] = False,
+) -> None:
+    """Run several strategies in turn, alike in all else, and show what each reached and what it moved for that.
+
+    Everything lies in one folder, runs/<start>-compare: the runs, comparison.html, and tables as CSV, Markdown and
+    LaTeX. A run that fails does not end the others; the status is then 1. Ctrl-C ends all of them, and shows what there
+    is. --resume FOLDER runs what is not finished; --target, --cpus, --gpus and --engine may then be others than
+    before.
+    """
+    console, errors = Console(), Console(stderr=True)
+    try:
+        if resume is None:
+            comparison = _new_comparison(app, parse_run_config(run_config or []), strategies, seeds, clients or 10)
+        else:
+            fixed = {"--strategies": strategies, "--seeds": seeds, "--clients": clients, "--run-config": run_config}
+            comparison = _begun_comparison(app, resume, [option for option, value in fixed.items() if value])
+        comparison.target = comparison.target if target is None else target
+        comparison.cpus = comparison.cpus if cpus is None else cpus
+        comparison.gpus = comparison.gpus if gpus is None else gpus
+        comparison.engine = engine or comparison.engine
+        _check_target(comparison)
+        resources: dict[str, Any] = {key: getattr(comparison, key) for key in ("clients", "cpus", "gpus")}
+        with engine_for(comparison.engine, app, **resources) as simulated:  # one for all runs
+            check(comparison, lambda config: check_clients(config, comparison.clients))
+            if resume is None:
+                comparison.folder = new_folder(comparison.folder)
+            simulated.cache = cache_in(comparison.folder)
+            console.print(simulated.said, markup=False, highlight=False, soft_wrap=True)
+
+            def start(config: RunConfig, progress: RoundProgress, on_run: Callable[[Path], None]) -> Path:
+                return run_once(simulated.run, config, progress, console, verbose, on_run)
+
+            run_cells(comparison, start, console=console, errors=errors)
+        console.print(comparison_table(measure(comparison)), soft_wrap=True)
+    except (ConfigError, RunError, RunInUse, OSError, ValueError) as error:
+        errors.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from error
+    outcomes = {cell.outcome for cell in comparison.cells}
+    if "stopped" in outcomes:
+        raise typer.Exit(130)  # as a shell says it of a command that Ctrl-C ended
+    if outcomes != {"finished"}:
+        raise typer.Exit(1)
+
+
+def _new_comparison(
+    app: Path, given: Mapping[str, Value], strategies: str | None, seeds: str | None, clients: int
+) -> Comparison:
+    """What is asked for; its folder is yet the one in which it will be made. Raises ConfigError for what cannot be."""
+    if "strategy" in given:
+        raise ConfigError(
+            f"strategy={given['strategy']!r} in the run config: a comparison sets the strategy itself. Name those that "
+            "it shall run with --strategies"
+        )
+    if given.get("resume"):
+        raise ConfigError(
+            f"resume={given['resume']!r} in the run config: a comparison begins all its runs anew. One run goes on "
+            "with `tepal simulate`, a comparison with `tepal compare --resume FOLDER`"
+        )
+    if "seed" in given and seeds is not None:
+        raise ConfigError(f"seed={given['seed']!r} in the run config and --seeds {seeds}: leave out one of them")
+    config = {**defaults(), **app_run_config(app), **given}
+    names = list(USUAL) if strategies is None else strategy_names(strategies)
+    numbers = seed_numbers(str(config["seed"]) if seeds is None else seeds)
+    return Comparison(
+        folder=Path(str(config["runs"])).expanduser().resolve(),
+        cells=cells_of(names, numbers),
+        run_config={key: value for key, value in config.items() if key not in OWN_KEYS},
+        clients=clients,
+    )
+
+
+def _check_target(comparison: Comparison) -> None:
+    """Raises ConfigError for an accuracy that none can be."""
+    regression = InputConfig.from_run_config(comparison.run_config).kind == models.SEQUENCES
+    if not regression and comparison.target is not None and comparison.target > 1:
+        raise ConfigError(f"--target {comparison.target:g}: an accuracy is a share, from 0 to 1")
+
+
+def _begun_comparison(app: Path, resume: str, fixed: list[str]) -> Comparison:
+    """The comparison that goes on; `fixed`: options that are given, and cannot change any more.
+
+    Raises ConfigError for those, OSError or ValueError where there is no comparison.
+    """
+    if fixed:
+        raise ConfigError(
+            f"--resume {resume}: a comparison goes on as it was begun, so leave out {', '.join(fixed)}. What may "
+            "change: --target, --cpus, --gpus"
+        )
+    runs = {**defaults(), **app_run_config(app)}["runs"] if resume == LATEST else resume
+    return read_comparison(find_comparison(Path(str(runs)).expanduser().resolve()))

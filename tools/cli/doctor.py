@@ -1,0 +1,61 @@
+"""`tepal doctor`: what an installation has and lacks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from tepal.tools.cli import commands
+
+app = commands("doctor")
+_JSON = "as JSON, for programs"
+
+
+@app.command("doctor")
+def doctor_command(
+    credentials: Annotated[
+        Path | None, typer.Option(help="a folder of `tepal provision`, or a copy of its server/, to look at")
+    ] = None,
+    site: Annotated[Path | None, typer.Option(help="a site's archive or folder to look at")] = None,
+    superlink: Annotated[
+        str, typer.Option(help="HOST:PORT of a server's control port, to compare this machine's clock with its")
+    ] = "",
+    root_certificates: Annotated[
+        Path | None, typer.Option(help="whom to trust there", show_default="those of --credentials or --site")
+    ] = None,
+    runs: Annotated[Path, typer.Option(help="folder for run directories")] = Path("runs"),
+    cache: Annotated[
+        Path | None, typer.Option(help="folder of what clients keep", show_default="$TEPAL_CACHE, or the user's")
+    ] = None,
+    port: Annotated[
+        list[int] | None,
+        typer.Option(min=1, max=65535, help="that must be free; may be repeated", show_default="a server's"),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help=_JSON)] = False,
+) -> None:
+    """Check this installation and its machine, and say for each problem what to do. Exit status 1: there is one."""
+    from tepal.tools.dashboard.views import console
+    from tepal.tools.deploy.doctor import PROBLEM, Questions, examine, findings_table
+
+    asked = Questions(
+        runs=runs,
+        cache=cache,
+        ports=tuple(port or ()),
+        credentials=credentials,
+        site=site,
+        superlink=superlink,
+        root_certificates=root_certificates,
+    )
+    with Console(stderr=True).status("looking …"):
+        findings = list(examine(asked))
+    if as_json:
+        typer.echo(json.dumps([asdict(each) for each in findings], indent=2))
+    else:
+        console().print(findings_table(findings))
+    if any(each.state == PROBLEM for each in findings):
+        raise typer.Exit(1)

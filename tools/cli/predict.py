@@ -1,0 +1,52 @@
+"""`tepal predict`: predictions of a saved model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from tepal.tools.cli import commands
+
+app = commands("predict")
+
+
+@app.command("predict")
+def predict_command(
+    model: Annotated[
+        Path, typer.Argument(help="a run directory, a folder of runs (the latest), or a .safetensors file")
+    ],
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            help="images, folders of images, .npz files (their test set if any); for texts or numbers, tables "
+            "(.csv, .jsonl, .parquet) with the run's columns; .txt with a text on each line"
+        ),
+    ],
+    output: Annotated[
+        Path | None, typer.Option(help="CSV file for all predictions; one that is there is replaced")
+    ] = None,
+) -> None:
+    """Predict images, texts or numbers with a saved model, or with the mean over the models of an ensemble."""
+    # Here and not at the top: torch takes seconds to import, and `tepal report` needs none of it.
+    from tepal.tools.predict.predict import load_predictor, results_table, write_csv
+
+    console, errors = Console(), Console(stderr=True)
+    try:
+        if output is not None and not output.absolute().parent.is_dir():
+            raise ValueError(f"--output {output}: there is no folder {output.absolute().parent}")
+        predictor = load_predictor(model)
+        if predictor.caution:
+            errors.print(f"[yellow]{escape(predictor.caution)}[/]", highlight=False, soft_wrap=True)
+        with errors.status("predicting …") as status:
+            rows = predictor.predict_files(files, lambda done: status.update(f"predicting … {done:,} examples"))
+        console.print(results_table(rows), soft_wrap=True)
+        if output is not None:
+            write_csv(rows, output)
+            console.print(f"All {len(rows):,} predictions: {output}", markup=False, highlight=False, soft_wrap=True)
+    except (OSError, ValueError) as error:
+        errors.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from error

@@ -1,0 +1,47 @@
+"""`tepal reproduce`: a named experiment of a paper."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tepal.records.run_directory import RunInUse
+from tepal.tools.cli import commands
+
+app = commands("reproduce")
+
+
+@app.command("reproduce")
+def reproduce_command(
+    name: Annotated[str, typer.Argument(help="which experiment; without it they are listed")] = "",
+    full: Annotated[bool, typer.Option("--full", help="at the paper's scale, not a small machine's")] = False,
+    folder: Annotated[Path, typer.Option(help="for the results; what is there already is not computed again")] = Path(
+        "runs/reproduce"
+    ),
+    data: Annotated[Path, typer.Option(help="folder with the data sets, each under its name: cifar-10, mnist.npz")] = (
+        Path("data")
+    ),
+    at_once: Annotated[
+        int, typer.Option(min=1, help="runs at once, each in a process with one thread; 1: in turn, with all threads")
+    ] = 1,
+) -> None:
+    """Run a named experiment of a paper, and show its numbers beside the paper's."""
+    from tepal.tools.reproduce.experiment import NotAtHand
+    from tepal.tools.reproduce.runner import EXPERIMENTS, OtherData, UnknownExperiment, find_experiment, reproduce
+
+    if not name:
+        for each in EXPERIMENTS.values():
+            typer.echo(f"{each.name:20} {each.title}. {each.paper}. {each.scale(full=False)}")
+        return
+    try:
+        experiment = find_experiment(name)
+        how = "one process (nothing asks for Ray)" if at_once == 1 else f"{at_once} processes (--at-once {at_once})"
+        typer.echo(f"Engine: {how}")
+        page = reproduce(experiment, folder, full=full, said=typer.echo, data=data.expanduser(), at_once=at_once)
+        typer.echo((page.parent / "results.md").read_text(encoding="utf-8"))
+        typer.echo(f"Results in {page.parent}\n  {page}  (open it in a browser)")
+    except (UnknownExperiment, NotAtHand, OtherData, RunInUse, OSError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error

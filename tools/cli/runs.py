@@ -1,0 +1,78 @@
+"""`tepal runs` and `tepal show`: runs listed, and one run in full."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from tepal.records.run_directory import LATEST
+from tepal.tools.cli import commands
+
+app = commands("runs")
+_JSON = "as JSON, for programs"
+
+
+@app.command("runs")
+def runs_command(
+    folder: Annotated[Path, typer.Argument(help="folder of run directories, or of a comparison")] = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help=_JSON)] = False,
+) -> None:
+    """List runs and comparisons, the newest first: how far each is, its score, the bytes that it moved."""
+    from tepal.tools.dashboard.views import console, facts_of, reasons, runs_table, views
+
+    try:
+        facts = [facts_of(view) for view in views(folder)]
+    except OSError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+    elif facts:
+        console().print(runs_table(facts), *map(Text, reasons(facts)), sep="\n")
+    else:
+        typer.echo(f"{folder} has no runs")
+
+
+@app.command("show")
+def show_command(
+    run: Annotated[str, typer.Argument(help=f"a path, a name in the folder of runs, or {LATEST!r}")] = LATEST,
+    runs: Annotated[Path, typer.Option(help="folder in which names are looked for")] = Path("runs"),
+    all_rounds: Annotated[bool, typer.Option("--all-rounds", help="a line for every round, however many")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help=_JSON)] = False,
+) -> None:
+    """Tell of one run: settings of its own, rounds, clients with their troubles, bytes, files. Or of a comparison."""
+    from tepal.server_app.config import defaults
+    from tepal.tools.compare.comparison import is_comparison, measure
+    from tepal.tools.dashboard.views import (
+        ComparisonView,
+        RunView,
+        comparison_facts,
+        comparison_summary_page,
+        console,
+        find,
+        run_facts,
+        run_page,
+    )
+
+    try:
+        path = find(run, runs)
+        if is_comparison(path):
+            compared = ComparisonView(path)
+            results = measure(compared.comparison)
+            facts = comparison_facts(compared, results)
+            page = comparison_summary_page(compared, results)
+        else:
+            view = RunView(path)
+            facts = run_facts(view, defaults())
+            page = run_page(view, defaults(), all_rounds=all_rounds)
+    except (OSError, ValueError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+    else:
+        console().print(page)

@@ -1,0 +1,82 @@
+"""`tepal simulate` and `tepal loopback`: one run on this machine, by simulation or by a real deployment."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from tepal.host.superlink import RunError, app_run_config
+from tepal.host.toml import parse_run_config
+from tepal.server_app.config import ConfigError, open_run
+from tepal.tools.cli import commands
+from tepal.tools.cli.running import CPUS, ENGINE, cache_of, check_clients, run_and_show
+from tepal.tools.simulation.engines import AUTO, engine_for
+
+app = commands("simulate")
+
+
+@app.command("simulate")
+def simulate_command(
+    app: Annotated[Path, typer.Argument(help="folder of the Flower app: a checkout of this project")] = Path("."),
+    clients: Annotated[int, typer.Option(min=2, help="simulated clients")] = 10,
+    run_config: Annotated[
+        list[str] | None,
+        typer.Option("--run-config", "-c", help="'key=value …' or a TOML file, as in `flwr run`; may be repeated"),
+    ] = None,
+    cpus: Annotated[float, typer.Option(min=0.01, help=CPUS)] = 1,
+    gpus: Annotated[float, typer.Option(min=0, help="share of a GPU for each client at work")] = 0,
+    engine: Annotated[str, typer.Option(help=ENGINE)] = AUTO,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="show Flower's own log")] = False,
+) -> None:
+    """Run the app with simulated clients on this machine, show its progress, and say what it moved.
+
+    Whatever it starts is stopped, whatever happens. A run that was stopped goes on with -c 'resume="runs/latest"'.
+    """
+    console, errors = Console(), Console(stderr=True)
+    try:
+        given = parse_run_config(run_config or [])
+        config, _ = open_run({**app_run_config(app), **given})
+        with engine_for(engine, app, clients=clients, cpus=cpus, gpus=gpus, cache=cache_of(config)) as simulated:
+            check_clients(config, clients)
+            console.print(simulated.said, markup=False, highlight=False, soft_wrap=True)
+            run_and_show(simulated.run, config, console, verbose)
+    except (ConfigError, RunError, ValueError) as error:
+        errors.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from error
+
+
+@app.command("loopback")
+def loopback_command(
+    app: Annotated[Path, typer.Argument(help="folder of the Flower app: a checkout of this project")] = Path("."),
+    clients: Annotated[int, typer.Option(min=2, help="clients, each a warm node of its own")] = 3,
+    run_config: Annotated[
+        list[str] | None,
+        typer.Option("--run-config", "-c", help="as in `tepal simulate`; may be repeated"),
+    ] = None,
+    node_config: Annotated[
+        list[str] | None,
+        typer.Option(help="'key=value …' of one client, such as its data-path; one for each client, in order"),
+    ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="show Flower's own log")] = False,
+) -> None:
+    """Run the app on a deployment on this machine: a SuperLink and warm nodes as processes, TLS, registered keys.
+
+    Certificates and keys are made for it. All processes and files but the run's own are gone when it ends.
+    """
+    from tepal.tools.deploy.loopback import loopback
+
+    console, errors = Console(), Console(stderr=True)
+    try:
+        config, _ = open_run({**app_run_config(app), **parse_run_config(run_config or [])})
+        check_clients(config, clients, parts=not node_config)
+        node_configs = [parse_run_config([text]) for text in node_config or []]
+        start = partial(loopback, app, clients=clients, node_configs=node_configs, cache=cache_of(config))
+        run_and_show(start, config, console, verbose)
+    except (ConfigError, RunError, ValueError) as error:
+        errors.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from error
