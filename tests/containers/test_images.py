@@ -9,8 +9,9 @@ from pathlib import PurePosixPath
 
 import pytest
 
+from tepal.host.superlink import stage_app
 from tests.containers.engine import BUILD_ARGUMENTS, CLIENT, REVISION, ROOT, SERVER, UID, VERSION, docker, inspect
-from tests.packages import BUNDLED, PACKAGES
+from tests.packages import PACKAGES
 
 pytestmark = [pytest.mark.containers, pytest.mark.usefixtures("images")]
 both = pytest.mark.parametrize("image", [SERVER, CLIENT])
@@ -121,7 +122,7 @@ for name in ("json", "torch", "flwr.app", "tepal.exchange.mod"):
     run(image, "python", "-c", code)
 
 
-def test_the_server_has_the_app_that_it_submits():
+def test_the_server_has_the_app_that_it_submits(tmp_path):
     """The bundle's files and no more than that."""
     code = """
 import sys
@@ -131,12 +132,7 @@ print(*sorted(map(str, stage_app(Path("/opt/tepal"), Path("/tmp/app")))), sep="\
 """
     staged = set(run(SERVER, "python", "-c", code).split())
     assert {"pyproject.toml", "tepal/__init__.py", "server_app/app.py", "client_app/app.py"} <= staged
-    here = {
-        str(path.relative_to(ROOT))
-        for folder in ("tepal", *BUNDLED)
-        for path in (ROOT / folder).rglob("*.py")
-    }
-    assert {name for name in staged if name.endswith(".py")} == here
+    assert staged == {str(path) for path in stage_app(ROOT, tmp_path)}
     top = set(run(SERVER, "ls", "-A", "/opt/tepal").split())
     assert top == {name.partition("/")[0] for name in staged} | {"LICENSE", "constraints.txt"}
 
