@@ -17,7 +17,7 @@ from tepal.tools.cli import commands
 
 if TYPE_CHECKING:
     from tepal.client_app.node.node_pb2 import NodeStatus
-    from tepal.tools.deploy.provision import Site
+    from tepal.host.site import Site
 
 _CONTROL = "127.0.0.1:9095"
 _Control = Annotated[
@@ -177,7 +177,7 @@ def drain_command(
 
 
 def _site(folder: Path) -> Site:
-    from tepal.tools.deploy.provision import read_site
+    from tepal.host.site import read_site
 
     return read_site(folder)
 

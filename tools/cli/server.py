@@ -10,8 +10,8 @@ SuperLink or machine has died. Everything it knows is in the state folder:
     app/                what is submitted: a copy of the app
     log/                of the SuperLink, the older part in superlink.log.1
 
-What to do is decided in `recovery.py` and `node_keys.py`, by functions of plain values; `supervisor.py` does it, and
-this file is the command.
+What to do is decided in `recovery.py` and `node_keys.py`, by functions of plain values. `supervisor.py` keeps the
+SuperLink running, `run_queue.py` submits the runs and notes their ends, and this file is the command.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ if TYPE_CHECKING:
 
 from tepal.host.log_format import TEXT
 from tepal.host.log_format import log_format as formatted
+from tepal.tools.deploy.journal import STATE, Journal
 from tepal.tools.deploy.node_keys import ServerError
-from tepal.tools.deploy.supervisor import STATE, Journal, Settings, Supervisor, reachable
+from tepal.tools.deploy.settings import Settings, reachable
 
 log = logging.getLogger("tepal.server")
 
@@ -207,6 +208,8 @@ def _errors() -> Iterator[None]:
 
 
 def _serve(settings: Settings, insecure: bool) -> None:
+    from tepal.tools.deploy.supervisor import Supervisor
+
     host, port = settings.host, settings.port
     _log_to_stdout()
     if insecure:

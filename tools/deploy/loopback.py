@@ -30,6 +30,7 @@ from tepal.host.processes import (
     wait_for_http,
     wait_for_log,
 )
+from tepal.host.site import read_site
 from tepal.host.superlink import (
     Clock,
     Listener,
@@ -44,8 +45,8 @@ from tepal.host.superlink import (
 )
 from tepal.host.toml import Value, parse_run_config, to_toml
 from tepal.tools.deploy.fleet import align, open_fleet
-from tepal.tools.deploy.provision import make, read_site
-from tepal.tools.deploy.supervisor import Settings, superlink_command
+from tepal.tools.deploy.provision import make
+from tepal.tools.deploy.settings import Settings, superlink_command
 
 _START = 120.0  # seconds that SuperLink and nodes have to come up
 _GRACE = 5.0  # seconds that they have to end

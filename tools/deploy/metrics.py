@@ -14,7 +14,7 @@ from tepal.host.metrics import Families
 
 if TYPE_CHECKING:
     from tepal.tools.dashboard.views import RunView
-    from tepal.tools.deploy.supervisor import Journal
+    from tepal.tools.deploy.journal import Journal
 
 _OUTCOMES = ("refused", "lost", "late", "left_out")  # lists of clients in a line of metrics.jsonl
 

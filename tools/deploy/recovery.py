@@ -57,6 +57,18 @@ class Record:
     """When the run of --run-config was submitted."""
 
 
+@dataclass
+class Due:
+    """A run to be submitted: one to go on with, or (`directory` is None) the one that --run-config asks for."""
+
+    directory: Path | None
+    when: float
+    said: bool = False
+
+    def __str__(self) -> str:
+        return str(self.directory) if self.directory else "the run of --run-config"
+
+
 def look_at(path: Path) -> RunOnDisk | None:
     """Look at a run directory; None where there is none.
 

@@ -13,8 +13,8 @@ from tepal.host import metrics
 from tepal.host.metrics import MetricsError, serving
 from tepal.host.processes import free_port
 from tepal.records.run_directory import RunDirectory, held
+from tepal.tools.deploy.journal import Journal
 from tepal.tools.deploy.metrics import server_families
-from tepal.tools.deploy.supervisor import Journal
 from tests.comparisons import leave_run
 
 pytest.importorskip("prometheus_client", reason="pip install 'tepal[prometheus]'")

@@ -32,7 +32,6 @@ from typer.testing import CliRunner
 
 from tepal.host.processes import free_port
 from tepal.tools.cli.provision import app as provision
-from tepal.tools.deploy import provision as module
 from tepal.tools.deploy.fleet import Fleet, FleetError, Told, Unreachable, align, open_fleet
 from tepal.tools.deploy.provision import (
     CONTAINER_USER,
@@ -50,6 +49,7 @@ from tepal.tools.deploy.provision import (
     renew_site,
     revoke,
 )
+from tepal.tools.deploy.provision.change import changing
 
 HOSTS = ["fl.example.org", "192.0.2.7", "2001:db8::7"]
 
@@ -432,7 +432,7 @@ def test_a_call_that_fails_in_the_middle_leaves_everything_as_it_was(tmp_path, m
 
 
 def test_two_calls_at_once_do_not_mix(made):
-    with module._change(made.folder), pytest.raises(ProvisionError, match="another `tepal provision` is at work"):
+    with changing(made.folder), pytest.raises(ProvisionError, match="another `tepal provision` is at work"):
         add(made.folder, sites=["west"])
     add(made.folder, sites=["west"])
 

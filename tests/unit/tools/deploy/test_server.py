@@ -3,6 +3,8 @@
 import fcntl
 import json
 import os
+import subprocess
+import sys
 import time
 from datetime import UTC, datetime, timedelta
 
@@ -14,9 +16,11 @@ from tepal.tools.cli.server import app as server
 from tepal.tools.cli.server import describe, why_unhealthy
 from tepal.tools.deploy import provision
 from tepal.tools.deploy.fleet import FleetError, Node, Unreachable
+from tepal.tools.deploy.journal import STATE, Journal
 from tepal.tools.deploy.node_keys import Keys, ServerError, check_credentials, vanished
 from tepal.tools.deploy.provision import ServerFolder, make
 from tepal.tools.deploy.recovery import (
+    Due,
     Record,
     RunOnDisk,
     config_digest,
@@ -27,16 +31,11 @@ from tepal.tools.deploy.recovery import (
     pause,
     unfinished,
 )
-from tepal.tools.deploy.supervisor import (
-    Due,
-    Journal,
-    RunStatus,
-    Settings,
-    Supervisor,
-    _alone,
-    pass_on,
-    superlink_command,
-)
+from tepal.tools.deploy.run_queue import RunQueue
+from tepal.tools.deploy.settings import Settings, superlink_command
+from tepal.tools.deploy.superlink_log import pass_on
+from tepal.tools.deploy.supervisor import Supervisor, _alone
+from tepal.tools.deploy.watch import RunStatus
 
 CONFIG = {"strategy": "fedfrozen", "num-server-rounds": 4, "seed": 1}
 
@@ -196,28 +195,33 @@ def test_a_run_config_is_remembered_by_its_values():
 # ---- what a server plans, without a SuperLink --------------------------------------------------------------------
 
 
+def new_queue(**settings):
+    given = Settings(**settings)
+    return RunQueue(given, Journal(given.state / STATE))
+
+
 @pytest.fixture
-def supervisor(tmp_path):
-    """A server of an app that can resume, with the given run config; its state folder is `tmp_path`."""
+def queue(tmp_path):
+    """Makes a run queue for an app that can resume, with the given run config; the state folder is `tmp_path`."""
     app = tmp_path / "own-app"
     app.mkdir()
     (app / "pyproject.toml").write_text('[tool.flwr.app.config]\nresume = ""\nruns = "runs"\nseed = 0\n')
 
-    def make_supervisor(run_config=None, **more):
-        made = Supervisor(Settings(state=tmp_path, app=app, run_config=run_config, **more))
-        made._prepare_app()
+    def make_queue(run_config=None, **more):
+        made = new_queue(state=tmp_path, app=app, run_config=run_config, **more)
+        made.app.prepare()
         return made
 
-    return make_supervisor
+    return make_queue
 
 
 def planned(made):
-    return [due.directory for due in made._plan()]
+    return [due.directory for due in made.plan()]
 
 
-def test_the_newest_unfinished_run_goes_on_and_the_others_are_left(supervisor, new_run, caplog):
+def test_the_newest_unfinished_run_goes_on_and_the_others_are_left(queue, new_run, caplog):
     old, new = new_run("old", 1, begun=10).path, new_run("new", 2, begun=20).path
-    made = supervisor()
+    made = queue()
     assert planned(made) == [new]
     assert made.journal.runs[str(old)].outcome == "left"
     assert f"{old} is unfinished, and a newer one goes on" in caplog.text and f'resume="{old}"' in caplog.text
@@ -225,8 +229,8 @@ def test_the_newest_unfinished_run_goes_on_and_the_others_are_left(supervisor, n
     assert planned(made) == [], "the old one does not come back when the newer has ended"
 
 
-def test_a_run_config_is_started_once(supervisor, new_run):
-    made = supervisor({"seed": 1})
+def test_a_run_config_is_started_once(queue, new_run):
+    made = queue({"seed": 1})
     assert planned(made) == [None]
     record = made._record(Due(None, 0))
     record.attempts, record.begun = 1, 5.0
@@ -236,19 +240,19 @@ def test_a_run_config_is_started_once(supervisor, new_run):
     assert record.directory == str(run.path)
     run.write_summary()
     assert planned(made) == []
-    changed = supervisor({"seed": 2})
+    changed = queue({"seed": 2})
     changed.journal = made.journal
     assert planned(changed) == [None], "another run config is another run"
 
 
-def test_a_new_run_config_waits_for_the_run_that_goes_on(supervisor, new_run):
+def test_a_new_run_config_waits_for_the_run_that_goes_on(queue, new_run):
     run = new_run("before", 1, seed=7).path
-    assert planned(supervisor({"seed": 1})) == [run, None]
+    assert planned(queue({"seed": 1})) == [run, None]
 
 
-def test_a_run_that_is_tried_too_often_is_given_up_and_it_is_said_how_to_go_on(supervisor, new_run, caplog):
+def test_a_run_that_is_tried_too_often_is_given_up_and_it_is_said_how_to_go_on(queue, new_run, caplog):
     run = new_run("a", 2).path
-    made = supervisor(attempts=2)
+    made = queue(attempts=2)
     made.journal.runs[str(run)] = Record(attempts=2, round=2, reason="OSError: no room")
     assert planned(made) == []
     assert made.journal.runs[str(run)].outcome == "given up"
@@ -263,28 +267,28 @@ def test_without_an_app_that_can_resume_nothing_goes_on_and_it_is_said(tmp_path,
     if config:
         app.mkdir()
         (app / "pyproject.toml").write_text(f"[tool.flwr.app.config]\n{config}")
-    made = Supervisor(Settings(state=tmp_path, app=app if config else None))
-    made._prepare_app()
+    made = new_queue(state=tmp_path, app=app if config else None)
+    made.app.prepare()
     assert planned(made) == []
     assert f"{run} is unfinished and cannot go on by itself" in caplog.text
     assert ("--app" if config is None else "no run config key 'resume'") in caplog.text
 
 
-def test_a_run_that_was_in_progress_is_not_said_to_be_running_when_nothing_runs(supervisor, new_run):
+def test_a_run_that_was_in_progress_is_not_said_to_be_running_when_nothing_runs(queue, new_run):
     run = new_run("a", 2)
-    made = supervisor()
+    made = queue()
     for state in ("unfinished", "ended"):
         made.journal.run = {"directory": str(run.path), "state": "running"}
-        made._plan()
+        made.plan()
         assert made.journal.run["state"] == state
         run.write_summary()
 
 
-def test_what_was_noted_of_run_directories_goes_with_them(supervisor, new_run):
-    made = supervisor()
+def test_what_was_noted_of_run_directories_goes_with_them(queue, new_run):
+    made = queue()
     here = str(new_run("a", 2).path)
     made.journal.runs = {here: Record("stopped"), "/nowhere": Record("stopped")}
-    made._plan()
+    made.plan()
     assert list(made.journal.runs) == [here]
 
 
@@ -310,68 +314,63 @@ class FakeRuns:
 
 
 def test_a_run_is_dead_when_its_directory_is_free_for_some_seconds_without_an_end(
-    supervisor, new_run, tmp_path, monkeypatch
+    queue, new_run, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("tepal.tools.deploy.supervisor._DEAD_AFTER", 0.05)
+    monkeypatch.setattr("tepal.tools.deploy.run_queue._DEAD_AFTER", 0.05)
     run, runs = new_run("a", 2), FakeRuns()
-    made = supervisor()
-    made._due = []
+    made = queue()
     watch = FakeWatch(tmp_path / "none.log", run.path)
     running = RunStatus("running")
     with run.in_use():
-        assert not made._look_after(watch, running, runs) and watch.free_since is None
-    assert not made._look_after(watch, running, runs), "it may be about to say that it has ended"
-    assert not made._look_after(watch, RunStatus("finished", "failed"), runs), "Flower knows already"
+        assert not made.look_after(watch, running, runs) and watch.free_since is None
+    assert not made.look_after(watch, running, runs), "it may be about to say that it has ended"
+    assert not made.look_after(watch, RunStatus("finished", "failed"), runs), "Flower knows already"
     assert watch.free_since is None
-    assert not made._look_after(watch, running, runs)
+    assert not made.look_after(watch, running, runs)
     time.sleep(0.1)
-    assert made._look_after(watch, running, runs)
+    assert made.look_after(watch, running, runs)
     assert runs.stopped == [7], "its messages are not to keep the nodes busy"
-    assert [due.directory for due in made._due] == [run.path]
+    assert [due.directory for due in made.due] == [run.path]
 
 
-def test_a_run_whose_log_cannot_be_followed_ends_as_flower_says(supervisor, new_run, tmp_path):
+def test_a_run_whose_log_cannot_be_followed_ends_as_flower_says(queue, new_run, tmp_path):
     run = new_run("a", 2).path
-    made = supervisor()
-    made._due = []
+    made = queue()
     watch = FakeWatch(tmp_path / "none.log", run)
     watch.lost = True
-    assert not made._look_after(watch, RunStatus("running"), FakeRuns())
-    assert made._look_after(watch, RunStatus("finished", "stopped"), FakeRuns())
-    assert made.journal.runs[str(run)].outcome == "stopped" and made._due == []
+    assert not made.look_after(watch, RunStatus("running"), FakeRuns())
+    assert made.look_after(watch, RunStatus("finished", "stopped"), FakeRuns())
+    assert made.journal.runs[str(run)].outcome == "stopped" and made.due == []
 
 
 @pytest.mark.parametrize("ours", [True, False])
-def test_a_run_whose_process_died_goes_on_whoever_started_it(supervisor, new_run, tmp_path, ours):
+def test_a_run_whose_process_died_goes_on_whoever_started_it(queue, new_run, tmp_path, ours):
     run = new_run("a", 2).path
-    made = supervisor()
-    made._due = []
+    made = queue()
     watch = FakeWatch(tmp_path / "none.log", run, Due(run, 0) if ours else None)
-    made._hear(watch)
-    made._conclude(watch, "lost", "its process died")
-    assert [due.directory for due in made._due] == [run]
+    made.hear(watch)
+    made.conclude(watch, "lost", "its process died")
+    assert [due.directory for due in made.due] == [run]
     assert made.journal.run["state"] == "unfinished"
 
 
-def test_a_run_that_a_person_stopped_stays_stopped_until_a_person_resumes_it(supervisor, new_run, tmp_path):
+def test_a_run_that_a_person_stopped_stays_stopped_until_a_person_resumes_it(queue, new_run, tmp_path):
     run = new_run("a", 2).path
-    made = supervisor()
-    made._due = []
+    made = queue()
     watch = FakeWatch(tmp_path / "none.log", run)
-    made._hear(watch)
-    made._conclude(watch, "stopped", "")
-    assert made._due == [] and planned(made) == []
+    made.hear(watch)
+    made.conclude(watch, "stopped", "")
+    assert made.due == [] and planned(made) == []
     made.journal.write()
-    again = supervisor()
+    again = queue()
     again.journal = Journal.read(made.journal.path)
     assert planned(again) == [], "after a restart, too"
-    again._hear(FakeWatch(tmp_path / "none.log", run))
+    again.hear(FakeWatch(tmp_path / "none.log", run))
     assert planned(again) == [run]
 
 
-def test_an_error_of_configuration_is_not_tried_again(supervisor, tmp_path, caplog):
-    made = supervisor({"seed": 1})
-    made._due = []
+def test_an_error_of_configuration_is_not_tried_again(queue, tmp_path, caplog):
+    made = queue({"seed": 1})
     log = tmp_path / "run.log"
     log.write_text(
         "ERROR :     ServerApp raised an exception\nTraceback (most recent call last):\n"
@@ -379,20 +378,19 @@ def test_an_error_of_configuration_is_not_tried_again(supervisor, tmp_path, capl
         "tepal.server_app.config.ConfigError: model='x': known are a, b\n"
     )
     due = Due(None, 0)
-    made._conclude(FakeWatch(log, ours=due), "failed", "ServerApp failed with exception: …")
-    assert made._due == [] and made._record(due).outcome == "failed"
+    made.conclude(FakeWatch(log, ours=due), "failed", "ServerApp failed with exception: …")
+    assert made.due == [] and made._record(due).outcome == "failed"
     assert "model='x': known are a, b" in made.journal.last_error["text"]
     assert planned(made) == []
 
 
-def test_a_run_of_the_run_config_that_died_before_its_first_checkpoint_is_started_anew(supervisor, new_run, tmp_path):
-    made = supervisor({"seed": 1}, attempts=2)
-    made._due = []
+def test_a_run_of_the_run_config_that_died_before_its_first_checkpoint_is_started_anew(queue, new_run, tmp_path):
+    made = queue({"seed": 1}, attempts=2)
     due = Due(None, 0)
     for attempt in (1, 2):
         made._record(due).attempts = attempt
-        made._conclude(FakeWatch(tmp_path / "none.log", new_run("a").path, due), "lost", "its process died")
-    assert [each.directory for each in made._due] == [None], "twice in all"
+        made.conclude(FakeWatch(tmp_path / "none.log", new_run("a").path, due), "lost", "its process died")
+    assert [each.directory for each in made.due] == [None], "twice in all"
     assert made._record(due).outcome == "given up"
 
 
@@ -402,11 +400,11 @@ def test_a_run_of_the_run_config_that_died_before_its_first_checkpoint_is_starte
      ({"run_config": {"seed": 1}, "app": None}, "--app is needed"),
      ({"app": "nowhere"}, "is not a Flower app")],
 )  # fmt: skip
-def test_an_app_or_run_config_that_cannot_be_run_is_refused_in_words(supervisor, tmp_path, more, said):
-    given = {"state": tmp_path, "app": supervisor().settings.app, **more}
+def test_an_app_or_run_config_that_cannot_be_run_is_refused_in_words(queue, tmp_path, more, said):
+    given = {"state": tmp_path, "app": queue().settings.app, **more}
     given["app"] = given["app"] and tmp_path / given["app"]
     with pytest.raises(ServerError, match=said):
-        Supervisor(Settings(**given))._prepare_app()
+        new_queue(**given).app.prepare()
 
 
 # ---- keys ---------------------------------------------------------------------------------------------------------
@@ -553,6 +551,14 @@ def test_credentials_that_lack_something_are_refused(folder):
 
 
 # ---- server.json, the log, the command line ----------------------------------------------------------------------
+
+
+def test_the_status_is_read_without_torch_flower_and_cryptography():
+    code = (
+        "import sys, tepal.tools.deploy.journal, tepal.tools.cli.server\n"
+        "print([name for name in ('torch', 'flwr', 'cryptography') if name in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
 
 
 def test_the_journal_survives_and_only_its_owner_may_read_it(tmp_path):

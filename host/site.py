@@ -1,0 +1,209 @@
+"""What a site has: the files of an unpacked archive, read and checked, and the names that stand in them."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import os
+import re
+import stat
+import tomllib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+
+from tepal.host.toml import Value, flat, parse_run_config
+
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
+"""Of a site."""
+
+_LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
+_SITE_FILES = ("ca.crt", "node.key", "site.toml")
+_UNPACK = "unpack the site's archive as its owner: tar -xzf NAME.tar.gz"
+
+
+class ProvisionError(ValueError):
+    """Credentials cannot be made, changed or read. The message says what is wrong, where, and what to do."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """What a site has. Read by `read_site`."""
+
+    name: str
+    superlink: str
+    """HOST:PORT of the server."""
+    root_certificates: Path
+    key: Path
+    node_config: dict[str, Value] = field(default_factory=dict)
+
+
+def read_site(folder: Path) -> Site:
+    """Read and check the folder of a site: an unpacked archive of `tepal provision`.
+
+    Raises ProvisionError with what is wrong and what to do.
+    """
+    folder = folder.absolute()
+    if folder.is_file():
+        raise ProvisionError(f"{folder} is a file, expected a folder: {_UNPACK}")
+    if not folder.is_dir():
+        raise ProvisionError(f"there is no folder {folder}: {_UNPACK}")
+    for name in _SITE_FILES:
+        if not (folder / name).is_file():
+            raise ProvisionError(f"{folder} has no file {name}, and a site needs {', '.join(_SITE_FILES)}: {_UNPACK}")
+    certificates, key, settings = (folder / name for name in _SITE_FILES)
+    try:
+        text = settings.read_text(encoding="utf-8")
+        name, superlink, node_config = read_site_toml(text, str(settings))
+        _check_authority(certificates)
+        _check_node_key(key)
+    except PermissionError as error:
+        raise ProvisionError(
+            f"{error.filename} cannot be read by this user (uid {os.geteuid()}). The folder must belong to it: "
+            f"chown -R {os.geteuid()} {folder}"
+        ) from error
+    return Site(name, superlink, certificates, key, node_config)
+
+
+def _check_authority(path: Path) -> None:
+    if days_left(read_certificate(path)) < 0:
+        raise ProvisionError(
+            f"the authority's certificate {path} has expired. Whoever runs the server makes a new deployment, and "
+            "sends a new archive"
+        )
+
+
+def _check_node_key(path: Path) -> None:
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if mode & 0o077:
+        raise ProvisionError(f"the private key {path} can be read by others (mode {mode:04o}). Use: chmod 600 {path}")
+    try:
+        key = load_ssh_private_key(path.read_bytes(), None)
+    except (ValueError, TypeError, UnsupportedAlgorithm):  # TypeError: it needs a password
+        raise ProvisionError(
+            f"{path} is no private key in OpenSSH's form without a password: unpack the site's archive again, or ask "
+            "whoever runs the server for a new one"
+        ) from None
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise ProvisionError(f"{path} is a key of another kind: expected ECDSA P-384, as `tepal provision` makes it")
+
+
+# Certificates ---------------------------------------------------------------------------------------------------------
+
+
+def read_certificate(path: Path) -> x509.Certificate:
+    """Read a certificate in PEM. Raises ProvisionError."""
+    try:
+        return x509.load_pem_x509_certificate(path.read_bytes())
+    except FileNotFoundError:
+        raise ProvisionError(f"there is no certificate {path}") from None
+    except ValueError:
+        raise ProvisionError(f"{path} is no certificate in PEM that could be read") from None
+
+
+def days_left(certificate: x509.Certificate) -> int:
+    """Return the whole days until the certificate ends, negative after it."""
+    return (certificate.not_valid_after_utc - datetime.datetime.now(datetime.UTC)).days
+
+
+# site.toml ------------------------------------------------------------------------------------------------------------
+
+
+def parse_node_config(arguments: Iterable[str] | None) -> dict[str, Value] | None:
+    """Read `--node-config`, as Flower does; None if it was not given. Raises ProvisionError."""
+    if arguments is None:
+        return None
+    try:
+        return parse_run_config(argument for argument in arguments if argument.strip())
+    except ValueError as error:
+        raise ProvisionError(f"--node-config: {str(error).replace('run configuration', 'node config')}") from error
+
+
+def read_site_toml(text: str, where: str) -> tuple[str, str, dict[str, Value]]:
+    """Return name, superlink and node config. Raises ProvisionError, which begins with `where`."""
+    try:
+        table: dict[str, Any] = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ProvisionError(f"{where} is not valid TOML: {error}") from error
+    unknown = sorted(table.keys() - {"name", "superlink", "node-config"})
+    if unknown:
+        raise ProvisionError(
+            f"{where}: unknown key {some(unknown)}. There are name, superlink and the table [node-config], in which "
+            "stands what the ClientApp shall know"
+        )
+    name, superlink, given = table.get("name"), table.get("superlink"), table.get("node-config", {})
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise ProvisionError(f"{where}: name is {name!r}, expected the site's name as text")
+    if not isinstance(superlink, str) or not is_address(superlink):
+        raise ProvisionError(f'{where}: superlink is {superlink!r}, expected the server as "HOST:PORT"')
+    if not isinstance(given, dict):
+        raise ProvisionError(f"{where}: node-config is {given!r}, expected a table")
+    node_config = flat(given)
+    for key, value in node_config.items():
+        if not isinstance(value, bool | int | float | str):
+            raise ProvisionError(f"{where}: {key} = {value!r} in [node-config], expected a bool, int, float or text")
+    if node_config.get("name", name) != name:
+        raise ProvisionError(f"{where}: [node-config] has another name, {node_config['name']!r}; the site is {name}")
+    return name, superlink, node_config
+
+
+# Names ----------------------------------------------------------------------------------------------------------------
+
+
+def host_names(hosts: Sequence[str]) -> list[str]:
+    """Return the hosts as they stand in a certificate. Raises ProvisionError for what is no name and no address."""
+    found: dict[str, None] = {}
+    for host in hosts:
+        try:
+            address = ipaddress.ip_address(host[1:-1] if host.startswith("[") and host.endswith("]") else host)
+        except ValueError:
+            found[_dns_name(host)] = None
+            continue
+        if address.is_unspecified or "%" in str(address):
+            raise ProvisionError(f"host {host}: nobody can call this address. Give the one that sites use")
+        found[str(address)] = None
+    return list(found)
+
+
+def _dns_name(host: str) -> str:
+    labels = host.split(".")
+    if not host.isascii():
+        raise ProvisionError(f"host {host!r}: write it as DNS knows it: {_encoded(host)}")
+    if "/" in host or host.count(":") == 1:
+        raise ProvisionError(f"host {host!r}: expected a name or address alone, without https:// and port (--port)")
+    if len(host) > 253 or not all(_LABEL.fullmatch(label) for label in labels) or labels[-1].isdigit():
+        raise ProvisionError(
+            f"host {host!r} is no name or address: expected for instance fl.example.org, 192.0.2.7 or 2001:db8::7"
+        )
+    return host.lower()
+
+
+def _encoded(host: str) -> str:
+    try:
+        return host.encode("idna").decode()
+    except UnicodeError:
+        return "xn--…"
+
+
+def is_address(text: str) -> bool:
+    """Whether it is HOST:PORT."""
+    host, _, port = text.rpartition(":")
+    if not re.fullmatch("[0-9]{1,5}", port) or not 1 <= int(port) <= 65535:
+        return False
+    try:
+        return len(host_names([host])) == 1 and (":" not in host or host.startswith("["))
+    except ProvisionError:
+        return False
+
+
+def some(names: Sequence[str], at_most: int = 8) -> str:
+    """Return the first names and how many more there are, for a message."""
+    if not names:
+        return "none"
+    return ", ".join(names[:at_most]) + (f" and {len(names) - at_most} more" if len(names) > at_most else "")

@@ -1,0 +1,91 @@
+"""The app of a server: copied into the state folder, checked, and submitted to the SuperLink."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tepal.host.processes import Process
+from tepal.tools.deploy.node_keys import ServerError
+from tepal.tools.deploy.recovery import RESUMES, RunOnDisk, look_at
+from tepal.tools.deploy.settings import Settings, superlink_environment
+
+if TYPE_CHECKING:
+    from tepal.host.toml import Value
+
+
+class ServedApp:
+    """The app that `tepal server` was given, if any, and the folders in which its runs are."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.state = settings.state.resolve()
+        self.home, self.bundle = self.state / "flower", self.state / "app"
+        self.folders = [self.state / "runs"]
+
+    def prepare(self) -> None:
+        """Copy the app, and check that it has the run config's keys. Raises ServerError."""
+        from tepal.host.superlink import RunError, app_run_config, stage_app
+
+        given, app = self.settings.run_config, self.settings.app
+        if app is None:
+            if given is not None:
+                raise ServerError("--run-config says how a run is to be, and --app is needed to say of which app")
+            return
+        try:
+            known = app_run_config(app)
+            shutil.rmtree(self.bundle, ignore_errors=True)
+            self.bundle.mkdir()
+            stage_app(app, self.bundle)
+        except (RunError, OSError) as error:
+            raise ServerError(f"--app {app}: {error}") from error
+        if unknown := sorted(set(given or ()) - set(known)):
+            raise ServerError(
+                f"--run-config: {app} has no run config key {', '.join(unknown)}. It has: {', '.join(sorted(known))}"
+            )
+        if given and "runs" in given:
+            self.folders.append(self.state / Path(str(given["runs"])).expanduser())
+
+    def cannot_resume(self) -> str:
+        """Why runs cannot go on by themselves; "" if they can."""
+        from tepal.host.superlink import app_run_config
+
+        if self.settings.app is None:
+            return "name its app's folder with --app"
+        if RESUMES not in app_run_config(self.bundle):
+            return f"the app in {self.settings.app} has no run config key {RESUMES!r}"
+        return ""
+
+    def own_run_config(self) -> dict[str, Value]:
+        """The run config of --run-config, with its folder of run directories absolute: a ServerApp may be anywhere."""
+        from tepal.host.superlink import app_run_config
+
+        config = dict(self.settings.run_config or {})
+        if self.settings.app and "runs" in app_run_config(self.bundle):
+            config["runs"] = str(self.state / Path(str(config.get("runs", "runs"))).expanduser())
+        return config
+
+    def submit(self, config: Mapping[str, Value], superlink: Process) -> int:
+        """Submit the app with this run config; return the run's id."""
+        from tepal.host.superlink import submit
+        from tepal.host.toml import to_toml
+
+        path = self.state / "run-config.toml"
+        path.write_text(to_toml(config), encoding="utf-8")
+        return submit(self.bundle, path, superlink, superlink_environment(self.home), 120)
+
+    def by_hand(self, directory: Path) -> str:
+        """The command by which a person lets a run go on."""
+        app = self.settings.app or "APP"
+        return f"FLWR_HOME={self.home} flwr run {app} tepal --run-config 'resume=\"{directory}\"'"
+
+    def runs(self, known: Iterable[str]) -> list[RunOnDisk]:
+        """The run directories that are known, and those in the folders."""
+        paths = {Path(path) for path in known}
+        for folder in self.folders:
+            with contextlib.suppress(OSError):
+                paths |= {path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()}
+        return [run for run in map(look_at, sorted(paths)) if run is not None]

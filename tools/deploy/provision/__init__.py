@@ -1,0 +1,53 @@
+"""The credentials of a deployment: a certificate authority, the server's certificate, a key for each site.
+
+`make` writes them into one folder, which only its owner can read:
+
+    deployment.toml            where the sites find the server
+    ca/                        ca.key, ca.crt: signs the server's certificate; keep it off the server
+    server/                    all that the server's machine needs:
+        ca.crt server.crt server.key
+        nodes/NAME.pub         the public keys that may come in
+        revoked/NAME-TIME.pub  those that may not any more
+    sites/NAME.tar.gz          all that one site needs: NAME/ca.crt, NAME/node.key, NAME/site.toml
+
+Sites trust the server by the authority's certificate (TLS). The server knows a site by its key, which is registered
+under the site's name (`tepal.tools.deploy.fleet`). Who has a site's archive is that site. A change of the folder is
+prepared beside and then renamed into place: a call that fails leaves the folder as it was.
+"""
+
+from tepal.host.site import ProvisionError, Site, parse_node_config, read_site
+from tepal.tools.deploy.provision.certificates import SOON
+from tepal.tools.deploy.provision.folder import (
+    Overview,
+    Provisioned,
+    ServerFolder,
+    SiteState,
+    find_server,
+    fingerprint,
+    load_public_key,
+    overview,
+)
+from tepal.tools.deploy.provision.operations import add, make, renew_server, renew_site, revoke
+from tepal.tools.deploy.provision.site_files import CONTAINER_USER
+
+__all__ = [
+    "CONTAINER_USER",
+    "SOON",
+    "Overview",
+    "ProvisionError",
+    "Provisioned",
+    "ServerFolder",
+    "Site",
+    "SiteState",
+    "add",
+    "find_server",
+    "fingerprint",
+    "load_public_key",
+    "make",
+    "overview",
+    "parse_node_config",
+    "read_site",
+    "renew_server",
+    "renew_site",
+    "revoke",
+]

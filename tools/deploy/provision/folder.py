@@ -1,0 +1,179 @@
+"""The folder of a deployment's credentials: where its files are, what state they are in, and how to read them."""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import hashlib
+import re
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import load_ssh_public_key
+
+from tepal.host.site import ProvisionError, days_left, is_address, read_certificate, some
+from tepal.tools.deploy.provision.certificates import hosts_of
+
+SETTINGS = "deployment.toml"
+"""File in which the address of the server stands."""
+
+TIME = "%Y%m%dT%H%M%S.%fZ"
+"""Of the time in the names of revoked keys and replaced archives."""
+
+_REVOKED = re.compile(r"(.+)-(\d{8}T\d{6}\.\d{6}Z)\.pub")
+
+
+@dataclass(frozen=True)
+class ServerFolder:
+    """What the server's machine has: a folder `server` that `make` wrote, or a copy of it."""
+
+    folder: Path
+
+    @property
+    def root_certificates(self) -> Path:
+        """PEM file of the authority, for `--ssl-ca-certfile`."""
+        return self.folder / "ca.crt"
+
+    @property
+    def certificate(self) -> Path:
+        return self.folder / "server.crt"
+
+    @property
+    def key(self) -> Path:
+        return self.folder / "server.key"
+
+    @property
+    def nodes(self) -> Path:
+        """Folder of the public keys that may come in, NAME.pub."""
+        return self.folder / "nodes"
+
+    @property
+    def revoked(self) -> Path:
+        """Folder of the public keys that may not come in any more, NAME-TIME.pub."""
+        return self.folder / "revoked"
+
+    def node_keys(self) -> dict[str, Path]:
+        """Return the files of the keys that may come in, by site, in the order of the names."""
+        return {path.stem: path for path in sorted(self.nodes.glob("*.pub")) if not path.name.startswith(".")}
+
+    def revoked_keys(self) -> list[tuple[str, Path]]:
+        """Return (site, file) of each revoked key, the oldest of a site first."""
+        found = ((_REVOKED.fullmatch(path.name), path) for path in sorted(self.revoked.glob("*.pub")))
+        return [(match[1], path) for match, path in found if match]
+
+
+@dataclass(frozen=True)
+class Provisioned:
+    """A folder that `make` wrote."""
+
+    folder: Path
+
+    @property
+    def ca_certificate(self) -> Path:
+        return self.folder / "ca" / "ca.crt"
+
+    @property
+    def server(self) -> ServerFolder:
+        return ServerFolder(self.folder / "server")
+
+    def archive(self, name: str) -> Path:
+        """Where the archive of a site is, unless it is unpacked."""
+        return self.folder / "sites" / f"{name}.tar.gz"
+
+    def unpacked(self, name: str) -> Path:
+        """Where the folder of a site is that was made with `unpacked`; `read_site` reads it."""
+        return self.folder / "sites" / name
+
+
+@dataclass(frozen=True)
+class SiteState:
+    """A key of a site: `fingerprint` as `ssh-keygen -l` shows it, `revoked` is when it was, None for one that holds."""
+
+    name: str
+    fingerprint: str
+    revoked: datetime.datetime | None = None
+
+
+@dataclass(frozen=True)
+class Overview:
+    """What `overview` found. Days are whole days from now until the end, negative after it."""
+
+    sites: tuple[SiteState, ...]
+    hosts: tuple[str, ...]
+    server_days: int
+    ca_days: int
+
+
+def find_server(folder: Path) -> ServerFolder:
+    """Return the server's part of a folder that `make` wrote, or the folder itself if it is a copy of that part.
+
+    Raises ProvisionError if it is neither.
+    """
+    for candidate in (folder / "server", folder):
+        if (candidate / "nodes").is_dir() and (candidate / "ca.crt").is_file():
+            return ServerFolder(candidate.absolute())
+    raise ProvisionError(
+        f"{folder} has no credentials: expected a folder that `tepal provision make` wrote, or a copy of its server/, "
+        "with ca.crt and nodes/ in it"
+    )
+
+
+def made_in(folder: Path) -> tuple[Provisioned, str]:
+    """Return the folder and the server's address for sites. Raises ProvisionError if `make` did not write it."""
+    made = Provisioned(folder.absolute())
+    needed = [made.folder / SETTINGS, made.server.nodes, made.server.root_certificates, made.folder / "sites"]
+    missing = [str(path.relative_to(made.folder)) for path in needed if not path.exists()]
+    if missing:
+        raise ProvisionError(
+            f"{folder} is not a folder that `tepal provision make` wrote: it has no {some(missing)}. Make one first: "
+            f"tepal provision make {folder} --host … --site …"
+        )
+    settings = made.folder / SETTINGS
+    try:
+        superlink = tomllib.loads(settings.read_text(encoding="utf-8")).get("superlink")
+    except tomllib.TOMLDecodeError as error:
+        raise ProvisionError(f"{settings} is not valid TOML: {error}") from error
+    if not isinstance(superlink, str) or not is_address(superlink):
+        raise ProvisionError(f'{settings}: superlink is {superlink!r}, expected the server as "HOST:PORT"')
+    return made, superlink
+
+
+def overview(folder: Path) -> Overview:
+    """Read the state of all sites and certificates in a folder as `find_server` takes it."""
+    server = find_server(folder)
+    states = [SiteState(name, fingerprint(path)) for name, path in server.node_keys().items()]
+    for name, path in server.revoked_keys():
+        match = _REVOKED.fullmatch(path.name)
+        assert match is not None  # else it were not among them
+        when = datetime.datetime.strptime(match[2], TIME).replace(tzinfo=datetime.UTC)
+        states.append(SiteState(name, fingerprint(path), when))
+    certificate = read_certificate(server.certificate)
+    return Overview(
+        sites=tuple(sorted(states, key=lambda state: state.name)),  # stable: a key that holds, then the revoked ones
+        hosts=hosts_of(certificate),
+        server_days=days_left(certificate),
+        ca_days=days_left(read_certificate(server.root_certificates)),
+    )
+
+
+def fingerprint(public_key: Path) -> str:
+    """Return the fingerprint of an OpenSSH public key file as `ssh-keygen -l` shows it: SHA256:…"""
+    load_public_key(public_key)
+    blob = base64.b64decode(public_key.read_bytes().split()[1])
+    return "SHA256:" + base64.b64encode(hashlib.sha256(blob).digest()).decode().rstrip("=")
+
+
+def load_public_key(path: Path) -> ec.EllipticCurvePublicKey:
+    """Read a public key in OpenSSH's form. Raises ProvisionError unless it is one that a SuperLink takes."""
+    try:
+        key = load_ssh_public_key(path.read_bytes())
+    except (ValueError, UnsupportedAlgorithm):
+        raise ProvisionError(
+            f"{path} is no public key in OpenSSH's form: expected one line, ecdsa-sha2-nistp384 …"
+        ) from None
+    if not isinstance(key, ec.EllipticCurvePublicKey):
+        raise ProvisionError(f"{path} is a key of another kind: expected ECDSA, as `tepal provision` makes it")
+    return key

@@ -1,0 +1,87 @@
+"""What one site gets: its archive or folder with certificate, private key and site.toml, made and read back."""
+
+from __future__ import annotations
+
+import datetime
+import io
+import tarfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+from tepal.host.site import ProvisionError, read_site_toml
+from tepal.host.toml import Value, to_toml
+from tepal.tools.deploy.provision.certificates import new_key, public_line
+from tepal.tools.deploy.provision.change import Change, Tree
+from tepal.tools.deploy.provision.folder import Provisioned
+
+CONTAINER_USER = 49999
+"""User and group of the container images: an archive that root unpacks belongs to them."""
+
+
+def add_site(change: Change, made: Provisioned, name: str, ca: bytes, toml: str, unpacked: bool) -> None:
+    """Make a key for a site; add its public part, and the archive or folder, to a change."""
+    key = new_key()
+    change.add(made.server.nodes / f"{name}.pub", public_line(key, name))
+    where, content = pack_site(name, ca, key, toml, unpacked)
+    change.add(made.folder / "sites" / where, content)
+
+
+def pack_site(
+    name: str, ca: bytes, key: ec.EllipticCurvePrivateKey, toml: str, unpacked: bool
+) -> tuple[str, bytes | Tree]:
+    """Return what a site gets, (file or folder name below sites/, content)."""
+    private = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
+    files: Tree = {"ca.crt": ca, "node.key": private, "site.toml": toml.encode()}
+    return (name, files) if unpacked else (f"{name}.tar.gz", _archive(name, files))
+
+
+def _archive(folder: str, files: Tree) -> bytes:
+    """Return a .tar.gz of a folder with files, all for the container's user and nobody else."""
+    buffer, now = io.BytesIO(), int(datetime.datetime.now(datetime.UTC).timestamp())
+    with tarfile.open(fileobj=buffer, mode="w:gz", format=tarfile.PAX_FORMAT) as tar:
+        for name, content in (("", b""), *files.items()):
+            assert isinstance(content, bytes)
+            member = tarfile.TarInfo(f"{folder}/{name}" if name else folder)
+            member.type = tarfile.REGTYPE if name else tarfile.DIRTYPE
+            member.mode = 0o600 if name else 0o700
+            member.uid = member.gid = CONTAINER_USER
+            member.mtime, member.size = now, len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def site_toml(name: str, superlink: Value, node_config: Mapping[str, Value]) -> str:
+    """Return the content of site.toml. Raises ProvisionError for values that it cannot keep."""
+    try:
+        text = to_toml({"name": name, "superlink": superlink}) + "\n[node-config]\n" + to_toml(node_config)
+        if read_site_toml(text, "node config")[2] == node_config:
+            return text
+    except ProvisionError:
+        raise
+    except ValueError as error:
+        raise ProvisionError(str(error).replace("run configuration", "node config")) from error
+    raise ProvisionError(
+        f"node config {dict(node_config)} cannot be kept as it is: expected keys of letters, digits, '-', '_', '.', "
+        "and values that are bool, int, float or str"
+    )
+
+
+def node_config_of(archive: Path, unpacked: Path, name: str) -> dict[str, Value]:
+    """Return the node config that a site was made with."""
+    try:
+        if unpacked.is_dir():
+            text = (unpacked / "site.toml").read_text(encoding="utf-8")
+        else:
+            with tarfile.open(archive) as tar:
+                member = tar.extractfile(f"{name}/site.toml")
+                assert member is not None  # a file
+                text = member.read().decode()
+    except (OSError, KeyError, tarfile.TarError, UnicodeDecodeError):
+        raise ProvisionError(
+            f"the node config of site {name} is not known: neither {archive} nor {unpacked} is there to read it from. "
+            "Give it with --node-config 'key=value …'; --node-config '' for none"
+        ) from None
+    return read_site_toml(text, f"site.toml of {name}")[2]

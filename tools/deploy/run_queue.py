@@ -1,0 +1,268 @@
+"""The runs of a server: which of them are due, their submission, and what becomes of them when they end."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tepal.host.processes import Process
+from tepal.tools.deploy.app import ServedApp
+from tepal.tools.deploy.journal import Journal
+from tepal.tools.deploy.recovery import (
+    RESUMES,
+    Due,
+    Record,
+    RunOnDisk,
+    config_digest,
+    find_submitted,
+    judge,
+    look_at,
+    next_attempt,
+    unfinished,
+)
+from tepal.tools.deploy.settings import Settings
+from tepal.tools.deploy.watch import Runs, RunStatus, Watch
+
+if TYPE_CHECKING:
+    from tepal.host.toml import Value
+
+log = logging.getLogger("tepal.server")
+
+_DEAD_AFTER = 3.0  # a ServerApp has given back its run directory, and Flower has not noticed
+
+
+class RunQueue:
+    """What is submitted to the SuperLink of a server. Each decision is noted in the journal."""
+
+    def __init__(self, settings: Settings, journal: Journal) -> None:
+        self.settings = settings
+        self.journal = journal
+        self.app = ServedApp(settings)
+        self.due: list[Due] = []
+        self.submitting: tuple[Due, threading.Thread, list[int | Exception]] | None = None
+        self._digest = None if settings.run_config is None else config_digest(settings.run_config)
+
+    def plan(self) -> list[Due]:
+        """What to submit to a SuperLink that has just been started, and so has no runs."""
+        now = time.time()
+        runs = self.app.runs(self.journal.runs)
+        # One that was being submitted when the SuperLink died is found like any other.
+        self.submitting = None
+        self.journal.runs = {path: record for path, record in self.journal.runs.items() if Path(path).is_dir()}
+        if self.journal.run.get("state") in ("submitted", "running"):
+            last = next((run for run in runs if str(run.path) == self.journal.run.get("directory")), None)
+            self.journal.run["state"] = "ended" if last and last.ended else "unfinished"
+        due: list[Due] = []
+        started_run = self._plan_run_config(runs, now)
+        candidates = unfinished(runs, self.journal.runs)
+        for run in candidates[1:]:
+            self.journal.record(run.path).outcome = "left"
+            how = self.app.by_hand(run.path)
+            log.warning("%s is unfinished, and a newer one goes on. To go on with it: %s", run.path, how)
+        if candidates:
+            due += self._again(candidates[0].path, now)
+        if due and started_run:
+            log.info("The run of --run-config starts when %s has ended.", due[0])
+        return due + started_run
+
+    def _plan_run_config(self, runs: Sequence[RunOnDisk], now: float) -> list[Due]:
+        if self._digest is None or self.settings.run_config is None:
+            return []
+        record = self.journal.started.get(self._digest)
+        if record is None:
+            return [Due(None, now)]
+        if not record.directory and not record.outcome and record.begun:
+            found = find_submitted(runs, self.settings.run_config, record.begun)
+            record.directory = str(found.path) if found else ""
+        run = look_at(Path(record.directory)) if record.directory else None
+        if record.outcome or (run is not None and (run.ended or run.round is not None)):
+            state = record.outcome or ("ended" if run and run.ended else "goes on")
+            log.info(
+                "The run of --run-config was started before (%s: %s) and is not started again. For another one change "
+                "the run config, or use `flwr run`.", record.directory or "no run directory", state,
+            )  # fmt: skip
+            return []
+        return self._again(None, now)
+
+    def _again(self, directory: Path | None, now: float, reason: str = "") -> list[Due]:
+        """When a run goes on, or (None) is started anew; nothing after too many attempts, which is then said."""
+        due = Due(directory, now)
+        record = self._record(due)
+        if directory is not None and (why_not := self.app.cannot_resume()):
+            self.journal.error(f"{directory} is unfinished and cannot go on by itself: {why_not}")
+            return []
+        run = look_at(directory) if directory else None
+        when = next_attempt(record, run.round if run else None, self.settings.attempts, now)
+        if when is None:
+            record.outcome, record.reason = "given up", reason or record.reason
+            how = self.app.by_hand(directory) if directory else "change the run config, or start it with `flwr run`"
+            self.journal.error(
+                f"{due} was tried {record.attempts} times without finishing another round, and is given up"
+                f"{': ' + record.reason if record.reason else ''}. See {self.app.state / 'log'} and its flower.log; "
+                f"when the cause is mended: {how}"
+            )
+            return []
+        record.reason = reason or record.reason
+        due.when = when
+        if when > now:
+            log.info("%s goes on in %.0f s (attempt %d of %d).", due, when - now, record.attempts + 1,
+                     self.settings.attempts)  # fmt: skip
+        return [due]
+
+    def _record(self, due: Due) -> Record:
+        if due.directory is not None:
+            return self.journal.record(due.directory)
+        assert self._digest is not None
+        return self.journal.started.setdefault(self._digest, Record())
+
+    def submit(self, superlink: Process, watches: dict[int, Watch]) -> None:
+        """Submit what is due, one at a time and beside the loop: `flwr run` takes seconds."""
+        if self.submitting is not None:
+            due, thread, answer = self.submitting
+            if thread.is_alive():
+                return
+            self.submitting = None
+            if isinstance(answer[0], Exception):
+                self.journal.error(f"{due} could not be submitted: {answer[0]}")
+                self.due += self._again(due.directory, time.time(), str(answer[0]))
+            else:
+                watches[answer[0]] = self.watch(answer[0], superlink, due)
+            return
+        for due in list(self.due):
+            if due.when > time.time():
+                continue
+            if due.directory is None:
+                # It waits for the run that is resumed.
+                if len(self.due) > 1 or any(watch.ours for watch in watches.values()):
+                    continue
+                config = self.app.own_run_config()
+            else:
+                run = look_at(due.directory)
+                taken_up = any(watch.kept == due.directory for watch in watches.values())
+                if run is None or run.ended or taken_up or self._record(due).outcome:
+                    self.due.remove(due)
+                    continue
+                if run.in_use:
+                    if not due.said:
+                        log.info("%s is still in use by another process; it goes on after that.", due)
+                    due.said = True
+                    continue
+                config = {RESUMES: str(due.directory)}
+            self.due.remove(due)
+            record = self._record(due)
+            record.attempts, record.tried = record.attempts + 1, time.time()
+            record.begun = record.tried
+            self.journal.run = {"directory": str(due.directory or ""), "state": "submitted", "attempt": record.attempts}
+            self.journal.beat(at_once=True)  # counted also if this process is killed now
+            action = "goes on" if due.directory else "starts"
+            log.info("%s %s (attempt %d of %d).", due, action, record.attempts, self.settings.attempts)
+            result: list[int | Exception] = []
+            given = (superlink, config, result)
+            thread = threading.Thread(target=self._submit_now, args=given, name="submit", daemon=True)
+            self.submitting = (due, thread, result)
+            thread.start()
+            return
+
+    def _submit_now(self, superlink: Process, config: Mapping[str, Value], result: list[int | Exception]) -> None:
+        try:
+            result.append(self.app.submit(config, superlink))
+        except (RuntimeError, OSError, ValueError, subprocess.TimeoutExpired) as error:
+            result.append(error)
+
+    def watch(self, run_id: int, superlink: Process, due: Due | None) -> Watch:
+        """Begin to follow a run."""
+        log.info("Run %d is followed%s.", run_id, f": {due}" if due else "")
+        path = self.app.state / "log" / f"run-{run_id}.log"
+        return Watch(run_id, self.settings.control, superlink, path, self.settings.root_certificates, due)
+
+    def look_after(self, watch: Watch, status: RunStatus, runs: Runs) -> bool:
+        """Take note of what has become of a run. Returns whether it needs no more looking after."""
+        self.hear(watch)
+        if watch.lost and status.status == "finished":
+            watch.end = status.ended, status.details
+        if watch.end is not None:
+            self.conclude(watch, *watch.end)
+            watch.leave()
+            return True
+        run = look_at(watch.kept) if watch.heard and watch.kept else None
+        if run is None or run.in_use or run.ended or status.status == "finished":
+            watch.free_since = None
+            if run is not None and self.journal.run.get("directory") == str(run.path):
+                self.journal.run |= {"round": run.round}
+            return False
+        watch.free_since = watch.free_since or time.monotonic()
+        if time.monotonic() - watch.free_since < _DEAD_AFTER:
+            return False
+        # Flower would notice after a minute.
+        log.warning("The ServerApp of run %d (%s) has died.", watch.run_id, run.path)
+        runs.stop(watch.run_id)
+        self.conclude(watch, "lost", "its process died")
+        watch.leave()
+        return True
+
+    def hear(self, watch: Watch) -> None:
+        """Take note of where a run is kept."""
+        if watch.kept is None or watch.heard:
+            return
+        watch.heard = True
+        due = watch.ours
+        if due is None:
+            # A person began it, or resumed it: whatever was said of it before is past.
+            self.journal.runs[str(watch.kept)] = Record(begun=time.time())
+        elif due.directory is None:
+            self._record(due).directory = str(watch.kept)
+            self.journal.record(watch.kept)
+        log.info("Run %d is kept in %s.", watch.run_id, watch.kept)
+        record = self.journal.record(watch.kept)
+        self.journal.run = {
+            "directory": str(watch.kept), "run_id": watch.run_id, "state": "running", "attempt": record.attempts,
+        }  # fmt: skip
+
+    def conclude(self, watch: Watch, status: str, details: str) -> None:
+        """Decide what becomes of a run that has ended, in whatever way, and note it."""
+        from tepal.host.superlink import explain
+
+        directory = watch.kept or (watch.ours.directory if watch.ours else None)
+        run = look_at(directory) if directory else None
+        text = watch.log.read_text(encoding="utf-8", errors="replace") if watch.log.exists() else ""
+        reason = explain(text, details) if status == "failed" else details
+        what = judge(status, run, reason)
+        where = directory or f"run {watch.run_id}"
+        if self.journal.run.get("directory") == str(directory or ""):
+            state = "unfinished" if what == "again" else what
+            self.journal.run |= {"state": state, "round": run.round if run else None}
+        if what == "again":
+            self.journal.error(f"{where} was interrupted: {reason}")
+            own = watch.ours is not None and watch.ours.directory is None
+            if directory is not None and run is not None and run.round is not None:
+                self.due += self._again(directory, time.time(), reason)
+            elif own:  # it has nothing to go on from
+                self.due += self._again(None, time.time(), reason)
+            else:
+                log.error("%s never finished a round, so there is nothing to go on from: start it again.", where)
+            return
+        records = [self.journal.record(directory)] if directory else []
+        if watch.ours is not None:
+            records.append(self._record(watch.ours))
+        for record in records:
+            record.outcome, record.reason = what, "" if what == "ended" else reason
+        if what == "failed":
+            reason = (run.stopped_by if run else None) or reason
+            how = self.app.by_hand(directory) if directory and run and run.round is not None else "start it again"
+            self.journal.error(f"{where} failed, and does not go on by itself: {reason}\nWhen this is mended: {how}")
+        elif what == "stopped" and directory and run and run.round is not None:
+            log.info("%s was stopped. To go on with it: %s", where, self.app.by_hand(directory))
+        else:
+            log.info("%s has %s.", where, "been stopped" if what == "stopped" else what)
+
+    def interrupted(self, watches: Iterable[Watch]) -> None:
+        """Take back the attempts that are under way: being stopped is no failed attempt."""
+        runs = [watch.ours for watch in watches if watch.ours and not watch.end]
+        runs += [self.submitting[0]] if self.submitting else []
+        for record in map(self._record, runs):
+            record.attempts, record.tried = max(0, record.attempts - 1), 0.0

@@ -1,0 +1,61 @@
+"""What `tepal server` was given, and what follows for its SuperLink: command line, environment, address."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tepal.host.toml import Value
+    from tepal.tools.deploy.provision import ServerFolder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What `tepal server` was given. `credentials` None: no TLS, and nodes are not authenticated."""
+
+    state: Path
+    credentials: ServerFolder | None = None
+    app: Path | None = None
+    run_config: Mapping[str, Value] | None = None
+    fleet: str = "0.0.0.0:9092"
+    host: str = "127.0.0.1"
+    port: int = 8000
+    attempts: int = 5
+    metrics: str = ""
+    """HOST:PORT for Prometheus; "": none."""
+
+    @property
+    def control(self) -> str:
+        """The address at which this machine reaches the control port."""
+        return f"{reachable(self.host)}:{self.port}"
+
+    @property
+    def root_certificates(self) -> Path | None:
+        return self.credentials.root_certificates if self.credentials else None
+
+
+def superlink_command(settings: Settings) -> list[str]:
+    """The SuperLink's command line."""
+    command = ["flower-superlink", "--host", settings.host, "--port", str(settings.port)]
+    command += ["--fleet-api-address", settings.fleet]
+    if settings.credentials is None:
+        return [*command, "--insecure"]
+    own = settings.credentials
+    command += ["--ssl-ca-certfile", str(own.root_certificates), "--ssl-certfile", str(own.certificate)]
+    return [*command, "--ssl-keyfile", str(own.key), "--enable-supernode-auth"]
+
+
+def superlink_environment(home: Path) -> dict[str, str]:
+    """The environment of the SuperLink and of commands to it; `home` is FLWR_HOME."""
+    from tepal.host.processes import flower_environment
+
+    return flower_environment(home) | {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1"}
+
+
+def reachable(host: str) -> str:
+    """The host at which a server that listens on `host` is reached from this machine."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host.strip("[]"), host.strip("[]"))
+    return f"[{host}]" if ":" in host else host
