@@ -21,8 +21,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from tepal.strategies import layer_selection as selection
 from tepal.strategies.layer_selection import DISTANCES, objective, select_layers
+from tepal.strategies.layer_selection.ascent import ascend
+from tepal.strategies.layer_selection.exact import solve_exact
+from tepal.strategies.layer_selection.problem import problem_of
 
 SIZES = ((4, 5), (10, 12), (20, 12), (50, 24), (100, 32))
 PROGRAM_UP_TO = {"hamming": 50 * 24, "squared": 20 * 12}  # clients × layers that the program is asked for
@@ -44,8 +46,7 @@ def couplings(clients: int, distance: str) -> list[float]:
 def coordinate_ascent(norms: np.ndarray, budgets: np.ndarray, coupling: float, distance: str) -> np.ndarray:
     """Each client in turn takes its best row, starting from everybody's own best layers."""
     masks = select_layers(norms, budgets, 0)
-    problem = selection._problem(norms, budgets.astype(float), np.ones(norms.shape), coupling, distance)
-    ascend = selection._ascend_squared if distance == "squared" else selection._ascend_hamming
+    problem = problem_of(norms, budgets.astype(float), np.ones(norms.shape), coupling, distance)
     ascend(problem, masks)
     return masks
 
@@ -82,10 +83,10 @@ def measure(clients: int, layers: int, distance: str, instances: int, runs: int,
             if clients * layers > PROGRAM_UP_TO[distance]:
                 continue
             asked += 1
-            problem = selection._problem(norms, budgets.astype(float), np.ones(norms.shape), coupling, distance)
+            problem = problem_of(norms, budgets.astype(float), np.ones(norms.shape), coupling, distance)
             start = time.perf_counter()
             try:
-                found, bound = selection._exact(problem, limit)
+                found, bound = solve_exact(problem, limit)
             except TimeoutError:
                 continue
             times["exact"].append(1e3 * (time.perf_counter() - start))

@@ -2,8 +2,8 @@
 
     s_ij = cos(w_i, w_j)        δ = p-quantile of all s_ij        u_i = Σ_{j: s_ij > δ} s_ij·w_j / Σ_{j: s_ij > δ} s_ij
 
-Client i gets its mixture u_i, trains it, and returns w_i: FedAvg's bytes. The mathematics is in `mixing.py`; where the
-models lie, and who gets what, in `personal_models.py`.
+Client i gets its mixture u_i, trains it, and returns w_i: FedAvg's bytes. The mathematics is in `mixing/`; where the
+models lie, and who gets what, in `personal/models.py`.
 """
 
 from __future__ import annotations

@@ -18,13 +18,14 @@ from tepal.models.libraries import import_transformers
 from tepal.report.page import Figure, empty_plot
 from tepal.strategies.fedfrozen import cost_ratio
 from tepal.tools.reproduce.experiment import Cell, NotAtHand, Outcome, Place, Table, Values
-from tepal.tools.reproduce.model_table import on_meta
 
 WARMUP, ROUNDS = 2, 10
 _BASE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
 _BART = {f"{half}_{key}": size for half in ("encoder", "decoder")
          for key, size in {"layers": 6, "attention_heads": 12, "ffn_dim": 3072}.items()}  # fmt: skip
 _T5 = {"d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8}
+# What a model is built for where it comes from; all else is ImageNet's, and texts of two classes.
+_IMAGES_OF = {"cnn": ((1, 28, 28), 10), "tiny-vit": ((1, 8, 8), 10), "resnet-20": ((3, 32, 32), 10)}
 
 PAPER: Mapping[str, tuple[str, Mapping[str, Any], float]] = {
     "ViT-B/32": ("ViT", {**_BASE, "image_size": 224, "patch_size": 32}, 0.8712),
@@ -34,6 +35,12 @@ PAPER: Mapping[str, tuple[str, Mapping[str, Any], float]] = {
     "BERT-base": ("Bert", _BASE, 0.8964),
 }
 """Model → its family in transformers, its sizes, and the cost that the paper prints."""
+
+
+def on_meta(name: str) -> nn.Module:
+    """A model by its name, in its usual size, without weights. Raises ModelError where a library is missing."""
+    with torch.device("meta"):
+        return models.build(name, seed=0, **_usual(name))
 
 
 class FedFrozenCosts:
@@ -92,6 +99,19 @@ def _papers(name: str) -> nn.Module:
     make: Callable[[Any], nn.Module] = getattr(transformers, f"{family}Model")
     with torch.device("meta"):
         return make(getattr(transformers, f"{family}Config")(**sizes))
+
+
+def _usual(name: str) -> dict[str, Any]:
+    kind = models.MODELS[name].kind
+    shape, classes = _IMAGES_OF.get(name, ((3, 224, 224), 1000))
+    known = {
+        "image_shape": shape,
+        "classes": 2 if kind == models.TEXTS else classes,
+        "vocabulary": 80,
+        "features": 64,
+        "outputs": 32,
+    }
+    return {key: known[key] for key in models.NEEDS[kind]}
 
 
 def _row(name: str, of: Values, printed: float | None) -> Sequence[str | float | int | None]:

@@ -64,8 +64,8 @@ from tepal.training.data.examples import (
     Texts,
 )
 from tepal.training.data.formats.files import opened_text, suffix_of
+from tepal.training.data.formats.images import IMAGE_SUFFIXES, read_image
 from tepal.training.data.formats.npz import npz_examples
-from tepal.training.data.images import IMAGE_SUFFIXES, read_image
 from tepal.training.data.loading import (
     asked_texts,
     check_partition,

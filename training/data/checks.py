@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from tepal.training.data.config import DataError, Reading, Shape
 from tepal.training.data.examples import ImageArrays, Source
-from tepal.training.data.images import resized
+from tepal.training.data.formats.images import resized
 
 Arrays = tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None]
 """Images, labels and groups (None: there are none), as they are in a file."""

@@ -7,8 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tepal.strategies import layer_selection
-from tepal.strategies.layer_selection import DISTANCES, SELECTIONS, choose, drawn_budget, objective, select_layers
+from tepal.strategies.layer_selection import (
+    DISTANCES,
+    SELECTIONS,
+    choose,
+    drawn_budget,
+    knapsack,
+    objective,
+    select_layers,
+)
+from tepal.strategies.layer_selection.ascent import ascend
+from tepal.strategies.layer_selection.exchange import best_group, free_to_exchange
+from tepal.strategies.layer_selection.problem import distances, problem_of
 
 DRAWN = [3, 1, 2, 1, 2, 2, 2, 1, 2, 2, 3, 1]  # of seed 0 and client-0 … client-11
 POWER = {"hamming": 1, "squared": 2}
@@ -99,11 +109,10 @@ def test_the_fast_solver_reaches_the_exact_one(clients, layers, coupling, distan
 @pytest.mark.parametrize("clients", [5, 6])
 def test_after_an_ascent_no_client_can_do_better_by_itself(clients, distance, changes):
     """A step of the fast solver: by any other row within a client's budget; squared, by one or two changes."""
-    ascend = getattr(layer_selection, f"_ascend_{distance}")
     every = np.array(list(itertools.product((False, True), repeat=5)))
     for seed, coupling in itertools.product(range(4), [0.005, 0.05]):
         norms, budgets, _ = instance(seed, clients, 5, 3)
-        problem = layer_selection._problem(norms, budgets.astype(float), np.ones(norms.shape), coupling, distance)
+        problem = problem_of(norms, budgets.astype(float), np.ones(norms.shape), coupling, distance)
         masks = np.zeros(norms.shape, dtype=bool)
         assert ascend(problem, masks) and not ascend(problem, masks.copy())
         found = problem.value(masks)
@@ -119,12 +128,12 @@ def test_the_clients_that_exchange_two_layers_at_once_are_the_best_of_all_groups
     better = 0
     for seed in range(10):
         norms, budgets, _ = instance(seed, 6, 4, 3)
-        problem = layer_selection._problem(norms, budgets.astype(float), np.ones(norms.shape), 0.1, "hamming")
+        problem = problem_of(norms, budgets.astype(float), np.ones(norms.shape), 0.1, "hamming")
         masks = select_layers(norms, budgets, 0)
-        slack, apart = problem.slack(masks), layer_selection._distances(masks)
+        slack, apart = problem.slack(masks), distances(masks)
         for a, b in itertools.combinations_with_replacement(range(4), 2):
             price = problem.costs[:, a] - (0 if a == b else problem.costs[:, b])
-            who = layer_selection._free_to_exchange(masks, price, slack, a, b)
+            who = free_to_exchange(masks, price, slack, a, b)
             groups, values = list(itertools.product((False, True), repeat=len(who))), []
             for takes in groups:
                 moved = masks.copy()
@@ -133,7 +142,7 @@ def test_the_clients_that_exchange_two_layers_at_once_are_the_best_of_all_groups
                     moved[who, b] = ~np.array(takes, dtype=bool)
                 assert ((problem.costs * moved).sum(axis=1) <= problem.budgets).all()
                 values.append(problem.value(moved))
-            found = layer_selection._best_group(problem, masks, apart, who, a, b)
+            found = best_group(problem, masks, apart, who, a, b)
             if max(values) <= problem.value(masks) + 1e-9:
                 assert found is None
                 continue
@@ -187,9 +196,9 @@ def test_no_mask_costs_more_than_its_budget(data):
         assert sum(Fraction(cost) for cost, taken in zip(row, mask, strict=True) if taken) <= Fraction(budget)
 
 
-@pytest.mark.parametrize("nodes", [layer_selection._NODES, 0])
+@pytest.mark.parametrize("nodes", [knapsack._NODES, 0])
 def test_one_client_with_costs_has_the_best_of_all_subsets(nodes, monkeypatch):
-    monkeypatch.setattr(layer_selection, "_NODES", nodes)  # 0: by the front of cost and gain
+    monkeypatch.setattr(knapsack, "_NODES", nodes)  # 0: by the front of cost and gain
     rng = np.random.default_rng(0)
     for _ in range(60):
         norms, costs = rng.integers(0, 5, (1, 9)).astype(float), rng.integers(1, 60, 9)

@@ -10,7 +10,7 @@ import numpy as np
 from tepal.training.data.checks import Arrays, checked_source
 from tepal.training.data.config import DataError, Reading
 from tepal.training.data.examples import ImageArrays, Source
-from tepal.training.data.images import IMAGE_SUFFIXES, read_image, read_images
+from tepal.training.data.formats.images import IMAGE_SUFFIXES, read_image, read_images
 from tepal.training.data.labels import numbers_of
 
 Entry = tuple[Path, str, str]

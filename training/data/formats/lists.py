@@ -20,8 +20,8 @@ from tepal.training.data.checks import Arrays, checked_source
 from tepal.training.data.config import DataError, Reading
 from tepal.training.data.examples import ImageArrays, Source
 from tepal.training.data.formats.files import opened_text
+from tepal.training.data.formats.images import read_image, read_images
 from tepal.training.data.formats.tables import read_columns
-from tepal.training.data.images import read_image, read_images
 from tepal.training.data.labels import numbers_of
 
 MAPPING = "client_data_mapping"

@@ -23,9 +23,9 @@ from tepal.training.data.config import DataError, Reading, separated
 from tepal.training.data.examples import AnySource, ImageArrays, Numbers, Source, Texts
 from tepal.training.data.formats.choices import choices_of
 from tepal.training.data.formats.files import opened_text, suffix_of
+from tepal.training.data.formats.images import read_image, read_images
 from tepal.training.data.formats.numbers import checked_numbers, numbers_in
 from tepal.training.data.formats.texts import checked_texts, running_text
-from tepal.training.data.images import read_image, read_images
 from tepal.training.data.labels import labels_of
 
 TABLE_SUFFIXES = (".csv", ".jsonl", ".ndjson", ".parquet")

@@ -1,19 +1,16 @@
-"""All models by name as a page of the documentation: `python -m tepal.tools.reproduce.model_table > docs/models.md`.
+"""Write the page of all models by name.
+
+    python docs/model_table.py > docs/models.md
 
 Models are built on the meta device: no weights, no downloads. torchvision and transformers must be installed.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-from torch import nn
-
 from tepal import models
 from tepal.models.blocks import find_blocks
-
-WARMUP, ROUNDS = 2, 10
+from tepal.strategies.fedfrozen import cost_ratio
+from tepal.tools.reproduce.fedfrozen_costs import ROUNDS, WARMUP, on_meta
 
 _KINDS = {
     models.IMAGES: "Images",
@@ -22,8 +19,6 @@ _KINDS = {
     models.CHOICES: "Answers, by their likelihood",
     models.SEQUENCES: "Numbers, regressed",
 }
-# What a model is built for where it comes from; all else is ImageNet's, and texts of two classes.
-_IMAGES_OF = {"cnn": ((1, 28, 28), 10), "tiny-vit": ((1, 8, 8), 10), "resnet-20": ((3, 32, 32), 10)}
 
 _INTRODUCTION = f"""# Models by name
 
@@ -59,15 +54,7 @@ def page() -> str:
     return "\n\n".join(sections) + "\n"
 
 
-def on_meta(name: str) -> nn.Module:
-    """A model by its name, in its usual size, without weights. Raises ModelError where a library is missing."""
-    with torch.device("meta"):
-        return models.build(name, seed=0, **_usual(name))
-
-
 def _row(name: str) -> list[str]:
-    from tepal.strategies.fedfrozen import cost_ratio
-
     model = on_meta(name)
     blocks = find_blocks(model)
     layout, parameters = blocks.layout, sum(parameter.numel() for parameter in model.parameters())
@@ -83,19 +70,6 @@ def _row(name: str) -> list[str]:
         f"{least:,}" + (f" – {most:,}" if most > least else ""),
         f"{cost_ratio(model, WARMUP, ROUNDS):.4f}" if frozen else "1",
     ]
-
-
-def _usual(name: str) -> dict[str, Any]:
-    kind = models.MODELS[name].kind
-    shape, classes = _IMAGES_OF.get(name, ((3, 224, 224), 1000))
-    known = {
-        "image_shape": shape,
-        "classes": 2 if kind == models.TEXTS else classes,
-        "vocabulary": 80,
-        "features": 64,
-        "outputs": 32,
-    }
-    return {key: known[key] for key in models.NEEDS[kind]}
 
 
 def _line(cells: list[str]) -> str:

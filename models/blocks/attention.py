@@ -1,0 +1,72 @@
+"""The attention modules of a model, and the raw tensors of their projections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from tepal.models.blocks.errors import BlocksError, few
+from tepal.models.blocks.modules import integer, is_a, join, nearest
+from tepal.models.blocks.rules import Rule, rule_of
+
+
+@dataclass(frozen=True)
+class Attention:
+    path: str
+    module: nn.Module
+    rule: Rule
+    config: Any
+
+    @property
+    def attributes(self) -> dict[str, str]:
+        """Attribute → roles, of what this module has."""
+        has = {**self.module._parameters, **self.module._modules}
+        roles = {**self.rule.holds, **self.rule.also}
+        return {attribute: roles[attribute] for attribute in roles if has.get(attribute) is not None}
+
+
+def find_attentions(model: nn.Module) -> list[Attention]:
+    """Every attention module that a rule knows, in the order of the model's modules."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found = [(path, module, rule_of(module)) for path, module in model.named_modules()]
+    return [Attention(path, module, rule, nearest(modules, path, "config")) for path, module, rule in found if rule]
+
+
+def raw_of(attention: Attention, names: Iterable[str]) -> dict[str, tuple[str, int]]:
+    """Raw tensors of an attention module's projections: name → (roles, axis along which they are stacked)."""
+    found: dict[str, tuple[str, int]] = {}
+    if missing := attention.rule.holds.keys() - attention.attributes.keys():
+        raise BlocksError(f"{attention.path}: {few(sorted(missing))} in tepal_projections, but not on the module")
+    for attribute, roles in attention.attributes.items():
+        path = join(attention.path, attribute)
+        held = attention.module._modules.get(attribute)
+        mine = [name for name in names if name == path or name.startswith(path + ".")]
+        direct = {path, path + ".weight", path + ".bias"}
+        if attribute in attention.rule.holds and not mine:
+            raise BlocksError(f"{path}: a {attention.rule.family} projection without a tensor in the state_dict")
+        if len(roles) > 1 and not direct.issuperset(mine):
+            raise BlocksError(f"{path}: a fused projection that holds {few(mine)}, not just weight and bias")
+        for name in mine:
+            transposed = held is not None and is_a(held, "Conv1D") and name.endswith(".weight")
+            found[name] = (roles, 1 if transposed else 0)
+    return found
+
+
+def rows_of(attention: Attention) -> dict[str, int]:
+    """Output features that the configuration gives each projection; only what it says."""
+    module, config = attention.module, attention.config
+    if attention.rule.family.startswith("nn.MultiheadAttention"):
+        return dict.fromkeys("qkv", int(module.embed_dim))  # type: ignore[arg-type]
+    hidden, heads = integer(config, "hidden_size", "n_embd"), integer(config, "num_attention_heads", "n_head")
+    if hidden and heads:
+        size = integer(config, "head_dim", "d_kv") or hidden // heads
+        return {"q": heads * size} | dict.fromkeys("kv", size * (integer(config, "num_key_value_heads") or heads))
+    heads, size = integer(module, "num_heads"), integer(module, "head_dim")
+    return {"q": heads * size} if heads and size else {}
+
+
+def is_mha(attention: Attention) -> bool:
+    return attention.rule.family.startswith("nn.MultiheadAttention")

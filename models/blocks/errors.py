@@ -1,0 +1,23 @@
+"""BlocksError, and how its messages name a model and shorten a list."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+
+class BlocksError(ValueError):
+    """A model's parts could not be found, or what was found is not what its configuration says."""
+
+
+def name_of(model: nn.Module) -> str:
+    """Class name, with what the configuration calls the model."""
+    config = getattr(model, "config", None)
+    label = getattr(config, "name_or_path", "") or getattr(config, "model_type", "")
+    return f"{type(model).__name__} ({label})" if label else type(model).__name__
+
+
+def few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return ", ".join(names[:4]) + more

@@ -1,0 +1,68 @@
+"""How the attention modules of each family name their projections, and which rule a module matches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from tepal.exchange.layout import Names
+from tepal.models.blocks.modules import is_a
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How the attention modules of a family hold their projections.
+
+    `holds` maps an attribute (submodule or parameter) to its role, "q", "k" or "v"; a fused one has several, in the
+    order in which they are stacked. All of `holds` must be there for the rule to match, `also` may be. `fused_in` is
+    the class of a fused submodule: its name decides along which axis the parts are stacked. A module that has an
+    attribute named in `unless` does not match: its fused projection is laid out head by head.
+    """
+
+    family: str
+    holds: Mapping[str, str]
+    also: Mapping[str, str] = field(default_factory=dict)
+    fused_in: str = "Linear"
+    unless: Names = ()
+
+
+_MHA_ALSO = {"in_proj_bias": "qkv", "bias_k": "k", "bias_v": "v"}
+RULES = (
+    Rule("nn.MultiheadAttention", {"in_proj_weight": "qkv"}, _MHA_ALSO),
+    Rule(
+        "nn.MultiheadAttention with kdim or vdim",
+        {"q_proj_weight": "q", "k_proj_weight": "k", "v_proj_weight": "v"},
+        _MHA_ALSO,
+    ),
+    Rule("ViT, CLIP, BART, LLaMA, Qwen, Mistral", {"q_proj": "q", "k_proj": "k", "v_proj": "v"}),
+    Rule("BERT, RoBERTa, ELECTRA, Tepal's own", {"query": "q", "key": "k", "value": "v"}),
+    Rule("DistilBERT", {"q_lin": "q", "k_lin": "k", "v_lin": "v"}),
+    Rule("T5", {"q": "q", "k": "k", "v": "v"}),
+    Rule(
+        "timm",
+        {"qkv": "qkv"},
+        {"q_bias": "q", "k_bias": "k", "v_bias": "v"},
+        unless=("head_first", "key_dim"),
+    ),
+    Rule("GPT-2 cross-attention", {"q_attn": "q", "c_attn": "kv"}, fused_in="Conv1D"),
+    Rule("GPT-2", {"c_attn": "qkv"}, fused_in="Conv1D"),
+)
+
+
+def rule_of(module: nn.Module) -> Rule | None:
+    declared = getattr(module, "tepal_projections", None)
+    if declared is not None:
+        return Rule("declared", declared)
+    return next((rule for rule in RULES if _matches(rule, module)), None)
+
+
+def _matches(rule: Rule, module: nn.Module) -> bool:
+    for attribute, roles in rule.holds.items():
+        held = module._modules.get(attribute)
+        if held is None and module._parameters.get(attribute) is None:
+            return False
+        if held is not None and len(roles) > 1 and not is_a(held, rule.fused_in):
+            return False
+    return not any(hasattr(module, attribute) for attribute in rule.unless)

@@ -1,0 +1,61 @@
+"""Selections of layers by other rules than (P1): own scores, positions, all layers."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from tepal.strategies.layer_selection.checks import Mask, checked_budgets, checked_shape, fits
+from tepal.strategies.layer_selection.select import select_layers
+
+SELECTIONS = ("gradient", "snr", "rgn", "top", "bottom", "both", "full")
+
+
+def choose(
+    selection: str,
+    scores: ArrayLike,
+    budgets: ArrayLike,
+    *,
+    coupling: float = 0.0,
+    distance: str = "hamming",
+    costs: ArrayLike | None = None,
+) -> Mask:
+    """The layers that each client trains, by any of `SELECTIONS`.
+
+    Args:
+        selection: "gradient": `select_layers` on the squared norms. "snr", "rgn": each client's own best scores
+            within its budget. "top": layers from the output inwards, "bottom": from the input outwards, "both":
+            bottom, top, bottom + 1, top − 1, …, each of them until the first layer that the budget does not hold.
+            "full": all layers, whatever the budget.
+        scores: (n, L), ≥ 0: squared gradient norms, signal-to-noise ratios, or relative gradient norms. Only their
+            shape matters to "top", "bottom", "both" and "full".
+        budgets, costs: as in `select_layers`; "full" does not look at them.
+        coupling, distance: of "gradient".
+
+    Returns:
+        (n, L) bool.
+
+    Raises:
+        ValueError: an unknown selection, or what `select_layers` raises.
+    """
+    if selection not in SELECTIONS:
+        raise ValueError(f"selection is {selection!r}; it must be one of {', '.join(SELECTIONS)}")
+    if selection == "gradient":
+        return select_layers(scores, budgets, coupling, distance=distance, costs=costs)
+    if selection in ("snr", "rgn"):
+        return select_layers(scores, budgets, 0.0, costs=costs)
+    shape = checked_shape(np.asarray(scores), "scores")
+    if selection == "full":
+        return np.ones(shape, dtype=bool)
+    limits, prices = checked_budgets(budgets, costs, shape)
+    layers = range(shape[1])
+    inwards = [layer for pair in zip(layers, reversed(layers), strict=True) for layer in pair][: shape[1]]
+    order = {"top": layers[::-1], "bottom": layers, "both": inwards}[selection]
+    masks = np.zeros(shape, dtype=bool)
+    for mask, limit, price in zip(masks, limits, prices, strict=True):
+        for layer in order:
+            mask[layer] = True
+            if not fits(price[mask], limit):
+                mask[layer] = False
+                break
+    return masks
