@@ -7,6 +7,7 @@ from html import escape
 from itertools import groupby
 from typing import Any
 
+from tepal.report.method_figures import Records
 from tepal.report.terminal import bytes_text
 from tepal.strategies.rounds.travel import OTHER
 
@@ -38,6 +39,16 @@ def diagram_html(cells: Sequence[Mapping[str, Any]], shares: Mapping[str, Sequen
         f"<table><caption>{escape(caption)}</caption>"
         f'<thead><tr><th scope="col">part</th>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
     )
+
+
+def last_diagram(records: Records, cells: Sequence[Mapping[str, Any]]) -> str:
+    """The block diagram of the last round that is known; "" of a model in one part."""
+    told = [(number, record) for number, record in records if len(record.get("travel_up", ())) == len(cells) > 1]
+    if not told:
+        return ""
+    number, record = told[-1]
+    shares = {key: record[key].tolist() for key in ("travel_trains", "travel_down", "travel_up")}
+    return diagram_html(cells, shares, f"In round {number}, the last: what clients trained, were sent and returned.")
 
 
 def _cell(nbytes: int, shares: Mapping[str, float]) -> str:

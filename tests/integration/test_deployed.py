@@ -112,7 +112,7 @@ def test_a_bad_run_config_fails_the_run_in_the_words_of_the_server_app(deploymen
     assert "ConfigError: the run config cannot be run:" in said
     assert "strategy='fedfrosen': did you mean 'fedfrozen'? known are fedavg, fedfrozen" in said
     assert "local-epochs=-1: " in said
-    assert "(server_app/config.py, line " in said, "the code that ran is the bundle's, not the checkout's"
+    assert "(server_app/config/reading.py, line " in said, "the code that ran is the bundle's, not the checkout's"
     assert not (tmp_path / "runs").exists()
 
 

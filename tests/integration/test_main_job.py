@@ -188,7 +188,7 @@ def test_a_run_config_that_cannot_be_run_is_refused_before_anything_starts(monke
     def never(*_, **__):
         raise AssertionError("a run was started")
 
-    monkeypatch.setattr("tepal.tools.simulation.engines.Engine.run", never)
+    monkeypatch.setattr("tepal.tools.simulation.engine.Engine.run", never)
     monkeypatch.chdir(ROOT)
     result = CliRunner().invoke(main, ["simulate", ".", "--clients", "3", "-c", config])
     assert result.exit_code == 1, result.output

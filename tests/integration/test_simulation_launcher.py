@@ -13,7 +13,9 @@ import pytest
 
 from tepal.host.processes import MARK, marked
 from tepal.host.superlink import RunError, stage_app
-from tepal.tools.simulation.engines import ProcessEngine, RayEngine, simulate, simulate_in_process
+from tepal.tools.simulation.engines import simulate, simulate_in_process
+from tepal.tools.simulation.process_engine import ProcessEngine
+from tepal.tools.simulation.ray_engine import RayEngine
 from tests.packages import ROOT
 
 PYPROJECT = """

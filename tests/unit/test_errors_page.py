@@ -7,6 +7,7 @@ passed on under another class, is no message of its own.
 
 import ast
 import functools
+import importlib
 import re
 from collections import Counter
 from difflib import SequenceMatcher
@@ -184,3 +185,11 @@ def test_every_error_that_a_test_names_is_on_the_page():
         if not any(sum(shared(part, line.said) for part in parts) >= needed for line in lines()):
             missing.append(f"{where} {pattern}")
     assert not missing, "\n".join(missing)
+
+
+def test_the_classes_on_the_page_can_be_imported_from_where_it_says():
+    rows = re.findall(r"^\| (`.+?) \| `([a-z_.]+)` \|", PAGE.read_text().partition("\n## Classes\n")[2], re.MULTILINE)
+    assert len(rows) >= 30
+    for classes, module in rows:
+        for name in re.findall(r"`(\w+)`", classes):
+            assert issubclass(getattr(importlib.import_module(f"tepal.{module}"), name), Exception)

@@ -32,7 +32,8 @@ def predict_command(
 ) -> None:
     """Predict images, texts or numbers with a saved model, or with the mean over the models of an ensemble."""
     # Here and not at the top: torch takes seconds to import, and `tepal report` needs none of it.
-    from tepal.tools.predict.predict import load_predictor, results_table, write_csv
+    from tepal.tools.predict.predict import load_predictor
+    from tepal.tools.predict.results import results_table, write_csv
 
     console, errors = Console(), Console(stderr=True)
     try:

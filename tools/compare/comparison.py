@@ -38,7 +38,7 @@ from tepal.records.run_directory import (
     write_whole,
 )
 from tepal.report.page import cumulative
-from tepal.report.run_page import TEST_DATA
+from tepal.report.round_figures import TEST_DATA
 from tepal.tools.simulation.engines import AUTO, PROCESS
 
 PLAN = "comparison.json"

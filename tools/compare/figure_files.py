@@ -1,7 +1,7 @@
 """`tepal report RUN --figures svg|png|pdf`: the figures of a report, or of a comparison, each as a file for a paper.
 
 plotly draws them in Chrome or Chromium, by kaleido; on white, with the light colours and the size that the pages save
-their figures with (`page.PAPER`). Nothing is asked of the network.
+their figures with (`script.PAPER`). Nothing is asked of the network.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tepal.records.run_directory import find_run, write_whole
-from tepal.report.page import PAPER, Figure, light_colours
-from tepal.report.run_page import RunFiles, drawn_of
+from tepal.report.page import Figure
+from tepal.report.run_files import RunFiles
+from tepal.report.run_page import drawn_of
+from tepal.report.script import PAPER
+from tepal.report.style import light_colours
 from tepal.tools.compare.comparison import Results
 from tepal.tools.compare.page import figures as comparison_figures
 from tepal.tools.compare.page import style as comparison_style
@@ -58,7 +61,7 @@ def write_comparison_figures(results: Results, kind: str, folder: Path | None = 
 
 
 def painted(plot: go.Figure, colours: Mapping[str, str]) -> go.Figure:
-    """A copy of a figure as it is to be on paper. `colours`: by role; the script of `page.py` paints alike."""
+    """A copy of a figure as it is to be on paper. `colours`: by role; `report/script.py` paints alike."""
     plot = type(plot)(plot)
     plot.frames = []  # a figure stands in its last round
     ink = colours["ink"]

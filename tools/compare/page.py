@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tepal.records.run_directory import REPORT
 from tepal.report.page import Figure, add_band, config_html, empty_plot, figure_html, page, table_html, unit_of
-from tepal.report.run_page import TEST_DATA
+from tepal.report.round_figures import TEST_DATA
 from tepal.report.terminal import bytes_text, score_text, seconds_text
 from tepal.tools.compare.comparison import Curve, Measured, Point, Result, Results
 from tepal.tools.compare.picture import Look, data_note, looks

@@ -11,7 +11,7 @@ from typing import get_args
 from zlib import crc32
 
 from tepal.report.page import unit_of
-from tepal.report.run_page import TEST_DATA
+from tepal.report.round_figures import TEST_DATA
 from tepal.report.terminal import bytes_text, score_text
 from tepal.server_app.config import StrategyName
 from tepal.tools.compare.comparison import Curve, Point, Result, Results

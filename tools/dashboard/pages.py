@@ -11,7 +11,8 @@ from pathlib import Path
 from string import Template
 
 from tepal.report.diagram import DIAGRAM_STYLE
-from tepal.report.page import DRAW_SCRIPT, STYLE
+from tepal.report.script import DRAW_SCRIPT
+from tepal.report.style import STYLE
 
 SECTIONS = {
     "figures": "Rounds and bytes",

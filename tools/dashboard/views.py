@@ -39,7 +39,8 @@ from tepal.records.run_directory import (
     read_summary,
     summarise,
 )
-from tepal.report.run_page import COLUMNS, TROUBLE, natural
+from tepal.report.clients import natural
+from tepal.report.round_tables import COLUMNS, TROUBLE
 from tepal.report.terminal import UNKNOWN, bytes_text, final_table, score_text
 from tepal.tools.compare.comparison import PLAN, Comparison, Results, is_comparison, read_comparison
 from tepal.tools.compare.tables import comparison_table

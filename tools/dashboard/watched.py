@@ -29,18 +29,13 @@ from tepal.records.run_directory import (
     read_label_counts,
     read_records,
 )
-from tepal.report.diagram import diagram_html
+from tepal.report.clients import label_figures, natural
+from tepal.report.diagram import diagram_html, last_diagram
+from tepal.report.headlines import headlines_html
 from tepal.report.method_figures import method_figures, travel_figures
 from tepal.report.page import Figure, config_html, spoken
-from tepal.report.run_page import (
-    figures,
-    headlines_html,
-    label_figures,
-    last_diagram,
-    natural,
-    rounds_html,
-    trouble_html,
-)
+from tepal.report.round_figures import figures
+from tepal.report.round_tables import rounds_html, trouble_html
 from tepal.report.terminal import UNKNOWN, bytes_text, score_text
 from tepal.tools.dashboard.views import RUNNING, UNREADABLE, ComparisonView, RunView, facts_of, views
 

@@ -8,7 +8,7 @@ import pytest
 
 from tepal.host.superlink import CONNECTION, connect, explain
 from tepal.host.toml import parse_run_config, to_toml
-from tepal.tools.simulation.engines import RayEngine
+from tepal.tools.simulation.ray_engine import RayEngine
 
 
 def test_flower_finds_a_superlink_and_whom_to_trust_in_what_connect_writes(tmp_path, monkeypatch):

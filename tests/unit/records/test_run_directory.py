@@ -15,12 +15,12 @@ import pytest
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file
 
-from tepal.records import run_directory
 from tepal.records.run_directory import (
     METRICS_KEYS,
     SUMMARY_KEYS,
     RunDirectory,
     RunInUse,
+    directory,
     find_run,
     read_metrics,
     read_summary,
@@ -252,7 +252,7 @@ def test_a_model_that_cannot_be_written_leaves_the_old_one(run, monkeypatch):
         Path(part).write_bytes(b"half")
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr(run_directory, "save_file", disk_full)
+    monkeypatch.setattr(directory, "save_file", disk_full)
     with pytest.raises(OSError, match=r"cannot write .*model\.safetensors: .*No space left.*MB free"):
         run.write_model({"w": np.ones(2)})
     assert path.read_bytes() == before

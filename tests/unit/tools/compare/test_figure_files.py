@@ -16,8 +16,10 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from tepal.records.run_directory import RunDirectory
-from tepal.report.page import PAPER, Figure, empty_plot, figure_html, light_colours, page
+from tepal.report.page import Figure, empty_plot, figure_html, page
 from tepal.report.run_page import write_report
+from tepal.report.script import PAPER
+from tepal.report.style import light_colours
 from tepal.tools.cli.main import main
 from tepal.tools.compare import figure_files
 from tepal.tools.compare.figure_files import FiguresError, painted, write_run_figures

@@ -374,8 +374,8 @@ def test_an_error_of_configuration_is_not_tried_again(queue, tmp_path, caplog):
     log = tmp_path / "run.log"
     log.write_text(
         "ERROR :     ServerApp raised an exception\nTraceback (most recent call last):\n"
-        '  File "/x/apps/a.b.c/server_app/config.py", line 3, in f\n    raise\n'
-        "tepal.server_app.config.ConfigError: model='x': known are a, b\n"
+        '  File "/x/apps/a.b.c/server_app/config/reading.py", line 3, in f\n    raise\n'
+        "tepal.server_app.config.errors.ConfigError: model='x': known are a, b\n"
     )
     due = Due(None, 0)
     made.conclude(FakeWatch(log, ours=due), "failed", "ServerApp failed with exception: …")

@@ -16,7 +16,8 @@ from tepal import models
 from tepal.records.run_directory import RunDirectory
 from tepal.tools.predict import predict as module
 from tepal.tools.predict.numbers import error_of
-from tepal.tools.predict.predict import Prediction, accuracy, load_predictor, results_table, write_csv
+from tepal.tools.predict.predict import load_predictor
+from tepal.tools.predict.results import Prediction, accuracy, results_table, write_csv
 
 SHAPE = (1, 8, 8)
 TOLD = {"model": "tiny-vit", "image-shape": "1x8x8", "classes": "10"}

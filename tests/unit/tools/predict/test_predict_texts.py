@@ -17,7 +17,8 @@ from tepal.server_app.config import defaults
 from tepal.server_app.run import run
 from tepal.strategies.in_process import InProcessGrid, Node
 from tepal.tools.cli.main import main
-from tepal.tools.predict.predict import accuracy, load_predictor
+from tepal.tools.predict.predict import load_predictor
+from tepal.tools.predict.results import accuracy
 from tests.unit.training.data.word_tokenizer import WORDS, ids, written
 
 BERT = {"model_type": "bert", "vocab_size": len(WORDS), "hidden_size": 12, "num_attention_heads": 3, "pad_token_id": 0}

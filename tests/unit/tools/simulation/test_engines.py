@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 
 from tepal.host.superlink import RunError
-from tepal.tools.simulation import engines as simulation
-from tepal.tools.simulation.engines import ProcessEngine, RayEngine, engine_for
+from tepal.tools.simulation import ray_engine
+from tepal.tools.simulation.engines import engine_for
+from tepal.tools.simulation.process_engine import ProcessEngine
+from tepal.tools.simulation.ray_engine import RayEngine
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +84,7 @@ def test_more_cores_than_there_are_is_refused(app):
 
 
 def test_ray_that_is_not_installed_is_named_before_anything_starts(app, monkeypatch):
-    monkeypatch.setattr(simulation, "find_spec", lambda name: None)
+    monkeypatch.setattr(ray_engine, "find_spec", lambda name: None)
     with pytest.raises(RunError, match=r"Ray is not installed.*pip install 'tepal\[ray\]'.*--engine process"):
         engine_for("ray", app(), clients=2).__enter__()
     engine_for("process", app(), clients=2).__enter__()

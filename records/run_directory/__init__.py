@@ -1,0 +1,100 @@
+"""The directory that a run leaves behind: `runs/<start>-<strategy>/`.
+
+    config.toml         the whole validated run config, flat kebab-case keys
+    metrics.jsonl       one JSON line a round, on disk before the next round starts
+    rounds/             what a method tells of a round beside its metrics, as arrays: `np.load("rounds/000001.npz")`
+    model.safetensors   the final model under its raw state_dict names; an ensemble's begin with `mode/<k>/`
+    summary.json        the figures of the whole run
+    report.html         written by `tepal.report.run_page`
+    blocks.json, now.json, clients.json
+                        the model's parts, the round that goes on, the clients so far (`tepal.records.live`)
+    checkpoint/         what it takes to resume the run (`tepal.strategies.rounds.checkpoint`)
+    ../latest           a link to the newest run
+
+Files that are written whole appear whole: they are written beside and renamed. Only `metrics.jsonl` grows in place; a
+server that is killed leaves at most one torn last line there, which `read_metrics` passes over and
+`RunDirectory.in_use` cuts off.
+"""
+
+from tepal.records.run_directory.directory import RunDirectory
+from tepal.records.run_directory.files import as_json, make_first_free, point_latest_at, write_whole
+from tepal.records.run_directory.holding import RunInUse, held, is_held
+from tepal.records.run_directory.metrics import (
+    ACCURACY,
+    METRICS_KEYS,
+    RMSE,
+    SUMMARY_KEYS,
+    Measure,
+    add,
+    measured_by,
+    scored,
+    summarise,
+    total,
+)
+from tepal.records.run_directory.names import (
+    BLOCKS,
+    CHECKPOINTS,
+    CLIENTS,
+    CONFIG,
+    KEPT_IN,
+    LABELS,
+    LATEST,
+    METRICS,
+    MODEL,
+    NOW,
+    REPORT,
+    ROUNDS,
+    SUMMARY,
+)
+from tepal.records.run_directory.reading import (
+    find_run,
+    parse_line,
+    read_config,
+    read_json,
+    read_label_counts,
+    read_metrics,
+    read_records,
+    read_summary,
+)
+
+__all__ = [
+    "ACCURACY",
+    "BLOCKS",
+    "CHECKPOINTS",
+    "CLIENTS",
+    "CONFIG",
+    "KEPT_IN",
+    "LABELS",
+    "LATEST",
+    "METRICS",
+    "METRICS_KEYS",
+    "MODEL",
+    "NOW",
+    "REPORT",
+    "RMSE",
+    "ROUNDS",
+    "SUMMARY",
+    "SUMMARY_KEYS",
+    "Measure",
+    "RunDirectory",
+    "RunInUse",
+    "add",
+    "as_json",
+    "find_run",
+    "held",
+    "is_held",
+    "make_first_free",
+    "measured_by",
+    "parse_line",
+    "point_latest_at",
+    "read_config",
+    "read_json",
+    "read_label_counts",
+    "read_metrics",
+    "read_records",
+    "read_summary",
+    "scored",
+    "summarise",
+    "total",
+    "write_whole",
+]

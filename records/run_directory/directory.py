@@ -1,0 +1,197 @@
+"""The run directory that a server writes: it is made or gone on with, and takes rounds, models and the summary."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tomli_w
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
+
+from tepal import __version__
+from tepal.records.run_directory.files import as_json, beside, explained, make_first_free, point_latest_at, write_whole
+from tepal.records.run_directory.holding import held
+from tepal.records.run_directory.metrics import METRICS_KEYS, SUMMARY_KEYS, summarise
+from tepal.records.run_directory.names import CONFIG, LABELS, METRICS, MODEL, ROUNDS, SUMMARY
+from tepal.records.run_directory.reading import find_run, parse_line, read_config, read_label_counts, read_metrics
+
+log = logging.getLogger(__name__)
+
+
+class RunDirectory:
+    """One run's directory. `create` starts a new one, `resume` goes on with one that was begun."""
+
+    def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
+        self.path = path
+        self.config = dict(config)
+        self._unwritten: list[Mapping[str, Any]] = []
+
+    @classmethod
+    def create(
+        cls, base: Path, strategy: str, config: Mapping[str, Any], *, started: datetime | None = None
+    ) -> RunDirectory:
+        """Make `base/<start>-<strategy>`, write `config.toml` into it and point `base/latest` at it.
+
+        `started` (default: now) is shown in UTC. A name that is taken gets -2, -3, …; two servers that start in the
+        same second never share a directory. Raises OSError, naming the folder, where it cannot be made or written.
+        """
+        base = Path(base)
+        start = (started or datetime.now(UTC)).astimezone(UTC).strftime("%Y%m%d-%H%M%S")
+        name = f"{start}-{re.sub(r'[^A-Za-z0-9_-]+', '-', strategy).strip('-') or 'run'}"
+        with explained("create a run directory in", base):
+            base.mkdir(parents=True, exist_ok=True)
+            path = make_first_free(base, name)
+        run = cls(path, config)
+        run.write_config(config)
+        point_latest_at(path)
+        return run
+
+    @classmethod
+    def resume(cls, path: Path) -> RunDirectory:
+        """The run in `path` (or the `latest` link), to go on with it."""
+        path = find_run(path)
+        point_latest_at(path)
+        return cls(path, read_config(path))
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Keep other processes from running in this directory; the lock ends with the block, or with this process.
+
+        A torn last line of the metrics is removed. Raises RunInUse where another process has the lock.
+        """
+        with held(self.path):
+            metrics = self.path / METRICS
+            with explained("write", metrics):
+                if metrics.exists():
+                    _mend_last_line(metrics)
+            yield
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """Write `config.toml`, of a run that begins or goes on with other settings."""
+        self.config = dict(config)
+        write_whole(self.path / CONFIG, tomli_w.dumps(_toml_table(config)).encode())
+
+    def add(self, round_line: Mapping[str, Any]) -> None:
+        """`append`, for a run that must go on: a line that cannot be written is said, and written with a later one."""
+        self._unwritten.append(round_line)
+        try:
+            self._write_kept_back()
+        except OSError as error:
+            log.error("%s. The run goes on, and writes round %s later.", error, round_line.get("round"))
+
+    def _write_kept_back(self) -> None:
+        while self._unwritten:
+            self.append(self._unwritten[0])
+            del self._unwritten[0]
+
+    def append(self, round_line: Mapping[str, Any]) -> None:
+        """Add one round to `metrics.jsonl` and wait until it is on disk.
+
+        Known keys come first and in their order, a missing one as null, further keys behind them. What JSON cannot
+        say (NaN, infinity) becomes null: a diverged loss must be readable afterwards, not end the run.
+        """
+        ordered = {key: round_line.get(key) for key in METRICS_KEYS} | dict(round_line)
+        line = json.dumps(as_json(ordered), allow_nan=False).encode() + b"\n"
+        path = self.path / METRICS
+        with explained("write", path), path.open("ab", buffering=0) as file:
+            before = file.tell()
+            try:
+                if (written := file.write(line)) != len(line):
+                    file.write(line[written:])
+                os.fsync(file.fileno())
+            except OSError:
+                # Half a line would swallow the next one.
+                with suppress(OSError):
+                    file.truncate(before)
+                raise
+
+    def add_label_counts(self, counts: Mapping[str, Sequence[float]]) -> None:
+        """Enter how many examples of each class clients have, in `labels.json`. Raises OSError naming the file."""
+        if counts:
+            known = read_label_counts(self.path) | {client: [int(n) for n in each] for client, each in counts.items()}
+            write_whole(self.path / LABELS, (json.dumps(known, sort_keys=True) + "\n").encode())
+
+    def write_record(self, round: int, arrays: Mapping[str, np.ndarray]) -> None:
+        """Write what a method tells of a round, `rounds/<round>.npz`. Raises OSError naming the file."""
+        content = io.BytesIO()
+        np.savez_compressed(content, **dict(arrays))  # type: ignore[arg-type]
+        path = self.path / ROUNDS / f"{round:06d}.npz"
+        with explained("write", path):
+            path.parent.mkdir(exist_ok=True)
+        write_whole(path, content.getvalue())
+
+    def write_model(self, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None) -> Path:
+        """Write `model.safetensors`; its header tells run, strategy, model and config, and `metadata` beside them."""
+        # safetensors writes the buffer behind an array whatever its strides, so a transposed view would be stored
+        # wrong. (np.ascontiguousarray would turn BatchNorm's scalar counters into vectors.)
+        contiguous = {name: np.asarray(array, order="C") for name, array in arrays.items()}
+        header: dict[str, str] = {
+            "format": "pt",
+            "tepal": __version__,
+            "run": self.path.name,
+            **{key: str(self.config[key]) for key in ("strategy", "model", "dataset") if key in self.config},
+            "config": json.dumps(as_json(self.config), allow_nan=False),
+            **(metadata or {}),
+        }
+        path = self.path / MODEL
+        part = beside(path)
+        with explained("write", path):
+            try:
+                save_file(contiguous, part, metadata=header)
+                # safetensors makes files that only their owner may read; the other files here follow the umask.
+                part.chmod(stat.S_IMODE((self.path / CONFIG).stat().st_mode))
+                os.replace(part, path)
+            except SafetensorError as error:
+                raise OSError(str(error)) from error
+            finally:
+                with suppress(OSError):
+                    part.unlink(missing_ok=True)
+        return path
+
+    def write_summary(self, **values: Any) -> dict[str, Any]:
+        """Write `summary.json` and return it. Keys that `values` leaves out follow from metrics and config.
+
+        Raises OSError where it cannot be written, or a round that was kept back still cannot.
+        """
+        self._write_kept_back()
+        known = summarise(read_metrics(self.path), self.config)
+        summary = as_json({key: values.get(key, known[key]) for key in SUMMARY_KEYS} | values)
+        write_whole(self.path / SUMMARY, (json.dumps(summary, indent=2, allow_nan=False) + "\n").encode())
+        return summary
+
+
+def _toml_table(config: Mapping[str, Any]) -> dict[str, Any]:
+    # TOML has no null: a key that is not set is not there. Its floats may be NaN or infinite, so those stay.
+    plain = {}
+    for key, value in config.items():
+        if isinstance(value, np.generic):
+            value = value.item()
+        if value is not None:
+            plain[str(key)] = value if isinstance(value, float) else as_json(value)
+    return plain
+
+
+def _mend_last_line(metrics: Path) -> None:
+    content = metrics.read_bytes()
+    end = content.rfind(b"\n") + 1
+    if end == len(content):
+        return
+    with metrics.open("r+b") as file:
+        try:
+            parse_line(content[end:])
+        except ValueError:
+            file.truncate(end)
+        else:
+            file.seek(0, os.SEEK_END)
+            file.write(b"\n")

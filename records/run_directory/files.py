@@ -1,0 +1,106 @@
+"""Writing files and folders: whole, with errors that say what helps, and with values that JSON can hold."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tepal.records.run_directory.names import LATEST
+
+log = logging.getLogger(__name__)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file so that a reader sees the old one or the new one, never a part. Raises OSError naming the file."""
+    part = beside(path)
+    with explained("write", path):
+        try:
+            part.write_bytes(content)
+            os.replace(part, path)
+        finally:
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
+
+
+def as_json(value: Any) -> Any:
+    """`value` in JSON's own types: numpy values unpacked, NaN and infinity as None, what is unknown as text."""
+    if isinstance(value, np.generic | np.ndarray):
+        value = value.tolist()
+    if isinstance(value, Enum):
+        value = value.value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): as_json(inner) for key, inner in value.items()}
+    if isinstance(value, set | frozenset):
+        return [as_json(inner) for inner in sorted(value, key=str)]
+    if isinstance(value, Sequence) and not isinstance(value, bytes):
+        return [as_json(inner) for inner in value]
+    return str(value)
+
+
+def make_first_free(base: Path, name: str) -> Path:
+    """Make a folder `name` in `base`, or `name`-2, -3, … where it is taken, and return it."""
+    attempt = 1
+    while True:
+        path = base / (name if attempt == 1 else f"{name}-{attempt}")
+        try:
+            path.mkdir()
+            return path
+        except FileExistsError:
+            attempt += 1
+
+
+def point_latest_at(run: Path, folder: Path | None = None) -> None:
+    """Let `latest` in a folder (by default the one that the run lies in) be this run."""
+    # A convenience, so whatever goes wrong with it (no right to make links, a folder of that name) is no reason to
+    # stop a run.
+    folder = folder or run.parent
+    target = os.path.relpath(run, folder)
+    latest, part = folder / LATEST, folder / f".{LATEST}-{os.getpid()}"
+    try:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        try:
+            part.symlink_to(target, target_is_directory=True)
+        except (OSError, NotImplementedError):
+            part.write_text(target + "\n", encoding="utf-8")
+        os.replace(part, latest)
+    except OSError as error:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        log.warning("%s does not point at the newest run %s: %s", latest, run.name, error)
+
+
+def beside(path: Path) -> Path:
+    """Where a file is written before it is renamed."""
+    return path.with_name(f".{path.name}.part")
+
+
+@contextmanager
+def explained(what: str, path: Path) -> Iterator[None]:
+    """Turn the system's error into one that says what could not be done, where, and what helps."""
+    try:
+        yield
+    except OSError as error:
+        message = f"cannot {what} {path}: {error.strerror or error}"
+        # safetensors gives no number, so there the free space is said in any case.
+        if error.errno in (None, errno.ENOSPC, errno.EDQUOT):
+            with suppress(OSError):
+                folder = next(folder for folder in path.absolute().parents if folder.is_dir())
+                message += f"; {folder} has {shutil.disk_usage(folder).free / 1e6:,.0f} MB free: make room there"
+        else:
+            message += "; choose a folder that this user may write to"
+        raise (OSError(error.errno, message) if error.errno else OSError(message)) from error

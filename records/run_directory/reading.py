@@ -1,0 +1,132 @@
+"""Reading a run directory: which one is meant, and what its files hold."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+import zipfile
+import zlib
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tepal.records.run_directory.metrics import scored
+from tepal.records.run_directory.names import CONFIG, LABELS, LATEST, METRICS, ROUNDS, SUMMARY
+
+
+def find_run(path: Path) -> Path:
+    """The run directory that `path` means: itself, the latest one in a folder of runs, or what `latest` names."""
+    path = Path(path)
+    if (path / LATEST).exists():
+        path = path / LATEST
+    if path.is_file() and path.name == LATEST:
+        path = path.parent / path.read_text(encoding="utf-8").strip()
+    path = path.resolve()
+    if not path.is_dir():
+        raise FileNotFoundError(f"no run directory at {path}: expected runs/<start>-<strategy> or runs/{LATEST}")
+    if not any((path / name).exists() for name in (CONFIG, METRICS, SUMMARY)):
+        raise FileNotFoundError(f"{path} is not a run directory: it has none of {CONFIG}, {METRICS}, {SUMMARY}")
+    return path
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rounds of a run (its directory, or its `metrics.jsonl`) in their order; [] where none has ended yet.
+
+    A torn last line is passed over. A round that stands there twice, because a resumed run repeated it, counts as it
+    went the last time. Raises ValueError, with file and line, where another line is not a round.
+    """
+    path = Path(path)
+    if path.name != METRICS or path.is_dir():
+        path = path / METRICS
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    lines = content.split(b"\n")
+    rounds: dict[int, dict[str, Any]] = {}
+    for number, line in enumerate(lines, start=1):
+        try:
+            if line.strip():
+                parsed = parse_line(line)
+                rounds[parsed["round"]] = parsed
+        except ValueError as error:
+            if number < len(lines):
+                raise ValueError(
+                    f"{path}, line {number}: {error}. Each line must be a JSON object with a whole number as its "
+                    '"round"; remove the line, or take the file from a copy'
+                ) from error
+    return scored([rounds[number] for number in sorted(rounds)])
+
+
+def parse_line(line: bytes) -> dict[str, Any]:
+    """One line of `metrics.jsonl`. Raises ValueError where it is not an object with a round."""
+    parsed = json.loads(line, parse_constant=lambda _: None)
+    if not isinstance(parsed, dict) or type(parsed.get("round")) is not int:
+        raise ValueError("not a round")
+    return parsed
+
+
+def read_config(run: Path) -> dict[str, Any]:
+    """The run config from `config.toml`; {} where there is none."""
+    try:
+        return tomllib.loads((run / CONFIG).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+
+
+def read_label_counts(run: Path) -> dict[str, list[int]]:
+    """How many examples of each class a run's clients have, as far as they tell it."""
+    if not (run / LABELS).is_file():
+        return {}
+    counts: dict[str, list[int]] = json.loads((run / LABELS).read_text(encoding="utf-8"))
+    return counts
+
+
+def read_json(path: Path) -> Any | None:
+    """A file that is written whole and that nothing depends on; None where there is none, or it cannot be read."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def read_summary(run: Path) -> dict[str, Any] | None:
+    """`summary.json`, or None for a run that goes on, or that was stopped before its end."""
+    try:
+        return json.loads((run / SUMMARY).read_text(encoding="utf-8"), parse_constant=lambda _: None)
+    except FileNotFoundError:
+        return None
+
+
+def read_records(
+    run: Path, most: int = 200, known: dict[Path, tuple[int, dict[str, np.ndarray]]] | None = None
+) -> list[tuple[int, dict[str, np.ndarray]]]:
+    """What was told of rounds (`rounds/`), in their order: (round, arrays).
+
+    A file that cannot be read is passed over: it is torn, or being written.
+
+    Args:
+        run: its directory.
+        most: of more rounds, every second, fourth, … is read, with the last: while a run goes on mostly the same ones.
+        known: file → (time of its last change, arrays), as it was read before; it is brought up to date.
+    """
+    files = sorted((run / ROUNDS).glob("[0-9]*.npz"))
+    apart = 1
+    while (len(files) + apart - 1) // apart + 1 > max(most, 2) < len(files):
+        apart *= 2
+    files = [*files[:-1:apart], *files[-1:]]
+    read: dict[Path, tuple[int, dict[str, np.ndarray]]] = {}
+    for file in files:
+        with suppress(OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error):
+            changed = file.stat().st_mtime_ns
+            if known and file in known and known[file][0] == changed:
+                read[file] = known[file]
+                continue
+            with np.load(file) as arrays:
+                read[file] = changed, dict(arrays)
+    if known is not None:
+        known.clear()
+        known.update(read)
+    return [(int(file.stem), arrays) for file, (_, arrays) in read.items()]

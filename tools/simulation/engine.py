@@ -1,0 +1,158 @@
+"""What every engine has in common: it runs one app any number of times, and removes what it made."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from tepal.host.processes import ProcessError, flower_environment
+from tepal.host.superlink import Clock, Listener, Outcome, RunError, app_run_config, explain, stage_app
+from tepal.host.toml import Value, parse_run_config, to_toml
+
+# A Unix socket's path has 107 bytes on Linux and 103 on macOS; Ray puts its sockets 69 bytes below its folder.
+_LONGEST_RAY_FOLDER = 34
+
+
+def _nobody(_kind: str, _text: str) -> None:
+    """Hears nothing."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run: the file with changes to the run config, its log, its clock."""
+
+    changes: Path
+    log: Path
+    clock: Clock
+
+
+class Engine(ABC):
+    """Runs a Flower app with simulated clients, one run after another; a context manager, which starts nothing yet.
+
+    Args:
+        app: folder of the app.
+        clients: number of simulated clients.
+        cache: folder for what clients keep (default: $TEPAL_CACHE, else a temporary one that ends with the engine).
+        why: why it is this engine, for `said`.
+
+    Raises ValueError for an argument out of range.
+    """
+
+    kind: str
+    """In words, with what runs at once."""
+
+    def __init__(self, app: Path, clients: int, *, cache: Path | None = None, why: str = "") -> None:
+        if clients < 1:
+            raise ValueError(f"clients is {clients}, expected at least 1")
+        self.app, self.clients = app.resolve(), clients
+        self.cache = cache
+        """Folder for what clients keep, as the first run finds it."""
+        self._why = why
+        self._runs = 0
+        self._running = contextlib.ExitStack()  # what serves the runs
+
+    @property
+    def said(self) -> str:
+        """Which engine it is and why, in one line."""
+        return f"Engine: {self.kind}{f' ({self._why})' if self._why else ''}"
+
+    def __enter__(self) -> Self:
+        """Raises RunError where it cannot run on this machine."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop()
+
+    def run(
+        self,
+        run_config: Mapping[str, Value] | Sequence[str] = (),
+        *,
+        on_event: Listener | None = None,
+        timeout: float | None = None,
+        log: Path | None = None,
+    ) -> Outcome:
+        """Run the app once, and wait for its end. Arguments and errors are those of `simulate`."""
+        clock = Clock(on_event or _nobody, timeout)
+        config = parse_run_config(run_config) if not isinstance(run_config, Mapping) else dict(run_config)
+        known = app_run_config(self.app)
+        if unknown := sorted(set(config) - set(known)):
+            raise RunError(
+                f"{self.app.name} has no run configuration key {', '.join(unknown)}. It has: {', '.join(sorted(known))}"
+            )
+        if log is None:
+            handle, name = tempfile.mkstemp(prefix="tepal-simulation-", suffix=".log")
+            os.close(handle)
+            log = Path(name)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._start()
+            self._runs += 1
+            run = Run(self._folder / f"run-{self._runs}.toml", log.resolve(), clock)
+            run.changes.write_text(to_toml(config), encoding="utf-8")
+            run_id, status, details = self._run(run)
+        except BaseException as error:
+            # Whatever it was, what served this run may be at work on it still: the next one begins anew.
+            self._stop()
+            if isinstance(error, ProcessError | TimeoutError | subprocess.TimeoutExpired):
+                # At the limit, whatever was under way then may have failed by it, in words of its own.
+                raise RunError(clock.over or str(error), log) from error
+            raise
+        clock.stage("", "")
+        if status != "completed":
+            raise RunError(f"The run {status}: {explain(run.log.read_text(), details)}", run.log)
+        return Outcome(run_id, status, run.log, details, clock.seconds)
+
+    def _start(self) -> None:
+        """Stage the app's files in a temporary folder, where they are not yet."""
+        if hasattr(self, "_folder"):
+            return
+        folder = Path(tempfile.mkdtemp(prefix="tepal-", dir=_short_temporary_folder()))
+        self._folder = folder
+        self._running.callback(self._forget)
+        self._bundle, self._work, self._home = folder / "apps" / "app", folder / "work", folder / "home"
+        for each in (self._bundle, self._work, self._home):
+            each.mkdir(parents=True)
+        stage_app(self.app, self._bundle)
+        kept = self.cache or Path(os.environ.get("TEPAL_CACHE") or folder / "cache")
+        self._environment = flower_environment(self._home) | {"TEPAL_CACHE": str(kept.resolve())}
+
+    def _forget(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+        del self._folder
+
+    def _stop(self) -> None:
+        self._running.close()
+
+    @abstractmethod
+    def _run(self, run: Run) -> tuple[int, str, str]:
+        """Run the app; its id, status, and what there is to say. Starts what it needs, where that is not there."""
+
+
+def cores_for(cpus_per_client: float = 1) -> int:
+    """Cores of this machine. Raises ValueError where that many for a client cannot be."""
+    from joblib import cpu_count  # minds affinity and a container's quota
+
+    cores = int(cpu_count())
+    if not cpus_per_client > 0:
+        raise ValueError(f"cpus_per_client is {cpus_per_client}, expected more than 0")
+    if cpus_per_client > cores:
+        raise ValueError(f"cpus_per_client is {cpus_per_client}, but there are {cores} cores here")
+    return cores
+
+
+def _short_temporary_folder() -> str:
+    """Return the folder for temporary folders whose path is short enough for the sockets Ray puts there."""
+    usual = tempfile.gettempdir()
+    fits = len(usual.encode()) + len("/tepal-12345678") <= _LONGEST_RAY_FOLDER
+    return usual if fits or not os.path.isdir("/tmp") else "/tmp"

@@ -1,0 +1,102 @@
+"""The engine without Ray: a process that imports the app, and forks the ServerApp and the clients."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from tepal.host.processes import Process, started
+from tepal.host.superlink import without_colour
+from tepal.tools.simulation.engine import Engine, Run, cores_for
+
+
+class ProcessEngine(Engine):
+    """A process that has imported the app and forks what a run needs; see `one_process`.
+
+    Args:
+        cpus_per_client: as many clients are at work at once as there are cores for. None: clients take turns, and
+            PyTorch has all cores for the one at work.
+    """
+
+    def __init__(
+        self, app: Path, clients: int, cpus_per_client: float | None = None, *, cache: Path | None = None, why: str = ""
+    ) -> None:
+        super().__init__(app, clients, cache=cache, why=why)
+        cores = cores_for(cpus_per_client or 1)
+        self._at_once = 1 if cpus_per_client is None else min(clients, max(1, int(cores / cpus_per_client)))
+        self._threads = max(1, cores // self._at_once)  # of PyTorch, for each client
+        at_once = "client after client" if self._at_once == 1 else f"{self._at_once} clients at once"
+        self.kind = f"one process, {at_once}"
+        self._worker: _Worker | None = None
+
+    def _run(self, run: Run) -> tuple[int, str, str]:
+        run.clock.stage("run", f"Running with {self.clients} clients in one process ...")
+        if self._worker is None or not self._worker.process.running:
+            self._worker = self._running.enter_context(self._start_worker())
+        status, details = self._worker.run(run, self._folder / f"ended-{self._runs}")
+        run.clock.stage("stop", "The run ended")
+        return 1, status, details
+
+    @contextlib.contextmanager
+    def _start_worker(self) -> Iterator[_Worker]:
+        environment = dict(self._environment)
+        # The app's own modules come first, as with Flower.
+        path = filter(None, [str(self._bundle), environment.get("PYTHONPATH")])
+        environment["PYTHONPATH"] = os.pathsep.join(path)
+        environment.setdefault("OMP_NUM_THREADS", str(self._threads))
+        command = [sys.executable, "-P", "-m", "tepal.tools.simulation.one_process"]
+        together = int(os.environ.get("OMP_NUM_THREADS", self._threads * self._at_once))
+        command += [str(self._bundle), str(self.clients), str(self._at_once), str(together)]
+        output = self._folder / "output.log"
+        read_end, write_end = os.pipe()
+        try:
+            with (
+                started(
+                    command, log=output, env=environment, cwd=self._work, name="the app's process", grace=2,
+                    folder=self._folder, stdin=read_end,
+                ) as process,
+                output.open(encoding="utf-8", errors="replace") as log,
+            ):  # fmt: skip
+                log.seek(0, os.SEEK_END)
+                with os.fdopen(write_end, "w", encoding="utf-8", closefd=False) as requests:
+                    yield _Worker(process, requests, log)
+        finally:
+            os.close(read_end)
+            os.close(write_end)
+
+
+@dataclass
+class _Worker:
+    """The process of a ProcessEngine, what it is asked by, and its output, which has been read so far."""
+
+    process: Process
+    requests: IO[str]
+    output: IO[str]
+
+    def run(self, run: Run, ended: Path) -> tuple[str, str]:
+        """Have the app run once, and hear its log; the status, and what there is to say. `ended` is a file's name."""
+        with contextlib.suppress(BrokenPipeError):  # it has ended, as is seen below
+            print(json.dumps({"config": str(run.changes), "ended": str(ended)}), file=self.requests, flush=True)
+        rest = ""
+        with run.log.open("w", encoding="utf-8") as log:
+            while True:
+                over = ended.exists() or not self.process.running  # before its output is read, so that all of it is
+                whole, newline, rest = (rest + self.output.read()).rpartition("\n")
+                whole = without_colour(whole + newline)
+                log.write(whole)
+                log.flush()
+                for line in whole.splitlines():
+                    run.clock.tell("log", line)
+                if over:
+                    break
+                run.clock.check()
+                time.sleep(0.05)
+        reason = ended.read_text(encoding="utf-8") if ended.exists() else f"its process ended: {self.process.tail(1)}"
+        return ("failed", reason) if reason else ("completed", "")
