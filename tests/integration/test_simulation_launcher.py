@@ -232,8 +232,8 @@ def test_a_superlink_that_dies_during_the_run_is_reported_at_once(app, mark):
 CALLER = """
 import sys
 from pathlib import Path
-from tepal.server_app import simulation
-start = getattr(simulation, sys.argv[2])
+from tepal.tools.simulation import engines
+start = getattr(engines, sys.argv[2])
 start(Path(sys.argv[1]), clients=2, run_config={"mode": "wait"}, on_event=lambda *event: print(*event, flush=True))
 """
 

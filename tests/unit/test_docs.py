@@ -205,7 +205,7 @@ def test_the_readmes_files_are_there():
 
 def test_the_page_of_run_config_keys_is_that_of_the_code():
     assert (ROOT / "docs/run-config.md").read_text() == reference(), (
-        "write it anew: python -m tepal.server_app.config > docs/run-config.md"
+        "write it anew: python docs/run_config.py > docs/run-config.md"
     )
 
 

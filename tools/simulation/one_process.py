@@ -1,4 +1,4 @@
-"""The process of a `simulation.ProcessEngine`: it imports an app once, and forks what each run needs.
+"""The process of a `ProcessEngine`: it imports an app once, and forks what each run needs.
 
     this process     the app's imports, and the data that `prepare` reads; it waits, and has no threads
       the run        the ServerApp, and the clients where they take turns
@@ -6,6 +6,9 @@
 
 Forked processes share what was there before them. Every run begins from the same state, and one that fails or is killed
 takes nothing with it. Where forking is not safe, as on macOS, a run is in this process, with its clients in threads.
+
+This file is started by its path: `tepal` is the one in the app's folder, where the app brings it, which has no
+`tepal.tools`.
 """
 
 from __future__ import annotations
@@ -33,29 +36,30 @@ from flwr.serverapp import ServerApp
 from flwr.supercore.task_identity import TaskIdentity
 
 from tepal.client_app.stacked import Gathering
-from tepal.host.superlink import RAISED, app_components, app_run_config
-from tepal.host.toml import parse_run_config
 from tepal.strategies.in_process import Answers, InProcessGrid, Node
 
 FORKS = sys.platform.startswith("linux")
+RAISED = "ServerApp raised an exception"  # as in Flower's log: `host.superlink` looks for it
 
 
 def main() -> None:
-    """Serve runs of an app: `one_process.py FOLDER CLIENTS AT_ONCE THREADS`.
+    """Serve runs of an app: `one_process.py FOLDER SERVERAPP CLIENTAPP CLIENTS AT_ONCE THREADS`.
 
-    FOLDER is the app's, CLIENTS the number of its clients, AT_ONCE how many of them are at work at once. Each line of
-    the standard input asks for a run, as JSON: `config` is a TOML file with changes to the run configuration, `ended`
-    the name of a file for the run's status. `train-together` in the run configuration goes before AT_ONCE; such clients
-    have THREADS threads of PyTorch's, others as many as OMP_NUM_THREADS says.
+    FOLDER is the app's, SERVERAPP and CLIENTAPP are its components ("module:attribute"), CLIENTS is the number of its
+    clients, AT_ONCE how many of them are at work at once. Each line of the standard input asks for a run, as JSON:
+    `config` is the run configuration, `ended` the name of a file for the run's status. `train-together` in the run
+    configuration goes before AT_ONCE; such clients have THREADS threads of PyTorch's, others as many as
+    OMP_NUM_THREADS says.
     """
-    folder, (clients, at_once, threads) = Path(sys.argv[1]), map(int, sys.argv[2:])
-    sys.path.insert(0, str(folder))
+    folder, *components = sys.argv[1:4]
+    clients, at_once, threads = map(int, sys.argv[4:])
+    sys.path.insert(0, folder)
     app = None
     for asked in os.fdopen(os.dup(sys.stdin.fileno()), encoding="utf-8"):  # an app may close sys.stdin
         request = json.loads(asked)
         try:
-            app = app or App.load(folder)
-            config = app_run_config(folder) | parse_run_config([request["config"]])
+            app = app or App.load(*components)
+            config = request["config"]
             if FORKS:
                 app.prepare(config, clients)
                 status = _status_of(_forked_run(app, config, clients, at_once, threads))
@@ -81,10 +85,10 @@ class App:
     share: the function `prepare` of the ClientApp's module, where it has one."""
 
     @staticmethod
-    def load(folder: Path) -> App:
-        server_app, client_app = (pkgutil.resolve_name(name) for name in app_components(folder))
-        module = sys.modules[app_components(folder)[1].partition(":")[0]]
-        return App(server_app, client_app, getattr(module, "prepare", lambda _config, _clients: None))
+    def load(server_app: str, client_app: str) -> App:
+        apps = pkgutil.resolve_name(server_app), pkgutil.resolve_name(client_app)
+        module = sys.modules[client_app.partition(":")[0]]
+        return App(*apps, getattr(module, "prepare", lambda _config, _clients: None))
 
 
 def _run(app: App, config: Mapping[str, Any], clients: int, at_once: int, answer: Answers) -> None:

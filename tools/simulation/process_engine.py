@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import IO
 
 from tepal.host.processes import Process, started
-from tepal.host.superlink import without_colour
+from tepal.host.superlink import app_components, app_run_config, without_colour
+from tepal.host.toml import parse_run_config
 from tepal.tools.simulation.engine import Engine, Run, cores_for
 
 
@@ -51,9 +52,10 @@ class ProcessEngine(Engine):
         path = filter(None, [str(self._bundle), environment.get("PYTHONPATH")])
         environment["PYTHONPATH"] = os.pathsep.join(path)
         environment.setdefault("OMP_NUM_THREADS", str(self._threads))
-        command = [sys.executable, "-P", "-m", "tepal.tools.simulation.one_process"]
+        program = Path(__file__).with_name("one_process.py")
         together = int(os.environ.get("OMP_NUM_THREADS", self._threads * self._at_once))
-        command += [str(self._bundle), str(self.clients), str(self._at_once), str(together)]
+        command = [sys.executable, "-P", str(program), str(self._bundle), *app_components(self._bundle)]
+        command += map(str, [self.clients, self._at_once, together])
         output = self._folder / "output.log"
         read_end, write_end = os.pipe()
         try:
@@ -66,7 +68,7 @@ class ProcessEngine(Engine):
             ):  # fmt: skip
                 log.seek(0, os.SEEK_END)
                 with os.fdopen(write_end, "w", encoding="utf-8", closefd=False) as requests:
-                    yield _Worker(process, requests, log)
+                    yield _Worker(self._bundle, process, requests, log)
         finally:
             os.close(read_end)
             os.close(write_end)
@@ -74,16 +76,18 @@ class ProcessEngine(Engine):
 
 @dataclass
 class _Worker:
-    """The process of a ProcessEngine, what it is asked by, and its output, which has been read so far."""
+    """The process of a ProcessEngine and the app in it, what it is asked by, and its output, which was read so far."""
 
+    app: Path
     process: Process
     requests: IO[str]
     output: IO[str]
 
     def run(self, run: Run, ended: Path) -> tuple[str, str]:
         """Have the app run once, and hear its log; the status, and what there is to say. `ended` is a file's name."""
+        config = app_run_config(self.app) | parse_run_config([str(run.changes)])
         with contextlib.suppress(BrokenPipeError):  # it has ended, as is seen below
-            print(json.dumps({"config": str(run.changes), "ended": str(ended)}), file=self.requests, flush=True)
+            print(json.dumps({"config": config, "ended": str(ended)}), file=self.requests, flush=True)
         rest = ""
         with run.log.open("w", encoding="utf-8") as log:
             while True:
