@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tepal.exchange.manifest import PARTS, RECORD, Header, Manifest, Parcel, ProtocolError
 from tepal.exchange.parts import STYPE, Part
+from tepal.exchange.sender import Traffic
 from tests.unit.exchange.test_layout import fused_layout
 
 PART = Part("model", "query_key", ("attn.qkv:q", "attn.qkv:k"), (b"a" * 16, b"b" * 16))
@@ -108,3 +109,8 @@ def test_a_decompression_bomb_is_a_protocol_error():
     bomb = zlib.compress(b" " * 200_000_000)
     with pytest.raises(ProtocolError, match="more than"):
         Header.from_content({RECORD: ConfigRecord({"header": bomb})})
+
+
+def test_a_message_of_an_app_alone_has_none_of_our_bytes():
+    assert Traffic.of({"metrics": "of the app"}) == Traffic(payload=0, overhead=0)
+    assert Traffic() + Traffic(3, 4) == Traffic(3, 4)

@@ -322,5 +322,6 @@ def test_cost_ratio_counts_what_a_run_moves():
     assert up / full == pytest.approx(cost_ratio(model, 2, 5))
     assert (up + down) / (2 * full) == pytest.approx(cost_ratio(model, 2, 5, downlink=True))
     assert cost_ratio(model, 5, 5, downlink=True) == 1.0
+    assert cost_ratio(model, 0, 5) < cost_ratio(model, 1, 5), "a run may be without warm-up"
     with pytest.raises(ValueError, match="warm-up"):
         cost_ratio(model, 6, 5)

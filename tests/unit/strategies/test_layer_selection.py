@@ -350,3 +350,12 @@ def test_costs_that_miss_the_budget_by_a_hair_do_not_keep_the_server_busy():
     assert ((costs * masks).sum(axis=1) <= budgets).all() and masks.sum() >= 3 * 6
     with pytest.raises(TimeoutError, match="over a budget by a hair"):
         select_layers(norms[:, :8], np.full(3, 4 - 1e-9), 0.1, costs=costs[:, :8], solver="exact")
+
+
+@pytest.mark.parametrize(
+    ("coupling", "distance", "named"),
+    [(-1.0, "hamming", "coupling is -1"), (math.nan, "hamming", "coupling is nan"), (1.0, "euclid", "is 'euclid'")],
+)
+def test_what_has_no_objective_is_named(coupling, distance, named):
+    with pytest.raises(ValueError, match=named):
+        objective([[True, False]] * 2, NORMS, coupling, distance=distance)

@@ -1103,3 +1103,8 @@ def test_a_budget_that_the_model_does_not_have_stops_the_run_before_it_starts(di
         digits({}, {}, **{"selective.budget": 3})
     assert not (tmp_path / "runs").exists()
 
+
+def test_layers_that_take_microseconds_are_chosen_among():
+    clients = Clients(lambda client, number, metrics: {**metrics, "layer-milliseconds": [1e-3] * LAYERS})
+    out = run(clients, rounds=1, costs="milliseconds", budget=2e-3)
+    assert out.reports[1].record["masks"].sum(axis=1).tolist() == [2] * 4

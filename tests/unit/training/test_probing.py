@@ -3,6 +3,7 @@
 import copy
 import math
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -351,3 +352,25 @@ def test_mistakes_are_named():
         scores(model, [batch], [("blocks.9.x",)])
     with pytest.raises(ValueError, match="not one that wraps it"):
         layer_scores(nn.Sequential(model), [batch], blocks.layers, blocks.layout)
+
+
+def test_a_layer_that_only_an_earlier_batch_went_through_takes_no_time_from_the_last(monkeypatch):
+    class Sometimes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.below, self.above = nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, inputs):
+            return self.above(self.below(inputs) if len(inputs) > 2 else inputs)
+
+    def batches():
+        yield torch.rand(4, 4), torch.tensor([0, 1, 0, 1])
+        clock.now += 1000.0
+        yield torch.rand(2, 4), torch.tensor([0, 1])
+
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr("tepal.training.probing._now", lambda device: clock.now)
+    model = Sometimes()
+    layers = [("below.weight",), ("above.weight",)]
+    found = layer_scores(model, batches(), layers, find_blocks(model).layout, timed=True)
+    assert max(found.milliseconds) < 500

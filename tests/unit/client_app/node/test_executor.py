@@ -473,3 +473,30 @@ def test_words_for_a_process_that_the_system_killed_where_there_is_no_limit_name
 def quiet(caplog):
     caplog.set_level(logging.WARNING, logger="flwr")
 
+
+@pytest.mark.parametrize("status", [0, 5])
+def test_words_for_a_process_that_ended_by_itself_name_its_status(tmp_path, status):
+    class Ended:
+        def wait(self, seconds):
+            return status
+
+    executor = Executor("127.0.0.1:1", SECRET, tmp_path, {})
+    assert executor._why(Ended()) == f"the ClientApp's process ended with status {status}"
+
+
+def test_a_message_that_takes_longer_than_some_heartbeats_is_answered(bundles, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_HEARTBEAT", 0.3)
+    with running(bundles, tmp_path / "node") as node:
+        assert node.ask("a second")["count"] == 1
+
+
+def test_spare_processes_that_cannot_be_started_are_a_problem_that_is_said(bundles, tmp_path, monkeypatch):
+    def start(self):
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(Executor, "_start", start)
+    monkeypatch.setattr(module, "_PAUSES", (0.0, 0.1, 0.1, 30.0))
+    monkeypatch.setattr(module, "_LOOK_AGAIN", 0.05)
+    with running(bundles, tmp_path / "node", spare=True) as node:
+        wait_until(lambda: node.executor.problem, 10)
+        assert node.executor.problem.startswith("the last 3 processes for ClientApps died")

@@ -4,7 +4,11 @@ import fcntl
 import tempfile
 from pathlib import Path
 
-from tepal.client_app.node.node import _folder
+import pytest
+
+from tepal.client_app.node import node as module
+from tepal.client_app.node.node import _folder, run_node
+from tepal.host.flower.patches import OtherFlower
 
 
 def test_a_node_has_a_folder_of_its_own_that_goes_with_it(tmp_path):
@@ -27,3 +31,13 @@ def test_what_a_killed_node_left_goes_with_the_next_start_and_nothing_else(tmp_p
         with _folder(None) as own:
             assert sorted(tmp_path.iterdir()) == sorted([living, other, own])
     assert Path(own).exists() is False
+
+
+def test_a_node_begins_nothing_with_another_version_of_flower(monkeypatch):
+    def other():
+        raise OtherFlower("it has other names")
+
+    monkeypatch.setattr(module, "require_flower", other)
+    monkeypatch.setattr(module, "_folder", None)  # is not reached
+    with pytest.raises(OtherFlower):
+        run_node(module.NodeSettings(superlink="127.0.0.1:1", insecure=True))

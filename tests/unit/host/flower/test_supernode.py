@@ -775,3 +775,21 @@ def test_a_message_that_comes_slowly_is_waited_for(clock, monkeypatch):
     ids = ["1", "2", "3", "4"]
     pulled = supernode.pull_while_it_comes(quick(pull_objects), ids, pull_one, max_concurrent_pulls=1)
     assert pulled == {each: each.encode() for each in ids} and clock.now == pytest.approx(1.6)
+
+
+def test_the_parent_hears_about_every_five_seconds_that_the_superlink_still_answers(prompt, clock, monkeypatch):
+    looking, said = prompt
+    monkeypatch.setattr(looking._wake, "wait", clock.pass_by)
+    receiving(looking, Looks(*[None] * 200, (a_message(), None)))()
+    wait_until(lambda: said and said[-1]["event"] == "busy")
+    heard = [event["event"] for event in said].count("looked")
+    assert clock.now / 7 < heard < clock.now / 4 and clock.now > 20
+
+
+def test_a_refusal_is_told_to_the_parent_and_then_as_flower_has_it():
+    link, end = Link.pair()
+    left = []
+    supernode._refused(link, lambda code, message, **more: left.append((code, message, more)), 3, "not known", event=1)
+    link.close()
+    assert left == [(3, "not known", {"event": 1})]
+    assert [event["event"] for event in Link(end)] == ["refused"]

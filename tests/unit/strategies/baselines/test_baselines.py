@@ -182,6 +182,12 @@ def test_fednova_refuses_a_client_that_does_not_say_what_its_steps_come_to(probl
         start(FedNova(), grid, 1)
 
 
+def test_fednova_with_one_step_each_is_fedavg(problem, grid, monkeypatch):
+    monkeypatch.setattr("tepal.client_app.app.accumulation", lambda *told: 1.0)
+    _, models = start(FedNova(), grid, 1)
+    np.testing.assert_allclose(models[1], mean(locally(problem, START, 1)), **EXACT)
+
+
 # ---- SCAFFOLD --------------------------------------------------------------------------------------------------------
 
 

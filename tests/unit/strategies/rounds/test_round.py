@@ -380,3 +380,13 @@ def test_the_train_config_reaches_the_app():
     with pytest.raises(RoundFailed):
         start(FedAvg(), grid_of(2, app), train_config=ConfigRecord({"lr": 0.5, "epochs": 3}))
     assert seen[0] == {"lr": 0.5, "epochs": 3, "server-round": 1}
+
+
+def test_a_node_is_known_by_the_id_that_it_was_given_until_it_is_removed():
+    app = numpy_app()
+    grid = grid_of(2, app)
+    before = grid.get_node_ids()
+    added = grid.add(Node(app, {"partition-id": 2}))
+    assert grid.get_node_ids() == [*before, added]
+    grid.remove(added)
+    assert grid.get_node_ids() == before

@@ -257,7 +257,7 @@ def test_dirichlet_sizes_are_drawn_not_balanced(npz: WriteNpz) -> None:
     assert max(largest) > 130
 
 
-@pytest.mark.parametrize(("clients", "classes"), [(8, 2), (10, 1), (13, 3)])
+@pytest.mark.parametrize(("clients", "classes"), [(8, 2), (10, 1), (13, 3), (2, 10)])
 def test_pathological_clients_have_their_number_of_classes_and_none_is_left_out(clients: int, classes: int) -> None:
     # With 8 clients for 10 classes the first draws leave classes out; they are drawn again.
     config = DataConfig(partitioner="pathological", classes_per_client=classes)
@@ -651,6 +651,7 @@ NAN[2, 1, 1] = np.nan
         ({"x": NAN - np.inf, "y": LABELS}, "image 0 has a value that is NaN or infinite"),
         ({"x": IMAGES + 255.0, "y": LABELS}, "floats from 255 to 255; floats must lie in 0..1: rescale"),
         ({"x": IMAGES.astype(int) - 1, "y": LABELS}, "integers from -1 to -1; integers must lie in 0..255"),
+        ({"x": IMAGES.astype(int) + 256 * np.eye(2, dtype=int), "y": LABELS}, "integers from 0 to 256; integers must"),
         ({"x": IMAGES.astype(bool), "y": LABELS}, "images are bool; allowed are integers 0..255 and floats 0..1"),
         ({"x": IMAGES.reshape(4, 4), "y": LABELS}, r"images have shape \(4, 4\); allowed are \(n, H, W\)"),
         ({"x": np.zeros((4, 4, 5, 6), np.uint8), "y": LABELS}, "where the channels are is not clear, 4x5x6 or 6x4x5"),

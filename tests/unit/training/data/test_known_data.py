@@ -244,6 +244,13 @@ def test_the_folder_that_the_hubs_error_asks_for_can_be_read(tmp_path: Path) -> 
     assert source.train.labels.tolist() == [1, 0]
 
 
+@pytest.mark.parametrize("name", [name for name, known in KNOWN.items() if known.mean])
+def test_known_statistics_are_possible_ones_of_pixels_between_0_and_1(name: str) -> None:
+    known = KNOWN[name]
+    assert len(known.mean) == len(known.std) == (known.shape[0] if known.shape else 3)
+    assert all(0 < mean < 1 and 0 < std <= 0.5 for mean, std in zip(known.mean, known.std, strict=True))
+
+
 # Real files
 
 

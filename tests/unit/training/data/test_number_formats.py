@@ -121,6 +121,7 @@ def test_what_divides_by_classes_is_refused(tmp_path: Path, partitioner: str) ->
         ({"x": INPUTS, "y": TARGETS[..., None]}, r"targets have shape \(40, 2, 1\); allowed are \(n,\)"),
         ({"x": INPUTS[:9], "y": TARGETS}, r"9 inputs but 40 targets"),
         ({"x": INPUTS[:0], "y": TARGETS[:0]}, r"no examples"),
+        ({"x": INPUTS[:, :0], "y": TARGETS}, r"inputs have shape \(40, 0, 3\)"),
         ({"x": INPUTS[..., :0], "y": TARGETS}, r"inputs have shape \(40, 5, 0\)"),
         ({"x": INPUTS.astype(str), "y": TARGETS}, r"inputs are <U\d+; they must be numbers"),
         ({"x": INPUTS + 1j, "y": TARGETS}, r"inputs are complex128; they must be numbers"),

@@ -402,3 +402,13 @@ def test_real_news(real: Path) -> None:
     source = read(real / "news20.jsonl.xz", **columns)
     assert (len(source.train), source.test and len(source.test), source.classes) == (11_314, 7_532, 20)
     assert source.class_names[0] == "alt.atheism" and isinstance(source.train, data.Texts)
+
+
+def test_a_cell_of_a_table_may_be_a_long_text(tmp_path: Path) -> None:
+    text, before = "word " * 40_000, csv.field_size_limit(131_072)  # the csv module's own limit, as in a new process
+    try:
+        (tmp_path / "t.csv").write_text(f"text,label\n{text},0\nshort,1\n")
+        source = read(tmp_path / "t.csv", **{"text-column": "text"})
+    finally:
+        csv.field_size_limit(before)
+    assert isinstance(source.train, data.Texts) and source.train.texts[0].strip() == text.strip()
