@@ -215,7 +215,7 @@ def to_json(value: Any, arrays: dict[str, np.ndarray]) -> Any:
 
 
 def from_json(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
-    """The value that `to_json` encoded. Raises DamagedFile."""
+    """The value that `to_json` encoded. Raises DamagedFile, and CheckpointError for a type that is not known here."""
     if not isinstance(value, dict):
         return value
     match value:
@@ -237,6 +237,14 @@ _DTYPES = frozenset(
 )
 
 
+_MOVED = {
+    "tepal.strategies.fedopt": "tepal.strategies.baselines.fedopt",
+    "tepal.strategies.scaffold": "tepal.strategies.baselines.scaffold",
+    "tepal.strategies.personal_models": "tepal.strategies.personal.models",
+}
+"""Modules as checkpoints of earlier versions name them → where they are now."""
+
+
 def _name_of(kind: type) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
 
@@ -245,18 +253,21 @@ def _can_come_back(kind: type) -> bool:
     """Whether a dataclass is found by its name, and made from its fields."""
     try:
         return _class_of(_name_of(kind)) is kind and all(item.init for item in dataclasses.fields(kind))
-    except DamagedFile:
+    except CheckpointError:
         return False
 
 
 def _class_of(name: str) -> Any:
     """The dataclass of this name, of a module that is already imported: a checkpoint does not run code."""
     module, _, qualified = name.partition(":")
-    found: Any = sys.modules.get(module)
+    found: Any = sys.modules.get(_MOVED.get(module, module))
     for part in qualified.split("."):
         found = getattr(found, part, None)
     if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
-        raise DamagedFile(f"its state has a {name}, and this installation has none")
+        raise CheckpointError(
+            f"a checkpoint has a state of type {name}, which this version of Tepal does not have: resume the run with "
+            "the version that it was started with"
+        )
     return found
 
 

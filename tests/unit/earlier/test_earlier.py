@@ -25,13 +25,15 @@ def earlier(tmp_path_factory):
 
 def names():
     with tarfile.open(ARCHIVE) as archive:
-        return sorted(name.removeprefix("./").removesuffix("/third.json") for name in archive.getnames() if "third" in name)
+        return sorted(Path(name).parent.name for name in archive.getnames() if name.endswith("third.json"))
 
 
 @pytest.mark.parametrize("name", names())
 def test_the_next_round_measures_what_it_measured_then(earlier, name):
     run = next(path for path in (earlier / name / "runs").iterdir() if not path.is_symlink())
     run_rounds(earlier / name, {"resume": str(run), "num-server-rounds": ROUNDS + 1})
+    rounds = [json.loads(line)["round"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert rounds[-1] == ROUNDS + 1 and len(set(rounds)) == len(rounds), "the first rounds were run again"
     then, now = json.loads((earlier / name / "third.json").read_text()), figures_of(run, ROUNDS + 1)
     for key, value in then.items():
         assert now[key] == (value if value is None else pytest.approx(value, rel=1e-5)), key

@@ -28,7 +28,15 @@ from tepal.exchange import files, parts
 from tepal.exchange.files import DamagedFile
 from tepal.exchange.parts import digest
 from tepal.strategies.rounds import checkpoint as module
-from tepal.strategies.rounds.checkpoint import FACTS, STATE, Checkpoint, Checkpoints, from_json, to_json
+from tepal.strategies.rounds.checkpoint import (
+    FACTS,
+    STATE,
+    Checkpoint,
+    CheckpointError,
+    Checkpoints,
+    from_json,
+    to_json,
+)
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="does to files and disks what Linux lets it do")
 
@@ -302,13 +310,13 @@ def test_arrays_that_no_file_can_hold_are_refused_with_their_dtype_and_not_taken
     assert content_of(tmp_path) == before
 
 
-def test_a_class_that_is_not_known_is_damage_and_nothing_is_imported(tmp_path, monkeypatch):
+def test_a_class_that_is_not_known_is_said_and_nothing_is_imported(tmp_path, monkeypatch):
     (tmp_path / "bait.py").write_text(
         f"from dataclasses import dataclass\nopen({str(tmp_path / 'ran')!r}, 'w')\n@dataclass\nclass State: pass\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in ("bait:State", "no.such.module:State", f"{__name__}:NoSuchClass", f"{__name__}:Outer.Nothing", ":", ""):
-        with pytest.raises(DamagedFile, match="this installation has none"):
+        with pytest.raises(CheckpointError, match="this version of Tepal does not have"):
             from_json({"type": name, "fields": {}}, {})
     assert "bait" not in sys.modules and not (tmp_path / "ran").exists()
     import bait
@@ -318,7 +326,7 @@ def test_a_class_that_is_not_known_is_damage_and_nothing_is_imported(tmp_path, m
 
 @pytest.mark.parametrize("name", ["os:system", "builtins:eval", "pathlib:Path", f"{__name__}:Thing"])
 def test_only_dataclasses_are_made(name):
-    with pytest.raises(DamagedFile, match="this installation has none"):
+    with pytest.raises(CheckpointError, match="this version of Tepal does not have"):
         from_json({"type": name, "fields": {}}, {})
 
 
