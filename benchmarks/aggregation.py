@@ -34,7 +34,7 @@ from rich.table import Table
 from tepal.exchange import manifest, partial_exchange, sender
 from tepal.exchange.layout import Layout
 from tepal.exchange.parts import pack, unpack
-from tepal.exchange.plan import MODEL, Plan, Reply
+from tepal.exchange.plan import MODEL, Outgoing, Plan, Reply
 from tepal.host.flower.objects import fetch
 from tepal.strategies.aggregate import WeightedMean
 from tepal.strategies.fedavg import ModelMerger, ModelState
@@ -102,7 +102,7 @@ def whole_way(replies: Models, repeats: int) -> dict[str, list[float]]:
     came = []
     for k, reply in enumerate(replies):
         plan = Plan(client=f"client-{k}", round=1, needs={MODEL: names}, trains=names, returns={MODEL: names})
-        content, exchange = sends.content(plan, lambda tree: replies[0])
+        content, exchange = sends.content(Outgoing(plan, lambda tree: replies[0]))
         answer = answered(Message(content, 1, "train"), reply, k + 1)
         contents = {each: one.deflate() for each, one in get_all_nested_objects(answer).items()}
         came.append((plan, exchange, answer.object_id, contents))
@@ -118,7 +118,7 @@ def whole_way(replies: Models, repeats: int) -> dict[str, list[float]]:
                 message.metadata.__dict__["_message_id"] = object_id
                 put_together = time.perf_counter()
                 sealed = seconds["seal checked"][-1]
-                read = sends.read(plan, exchange, message)
+                read = sends.read(exchange, message)
                 checked = time.perf_counter()
                 assert isinstance(read, Reply)
                 merger.add(read)

@@ -39,7 +39,7 @@ def nudging_app(step: float = 1e-3) -> ClientApp:
     @app.train()
     def train(msg: Message, context: Context) -> Message:
         came = received(msg)
-        frozen = {came.manifest.layout.by_name[name].raw for name in came.frozen} if came else set()
+        frozen = {came.layout.by_name[name].raw for name in came.frozen} if came else set()
         arrays = ArrayRecord()
         for name, array in msg.content["arrays"].items():
             values = array.numpy()

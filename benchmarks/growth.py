@@ -34,7 +34,7 @@ from mixing import Clients, with_store
 
 from tepal.strategies import FedAvg, FedEnsemble, join_modes
 from tepal.strategies.in_process import InProcessGrid, Node
-from tepal.strategies.rounds.messenger import RoundReport
+from tepal.strategies.rounds.report import RoundReport
 
 CLIENTS = 10
 SIDE = 1000  # entries are matrices of a million parameters

@@ -48,16 +48,19 @@ from sqlalchemy import insert
 
 from tepal.exchange import partial_exchange, received
 from tepal.exchange.layout import Layout
-from tepal.exchange.plan import LAYER_SCORES, PROBE, TRAIN, Plan, Reply
+from tepal.exchange.plan import LAYER_SCORES, PROBE, TRAIN, Outgoing, Plan, Reply
 from tepal.exchange.sender import Sender
 from tepal.models import build
 from tepal.strategies import FedACS, FedAvg, FedEnsemble, FedFrozen, SelectiveLayers, join_modes
 from tepal.strategies.fedensemble import EnsembleState
 from tepal.strategies.in_process import InProcessGrid, Node
 from tepal.strategies.rounds.checkpoint import Checkpoint, Checkpoints
-from tepal.strategies.rounds.messenger import RoundReport
-from tepal.strategies.rounds.nodes import Nodes, Standing
-from tepal.strategies.rounds.strategy import MethodStrategy, _Round
+from tepal.strategies.rounds.cohort import Cohorts, Rules
+from tepal.strategies.rounds.flower import server_model
+from tepal.strategies.rounds.ledger import ClientLedger, Standing
+from tepal.strategies.rounds.nodes import Nodes
+from tepal.strategies.rounds.report import RoundReport
+from tepal.strategies.rounds.strategy import MethodStrategy
 
 COHORT = 50
 FAILING = 0.1
@@ -89,7 +92,7 @@ def stub_app() -> ClientApp:
 
     @app.train()
     def train(message: Message, context: Any) -> Message:
-        asked = received(message).manifest
+        asked = received(message).plan
         if fails(asked.client, asked.round):
             raise RuntimeError("no result today")
         metrics = MetricRecord({"num-examples": 10})
@@ -204,26 +207,30 @@ def planning(clients: int, runs: int) -> dict[str, float]:
     record = ArrayRecord({name: Array(tensor.numpy()) for name, tensor in model.state_dict().items()})
     for name, strategy in strategies().items():
         start = join_modes([record] * MODES) if name == "FedEnsemble" else record
-        server_model = strategy._server_model(start)
+        begins = server_model(start, strategy.blocks)
         method = strategy.method
-        state = method.init(server_model, 0)
+        state = method.init(begins, 0)
         method.open(None, 0)
         layers = len(strategy.blocks.layers) if strategy.blocks else 0
-        strategy._nodes, strategy._standing = nodes, standing
-        strategy.fraction_train = min(1.0, COHORT / (clients - len(standing.until)) + 1e-9)
-        this = _Round(2, 10, ConfigRecord(), 1.0, RoundReport(2, "train"))
+        ledger = ClientLedger()
+        ledger.standing = standing
+        share = min(1.0, COHORT / (clients - len(standing.until)) + 1e-9)
+        cohorts = Cohorts(Rules(share, 2, "min_available_nodes", 1, 0, False), list, ledger)
+        cohorts._nodes = nodes
+        report = RoundReport(2, "train")
         if name == "FedACS":  # the clients that have reported: no more than took part in a round
             some = names_of(clients)[:REPORTED]
             merger = method.merger(state, 1)
             for plan in method.plan(state, 1, TRAIN, some, {}):
-                merger.add(reply(plan.client, plan, server_model.entries, 0))
+                merger.add(reply(plan.client, plan, begins.entries, 0))
             state = merger.finish()
 
         def one(
-            method: Any = method, state: Any = state, strategy: Any = strategy, this: Any = this, layers: int = layers,
-            entries: Any = server_model.entries,
+            method: Any = method, state: Any = state, cohorts: Any = cohorts, report: Any = report, share: Any = share,
+            layers: int = layers, entries: Any = begins.entries,
         ) -> tuple[Any, list[Plan]]:  # fmt: skip
-            state, cohort = method.cohort(state, *strategy._draw(strategy.fraction_train, this, 0, TRAIN))
+            drawn = cohorts.draw(share, report, 0, TRAIN)
+            state, cohort = method.cohort(state, drawn.names, drawn.size, drawn.rng)
             heard: dict[str, Reply] = {}
             for phase in method.phases:
                 plans = method.plan(state, 2, phase, sorted(cohort), heard)
@@ -268,7 +275,7 @@ def kept(clients: int, runs: int, folder: Path) -> dict[str, Any]:
     checkpoint = Checkpoint(
         round=1, experiment="e", seed=0, method={}, layout="", state=EnsembleState((), COHORT, strata, losses),
         held={name: tuple(ids) for name, ids in held.items()}, current=current,
-        standing=Standing(dict.fromkeys(names[::10], 1), {}).to_json(), clients=tuple(nodes.available()),
+        standing={"failures": dict.fromkeys(names[::10], 1), "until": {}}, clients=tuple(nodes.available()),
     )  # fmt: skip
     result = {
         "bytes a client": {
@@ -291,12 +298,12 @@ def message_cost(runs: int) -> dict[str, float]:
         sender = Sender(layout, {"model": layout.names}, experiment="e", record="arrays")
         asked = Plan(client="site-1", round=1, needs={"model": layout.names}, returns={"model": layout.names})
         introduction = Plan(client="site-1", round=1, action="introduce", needs={})
-        sender.content(asked, lambda tree, arrays=arrays: arrays)  # type: ignore[misc]
+        sender.content(Outgoing(asked, lambda tree, arrays=arrays: arrays))  # type: ignore[misc]
         taken[f"{entries} entries"] = seconds(
-            lambda s=sender, p=asked, a=arrays: s.content(p, lambda tree: a), 4 * runs  # type: ignore[misc]
+            lambda s=sender, p=asked, a=arrays: s.content(Outgoing(p, lambda tree: a)), 4 * runs  # type: ignore[misc]
         )
         taken[f"{entries} entries, introduction"] = seconds(
-            lambda s=sender, p=introduction, a=arrays: s.content(p, lambda tree: a), 4 * runs  # type: ignore[misc]
+            lambda s=sender, p=introduction, a=arrays: s.content(Outgoing(p, lambda tree: a)), 4 * runs  # type: ignore[misc]
         )
     return taken
 

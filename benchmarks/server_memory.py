@@ -109,16 +109,16 @@ class Stub:
         manifest = Manifest.from_content({RECORD: settings["manifest"]})
         content = RecordDict({"metrics": metrics})
         parts = {}
-        for wanted in manifest.returns:
+        for wanted in manifest.plan.returns:
             content[PARTS] = record = ArrayRecord()
             record[wanted] = next(iter(self._arrays.values()))
             entries = manifest.layout.entries
             parts[wanted] = tuple((entry.name, entry.dtype, entry.shape) for entry in entries)
         header = Header(
             experiment=manifest.experiment,
-            client=manifest.client or f"node-{message.metadata.dst_node_id}",
-            round=manifest.round,
-            action=manifest.action,
+            client=manifest.plan.client or f"node-{message.metadata.dst_node_id}",
+            round=manifest.plan.round,
+            action=manifest.plan.action,
             answers=str(settings["manifest"]["id"]),
             parts=parts,
             metrics=("metrics",),

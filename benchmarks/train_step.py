@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from tepal.client_app import apply_plan
-from tepal.exchange import MODEL, Names, Plan, Sender, partial_exchange
+from tepal.exchange import MODEL, Names, Outgoing, Plan, Sender, partial_exchange
 from tepal.models.blocks import Blocks, canonical_state, find_blocks
 from tepal.models.libraries import import_transformers
 from tepal.strategies.in_process import InProcessGrid
@@ -82,7 +82,7 @@ def message_that_trains(model: nn.Module, blocks: Blocks, trains: Names) -> Mess
         seen.append(msg)
         return Message(RecordDict({"arrays": msg.content["arrays"]}), reply_to=msg)
 
-    sent = Message(sender.content(plan, lambda tree: entries)[0], 1, "train")
+    sent = Message(sender.content(Outgoing(plan, lambda tree: entries))[0], 1, "train")
     partial_exchange(sent, Context(1, 1, {}, RecordDict(), {}), app)
     return seen[0]
 

@@ -50,9 +50,9 @@ def train(msg: Message, context: Context) -> Message:
     model = site.model
     load_record(model, msg.content.array_records["arrays"])
     plan, came = apply_plan(model, msg), received(msg)
-    objective, work = objectives.find(came.manifest.objective if came else ""), _work(site, came, plan.penalty)
+    objective, work = objectives.find(came.plan.objective if came else ""), _work(site, came, plan.penalty)
     before = _scored(site, "received")
-    plain = not (came and came.manifest.objective) and not plan.ridge and not plan.proximal
+    plain = not (came and came.plan.objective) and not plan.ridge and not plan.proximal
     if (fitted := together.fit(work, plain=plain)) is not None:
         outcome = Outcome(fitted)
     else:
@@ -104,21 +104,21 @@ def probe(msg: Message, context: Context) -> Message:
 def evaluate(msg: Message, context: Context) -> Message:
     """Score what came: one model, the mean prediction of the models of an ensemble, or what this client makes of it."""
     site = Site.of(msg, context)
-    settings = msg.content["config"]
     records = list(msg.content.array_records.values())
     came = received(msg)
-    if (objective := objectives.find(came.manifest.objective if came else "")).personal:
+    options = came.plan.options if came else {}
+    if (objective := objectives.find(came.plan.objective if came else "")).personal:
         load_record(site.model, records[0])
         with _random_numbers(site):
             objective.personalise(_work(site, came))
         records = [ArrayRecord(site.model.state_dict())]
     states = (record.to_torch_state_dict() for record in records)  # one at a time is in memory
     scored = score_ensemble(site.model, states, *site.test, site.training, site.task)
-    of = str(settings.get(SCORED_AS, "received"))
+    of = str(options.get(SCORED_AS, "received"))
     figures: dict[str, Any] = {"num-examples": scored.examples, **_named(of, scored)}
     if len(records) > 1:
         figures |= {f"{of}-{name}": value for name, value in scored.apart.items()}
-    if settings.get(FINAL):
+    if options.get(FINAL):
         deliver(records, site, context)
     return Message(RecordDict({"metrics": MetricRecord(figures)}), reply_to=msg)
 
@@ -127,8 +127,8 @@ def _work(site: Site, came: Received | None, penalty: Callable[[], Tensor | floa
     """Local training on what was received, which must be loaded. Under a strategy of Flower's that is all of it."""
     work = Work(site.model, site.batches, site.training, site.task, penalty=penalty)
     if came is not None:
-        work.layout, work.received, work.trees = came.manifest.layout, came.model, came.trees
-        work.options, work.load_personal = came.manifest.options, came.personal.load
+        work.layout, work.received, work.trees = came.layout, came.model, came.trees
+        work.options, work.load_personal = came.plan.options, came.personal.load
     return work
 
 

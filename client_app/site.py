@@ -49,7 +49,7 @@ class Site:
         """
         came = received(msg)
         # The server knows no name yet of one that introduces itself.
-        name = (came.manifest.client if came else "") or own_name(context)
+        name = (came.plan.client if came else "") or own_name(context)
         settings: dict[str, Any] = {**context.run_config, **msg.content.config_records.get("config", {})}
         if context.node_config.get("data-path") and not settings.get("class-names"):
             settings["class-names"] = settings.get(FOUND_NAMES, "")
@@ -92,7 +92,7 @@ class Site:
         """
         if (came := received(msg)) is not None:
             here = layout_of(self.model)
-            if different := came.manifest.layout.difference(here, mine="the server's", others="this client's"):
+            if different := came.layout.difference(here, mine="the server's", others="this client's"):
                 built = ", ".join(f"{key}={size}" for key, size in written_sizes(self.sizes).items())
                 raise ValueError(
                     f"client {self.name}: {self.origin}: this client's model is not the server's: {different}. It is "

@@ -7,17 +7,20 @@ The client's half is a Flower mod, `partial_exchange`; the server's half, `Sende
 from tepal.exchange.encodings import Encoding
 from tepal.exchange.layout import Entry, Layout, Names, RawTensor
 from tepal.exchange.mod import PartialExchange, Received, partial_exchange, received
-from tepal.exchange.plan import MODEL, Plan, Reply, Tree
-from tepal.exchange.sender import BadReply, Missing, Sender, Traffic
+from tepal.exchange.plan import MODEL, Outgoing, Plan, Reply, Tree
+from tepal.exchange.sender import BadReply, ClientRecord, Exchange, Missing, Sender, Traffic
 
 __all__ = [
     "MODEL",
     "BadReply",
+    "ClientRecord",
     "Encoding",
     "Entry",
+    "Exchange",
     "Layout",
     "Missing",
     "Names",
+    "Outgoing",
     "PartialExchange",
     "Plan",
     "RawTensor",

@@ -25,7 +25,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord
 from tepal.exchange.encodings import PLAIN, Wire
 from tepal.exchange.layout import Layout, Names
 from tepal.exchange.parts import DIGEST_BYTES, Part, Shaped
-from tepal.exchange.plan import Scalar, Tree
+from tepal.exchange.plan import Plan, Tree
 from tepal.exchange.threads import in_threads
 
 RECORD = "tepal"
@@ -120,19 +120,12 @@ class Manifest:
     """What the server says to one client in one exchange."""
 
     experiment: str
-    client: str
-    round: int
-    action: str
+    plan: Plan
+    """What the client is asked. On its way to the client it loses `exact`, and `needs` and `keeps` are the parcels'."""
     record: str
     """Name of the ArrayRecord under which the app expects its model."""
     layout: Layout
     parcels: tuple[Parcel, ...] = ()
-    trains: Names = ()
-    returns: Mapping[Tree, Names] = field(default_factory=dict)
-    remembers: Mapping[Tree, Tree] = field(default_factory=dict)
-    groups: Mapping[str, Names] = field(default_factory=dict)
-    objective: str = ""
-    options: Mapping[str, Scalar] = field(default_factory=dict)
     current: str = ""
     """Id of the exchange whose personal state of this client counts; "" when none does."""
     kept: Names = ()
@@ -141,11 +134,6 @@ class Manifest:
     """How the answer's entries are to be encoded."""
     nonce: str = ""
     """Makes manifests that say the same two exchanges."""
-
-    @property
-    def model(self) -> Tree:
-        """The tree that is handed to the app as its model."""
-        return self.parcels[0].part.tree
 
     def to_record(self) -> ConfigRecord:
         number = {name: k for k, name in enumerate(self.layout.names)}
@@ -158,9 +146,17 @@ class Manifest:
                 "manifest": _to_bytes(
                     {
                         "experiment": self.experiment,
-                        "client": self.client,
-                        "round": self.round,
-                        "action": self.action,
+                        "plan": {
+                            "client": self.plan.client,
+                            "round": self.plan.round,
+                            "action": self.plan.action,
+                            "trains": numbers(self.plan.trains),
+                            "returns": {tree: numbers(names) for tree, names in self.plan.returns.items()},
+                            "remembers": dict(self.plan.remembers),
+                            "groups": {group: numbers(names) for group, names in self.plan.groups.items()},
+                            "objective": self.plan.objective,
+                            "options": dict(self.plan.options),
+                        },
                         "record": self.record,
                         "layout": self.layout.to_json(),
                         "parcels": [
@@ -175,12 +171,6 @@ class Manifest:
                             }
                             for parcel in self.parcels
                         ],
-                        "trains": numbers(self.trains),
-                        "returns": {tree: numbers(names) for tree, names in self.returns.items()},
-                        "remembers": dict(self.remembers),
-                        "groups": {group: numbers(names) for group, names in self.groups.items()},
-                        "objective": self.objective,
-                        "options": dict(self.options),
                         "current": self.current,
                         "kept": list(self.kept),
                         "upload": self.upload.to_json(),
@@ -200,27 +190,39 @@ class Manifest:
             def names(numbers: list[int]) -> Names:
                 return tuple(layout.names[k] for k in numbers)
 
-            parcels = []
+            def of_trees(numbers: Mapping[str, list[int]]) -> dict[str, Names]:
+                return {tree: names(of) for tree, of in numbers.items()}
+
+            parcels: list[Parcel] = []
+            needs: dict[Tree, Names] = {}
+            keeps: dict[Tree, Names] = {}
             for item in data["parcels"]:
                 joined = base64.b64decode(item["digests"])
                 digests = tuple(joined[k : k + DIGEST_BYTES] for k in range(0, len(joined), DIGEST_BYTES))
                 part = Part(item["tree"], item["block"], names(item["names"]), digests)
                 sent = part.names if item["sent"] == "all" else names(item["sent"])
                 parcels.append(Parcel(part, item["keep"], sent, item["dtype"]))
+                for of_tree in (needs, keeps) if item["keep"] else (needs,):
+                    of_tree[part.tree] = of_tree.get(part.tree, ()) + part.names
+            plan = data["plan"]
             return Manifest(
                 experiment=data["experiment"],
-                client=data["client"],
-                round=data["round"],
-                action=data["action"],
+                plan=Plan(
+                    client=plan["client"],
+                    round=plan["round"],
+                    action=plan["action"],
+                    needs=needs,
+                    trains=names(plan["trains"]),
+                    returns=of_trees(plan["returns"]),
+                    keeps=keeps,
+                    remembers=dict(plan["remembers"]),
+                    groups=of_trees(plan["groups"]),
+                    objective=plan["objective"],
+                    options=dict(plan["options"]),
+                ),
                 record=data["record"],
                 layout=layout,
                 parcels=tuple(parcels),
-                trains=names(data["trains"]),
-                returns={tree: names(numbers) for tree, numbers in data["returns"].items()},
-                remembers=dict(data["remembers"]),
-                groups={group: names(numbers) for group, numbers in data["groups"].items()},
-                objective=data["objective"],
-                options=dict(data["options"]),
                 current=data["current"],
                 kept=tuple(data["kept"]),
                 upload=Wire(**data["upload"]),

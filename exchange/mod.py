@@ -19,11 +19,11 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 
 from tepal.exchange.cache import DEFAULT_LIMIT, ClientCache, default_root
 from tepal.exchange.encodings import EncodingError, Wire, add_difference
-from tepal.exchange.layout import Arrays, Names
+from tepal.exchange.layout import Arrays, Layout, Names
 from tepal.exchange.manifest import PARTS, RECORD, Header, Manifest, signed
 from tepal.exchange.parts import Part, digest, pack, shapes_of, unpack_checked, unpacked
 from tepal.exchange.personal import PersonalState
-from tepal.exchange.plan import INTRODUCE, TRAIN, Tree
+from tepal.exchange.plan import INTRODUCE, TRAIN, Plan, Tree
 from tepal.exchange.records import record_of, values_of
 
 log = getLogger("flwr")
@@ -44,19 +44,30 @@ class Received:
     """What this client keeps for itself: `load()` it, and `save()` it after training."""
 
     @property
+    def plan(self) -> Plan:
+        """What the client is asked."""
+        return self.manifest.plan
+
+    @property
+    def layout(self) -> Layout:
+        """The model's entries; all trees have them."""
+        return self.manifest.layout
+
+    @property
     def model(self) -> Arrays:
-        return self.trees[self.manifest.model]
+        """The complete values of the model."""
+        return self.trees[self.plan.model]
 
     def record_of(self, tree: Tree, values: Arrays) -> ArrayRecord:
         """A tree as the app has it in a message: a whole model is a raw `state_dict`, a part of one its entries."""
-        whole = tree == self.manifest.model or len(values) == len(self.manifest.layout.entries)
-        raw = self.manifest.layout.join(values) if whole else values
+        whole = tree == self.plan.model or len(values) == len(self.layout.entries)
+        raw = self.layout.join(values) if whole else values
         return record_of(raw)
 
     @property
     def frozen(self) -> Names:
         """Entries of the model that the app must leave as they are."""
-        trains = set(self.manifest.trains)
+        trains = set(self.plan.trains)
         return tuple(name for name in self.model if name not in trains)
 
 
@@ -95,7 +106,7 @@ class PartialExchange:
         if not msg.has_content() or RECORD not in msg.content:
             return call_next(msg, context)
         exchange = _Exchange(msg, context)
-        if exchange.manifest.action == INTRODUCE:
+        if exchange.plan.action == INTRODUCE:
             return exchange.introduction(self.introduce)
         trees = exchange.complete()
         if trees is None:
@@ -116,7 +127,8 @@ class _Exchange:
         self.context = context
         self.id = signed(msg.content)
         self.manifest = Manifest.from_content(msg.content)
-        self.client = self.manifest.client or own_name(context)
+        self.plan = self.manifest.plan
+        self.client = self.plan.client or own_name(context)
         root = context.node_config.get("cache-path")
         megabytes = context.node_config.get("cache-megabytes")
         self.cache = ClientCache(
@@ -130,8 +142,8 @@ class _Exchange:
             current=self.manifest.current,
             keep=self.manifest.kept,
             exchange=self.id,
-            round=self.manifest.round,
-            advances=self.manifest.action == TRAIN,
+            round=self.plan.round,
+            advances=self.plan.action == TRAIN,
         )
         self.missing: dict[str, Names] = {}
 
@@ -186,16 +198,16 @@ class _Exchange:
         content.pop(PARTS, None)
         came = self.msg.__dict__[_RECEIVED] = Received(self.manifest, trees, self.personal)
         for tree, values in trees.items():
-            content[self.manifest.record if tree == self.manifest.model else tree] = came.record_of(tree, values)
+            content[self.manifest.record if tree == self.plan.model else tree] = came.record_of(tree, values)
 
     def strip(self, reply: Message, trees: Mapping[Tree, Arrays]) -> Message:
         """The app's answer with only what the plan asks for; a refusal when it is not what the plan allows."""
         content = reply.content
         try:
-            parts = {tree: self._returned(tree, names, content, trees) for tree, names in self.manifest.returns.items()}
+            parts = {tree: self._returned(tree, names, content, trees) for tree, names in self.plan.returns.items()}
             packed = self._encoded(parts, trees)
             self.personal.commit()
-            for tree, kept_as in self.manifest.remembers.items():
+            for tree, kept_as in self.plan.remembers.items():
                 self._remember(tree, parts[tree], kept_as)
         except (_Refusal, EncodingError) as refusal:
             return self.answer(refused=str(refusal))
@@ -209,23 +221,23 @@ class _Exchange:
 
     def _encoded(self, parts: Mapping[Tree, dict[str, np.ndarray]], trees: Mapping[Tree, Arrays]) -> dict[Tree, Array]:
         """What travels of each tree. Values in `parts` that are remembered become what the server decodes."""
-        wire, manifest = self.manifest.upload, self.manifest
+        wire, plan = self.manifest.upload, self.plan
         left_out = self.personal.load_left_out() if wire.feedback else {}
         packed: dict[Tree, Array] = {}
         for tree, values in parts.items():
-            starts = trees[tree] if wire.differences and tree == manifest.model else {}
+            starts = trees[tree] if wire.differences and tree == plan.model else {}
             before = {name: left_out[f"{tree}/{name}"] for name in values if f"{tree}/{name}" in left_out}
             written = partial(_written, wire, values, starts, before)
-            random = wire.random(manifest.client, manifest.round, tree)
+            random = wire.random(plan.client, plan.round, tree)
             packed[tree] = pack(values, values, wire, written=written, random=random)
-            if not (wire.feedback or (tree in manifest.remembers and not wire.plain)):
+            if not (wire.feedback or (tree in plan.remembers and not wire.plain)):
                 continue
             for name, read in unpacked(packed[tree], shapes_of(values, values), wire):
                 if not wire.codec(read.dtype.name, read.shape):
                     continue
                 if wire.feedback:
                     left_out[f"{tree}/{name}"] = written(name) - read
-                if tree in manifest.remembers:
+                if tree in plan.remembers:
                     add_difference(starts.get(name, np.zeros_like(read)), read)
                     values[name] = read
         if wire.feedback and parts:
@@ -244,7 +256,7 @@ class _Exchange:
         self, tree: Tree, names: Names, content: RecordDict, trees: Mapping[Tree, Arrays]
     ) -> dict[str, np.ndarray]:
         layout = self.manifest.layout
-        is_model = tree == self.manifest.model
+        is_model = tree == self.plan.model
         record = self.manifest.record if is_model else tree
         records = content.array_records
         if record not in records and not (is_model and len(records) == 1):
@@ -254,7 +266,7 @@ class _Exchange:
         returned: dict[str, np.ndarray] = {}
         wanted = set(names)
         whole = is_model or len(wanted) == len(layout.entries)
-        trains = set(self.manifest.trains)
+        trains = set(self.plan.trains)
         changed: list[str] = []
         for entry in layout.entries if whole else [layout.by_name[name] for name in names]:
             source = entry.raw if whole else entry.name
@@ -288,8 +300,8 @@ class _Exchange:
         header = Header(
             experiment=self.manifest.experiment,
             client=self.client,
-            round=self.manifest.round,
-            action=self.manifest.action,
+            round=self.plan.round,
+            action=self.plan.action,
             answers=self.id,
             holds=self.cache.holds(),
             parts={

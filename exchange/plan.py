@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from tepal.exchange.layout import Names
+from tepal.exchange.layout import Arrays, Names
 
 Tree = str
 """A named set of entries. All trees of a run share one layout: "model", "mode/3", "control"."""
@@ -77,12 +78,30 @@ class Plan:
     objective: str = ""
     """What local training minimises, where it is not the app's own loss: a name that the app knows it by."""
     options: Mapping[str, Scalar] = field(default_factory=dict)
-    """Scalars for the app's training function: in its config record, and in the manifest for `apply_plan`."""
+    """Scalars for the app: what the objective, `apply_plan` and the app itself read in `received(msg).plan`."""
 
     @property
     def model(self) -> Tree:
         """The tree that is handed to the app as its model."""
         return next(iter(self.needs))
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """All that goes to one client in one exchange."""
+
+    plan: Plan
+    values: Callable[[Tree], Arrays]
+    """Tree → the values that this client gets; called when they are packed, and again when they must be resent."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """The app's config record."""
+    node_id: int = 0
+    """Flower's id of the node on which the client runs."""
+
+    @property
+    def name(self) -> str:
+        """The client, or its node where the client is not known yet."""
+        return self.plan.client or f"node {self.node_id}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,15 +1,14 @@
-"""The server's half of the exchange: what to send to a client that holds some parts, and what its answer says.
+"""The server's half of the exchange: a plan becomes a message, and a client's answer a checked reply.
 
-The server keeps one record per client: the ids of the parts it holds, one for a block of a tree, as the client itself
-said in its last answer. A part that is not in the record travels; a client that has lost one says so and gets it.
+A message carries the parts that the client's record does not list. The client reports in every answer which parts it
+has cached, and whether it lacks one that the server believed it to have; whoever keeps the records enters that.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
@@ -18,7 +17,7 @@ from tepal.exchange.encodings import PLAIN, Encoding, Wire, add_difference
 from tepal.exchange.layout import Arrays, Layout, Names
 from tepal.exchange.manifest import PARTS, RECORD, Header, Manifest, Parcel, ProtocolError, sign
 from tepal.exchange.parts import Digests, Part, digest, pack, shapes_of, unpacked
-from tepal.exchange.plan import INTRODUCE, Plan, Reply, Tree
+from tepal.exchange.plan import INTRODUCE, Outgoing, Plan, Reply, Tree
 
 NO_MOD = (
     "it does not speak Tepal's exchange: its ClientApp must be made with mods=[partial_exchange] "
@@ -38,19 +37,36 @@ class NoMod(BadReply):
 
 
 class ClientRefuses(BadReply):
-    """The client itself, which calls itself `client`, gave no result, and said why."""
+    """The client itself, which calls itself `client` and has cached the parts `holds`, gave no result, and says why."""
 
-    def __init__(self, client: str, reason: str) -> None:
+    def __init__(self, client: str, reason: str, holds: Names = ()) -> None:
         super().__init__(reason)
         self.client = client
+        self.holds = holds
 
 
 @dataclass(frozen=True)
 class Missing:
-    """Part id → entries that the client lacks: send them in the same round. `notes`: why, in the client's words."""
+    """An answer of a client that lacks entries, which must be sent to it in the same round."""
 
     entries: Mapping[str, Names]
+    """By the id of their part."""
+    holds: Names = ()
+    """Ids of the parts that the client has cached."""
     notes: Names = ()
+    """Why it lacks them, in the client's words."""
+
+
+@dataclass(frozen=True)
+class ClientRecord:
+    """What the server knows of a client when it writes to it."""
+
+    held: frozenset[str] = frozenset()
+    """Ids of the parts that the client has cached, as it reported in its last answer."""
+    current: str = ""
+    """Id of the exchange whose reply was merged last: the client's personal state is as that exchange left it."""
+    restorable: Names = ()
+    """The same for each checkpoint that the run may still go back to."""
 
 
 @dataclass
@@ -76,8 +92,20 @@ class Traffic:
         return traffic
 
 
+@dataclass(frozen=True)
+class Exchange:
+    """A message that was built, as far as reading its answer needs it."""
+
+    id: str
+    outgoing: Outgoing
+    sent: tuple[Names, ...]
+    """Entries of each part that travels."""
+    rounded: frozenset[tuple[Tree, str]]
+    """(tree, block) of the parts that the client decodes to other values than the server has."""
+
+
 class Sender:
-    """Builds messages from plans, and reads their answers.
+    """Builds messages from plans, and reads their answers. It remembers nothing of a client.
 
     Args:
         layout: of the model; all trees share it.
@@ -106,26 +134,17 @@ class Sender:
         self.record = record
         self.settings_record = settings_record
         self.encoding = encoding or Encoding()
-        self.held: dict[str, frozenset[str]] = {}
-        """Client → ids of the parts that it holds."""
-        self.current: dict[str, str] = {}
-        """Client → id of the exchange whose reply was merged last: its personal state is as that exchange left it."""
-        self.restorable: tuple[Mapping[str, str], ...] = ()
-        """`current` as it was at each checkpoint that a run may still go back to."""
         self.digests = Digests()
         self._decoded = Digests()  # of what clients decode
         # The part of each tree and block that was packed last: one that many clients get is packed once, and of a
         # tree that differs from client to client there is never more than one in memory.
         self._packed: dict[tuple[Tree, str], tuple[tuple[str, Names, Wire], Array]] = {}
-        # Exchange → trees of its plan that went down encoded, block by block.
-        self._rounded: dict[str, frozenset[tuple[Tree, str]]] = {}
 
     def new_round(self) -> None:
         """Forget packed parts, and digests of arrays that are gone."""
         self.digests.forget_gone()
         self._decoded.forget_gone()
         self._packed.clear()
-        self._rounded.clear()
 
     def all_sent(self) -> None:
         """Forget packed parts: all clients have been sent what they get, and their replies come now."""
@@ -133,60 +152,48 @@ class Sender:
 
     def content(
         self,
-        plan: Plan,
-        values: Callable[[Tree], Arrays],
-        settings: Mapping[str, Any] | None = None,
+        outgoing: Outgoing,
+        client: ClientRecord = ClientRecord(),
         missing: Mapping[str, Names] | None = None,
-        went: Callable[[Names], None] = lambda names: None,
-    ) -> tuple[RecordDict, str]:
-        """Manifest, arrays and settings for one plan, and the id of the exchange that they begin.
+    ) -> tuple[RecordDict, Exchange]:
+        """Manifest, arrays and settings in one message's content, and what its answer is to be read by.
 
         Args:
-            plan: what the client is asked.
-            values: tree → the values that this client gets.
-            settings: of the app.
+            outgoing: plan, values and settings.
+            client: what is known of the plan's client.
             missing: of an answer to the same plan (`Missing.entries`): then only these entries travel.
-            went: called with the entries of each part that travels.
         """
-        held = self.held.get(plan.client, frozenset())
+        plan = outgoing.plan
+        known = {*client.held, *(missing or ())}
         parcels: list[Parcel] = []
         arrays: dict[str, Array] = {}
         rounded: set[tuple[Tree, str]] = set()
         for tree, names in plan.needs.items():
-            tree_values = values(tree)
+            values = outgoing.values(tree)
             wanted, kept = set(names), set(plan.keeps.get(tree, ()))
             for block, block_names in self.blocks.items():
                 chosen = tuple(name for name in block_names if name in wanted)
                 if not chosen:
                     continue
-                part, wire = self._part(tree, block, chosen, tree_values, plan, {*held, *(missing or ())})
+                part, wire = self._part(tree, block, chosen, values, plan, known)
                 if missing is not None:
                     sent = tuple(name for name in chosen if name in missing.get(part.id, ()))
                 else:
-                    sent = () if part.id in held else chosen
+                    sent = () if part.id in client.held else chosen
                 if sent:
-                    arrays[str(len(parcels))] = self._pack(part, sent, tree_values, wire)
-                    went(sent)
+                    arrays[str(len(parcels))] = self._pack(part, sent, values, wire)
                 if not wire.plain:
                     rounded.add((tree, block))
                 keep = wanted.issuperset(chosen) and kept.issuperset(chosen)
                 parcels.append(Parcel(part, keep=keep, sent=sent, dtype=wire.dtype))
         manifest = Manifest(
             experiment=self.experiment,
-            client=plan.client,
-            round=plan.round,
-            action=plan.action,
+            plan=plan,
             record=self.record,
             layout=self.layout,
             parcels=tuple(parcels),
-            trains=plan.trains,
-            returns=plan.returns,
-            remembers=plan.remembers,
-            groups=plan.groups,
-            objective=plan.objective,
-            options=plan.options,
-            current=self.current.get(plan.client, ""),
-            kept=tuple(sorted({then[plan.client] for then in self.restorable if plan.client in then})),
+            current=client.current,
+            kept=client.restorable,
             upload=self.encoding.upload if plan.returns else PLAIN,
             nonce=os.urandom(8).hex(),
         )
@@ -196,10 +203,9 @@ class Sender:
             for number, packed in arrays.items():  # not ArrayRecord(arrays): it makes new Arrays, to be hashed again
                 record[number] = packed
             content[PARTS] = record
-        content[self.settings_record] = ConfigRecord(dict(settings or {}))
-        exchange = sign(content)
-        self._rounded[exchange] = frozenset(rounded)
-        return content, exchange
+        content[self.settings_record] = ConfigRecord(dict(outgoing.settings))
+        sent_entries = tuple(parcel.sent for parcel in parcels if parcel.sent)
+        return content, Exchange(sign(content), outgoing, sent_entries, frozenset(rounded))
 
     def _part(
         self, tree: Tree, block: str, names: Names, values: Arrays, plan: Plan, known: Collection[str]
@@ -229,26 +235,18 @@ class Sender:
             self._packed[part.tree, part.block] = (part.id, names, wire), packed
         return packed
 
-    def read(
-        self,
-        plan: Plan,
-        sent: str,
-        message: Message,
-        weighted_by: str = "num-examples",
-        values: Callable[[Tree], Arrays] = lambda tree: {},
-    ) -> Reply | Missing:
-        """Check an answer against its plan, entry by entry, and believe what it says the client holds.
+    def read(self, exchange: Exchange, message: Message, weighted_by: str = "num-examples") -> Reply | Missing:
+        """Check an answer against what its client was asked, entry by entry.
 
         Args:
-            plan: what the client was asked.
-            sent: id of the exchange in which it was asked.
+            exchange: in which the client was asked.
             message: the answer.
             weighted_by: metric that the reply's weight is taken from.
-            values: tree → the values that this client was sent of it, before they were encoded.
 
         Raises:
-            BadReply: an answer that must not be merged. The record of what the client holds stays as it was.
+            BadReply: an answer that must not be merged.
         """
+        plan = exchange.outgoing.plan
         if not message.has_content():
             raise BadReply("it is empty")
         content = message.content
@@ -266,20 +264,18 @@ class Sender:
         ):
             if got != expected:
                 raise BadReply(f"it answers {what} {got!r}, and was asked for {expected!r}")
-        if header.answers != sent:
+        if header.answers != exchange.id:
             raise BadReply("it answers another message than the one it was sent, or that one was altered on its way")
         no_result = bool(header.missing or header.refused)
         metrics, vectors, not_finite = _metrics(content, header.metrics)
-        parts = {} if no_result else self._parts(plan, header, content, values)
+        parts = {} if no_result else self._parts(exchange, header, content)
         examples = 0 if no_result or plan.action == INTRODUCE else _examples(metrics, weighted_by)
         if header.seal != header.seal_of(content):
             raise BadReply("it was altered on its way: its seal does not fit what it carries")
-        if plan.client:
-            self.held[plan.client] = frozenset(header.holds)
         if header.missing:
-            return Missing(header.missing, header.notes)
+            return Missing(header.missing, header.holds, header.notes)
         if header.refused:
-            raise ClientRefuses(header.client, header.refused)
+            raise ClientRefuses(header.client, header.refused, header.holds)
         return Reply(
             client=header.client,
             parts=parts,
@@ -287,14 +283,15 @@ class Sender:
             metrics=metrics,
             vectors=vectors,
             not_finite=not_finite,
-            exchange=sent,
+            exchange=exchange.id,
             holds=header.holds,
             notes=header.notes,
         )
 
     def _parts(
-        self, plan: Plan, header: Header, content: Mapping[str, object], values: Callable[[Tree], Arrays]
+        self, exchange: Exchange, header: Header, content: Mapping[str, object]
     ) -> dict[Tree, dict[str, np.ndarray]]:
+        plan = exchange.outgoing.plan
         if foreign := sorted(set(header.parts) - set(plan.returns)):
             raise BadReply(f"it carries {foreign[0]!r}, which was not asked for")
         arrays = content.get(PARTS)
@@ -323,20 +320,21 @@ class Sender:
             except (TypeError, ValueError) as error:
                 raise BadReply(str(error)) from error
             if wire.differences and tree == plan.model:
-                starts = values(tree)
+                starts = exchange.outgoing.values(tree)
                 for name, array in parts[tree].items():
                     if wire.codec(array.dtype.name, array.shape):
-                        add_difference(self._start(plan, header.answers, name, starts[name]), array)
+                        add_difference(self._start(exchange, name, starts[name]), array)
             for name, array in parts[tree].items():
                 if not _finite(array):
                     raise BadReply(f"entry {name!r} has values that are NaN or infinite")
         return parts
 
-    def _start(self, plan: Plan, exchange: str, name: str, value: np.ndarray) -> np.ndarray:
+    def _start(self, exchange: Exchange, name: str, value: np.ndarray) -> np.ndarray:
         """What a difference is added to: the value as it is here; and as its client decoded it where that client keeps
         what it returns, and must know it to the bit."""
         block = next(block for block, names in self.blocks.items() if name in names)
-        if plan.model not in plan.remembers or (plan.model, block) not in self._rounded.get(exchange, ()):
+        plan = exchange.outgoing.plan
+        if plan.model not in plan.remembers or (plan.model, block) not in exchange.rounded:
             return value
         return self.encoding.download.decoded(value)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tepal.records.run_directory import BLOCKS, CLIENTS, NOW, as_json, read_json, write_whole
-from tepal.strategies.rounds.messenger import RoundReport
+from tepal.strategies.rounds.report import RoundReport
 from tepal.strategies.rounds.travel import Cell
 
 log = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ from tepal.strategies.fedavg import FedAvg
 from tepal.strategies.fedensemble import FedEnsemble
 from tepal.strategies.fedfrozen import FedFrozen, NoAttentionError
 from tepal.strategies.method import MethodError
-from tepal.strategies.rounds.messenger import RoundReport
-from tepal.strategies.rounds.strategy import MethodStrategy, RoundFailed
+from tepal.strategies.rounds.report import RoundFailed, RoundReport
+from tepal.strategies.rounds.strategy import MethodStrategy
 from tepal.strategies.selective import SelectiveLayers
 
 __all__ = [

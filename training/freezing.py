@@ -75,7 +75,7 @@ def apply_plan(model: nn.Module, msg: Message) -> AppliedPlan:
     came = received(msg)
     if came is None:
         return AppliedPlan()
-    layout = came.manifest.layout
+    layout = came.layout
     buffers = dict(model.named_buffers(remove_duplicate=False))
     frozen = set(came.frozen)
     for raw, entries in layout.entries_of.items():
@@ -96,10 +96,10 @@ def apply_plan(model: nn.Module, msg: Message) -> AppliedPlan:
                 setattr(parameter, _FROZEN, True)
         else:
             _FrozenRows.put(parameter, [(entry, came.model[entry.name]) for entry in rows])
-    ridge = float(came.manifest.options.get("ridge", 0.0))
-    group = [layout.by_name[name] for name in came.manifest.groups.get("value_projection", ())]
-    proximal = float(came.manifest.options.get(PROXIMAL, 0.0))
-    trained = [layout.by_name[name] for name in came.manifest.trains] if proximal else []
+    ridge = float(came.plan.options.get("ridge", 0.0))
+    group = [layout.by_name[name] for name in came.plan.groups.get("value_projection", ())]
+    proximal = float(came.plan.options.get(PROXIMAL, 0.0))
+    trained = [layout.by_name[name] for name in came.plan.trains] if proximal else []
     return AppliedPlan(
         ridge,
         tuple((_parameter(parameters, entry.raw), entry) for entry in group),

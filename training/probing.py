@@ -284,9 +284,9 @@ def probe_layers(
         FloatingPointError: the loss or a layer's gradient is NaN or infinite.
     """
     came = received(msg)
-    if came is None or came.manifest.action != PROBE:
+    if came is None or came.plan.action != PROBE:
         raise ValueError("this message is no probe: `probe_layers` belongs into a function `@app.train('probe')`")
-    groups, options = came.manifest.groups, came.manifest.options
+    groups, options = came.plan.groups, came.plan.options
     score, timed = options.get(PROBE_SCORE, NO_SCORE), bool(options.get(PROBE_TIMED))
     if score == NO_SCORE and not timed:
         return {}
@@ -294,7 +294,7 @@ def probe_layers(
         model,
         islice(batches, int(options.get(PROBE_BATCHES, 1)) or None),
         [groups[f"layer/{number}"] for number in range(sum(name.startswith("layer/") for name in groups))],
-        came.manifest.layout,
+        came.layout,
         score="gradient" if score == NO_SCORE else cast(Kind, score),
         loss=loss,
         head=groups.get("head", ()),

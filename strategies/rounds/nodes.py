@@ -1,4 +1,4 @@
-"""Who is connected, and under which name; and who has failed so often that others are asked for a while.
+"""Which nodes are connected, and under which names their clients go.
 
 A client's name outlives its node id, which changes at every restart.
 """
@@ -6,7 +6,6 @@ A client's name outlives its node id, which changes at every restart.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from logging import getLogger
 from random import Random
 from typing import Any
@@ -118,43 +117,3 @@ class Nodes:
     def refusals(self) -> list[str]:
         """Why nodes that are connected cannot take part."""
         return list(self._refused.values())
-
-
-@dataclass
-class Standing:
-    """Who has failed how often in a row: a client that gives no result three times is left out for some rounds.
-
-    Failing is a reply that was refused, and no reply. A reply that was merged clears it, and a restart of the client's
-    node; a good answer to another question does not.
-    """
-
-    failures: dict[str, int] = field(default_factory=dict)
-    """Client → exchanges in a row without a good reply."""
-    until: dict[str, int] = field(default_factory=dict)
-    """Client → the first round in which it is asked again."""
-
-    def good(self, client: str) -> None:
-        self.failures.pop(client, None)
-        self.until.pop(client, None)
-
-    def failed(self, client: str, round: int) -> None:
-        self.failures[client] = self.failures.get(client, 0) + 1
-        if self.failures[client] >= FAILURES:
-            self.until[client] = round + 1 + LEFT_OUT
-            log.warning(
-                "%s has given no result %d times in a row; it is left out until round %d.",
-                client, self.failures[client], self.until[client],
-            )  # fmt: skip
-
-    def out(self, clients: Collection[str], round: int) -> list[str]:
-        """Which of these clients are left out of this round, sorted. `clients` is asked for those alone."""
-        return sorted(client for client, until in self.until.items() if until > round and client in clients)
-
-    def to_json(self) -> dict[str, Any]:
-        return {"failures": self.failures, "until": self.until}
-
-
-FAILURES = 3
-"""After so many exchanges in a row without a good reply a client is left out."""
-LEFT_OUT = 5
-"""For so many rounds. Should it fail again after them, it is left out again at once."""

@@ -1,4 +1,4 @@
-"""The round, in one place: who takes part, what is sent, what comes back, what is refused, what is merged and scored.
+"""The round, in one place: who takes part, what is sent, what comes back, what is merged and scored.
 
 `MethodStrategy` is a Flower `Strategy` that drives any `Method`. It streams: replies are merged as they arrive and
 dropped, so that its memory does not grow with the number of clients.
@@ -6,34 +6,34 @@ dropped, so that its memory does not grow with the number of clients.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 import uuid
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from logging import getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Result, Strategy
+from flwr.serverapp.strategy import Result
 
 from tepal.exchange.encodings import Encoding, EncodingError
-from tepal.exchange.files import DamagedFile
 from tepal.exchange.layout import Layout
-from tepal.exchange.modes import join_modes, modes_of
-from tepal.exchange.plan import EVALUATE, FINAL, INTRODUCE, LABEL_COUNTS, TRAIN, Plan, Reply
-from tepal.exchange.records import record_of
+from tepal.exchange.plan import EVALUATE, FINAL, TRAIN, Outgoing, Plan, Reply
 from tepal.exchange.sender import Sender
 from tepal.strategies.aggregate import ON_TESTS, mean_metrics, over_clients
 from tepal.strategies.method import Method, ModelBlocks, ServerModel
-from tepal.strategies.rounds.checkpoint import Checkpoint, CheckpointError, Checkpoints, layout_digest
-from tepal.strategies.rounds.messenger import SERVER, Messenger, RoundReport
-from tepal.strategies.rounds.nodes import Nodes, Standing
+from tepal.strategies.rounds.checkpoint import Checkpoints
+from tepal.strategies.rounds.cohort import Cohorts, Rules
+from tepal.strategies.rounds.flower import WithoutHooks, blocks_of, joined, server_model
+from tepal.strategies.rounds.ledger import ClientLedger
+from tepal.strategies.rounds.messenger import Messenger
+from tepal.strategies.rounds.report import LEFT_BEHIND, SERVER, Answered, Failure, RoundFailed, RoundReport
+from tepal.strategies.rounds.resuming import Resuming
 from tepal.strategies.rounds.travel import Cell, Travel, cells
 
 if TYPE_CHECKING:
@@ -49,19 +49,6 @@ SCHEDULES: Mapping[str, Callable[[int, int], float]] = {
 
 ATTEMPTS = 3
 """How often a round with too few replies is tried, each time with a new cohort."""
-
-_INTRODUCTION = 300.0  # seconds that a new node is given to introduce itself
-_INTRODUCED = 1000, 4  # nodes at a time, and times a round's cohort, whichever is more: many thousands take rounds
-_SAY_AGAIN, _ASK_AGAIN = 15.0, 3.0  # seconds
-_RETURN = 300.0  # seconds that a deterministic run which is resumed waits for the clients that it had
-
-
-class RoundFailed(RuntimeError):
-    """Too few clients. Nothing that was learned before is lost: `result` has the model of the last finished round."""
-
-    def __init__(self, message: str, result: Result | None = None) -> None:
-        super().__init__(message)
-        self.result = result
 
 
 @dataclass
@@ -87,7 +74,7 @@ class _Round:
         return seconds
 
 
-class MethodStrategy(Strategy):
+class MethodStrategy(WithoutHooks):
     """A Flower strategy that drives a method over Tepal's exchange.
 
     Args:
@@ -146,7 +133,7 @@ class MethodStrategy(Strategy):
         _check("max_replies", max_replies, max_replies is None or max_replies >= min_replies, "at least min_replies")
         _check("schedule", schedule, schedule in SCHEDULES, f"one of {sorted(SCHEDULES)}")
         self.method = method
-        self.blocks = _blocks(model)
+        self.blocks = blocks_of(model)
         self.fraction_train = fraction_train
         self.fraction_evaluate = fraction_evaluate
         self.min_available_nodes = max(min_available_nodes, min_replies)
@@ -169,13 +156,13 @@ class MethodStrategy(Strategy):
         self.on_round = on_round or (lambda report: None)
         self.on_progress = on_progress or (lambda report: None)
         # Of one run; `start` makes them.
+        self._layout: Layout
+        self._cells: tuple[Cell, ...]
+        self._ledger: ClientLedger
         self._sender: Sender
         self._messenger: Messenger
-        self._nodes: Nodes
-        self._standing: Standing
-        self._cells: tuple[Cell, ...]
-        self._awaited: set[str]  # clients for which a resumed run waits
-        self._note: str  # the server's own trouble, for the next report
+        self._cohorts: Cohorts
+        self._trouble: str  # the server's own, for the next report
 
     def summary(self) -> None:
         """Log what is in force."""
@@ -216,11 +203,56 @@ class MethodStrategy(Strategy):
         """
         _check("num_rounds", num_rounds, num_rounds >= 1, "at least 1")
         _check("timeout", timeout, timeout > 0, "positive")
-        model = self._server_model(initial_arrays)
+        model = server_model(initial_arrays, self.blocks)
         state = self.method.init(model, self.seed)
-        checkpoint = self._checkpoint(model)
+        resuming = Resuming(self.checkpoints, self.method, self.seed, model.layout) if self.checkpoints else None
+        checkpoint = resuming.latest(resume=self.resume) if resuming else None
         if checkpoint is not None:
             self.experiment = checkpoint.experiment
+        self._prepare_run(grid, model)
+        self.summary()
+        result = Result()
+        first = 1
+        train_config, evaluate_config = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
+        folder, keep = (self.checkpoints.folder, self.checkpoints.keep) if self.checkpoints else (None, 0)
+        self.method.open(folder, keep)
+        try:
+            if resuming and checkpoint is not None:
+                first = checkpoint.round + 1
+                self._cohorts.awaited = set(checkpoint.clients) if self.deterministic else set()
+                state, checkpoint = resuming.go_on(checkpoint, self._ledger, result), None
+            elif evaluate_fn is not None:
+                report = RoundReport(0, "initial", server_metrics=_scalars(evaluate_fn(0, initial_arrays)))
+                result.evaluate_metrics_serverapp[0] = MetricRecord(dict(report.server_metrics))
+                self.on_round(report)
+            del initial_arrays, model  # what they hold goes with them, where the caller has not kept it
+            if resuming:
+                state = resuming.on_disk(state)
+            for number in range(first, num_rounds + 1):
+                this = self._begin(state, number, num_rounds, train_config, timeout)
+                try:
+                    state = self._train(state, this)
+                    self._score(state, replace(this, config=evaluate_config), evaluate_fn, last=number == num_rounds)
+                except RoundFailed as failure:
+                    this.report.seconds = time.monotonic() - this.started
+                    self.on_round(this.report)
+                    result.arrays = joined(self.method.models(state), self._layout)
+                    failure.result = result
+                    raise
+                self._end(this, result)
+                if resuming:
+                    state, self._trouble = resuming.save(
+                        state, number, self.experiment, self._ledger, self._cohorts.available(), result
+                    )
+            result.arrays = joined(self.method.models(state), self._layout)
+            return result
+        finally:
+            self._messenger.close()
+            self.method.close()
+
+    def _prepare_run(self, grid: Grid, model: ServerModel) -> None:
+        self._layout, self._cells, self._trouble = model.layout, cells(model.layout, self.blocks), ""
+        self._ledger = ClientLedger(self.checkpoints.keep if self.checkpoints else 0)
         self._sender = Sender(
             model.layout,
             self.method.grain(model),
@@ -232,56 +264,23 @@ class MethodStrategy(Strategy):
         if self.checkpoints is not None:
             self._sender.digests = self.checkpoints.digests
         self._messenger = Messenger(
-            grid, self._sender, weighted_by_key=self.weighted_by_key, accept=self.method.accept,
-            noticed=self.on_progress,
+            grid, self._sender, self._ledger, weighted_by_key=self.weighted_by_key, accept=self.method.accept
+        )
+        rules = Rules(
+            self.fraction_train, self.min_available_nodes, self.needed_by, self.min_replies, self.seed,
+            self.deterministic,
         )  # fmt: skip
-        self._cells = cells(model.layout, self.blocks)
-        self._nodes, self._standing, self._awaited, self._note = Nodes(), Standing(), set(), ""
-        self.summary()
-        result = Result()
-        first = 1
-        train_config, evaluate_config = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
-        folder, keep = (self.checkpoints.folder, self.checkpoints.keep) if self.checkpoints else (None, 0)
-        self.method.open(folder, keep)
-        try:
-            if checkpoint is not None:
-                first = checkpoint.round + 1
-                state, checkpoint = self._go_on(checkpoint, result), None
-            if evaluate_fn is not None and first == 1:
-                report = RoundReport(0, "initial")
-                report.server_metrics = _scalars(evaluate_fn(0, initial_arrays))
-                result.evaluate_metrics_serverapp[0] = MetricRecord(dict(report.server_metrics))
-                self.on_round(report)
-            del initial_arrays, model  # what they hold goes with them, where the caller has not kept it
-            state = self._on_disk(state)
-            for number in range(first, num_rounds + 1):
-                this = self._begin(state, number, num_rounds, train_config, timeout)
-                state = self._train(state, this)
-                self._score(state, replace(this, config=evaluate_config), evaluate_fn, last=number == num_rounds)
-                self._end(this, result)
-                state = self._save(state, number, result)
-            result.arrays = self._arrays(state)
-            return result
-        except RoundFailed as failure:
-            this.report.seconds = time.monotonic() - this.started
-            self.on_round(this.report)
-            result.arrays = self._arrays(state)
-            failure.result = result
-            raise
-        finally:
-            self._messenger.close()
-            self.method.close()
+        self._cohorts = Cohorts(rules, self._messenger.nodes, self._ledger)
 
     # ---- one round -----------------------------------------------------------------------------------------------
 
     def _begin(self, state: Any, number: int, rounds: int, train_config: ConfigRecord, timeout: float) -> _Round:
         report = RoundReport(
             number, self.method.phase_name(state), scored=self.method.scored, judged=self.method.judged,
-            travel=Travel(self._sender.layout, self._cells),
+            travel=Travel(self._layout, self._cells),
         )  # fmt: skip
-        if self._note:
-            report.notes.append((SERVER, self._note))
-            self._note = ""
+        if self._trouble:
+            report.notes.append((SERVER, self._trouble))
         self._sender.new_round()
         return _Round(number, rounds, train_config, timeout, report)
 
@@ -297,15 +296,18 @@ class MethodStrategy(Strategy):
         ):
             if metrics:
                 of_rounds[number] = MetricRecord(dict(metrics))
-        log.info("%s", _in_a_line(report, this.rounds))
+        log.info("%s", report.in_a_line(this.rounds))
         self.on_round(report)
 
     def _train(self, state: Any, this: _Round) -> Any:
         """Sampling, all phases, merge. Returns the next state; the old one is untouched when it fails."""
         report = this.report
         for attempt in range(ATTEMPTS):
-            self._meet(this)
-            state, cohort = self.method.cohort(state, *self._draw(self.fraction_train, this, attempt, TRAIN))
+            send = partial(self._exchange, report)
+            self._cohorts.wait(report, this.config, this.timeout, send)
+            drawn = self._cohorts.draw(self.fraction_train, report, attempt, TRAIN)
+            report.left_out = drawn.left_out
+            state, cohort = self.method.cohort(state, drawn.names, drawn.size, drawn.rng)
             plans = self._prepare(state, this, sorted(cohort))
             merged = self._merge(state, this, plans)
             if merged is not None:
@@ -316,7 +318,7 @@ class MethodStrategy(Strategy):
             )  # fmt: skip
             report.replied.clear()
             if report.refused_by_client.issuperset(report.asked):
-                break  # they would refuse again: it is the app, not the weather
+                break  # not transient: they would refuse again
         raise RoundFailed(
             f"round {this.number} got fewer than min_replies={self.min_replies} good replies in {attempt + 1} attempts"
             + report.reasons()
@@ -354,7 +356,7 @@ class MethodStrategy(Strategy):
                 report.notes.append((SERVER, f"the reply of {reply.client} cannot be kept: {error}"))
                 log.error("The reply of %s in round %d cannot be kept: %s", reply.client, this.number, error)
                 continue
-            self._standing.good(reply.client)
+            self._ledger.standing.good(reply.client)
             metrics[reply.client] = reply.metrics, reply.examples
             exchanges[reply.client] = reply.exchange
             report.replied.append(reply.client)
@@ -366,7 +368,7 @@ class MethodStrategy(Strategy):
         report.train_metrics = self._measured(report, metrics, report.scored)
         merged = merger.finish()
         report.record = {**report.record, **self.method.change(state, merged)}
-        self._sender.current.update(exchanges)
+        self._ledger.merged(exchanges)
         return merged
 
     def _measured(
@@ -402,8 +404,7 @@ class MethodStrategy(Strategy):
         report = this.report
         report.seconds_train = time.monotonic() - this.started
         if self.fraction_evaluate and (last or not any(key.startswith(ON_TESTS) for key in report.train_metrics)):
-            names, size, rng = self._draw(self.fraction_evaluate, this, 0, EVALUATE)
-            cohort = sorted(names[k] for k in rng.choice(len(names), size, replace=False))
+            cohort = self._cohorts.draw(self.fraction_evaluate, report, 0, EVALUATE).at_random()
             plans = self.method.evaluation(state, this.number, cohort, more_rounds=not last)
             if last:
                 plans = [replace(plan, options={**plan.options, FINAL: True}) for plan in plans]
@@ -411,258 +412,60 @@ class MethodStrategy(Strategy):
             report.fedavg_down += len(plans)
             report.evaluate_metrics = self._measured(report, metrics, report.judged)
         if evaluate_fn is not None:
-            report.server_metrics = _scalars(evaluate_fn(this.number, self._arrays(state)))
+            report.server_metrics = _scalars(evaluate_fn(this.number, joined(self.method.models(state), self._layout)))
 
     def _ask(self, state: Any, plans: list[Plan], this: _Round, limit: int | None = None) -> Iterator[Reply]:
         """Send every plan to its client, and yield the good replies as they come."""
-        node_of = self._nodes.node_of()
-        without_result = len(this.report.refused), len(this.report.lost)
-        answers = self._messenger.ask(
-            [(node_of[plan.client], plan) for plan in plans],
-            this.report,
-            values=lambda plan, tree: self.method.values(state, plan.client, tree),
-            settings=lambda plan: self._settings(state, plan, this),
-            timeout=this.share(),
-            limit=limit,
-        )
+        messages = [
+            Outgoing(
+                plan,
+                partial(self.method.values, state, plan.client),
+                self._settings(state, plan, this),
+                self._cohorts.node_of(plan.client),
+            )
+            for plan in plans
+        ]
         try:
-            for _, reply in answers:
-                yield reply
-                del reply  # it may be as large as the model, and the next one comes now
+            for answer in self._exchange(this.report, messages, this.share(), limit):
+                if isinstance(answer, Answered):
+                    reply = answer.reply
+                    del answer  # it may be as large as the model, and the next one comes now
+                    yield reply
+                    del reply
+                elif answer.state != LEFT_BEHIND:
+                    self._ledger.standing.failed(answer.client, this.number)
         except EncodingError as error:
             raise RoundFailed(f"round {this.number} cannot be sent: {error}") from error
-        for client, _ in this.report.refused[without_result[0] :] + this.report.lost[without_result[1] :]:
-            self._standing.failed(client, this.number)
 
-    # ---- clients -------------------------------------------------------------------------------------------------
-
-    def _meet(self, this: _Round) -> None:
-        """Wait until enough clients are there, and let new nodes introduce themselves."""
-        begun = time.monotonic()
-        deadline = begun + this.timeout
-        say_again = ask_again = begun  # when it is said what is waited for; when silent nodes are asked again
-        while True:
-            looked = time.monotonic()
-            try:
-                self._nodes.update(self._messenger.nodes())
-            except Exception as error:  # a SuperLink that is busy or starting; it is asked again until the deadline
-                log.warning("The SuperLink does not say which nodes are there: %s", error)
-            too_few = len(self._nodes.available()) < self.min_available_nodes
-            silent_too = too_few and time.monotonic() >= ask_again
-            if asked := dict(self._nodes.take_new(this.number, silent_too=silent_too, most=self._introduced_at_once())):
-                self._introduce(asked, this)
-                ask_again = time.monotonic() + _ASK_AGAIN
-            available, refusals = len(self._nodes.available()), self._nodes.refusals()
-            self._awaited -= {*self._nodes.available()}
-            if self._awaited and time.monotonic() > min(begun + _RETURN, deadline):
-                log.warning(
-                    "%s took part before the run was resumed and did not come back: the run goes on without them, and "
-                    "will not end as it would have.", ", ".join(sorted(self._awaited)),
-                )  # fmt: skip
-                self._awaited.clear()
-            if available >= self.min_available_nodes and not self._awaited:
-                return
-            if available < self.min_available_nodes <= available + len(refusals) and not self._nodes.waiting():
-                raise RoundFailed(
-                    f"only {available} of {available + len(refusals)} clients can take part, and "
-                    f"{self.min_available_nodes} are needed ({self.needed_by}). The others say: "
-                    + "; ".join(sorted(set(refusals)))
-                )
-            if time.monotonic() > deadline:
-                raise RoundFailed(
-                    f"{available} clients are there after {this.timeout:g} s, and {self.min_available_nodes} are "
-                    f"needed: start more SuperNodes, or set {self.needed_by} lower" + this.report.reasons()
-                )
-            if time.monotonic() >= say_again:
-                say_again = time.monotonic() + _SAY_AGAIN
-                if available < self.min_available_nodes:
-                    log.info("Waiting for clients: %d are there, %d are needed.", available, self.min_available_nodes)
-                else:
-                    log.info("Waiting for %s, as the run was resumed.", ", ".join(sorted(self._awaited)))
-            # A list of many thousands of nodes must not keep the SuperLink busy.
-            time.sleep(max(0.5, time.monotonic() - looked))
-
-    def _introduced_at_once(self) -> int | None:
-        """How many new nodes introduce themselves before a round; None for all that there are."""
-        if self.deterministic:  # which of them come first is not the same in another run
-            return None
-        least, times = _INTRODUCED
-        return max(least, times * self.cohort_size(self._connected(), self.fraction_train), self.min_available_nodes)
-
-    def _connected(self) -> int:
-        """Clients that can take part, and nodes that have had no turn yet to say whether they can."""
-        return len(self._nodes.available()) + self._nodes.waiting()
-
-    def _introduce(self, asked: Mapping[int, str], this: _Round) -> None:
-        """Ask new nodes (node id → registered name or "") who they are, what they hold, and whether they can train."""
-        plans = [
-            (node_id, Plan(client=name, round=this.number, action=INTRODUCE, needs={}))
-            for node_id, name in asked.items()
-        ]
-        refused: dict[int, str] = {}
-        answers = self._messenger.ask(
-            plans,
-            this.report,
-            values=lambda plan, tree: {},
-            settings=lambda plan: this.config,
-            timeout=min(this.timeout, _INTRODUCTION),
-            refused=refused,
-        )
-        introduced = dict(answers)
-        names = self._nodes.settle(
-            {node_id: reply.client for node_id, reply in introduced.items()}, refused, asked, this.number
-        )
-        for node_id, name in names.items():
-            reply = introduced[node_id]
-            self._sender.held[name] = frozenset(reply.holds if reply.client == name else ())
-            if (counts := reply.vectors.get(LABEL_COUNTS)) and min(counts) >= 0:
-                this.report.label_counts[name] = counts
-        for name in self._nodes.returned(names.values()):
-            self._standing.good(name)
+    def _exchange(
+        self, report: RoundReport, messages: Iterable[Outgoing], timeout: float, limit: int | None = None
+    ) -> Iterator[Answered | Failure]:
+        """Send these messages; what happens is entered in the report, and what came of each is yielded."""
+        messages = list(messages)
+        for outgoing in messages:
+            report.ask(outgoing.plan)
+        for event in self._messenger.exchange(messages, timeout=timeout, limit=limit):
+            report.add(event)
+            self.on_progress(report)
+            if isinstance(event, Answered | Failure):
+                yield event
+            del event
 
     def cohort_size(self, available: int, fraction: float) -> int:
         """How many of the available clients a round takes."""
         return min(available, max(int(available * fraction), self.min_replies))
 
-    def _draw(
-        self, fraction: float, this: _Round, attempt: int, what: str
-    ) -> tuple[list[str], int, np.random.Generator]:
-        """What a cohort is drawn from: the available clients, sorted, its size, and a generator of this draw alone."""
-        out = self._standing.out(self._nodes.node_of(), this.number)
-        if len(self._nodes.available()) - len(out) < self.min_replies:
-            out = []  # better those than none
-        if what == TRAIN:
-            this.report.left_out = out
-        left_out = set(out)
-        names = [name for name in self._nodes.available() if name not in left_out]
-        # A share of all that there are, also while most of them have not introduced themselves yet.
-        size = min(len(names), self.cohort_size(len(names) + self._nodes.waiting(), fraction))
-        return names, size, np.random.default_rng([self.seed, this.number, attempt, zlib.crc32(what.encode())])
-
-    # ---- checkpoints ---------------------------------------------------------------------------------------------
-
-    def _checkpoint(self, model: ServerModel) -> Checkpoint | None:
-        """The checkpoint to go on from; None for a run from the beginning. Raises CheckpointError."""
-        if self.checkpoints is None:
-            return None
-        if not self.resume:
-            if rounds := self.checkpoints.rounds():
-                raise CheckpointError(
-                    f"{self.checkpoints.folder} has a checkpoint of round {rounds[-1]}: go on from it with "
-                    "resume=True, or choose another folder"
-                )
-            return None
-        checkpoint = self.checkpoints.latest()
-        if checkpoint is None:
-            log.info("%s has no checkpoint: the run begins at round 1.", self.checkpoints.folder)
-            return None
-        for what, then, now in (
-            ("strategy", checkpoint.method, self._identity()),
-            ("seed", checkpoint.seed, self.seed),
-            ("model", checkpoint.layout, layout_digest(model.layout)),
-        ):
-            if then != now:
-                raise CheckpointError(
-                    f"the checkpoint of round {checkpoint.round} in {self.checkpoints.folder} is of another {what} "
-                    f"({then}; this run has {now}): resume with what the run was started with"
-                )
-        return checkpoint
-
-    def _go_on(self, checkpoint: Checkpoint, result: Result) -> Any:
-        """Take over what a checkpoint remembers. Returns the method's state."""
-        assert self.checkpoints is not None
-        log.info("Resumed after round %d, from %s.", checkpoint.round, self.checkpoints.folder)
-        self._sender.held = {client: frozenset(ids) for client, ids in checkpoint.held.items()}
-        self._sender.current = dict(checkpoint.current)
-        self._sender.restorable = tuple(self.checkpoints.versions())
-        self._standing = Standing(**checkpoint.standing)
-        self._awaited = set(checkpoint.clients) if self.deterministic else set()
-        for kind, rounds in checkpoint.history.items():
-            getattr(result, kind).update({int(number): MetricRecord(dict(m)) for number, m in rounds.items()})
-        return self.method.resume(checkpoint.state, self.checkpoints.states(before=checkpoint.round))
-
-    def _on_disk(self, state: Any) -> Any:
-        """The state that a run begins with, out of the way of what its first round needs memory for."""
-        if self.checkpoints is not None:
-            with contextlib.suppress(OSError):  # it then stays in memory
-                return self.checkpoints.on_disk(state)
-        return state
-
-    def _save(self, state: Any, server_round: int, result: Result) -> Any:
-        """Write a checkpoint, and return the state with its arrays in that file, where the system can drop them.
-
-        One that cannot be written is said, and the run goes on.
-        """
-        if self.checkpoints is None:
-            return state
-        history = {
-            kind: {str(number): dict(metrics) for number, metrics in getattr(result, kind).items()}
-            for kind in ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp")
-        }
-        checkpoint = Checkpoint(
-            round=server_round,
-            experiment=self.experiment,
-            seed=self.seed,
-            method=self._identity(),
-            layout=layout_digest(self._sender.layout),
-            state=state,
-            held={client: tuple(sorted(ids)) for client, ids in sorted(self._sender.held.items()) if ids},
-            current=dict(self._sender.current),
-            standing=self._standing.to_json(),
-            clients=tuple(self._nodes.available()),
-            history=history,
-        )
-        try:
-            self.method.settle(state)
-            self.checkpoints.save(checkpoint)
-        except OSError as error:
-            self._note = f"no checkpoint of round {server_round} could be written: {error}"
-            log.error("%s. The run goes on; should it be killed, it resumes after an earlier round.", self._note)
-            if server_round not in self.checkpoints.rounds():
-                return state
-            # It is there and may be all that there is, though the disk did not say that it will outlive a power cut.
-        self.method.saved(state)
-        kept = (*self._sender.restorable, checkpoint.current)
-        self._sender.restorable = kept[-self.checkpoints.keep :]
-        try:
-            return self.checkpoints.saved_state(server_round)
-        except (OSError, DamagedFile) as error:
-            log.warning("The state of round %d stays in memory: %s", server_round, error)
-            return state
-
-    def _identity(self) -> dict[str, str | int | float]:
-        options = {key: np.asarray(value).item() for key, value in self.method.describe().items()}
-        return {"name": type(self.method).__name__, **options}
-
-    # ---- arrays and settings -------------------------------------------------------------------------------------
-
-    def _server_model(self, initial_arrays: ArrayRecord) -> ServerModel:
-        models: list[dict[str, np.ndarray]] = []
-        for record in modes_of(initial_arrays):
-            models.append({name: array.numpy() for name, array in record.items()})
-            for array in models[-1].values():
-                array.flags.writeable = False
-        name, layout = "the model", Layout.of_arrays(models[0])
-        if self.blocks is not None:
-            name, layout = self.blocks.model, self.blocks.layout
-        for raw in models:
-            if different := layout.difference(Layout.of_arrays(raw), mine="model", others="arrays"):
-                raise ValueError(f"the initial arrays are not those of {name}: {different}")
-        return ServerModel(name, layout, tuple(layout.split(raw) for raw in models), self.blocks)
-
-    def _arrays(self, state: Any) -> ArrayRecord:
-        """What the run delivers, as Flower and apps know it: a raw `state_dict`, or those of an ensemble's modes."""
-        models = [self._sender.layout.join(entries) for entries in self.method.models(state)]
-        return join_modes(record_of(raw) for raw in models)
+    # ---- settings -------------------------------------------------------------------------------------
 
     def _settings(self, state: Any, plan: Plan, this: _Round) -> Mapping[str, Any]:
-        """The app's settings for a plan, the learning rate scheduled."""
+        """The app's settings for a plan: the round's number, and the learning rate scheduled."""
+        settings = {**this.config, "server-round": plan.round}
         if plan.action != TRAIN:
-            return this.config
+            return settings
         factor = SCHEDULES[self.schedule](*self.method.progress(state, plan, this.rounds))
         rates = {key: this.config[key] for key in ("learning-rate", "lr") if key in this.config}
         scaled = {key: rate * factor for key, rate in rates.items() if isinstance(rate, int | float)}
-        return {**this.config, **scaled}
+        return {**settings, **scaled}
 
     def _mean_rate(self, state: Any, plans: list[Plan], this: _Round) -> float | None:
         """The learning rate of a round, for its report; None where the app has another setting for it."""
@@ -670,56 +473,10 @@ class MethodStrategy(Strategy):
         rates = [rate for of in told if isinstance(rate := of.get("lr", of.get("learning-rate")), int | float)]
         return sum(rates) / len(rates) if rates else None
 
-    # ---- Flower's hooks ------------------------------------------------------------------------------------------
-
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        raise NotImplementedError(_HOOKS)
-
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        raise NotImplementedError(_HOOKS)
-
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        raise NotImplementedError(_HOOKS)
-
-    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        raise NotImplementedError(_HOOKS)
-
-
-_HOOKS = (
-    "Tepal's strategies stream replies and talk with one client more than once a round, which Flower's hooks "
-    "(configure_train, aggregate_train, …) cannot express: call start(), and override the method's functions "
-    "(plan, values, merger) to change what is sent and merged."
-)
-
-
-def _in_a_line(report: RoundReport, rounds: int) -> str:
-    """A round for those who follow the log: `flwr run --stream`, or a file of it."""
-    figures = [
-        f"{len(report.replied)} of {len(report.asked)} clients", f"{report.down.payload / 1e6:.3g} MB down",
-        f"{report.up.payload / 1e6:.3g} MB up", f"{report.seconds:.1f} s",
-    ]  # fmt: skip
-    scores = {**report.train_metrics, **report.evaluate_metrics, **report.server_metrics}
-    figures += [f"{name} {scores[name]:.4f}" for name in sorted(scores) if name.endswith(("accuracy", "loss"))]
-    return f"Round {report.round} of {rounds}, {report.phase}: {', '.join(figures)}."
-
 
 def _check(name: str, value: object, good: bool, allowed: str) -> None:
     if not good:
         raise ValueError(f"{name} is {value!r}; it must be {allowed}")
-
-
-def _blocks(model: nn.Module | ModelBlocks | None) -> ModelBlocks | None:
-    if model is None or (hasattr(model, "query_key") and hasattr(model, "layout")):
-        return model  # type: ignore[return-value]
-    from tepal.models.blocks import find_blocks
-
-    return find_blocks(model)  # type: ignore[arg-type]
 
 
 def _scalars(record: MetricRecord | None) -> dict[str, float]:

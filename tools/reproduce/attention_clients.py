@@ -235,11 +235,11 @@ def client_app(clients: Sequence[Client], *, rate: float, steps: int, ridge: flo
                 matrix.grad = gradient
 
         work = FullBatch(
-            model, Batches(client.inputs, client.labels, EXAMPLES, 0), config, layout=came.manifest.layout,
-            received=came.model, options=came.manifest.options, trees=came.trees, load_personal=came.personal.load,
+            model, Batches(client.inputs, client.labels, EXAMPLES, 0), config, layout=came.layout,
+            received=came.model, options=came.plan.options, trees=came.trees, load_personal=came.personal.load,
             gradients=gradients,
         )  # fmt: skip
-        outcome = objectives.find(came.manifest.objective).fit(work)
+        outcome = objectives.find(came.plan.objective).fit(work)
         if outcome.personal is not None:
             came.personal.save(outcome.personal)
         client.trained = tuple(matrix.detach() for matrix in trained)

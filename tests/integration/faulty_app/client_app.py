@@ -46,7 +46,7 @@ app = ClientApp(mods=[forging, partial_exchange])
 @app.train()
 def train(msg, context):
     manifest = received(msg).manifest
-    kind, number = fault_of(context, manifest.client, manifest.round)
+    kind, number = fault_of(context, manifest.plan.client, manifest.plan.round)
     if kind == "raise":
         raise RuntimeError("no memory left on this device")
     if kind == "die":
@@ -54,7 +54,7 @@ def train(msg, context):
     if kind == "sleep":
         time.sleep(number)
     arrays = {name: array.numpy() for name, array in msg.content["arrays"].items()}
-    arrays, examples = trained(manifest.client, manifest.round, arrays, manifest.trains)
+    arrays, examples = trained(manifest.plan.client, manifest.plan.round, arrays, manifest.plan.trains)
     if kind == "nan":
         arrays["head"] = np.full(10, np.nan, np.float32)
     record = ArrayRecord({name: Array(np.asarray(array)) for name, array in arrays.items()})

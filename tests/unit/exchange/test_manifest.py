@@ -1,5 +1,6 @@
 import json
 import zlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from tepal.exchange.manifest import PARTS, RECORD, Header, Manifest, Parcel, ProtocolError
 from tepal.exchange.parts import STYPE, Part
+from tepal.exchange.plan import Plan
 from tepal.exchange.sender import Traffic
 from tests.unit.exchange.test_layout import fused_layout
 
@@ -18,16 +20,26 @@ PART = Part("model", "query_key", ("attn.qkv:q", "attn.qkv:k"), (b"a" * 16, b"b"
 def test_manifest_survives_its_record():
     manifest = Manifest(
         experiment="e",
-        client="site-1",
-        round=3,
-        action="train",
+        plan=Plan(
+            client="site-1",
+            round=3,
+            action="train",
+            needs={"model": (*PART.names, "embed"), "control": PART.names},
+            trains=("embed", "steps"),
+            returns={"model": ("embed",)},
+            keeps={"model": PART.names},
+            remembers={"model": "personal"},
+            groups={"value_projection": ("attn.qkv:v",)},
+            objective="scaffold",
+            options={"ridge": 0.5},
+        ),
         record="arrays",
         layout=fused_layout(),
-        parcels=(Parcel(PART, keep=True, sent=("attn.qkv:k",)), Parcel(PART, keep=False, sent=PART.names)),
-        trains=("embed", "steps"),
-        returns={"model": ("embed",)},
-        groups={"value_projection": ("attn.qkv:v",)},
-        options={"ridge": 0.5},
+        parcels=(
+            Parcel(PART, keep=True, sent=("attn.qkv:k",)),
+            Parcel(replace(PART, block="value", names=("embed",), digests=(b"c" * 16,)), keep=False, sent=()),
+            Parcel(replace(PART, tree="control"), keep=False, sent=PART.names),
+        ),
     )
     assert Manifest.from_content({RECORD: manifest.to_record()}) == manifest
 
@@ -74,8 +86,8 @@ def test_a_seal_is_of_every_byte_of_what_is_hashed_in_pieces():
 
 def test_a_manifest_of_many_entries_is_small():
     layout = fused_layout()
-    size = len(Manifest(experiment="e", client="c", round=1, action="train", record="arrays", layout=layout).to_record()
-               ["manifest"])  # fmt: skip
+    plan = Plan(client="c", round=1, needs={})
+    size = len(Manifest(experiment="e", plan=plan, record="arrays", layout=layout).to_record()["manifest"])
     assert size < 400
 
 

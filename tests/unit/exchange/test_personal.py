@@ -23,7 +23,7 @@ from tepal.exchange.manifest import RECORD, Header
 from tepal.exchange.personal import PersonalState
 from tepal.strategies import FedAvg, RoundFailed
 from tepal.strategies.in_process import InProcessGrid, Node
-from tepal.strategies.rounds import nodes
+from tepal.strategies.rounds import ledger
 from tepal.strategies.rounds.checkpoint import FACTS, STATE, Checkpoints
 
 START = ArrayRecord({"w": Array(np.zeros(2, np.float32))})
@@ -129,7 +129,7 @@ def counting_app(seen, raises=lambda client: False):
 
     @app.train()
     def train(msg, context):
-        mine, client = received(msg).personal, received(msg).manifest.client
+        mine, client = received(msg).personal, received(msg).plan.client
         count = mine.load().get("count", np.zeros((2, 1), np.int64))
         assert count[0] == count[1]
         seen.append(Asked(client, msg.content["config"]["server-round"], int(count[0, 0])))
@@ -276,7 +276,7 @@ def test_it_may_be_read_and_not_saved_where_a_model_is_scored():
     def evaluate(msg, context):
         mine = received(msg).personal
         read.append(int(mine.load()["count"][0, 0]))
-        if received(msg).manifest.client == "b":
+        if received(msg).plan.client == "b":
             mine.save({"count": np.zeros((2, 1), np.int64)})
         return Message(RecordDict({"metrics": MetricRecord({"num-examples": 1})}), reply_to=msg)
 
@@ -531,7 +531,7 @@ class Dying(Checkpoints):
 @given(script=st.fixed_dictionaries({client: replies for client in CLIENTS}), course=events)
 def test_whatever_happens_it_goes_forward_with_merged_replies_and_back_with_the_server(script, course):
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as root:
-        patch.setattr(nodes, "FAILURES", 10**9)  # who is left out after three failures is another matter
+        patch.setattr(ledger, "FAILURES", 10**9)  # who is left out after three failures is another matter
         patch.setattr(os, "fsync", lambda handle: None)  # nobody pulls the plug
         stage = Stage(script, course, Path(root) / "checkpoints", Path(root) / "cache")
         stage.play()

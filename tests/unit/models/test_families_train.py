@@ -114,7 +114,7 @@ def client_app(run: Run) -> ClientApp:
 
     def loaded(msg: Message, context: Context, model: nn.Module = model) -> tuple[int, int]:
         model.load_state_dict(msg.content["arrays"].to_torch_state_dict())  # strict: every raw tensor is there
-        return int(context.node_config["partition-id"]), received(msg).manifest.round
+        return int(context.node_config["partition-id"]), received(msg).plan.round
 
     def loss(model: nn.Module, client: int) -> Tensor:
         outputs = floats(model(**MODELS[run.family].inputs()))
@@ -142,7 +142,7 @@ def client_app(run: Run) -> ClientApp:
     def train(msg: Message, context: Context) -> Message:
         client, number = key = loaded(msg, context)
         manifest = received(msg).manifest
-        run.given[key], run.trained[key] = (manifest.model, raw_of(msg.content["arrays"])), manifest.trains
+        run.given[key], run.trained[key] = (manifest.plan.model, raw_of(msg.content["arrays"])), manifest.plan.trains
         apply_plan(model, msg)
         torch.manual_seed(10 * client + number)  # of dropout
         model.train()

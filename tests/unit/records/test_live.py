@@ -9,7 +9,7 @@ import pytest
 from tepal.exchange.layout import Layout
 from tepal.records.live import Live
 from tepal.strategies import FedAvg
-from tepal.strategies.rounds.messenger import ClientReport, RoundReport
+from tepal.strategies.rounds.report import ClientReport, RoundReport
 from tepal.strategies.rounds.travel import OTHER, QUERY_KEY, Cell, Travel, cells
 from tests.unit.strategies.rounds.test_round import grid_of, numpy_app, reply_of, start
 

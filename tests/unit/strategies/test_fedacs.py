@@ -20,7 +20,7 @@ import torch
 from flwr.app import Array, ArrayRecord, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from tepal.exchange import Layout, partial_exchange
+from tepal.exchange import Layout, partial_exchange, received
 from tepal.exchange.manifest import PARTS, RECORD, Manifest
 from tepal.exchange.modes import join_modes
 from tepal.exchange.plan import Reply
@@ -34,7 +34,7 @@ from tepal.strategies.personal import store as model_store
 from tepal.strategies.personal.store import ModelStore
 from tepal.strategies.rounds import checkpoint
 from tepal.strategies.rounds.checkpoint import STATE, CheckpointError, Checkpoints
-from tepal.strategies.rounds.messenger import SERVER
+from tepal.strategies.rounds.report import SERVER
 from tests.quiet import quiet  # noqa: F401
 from tests.unit.strategies.rounds.test_resume import flip, in_child
 
@@ -94,7 +94,7 @@ def client_app(seen, *, tied=(), fails=lambda client, number: False, scores=Fals
     def evaluate(msg, context):
         partition, number, model = came(msg, context)
         seen.scored[f"client-{partition}", number] = model
-        of = msg.content["config"]["scored"]
+        of = received(msg).plan.options["scored"]
         figures = {"num-examples": 5 * partition + 1, f"{of}-accuracy": score_of(model)}
         return Message(RecordDict({"metrics": MetricRecord(figures)}), reply_to=msg)
 
@@ -119,7 +119,7 @@ class Seen:
 
     def spy(self, msg, context, call_next):
         if RECORD in msg.content:
-            of = Manifest.from_content(msg.content)
+            of = Manifest.from_content(msg.content).plan
             nbytes = sum(len(array.data) for array in msg.content.get(PARTS, {}).values())
             self.sent[of.client, of.round, of.action] = self.sent.get((of.client, of.round, of.action), 0) + nbytes
         return call_next(msg, context)

@@ -98,10 +98,10 @@ def numpy_app(run, fails=lambda client, server_round: False, scores=True):
     @app.train()
     def train(msg, context):
         manifest = received(msg).manifest
-        client, server_round = manifest.client, manifest.round
+        client, server_round = manifest.plan.client, manifest.plan.round
         if fails(client, server_round):
             raise RuntimeError("not now")
-        mode = int(manifest.model.removeprefix("mode/")) if manifest.model != "model" else 0
+        mode = int(manifest.plan.model.removeprefix("mode/")) if manifest.plan.model != "model" else 0
         rng = np.random.default_rng([ord(client[0]), server_round])
         came = {name: array.numpy() for name, array in msg.content["arrays"].items()}
         made = {name: (array / 2 + rng.normal(size=array.shape)).astype(array.dtype) for name, array in came.items()}
@@ -458,15 +458,15 @@ def obedient_app(run):
     def train(msg, context):
         came = received(msg)
         manifest = came.manifest
-        rng = np.random.default_rng([ord(manifest.client), manifest.round])
+        rng = np.random.default_rng([ord(manifest.plan.client), manifest.plan.round])
         model = dict(came.model)
-        for name in manifest.trains:
+        for name in manifest.plan.trains:
             model[name] = np.asarray(model[name] + rng.normal(size=model[name].shape)).astype(model[name].dtype)
-        mode = int(manifest.model.removeprefix("mode/"))
-        run.trained.append(Training(manifest.client, manifest.round, mode, dict(came.model), model, {}))
+        mode = int(manifest.plan.model.removeprefix("mode/"))
+        run.trained.append(Training(manifest.plan.client, manifest.plan.round, mode, dict(came.model), model, {}))
         raw = manifest.layout.join(model)
         arrays = ArrayRecord({name: Array(np.asarray(array)) for name, array in raw.items()})
-        metrics = MetricRecord({"num-examples": examples_of(manifest.client), "received-loss": 1.0})
+        metrics = MetricRecord({"num-examples": examples_of(manifest.plan.client), "received-loss": 1.0})
         return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=msg)
 
     @app.evaluate()
@@ -527,7 +527,7 @@ class Spy:
             if manifest.parcels:
                 names = {(parcel.part.tree, name) for parcel in manifest.parcels for name in parcel.sent}
                 data = sum(len(array.data) for array in msg.content.get(PARTS, {}).values())
-                self.sent.append((manifest.client, manifest.round, manifest.action, names, data))
+                self.sent.append((manifest.plan.client, manifest.plan.round, manifest.plan.action, names, data))
         return call_next(msg, context)
 
 
@@ -542,11 +542,11 @@ class Looking(PartialExchange):
         def look(msg, context):
             reply = call_next(msg, context)
             manifest = received(msg).manifest
-            if manifest.action == "train":
+            if manifest.plan.action == "train":
                 model = make_vit()
                 model.load_state_dict(reply.content["arrays"].to_torch_state_dict())
                 entries = {name: tensor.numpy().copy() for name, tensor in canonical_state(model).items()}
-                self.returned.append((manifest.client, manifest.round, manifest.model, entries))
+                self.returned.append((manifest.plan.client, manifest.plan.round, manifest.plan.model, entries))
             return reply
 
         return super().__call__(msg, context, look)

@@ -46,7 +46,7 @@ class Spy:
             manifest = Manifest.from_content(msg.content)
             names = [name for parcel in manifest.parcels for name in parcel.sent]
             data = sum(len(array.data) for array in msg.content.get(PARTS, {}).values())
-            self.sent.append((manifest.client, manifest.round, manifest.action, set(names), data))
+            self.sent.append((manifest.plan.client, manifest.plan.round, manifest.plan.action, set(names), data))
         return call_next(msg, context)
 
     def rounds_with(self, client, names):

@@ -24,7 +24,7 @@ def run(method, app, clients=3, rounds=1):
             manifest = Manifest.from_content(msg.content)
             if manifest.parcels:
                 data = sum(len(array.data) for array in msg.content.get(PARTS, {}).values())
-                sent.append((manifest.client, msg.metadata.message_type, data))
+                sent.append((manifest.plan.client, msg.metadata.message_type, data))
         return call_next(msg, context)
 
     app = app([spy, partial_exchange])
@@ -66,7 +66,7 @@ def selecting_app(mods):
     def train(msg, context):
         came = received(msg)
         arrays = {name: array.numpy() for name, array in msg.content["arrays"].items()}
-        for name in came.manifest.trains:
+        for name in came.plan.trains:
             arrays[name] = arrays[name] + 1 + int(context.node_config["partition-id"])
         record = ArrayRecord({name: Array(array) for name, array in arrays.items()})
         return Message(RecordDict({"arrays": record, "metrics": MetricRecord({"num-examples": 1})}), reply_to=msg)

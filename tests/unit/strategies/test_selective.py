@@ -105,26 +105,26 @@ class Clients:
         def probe(msg, context):
             manifest, client = received(msg).manifest, int(context.node_config["partition-id"])
             metrics = {"num-examples": 3 * client + 1, **self.declared(context)}
-            if manifest.options["probe.score"] != "none":
-                metrics["layer-scores"] = scores_of(client, manifest.round)
-            if manifest.options["probe.timed"]:
-                metrics["layer-milliseconds"] = durations_of(client, manifest.round)
-            metrics = self.answer(client, manifest.round, metrics)
-            self.probed[manifest.round, manifest.client] = metrics
+            if manifest.plan.options["probe.score"] != "none":
+                metrics["layer-scores"] = scores_of(client, manifest.plan.round)
+            if manifest.plan.options["probe.timed"]:
+                metrics["layer-milliseconds"] = durations_of(client, manifest.plan.round)
+            metrics = self.answer(client, manifest.plan.round, metrics)
+            self.probed[manifest.plan.round, manifest.plan.client] = metrics
             return Message(RecordDict({"metrics": MetricRecord(metrics)}), reply_to=msg)
 
         @app.train()
         def train(msg, context):
             came, client = received(msg), int(context.node_config["partition-id"])
             steps, model = came.personal.load() if self.momentum else {}, dict(came.model)
-            rng = np.random.default_rng([client, came.manifest.round])
-            for name in came.manifest.layout.names:
+            rng = np.random.default_rng([client, came.plan.round])
+            for name in came.layout.names:
                 steps[name] = self.momentum * steps.get(name, 0.0) + rng.normal(size=model[name].shape)
-                if name in came.manifest.trains or self.disobeys:
+                if name in came.plan.trains or self.disobeys:
                     model[name] = np.asarray(model[name] - steps[name], dtype=model[name].dtype)
             if self.momentum:
                 came.personal.save(steps)
-            arrays = came.manifest.layout.join(model)
+            arrays = came.layout.join(model)
             record = ArrayRecord({name: Array(np.asarray(array)) for name, array in arrays.items()})
             metrics = MetricRecord({"num-examples": 3 * client + 1})
             return Message(RecordDict({"arrays": record, "metrics": metrics}), reply_to=msg)
@@ -147,13 +147,14 @@ class Clients:
         if manifest.parcels:
             blocks = [parcel.part.block for parcel in manifest.parcels if parcel.sent]
             data = sum(len(array.data) for array in msg.content.get(PARTS, {}).values())
-            self.sent.append((manifest.round, manifest.client, manifest.action, blocks, data))
+            self.sent.append((manifest.plan.round, manifest.plan.client, manifest.plan.action, blocks, data))
         reply = call_next(msg, context)
-        if manifest.action == "train" and PARTS in reply.content:
+        if manifest.plan.action == "train" and PARTS in reply.content:
             header = Header.from_content(reply.content, len(manifest.layout.entries))
             (tree, shaped), *_ = header.parts.items()
             examples = next(iter(reply.content.metric_records.values()))["num-examples"]
-            self.uploads[manifest.round, manifest.client] = examples, unpack(reply.content[PARTS][tree], shaped)
+            at = manifest.plan.round, manifest.plan.client
+            self.uploads[at] = examples, unpack(reply.content[PARTS][tree], shaped)
         return reply
 
     def blocks_to(self, client, server_round, action):
@@ -417,9 +418,9 @@ def test_a_probe_asks_for_what_the_selection_needs_and_no_more(selection, score)
     class Looking(InProcessGrid):
         def push_messages(self, messages):
             (message,) = messages
-            manifest = Manifest.from_content(message.content)
-            if manifest.action == "probe":
-                asked.append((dict(manifest.options), manifest.trains, manifest.returns, sorted(manifest.groups)))
+            plan = Manifest.from_content(message.content).plan
+            if plan.action == "probe":
+                asked.append((dict(plan.options), plan.trains, plan.returns, sorted(plan.groups)))
             return super().push_messages([message])
 
     strategy = SelectiveLayers(model=NET, selection=selection, probe_batches=3, costs="milliseconds", budget=9.0,

@@ -7,7 +7,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from torch import nn
 
 from tepal.client_app import apply_plan
-from tepal.exchange import MODEL, Plan, Sender, partial_exchange
+from tepal.exchange import MODEL, Outgoing, Plan, Sender, partial_exchange
 from tepal.models.blocks import canonical_state, find_blocks
 from tepal.models.tiny_vit import TinyViT
 from tepal.strategies.in_process import InProcessGrid
@@ -37,7 +37,7 @@ def message_for():
             seen.append(msg)
             return Message(RecordDict({"arrays": msg.content["arrays"]}), reply_to=msg)
 
-        sent = Message(sender.content(plan, lambda tree: entries)[0], 1, "train")
+        sent = Message(sender.content(Outgoing(plan, lambda tree: entries))[0], 1, "train")
         partial_exchange(sent, Context(1, 1, {}, RecordDict(), {}), app)
         return seen[0]
 

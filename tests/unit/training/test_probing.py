@@ -13,7 +13,7 @@ from flwr.app import Context, Message, RecordDict
 from torch import nn
 
 from tepal.client_app import apply_plan
-from tepal.exchange import MODEL, Plan, Sender, partial_exchange
+from tepal.exchange import MODEL, Outgoing, Plan, Sender, partial_exchange
 from tepal.models.blocks import canonical_state, find_blocks
 from tepal.models.tiny_vit import TinyViT
 from tepal.strategies.in_process import InProcessGrid
@@ -68,7 +68,7 @@ def message_that_freezes(model, frozen):
         seen.append(msg)
         return Message(RecordDict({"arrays": msg.content["arrays"]}), reply_to=msg)
 
-    partial_exchange(Message(sender.content(plan, lambda tree: entries)[0], 1, "train"),
+    partial_exchange(Message(sender.content(Outgoing(plan, lambda tree: entries))[0], 1, "train"),
                      Context(1, 1, {}, RecordDict(), {}), app)  # fmt: skip
     return seen[0]
 

@@ -71,7 +71,7 @@ class Problem:
         def work(site, came, *penalty):
             made = make(site, came, *penalty)
             if came is not None:
-                self.works[site.name, came.manifest.round] = made
+                self.works[site.name, came.plan.round] = made
             return made
 
         monkeypatch.setattr(app_module, "_work", work)

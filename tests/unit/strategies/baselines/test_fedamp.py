@@ -68,7 +68,7 @@ class Clients:
         def train(msg, context):
             at, model = came(msg, context)
             self.received[at] = model
-            self.options[at] = dict(received(msg).manifest.options)
+            self.options[at] = dict(received(msg).plan.options)
             if fails(*at):
                 raise RuntimeError("not now")
             made = {
@@ -85,7 +85,7 @@ class Clients:
         def evaluate(msg, context):
             at, model = came(msg, context)
             self.scored[at] = model
-            figures = {"num-examples": 2, f"{msg.content['config']['scored']}-accuracy": float(model["w"].sum())}
+            figures = {"num-examples": 2, f"{received(msg).plan.options['scored']}-accuracy": float(model["w"].sum())}
             return Message(RecordDict({"metrics": MetricRecord(figures)}), reply_to=msg)
 
         return app

@@ -25,7 +25,6 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
 from tepal.exchange import files, parts
-from tepal.exchange.files import DamagedFile
 from tepal.exchange.parts import digest
 from tepal.strategies.rounds import checkpoint as module
 from tepal.strategies.rounds.checkpoint import (

@@ -23,7 +23,7 @@ from tepal.strategies import FedAvg, RoundFailed
 from tepal.strategies.fedavg import ModelMerger
 from tepal.strategies.in_process import InProcessGrid, Node
 from tepal.strategies.rounds import messenger
-from tepal.strategies.rounds.nodes import FAILURES, LEFT_OUT, Standing
+from tepal.strategies.rounds.ledger import FAILURES, LEFT_OUT, Standing
 
 START = ArrayRecord({"w": Array(np.zeros(1))})
 
@@ -44,7 +44,7 @@ class Trained(list):
 
         @app.train()
         def train(msg, context):
-            client, server_round = received(msg).manifest.client, received(msg).manifest.round
+            client, server_round = received(msg).plan.client, received(msg).plan.round
             self.append((client, server_round))
             if fails(client, server_round):
                 raise RuntimeError("no result today")
@@ -94,9 +94,9 @@ def run(grid, rounds, timeout=60.0, **options):
 
 def is_training(message, client=None, server_round=None):
     """Whether a message asks for training, and in this round and of this client where they are given."""
-    manifest = Manifest.from_content(message.content)
+    plan = Manifest.from_content(message.content).plan
     return (
-        manifest.action == "train" and client in (None, manifest.client) and server_round in (None, manifest.round)
+        plan.action == "train" and client in (None, plan.client) and server_round in (None, plan.round)
     )
 
 
@@ -234,7 +234,7 @@ def test_standing_counts_each_client_alone():
             standing.good("b")
     assert standing.out(["a", "b", "c"], 4) == ["a"]
     assert standing.out(["b", "c"], 4) == []
-    again = Standing(**standing.to_json())
+    again = Standing(dict(standing.failures), dict(standing.until))
     assert [again.out(["a"], number) for number in range(3, 11)] == [["a"]] * 6 + [[]] * 2
     again.failed("a", 9)
     assert again.out(["a"], 10) == ["a"] and again.out(["a"], 15) == []

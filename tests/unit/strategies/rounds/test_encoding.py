@@ -43,7 +43,7 @@ def moving_app(seen=None, scale=1e-2):
     @app.train()
     def train(msg, context):
         partition, number, model = came(msg, context, "train")
-        trains = received(msg).manifest.trains
+        trains = received(msg).plan.trains
         moved = {
             name: value + step(partition, number, scale) if name == "w" else
             value + np.float32(0.01) if name in trains and value.dtype.kind == "f" else value

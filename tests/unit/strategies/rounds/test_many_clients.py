@@ -19,10 +19,10 @@ from tepal.strategies import FedAvg
 from tepal.strategies.fedavg import Averaging
 from tepal.strategies.fedensemble import EnsembleState, Ensembling
 from tepal.strategies.in_process import InProcessGrid, Node
-from tepal.strategies.rounds import messenger
-from tepal.strategies.rounds import strategy as base
+from tepal.strategies.rounds import cohort, messenger
 from tepal.strategies.rounds.checkpoint import Checkpoints
-from tepal.strategies.rounds.nodes import FAILURES, Nodes
+from tepal.strategies.rounds.ledger import FAILURES
+from tepal.strategies.rounds.nodes import Nodes
 
 START = ArrayRecord({"w": Array(np.zeros(1))})
 CLIENTS, COHORT, ROUNDS = 1000, 50, 8
@@ -44,7 +44,7 @@ def stub(fails=way_of_failing):
 
     @app.train()
     def train(msg, context):
-        asked = received(msg).manifest
+        asked = received(msg).plan
         way = fails(asked.client, asked.round)
         if way == "raises":
             raise RuntimeError("no result today")
@@ -120,13 +120,13 @@ class Introductions(InProcessGrid):
     def push_messages(self, messages):
         for message in messages:
             manifest = Manifest.from_content(message.content)
-            if manifest.action == "introduce":
-                self.asked.setdefault(manifest.round, []).append(message.metadata.dst_node_id)
+            if manifest.plan.action == "introduce":
+                self.asked.setdefault(manifest.plan.round, []).append(message.metadata.dst_node_id)
         return super().push_messages(messages)
 
 
 def test_of_very_many_nodes_some_introduce_themselves_before_each_round_and_all_have_their_turn(monkeypatch):
-    monkeypatch.setattr(base, "_INTRODUCED", (15, 2))
+    monkeypatch.setattr(cohort, "_INTRODUCED", (15, 2))
     options = {"grid": Introductions, "fails": lambda *_: None, "fraction_train": 0.1}
     reports, _, grid = rounds_of(100, 7, **options)
     turns = [grid.asked.get(number, []) for number in range(1, 8)]
@@ -137,7 +137,7 @@ def test_of_very_many_nodes_some_introduce_themselves_before_each_round_and_all_
 
 
 def test_all_introduce_themselves_at_once_where_a_run_must_be_repeatable_or_needs_so_many(monkeypatch):
-    monkeypatch.setattr(base, "_INTRODUCED", (5, 2))
+    monkeypatch.setattr(cohort, "_INTRODUCED", (5, 2))
     for options in ({"deterministic": True}, {"min_available_nodes": 30}, {"fraction_train": 1.0}):
         _, _, grid = rounds_of(
             30, 1, **{"grid": Introductions, "fails": lambda *_: None, "fraction_train": 0.1, **options}

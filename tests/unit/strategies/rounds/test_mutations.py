@@ -134,9 +134,9 @@ def make_app(steps):
         came.personal.save({"steps": count + 1})
         steps[client, server_round] = int(count)
         trees = {tree: dict(values) for tree, values in came.trees.items()}
-        trees[MODEL] |= trained(trees[MODEL], came.manifest.trains, client, server_round)
+        trees[MODEL] |= trained(trees[MODEL], came.plan.trains, client, server_round)
         trees["control"] = trained(trees["control"], VALUE, client, server_round)
-        raw = came.manifest.layout.join(trees[MODEL])
+        raw = came.layout.join(trees[MODEL])
         content = {
             "arrays": ArrayRecord({name: Array(np.asarray(array)) for name, array in raw.items()}),
             "control": ArrayRecord({name: Array(array) for name, array in trees["control"].items()}),
@@ -152,7 +152,7 @@ def make_app(steps):
 
 
 class Run:
-    """A run in which `on_plan(name, manifest, msg)` and `on_reply(name, header, reply)` may change what travels.
+    """A run in which `on_plan(name, plan, msg)` and `on_reply(name, header, reply)` may change what travels.
 
     Names are the clients'. `on_plan` changes the message in place; what `on_reply` returns is delivered.
     """
@@ -165,7 +165,7 @@ class Run:
 
         def behind_a_network(msg, context):
             if on_plan is not None:
-                on_plan(f"client-{context.node_config['partition-id']}", Manifest.from_content(msg.content), msg)
+                on_plan(f"client-{context.node_config['partition-id']}", Manifest.from_content(msg.content).plan, msg)
             return app(msg, context)
 
         def spoil(node, message, reply):
@@ -474,8 +474,8 @@ def manifest_type(content, rng):
 PLANS = {
     "manifest: bytes": manifest_bytes,
     "manifest: anything": manifest_field(),
-    "manifest: whom it is for": manifest_field("experiment", "client", "round", "action", "nonce"),
-    "manifest: what to do": manifest_field("record", "trains", "returns", "groups", "options"),
+    "manifest: whom it is for": manifest_field("experiment", "plan", "nonce"),
+    "manifest: what to do": manifest_field("record", "plan"),
     "manifest: parcels": manifest_field("parcels"),
     "manifest: layout": manifest_field("layout"),
     "manifest: names swapped": manifest_layout_names,
@@ -508,21 +508,21 @@ def run_with_changed_message(mutation):
     genuine = {}
     manifests_that_arrived = set()
 
-    def on_plan(name, manifest, msg):
-        if manifest.action != "train":
+    def on_plan(name, plan, msg):
+        if plan.action != "train":
             return
-        first = (name, manifest.round) not in genuine
+        first = (name, plan.round) not in genuine
         if first:
-            genuine[name, manifest.round] = copied(msg.content)
-        if (name, manifest.round) != (mutation.client, mutation.round) or not (first or mutation.again):
+            genuine[name, plan.round] = copied(msg.content)
+        if (name, plan.round) != (mutation.client, mutation.round) or not (first or mutation.again):
             return
         before = msg.content[RECORD]["manifest"]
         if (change := PLANS[mutation.kind]) is not None:
             change(msg.content, rng)
-        elif mutation.kind == "message: of an earlier round" and manifest.round > 1:
-            msg.content = copied(genuine[name, rng.randint(1, manifest.round - 1)])
+        elif mutation.kind == "message: of an earlier round" and plan.round > 1:
+            msg.content = copied(genuine[name, rng.randint(1, plan.round - 1)])
         else:
-            others = [content for (other, r), content in genuine.items() if other != name and r == manifest.round]
+            others = [content for (other, r), content in genuine.items() if other != name and r == plan.round]
             if others:
                 msg.content = copied(rng.choice(others))
             else:

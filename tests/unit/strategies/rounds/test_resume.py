@@ -22,7 +22,7 @@ from flwr.clientapp import ClientApp
 from tepal.exchange import MODEL, Layout, RawTensor, partial_exchange, received
 from tepal.strategies import FedAvg, FedFrozen
 from tepal.strategies.in_process import InProcessGrid, Node
-from tepal.strategies.rounds import strategy as base
+from tepal.strategies.rounds import cohort
 from tepal.strategies.rounds.checkpoint import FACTS, STATE, Checkpoint, CheckpointError, Checkpoints
 from tests.quiet import quiet  # noqa: F401
 from tests.unit.strategies.rounds.test_mutations import BLOCKS, LAYOUT, RAW
@@ -59,10 +59,10 @@ def momentum_app():
         for name in came.model:
             gradient = rng.normal(size=model[name].shape)
             momentum[name] = np.asarray(0.9 * momentum.get(name, 0.0) + gradient)
-            if name in came.manifest.trains:
+            if name in came.plan.trains:
                 model[name] = np.asarray(model[name] - momentum[name], dtype=model[name].dtype)
         came.personal.save(momentum)
-        raw = came.manifest.layout.join(model)
+        raw = came.layout.join(model)
         arrays = ArrayRecord({name: Array(np.asarray(array)) for name, array in raw.items()})
         metrics = {"num-examples": 3 * client + 1, "loss": float(sum(value.sum() for value in model.values()))}
         return Message(RecordDict({"arrays": arrays, "metrics": MetricRecord(metrics)}), reply_to=msg)
@@ -457,7 +457,7 @@ def test_a_deterministic_run_goes_on_without_a_client_that_does_not_come_back(
 ):
     """Whether the deadline of the round's exchanges, which is another matter, is before the end of that wait or not."""
     run("FedFrozen", tmp_path, rounds=4)
-    monkeypatch.setattr(base, "_RETURN", patience)
+    monkeypatch.setattr(cohort, "_RETURN", patience)
     grid = InProcessGrid(nodes(tmp_path, [0, 2, 3, 4]))
     resumed = run("FedFrozen", tmp_path, resume=True, grid=grid, timeout=timeout)
     assert "client-1 took part before the run was resumed and did not come back" in caplog.text
