@@ -105,14 +105,14 @@ def whole_way(replies: Models, repeats: int) -> dict[str, list[float]]:
         content, exchange = sends.content(Outgoing(plan, lambda tree: replies[0]))
         answer = answered(Message(content, 1, "train"), reply, k + 1)
         contents = {each: one.deflate() for each, one in get_all_nested_objects(answer).items()}
-        came.append((plan, exchange, answer.object_id, contents))
+        came.append((exchange, answer.object_id, contents))
     seconds: dict[str, list[float]] = {step: [] for step in STEPS}
     with stopwatch(seconds, manifest.Header, "seal_of", "seal checked"):
         for _ in range(repeats):
             for step in STEPS:
                 seconds[step].append(0.0)
             merger = ModelMerger(ModelState(replies[0]))
-            for plan, exchange, object_id, contents in came:
+            for exchange, object_id, contents in came:
                 begun = time.perf_counter()
                 message: Any = fetch(object_id, contents.__getitem__, at_once)
                 message.metadata.__dict__["_message_id"] = object_id

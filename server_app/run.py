@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from logging import getLogger
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +22,7 @@ from tepal.exchange.modes import join_modes, modes_of
 from tepal.models.blocks import Blocks, BlocksError, find_blocks
 from tepal.models.pretrained import Loaded, load_pretrained
 from tepal.records.live import Live
+from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory import ACCURACY, CHECKPOINTS, KEPT_IN, RMSE, RunDirectory, read_metrics, total
 from tepal.report.run_page import write_report
 from tepal.server_app.catalogue import CATALOGUE
@@ -33,7 +33,6 @@ from tepal.server_app.trackers import TrackerError, Trackers, check_trackers, op
 from tepal.strategies import MethodError, MethodStrategy, NoAttentionError, RoundFailed, RoundReport
 from tepal.strategies.rounds.checkpoint import CheckpointError, Checkpoints
 from tepal.strategies.rounds.travel import cells
-from tepal.training import tasks
 from tepal.training.data import DataError
 from tepal.training.data.inputs import FOUND_NAMES, held_out_inputs, unlabelled_inputs, written_names, written_sizes
 from tepal.training.data.tokens import TokenizerError
@@ -294,7 +293,7 @@ def _keep(
         directory.add_label_counts(report.label_counts)
     except OSError as error:
         log.error("%s. The run goes on without.", error)
-    line = metrics_line(report, model_bytes, task)
+    line = RoundRecord.of(report, model_bytes, task).to_line()
     directory.add(line)
     trackers.add(line)
 
@@ -325,97 +324,3 @@ def server_evaluation(
         return MetricRecord(figures | (scored.apart if len(modes) > 1 else {}))
 
     return evaluate
-
-
-def metrics_line(report: RoundReport, model_bytes: int, task: Task = tasks.IMAGES) -> dict[str, Any]:
-    """One round as a line of `metrics.jsonl`.
-
-    `accuracy` and `loss` are of the global model (or ensemble) after the round, on the server's held-out examples or,
-    with `accuracy_of` "clients", on the clients' own test examples. "personal": every client has a model of its own,
-    and it is the mean over the clients of each one's on its own test examples. `received_…` are of the model that the
-    round started from, on the clients' test examples, and `clients_…` of the result of the round: mean and standard
-    deviation over the clients, each counted alike, of the accuracy or, in a regression, of the root mean squared error.
-    """
-    train, server = report.train_metrics, report.server_metrics
-    clients = _of_result(report)
-    accuracy_of = None
-    if not server.keys().isdisjoint(_SCORES):
-        accuracy_of = "server"
-    elif any(clients[name] is not None for name in _SCORES):
-        accuracy_of = "clients" if report.scored == "received" else "personal"
-    scored: Mapping[str, float | None] = server if accuracy_of == "server" else clients
-    loss = scored.get("loss")
-    return {
-        "round": report.round,
-        "phase": report.phase,
-        "clients_asked": len(report.asked),
-        "clients_replied": len(report.replied),
-        "refused": _said(report.refused),
-        "lost": _said(report.lost),
-        "late": _said((client, f"it is an answer to round {number}") for client, number in report.late),
-        "left_out": _said((client, "it failed several times in a row") for client in report.left_out),
-        "notes": _said(report.notes),
-        "accuracy": scored.get("accuracy"),
-        "loss": scored.get("loss"),
-        "macro_f1": scored.get("macro-f1"),
-        "perplexity": None if not task.perplexity or loss is None else math.exp(min(loss, _LARGEST)),
-        "rmse": _root(loss, task),
-        "accuracy_of": accuracy_of,
-        "clients_accuracy": clients["mean"],
-        "clients_rmse": clients["rmse"],
-        "clients_spread": clients["spread"],
-        "received_accuracy": train.get("received-accuracy"),
-        "received_loss": train.get("received-loss"),
-        "received_rmse": _root(train.get("received-loss"), task),
-        "trained_accuracy": train.get("trained-accuracy"),
-        "train_loss": train.get("train-loss"),
-        "learning_rate": report.learning_rate,
-        "step_seconds": train.get("step-seconds"),
-        "bytes_down": report.down.payload,
-        "bytes_up": report.up.payload,
-        "bytes_overhead": report.down.overhead + report.up.overhead,
-        "bytes_fedavg": (report.fedavg_down + report.fedavg_up) * model_bytes,
-        "bytes_fedavg_down": report.fedavg_down * model_bytes,
-        "resent": report.resent,
-        "seconds": round(report.seconds, 3),
-        "seconds_train": round(report.seconds_train, 3),
-        **{name.replace("-", "_"): server[name] for name in _DIVERSITY if name in server},
-    }
-
-
-def _of_result(report: RoundReport) -> dict[str, float | None]:
-    """What clients measured of the round's result on their own test examples.
-
-    `accuracy` and `loss` as they are averaged (by test examples, but for personal models); `mean` of the accuracy over
-    the clients, each counted alike, or of the root mean squared error `rmse`, and its `spread`.
-    """
-    measured, of = report.evaluate_metrics, f"{report.judged}-"
-    if measured.keys().isdisjoint(f"{of}{name}" for name in _SCORES):
-        # Without an evaluation, what was measured in training; an app of one's own may say "accuracy" and no more.
-        own, plain = report.scored != "received", report.judged == "received"
-        measured, of = (report.train_metrics, f"{report.scored}-") if own else (measured if plain else {}, "")
-    rmse, spread = report.over_clients.get(f"{of}rmse", (None, None))
-    mean, spread = report.over_clients.get(f"{of}accuracy", (measured.get("accuracy"), spread))
-    return {
-        "accuracy": measured.get(f"{of}accuracy"),
-        "loss": measured.get(f"{of}loss"),
-        "macro-f1": measured.get(f"{of}macro-f1"),
-        "mean": mean,
-        "rmse": rmse,
-        "spread": spread,
-    }
-
-
-def _root(loss: float | None, task: Task) -> float | None:
-    """Of the mean squared error; None where the loss is another."""
-    return math.sqrt(loss) if task.regression and loss is not None else None
-
-
-_SCORES = ("accuracy", "loss")
-_LARGEST = 700.0  # e to more than this is no number
-# Of an ensemble's modes.
-_DIVERSITY = ("lowest-accuracy", "highest-accuracy", "entropy", "disagreement", "variance-over-members")
-
-
-def _said(reasons: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
-    return [{"client": client, "reason": reason} for client, reason in reasons]

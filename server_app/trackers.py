@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
+from tepal.records.round_record import COUNTED
 from tepal.records.run_directory import as_json, read_metrics, scored, write_whole
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ EVENTS = "tensorboard"  # folder in a run directory: TensorBoard's event files
 MLFLOW_RUN = "mlflow.json"  # in a run directory: which run of MLflow it is
 MLFLOW_DATABASE = "mlflow.db"  # in the folder of runs, where no tracking server is named
 
-_COUNTED = ("refused", "lost", "late", "left_out")  # keys whose values are lists of clients
 _BATCH = 900  # values in a call of MLflow, which takes 1000
 
 Line = Mapping[str, Any]
@@ -82,7 +82,7 @@ def scalars(line: Line) -> dict[str, float]:
     """The numbers of a round by their keys in `metrics.jsonl`; of clients that gave no result, how many they are."""
     values: dict[str, float] = {}
     for key, value in line.items():
-        if key in _COUNTED and isinstance(value, Sequence):
+        if key in COUNTED and isinstance(value, Sequence):
             values[key] = float(len(value))
         elif key != "round" and isinstance(value, int | float) and not isinstance(value, bool):
             values[key] = float(value)

@@ -16,12 +16,12 @@ server that is killed leaves at most one torn last line there, which `read_metri
 `RunDirectory.in_use` cuts off.
 """
 
+from tepal.records.round_record import METRICS_KEYS
 from tepal.records.run_directory.directory import RunDirectory
 from tepal.records.run_directory.files import as_json, make_first_free, point_latest_at, write_whole
 from tepal.records.run_directory.holding import RunInUse, held, is_held
 from tepal.records.run_directory.metrics import (
     ACCURACY,
-    METRICS_KEYS,
     RMSE,
     SUMMARY_KEYS,
     Measure,

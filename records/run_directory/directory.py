@@ -20,9 +20,10 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from tepal import __version__
+from tepal.records.round_record import METRICS_KEYS
 from tepal.records.run_directory.files import as_json, beside, explained, make_first_free, point_latest_at, write_whole
 from tepal.records.run_directory.holding import held
-from tepal.records.run_directory.metrics import METRICS_KEYS, SUMMARY_KEYS, summarise
+from tepal.records.run_directory.metrics import SUMMARY_KEYS, summarise
 from tepal.records.run_directory.names import CONFIG, LABELS, METRICS, MODEL, ROUNDS, SUMMARY
 from tepal.records.run_directory.reading import find_run, parse_line, read_config, read_label_counts, read_metrics
 

@@ -8,42 +8,6 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-METRICS_KEYS = (
-    "round",
-    "phase",
-    "clients_asked",
-    "clients_replied",
-    "refused",
-    "lost",
-    "late",
-    "left_out",
-    "notes",
-    "accuracy",
-    "loss",
-    "macro_f1",
-    "perplexity",
-    "rmse",
-    "accuracy_of",
-    "clients_accuracy",
-    "clients_rmse",
-    "clients_spread",
-    "received_accuracy",
-    "received_loss",
-    "received_rmse",
-    "trained_accuracy",
-    "train_loss",
-    "learning_rate",
-    "bytes_down",
-    "bytes_up",
-    "bytes_overhead",
-    "bytes_fedavg",
-    "bytes_fedavg_down",
-    "resent",
-    "seconds",
-    "seconds_train",
-    "step_seconds",
-)
-
 SUMMARY_KEYS = (
     "strategy",
     "model",

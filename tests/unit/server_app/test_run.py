@@ -20,9 +20,10 @@ from sklearn.datasets import load_digits
 from tepal.client_app.site import Site
 from tepal.models import build
 from tepal.models.blocks import find_blocks
+from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory import RunDirectory, read_label_counts, read_metrics
 from tepal.server_app.config import ConfigError, defaults, read_run_config
-from tepal.server_app.run import build_model, build_strategy, metrics_line, run
+from tepal.server_app.run import build_model, build_strategy, run
 from tepal.strategies import FedACS, FedAMP, FedBE, FedEnsemble, RoundFailed, RoundReport, SelectiveLayers
 from tepal.strategies.in_process import InProcessGrid, Node
 from tepal.strategies.rounds import checkpoint
@@ -476,10 +477,10 @@ def test_a_metric_that_nobody_asked_for_does_not_become_the_runs_accuracy():
     measured = {"received-accuracy": 0.5, "received-loss": 1.0, "personal-accuracy": 1.0, "ensemble-accuracy": 1.0}
     over_clients = {"received-accuracy": (0.4, 0.1), "personal-accuracy": (1.0, 0.0)}
     report = RoundReport(1, "train", evaluate_metrics=measured, over_clients=over_clients)
-    line = metrics_line(report, 1)
+    line = RoundRecord.of(report, 1, tasks.IMAGES).to_line()
     assert (line["accuracy"], line["clients_accuracy"], line["clients_spread"]) == (0.5, 0.4, 0.1)
-    ensemble = metrics_line(RoundReport(1, "train", judged="ensemble", evaluate_metrics={"accuracy": 0.9}), 1)
-    assert ensemble["accuracy"] is None, "it is of one mode, from an app that knows no ensembles"
+    of_ensemble = RoundReport(1, "train", judged="ensemble", evaluate_metrics={"accuracy": 0.9})
+    assert RoundRecord.of(of_ensemble, 1, tasks.IMAGES).accuracy is None, "it is of one mode, from an app that knows no ensembles"
 
 
 @pytest.mark.parametrize("where", ["server", "clients"])
@@ -488,10 +489,11 @@ def test_a_rounds_line_has_what_its_task_is_measured_by(where):
         report = RoundReport(1, "train", server_metrics={"loss": 0.7, "macro-f1": 0.6, "accuracy": 0.8})
     else:
         report = RoundReport(1, "train", evaluate_metrics={"received-loss": 0.7, "received-macro-f1": 0.6})
-    line = metrics_line(report, 1, tasks.NEXT_CHARACTER)
+    line = RoundRecord.of(report, 1, tasks.NEXT_CHARACTER).to_line()
     assert (line["accuracy"], line["accuracy_of"]) == ({"server": 0.8, "clients": None}[where], where)
     assert (line["loss"], line["macro_f1"], line["perplexity"]) == (0.7, 0.6, pytest.approx(2.0137527))
-    assert metrics_line(report, 1)["perplexity"] is metrics_line(report, 1)["rmse"] is line["rmse"] is None
+    of_images = RoundRecord.of(report, 1, tasks.IMAGES)
+    assert of_images.perplexity is of_images.rmse is line["rmse"] is None
 
 
 def test_a_regressions_line_has_root_mean_squared_errors():
@@ -500,7 +502,7 @@ def test_a_regressions_line_has_root_mean_squared_errors():
         1, "train", train_metrics={"received-loss": 0.49, "received-rmse": 0.68}, server_metrics={"loss": 0.25},
         evaluate_metrics={"received-loss": 0.36}, over_clients=of_clients,
     )  # fmt: skip
-    line = metrics_line(report, 1, tasks.REGRESSION)
+    line = RoundRecord.of(report, 1, tasks.REGRESSION).to_line()
     assert (line["loss"], line["rmse"], line["received_rmse"]) == (0.25, 0.5, pytest.approx(0.7))
     assert (line["clients_rmse"], line["clients_spread"]) == (0.6, 0.1)
     assert line["accuracy"] is line["clients_accuracy"] is line["perplexity"] is None

@@ -11,7 +11,7 @@ from flwr.serverapp.strategy import FedAvgM as FlowerFedAvgM
 from scipy.optimize import minimize
 
 from tepal.exchange.personal import PersonalState
-from tepal.server_app.run import metrics_line
+from tepal.records.round_record import RoundRecord
 from tepal.strategies import (
     APFL,
     Ditto,
@@ -30,6 +30,7 @@ from tepal.strategies import (
 )
 from tepal.training.config import TrainingConfig
 from tepal.training.loop import accumulation
+from tepal.training.tasks import IMAGES
 from tests.quiet import quiet  # noqa: F401
 from tests.unit.strategies.baselines.problem import SETTINGS, START, Problem, descend, gradient, start
 
@@ -562,7 +563,7 @@ def test_what_is_scored_is_each_clients_own_model(monkeypatch, tmp_path, strateg
         )
         assert ("personal-accuracy" in report.evaluate_metrics) == (number == 3)
         expected = after if number == 3 else in_training
-        line = metrics_line(report, START.nbytes)
+        line = RoundRecord.of(report, START.nbytes, IMAGES).to_line()
         assert line["accuracy_of"] == "personal"
         assert (line["accuracy"], line["loss"]) == pytest.approx(expected, abs=1e-6)
         assert line["clients_accuracy"] == pytest.approx(expected[0])
@@ -600,7 +601,7 @@ def test_the_time_of_a_step_is_that_of_its_passes_through_the_model(monkeypatch,
     expected = passes * (4 * 0.1 + 6 * 0.2) / 10
     for number in (1, 2):
         assert reports[number].train_metrics["step-seconds"] == pytest.approx(expected)
-        assert metrics_line(reports[number], START.nbytes)["step_seconds"] == pytest.approx(expected)
+        assert RoundRecord.of(reports[number], START.nbytes, IMAGES).step_seconds == pytest.approx(expected)
 
 
 # ---- personal state and the server's ---------------------------------------------------------------------------------
