@@ -11,7 +11,7 @@ from tepal.server_app.config.run_config import SECTIONS
 
 
 def reference() -> str:
-    """All keys as a page of the documentation, docs/run-config.md: `docs/run_config.py` prints it."""
+    """All keys as a page of the documentation, docs/run-config.md: `docs/run_config.py` writes it."""
     lines = ["# The run config", "", "Set keys with `--run-config 'key=value …'` or in a TOML file. Text needs quotes."]
     seen: set[str] = set()
     for title, section in SECTIONS.values():
