@@ -10,8 +10,7 @@ import json
 import re
 from pathlib import Path
 
-from tepal.server_app import catalogue
-from tepal.server_app.config import defaults, reference
+from tepal.server_app.config import defaults, reference, strategies
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"(?<=\[tool\.flwr\.app\.config\]\n).*?(?=# === End)", re.DOTALL)
@@ -23,7 +22,7 @@ def generated() -> dict[Path, str]:
     keys = "".join(f"{key} = {json.dumps(value)}\n" for key, value in defaults().items())
     return {
         ROOT / "docs/run-config.md": reference(),
-        ROOT / "docs/strategies.md": catalogue.reference(),
+        ROOT / "docs/strategies.md": strategies(),
         pyproject: BLOCK.sub(lambda _: keys, pyproject.read_text(), count=1),
     }
 

@@ -14,7 +14,7 @@ from tepal.server_app.config.common import (
     WireDtype,
 )
 from tepal.server_app.config.errors import ConfigError
-from tepal.server_app.config.key_table import about, escaped, reference
+from tepal.server_app.config.key_table import about, reference, strategies
 from tepal.server_app.config.reading import CHANGEABLE, open_run, read_run_config, sizes_of
 from tepal.server_app.config.run_config import SECTIONS, RunConfig, Value, defaults
 
@@ -32,9 +32,9 @@ __all__ = [
     "WireDtype",
     "about",
     "defaults",
-    "escaped",
     "open_run",
     "read_run_config",
     "reference",
     "sizes_of",
+    "strategies",
 ]
