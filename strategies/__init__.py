@@ -20,6 +20,7 @@ from tepal.strategies.fedensemble import FedEnsemble
 from tepal.strategies.fedfrozen import FedFrozen, NoAttentionError
 from tepal.strategies.method import MethodError
 from tepal.strategies.options import LISTED, Listing
+from tepal.strategies.partial import PartialTraining
 from tepal.strategies.rounds.messenger import RoundReport
 from tepal.strategies.rounds.strategy import MethodStrategy, RoundFailed
 from tepal.strategies.selective import SelectiveLayers
@@ -47,6 +48,7 @@ __all__ = [  # noqa: RUF022  the strategies first, in the order of the catalogue
     "MethodError",
     "MethodStrategy",
     "NoAttentionError",
+    "PartialTraining",
     "RoundFailed",
     "RoundReport",
     "join_modes",

@@ -84,6 +84,7 @@ RUN_BY = {
     "tepal show": "test_the_commands_that_look_at_runs",
     "tepal doctor": "tests/unit/tools/deploy/test_doctor.py",
     "python benchmarks/": "tests/unit/test_benchmarks.py",
+    "python docs/run_config.py": "test_what_follows_from_the_declared_options_is_written_anew",
     "python -m quickstart.in_process": "test_the_app_of_ones_own_runs",
     "flwr run . CONNECTION --stream --run-config 'resume=": "tests/integration/test_resume.py",
     "tepal loopback": "tests/integration/test_loopback_command.py",
