@@ -19,7 +19,7 @@ import numpy as np
 
 from tepal.exchange.layout import Arrays, Names
 from tepal.exchange.plan import CONTROL, MODEL, SCAFFOLD, Plan, Reply, Tree
-from tepal.strategies.aggregate import WeightedMean
+from tepal.strategies.aggregate import WeightedMean, with_joiners
 from tepal.strategies.fedavg import Averaging, ModelState
 from tepal.strategies.method import ServerModel, parameters_of
 from tepal.strategies.options import Positive, RoundOptions, listed
@@ -50,11 +50,8 @@ class Controlled(Averaging):
         self, state: ModelState, available: Sequence[str], size: int, rng: np.random.Generator
     ) -> tuple[ModelState, Sequence[str]]:
         assert isinstance(state, ControlledState) and state.control is not None
-        control, known = state.control, tuple(sorted({*state.clients, *available}))
-        if len(known) > len(state.clients) > 0:
-            # Σ c_i stays, as joiners come with zero; c is its mean over more clients.
-            share = len(state.clients) / len(known)
-            control = {name: (c * share).astype(c.dtype) for name, c in control.items()}
+        known = tuple(sorted({*state.clients, *available}))
+        control = with_joiners(state.control, len(state.clients), len(known))
         _, cohort = super().cohort(state, available, size, rng)
         return replace(state, control=control, clients=known), cohort
 
