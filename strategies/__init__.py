@@ -7,6 +7,7 @@ from tepal.strategies.baselines.apfl import APFL
 from tepal.strategies.baselines.ditto import Ditto
 from tepal.strategies.baselines.fedamp import FedAMP
 from tepal.strategies.baselines.fedbe import FedBE
+from tepal.strategies.baselines.feddyn import FedDyn
 from tepal.strategies.baselines.fednova import FedNova
 from tepal.strategies.baselines.fedopt import FedAdagrad, FedAdam, FedAvgM, FedYogi
 from tepal.strategies.baselines.fedprox import FedProx
@@ -45,6 +46,7 @@ __all__ = [  # noqa: RUF022  the strategies first, in the order of the catalogue
     "PFedMe",
     "APFL",
     "FedAMP",
+    "FedDyn",
     "MethodError",
     "MethodStrategy",
     "NoAttentionError",
