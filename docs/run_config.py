@@ -1,8 +1,32 @@
-"""Write the page of all keys of the run config.
+"""Write anew what follows from the declarations of the run config's keys and the strategies.
 
-    python docs/run_config.py > docs/run-config.md
+    python docs/run_config.py
+
+These are docs/run-config.md, docs/strategies.md, and the defaults of all keys in pyproject.toml, where Flower looks for
+them: it refuses a key of `--run-config` that is not there.
 """
 
-from tepal.server_app.config import reference
+import json
+import re
+from pathlib import Path
 
-print(reference(), end="")
+from tepal.server_app.config import defaults, reference, strategies
+
+ROOT = Path(__file__).resolve().parents[1]
+BLOCK = re.compile(r"(?<=\[tool\.flwr\.app\.config\]\n).*?(?=# === End)", re.DOTALL)
+
+
+def generated() -> dict[Path, str]:
+    """File → its text as it follows from the code."""
+    pyproject = ROOT / "pyproject.toml"
+    keys = "".join(f"{key} = {json.dumps(value)}\n" for key, value in defaults().items())
+    return {
+        ROOT / "docs/run-config.md": reference(),
+        ROOT / "docs/strategies.md": strategies(),
+        pyproject: BLOCK.sub(lambda _: keys, pyproject.read_text(), count=1),
+    }
+
+
+if __name__ == "__main__":
+    for path, text in generated().items():
+        path.write_text(text)

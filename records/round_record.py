@@ -1,4 +1,4 @@
-"""What is kept of a round: a line of `metrics.jsonl`, from which tables, reports, the dashboard and trackers are made."""
+"""What is kept of a round, from which tables, reports, the dashboard and trackers are made: a line of metrics.jsonl."""
 
 from __future__ import annotations
 

@@ -25,12 +25,11 @@ from tepal.records.live import Live
 from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory import ACCURACY, CHECKPOINTS, KEPT_IN, RMSE, RunDirectory, read_metrics, total
 from tepal.report.run_page import write_report
-from tepal.server_app.catalogue import CATALOGUE
-from tepal.server_app.config import SECTIONS, ConfigError, RunConfig, open_run, sizes_of
+from tepal.server_app.config import ConfigError, RunConfig, open_run, sizes_of
 from tepal.server_app.distillation import Distiller
 from tepal.server_app.grid import prompt
 from tepal.server_app.trackers import TrackerError, Trackers, check_trackers, open_trackers
-from tepal.strategies import MethodError, MethodStrategy, NoAttentionError, RoundFailed, RoundReport
+from tepal.strategies import STRATEGIES, MethodError, MethodStrategy, NoAttentionError, RoundFailed, RoundReport
 from tepal.strategies.rounds.checkpoint import CheckpointError, Checkpoints
 from tepal.strategies.rounds.travel import cells
 from tepal.training.data import DataError
@@ -229,14 +228,12 @@ def build_strategy(config: RunConfig, blocks: Blocks) -> MethodStrategy:
 
 
 def _strategy(name: str, config: RunConfig, options: Mapping[str, Any]) -> MethodStrategy:
-    own: dict[str, Any] = getattr(config, name).model_dump() if name in SECTIONS else {}
+    own = config.options[name].model_dump() if name in config.options else {}
     if name == "fedbe":
         own = _with_distiller(config)
-    if name == "selective" and own.pop("draw_budgets"):
-        own["budget"] = "drawn"
     if name == "fedensemble":
         own["member"] = _strategy(own["member"], config, options)
-    return CATALOGUE[name].strategy(**own, **options)
+    return STRATEGIES[name].strategy(**own, **options)
 
 
 def _with_distiller(config: RunConfig) -> dict[str, Any]:

@@ -147,6 +147,18 @@ def _take_piece(step: _Step) -> None:
         np.add(m, difference, out=m)
 
 
+def with_joiners(mean: Mapping[str, np.ndarray], before: int, now: int) -> dict[str, np.ndarray]:
+    """A mean over clients after more of them joined, each with zero: the sum stays.
+
+    Args:
+        mean: entry name → mean over the clients of before.
+        before, now: how many clients there were and are; with none before, the mean is zero and stays.
+    """
+    if now == before or not before:
+        return dict(mean)
+    return {name: (values * (before / now)).astype(values.dtype) for name, values in mean.items()}
+
+
 ON_TESTS = ("received-", "trained-", "personal-", "ensemble-")
 """How the names of metrics begin that a client measures on its own test examples: the model they are of."""
 

@@ -9,20 +9,18 @@ models lie, and who gets what, in `personal/models.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Unpack
 
 import numpy as np
+from pydantic import Field
 
-from tepal.strategies.method import ModelBlocks
 from tepal.strategies.mixing import cosine, mixing_weights, threshold
+from tepal.strategies.options import RoundOptions, listed
+from tepal.strategies.personal.models import MEAN_MODEL, PersonalMixing, PersonalModels
 from tepal.strategies.personal.models import STORE as STORE
 from tepal.strategies.personal.models import ModelKeeper as ModelKeeper
-from tepal.strategies.personal.models import PersonalMixing, PersonalModels
 from tepal.strategies.personal.models import write_at as _write_at
 from tepal.strategies.rounds.strategy import MethodStrategy
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 class Mixing(PersonalMixing):
@@ -31,10 +29,6 @@ class Mixing(PersonalMixing):
     name = "FedACS"
 
     def __init__(self, quantile: float, alpha: float = 1.0) -> None:
-        if not 0 < quantile < 1:
-            raise ValueError(f"quantile is {quantile}; it must be between 0 and 1, both excluded")
-        if not 0 < alpha <= 1:
-            raise ValueError(f"alpha is {alpha}; it must be above 0 and at most 1 (1 is the paper's)")
         self.quantile = quantile
         self.alpha = alpha
 
@@ -57,19 +51,25 @@ class Mixing(PersonalMixing):
         return {"quantile": self.quantile, "alpha": self.alpha}
 
 
+@listed(
+    "fedacs",
+    title="FedACS",
+    does="a personal model for each client, mixed with similar clients' models",
+    paper="arXiv:2312.15148",
+    result=MEAN_MODEL,
+)
 class FedACS(MethodStrategy):
     """FedACS over Tepal's exchange.
 
     The result's arrays are the mean of the clients' models; each client's own is in the store, and with the client.
 
     Args:
-        quantile: p, between 0 and 1: the share of the similarities that are too small to count. From 1 − 1/n on every
-            client trains alone.
-        alpha: α in (0, 1]: how far a client goes from its own model to the mixture; 1 is the paper's.
-        model: the torch model, or its blocks from `find_blocks`, which say what is a buffer and is not compared. Not
-            needed for models whose only buffers are BatchNorm's.
-        round_options: see `MethodStrategy`. The store of models lies in the folder of the checkpoints; without one it
-            is a temporary file.
+        quantile: p, the share of the similarities that are too small to count. From 1 − 1/n on every client trains
+            alone.
+        alpha: α, how far a client goes from its own model to the mixture; 1 is the paper's.
+        round_options: see `MethodStrategy`. `model` says what is a buffer and is not compared; a model whose only
+            buffers are BatchNorm's need not be given. The store of models lies in the folder of the checkpoints;
+            without one it is a temporary file.
 
     Raises:
         ValueError: an option out of range.
@@ -78,9 +78,8 @@ class FedACS(MethodStrategy):
     def __init__(
         self,
         *,
-        quantile: float,
-        alpha: float = 1.0,
-        model: nn.Module | ModelBlocks | None = None,
-        **round_options: Any,
+        quantile: Annotated[float, Field(gt=0, lt=1)] = 0.5,
+        alpha: Annotated[float, Field(gt=0, le=1)] = 1.0,
+        **round_options: Unpack[RoundOptions],
     ) -> None:
-        super().__init__(Mixing(quantile, alpha), model=model, **round_options)
+        super().__init__(Mixing(quantile, alpha), **round_options)

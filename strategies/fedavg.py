@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Unpack
 
 from tepal.exchange.layout import Arrays
 from tepal.exchange.plan import EVALUATE, MODEL, Plan, Reply, Tree
 from tepal.strategies.aggregate import WeightedMean
 from tepal.strategies.method import Merger, Method, MethodError, ServerModel
+from tepal.strategies.options import RoundOptions, listed
 from tepal.strategies.rounds.strategy import MethodStrategy
 
 
@@ -78,8 +79,14 @@ class Averaging(Method):
         return (state.entries,)
 
 
+@listed(
+    "fedavg",
+    title="FedAvg",
+    does="weighted mean of the clients' models",
+    paper="McMahan et al. 2017, arXiv:1602.05629",
+)
 class FedAvg(MethodStrategy):
     """Federated averaging over Tepal's exchange. Takes the keyword arguments of `MethodStrategy` and no others."""
 
-    def __init__(self, **round_options: Any) -> None:
+    def __init__(self, **round_options: Unpack[RoundOptions]) -> None:
         super().__init__(Averaging(), **round_options)

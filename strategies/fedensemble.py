@@ -1,4 +1,4 @@
-"""Fed-ensemble: K models travel by turns, one to a client and round (arXiv:2107.10663, section 3).
+"""Fed-ensemble: K models travel in rotation, one to a client and round (arXiv:2107.10663, section 3).
 
 K modes w_1 … w_K are initialised independently; clients are split into Q strata once.
 
@@ -18,22 +18,18 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Literal, Unpack
 
 import numpy as np
+from pydantic import BaseModel, Field
 
 from tepal.exchange.layout import Arrays, Names
 from tepal.exchange.plan import MODEL, SCORED_AS, Plan, Reply, Tree
 from tepal.strategies.fedavg import Averaging, ModelState
-from tepal.strategies.method import Merger, Method, MethodError, ModelBlocks, ServerModel, check_one_of
+from tepal.strategies.method import Merger, Method, MethodError, ServerModel
+from tepal.strategies.options import RoundOptions, listed
 from tepal.strategies.rounds.strategy import MethodStrategy
 from tepal.strategies.schedule import mode_of, rounds_of
-
-if TYPE_CHECKING:
-    from torch import nn
-
-WEIGHTINGS = ("uniform", "examples")
-ASSIGNMENTS = ("schedule", "highest-loss")
 
 _TREE = "mode/"
 
@@ -57,11 +53,6 @@ class Ensembling(Method):
     def __init__(
         self, modes: int, strata: int = 0, *, member: Averaging, weighting: str = "uniform", assign: str = "schedule"
     ) -> None:
-        if modes < 1:
-            raise ValueError(f"modes is {modes}; it must be at least 1 (1 is {type(member).__name__} alone)")
-        if strata < 0:
-            raise ValueError(f"strata is {strata}; it must be at least 1, or 0: one for each client of a round")
-        check_one_of(weighting=(weighting, WEIGHTINGS), assign=(assign, ASSIGNMENTS))
         self.modes = modes
         self.strata = strata
         self.member = member
@@ -230,6 +221,20 @@ class EnsembleMerger:
         return replace(self._state, modes=tuple(modes), losses={**self._state.losses, **self._losses})
 
 
+class Member(BaseModel):
+    """The key of the run config for `member`: the server app makes this strategy by its own keys."""
+
+    member: Literal["fedavg", "fedfrozen", "selective"] = Field("fedavg", description="what a mode is trained with")
+
+
+@listed(
+    "fedensemble",
+    title="Fed-ensemble",
+    does="K models in rotation, which predict together",
+    paper="arXiv:2107.10663",
+    travels="P down, P up; K·P down where the result is scored",
+    further=Member,
+)
 class FedEnsemble(MethodStrategy):
     """Fed-ensemble over Tepal's exchange.
 
@@ -237,14 +242,14 @@ class FedEnsemble(MethodStrategy):
     result's arrays are the K modes in the same form; `modes_of` takes them apart.
 
     Args:
-        modes: K, at least 1. 1 is the member alone.
-        strata: Q; 0: as many as clients take part in a round, so that each of them is of another stratum.
+        modes: K, models in the ensemble. 1 is the member alone.
+        strata: Q, groups of clients; 0: as many as clients take part in a round, so that each is of another stratum.
         member: the strategy that a mode is trained with, by default FedAvg; of its options those of its method count.
-        weighting: of the clients that had a mode in a round: "uniform" (the paper's) or by their "examples".
-        assign: "schedule", or "highest-loss": each client gets the mode that had the highest loss on its test examples
-            when it had it last, and first those that it has not had.
-        model: as for the member.
-        round_options: see `MethodStrategy`. `min_available_nodes` is raised to what the strata need.
+        weighting: of the clients that had a mode in a round: alike (the paper's), or by their numbers of examples.
+        assign: which mode a client gets: in rotation, or that which had the highest loss on its test examples when it
+            had it last, and first those that it has not had.
+        round_options: see `MethodStrategy`. `model` is by default the member's. `min_available_nodes` is raised to
+            what the strata need.
 
     Raises:
         ValueError: an option out of range, or a member that is not a method of one global model.
@@ -253,21 +258,20 @@ class FedEnsemble(MethodStrategy):
     def __init__(
         self,
         *,
-        modes: int,
-        strata: int = 0,
+        modes: Annotated[int, Field(ge=1, le=1000)] = 3,
+        strata: Annotated[int, Field(ge=0)] = 0,
         member: MethodStrategy | None = None,
-        weighting: str = "uniform",
-        assign: str = "schedule",
-        model: nn.Module | ModelBlocks | None = None,
-        **round_options: Any,
+        weighting: Literal["uniform", "examples"] = "uniform",
+        assign: Literal["schedule", "highest-loss"] = "schedule",
+        **round_options: Unpack[RoundOptions],
     ) -> None:
         method = Averaging() if member is None else member.method
         if not isinstance(method, Averaging):
             raise ValueError(f"a mode is one global model, and {type(member).__name__} trains others; choose FedAvg, …")
-        if model is None and member is not None:
-            model = member.blocks
+        if round_options.get("model") is None and member is not None:
+            round_options["model"] = member.blocks
         ensembling = Ensembling(modes, strata, member=method, weighting=weighting, assign=assign)
-        super().__init__(ensembling, model=model, **round_options)
+        super().__init__(ensembling, **round_options)
         enough = next(n for n in itertools.count(max(strata, 1)) if self.cohort_size(n, self.fraction_train) >= strata)
         if enough > self.min_available_nodes:
             self.min_available_nodes = enough

@@ -7,8 +7,7 @@ this project calls the value block.
     rounds T_warm + 1 … T    Φ̄ = Φ after round T_warm, fixed; clients train θ only, and only θ travels, both ways
     both                     local loss F_k + (λ/2)·‖W_V‖²_F over the weights of the value projections
 
-Φ̄ goes down once to every client that has not got it: the plan says that the client needs it and keeps it, and the
-exchange does the rest, for late joiners and restarted clients too.
+Φ̄ goes down once to every client that does not hold it (`partial.py`).
 """
 
 from __future__ import annotations
@@ -16,15 +15,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Unpack
 
 import numpy as np
+from pydantic import Field
 
 from tepal.exchange.layout import Arrays, Names
-from tepal.exchange.plan import MODEL, Plan, Reply
+from tepal.exchange.plan import Plan, Reply
 from tepal.exchange.threads import in_threads
-from tepal.strategies.fedavg import Averaging, ModelState
+from tepal.strategies.fedavg import ModelState
 from tepal.strategies.method import MethodError, ModelBlocks, ServerModel
+from tepal.strategies.options import NonNegative, RoundOptions, listed
+from tepal.strategies.partial import PartialAveraging
 from tepal.strategies.rounds.strategy import MethodStrategy
 
 if TYPE_CHECKING:
@@ -40,14 +42,10 @@ class NoAttentionError(MethodError):
     """FedFrozen was given a model in which no query and key projections are found."""
 
 
-class Freezing(Averaging):
+class Freezing(PartialAveraging):
     """The method of FedFrozen: FedAvg until `warmup_rounds` merges, then FedAvg on the value block."""
 
     def __init__(self, warmup_rounds: int, ridge: float = 0.0) -> None:
-        if warmup_rounds < 0:
-            raise ValueError(f"warmup_rounds is {warmup_rounds}; it must be 0 or more (0 never trains query and key)")
-        if not 0 <= ridge < float("inf"):
-            raise ValueError(f"ridge is {ridge}; it must be 0 or a positive number")
         self.warmup_rounds = warmup_rounds
         self.ridge = ridge
         self._blocks: ModelBlocks
@@ -63,24 +61,17 @@ class Freezing(Averaging):
     def frozen(self, state: ModelState) -> bool:
         return state.merges >= self.warmup_rounds
 
+    def trained(self, state: ModelState) -> Names:
+        return self._blocks.value if self.frozen(state) else tuple(state.entries)
+
     def plan(
         self, state: ModelState, round: int, phase: str, cohort: Sequence[str], heard: Mapping[str, Reply]
     ) -> list[Plan]:
         plans = super().plan(state, round, phase, cohort, heard)
-        if self.ridge:
-            groups = {"value_projection": self._blocks.value_projection}
-            plans = [replace(p, groups=groups, options={RIDGE: self.ridge}) for p in plans]
-        if self.frozen(state):
-            theta, phi = self._blocks.value, self._blocks.query_key
-            plans = [replace(p, trains=theta, returns={MODEL: theta}, keeps={MODEL: phi}, exact=phi) for p in plans]
-        return plans
-
-    def evaluation(self, state: ModelState, round: int, cohort: Sequence[str], *, more_rounds: bool) -> list[Plan]:
-        plans = super().evaluation(state, round, cohort, more_rounds=more_rounds)
-        if self.frozen(state):
-            phi = self._blocks.query_key
-            plans = [replace(p, keeps=p.keeps if more_rounds else {MODEL: phi}, exact=phi) for p in plans]
-        return plans
+        if not self.ridge:
+            return plans
+        groups = {"value_projection": self._blocks.value_projection}
+        return [replace(plan, groups=groups, options={RIDGE: self.ridge}) for plan in plans]
 
     def change(self, before: ModelState, after: ModelState) -> Mapping[str, np.ndarray]:
         """How far a round moved the blocks: ‖w^{t+1} − w^t‖ / ‖w^t‖ of `query_key_drift` and `value_drift`."""
@@ -94,26 +85,34 @@ class Freezing(Averaging):
         return {"warm-up rounds": self.warmup_rounds, "ridge": self.ridge}
 
 
+@listed(
+    "fedfrozen",
+    title="FedFrozen",
+    does="query and key projections are frozen after a warm-up",
+    paper="arXiv:2605.06446",
+    travels="P each way in the warm-up; then P − Φ each way, and Φ down once (Φ: query and key projections)",
+)
 class FedFrozen(MethodStrategy):
     """FedFrozen over Tepal's exchange.
 
     Args:
-        warmup_rounds: T_warm. At least the number of rounds: FedAvg. 0: query and key stay as they start.
+        warmup_rounds: T_warm, rounds before query and key projections are frozen. 0: they never train. The number of
+            rounds or more: FedAvg.
         ridge: λ of (λ/2)·‖W_V‖²_F on the weights of the value projections, added by the clients' training function.
-        model: the torch model, or its blocks from `find_blocks`: names alone do not tell which entries are query and
-            key. Its query and key projections must be found, else NoAttentionError.
-        round_options: see `MethodStrategy`.
+        round_options: see `MethodStrategy`. `model` is needed: names alone do not tell which entries are query and key.
+
+    Raises:
+        ValueError: an option out of range. NoAttentionError: no query and key projections are found in the model.
     """
 
     def __init__(
         self,
         *,
-        warmup_rounds: int,
-        ridge: float = 0.0,
-        model: nn.Module | ModelBlocks | None = None,
-        **round_options: Any,
+        warmup_rounds: Annotated[int, Field(ge=0)] = 6,
+        ridge: NonNegative = 0.0,
+        **round_options: Unpack[RoundOptions],
     ) -> None:
-        super().__init__(Freezing(warmup_rounds, ridge), model=model, **round_options)
+        super().__init__(Freezing(warmup_rounds, ridge), **round_options)
         if self.blocks is not None:
             require_attention(self.blocks)
 

@@ -23,13 +23,6 @@ class MethodError(ValueError):
     """A method that cannot train this model with these options; the text says why, and what to do."""
 
 
-def check_one_of(**options: tuple[str, Sequence[str]]) -> None:
-    """Raises ValueError for an option (name=(value, allowed values)) that is none of those allowed."""
-    for name, (value, allowed) in options.items():
-        if value not in allowed:
-            raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
-
-
 def check_number(name: str, value: float, good: bool, allowed: str) -> None:
     """Raises ValueError unless `good`, and for NaN and infinity; `allowed` says what is."""
     if not (good and math.isfinite(value)):

@@ -1,4 +1,4 @@
-"""Selective layer fine-tuning: each client trains the layers that its gradients speak for (arXiv:2408.15600).
+"""Selective layer fine-tuning: each client trains the layers with the largest gradient norms (arXiv:2408.15600).
 
 One round has two exchanges:
 
@@ -15,9 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Literal, Unpack
 
 import numpy as np
+from pydantic import Field
 
 from tepal.exchange.layout import Names
 from tepal.exchange.plan import (
@@ -36,21 +37,20 @@ from tepal.exchange.plan import (
     Reply,
     Scalar,
 )
-from tepal.strategies.fedavg import Averaging, ModelState
-from tepal.strategies.layer_selection import DISTANCES, SELECTIONS, choose, drawn_budget
-from tepal.strategies.method import MethodError, ModelBlocks, ServerModel, check_one_of
+from tepal.strategies.fedavg import ModelState
+from tepal.strategies.layer_selection import choose, drawn_budget
+from tepal.strategies.method import MethodError, ModelBlocks, ServerModel
+from tepal.strategies.options import NonNegative, Positive, RoundOptions, listed
+from tepal.strategies.partial import PartialAveraging
 from tepal.strategies.rounds.strategy import MethodStrategy
 
-if TYPE_CHECKING:
-    from torch import nn
-
-LAYERS, BYTES, MILLISECONDS = COSTS = ("layers", "bytes", "milliseconds")
+LAYERS, BYTES, MILLISECONDS = "layers", "bytes", "milliseconds"
 DRAWN = "drawn"
 
 _BY_SCORE = ("gradient", "snr", "rgn")  # the other selections look at no gradient
 
 
-class Selecting(Averaging):
+class Selecting(PartialAveraging):
     """The method of selective layer fine-tuning. Arguments are those of `SelectiveLayers`."""
 
     phases = (PROBE, TRAIN)
@@ -65,15 +65,8 @@ class Selecting(Averaging):
         costs: str = LAYERS,
         probe_batches: int = 1,
     ) -> None:
-        check_one_of(distance=(distance, DISTANCES), selection=(selection, SELECTIONS), costs=(costs, COSTS))
-        if not 0 <= coupling < float("inf"):
-            raise ValueError(f"coupling is {coupling}; it must be 0 or a positive number")
-        if not probe_batches >= 0 or probe_batches != int(probe_batches):
-            raise ValueError(f"probe_batches is {probe_batches}; it must be 1 or more, or 0 for all of a client's")
         if budget == DRAWN and costs != LAYERS:
             raise ValueError(f"drawn budgets are numbers of layers, and costs is {costs!r}; give one budget for all")
-        if isinstance(budget, str) and budget != DRAWN:
-            raise ValueError(f"budget is {budget!r}; it must be a number or {DRAWN!r}")
         self.budget = budget
         self.coupling = coupling
         self.distance = distance
@@ -125,7 +118,7 @@ class Selecting(Averaging):
     def plan(
         self, state: ModelState, round: int, phase: str, cohort: Sequence[str], heard: Mapping[str, Reply]
     ) -> list[Plan]:
-        plans = [replace(p, exact=self._never_trained) for p in super().plan(state, round, phase, cohort, heard)]
+        plans = super().plan(state, round, phase, cohort, heard)
         groups = {**_layer_groups(self._blocks), "head": self._blocks.head}
         if phase == PROBE:
             options: dict[str, Scalar] = {
@@ -147,13 +140,8 @@ class Selecting(Averaging):
             for plan, names in zip(plans, trained, strict=True)
         ]
 
-    def evaluation(self, state: ModelState, round: int, cohort: Sequence[str], *, more_rounds: bool) -> list[Plan]:
-        plans = super().evaluation(state, round, cohort, more_rounds=more_rounds)
-        return [replace(plan, exact=self._never_trained) for plan in plans]
-
-    @property
-    def _never_trained(self) -> Names:
-        return (*self._blocks.embedding, *self._blocks.rest)
+    def trained(self, state: ModelState) -> Names:
+        return self._trained(np.ones(len(self._blocks.layers), bool))
 
     def _choose(self, probes: Sequence[Reply]) -> np.ndarray:
         """Masks of these clients, (n, L) bool."""
@@ -224,6 +212,13 @@ class Selecting(Averaging):
         }
 
 
+@listed(
+    "selective",
+    title="Selective layers",
+    does="each client trains the layers with the largest gradient norms",
+    paper="arXiv:2408.15600",
+    travels="P down, the chosen layers and the head up; a number a layer up before",
+)
 class SelectiveLayers(MethodStrategy):
     """Selective layer fine-tuning over Tepal's exchange.
 
@@ -231,18 +226,18 @@ class SelectiveLayers(MethodStrategy):
     answers the probe in a function `@app.train("probe")` (`tepal.training.probing` computes the scores).
 
     Args:
-        budget: R of every client: a number of layers (or of bytes or milliseconds, see `costs`), or "drawn": for each
-            client a whole number around 1, from 1 to 4, drawn by its name.
-        coupling: λ of (P1), 0 or more: how much it costs that clients choose differently. 0: each its own best layers.
+        budget: R of every client: a number of layers, bytes or milliseconds (see `costs`).
+        draw_budgets: each client has its own budget, from 1 to 4 layers, drawn by its name (in Python, too:
+            `budget="drawn"`).
+        selection: how a client's layers are chosen: "gradient" (P1); by each client's own scores "snr" or "rgn"; by
+            place "top" (nearest the output), "bottom", "both"; or "full", which trains every layer.
+        coupling: λ of (P1), how much it costs that clients choose differently. 0: each its own best layers.
             The paper has 5 to 1000; what is much or little depends on the size of the gradients. Where budgets differ,
             a large λ leaves some of them unused: a layer that only a few may train then costs more than it brings.
         distance: of two masks in (P1): "hamming", as in the authors' code, or "squared", as in the paper's text.
-        selection: "gradient" (P1); by each client's own scores "snr" or "rgn"; by place "top" (nearest the output),
-            "bottom", "both"; or "full", which trains every layer.
         costs: what a layer costs: 1 ("layers"), its "bytes", or the "milliseconds" that its client measured.
-        probe_batches: over how many batches a client's gradient is taken; 0: all of them.
-        model: the torch model, or its blocks from `find_blocks`: names alone do not tell what a layer is.
-        round_options: see `MethodStrategy`.
+        probe_batches: batches over which a client's gradient is taken; 0: all of them.
+        round_options: see `MethodStrategy`. `model` is needed: names alone do not tell what a layer is.
 
     Raises:
         ValueError: an option out of range. MethodError: a budget that does not fit the model, a model without layers.
@@ -251,24 +246,24 @@ class SelectiveLayers(MethodStrategy):
     def __init__(
         self,
         *,
-        budget: float | str = 1,
-        coupling: float = 10.0,
-        distance: str = "hamming",
-        selection: str = "gradient",
-        costs: str = LAYERS,
-        probe_batches: int = 1,
-        model: nn.Module | ModelBlocks | None = None,
-        **round_options: Any,
+        budget: Positive | Literal["drawn"] = 1.0,
+        draw_budgets: bool = False,
+        selection: Literal["gradient", "snr", "rgn", "top", "bottom", "both", "full"] = "gradient",
+        coupling: NonNegative = 10.0,
+        distance: Literal["hamming", "squared"] = "hamming",
+        costs: Literal["layers", "bytes", "milliseconds"] = "layers",
+        probe_batches: Annotated[int, Field(ge=0)] = 1,
+        **round_options: Unpack[RoundOptions],
     ) -> None:
         method = Selecting(
-            budget,
+            DRAWN if draw_budgets else budget,
             coupling=coupling,
             distance=distance,
             selection=selection,
             costs=costs,
             probe_batches=probe_batches,
         )
-        super().__init__(method, model=model, **round_options)
+        super().__init__(method, **round_options)
         if self.blocks is not None:
             method.check(self.blocks)
 

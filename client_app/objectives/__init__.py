@@ -1,30 +1,21 @@
 """What local training minimises, by the name that the server's plan gives: one file an objective.
 
-An objective leaves in the work's model what the server is to get, and hands in what the client keeps for itself.
+An objective leaves in the work's model what the server is to get, and hands in what the client keeps for itself. A file
+of this folder needs no other line: its objective is found by its class.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from importlib import import_module
+from pkgutil import iter_modules
 
-from tepal.client_app.objectives.apfl import Mixture
-from tepal.client_app.objectives.ditto import Regularised
-from tepal.client_app.objectives.local import Alone
-from tepal.client_app.objectives.perfedavg import MetaLearning
-from tepal.client_app.objectives.pfedme import MoreauEnvelope
-from tepal.client_app.objectives.scaffold import Corrected
-from tepal.client_app.objectives.work import Empirical, Objective, Outcome, Work
-from tepal.exchange.plan import APFL, DITTO, LOCAL, PERFEDAVG, PFEDME, SCAFFOLD
+from tepal.client_app.objectives.work import Objective, Outcome, Work
 
-OBJECTIVES: Mapping[str, Objective] = {
-    "": Empirical(),
-    SCAFFOLD: Corrected(),
-    LOCAL: Alone(),
-    DITTO: Regularised(),
-    PERFEDAVG: MetaLearning(),
-    PFEDME: MoreauEnvelope(),
-    APFL: Mixture(),
-}
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")
+
+OBJECTIVES: dict[str, Objective] = {each.name: each() for each in Objective.__subclasses__()}
+"""By the name in a plan. An app may add its own."""
 
 
 def find(name: str) -> Objective:

@@ -10,20 +10,21 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from tepal.client_app.objectives.work import Objective, Outcome, Work
-from tepal.exchange.plan import ADAPTIVE, ALPHA
+from tepal.exchange.plan import ADAPTIVE, ALPHA, APFL
 from tepal.training.loop import Batch, clip, descend, optimizer_for, trained_parameters
 from tepal.training.tasks import Call
 
 _ALPHA = "apfl.alpha"  # in the personal state, beside the entries of v
 
 
-class Mixture(Objective):
+class APFLObjective(Objective):
     """w ← w − η∇f_i(w), and v ← v − η∇_v f_i(v̄) at the mixture v̄ = αv + (1−α)w, where ∇_v f_i(v̄) = α∇f_i(v̄).
 
     Adaptive: α ← α − η⟨v − w, ∇f_i(v̄)⟩ (eq. 11), kept within [0, 1]. All gradients of a step are of the values before
     it. w is returned; v and α are the client's own, and v̄ is its model.
     """
 
+    name = APFL
     personal = True
 
     def fit(self, work: Work) -> Outcome:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from tepal.client_app.objectives.work import Objective, Outcome, Work, proximal
-from tepal.exchange.plan import LAMBDA
+from tepal.exchange.plan import DITTO, LAMBDA
 
 
-class Regularised(Objective):
+class DittoObjective(Objective):
     """w is trained on F_i as in FedAvg; then v ← v − η(∇F_i(v) + λ(v − w^t)), with w^t as it was received (eq. 2).
 
     Both take the same number of steps. λ = 0: local training.
     """
 
+    name = DITTO
     personal = True
 
     def fit(self, work: Work) -> Outcome:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from tepal.client_app.objectives.work import Objective, Outcome, Work
+from tepal.exchange.plan import LOCAL
 
 
-class Alone(Objective):
+class LocalObjective(Objective):
     """v ← v trained on F_i, from the common initial model on."""
 
+    name = LOCAL
     personal = True
 
     def fit(self, work: Work) -> Outcome:

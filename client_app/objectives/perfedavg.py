@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from tepal.client_app.objectives.work import Objective, Outcome, Work
-from tepal.exchange.plan import ALPHA, DELTA, HESSIAN_FREE
+from tepal.exchange.plan import ALPHA, DELTA, HESSIAN_FREE, PERFEDAVG
 from tepal.training.loop import Batch, clip, descend, optimizer_for, trained_parameters
 
 
-class MetaLearning(Objective):
+class PerFedAvgObjective(Objective):
     """Minimises F_i(w) = f_i(w − α∇f_i(w)) by steps along an estimate of its gradient (I − α∇²f(w; D″))·∇f(w̃; D′),
     with w̃ = w − α∇f(w; D), each of another batch (algorithm 1).
 
@@ -20,6 +20,7 @@ class MetaLearning(Objective):
     Hessian-free: ∇²f(w; D″)·g ≈ (∇f(w + δg; D″) − ∇f(w − δg; D″))/2δ (eq. 9).
     """
 
+    name = PERFEDAVG
     personal = True
 
     def fit(self, work: Work) -> Outcome:

@@ -8,17 +8,18 @@ import torch
 from torch import Tensor
 
 from tepal.client_app.objectives.work import Objective, Outcome, Work
-from tepal.exchange.plan import INNER_RATE, INNER_STEPS, LAMBDA
+from tepal.exchange.plan import INNER_RATE, INNER_STEPS, LAMBDA, PFEDME
 from tepal.training.loop import Batch, descend, trained_parameters
 
 
-class MoreauEnvelope(Objective):
+class PFedMeObjective(Objective):
     """Minimises F_i(w) = min_θ f_i(θ) + (λ/2)‖θ − w‖² (eq. 3), whose gradient is λ(w − θ̂(w)) (eq. 5).
 
     In each local step, θ̃ is found for one batch by K steps of gradient descent on f_i(θ) + (λ/2)‖θ − w‖², from the last
     θ̃ on (first from w), and w ← w − ηλ(w − θ̃). w is returned; θ̃ is the client's own model.
     """
 
+    name = PFEDME
     personal = True
 
     def fit(self, work: Work) -> Outcome:

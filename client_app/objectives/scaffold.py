@@ -5,14 +5,16 @@ from __future__ import annotations
 import numpy as np
 
 from tepal.client_app.objectives.work import Objective, Outcome, Work
-from tepal.exchange.plan import CONTROL
+from tepal.exchange.plan import CONTROL, SCAFFOLD
 
 
-class Corrected(Objective):
+class ScaffoldObjective(Objective):
     """K steps y ← y − η_l(g_i(y) − c_i + c); then c_i⁺ = c_i − c + (x − y)/(K·η_l), of which c_i⁺ − c_i is returned.
 
     (x − y)/(K·η_l) is the mean gradient of the steps under plain SGD alone, so other optimizers are refused.
     """
+
+    name = SCAFFOLD
 
     def fit(self, work: Work) -> Outcome:
         if work.config.optimizer != "sgd":

@@ -110,6 +110,9 @@ class Outcome:
 class Objective(Protocol):
     """See the package."""
 
+    name: str = ""
+    """By which plans ask for it."""
+
     personal: bool = False
     """Whether each client has a model of its own, which is what is scored."""
 

@@ -1,7 +1,8 @@
 """The run config: every key with its default, what is allowed, and what it is for; checked before anything starts.
 
 Keys are flat and kebab-case, as Flower's `[tool.flwr.app.config]` and `--run-config` have them; a method's own keys
-begin with its name (`fedfrozen.warmup-rounds`). Keys about data and local training are defined where they are used.
+begin with its name (`fedfrozen.warmup-rounds`) and are declared in its file. Keys about data and local training are
+defined where they are used.
 """
 
 from tepal.server_app.config.common import (
@@ -13,61 +14,27 @@ from tepal.server_app.config.common import (
     WireDtype,
 )
 from tepal.server_app.config.errors import ConfigError
-from tepal.server_app.config.key_table import about, escaped, reference
-from tepal.server_app.config.methods import (
-    APFLConfig,
-    DittoConfig,
-    FedACSConfig,
-    FedAdagradConfig,
-    FedAdamConfig,
-    FedAMPConfig,
-    FedAvgMConfig,
-    FedBEConfig,
-    FedEnsembleConfig,
-    FedFrozenConfig,
-    FedProxConfig,
-    FedYogiConfig,
-    PerFedAvgConfig,
-    PFedMeConfig,
-    ScaffoldConfig,
-    SelectiveConfig,
-)
+from tepal.server_app.config.key_table import about, reference, strategies
 from tepal.server_app.config.reading import CHANGEABLE, open_run, read_run_config, sizes_of
 from tepal.server_app.config.run_config import SECTIONS, RunConfig, Value, defaults
 
 __all__ = [
     "CHANGEABLE",
     "SECTIONS",
-    "APFLConfig",
     "BlocksConfig",
     "ConfigError",
-    "DittoConfig",
     "EncodingConfig",
-    "FedACSConfig",
-    "FedAMPConfig",
-    "FedAdagradConfig",
-    "FedAdamConfig",
-    "FedAvgMConfig",
-    "FedBEConfig",
-    "FedEnsembleConfig",
-    "FedFrozenConfig",
-    "FedProxConfig",
-    "FedYogiConfig",
     "MLflowConfig",
-    "PFedMeConfig",
-    "PerFedAvgConfig",
     "RoundConfig",
     "RunConfig",
-    "ScaffoldConfig",
-    "SelectiveConfig",
     "StrategyName",
     "Value",
     "WireDtype",
     "about",
     "defaults",
-    "escaped",
     "open_run",
     "read_run_config",
     "reference",
     "sizes_of",
+    "strategies",
 ]

@@ -37,7 +37,7 @@ def explain(section: type[BaseModel], error: dict[str, Any]) -> str:
         allowed = [str(option) for option in get_args(field.annotation)] if field else []
         near = get_close_matches(str(value), allowed, n=1)
         said = (f"did you mean {near[0]!r}? " if near else "") + f"known are {', '.join(allowed)}"
-    about = f" ({field.description})" if field and field.description else ""
+    about = f" ({field.description.partition('. ')[0]})" if field and field.description else ""
     return f"{key}={value!r}: {said}{about}"
 
 

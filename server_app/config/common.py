@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from tepal.exchange.encodings import Encoding
+from tepal.strategies import STRATEGIES
 
-StrategyName = Literal[
-    "fedavg", "fedfrozen", "selective", "fedensemble", "fedacs",
-    "fedprox", "fedavgm", "fedadagrad", "fedyogi", "fedadam", "fednova", "scaffold", "fedbe",
-    "local", "ditto", "perfedavg", "pfedme", "apfl", "fedamp",
-]  # fmt: skip
+if TYPE_CHECKING:
+    StrategyName = str
+else:
+    StrategyName = Literal[tuple(STRATEGIES)]
 
 WireDtype = Literal["float32", "float16", "bfloat16", "int8"]
 _OrSame = Literal["same", "float32", "float16", "bfloat16", "int8"]

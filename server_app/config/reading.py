@@ -40,7 +40,7 @@ def read_run_config(values: Mapping[str, Any]) -> RunConfig:
             problems += [explain(section, one) for key, one in wrong.items() if key not in explained]
             explained |= set(wrong)
     if not problems:
-        config = RunConfig(**sections)
+        config = RunConfig.of(sections)
         problems = list(contradictions(config))
     if problems:
         unique = list(dict.fromkeys(problems))

@@ -9,54 +9,27 @@ from typing import Any
 from pydantic import BaseModel
 
 from tepal.server_app.config.common import BlocksConfig, EncodingConfig, MLflowConfig, RoundConfig
-from tepal.server_app.config.methods import (
-    APFLConfig,
-    DittoConfig,
-    FedACSConfig,
-    FedAdagradConfig,
-    FedAdamConfig,
-    FedAMPConfig,
-    FedAvgMConfig,
-    FedBEConfig,
-    FedEnsembleConfig,
-    FedFrozenConfig,
-    FedProxConfig,
-    FedYogiConfig,
-    PerFedAvgConfig,
-    PFedMeConfig,
-    ScaffoldConfig,
-    SelectiveConfig,
-)
+from tepal.strategies import STRATEGIES
 from tepal.training.config import TrainingConfig
 from tepal.training.data.inputs import InputConfig
 
 Value = str | int | float | bool
 
-SECTIONS: Mapping[str, tuple[str, type[BaseModel]]] = {
+GENERAL: Mapping[str, tuple[str, type[BaseModel]]] = {
     "rounds": ("Run and rounds", RoundConfig),
     "data": ("Data", InputConfig),
     "training": ("Local training", TrainingConfig),
     "wire": ("How values travel", EncodingConfig),
     "blocks": ("A model's blocks", BlocksConfig),
     "mlflow": ("MLflow", MLflowConfig),
-    "fedfrozen": ("FedFrozen", FedFrozenConfig),
-    "selective": ("Selective layers", SelectiveConfig),
-    "fedensemble": ("Fed-ensemble", FedEnsembleConfig),
-    "fedacs": ("FedACS", FedACSConfig),
-    "fedprox": ("FedProx", FedProxConfig),
-    "fedavgm": ("FedAvgM", FedAvgMConfig),
-    "fedadagrad": ("FedAdagrad", FedAdagradConfig),
-    "fedyogi": ("FedYogi", FedYogiConfig),
-    "fedadam": ("FedAdam", FedAdamConfig),
-    "scaffold": ("SCAFFOLD", ScaffoldConfig),
-    "ditto": ("Ditto", DittoConfig),
-    "perfedavg": ("Per-FedAvg", PerFedAvgConfig),
-    "pfedme": ("pFedMe", PFedMeConfig),
-    "apfl": ("APFL", APFLConfig),
-    "fedamp": ("FedAMP", FedAMPConfig),
-    "fedbe": ("FedBE", FedBEConfig),
 }
 """Field of `RunConfig` → title and keys."""
+
+SECTIONS: Mapping[str, tuple[str, type[BaseModel]]] = {
+    **GENERAL,
+    **{name: (one.title, one.options) for name, one in STRATEGIES.items() if one.options.model_fields},
+}
+"""Those of the strategies too, each by its name, where it has keys of its own."""
 
 
 @dataclass(frozen=True)
@@ -69,28 +42,25 @@ class RunConfig:
     wire: EncodingConfig
     blocks: BlocksConfig
     mlflow: MLflowConfig
-    fedfrozen: FedFrozenConfig
-    selective: SelectiveConfig
-    fedensemble: FedEnsembleConfig
-    fedacs: FedACSConfig
-    fedprox: FedProxConfig
-    fedavgm: FedAvgMConfig
-    fedadagrad: FedAdagradConfig
-    fedyogi: FedYogiConfig
-    fedadam: FedAdamConfig
-    scaffold: ScaffoldConfig
-    ditto: DittoConfig
-    perfedavg: PerFedAvgConfig
-    pfedme: PFedMeConfig
-    apfl: APFLConfig
-    fedamp: FedAMPConfig
-    fedbe: FedBEConfig
+    options: Mapping[str, Any]
+    """Strategy → its own keys; also as an attribute, `config.fedfrozen.warmup_rounds`."""
+
+    @classmethod
+    def of(cls, sections: Mapping[str, Any]) -> RunConfig:
+        """From all of `SECTIONS`, by name."""
+        general = {name: sections[name] for name in GENERAL}
+        return cls(**general, options={name: sections[name] for name in sections if name not in GENERAL})
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.__dict__.get("options", ()):
+            return self.options[name]
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
     def flat(self) -> dict[str, Value]:
         values: dict[str, Value] = {}
-        for section in SECTIONS:
-            values |= getattr(self, section).model_dump(by_alias=True)
+        for section in (*(getattr(self, name) for name in GENERAL), *self.options.values()):
+            values |= section.model_dump(by_alias=True)
         return values
 
     @property
@@ -102,5 +72,4 @@ class RunConfig:
 
 def defaults() -> dict[str, Value]:
     """Every key with its default."""
-    sections: dict[str, Any] = {name: section() for name, (_, section) in SECTIONS.items()}
-    return RunConfig(**sections).flat
+    return RunConfig.of({name: section() for name, (_, section) in SECTIONS.items()}).flat

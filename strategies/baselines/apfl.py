@@ -8,13 +8,15 @@ v_i and α_i stay with their client; v̄_i is what is scored. α = 0: FedAvg's m
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Unpack
+
+from pydantic import Field
 
 from tepal.exchange import plan
 from tepal.exchange.plan import ADAPTIVE, ALPHA, Scalar
 from tepal.strategies.fedavg import ModelMerger, ModelState
-from tepal.strategies.method import check_number
-from tepal.strategies.personal.averaging import Personalised
+from tepal.strategies.options import RoundOptions, listed
+from tepal.strategies.personal.averaging import COMMON_MODEL, Personalised
 from tepal.strategies.rounds.strategy import MethodStrategy
 
 
@@ -24,7 +26,6 @@ class Mixture(Personalised):
     objective = plan.APFL
 
     def __init__(self, alpha: float, adaptive: bool) -> None:
-        check_number("alpha", alpha, 0 <= alpha <= 1, "in [0, 1]")
         self.alpha, self.adaptive = alpha, adaptive
 
     def merger(self, state: ModelState, round: int) -> ModelMerger:
@@ -34,14 +35,27 @@ class Mixture(Personalised):
         return {ALPHA: self.alpha, ADAPTIVE: self.adaptive}
 
 
+@listed(
+    "apfl",
+    title="APFL",
+    does="a mixture of a personal model and the global one",
+    paper="Deng et al. 2020, arXiv:2003.13461",
+    result=COMMON_MODEL,
+)
 class APFL(MethodStrategy):
     """APFL over Tepal's exchange.
 
     Args:
-        alpha: α in [0, 1] of every client at the start: the share of its own model in the mixture.
+        alpha: α of every client at the start: the share of its own model in the mixture.
         adaptive: whether each client's α follows its gradient.
         round_options: see `MethodStrategy`.
     """
 
-    def __init__(self, *, alpha: float = 0.5, adaptive: bool = True, **round_options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        alpha: Annotated[float, Field(ge=0, le=1)] = 0.5,
+        adaptive: bool = True,
+        **round_options: Unpack[RoundOptions],
+    ) -> None:
         super().__init__(Mixture(alpha, adaptive), **round_options)

@@ -8,11 +8,11 @@ v_k stays with its client. With λ = 0 it is local training.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Unpack
 
 from tepal.exchange.plan import DITTO, LAMBDA, Scalar
-from tepal.strategies.method import check_number
-from tepal.strategies.personal.averaging import Personalised
+from tepal.strategies.options import NonNegative, RoundOptions, listed
+from tepal.strategies.personal.averaging import COMMON_MODEL, Personalised
 from tepal.strategies.rounds.strategy import MethodStrategy
 
 
@@ -22,20 +22,26 @@ class Regularised(Personalised):
     objective = DITTO
 
     def __init__(self, lam: float) -> None:
-        check_number("lam", lam, lam >= 0, "0 or more")
         self.lam = lam
 
     def options(self) -> Mapping[str, Scalar]:
         return {LAMBDA: self.lam}
 
 
+@listed(
+    "ditto",
+    title="Ditto",
+    does="a personal model near the global one",
+    paper="Li et al. 2021, arXiv:2012.04221",
+    result=COMMON_MODEL,
+)
 class Ditto(MethodStrategy):
     """Ditto over Tepal's exchange.
 
     Args:
-        lam: λ ≥ 0, how near a personal model is held to the global one. The paper takes the best of 0.1, 1 and 2.
+        lam: λ, how near a personal model is held to the global one. The paper takes the best of 0.1, 1 and 2.
         round_options: see `MethodStrategy`.
     """
 
-    def __init__(self, *, lam: float = 1.0, **round_options: Any) -> None:
+    def __init__(self, *, lam: NonNegative = 1.0, **round_options: Unpack[RoundOptions]) -> None:
         super().__init__(Regularised(lam), **round_options)

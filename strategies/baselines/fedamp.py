@@ -8,25 +8,23 @@ distances of the clients' models (sections "The general method" and "FedAMP"):
     w_i  = argmin_w F_i(w) + λ/(2α)·‖w − u_i‖²
 
 Client i starts from u_i, trains with the proximal term, and returns w_i, which is its model: what is scored is w_i, not
-u_i. Where the models lie, and who gets what, is in `personal_models.py`. α is the same in all rounds.
+u_i. Where the models lie, and who gets what, is in `personal/models.py`. α is the same in all rounds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Unpack
 
 import numpy as np
 
 from tepal.exchange.plan import PROXIMAL, Plan, Reply
-from tepal.strategies.method import ModelBlocks, check_number
+from tepal.strategies.method import check_number
 from tepal.strategies.mixing import Models
-from tepal.strategies.personal.models import PersonalMixing, PersonalModels
+from tepal.strategies.options import NonNegative, Positive, RoundOptions, listed
+from tepal.strategies.personal.models import MEAN_MODEL, PersonalMixing, PersonalModels
 from tepal.strategies.rounds.strategy import MethodStrategy
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 def squared_distances(gram: np.ndarray) -> np.ndarray:
@@ -85,12 +83,7 @@ class AttentiveMixing(PersonalMixing):
     name = "FedAMP"
 
     def __init__(self, sigma: float, alpha: float, lam: float) -> None:
-        check_number("sigma", sigma, sigma > 0, "a positive number")
-        check_number("alpha", alpha, alpha > 0, "a positive number")
-        check_number("lam", lam, lam >= 0, "0 or a positive number")
-        self.sigma = sigma
-        self.alpha = alpha
-        self.lam = lam
+        self.sigma, self.alpha, self.lam = sigma, alpha, lam
 
     def plan(
         self, state: PersonalModels, round: int, phase: str, cohort: Sequence[str], heard: Mapping[str, Reply]
@@ -114,6 +107,13 @@ class AttentiveMixing(PersonalMixing):
         return {"sigma": self.sigma, "alpha": self.alpha, "lambda": self.lam}
 
 
+@listed(
+    "fedamp",
+    title="FedAMP",
+    does="a personal model for each client, mixed with nearby clients' models",
+    paper="Huang et al. 2021, arXiv:2007.03797",
+    result=MEAN_MODEL,
+)
 class FedAMP(MethodStrategy):
     """FedAMP over Tepal's exchange.
 
@@ -122,16 +122,15 @@ class FedAMP(MethodStrategy):
     The client's training function must add the proximal term that the plan asks for; the project's own app does.
 
     Args:
-        sigma: σ, above 0: the squared distance at which a pair's weight has fallen to 1/e of that of equal models.
+        sigma: σ, the squared distance of two models at which their weight has fallen to 1/e of that of equal models.
             Squared distances grow with the number of parameters, the learning rate and the local steps, so it must be
             chosen for the task: once or twice the median of the `distances` in an early round's record is a good start.
-        alpha: α, above 0, in the same unit: equal models weigh α/σ in each other's mixture. With σ/n, n equal clients
-            start from their mean.
-        lam: λ, at least 0: the proximal term is λ/(2α)·‖w − u‖².
-        model: the torch model, or its blocks from `find_blocks`, which say what is a buffer and is not compared. Not
-            needed for models whose only buffers are BatchNorm's.
-        round_options: see `MethodStrategy`. The store of models lies in the folder of the checkpoints; without one it
-            is a temporary file.
+        alpha: α, in the same unit: equal models weigh α/σ in each other's mixture. With σ/n, n equal clients start
+            from their mean.
+        lam: λ of the proximal term λ/(2α)·‖w − u‖².
+        round_options: see `MethodStrategy`. `model` says what is a buffer and is not compared; a model whose only
+            buffers are BatchNorm's need not be given. The store of models lies in the folder of the checkpoints;
+            without one it is a temporary file.
 
     Raises:
         ValueError: an option out of range.
@@ -140,13 +139,12 @@ class FedAMP(MethodStrategy):
     def __init__(
         self,
         *,
-        sigma: float,
-        alpha: float,
-        lam: float = 1.0,
-        model: nn.Module | ModelBlocks | None = None,
-        **round_options: Any,
+        sigma: Positive = 100.0,
+        alpha: Positive = 10.0,
+        lam: NonNegative = 1.0,
+        **round_options: Unpack[RoundOptions],
     ) -> None:
-        super().__init__(AttentiveMixing(sigma, alpha, lam), model=model, **round_options)
+        super().__init__(AttentiveMixing(sigma, alpha, lam), **round_options)
 
 
 class _Moved:

@@ -25,22 +25,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Annotated, Literal, Unpack
 
 import numpy as np
+from pydantic import BaseModel, Field
 
 from tepal.exchange.layout import Arrays
 from tepal.exchange.plan import MODEL, Reply
 from tepal.strategies.fedavg import Averaging, ModelMerger, ModelState
-from tepal.strategies.method import MethodError, ModelBlocks, ServerModel, check_number, check_one_of
+from tepal.strategies.method import MethodError, ServerModel
 from tepal.strategies.mixing import Models, weighted_rows
+from tepal.strategies.options import Positive, RoundOptions, listed
 from tepal.strategies.personal.store import ModelStore, RowLayout
 from tepal.strategies.rounds.strategy import MethodStrategy
-
-if TYPE_CHECKING:
-    from torch import nn
-
-DISTRIBUTIONS = ("gaussian", "dirichlet")
 
 Distil = Callable[[Iterable[Arrays], Arrays], Arrays]
 """(entries of the ensemble's models, one by one; of the student) → entries of the student, trained."""
@@ -115,9 +112,6 @@ class BayesianEnsemble(Averaging):
         concentration: float = 1.0,
         distil: Distil | Literal[False] | None = None,
     ) -> None:
-        check_one_of(distribution=(distribution, DISTRIBUTIONS))
-        check_number("samples", samples, samples >= 0, "0 or more")
-        check_number("concentration", concentration, concentration > 0, "a positive number")
         if not callable(distil) and distil is not False:
             raise MethodError(
                 "FedBE distils its ensemble into the next global model on unlabelled examples, and none are given: "
@@ -212,20 +206,42 @@ class EnsembleDistiller(ModelMerger):
             yield {**mean, **self._method._rows.entries_of(row), **self._counters[client]}
 
 
+class Distillation(BaseModel):
+    """Keys of the run config that say how the server app distils, with a `Distiller` of its own as `distil`."""
+
+    distil: bool = Field(
+        True,
+        description="the ensemble is distilled into the next model, on the server's unlabelled examples "
+        "(server-share); false: the next model is one draw",
+    )
+    epochs: int = Field(20, ge=1, le=10_000, description="passes over these examples in one distillation")
+    learning_rate: float = Field(
+        1e-3, gt=0, le=100, description="of the distillation's SGD; it falls to 0.4 of it in cycles of 25 steps"
+    )
+    batch_size: int = Field(128, ge=1, description="examples in a step of the distillation")
+
+
+@listed(
+    "fedbe",
+    title="FedBE",
+    does="an ensemble drawn from the clients' models, distilled on the server",
+    paper="Chen & Chao 2021, arXiv:2009.01974",
+    further=Distillation,
+)
 class FedBE(MethodStrategy):
     """FedBE over Tepal's exchange.
 
     Args:
-        distribution: "gaussian" or "dirichlet", fitted over the clients' models of each round.
-        samples: M, models drawn from it for the ensemble; the paper's 10 by default.
-        concentration: c of the Dirichlet distribution; with 1, γ of equally large clients is uniform on the simplex.
+        distribution: fitted over the clients' models of each round.
+        samples: M, models drawn from it for the ensemble; the paper has 10.
+        concentration: c of the Dirichlet distribution: the smaller, the nearer to single clients' models. With 1, γ of
+            equally large clients is uniform on the simplex.
         distil: trains the student on the ensemble's predictions, for example a `Distiller` of
             `tepal.server_app.distillation`; it gets the entries of the ensemble's models, which it must take one by
             one, and the student's, and returns the student's. False: the next global model is one draw.
-        model: the torch model, or its blocks from `find_blocks`, which say what is a buffer and is not drawn. Not
-            needed for models whose only buffers are BatchNorm's.
-        round_options: see `MethodStrategy`. The clients' models of a round lie in an unnamed file in the folder of the
-            checkpoints, or in that for temporary files.
+        round_options: see `MethodStrategy`. `model` says what is a buffer and is not drawn; a model whose only buffers
+            are BatchNorm's need not be given. The clients' models of a round lie in an unnamed file in the folder of
+            the checkpoints, or in that for temporary files.
 
     Raises:
         ValueError: an option out of range; as MethodError where nothing is given to distil with.
@@ -234,12 +250,10 @@ class FedBE(MethodStrategy):
     def __init__(
         self,
         *,
-        distribution: str = "gaussian",
-        samples: int = 10,
-        concentration: float = 1.0,
+        distribution: Literal["gaussian", "dirichlet"] = "gaussian",
+        samples: Annotated[int, Field(ge=0, le=1000)] = 10,
+        concentration: Positive = 1.0,
         distil: Distil | Literal[False] | None = None,
-        model: nn.Module | ModelBlocks | None = None,
-        **round_options: Any,
+        **round_options: Unpack[RoundOptions],
     ) -> None:
-        method = BayesianEnsemble(distribution, samples, concentration, distil)
-        super().__init__(method, model=model, **round_options)
+        super().__init__(BayesianEnsemble(distribution, samples, concentration, distil), **round_options)

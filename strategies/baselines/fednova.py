@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Unpack
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from tepal.exchange.plan import ACCUMULATION, MODEL, TRAIN, Plan, Reply
 from tepal.strategies.aggregate import WeightedMean
 from tepal.strategies.fedavg import Averaging, ModelState
 from tepal.strategies.method import ServerModel, parameters_of
+from tepal.strategies.options import RoundOptions, listed
 from tepal.strategies.rounds.strategy import MethodStrategy
 
 
@@ -70,8 +71,14 @@ class NormalisedMerger:
         return replace(self._state, entries=entries, merges=self._state.merges + 1)
 
 
+@listed(
+    "fednova",
+    title="FedNova",
+    does="changes are normalised by the number of local steps",
+    paper="Wang et al. 2020, arXiv:2007.07481",
+)
 class FedNova(MethodStrategy):
     """FedNova over Tepal's exchange. Takes the keyword arguments of `MethodStrategy` and no others."""
 
-    def __init__(self, **round_options: Any) -> None:
+    def __init__(self, **round_options: Unpack[RoundOptions]) -> None:
         super().__init__(Normalised(), **round_options)

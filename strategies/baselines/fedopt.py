@@ -17,13 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
 from tepal.exchange.layout import Arrays, Names
 from tepal.strategies.fedavg import Averaging, ModelMerger, ModelState
-from tepal.strategies.method import ServerModel, check_number, parameters_of
+from tepal.strategies.method import ServerModel, parameters_of
+from tepal.strategies.options import Decay, Positive, RoundOptions, listed
 from tepal.strategies.rounds.strategy import MethodStrategy
 
 
@@ -39,7 +40,6 @@ class ServerOptimizer(Averaging):
     """The methods of this file. `step` is what differs."""
 
     def __init__(self, learning_rate: float) -> None:
-        check_number("learning_rate", learning_rate, learning_rate > 0, "positive")
         self.learning_rate = learning_rate
         self._parameters: Names
 
@@ -89,7 +89,6 @@ class Momentum(ServerOptimizer):
 
     def __init__(self, learning_rate: float, momentum: float) -> None:
         super().__init__(learning_rate)
-        check_number("momentum", momentum, 0 <= momentum < 1, "in [0, 1)")
         self.momentum = momentum
 
     def step(
@@ -107,9 +106,6 @@ class Adaptive(ServerOptimizer):
 
     def __init__(self, learning_rate: float, beta1: float, beta2: float, tau: float) -> None:
         super().__init__(learning_rate)
-        check_number("beta1", beta1, 0 <= beta1 < 1, "in [0, 1)")
-        check_number("beta2", beta2, 0 <= beta2 < 1, "in [0, 1)")
-        check_number("tau", tau, tau > 0, "positive")
         self.beta1, self.beta2, self.tau = beta1, beta2, tau
 
     def step(
@@ -145,43 +141,53 @@ class Adam(Adaptive):
         return mean
 
 
+@listed("fedavgm", title="FedAvgM", does="momentum on the server", paper="Hsu et al. 2019, arXiv:1909.06335")
 class FedAvgM(MethodStrategy):
     """FedAvg with momentum at the server.
 
     Args:
-        learning_rate: η > 0; 1 and no momentum are FedAvg.
-        momentum: β in [0, 1).
-        round_options: see `MethodStrategy`.
-    """
-
-    def __init__(self, *, learning_rate: float = 1.0, momentum: float = 0.9, **round_options: Any) -> None:
-        super().__init__(Momentum(learning_rate, momentum), **round_options)
-
-
-class FedAdagrad(MethodStrategy):
-    """Adagrad at the server.
-
-    Args:
-        learning_rate: η > 0.
-        beta1: β₁ in [0, 1); the paper's experiments have 0.
-        tau: τ > 0, how adaptive it is: the smaller, the more.
+        learning_rate: η of the server; 1 without momentum is FedAvg.
+        momentum: β of the server.
         round_options: see `MethodStrategy`.
     """
 
     def __init__(
-        self, *, learning_rate: float = 0.1, beta1: float = 0.0, tau: float = 1e-3, **round_options: Any
+        self, *, learning_rate: Positive = 1.0, momentum: Decay = 0.9, **round_options: Unpack[RoundOptions]
+    ) -> None:
+        super().__init__(Momentum(learning_rate, momentum), **round_options)
+
+
+@listed("fedadagrad", title="FedAdagrad", does="Adagrad on the server", paper="Reddi et al. 2021, arXiv:2003.00295")
+class FedAdagrad(MethodStrategy):
+    """Adagrad at the server.
+
+    Args:
+        learning_rate: η of the server.
+        beta1: β₁, of the first moment; the paper's experiments have 0.
+        tau: τ, how adaptive it is: the smaller, the more.
+        round_options: see `MethodStrategy`.
+    """
+
+    def __init__(
+        self,
+        *,
+        learning_rate: Positive = 0.1,
+        beta1: Decay = 0.0,
+        tau: Positive = 1e-3,
+        **round_options: Unpack[RoundOptions],
     ) -> None:
         super().__init__(Adagrad(learning_rate, beta1, 0.0, tau), **round_options)
 
 
+@listed("fedadam", title="FedAdam", does="Adam on the server", paper="Reddi et al. 2021, arXiv:2003.00295")
 class FedAdam(MethodStrategy):
     """Adam at the server, without bias correction.
 
     Args:
-        learning_rate: η > 0.
-        beta1: β₁ in [0, 1), of the first moment.
-        beta2: β₂ in [0, 1), of the second.
-        tau: τ > 0, how adaptive it is: the smaller, the more.
+        learning_rate: η of the server.
+        beta1: β₁, of the first moment.
+        beta2: β₂, of the second moment.
+        tau: τ, how adaptive it is: the smaller, the more.
         round_options: see `MethodStrategy`.
     """
 
@@ -190,15 +196,16 @@ class FedAdam(MethodStrategy):
     def __init__(
         self,
         *,
-        learning_rate: float = 0.01,
-        beta1: float = 0.9,
-        beta2: float = 0.99,
-        tau: float = 1e-3,
-        **round_options: Any,
+        learning_rate: Positive = 0.01,
+        beta1: Decay = 0.9,
+        beta2: Decay = 0.99,
+        tau: Positive = 1e-3,
+        **round_options: Unpack[RoundOptions],
     ) -> None:
         super().__init__(self._method(learning_rate, beta1, beta2, tau), **round_options)
 
 
+@listed("fedyogi", title="FedYogi", does="Yogi on the server", paper="Reddi et al. 2021, arXiv:2003.00295")
 class FedYogi(FedAdam):
     """Yogi at the server: as `FedAdam`, but v changes by no more than (1 − β₂)·Δ_t², whichever way."""
 

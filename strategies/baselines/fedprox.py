@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Unpack
 
 from tepal.exchange.plan import PROXIMAL, Plan, Reply
 from tepal.strategies.fedavg import Averaging, ModelState
-from tepal.strategies.method import check_number
+from tepal.strategies.options import NonNegative, RoundOptions, listed
 from tepal.strategies.rounds.strategy import MethodStrategy
 
 
@@ -20,7 +20,6 @@ class Proximal(Averaging):
     """The method of FedProx."""
 
     def __init__(self, mu: float) -> None:
-        check_number("mu", mu, mu >= 0, "0 or more")
         self.mu = mu
 
     def plan(
@@ -33,13 +32,19 @@ class Proximal(Averaging):
         return {"mu": self.mu}
 
 
+@listed(
+    "fedprox",
+    title="FedProx",
+    does="clients stay near the model that they received",
+    paper="Li et al. 2020, arXiv:1812.06127",
+)
 class FedProx(MethodStrategy):
     """FedProx over Tepal's exchange.
 
     Args:
-        mu: μ ≥ 0 of the proximal term. The paper takes the best of 0.001, 0.01, 0.1 and 1.
+        mu: μ of (μ/2)·‖w − w_received‖² over what trains. The paper takes the best of 0.001, 0.01, 0.1 and 1.
         round_options: see `MethodStrategy`.
     """
 
-    def __init__(self, *, mu: float = 0.01, **round_options: Any) -> None:
+    def __init__(self, *, mu: NonNegative = 0.01, **round_options: Unpack[RoundOptions]) -> None:
         super().__init__(Proximal(mu), **round_options)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Unpack
 
 from tepal.exchange.plan import LOCAL, Plan, Reply
 from tepal.strategies.fedavg import ModelState
+from tepal.strategies.options import RoundOptions, listed
 from tepal.strategies.personal.averaging import Personalised
 from tepal.strategies.rounds.strategy import MethodStrategy
 
@@ -27,12 +28,12 @@ class Alone(Personalised):
         plans = super().evaluation(state, round, cohort, more_rounds=more_rounds)
         return [replace(plan, keeps=plan.needs) for plan in plans]
 
-    def merger(self, state: ModelState, round: int) -> Nothing:
-        return Nothing(state)
+    def merger(self, state: ModelState, round: int) -> NullMerger:
+        return NullMerger(state)
 
 
-class Nothing:
-    """There is nothing to merge."""
+class NullMerger:
+    """Clients return nothing."""
 
     def __init__(self, state: ModelState) -> None:
         self._state = state
@@ -44,8 +45,16 @@ class Nothing:
         return replace(self._state, merges=self._state.merges + 1)
 
 
+@listed(
+    "local",
+    title="Local training",
+    does="each client trains alone",
+    paper="the lower bound of personalisation",
+    travels="P down once, nothing up",
+    result="the initial model, from which every client trained its own",
+)
 class LocalOnly(MethodStrategy):
     """Each client trains alone, from the common initial model on. Takes the keyword arguments of `MethodStrategy`."""
 
-    def __init__(self, **round_options: Any) -> None:
+    def __init__(self, **round_options: Unpack[RoundOptions]) -> None:
         super().__init__(Alone(), **round_options)

@@ -8,14 +8,12 @@ What is scored is what each client makes of the global model by its one step of 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Literal, Unpack
 
 from tepal.exchange.plan import ALPHA, DELTA, HESSIAN_FREE, PERFEDAVG, Scalar
-from tepal.strategies.method import check_number, check_one_of
-from tepal.strategies.personal.averaging import Personalised
+from tepal.strategies.options import NonNegative, Positive, RoundOptions, listed
+from tepal.strategies.personal.averaging import COMMON_MODEL, Personalised
 from tepal.strategies.rounds.strategy import MethodStrategy
-
-GRADIENTS = ("first-order", "hessian-free")
 
 
 class MetaLearning(Personalised):
@@ -24,27 +22,36 @@ class MetaLearning(Personalised):
     objective = PERFEDAVG
 
     def __init__(self, alpha: float, gradient: str, delta: float) -> None:
-        check_number("alpha", alpha, alpha >= 0, "0 or more")
-        check_number("delta", delta, delta > 0, "positive")
-        check_one_of(gradient=(gradient, GRADIENTS))
         self.alpha, self.gradient, self.delta = alpha, gradient, delta
 
     def options(self) -> Mapping[str, Scalar]:
         return {ALPHA: self.alpha, HESSIAN_FREE: self.gradient == "hessian-free", DELTA: self.delta}
 
 
+@listed(
+    "perfedavg",
+    title="Per-FedAvg",
+    does="an initial model that one local step makes personal",
+    paper="Fallah et al. 2020, arXiv:2002.07948",
+    result=COMMON_MODEL,
+)
 class PerFedAvg(MethodStrategy):
     """Per-FedAvg over Tepal's exchange.
 
     Args:
-        alpha: α ≥ 0, the size of a client's own step.
+        alpha: α, the size of a client's own step.
         gradient: of F_i: "first-order" leaves the second derivative out, "hessian-free" takes it from a difference of
             gradients.
-        delta: δ > 0, the step of that difference, in units of the gradient.
+        delta: δ, the step of that difference, in units of the gradient.
         round_options: see `MethodStrategy`.
     """
 
     def __init__(
-        self, *, alpha: float = 0.01, gradient: str = "first-order", delta: float = 1e-3, **round_options: Any
+        self,
+        *,
+        alpha: NonNegative = 0.01,
+        gradient: Literal["first-order", "hessian-free"] = "first-order",
+        delta: Positive = 1e-3,
+        **round_options: Unpack[RoundOptions],
     ) -> None:
         super().__init__(MetaLearning(alpha, gradient, delta), **round_options)

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Unpack
 
 import numpy as np
+from pydantic import Field
 
 from tepal.exchange.layout import Names
 from tepal.exchange.plan import INNER_RATE, INNER_STEPS, LAMBDA, PFEDME, Scalar
 from tepal.strategies.fedavg import ModelMerger, ModelState
-from tepal.strategies.method import ServerModel, check_number, parameters_of
-from tepal.strategies.personal.averaging import Personalised
+from tepal.strategies.method import ServerModel, parameters_of
+from tepal.strategies.options import Positive, RoundOptions, listed
+from tepal.strategies.personal.averaging import COMMON_MODEL, Personalised
 from tepal.strategies.rounds.strategy import MethodStrategy
 
 
@@ -27,10 +29,6 @@ class MoreauEnvelope(Personalised):
     objective = PFEDME
 
     def __init__(self, lam: float, inner_steps: int, inner_learning_rate: float, beta: float) -> None:
-        check_number("lam", lam, lam > 0, "positive")
-        check_number("inner_steps", inner_steps, inner_steps >= 1, "at least 1")
-        check_number("inner_learning_rate", inner_learning_rate, inner_learning_rate > 0, "positive")
-        check_number("beta", beta, beta > 0, "positive: with 0 the global model would never move")
         self.lam, self.inner_steps, self.inner_learning_rate, self.beta = lam, inner_steps, inner_learning_rate, beta
 
     def init(self, model: ServerModel, seed: int) -> ModelState:
@@ -63,24 +61,31 @@ class RelaxedMerger(ModelMerger):
         return replace(self._state, entries={**old, **mean, **moved}, merges=self._state.merges + 1)
 
 
+@listed(
+    "pfedme",
+    title="pFedMe",
+    does="personal models by Moreau envelopes",
+    paper="Dinh et al. 2020, arXiv:2006.08848",
+    result=COMMON_MODEL,
+)
 class PFedMe(MethodStrategy):
     """pFedMe over Tepal's exchange. The clients' learning rate is η of w ← w − ηλ(w − θ̃).
 
     Args:
-        lam: λ > 0, how near θ is held to w. The paper has 15 for most of its experiments.
+        lam: λ, how near θ is held to w. The paper has 15 for most of its experiments.
         inner_steps: K, steps of gradient descent that find θ̃ for one batch.
-        inner_learning_rate: of these steps.
-        beta: β > 0, how far the server goes to the clients' mean; 1: all the way.
+        inner_learning_rate: learning rate of these steps.
+        beta: β, how far the server goes to the clients' mean; 1: all the way.
         round_options: see `MethodStrategy`.
     """
 
     def __init__(
         self,
         *,
-        lam: float = 15.0,
-        inner_steps: int = 5,
-        inner_learning_rate: float = 0.01,
-        beta: float = 1.0,
-        **round_options: Any,
+        lam: Positive = 15.0,
+        inner_steps: Annotated[int, Field(ge=1)] = 5,
+        inner_learning_rate: Positive = 0.01,
+        beta: Positive = 1.0,
+        **round_options: Unpack[RoundOptions],
     ) -> None:
         super().__init__(MoreauEnvelope(lam, inner_steps, inner_learning_rate, beta), **round_options)

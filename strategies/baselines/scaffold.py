@@ -13,15 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Unpack
 
 import numpy as np
 
 from tepal.exchange.layout import Arrays, Names
 from tepal.exchange.plan import CONTROL, MODEL, SCAFFOLD, Plan, Reply, Tree
-from tepal.strategies.aggregate import WeightedMean
+from tepal.strategies.aggregate import WeightedMean, with_joiners
 from tepal.strategies.fedavg import Averaging, ModelState
-from tepal.strategies.method import ServerModel, check_number, parameters_of
+from tepal.strategies.method import ServerModel, parameters_of
+from tepal.strategies.options import Positive, RoundOptions, listed
 from tepal.strategies.rounds.strategy import MethodStrategy
 
 
@@ -38,7 +39,6 @@ class Controlled(Averaging):
     """The method of SCAFFOLD."""
 
     def __init__(self, learning_rate: float) -> None:
-        check_number("learning_rate", learning_rate, learning_rate > 0, "positive")
         self.learning_rate = learning_rate
 
     def init(self, model: ServerModel, seed: int) -> ControlledState:
@@ -50,11 +50,8 @@ class Controlled(Averaging):
         self, state: ModelState, available: Sequence[str], size: int, rng: np.random.Generator
     ) -> tuple[ModelState, Sequence[str]]:
         assert isinstance(state, ControlledState) and state.control is not None
-        control, known = state.control, tuple(sorted({*state.clients, *available}))
-        if len(known) > len(state.clients) > 0:
-            # Σ c_i stays, as joiners come with zero; c is its mean over more clients.
-            share = len(state.clients) / len(known)
-            control = {name: (c * share).astype(c.dtype) for name, c in control.items()}
+        known = tuple(sorted({*state.clients, *available}))
+        control = with_joiners(state.control, len(state.clients), len(known))
         _, cohort = super().cohort(state, available, size, rng)
         return replace(state, control=control, clients=known), cohort
 
@@ -115,13 +112,20 @@ class ControlledMerger:
         return replace(state, entries={**x, **y, **moved}, merges=state.merges + 1, control=control)
 
 
+@listed(
+    "scaffold",
+    title="SCAFFOLD",
+    does="control variates correct client drift",
+    paper="Karimireddy et al. 2020, arXiv:1910.06378",
+    travels="P + C down, P + C up (C: the parameters, which is P without buffers)",
+)
 class Scaffold(MethodStrategy):
     """SCAFFOLD over Tepal's exchange. Clients must train with plain SGD: only then is (x − y)/(K·η_l) a mean gradient.
 
     Args:
-        learning_rate: η_g > 0, of the server.
+        learning_rate: η_g, of the server.
         round_options: see `MethodStrategy`.
     """
 
-    def __init__(self, *, learning_rate: float = 1.0, **round_options: Any) -> None:
+    def __init__(self, *, learning_rate: Positive = 1.0, **round_options: Unpack[RoundOptions]) -> None:
         super().__init__(Controlled(learning_rate), **round_options)

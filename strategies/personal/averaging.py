@@ -8,6 +8,9 @@ from dataclasses import replace
 from tepal.exchange.plan import SCORED_AS, Plan, Reply, Scalar
 from tepal.strategies.fedavg import Averaging, ModelState
 
+COMMON_MODEL = "the common model, of which every client makes one of its own"
+"""What the model of such a run is."""
+
 
 class Personalised(Averaging):
     """FedAvg on the global model; each client has its own by the objective, and that is what is scored."""

@@ -34,6 +34,9 @@ T = TypeVar("T")
 MIXTURE: Tree = "mixture"
 PERSONAL: Tree = "personal"
 
+MEAN_MODEL = "the mean of the clients' own models, which no client uses"
+"""What the model of such a run is."""
+
 STORE = "models.bin"
 """File of the clients' models, in the folder of the checkpoints."""
 

@@ -14,6 +14,8 @@ PUBLIC = {
 }  # fmt: skip
 FLOWER = {"tepal.host.flower.link", "tepal.host.flower.supernode", "tepal.host.flower.worker"}
 """Beside what the server's grid imports of that folder."""
+OBJECTIVES = {f"tepal.client_app.objectives.{path.stem}" for path in (ROOT / "client_app/objectives").glob("[!_]*.py")}
+"""`client_app/objectives/__init__.py` imports all files next to it."""
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +40,7 @@ def imported(begin):
 
 def test_the_bundle_has_what_the_apps_import_and_no_more(bundled):
     by_name = {model.where.partition(":")[0] for model in MODELS.values() if model.package == "tepal"}
-    assert bundled == imported(APPS | PUBLIC | by_name) | FLOWER
+    assert bundled == imported(APPS | PUBLIC | OBJECTIVES | by_name) | FLOWER
 
 
 def test_the_bundle_has_neither_commands_nor_provisioning_nor_experiments(bundled):

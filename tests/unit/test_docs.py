@@ -1,11 +1,10 @@
 """What README and docs say is run, or stands against the code it speaks of."""
 
-import inspect
 import itertools
 import re
+import runpy
 import shlex
 from pathlib import Path
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -18,8 +17,8 @@ from typer.testing import CliRunner
 from tepal.exchange import partial_exchange
 from tepal.models import build
 from tepal.records.run_directory import RunDirectory
-from tepal.server_app import catalogue
-from tepal.server_app.config import SECTIONS, StrategyName, defaults, open_run, read_run_config, reference
+from tepal.server_app.config import defaults, open_run, read_run_config
+from tepal.strategies import STRATEGIES
 from tepal.strategies.in_process import InProcessGrid, Node
 from tepal.tools.cli.main import main
 from tests.apps import quickstart_app
@@ -85,6 +84,7 @@ RUN_BY = {
     "tepal show": "test_the_commands_that_look_at_runs",
     "tepal doctor": "tests/unit/tools/deploy/test_doctor.py",
     "python benchmarks/": "tests/unit/test_benchmarks.py",
+    "python docs/run_config.py": "test_what_follows_from_the_declared_options_is_written_anew",
     "python -m quickstart.in_process": "test_the_app_of_ones_own_runs",
     "flwr run . CONNECTION --stream --run-config 'resume=": "tests/integration/test_resume.py",
     "tepal loopback": "tests/integration/test_loopback_command.py",
@@ -203,33 +203,26 @@ def test_the_readmes_files_are_there():
             assert (ROOT / name).is_dir(), name
 
 
-def test_the_page_of_run_config_keys_is_that_of_the_code():
-    assert (ROOT / "docs/run-config.md").read_text() == reference(), (
-        "write it anew: python docs/run_config.py > docs/run-config.md"
-    )
-
-
-def test_the_page_of_strategies_is_that_of_the_code():
-    assert (ROOT / "docs/strategies.md").read_text() == catalogue.reference(), (
-        "write it anew: python -m tepal.server_app.catalogue > docs/strategies.md"
-    )
+def test_what_follows_from_the_declared_options_is_written_anew():
+    generated = runpy.run_path(str(ROOT / "docs/run_config.py"))["generated"]()
+    assert {path.name for path in generated} == {"run-config.md", "strategies.md", "pyproject.toml"}
+    for path, text in generated.items():
+        assert path.read_text() == text, f"{path.name} is not up to date: python docs/run_config.py"
 
 
 def test_every_strategy_is_listed_with_its_options():
-    assert tuple(catalogue.CATALOGUE) == get_args(StrategyName)
     listed = CliRunner().invoke(main, ["strategies"])
-    assert listed.exit_code == 0 and all(name in listed.stdout for name in catalogue.CATALOGUE)
+    assert listed.exit_code == 0 and all(name in listed.stdout for name in STRATEGIES)
     shown = CliRunner().invoke(main, ["strategies", "fedadam", "scaffold"])
     assert shown.exit_code == 0 and "arXiv:2003.00295" in shown.stdout and "fedadam.tau" in shown.stdout
     assert "P + C down" in shown.stdout
     wrong = CliRunner().invoke(main, ["strategies", "fedadm"])
     assert wrong.exit_code == 1 and "did you mean 'fedadam'?" in wrong.stderr
-    of_this_app = {"selective": {"draw_budgets"}, "fedbe": {"epochs", "learning_rate", "batch_size"}}
-    for name, one in catalogue.CATALOGUE.items():
-        arguments = set(inspect.signature(one.strategy.__init__).parameters)
-        keys = set(SECTIONS[name][1].model_fields) if name in SECTIONS else set()
-        assert keys - of_this_app.get(name, set()) <= arguments, name
-        assert all(option.key.startswith(f"{name}.") for option in catalogue.options_of(name))
+    for name, one in STRATEGIES.items():
+        page = (ROOT / "docs/strategies.md").read_text().partition(f"## {name}\n")[2].partition("\n## ")[0]
+        keys = [key for key in defaults() if key.startswith(f"{name}.")]
+        assert re.findall(r"^\| `(\S+)` \|", page, flags=re.MULTILINE) == keys
+        assert one.strategy.__name__ in page and one.paper in page
 
 
 def test_the_report_command_says_where_the_report_is(tmp_path):

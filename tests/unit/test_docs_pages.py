@@ -37,6 +37,9 @@ def snippets_of(page):
     return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), flags=re.DOTALL)
 
 
+OF_PAGES = ["quickstart", "head_only", "median", "head_first", "sparse", "sparse_method", "fused", "patterns"]
+
+
 @pytest.fixture
 def written(tmp_path, monkeypatch):
     """A folder with the files of both pages, from which they can be imported."""
@@ -50,7 +53,7 @@ def written(tmp_path, monkeypatch):
     before = set(sys.modules)
     yield tmp_path
     for name in set(sys.modules) - before:
-        if name.partition(".")[0] in ("quickstart", "head_first", "sparse", "sparse_method", "fused", "patterns"):
+        if name.partition(".")[0] in OF_PAGES:
             del sys.modules[name]
 
 
@@ -82,13 +85,48 @@ def test_the_method_of_the_page_trains_its_head_first_and_moves_what_the_page_sa
     said = re.search(r"```text\n(.*?)```", (DOCS / "extend.md").read_text(), flags=re.DOTALL)
     assert printed.getvalue() == said[1]
     # `model` shares no memory with the run: its body is what two rounds must have left alone.
-    strategy = MethodStrategy(names["HeadFirst"](rounds=2), model=names["model"])
-    start = {name: tensor.numpy().copy() for name, tensor in names["model"].state_dict().items()}
-    result = strategy.start(names["grid"], ArrayRecord(names["model"].state_dict()), num_rounds=2)
+    strategy, model = names["HeadFirst"](rounds=2, model=names["model"]), names["model"]
+    assert_only_the_head_moves(strategy, names["grid"], model, rounds=2)
+    with pytest.raises(ValueError, match="rounds is -1; it must be a whole number, at least 0"):
+        names["HeadFirst"](rounds=-1)
+    with pytest.raises(MethodError, match="must know the model's head"):
+        names["HeadFirst"]().start(names["grid"], ArrayRecord(model.state_dict()), num_rounds=1)
+
+
+def assert_only_the_head_moves(strategy, grid, model, rounds):
+    start = {name: tensor.numpy().copy() for name, tensor in model.state_dict().items()}
+    result = strategy.start(grid, ArrayRecord(model.state_dict()), num_rounds=rounds)
     for name, array in result.arrays.items():
         assert np.array_equal(array.numpy(), start[name]) == (not name.startswith("head.")), name
-    with pytest.raises(MethodError, match="must know the model's head"):
-        MethodStrategy(names["HeadFirst"](rounds=2)).start(names["grid"], result.arrays, num_rounds=1)
+
+
+@pytest.fixture
+def three_clients(written):
+    from quickstart.client_app import app
+
+    return InProcessGrid([Node(app, {"partition-id": k, "num-partitions": 3}) for k in range(3)])
+
+
+def test_three_lines_train_the_head_alone(written, three_clients):
+    from head_only import strategy
+    from quickstart.task import RowReader
+
+    assert_only_the_head_moves(strategy, three_clients, RowReader(), rounds=2)
+
+
+def test_the_complete_method_of_the_page_takes_the_median(written, three_clients):
+    from median import Median
+    from quickstart.task import RowReader
+
+    model, replies = RowReader(), []
+    strategy = MethodStrategy(Median(), fraction_evaluate=0)
+    strategy.method.accept = lambda plan, reply: replies.append(reply.parts)
+    result = strategy.start(three_clients, ArrayRecord(model.state_dict()), num_rounds=1)
+    models = [parts["model"] for parts in replies if parts]
+    assert len(models) == 3
+    for name, array in result.arrays.items():
+        in_order = np.sort(np.stack([one[name] for one in models]), axis=0)
+        np.testing.assert_array_equal(array.numpy(), in_order[1])
 
 
 def test_the_objective_of_the_page_makes_weights_small(written, monkeypatch):

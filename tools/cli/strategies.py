@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
 
 from tepal.tools.cli import commands
 
@@ -20,13 +24,35 @@ def strategies_command(
     ] = None,
 ) -> None:
     """List the strategies: what each does, what travels, its paper; and with a name its options and their defaults."""
-    from tepal.server_app.catalogue import table
     from tepal.server_app.config import ConfigError
     from tepal.tools.compare.runs import strategy_names
 
     console, errors = Console(), Console(stderr=True)
     try:
-        console.print(table(strategy_names(",".join(names)) if names else ()), soft_wrap=True)
+        console.print(_table(strategy_names(",".join(names)) if names else ()), soft_wrap=True)
     except ConfigError as error:
         errors.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from error
+
+
+def _table(names: Sequence[str]) -> RenderableType:
+    """All strategies, a line each; or what there is to know of some."""
+    from tepal.server_app.config import about
+    from tepal.strategies import STRATEGIES
+
+    if not names:
+        lines = Table(box=None, pad_edge=False)
+        for heading in ("strategy", "what it does", "travels, a client and round", "paper"):
+            lines.add_column(heading)
+        for name, listed in STRATEGIES.items():
+            lines.add_row(name, listed.does, listed.travels, listed.paper)
+        return lines
+    parts: list[RenderableType] = []
+    for name in names:
+        listed = STRATEGIES[name]
+        parts += [Text(f"{name}: {listed.does}", style="bold"), Text(f"{listed.paper}\n{listed.travels}")]
+        options = Table(box=None, pad_edge=False, show_header=False)
+        for field in listed.options.model_fields.values():
+            options.add_row(f"  {field.alias}", json.dumps(field.default), about(field))
+        parts += [options, Text()]
+    return Group(*parts)

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from tepal import models
-from tepal.server_app.catalogue import CATALOGUE
+from tepal.strategies import STRATEGIES
 from tepal.tools.predict.images import expanded_images, image_arrays
 from tepal.tools.predict.model_file import built_for, check_fit, described, model_file, opened, prefixes_of
 from tepal.tools.predict.numbers import NumberPrediction, read
@@ -169,7 +169,7 @@ def load_predictor(path: Path) -> Predictor:
             tokens_of(config)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
-    strategy = CATALOGUE.get(str(told.get("strategy")))
+    strategy = STRATEGIES.get(str(told.get("strategy")))
     caution = ""
     if strategy and strategy.result and "run" in metadata:
         caution = f"this is {strategy.result}; each client's own is where its node's model-path says"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tepal.strategies.aggregate import WeightedMean, mean_metrics
+from tepal.strategies.aggregate import WeightedMean, mean_metrics, with_joiners
 
 FLOATS = st.floats(-1e3, 1e3, width=32)
 
@@ -151,3 +151,12 @@ def test_metrics_weigh_by_what_they_were_measured_on():
     assert found == pytest.approx(
         {"num-examples": 40, "test-examples": 5, "train-loss": 1.75, "received-accuracy": 0.6, "extra": 7.0}
     )
+
+
+def test_joiners_come_with_zero_to_a_mean():
+    of_two = {"w": np.mean([[3.0, 1.0], [6.0, 0.0]], axis=0, dtype=np.float32)}
+    of_three = with_joiners(of_two, 2, 3)["w"]
+    assert of_three.dtype == np.float32
+    np.testing.assert_allclose(of_three, np.mean([[3.0, 1.0], [6.0, 0.0], [0.0, 0.0]], axis=0), rtol=1e-6)
+    assert with_joiners(of_two, 2, 2)["w"] is of_two["w"]
+    assert with_joiners({"w": np.zeros(2)}, 0, 5)["w"].tolist() == [0, 0]

@@ -8,9 +8,9 @@ import pytest
 from tepal.client_app.app import app
 from tepal.host.toml import parse_run_config
 from tepal.records.run_directory import read_metrics, read_records
-from tepal.server_app.catalogue import CATALOGUE
 from tepal.server_app.config import defaults, read_run_config
 from tepal.server_app.run import build_model, build_strategy, run
+from tepal.strategies import STRATEGIES
 from tepal.strategies.in_process import InProcessGrid, Node
 from tests.packages import ROOT
 from tests.quiet import quiet  # noqa: F401
@@ -82,7 +82,7 @@ def expected(name, number, size):
     return whole + scoring, whole
 
 
-@pytest.mark.parametrize("name", [name for name in CATALOGUE if name != "selective"])
+@pytest.mark.parametrize("name", [name for name in STRATEGIES if name != "selective"])
 def test_it_moves_what_its_formula_says(ran, sizes, name):
     lines = {line["round"]: line for line in read_metrics(ran(name))}
     for number in (1, ROUNDS):
@@ -90,7 +90,7 @@ def test_it_moves_what_its_formula_says(ran, sizes, name):
         assert (lines[number]["bytes_down"], lines[number]["bytes_up"]) == (CLIENTS * down, CLIENTS * up), number
 
 
-@pytest.mark.parametrize("name", CATALOGUE)
+@pytest.mark.parametrize("name", STRATEGIES)
 def test_what_it_says_of_blocks_and_of_clients_adds_up_to_what_it_moved(ran, name):
     run = ran(name)
     lines = {line["round"]: line for line in read_metrics(run)}
@@ -129,7 +129,7 @@ def test_selective_sends_up_the_chosen_layers_and_the_head(ran, sizes):
         assert CLIENTS * min(ways) <= up <= CLIENTS * max(ways) < CLIENTS * sizes["P"]
 
 
-@pytest.mark.parametrize("name", CATALOGUE)
+@pytest.mark.parametrize("name", STRATEGIES)
 def test_it_takes_any_encoding(ran, name):
     """Changes in int8, of each matrix the larger half: clients answer all the same, with fewer bytes."""
     as_it_is, encoded = read_metrics(ran(name)), read_metrics(ran(name, **ENCODED))
@@ -144,14 +144,14 @@ def test_it_takes_any_encoding(ran, name):
     assert encoded[-1][key] == pytest.approx(as_it_is[-1][key], rel=0.2, abs=0.1)
 
 
-@pytest.mark.parametrize("name", CATALOGUE)
+@pytest.mark.parametrize("name", STRATEGIES)
 def test_the_settings_for_a_comparison_of_all_suit_it(name):
     settings = parse_run_config([str(ROOT / "conf/all.toml")])
     config = read_run_config({**settings, "strategy": name})
     build_strategy(config, build_model(config)[1])
 
 
-@pytest.mark.parametrize("name", CATALOGUE)
+@pytest.mark.parametrize("name", STRATEGIES)
 def test_its_result_is_scored_and_named_after_the_model_it_is_of(ran, name):
     last = read_metrics(ran(name))[-1]
     own = name in ("fedacs", "fedamp", "local", "ditto", "perfedavg", "pfedme", "apfl")

@@ -1104,13 +1104,13 @@ def test_a_disk_without_room_for_the_mixtures_ends_the_run_with_what_was_learned
 
 @pytest.mark.parametrize("quantile", [0, 1, -0.1, 1.5, float("nan"), float("inf")])
 def test_a_quantile_out_of_range_is_refused(quantile):
-    with pytest.raises(ValueError, match=r"quantile is .*; it must be between 0 and 1"):
+    with pytest.raises(ValueError, match=r"quantile is .*; it must be a number, above 0 and below 1"):
         FedACS(quantile=quantile)
 
 
 @pytest.mark.parametrize("alpha", [0, -1, 1.01, float("nan")])
 def test_an_alpha_out_of_range_is_refused(alpha):
-    with pytest.raises(ValueError, match=r"alpha is .*; it must be above 0 and at most 1"):
+    with pytest.raises(ValueError, match=r"alpha is .*; it must be a number, above 0 and at most 1"):
         FedACS(quantile=0.5, alpha=alpha)
 
 

@@ -844,9 +844,9 @@ def test_modes_must_be_of_one_architecture():
 
 
 BAD_OPTIONS = {
-    "no mode": ({"modes": 0}, "modes is 0; it must be at least 1"),
-    "negative modes": ({"modes": -2}, "modes is -2; it must be at least 1"),
-    "negative strata": ({"strata": -1}, "strata is -1; it must be at least 1, or 0"),
+    "no mode": ({"modes": 0}, "modes is 0; it must be a whole number, at least 1 and at most 1000"),
+    "negative modes": ({"modes": -2}, "modes is -2; it must be a whole number, at least 1"),
+    "negative strata": ({"strata": -1}, "strata is -1; it must be a whole number, at least 0"),
     "weighting": ({"weighting": "size"}, "weighting is 'size'; it must be one of uniform, examples"),
     "assign": ({"assign": "lowest-loss"}, "assign is 'lowest-loss'; it must be one of schedule, highest-loss"),
     "fraction": ({"fraction_train": 0}, "fraction_train is 0; it must be"),

@@ -19,6 +19,7 @@ from tepal.strategies import (
     FedAdam,
     FedAvg,
     FedAvgM,
+    FedDyn,
     FedNova,
     FedProx,
     FedYogi,
@@ -607,7 +608,7 @@ def test_the_time_of_a_step_is_that_of_its_passes_through_the_model(monkeypatch,
 # ---- personal state and the server's ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [Scaffold, Ditto, APFL, LocalOnly], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [Scaffold, Ditto, APFL, LocalOnly, FedDyn], ids=lambda make: make.__name__)
 def test_a_refused_reply_leaves_no_client_ahead_of_the_server(problem, monkeypatch, tmp_path, make):
     """What c1 did in round 2 is refused: in round 3 it begins where its round 1 ended."""
     spoiled = []
@@ -653,6 +654,7 @@ STRATEGIES = {
     "perfedavg": PerFedAvg,
     "pfedme": lambda **options: PFedMe(lam=1.0, **options),
     "apfl": APFL,
+    "feddyn": lambda **options: FedDyn(alpha=0.3, **options),
 }
 
 
@@ -716,7 +718,7 @@ def test_buffers_are_averaged_and_keep_their_dtype(name, monkeypatch, tmp_path):
         came = {r.client: r for k, r in replies if k == number and r.parts}
         if not came:
             continue
-        alike = name in ("scaffold", "pfedme", "apfl")
+        alike = name in ("scaffold", "pfedme", "apfl", "feddyn")
         weights = [1, 1] if alike else [came[c].examples for c in ("c0", "c1")]
         for buffer in ("0.running_mean", "0.running_var", "0.num_batches_tracked"):
             values = [came[c].parts["model"][buffer] for c in ("c0", "c1")]
@@ -740,6 +742,7 @@ def test_options_out_of_range_are_refused():
         lambda: PFedMe(beta=0),
         lambda: PFedMe(inner_steps=0),
         lambda: APFL(alpha=1.1),
+        lambda: FedDyn(alpha=0),
     ]
     for make in wrong:
         with pytest.raises(ValueError, match="it must be"):
@@ -750,7 +753,7 @@ def test_methods_do_what_fedavg_does_not(problem, monkeypatch, tmp_path):
     """After two rounds no two methods with a global model of their own have the same."""
     ends = {}
     for name in ("fedavg", "fedprox", "fedavgm", "fedadagrad", "fedyogi", "fedadam", "fednova", "scaffold", "perfedavg",
-                 "pfedme"):  # fmt: skip
+                 "pfedme", "feddyn"):  # fmt: skip
         _, models = start(STRATEGIES[name](), problem.grid(monkeypatch, tmp_path / name), 2)
         ends[name] = models[2]
     for one, other in itertools.combinations(ends, 2):

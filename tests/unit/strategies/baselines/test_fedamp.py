@@ -294,12 +294,12 @@ def test_weights_that_are_no_mean_are_refused():
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
 def test_options_out_of_range_are_refused(value):
-    with pytest.raises(ValueError, match=r"sigma is .*positive"):
+    with pytest.raises(ValueError, match=r"sigma is .*; it must be a number, above 0"):
         FedAMP(sigma=value, alpha=1.0)
-    with pytest.raises(ValueError, match=r"alpha is .*positive"):
+    with pytest.raises(ValueError, match=r"alpha is .*; it must be a number, above 0"):
         FedAMP(sigma=1.0, alpha=value)
     if value:
-        with pytest.raises(ValueError, match=r"lam is .*0 or a positive"):
+        with pytest.raises(ValueError, match=r"lam is .*; it must be a number, at least 0"):
             FedAMP(sigma=1.0, alpha=1.0, lam=value)
 
 

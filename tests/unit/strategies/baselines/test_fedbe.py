@@ -470,8 +470,8 @@ def test_without_anything_to_distil_with_it_is_refused_with_what_to_do(distil):
     ("options", "words"),
     [
         ({"distribution": "normal"}, "distribution is 'normal'; it must be one of gaussian, dirichlet"),
-        ({"samples": -1}, "samples is -1; it must be 0 or more"),
-        ({"concentration": 0.0}, r"concentration is 0\.0; it must be a positive number"),
+        ({"samples": -1}, "samples is -1; it must be a whole number, at least 0 and at most 1000"),
+        ({"concentration": 0.0}, r"concentration is 0\.0; it must be a number, above 0"),
         ({"concentration": float("nan")}, "concentration is nan"),
     ],
 )

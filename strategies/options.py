@@ -1,0 +1,204 @@
+"""What a strategy declares, once: its options and its line in the catalogue.
+
+A strategy is a class with the decorator `listed`. Its options are the keyword-only arguments of its constructor whose
+defaults are numbers, truth values or texts: the annotation has the range, the signature the default, and the entry in
+the docstring's `Args` the help text. The constructor's checks, the keys of the run config, `tepal strategies` and two
+pages of the documentation follow from these.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    TypedDict,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model
+from pydantic.fields import FieldInfo
+
+from tepal.strategies.rounds.strategy import MethodStrategy
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from tepal.exchange.encodings import Encoding
+    from tepal.strategies.method import ModelBlocks
+    from tepal.strategies.rounds.checkpoint import Checkpoints
+    from tepal.strategies.rounds.report import RoundReport
+
+S = TypeVar("S", bound=MethodStrategy)
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+"""Of a moment: a number in [0, 1)."""
+
+
+class RoundOptions(TypedDict, total=False):
+    """The keywords of every strategy, which are those of `MethodStrategy`: see there."""
+
+    model: nn.Module | ModelBlocks | None
+    fraction_train: float
+    fraction_evaluate: float
+    min_available_nodes: int
+    min_replies: int
+    max_replies: int | None
+    schedule: str
+    seed: int
+    deterministic: bool
+    encoding: Encoding | None
+    experiment: str | None
+    checkpoints: Checkpoints | Path | str | None
+    resume: bool
+    weighted_by_key: str
+    arrayrecord_key: str
+    configrecord_key: str
+    on_round: Callable[[RoundReport], None] | None
+    on_progress: Callable[[RoundReport], None] | None
+
+
+@dataclass(frozen=True)
+class Listing:
+    """A strategy's line in the catalogue, and its section of the run config."""
+
+    strategy: type[MethodStrategy]
+    name: str
+    """Value of the key `strategy`; the strategy's own keys begin with it."""
+    title: str
+    """Of the method, as its paper writes it."""
+    does: str
+    paper: str
+    travels: str
+    """Payload bytes for one client and round, where P are the bytes of the model."""
+    result: str
+    """What a run's model is, where each client has a personal model; else ""."""
+    options: type[BaseModel]
+    """The section: a field for each option, with its key as alias, its default, range and help text."""
+
+
+LISTED: dict[type[MethodStrategy], Listing] = {}
+
+
+def listed(
+    name: str,
+    *,
+    title: str,
+    does: str,
+    paper: str,
+    travels: str = "P down, P up",
+    result: str = "",
+    further: type[BaseModel] | None = None,
+) -> Callable[[type[S]], type[S]]:
+    """Class decorator: lists a strategy under a name, and has its constructor check the options.
+
+    Args:
+        name, title, does, paper, travels, result: see `Listing`.
+        further: keys of the run config that are no options of the constructor. The server app reads them.
+
+    The decorated constructor raises ValueError for an option out of range, with its name, the value found, and what is
+    allowed.
+    """
+
+    def declare(strategy: type[S]) -> type[S]:
+        options = _options_of(strategy)
+        fields: dict[str, Any] = {
+            option: (_alternatives(annotation)[0], Field(default, description=_help(strategy, option)))
+            for option, (annotation, default) in options.items()
+        }
+        fields |= {key: (field.annotation, field) for key, field in (further.model_fields if further else {}).items()}
+        config = ConfigDict(
+            alias_generator=lambda option: f"{name}.{_key(option)}", populate_by_name=True, extra="ignore", frozen=True
+        )
+        section = create_model(f"{strategy.__name__}Options", __config__=config, **fields)
+        LISTED[strategy] = Listing(strategy, name, title, does, paper, travels, result, section)
+        if "__init__" in vars(strategy):
+            _check_in_constructor(strategy, {option: annotation for option, (annotation, _) in options.items()})
+        return strategy
+
+    return declare
+
+
+def allowed(annotation: Any) -> str:
+    """What a value of an option may be, in words."""
+    return ", or ".join(map(_allowed_of_one, _alternatives(annotation)))
+
+
+def _options_of(strategy: type[MethodStrategy]) -> dict[str, tuple[Any, Any]]:
+    """Option → (annotation, default)."""
+    annotations = get_type_hints(strategy.__init__, include_extras=True)
+    return {
+        argument.name: (annotations[argument.name], argument.default)
+        for argument in inspect.signature(strategy.__init__).parameters.values()
+        if argument.kind is argument.KEYWORD_ONLY and isinstance(argument.default, bool | int | float | str)
+    }
+
+
+def _check_in_constructor(strategy: type[MethodStrategy], annotations: Mapping[str, Any]) -> None:
+    init = strategy.__init__
+
+    @wraps(init)
+    def checked(self: MethodStrategy, *args: Any, **given: Any) -> None:
+        for option, annotation in annotations.items():
+            if option in given:
+                given[option] = _checked(option, given[option], annotation)
+        init(self, *args, **given)
+
+    strategy.__init__ = checked  # type: ignore[method-assign]
+
+
+def _checked(option: str, value: Any, annotation: Any) -> Any:
+    try:
+        return TypeAdapter(annotation).validate_python(value)
+    except ValidationError as error:
+        raise ValueError(f"{option} is {value!r}; it must be {allowed(annotation)}") from error
+
+
+def _alternatives(annotation: Any) -> tuple[Any, ...]:
+    """The types of a union; a run config can have values of the first one."""
+    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+
+
+_KINDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}
+_BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+
+
+def _allowed_of_one(annotation: Any) -> str:
+    if get_origin(annotation) is Literal:
+        values = get_args(annotation)
+        return f"one of {', '.join(values)}" if len(values) > 1 else repr(values[0])
+    field = FieldInfo.from_annotation(annotation)
+    bounds = [
+        f"{words} {getattr(limit, bound):g}"
+        for limit in field.metadata
+        for bound, words in _BOUNDS.items()
+        if hasattr(limit, bound)
+    ]
+    return ", ".join(filter(None, [_KINDS[field.annotation], " and ".join(bounds)]))  # type: ignore[index]
+
+
+def _key(option: str) -> str:
+    return "lambda" if option == "lam" else option.replace("_", "-")  # `lambda` can be no name in Python
+
+
+def _help(strategy: type, option: str) -> str:
+    """The entry of an option in the `Args` of the strategy's docstring, or of that of a class above it."""
+    entry = re.compile(rf"^    {option}: (.*(?:\n {{5,}}.*)*)", re.MULTILINE)
+    for each in strategy.__mro__:
+        if found := entry.search(inspect.cleandoc(each.__doc__ or "")):
+            return " ".join(found[1].split()).removesuffix(".")
+    return ""

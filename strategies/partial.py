@@ -1,0 +1,101 @@
+"""Partial training: the entries that match some patterns train and travel; all others are frozen.
+
+    θ = the entries that train, φ = all others
+    every round    FedAvg on θ, which alone travels both ways; φ stays as it is
+
+φ goes to each client once: the plan says that the client needs it and keeps it, and the exchange does the rest, for
+late joiners and restarted clients too. It goes as it is, whatever the encoding.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Unpack
+
+from tepal.exchange.layout import Names
+from tepal.exchange.plan import MODEL, Plan, Reply
+from tepal.strategies.fedavg import Averaging, ModelState
+from tepal.strategies.method import MethodError, ServerModel
+from tepal.strategies.options import RoundOptions
+from tepal.strategies.rounds.strategy import MethodStrategy
+
+
+class PartialAveraging(Averaging):
+    """FedAvg on the entries that train; the base of methods that freeze some. Subclasses say which ones train."""
+
+    @abstractmethod
+    def trained(self, state: ModelState) -> Names:
+        """The entries that train in a round which starts from this state."""
+
+    def plan(
+        self, state: ModelState, round: int, phase: str, cohort: Sequence[str], heard: Mapping[str, Reply]
+    ) -> list[Plan]:
+        trained, frozen = self.trained(state), self._frozen(state)
+        kept = {MODEL: frozen} if frozen else {}
+        return [
+            replace(plan, trains=trained, returns={MODEL: trained}, keeps=kept, exact=frozen)
+            for plan in super().plan(state, round, phase, cohort, heard)
+        ]
+
+    def evaluation(self, state: ModelState, round: int, cohort: Sequence[str], *, more_rounds: bool) -> list[Plan]:
+        plans, frozen = super().evaluation(state, round, cohort, more_rounds=more_rounds), self._frozen(state)
+        if not frozen:
+            return plans
+        return [replace(plan, keeps=plan.keeps or {MODEL: frozen}, exact=frozen) for plan in plans]
+
+    def _frozen(self, state: ModelState) -> Names:
+        trained = set(self.trained(state))
+        return tuple(name for name in state.entries if name not in trained)
+
+
+class TrainingByName(PartialAveraging):
+    """The method of PartialTraining."""
+
+    def __init__(self, patterns: Iterable[str]) -> None:
+        self.patterns = tuple(patterns)
+        self._trained: Names
+
+    def init(self, model: ServerModel, seed: int) -> ModelState:
+        names = model.layout.names
+        for pattern in self.patterns:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                known = f"{', '.join(names[:12])}{', …' if len(names) > 12 else ''}"
+                raise MethodError(f"trains: no entry of {model.name} matches {pattern!r}; its entries are {known}")
+        self._trained = tuple(name for name in names if any(fnmatchcase(name, each) for each in self.patterns))
+        return super().init(model, seed)
+
+    def trained(self, state: ModelState) -> Names:
+        return self._trained
+
+    def grain(self, model: ServerModel) -> Mapping[str, Names]:
+        trained = set(self._trained)
+        frozen = tuple(name for name in model.layout.names if name not in trained)
+        return {"trained": self._trained, "frozen": frozen} if frozen else {"trained": self._trained}
+
+    def describe(self) -> Mapping[str, str | int | float]:
+        return {"trains": ", ".join(self.patterns)}
+
+
+class PartialTraining(MethodStrategy):
+    """FedAvg on a part of the model; the rest is frozen, and goes to each client once.
+
+    Clients call `apply_plan`, which freezes what does not train.
+
+    Args:
+        trains: patterns of entry names, as `fnmatch` has them ("head.*"), or names such as `find_blocks(model).head`.
+            One text may hold several, with commas between. Each must match an entry.
+        round_options: see `MethodStrategy`. With `model`, fused projections are three entries (`…qkv.weight:q`).
+
+    Raises:
+        ValueError: no pattern is given. MethodError, when the run starts: a pattern that matches no entry.
+    """
+
+    def __init__(self, *, trains: str | Iterable[str], **round_options: Unpack[RoundOptions]) -> None:
+        given = trains.split(",") if isinstance(trains, str) else trains
+        patterns = [pattern.strip() for pattern in given if pattern.strip()]
+        if not patterns:
+            raise ValueError(f"trains is {trains!r}; it must be one or more patterns of entry names")
+        super().__init__(TrainingByName(patterns), **round_options)
