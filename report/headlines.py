@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from html import escape
 from typing import Any
+
+from markupsafe import Markup
 
 from tepal.records.run_directory import add, measured_by, total
 from tepal.report.round_figures import TEST_DATA
 from tepal.report.run_files import Lines
+from tepal.report.templates import render
 from tepal.report.terminal import UNKNOWN, bytes_text, score_text, seconds_text
 
 
@@ -18,7 +20,7 @@ def _headlines(
     """(name, figure, small print) of each headline figure."""
     by, planned = measured_by(metrics), config.get("num-server-rounds")
     score = summary.get(by.key)
-    moved = add(summary.get("bytes_down"), summary.get("bytes_up"))
+    transferred = add(summary.get("bytes_down"), summary.get("bytes_up"))
     ratio, fedavg = summary.get("bytes_vs_fedavg"), total(metrics, "bytes_fedavg")
     scored = [line for line in metrics if line.get(by.key) is not None]
     if score is None:
@@ -38,14 +40,14 @@ def _headlines(
             where,
         ),
         (
-            "Bytes moved",
-            bytes_text(moved),
+            "Transferred bytes",
+            bytes_text(transferred),
             f"{bytes_text(summary.get('bytes_down'))} down, {bytes_text(summary.get('bytes_up'))} up",
         ),
         (
             "Relative to FedAvg",
             UNKNOWN if ratio is None else f"{ratio:.4f}",
-            "FedAvg's bytes are not known" if fedavg is None else f"FedAvg would move {bytes_text(fedavg)}",
+            "FedAvg's bytes are not known" if fedavg is None else f"FedAvg would transfer {bytes_text(fedavg)}",
         ),
         ("Rounds", str(summary.get("rounds", UNKNOWN)), f"of {planned} planned" if planned else ""),
         (
@@ -56,19 +58,13 @@ def _headlines(
         (
             "Refused replies",
             UNKNOWN if refused is None else str(refused),
-            f"{lost} more never came" if lost else "none was lost",
+            f"{lost} more lost" if lost else "none lost",
         ),
     ]
 
 
 def headlines_html(
     config: Mapping[str, Any], metrics: Lines, summary: Mapping[str, Any], *, ended: bool
-) -> str:
+) -> Markup:
     """The headline figures, for a `<dl>`."""
-    return "".join(_headline(*figure) for figure in _headlines(config, metrics, summary, ended=ended))
-
-
-def _headline(name: str, figure: str, small: str) -> str:
-    quiet = ' class="unknown"' if figure == UNKNOWN else ""
-    below = f"<dd>{escape(small)}</dd>" if small else ""
-    return f"<div><dt>{escape(name)}</dt><dd{quiet}>{escape(figure)}</dd>{below}</div>"
+    return render("headlines.html", headlines=_headlines(config, metrics, summary, ended=ended), unknown=UNKNOWN)

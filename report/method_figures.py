@@ -1,6 +1,4 @@
-"""What was told of rounds as arrays, as figures: what travelled, who trained which layers or which mode, whose models
-were mixed.
-"""
+"""Figures of the arrays that rounds record: transferred parts, trained layers and modes, mixing weights."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tepal.report.page import Figure, empty_plot
+from tepal.report.page import Figure, add_curve, empty_plot
 
 Record = Mapping[str, np.ndarray]
 Records = Sequence[tuple[int, Record]]
@@ -29,20 +27,19 @@ _SHARES = {
 
 
 def travel_figures(records: Records, cells: Cells) -> list[Figure]:
-    """What went down and came back of each part of the model, round by round; of a model in one part, nothing.
+    """Which share of the clients was sent and returned each part of the model, by round; none for a model in one part.
 
     Args:
         records: of rounds in their order, as `run_directory.read_records` gives them.
         cells: the model's parts, as `blocks.json` has them.
     """
-    told = [(number, record) for number, record in records if "travel_up" in record]
-    told = [(number, record) for number, record in told if len(record["travel_up"]) == len(cells)]
+    told = [(number, record) for number, record in records if len(record.get("travel_up", ())) == len(cells)]
     if len(cells) < 2 or not told:
         return []
     many = len({cell["kind"] for cell in cells}) > 1
     names = [f"{cell['stage']}, {cell['kind']}" if many else cell["stage"] for cell in cells]
     figures = []
-    for way, title, said in (("down", "Sent to clients", "sent to"), ("up", "Returned by clients", "returned by")):
+    for way, said in (("down", "sent to"), ("up", "returned by")):
         shares = np.stack([record[f"travel_{way}"] for _, record in told], axis=1)
         plot = _heatmap(
             shares, [number for number, _ in told], names, "round", "",
@@ -50,8 +47,8 @@ def travel_figures(records: Records, cells: Cells) -> list[Figure]:
             range=(0, max(1.0, float(shares.max()))),
         )  # fmt: skip
         plot.update_yaxes(autorange="reversed", nticks=0)
-        caption = f"The darker, the more of a round's clients the part was {said}; not at all where it is empty."
-        figures.append(Figure(f"travel-{way}", title, caption, plot))
+        caption = f"Share of a round's clients that each part was {said}, by round; darker is more, empty is none."
+        figures.append(Figure(f"travel-{way}", f"Parts {said} clients", caption, plot))
     return figures
 
 
@@ -81,16 +78,14 @@ def method_figures(records: Records, metrics: Lines, order: Callable[[str], Any]
 
 
 def _drift(records: Records) -> Figure:
-    plot = empty_plot("round", "of its norm", rounds=len(records))
+    plot = empty_plot("round", "update norm / norm", rounds=len(records))
     for key, (name, role) in _DRIFTS.items():
         known = [(number, float(record[key])) for number, record in records if np.isfinite(record[key])]
-        plot.add_scatter(
-            x=[number for number, _ in known], y=[drift for _, drift in known], name=name, mode="lines+markers",
-            meta={"role": role}, hovertemplate="round %{x}: %{y:.3%}",
-        )  # fmt: skip
+        rounds, drift = [number for number, _ in known], [drift for _, drift in known]
+        add_curve(plot, rounds, drift, name=name, role=role, hover="round %{x}: %{y:.3%}")
     plot.update_yaxes(tickformat=".3~%", rangemode="tozero")
-    caption = "How far a round moved a block: the norm of the step over the norm of what was there. 0: frozen."
-    return Figure("drift", "Drift of query and key, and of the rest", caption, plot)
+    caption = "Norm of a round's update relative to the norm of the values before it, by round. 0: frozen."
+    return Figure("drift", "Relative update norm of query and key, and of all else", caption, plot)
 
 
 # --- SelectiveLayers ------------------------------------------------------------------------------------------------
@@ -104,8 +99,8 @@ def _layers_by_round(records: Records) -> Figure:
         "layer %{y}, round %{x}: %{z:.0%} of the clients", f"{len(shares)} layers in {len(records)} rounds.",
         range=(0, 1),
     )  # fmt: skip
-    caption = "The darker, the more of a round's clients trained the layer. Layer 1 is the nearest to the input."
-    return Figure("layers-rounds", "Layers that were trained", caption, plot)
+    caption = "Share of a round's clients that trained the layer; darker is more. Layer 1 is the nearest to the input."
+    return Figure("layers-rounds", "Trained layers by round", caption, plot)
 
 
 def _layers_by_client(records: Records, order: Callable[[str], Any]) -> Figure:
@@ -124,8 +119,8 @@ def _layers_by_client(records: Records, order: Callable[[str], Any]) -> Figure:
         range=(0, 1),
     )  # fmt: skip
     plot.update_yaxes(autorange="reversed")
-    caption = f"The darker, the larger the share of a client's rounds in which it trained the layer.{more}"
-    return Figure("layers-clients", "Layers of each client", caption, plot)
+    caption = f"Share of a client's rounds in which it trained the layer; darker is more.{more}"
+    return Figure("layers-clients", "Trained layers by client", caption, plot)
 
 
 # --- Fed-ensemble ---------------------------------------------------------------------------------------------------
@@ -145,18 +140,16 @@ def _modes(records: Records, order: Callable[[str], Any]) -> Figure:
         "%{y}, round %{x}: mode %{z}", f"{len(clients)} clients, {most} modes.", range=(0, most),
     )  # fmt: skip
     plot.update_yaxes(autorange="reversed")
-    caption = f"The darker, the higher the number of the mode; nothing where the client was not asked.{more}"
-    return Figure("modes", "Mode that each client trained", caption, plot)
+    caption = f"Number of the mode, by client and round; darker is higher, empty where the client was not asked.{more}"
+    return Figure("modes", "Mode trained by each client", caption, plot)
 
 
 def _diversity(metrics: Lines) -> Figure:
     plot = empty_plot("round", "share", rounds=len(metrics))
     for key, (name, role) in _SHARES.items():
         known = [line for line in metrics if line.get(key) is not None]
-        plot.add_scatter(
-            x=[line["round"] for line in known], y=[line[key] for line in known], name=name, mode="lines+markers",
-            meta={"role": role}, hovertemplate="round %{x}: %{y:.2%}",
-        )  # fmt: skip
+        rounds, shares = [line["round"] for line in known], [line[key] for line in known]
+        add_curve(plot, rounds, shares, name=name, role=role, hover="round %{x}: %{y:.2%}")
     plot.update_yaxes(tickformat=".4~%", rangemode="tozero")
     caption = (
         "On the server's held-out data: the share of examples that two modes label differently, mean over all pairs, "
@@ -174,7 +167,7 @@ def _alike(records: Records, order: Callable[[str], Any]) -> list[Figure]:
     known = next((key for key in ("similarity", "distances") if key in record), None)
     if known is None:
         return []
-    title = {"similarity": "Similarity of the clients' models", "distances": "Distances of the clients' models"}[known]
+    title = {"similarity": "Similarity of clients' models", "distances": "Distances between clients' models"}[known]
     said = {"similarity": "cosine similarity", "distances": "squared distance"}[known]
     clients, more = _shown(record["clients"].tolist(), order)
 
@@ -187,7 +180,7 @@ def _alike(records: Records, order: Callable[[str], Any]) -> list[Figure]:
     plot.update_yaxes(autorange="reversed")
     alike = [(number, record) for number, record in records if known in record and set(clients) <= _named(record)]
     _round_by_round(plot, [(number, [_z(matrix(record))]) for number, record in _some(alike, len(clients) ** 2)])
-    caption = f"As a round began, here round {number}. The darker, the larger the {said}.{more}"
+    caption = f"{said.capitalize()} of two clients' models at the start of round {number}; darker is larger.{more}"
     if "threshold" in record:
         caption += f" In round {number}, models of a similarity above δ = {float(record['threshold']):.4g} are mixed."
     return [Figure("alike", title, caption, plot)]
@@ -213,7 +206,7 @@ def _weights(records: Records, order: Callable[[str], Any]) -> Figure:
 
     largest = max(float(each["weights"].max(initial=0.0)) for _, each in records)
     plot = _heatmap(
-        matrix(record), clients, cohort, "whose model", "in whose mixture",
+        matrix(record), clients, cohort, "client whose model is mixed", "client of the mixture",
         "%{x}'s model in the mixture of %{y}: %{z:.2%}",
         f"{len(cohort)} mixtures of {len(clients)} models.", range=(0, largest or 1.0),
     )  # fmt: skip
@@ -221,8 +214,8 @@ def _weights(records: Records, order: Callable[[str], Any]) -> Figure:
     _round_by_round(
         plot, [(number, [_z(matrix(each))]) for number, each in _some(records, len(clients) * len(cohort))]
     )
-    caption = f"The weights with which models were mixed for the clients of a round, here round {number}.{more}"
-    return Figure("weights", "Whose models are mixed for whom", caption, plot)
+    caption = f"Weight of a client's model in the mixture for a client of round {number}; darker is larger.{more}"
+    return Figure("weights", "Mixing weights", caption, plot)
 
 
 def _graph(records: Records, order: Callable[[str], Any]) -> Figure:
@@ -273,9 +266,9 @@ def _graph(records: Records, order: Callable[[str], Any]) -> Figure:
     _round_by_round(plot, frames)
     caption = (
         f"From each client lines to the {_EDGES} others whose models weigh most in its mixture: the thicker, the more. "
-        f"The larger a dot, the more it gives to others. Here round {number}."
+        f"The larger a dot, the larger its weights in the mixtures of others. Round {number}."
     )
-    return Figure("graph", "Who learns from whom", caption + (f" {more} more clients." if more else ""), plot)
+    return Figure("graph", "Mixing graph", caption + (f" {more} more clients." if more else ""), plot)
 
 
 _WIDTHS = (0.6, 1.6, 3.5)  # of lines, pixels
@@ -291,13 +284,11 @@ def _mixed(records: Records) -> Figure:
             counts.append(weights.sum(axis=1) ** 2 / squares)
     plot = empty_plot("round", "models", rounds=len(records))
     for name, role, of in (("most", "third", np.max), ("mean", "main", np.mean), ("least", "second", np.min)):
-        plot.add_scatter(
-            x=rounds, y=[float(of(each)) for each in counts], name=name, mode="lines+markers", meta={"role": role},
-            hovertemplate="round %{x}: %{y:.3g}",
-        )  # fmt: skip
+        models = [float(of(each)) for each in counts]
+        add_curve(plot, rounds, models, name=name, role=role, hover="round %{x}: %{y:.3g}")
     plot.update_yaxes(rangemode="tozero")
-    caption = "How many models of equal weight a client's mixture is worth: 1/Σw². 1: its own model alone."
-    return Figure("mixed", "Models in a mixture", caption, plot)
+    caption = "(Σw)²/Σw² of the weights w in a client's mixture, by round: 1 for a single model, m for m equal ones."
+    return Figure("mixed", "Effective number of models per mixture", caption, plot)
 
 
 # --- what they share ------------------------------------------------------------------------------------------------
