@@ -1,19 +1,18 @@
-"""The clients of a run: the figure of their labels, and the table of what each did."""
+"""The clients of a run: the order of their names, and the table of what each did."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from markupsafe import Markup
 
-from tepal.report.page import Figure, empty_plot
 from tepal.report.table import Column, Table
 from tepal.report.templates import render
 from tepal.report.terminal import bytes_text, seconds_text
 
-_MOST_CLIENTS = 300  # rows of a figure that can still be told apart
+MOST_CLIENTS = 300  # rows of a table or figure that can still be told apart
 
 CLIENT_COLUMNS = (
     Column("rounds", "rounds"),
@@ -30,36 +29,6 @@ CLIENT_COLUMNS = (
 """Of the table of clients, after their names; keys are those of clients.json."""
 
 
-def label_figures(counts: Mapping[str, Sequence[int]]) -> list[Figure]:
-    """`labels_figure`, where there is something to draw."""
-    return [labels_figure(counts)] if counts else []
-
-
-def labels_figure(counts: Mapping[str, Sequence[int]]) -> Figure:
-    """How the classes are spread over the clients, by what these told: client → examples of each class."""
-    clients = sorted(counts, key=natural)
-    shown = clients[:_MOST_CLIENTS]
-    classes = max(map(len, counts.values()))
-    rows = [[*counts[client], *[0] * (classes - len(counts[client]))] for client in shown]
-    plot = empty_plot("class", "client")
-    plot.add_heatmap(
-        z=[[count / (sum(row) or 1) for count in row] for row in rows],
-        y=shown,
-        customdata=rows,
-        showscale=False,
-        xgap=1 if classes <= 20 else 0,
-        ygap=1 if len(shown) <= 40 else 0,
-        meta={"role": "second", "spoken": f"{len(shown)} clients, {classes} classes."},
-        hovertemplate="%{y}, class %{x}: %{customdata} examples, %{z:.0%} of its own<extra></extra>",
-    )
-    plot.update_yaxes(autorange="reversed", type="category")
-    plot.update_xaxes(rangemode="normal", **({"dtick": 1} if classes <= 20 else {}))
-    total = sum(map(sum, counts.values()))
-    caption = f"Share of each class in a client's own examples; darker is larger. {total:,} examples"
-    caption += f"; the first {len(shown)} of {len(clients)} clients." if len(shown) < len(clients) else "."
-    return Figure("labels", "Class distribution per client", caption, plot)
-
-
 def natural(name: str) -> list[tuple[int, str]]:
     """By which client-2 comes before client-10."""
     return [(int(part or 0), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
@@ -73,7 +42,7 @@ def clients_html(clients: Mapping[str, Mapping[str, Any]]) -> Markup:
     def incidents(name: str) -> tuple[int, Any]:
         return -(clients[name].get("refused", 0) + clients[name].get("lost", 0)), natural(name)
 
-    shown = [{**clients[name], "client": name} for name in sorted(clients, key=incidents)[:_MOST_CLIENTS]]
+    shown = [{**clients[name], "client": name} for name in sorted(clients, key=incidents)[:MOST_CLIENTS]]
     known = (column for column in CLIENT_COLUMNS if any(one.get(column.key) not in (None, "") for one in shown))
     table = Table.of("Table of clients", (Column("client", "client", left=True), *known), shown)
     few = len(shown) < len(clients)

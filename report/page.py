@@ -58,22 +58,15 @@ def empty_plot(x_title: str, y_title: str, *, rounds: int | None = None) -> go.F
 
     plot = go.Figure()
     plot.update_layout(
-        template="none",
-        height=340,
-        margin={"l": 8, "r": 12, "t": 34, "b": 8},
-        hovermode="closest" if rounds is None else "x unified",
+        template="none", height=340, margin={"l": 8, "r": 12, "t": 34, "b": 8}, bargap=0.25, showlegend=True,
+        hovermode="closest" if rounds is None else "x unified", paper_bgcolor="rgba(0,0,0,0)",
         legend={"orientation": "h", "x": 0, "y": -0.22, "yanchor": "top", "traceorder": "normal"},
-        showlegend=True,
-        paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(0,0,0,0)",
-        bargap=0.25,
-    )
-    plot.update_xaxes(
-        title={"text": x_title, "standoff": 8, "font_size": 13}, automargin=True, zeroline=False, showgrid=False
-    )
-    plot.update_yaxes(
-        title={"text": y_title, "standoff": 8, "font_size": 13}, automargin=True, zeroline=False, nticks=6
-    )
+    )  # fmt: skip
+    for update, title, own in (
+        (plot.update_xaxes, x_title, {"showgrid": False}), (plot.update_yaxes, y_title, {"nticks": 6}),
+    ):  # fmt: skip
+        update(title={"text": title, "standoff": 8, "font_size": 13}, automargin=True, zeroline=False, **own)
     if rounds is None:
         plot.update_xaxes(rangemode="tozero")
     elif rounds <= 12:
@@ -83,22 +76,20 @@ def empty_plot(x_title: str, y_title: str, *, rounds: int | None = None) -> go.F
 
 def add_curve(
     plot: go.Figure, x: Sequence[Any], y: Sequence[Any], *, name: str, role: str, hover: str,
-    interval: tuple[Sequence[float], Sequence[float]] | None = None, **trace: Any,
+    interval: Sequence[Sequence[float]] | None = None, **trace: Any,
 ) -> None:  # fmt: skip
     """A curve with a mark at each point, above the band of its interval.
 
     Args:
-        plot: what it is added to.
         x, y: of the points; None in `y` is a gap.
-        name: in the legend.
-        role: of a colour in the style sheet.
-        hover: plotly's template of the text at a point.
-        interval: lower and upper ends of the interval around each y.
+        role: colour in the style sheet.
+        interval: lower and upper ends around each y.
         trace: more of plotly's properties of the curve.
     """
     meta = {"role": role}
     if interval is not None:
-        add_band(plot, x, *interval, meta=meta, legendgroup=trace.get("legendgroup"))
+        low, high = interval
+        add_band(plot, x, low, high, meta=meta, legendgroup=trace.get("legendgroup"))
     plot.add_scatter(
         **{"x": x, "y": y, "name": name, "mode": "lines+markers", "hovertemplate": hover, "meta": meta, **trace}
     )
@@ -107,16 +98,9 @@ def add_curve(
 def add_band(plot: go.Figure, x: Sequence[float], low: Sequence[float], high: Sequence[float], **trace: Any) -> None:
     """A band around a curve; `trace`: its `meta`, with the role that colours it, and what else plotly shall know."""
     plot.add_scatter(
-        x=[*x, *reversed(x)],
-        y=[*high, *reversed(low)],
-        mode="lines",
-        fill="toself",
-        opacity=0.18,
-        line={"width": 0},
-        hoverinfo="skip",
-        showlegend=False,
-        **{**trace, "meta": {**trace["meta"], "band": True}},
-    )
+        x=[*x, *reversed(x)], y=[*high, *reversed(low)], mode="lines", fill="toself", opacity=0.18, line={"width": 0},
+        hoverinfo="skip", showlegend=False, **{**trace, "meta": {**trace["meta"], "band": True}},
+    )  # fmt: skip
 
 
 def unit_of(largest: float) -> tuple[float, str]:

@@ -25,6 +25,7 @@ TEST_DATA = {
         "of each client's own model on its own test split, the mean over the clients, after the round's training",
     ),
 }
+_NO_BYTES = "The bytes of this run's rounds are not known."
 
 
 def frozen_after(metrics: Lines, summary: Mapping[str, Any]) -> int | None:
@@ -110,17 +111,15 @@ def _score_figures(key: str, metrics: Lines, sent: Sequence[float | None], freez
     caption = "The same scores over the payload bytes transferred up to and including their round."
     return [
         Figure(f"{key}-rounds", titles[0], measured, per_round),
-        Figure(f"{key}-bytes", titles[1], caption, per_byte) if placed else Figure(
-            f"{key}-bytes", titles[1], "The bytes of this run's rounds are not known.", None
-        ),
-    ]  # fmt: skip
+        Figure(f"{key}-bytes", titles[1], caption if placed else _NO_BYTES, per_byte if placed else None),
+    ]
 
 
 def _bytes_per_round(trained: Lines, freeze: int | None) -> Figure:
     key, title = "bytes-rounds", "Transferred bytes per round"
     values = [line.get(name) for line in trained for name in ("bytes_down", "bytes_up", "bytes_fedavg")]
     if not any(value is not None for value in values):
-        why = "The bytes of this run's rounds are not known." if trained else "No round has ended yet."
+        why = _NO_BYTES if trained else "No round has ended yet."
         return Figure(key, title, why, None)
     rounds = [line["round"] for line in trained]
     highest = max((add(line.get("bytes_down"), line.get("bytes_up")) or 0 for line in trained), default=0)
@@ -161,7 +160,7 @@ def _bytes_against_fedavg(
         return Figure(key, title, "No round has ended yet.", None)
     known = [value for value in (*sent, *whole) if value is not None]
     if max(known, default=0) == 0:
-        return Figure(key, title, "The bytes of this run's rounds are not known.", None)
+        return Figure(key, title, _NO_BYTES, None)
     divisor, unit = unit_of(max(known))
     rounds = [line["round"] for line in metrics]
     plot = empty_plot("round", f"payload ({unit})", rounds=len(metrics))

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any
-
-from markupsafe import Markup
 
 from tepal.records.run_directory import REPORT, find_run, total, write_whole
-from tepal.report.clients import clients_html, label_figures, natural
+from tepal.report.clients import clients_html
 from tepal.report.diagram import DIAGRAM_STYLE, last_diagram
 from tepal.report.headlines import headlines_html
-from tepal.report.method_figures import method_figures, travel_figures
+from tepal.report.method_figures import label_figures, method_figures, travel_figures
 from tepal.report.page import Figure, config_html, figure_html, page
 from tepal.report.round_figures import figures
 from tepal.report.round_tables import rounds_html, trouble_html
-from tepal.report.run_files import Lines, RunFiles
+from tepal.report.run_files import RunFiles
 from tepal.report.templates import render
 from tepal.report.terminal import bytes_text
 
@@ -46,7 +42,7 @@ def drawn_of(run: RunFiles) -> dict[str, list[Figure]]:
     return {
         "figures": figures(run.metrics, run.summary),
         "travel": travel_figures(run.records, run.cells),
-        "method": method_figures(run.records, run.metrics, natural),
+        "method": method_figures(run.records, run.metrics),
         "clients": label_figures(run.label_counts),
     }
 
@@ -63,7 +59,9 @@ def _page(name: str, run: RunFiles) -> str:
         name=name,
         heading=strategy or name,
         subtitle=" on ".join(part for part in (model, dataset) if part) or "model and dataset not recorded",
-        notice=_notice(metrics, run.config, ended),
+        ended=ended,
+        done=metrics[-1]["round"] if metrics else 0,
+        planned=run.config.get("num-server-rounds"),
         headlines=headlines_html(run.config, metrics, summary, ended=ended),
         sections=[
             (key, heading, above.get(key, ""), [figure_html(figure) for figure in drawn[key]])
@@ -75,20 +73,3 @@ def _page(name: str, run: RunFiles) -> str:
         overhead=bytes_text(overhead) if metrics and overhead is not None else "",
     )
     return page(run.title or name, body, chain.from_iterable(drawn.values()), style=DIAGRAM_STYLE)
-
-
-def _notice(metrics: Lines, config: Mapping[str, Any], ended: bool) -> Markup:
-    done = metrics[-1]["round"] if metrics else 0
-    planned = config.get("num-server-rounds")
-    of = f" of {planned}" if planned else ""
-    if ended and planned and done < planned:
-        text = f"This run ended after round {done}{of}."
-    elif ended:
-        return Markup()
-    elif done:
-        text = (
-            f"This run has no summary yet: it is in progress, or it was stopped. What follows covers {done}{of} rounds."
-        )
-    else:
-        text = "No round of this run has ended yet, so there is nothing to draw."
-    return render("notice.html", text=text)

@@ -95,15 +95,7 @@ _LATEX = str.maketrans(
         **{character: f"\\{character}" for character in "&%$#_{}"},
         # After the end of a row a star or a bracket would be its argument.
         **{character: f"{{{character}}}" for character in "*["},
-        "\\": r"\textbackslash{}",
-        "~": r"\textasciitilde{}",
-        "^": r"\textasciicircum{}",
-        "<": r"\textless{}",
-        ">": r"\textgreater{}",
-        "|": r"\textbar{}",
-        "±": r"$\pm$",
-        "’": "'",
-        "–": "--",
-        "—": "---",
+        "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}",
+        ">": r"\textgreater{}", "|": r"\textbar{}", "±": r"$\pm$", "’": "'", "–": "--", "—": "---",
     }
-)
+)  # fmt: skip

@@ -99,7 +99,13 @@ _RUN = """<header>
 <h1>{{ heading }}</h1>
 <p class="subtitle">{{ subtitle }}</p>
 </header>
-{{ notice }}
+{% if not ended or planned and done < planned %}
+<p class="notice" role="note">
+{%- if ended %}This run ended after round {{ done }} of {{ planned }}.
+{%- elif done %}This run has no summary yet: it is in progress, or it was stopped. What follows covers {{ done }}
+{%- if planned %} of {{ planned }}{% endif %} rounds.
+{%- else %}No round of this run has ended yet, so there is nothing to draw.{% endif %}</p>
+{% endif %}
 <dl class="headlines" aria-label="Headline figures">{{ headlines }}</dl>
 <noscript><p class="notice">The figures need JavaScript; the table of rounds below has every number.</p></noscript>
 {% for key, heading, above, figures in sections if above or figures %}

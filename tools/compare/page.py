@@ -13,7 +13,7 @@ from tepal.report.round_figures import TEST_DATA
 from tepal.report.table import Column, Table
 from tepal.report.templates import render
 from tepal.report.terminal import bytes_text, score_text, seconds_text
-from tepal.tools.compare.comparison import Point, Results
+from tepal.tools.compare.comparison import Point, Result, Results
 from tepal.tools.compare.picture import TEMPLATES, Look, data_note, looks
 from tepal.tools.compare.tables import about_seeds, about_target, columns_of, how_it_ended, strategies_table
 
@@ -71,46 +71,47 @@ def _empty_plot(results: Results, x_title: str, *, rounds: int | None = None) ->
 def _per_round(results: Results, look: dict[str, Look]) -> Figure:
     by = results.by
     key, title = f"{by.key}-rounds", f"{by.title} per round"
-    curves = [(result, result.curve) for result in results.strategies if result.curve]
-    if not curves:
+    rounds = [len(result.curve.points) for result in results.strategies if result.curve]
+    if not rounds:
         return Figure(key, title, f"No {by.name} was measured.", None)
-    plot = _empty_plot(results, "round", rounds=max(len(curve.points) for _, curve in curves))
-    for result, curve in curves:
-        xs = [point.round for point in curve.points]
-        hover = f"round %{{x}}: %{{y:{by.text()}}}"
-        _add_strategy(plot, result.strategy, look[result.strategy], curve.of, curve.points, xs, hover)
+    plot = _empty_plot(results, "round", rounds=max(rounds))
+    for result in results.strategies:
+        if result.curve:
+            xs = [point.round for point in result.curve.points]
+            _add_strategy(plot, result, look, result.curve.points, xs, f"round %{{x}}: %{{y:{by.text()}}}")
     return Figure(key, title, _caption(results), plot)
 
 
 def _per_byte(results: Results, look: dict[str, Look]) -> Figure:
     by = results.by
     key, title = f"{by.key}-bytes", f"{by.title} over transferred bytes"
-    curves = [(result, result.curve) for result in results.strategies if result.curve and result.curve.over_bytes]
-    if not curves:
+    curves = [(result, result.curve.over_bytes) for result in results.strategies if result.curve]
+    known = [point.transferred or 0 for _, points in curves for point in points]
+    if not known:
         return Figure(key, title, f"No {by.name} was measured, or the bytes of the rounds are not known.", None)
-    divisor, unit = unit_of(max(point.transferred or 0 for _, curve in curves for point in curve.over_bytes))
+    divisor, unit = unit_of(max(known))
     plot = _empty_plot(results, f"transferred so far, down and up, all clients ({unit})")
     hover = f"%{{x:.4~g}} {unit}, after round %{{customdata}}: %{{y:{by.text()}}}"
-    for result, curve in curves:
-        xs = [(point.transferred or 0) / divisor for point in curve.over_bytes]
-        _add_strategy(plot, result.strategy, look[result.strategy], curve.of, curve.over_bytes, xs, hover)
-    caption = _caption(results) + (
-        " Where clients score the result, as after the last round, sending it to them counts in that round."
-    )
-    return Figure(key, title, caption, plot)
+    for result, points in curves:
+        if points:
+            xs = [(point.transferred or 0) / divisor for point in points]
+            _add_strategy(plot, result, look, points, xs, hover)
+    caption = " Where clients score the result, as after the last round, sending it to them counts in that round."
+    return Figure(key, title, _caption(results) + caption, plot)
 
 
 def _add_strategy(
-    plot: go.Figure, name: str, look: Look, of: str, points: Sequence[Point], xs: Sequence[float], hover: str
+    plot: go.Figure, result: Result, look: dict[str, Look], points: Sequence[Point], xs: Sequence[float], hover: str
 ) -> None:
-    """A strategy's curve, above the band of its seeds. `of`: whose data it is of, as `Curve.of` has it."""
+    """A strategy's curve, above the band of its seeds."""
+    name, of = result.strategy, result.curve.of if result.curve else ""
     dash, hollow = ("solid", "") if of == "server" else ("dash", "-open")
     ends = [point.interval for point in points if point.interval is not None]
     add_curve(
         plot, xs, [point.score for point in points], customdata=[point.round for point in points],
         name=f"{name}, {TEST_DATA[of][0]}", role=f"s-{name}", legendgroup=name, hover=hover,
-        interval=([low for low, _ in ends], [high for _, high in ends]) if len(ends) == len(points) else None,
-        line={"dash": dash}, marker={"symbol": look.symbol + hollow},
+        interval=[*zip(*ends, strict=True)] if len(ends) == len(points) else None,
+        line={"dash": dash}, marker={"symbol": look[name].symbol + hollow},
     )  # fmt: skip
 
 
@@ -129,17 +130,11 @@ def _on_own_tests(results: Results) -> Figure:
             continue
         whisker = score.deviation if several else spread.mean if spread else None
         plot.add_bar(
-            x=[result.strategy],
-            y=[score.mean],
+            x=[result.strategy], y=[score.mean], name=result.strategy, meta={"role": f"s-{result.strategy}"},
             error_y={"type": "data", "array": [whisker or 0], "thickness": 1.5, "width": 5},
-            text=[format(score.mean, by.text(3))],
-            textposition="inside",
-            insidetextanchor="start",
-            textangle=0,
-            name=result.strategy,
-            meta={"role": f"s-{result.strategy}"},
+            text=[format(score.mean, by.text(3))], textposition="inside", insidetextanchor="start", textangle=0,
             hovertemplate=f"%{{y:{by.text()}}} ± %{{error_y.array:{by.text()}}}",
-        )
+        )  # fmt: skip
     if not plot.data:
         return Figure(key, title, "No result was scored on the clients' own test splits.", None)
     plot.update_layout(barmode="overlay", showlegend=False)

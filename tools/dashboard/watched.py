@@ -28,10 +28,10 @@ from tepal.records.run_directory import (
     read_label_counts,
     read_records,
 )
-from tepal.report.clients import label_figures, natural
+from tepal.report.clients import natural
 from tepal.report.diagram import diagram_html, last_diagram
 from tepal.report.headlines import headlines_html
-from tepal.report.method_figures import method_figures, travel_figures
+from tepal.report.method_figures import label_figures, method_figures, travel_figures
 from tepal.report.page import Figure, config_html, spoken
 from tepal.report.round_figures import figures
 from tepal.report.round_tables import rounds_html, trouble_html
@@ -181,7 +181,7 @@ class WatchedRun:
     def _records(self, view: RunView) -> Iterator[dict[str, Any]]:
         records = read_records(self.path, known=self._known)
         yield from self._drawn("travel", travel_figures(records, read_json(self.path / BLOCKS) or []))
-        yield from self._drawn("method", method_figures(records, view.metrics, natural))
+        yield from self._drawn("method", method_figures(records, view.metrics))
 
     def _drawn(self, section: str, drawn: Iterable[Figure]) -> Iterator[dict[str, Any]]:
         for place, figure in enumerate(drawn):
