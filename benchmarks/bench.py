@@ -31,7 +31,9 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from tepal.report.page import Figure, empty_plot, figure_html, page, table_html
+from tepal.report.page import Figure, empty_plot, figure_html, page
+from tepal.report.table import Column
+from tepal.report.table import Table as ReportTable
 
 HERE = Path(__file__).resolve().parent
 PFLLIB = "pfllib"
@@ -297,7 +299,8 @@ def write(folder: Path, host: Mapping[str, Any], rows: Mapping[str, list[Row]], 
     parts = [f"<h1>Benchmarks</h1><p class='run'>{', '.join(f'{key} {value}' for key, value in host.items())}</p>"]
     for name, of in rows.items():
         how = f"{runs[name]['command']}; {runs[name]['seconds']:.0f} s, load before it {runs[name]['load']:.1f}"
-        listed = table_html(TOPICS[name].title, HEADINGS, [cells(row) for row in of], words={0, 2, 4, 6, 7})
+        columns = [Column(heading, left=column not in (1, 3, 5)) for column, heading in enumerate(HEADINGS)]
+        listed = ReportTable(TOPICS[name].title, columns, [cells(row) for row in of]).html()
         parts.append(f"<h2>{TOPICS[name].title}</h2><p><code>{how}</code></p>{figure_html(figures[name])}{listed}")
     (folder / "index.html").write_text(page("Benchmarks", "\n".join(parts), figures.values()))
 

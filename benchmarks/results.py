@@ -22,7 +22,7 @@ from pathlib import Path
 
 from tepal.host.toml import parse_run_config
 from tepal.tools.compare.comparison import find_comparison, is_comparison, measure, read_comparison
-from tepal.tools.compare.tables import columns_of, figure_text
+from tepal.tools.compare.tables import columns_of, strategies_table
 from tepal.tools.reproduce.networks import VOCABULARY, write_text_model
 from tepal.training.data import DataConfig, load_client_texts
 
@@ -162,9 +162,7 @@ def page(runs: Path) -> Iterator[str]:
             f"```sh\ntepal compare . --clients {experiment.clients} --seeds {seeds} -c {config} "
             f"-c '{given}'\n```"
         )
-        lines = [["strategy", *(column.heading for column in columns)], ["---", *["---:"] * len(columns)]]
-        lines += [[one.strategy, *(figure_text(one, column) for column in columns)] for one in results.strategies]
-        yield "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        yield strategies_table(results, columns).markdown()
 
 
 def main() -> None:

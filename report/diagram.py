@@ -1,13 +1,15 @@
-"""The block diagram: the parts of a model, and what a round trains and moves of each."""
+"""The block diagram: the parts of a model, and what a round trains and transfers of each."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from html import escape
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
+
+from markupsafe import Markup
 
 from tepal.report.method_figures import Records
+from tepal.report.templates import render
 from tepal.report.terminal import bytes_text
 from tepal.strategies.rounds.travel import OTHER
 
@@ -16,63 +18,59 @@ TRAINS = "travel_trains"
 _CLOSE = 5e-4  # shares that differ by less are written alike
 
 
-def diagram_html(cells: Sequence[Mapping[str, Any]], shares: Mapping[str, Sequence[float]], caption: str) -> str:
+class _Cell(NamedTuple):
+    """A part as the diagram shows it; shares of the clients in words, "" of none."""
+
+    bytes: str
+    trained: str
+    ways: tuple[tuple[str, str, str], ...]
+
+
+def diagram_html(cells: Sequence[Mapping[str, Any]], shares: Mapping[str, Sequence[float]], caption: str) -> Markup:
     """A table with a row for each stage of the model and a column for each kind of parts.
 
     Args:
         cells: as `blocks.json` has them: stage, kind, bytes.
-        shares: `travel_down`, `travel_up`, `travel_trains`: how often each cell went, a client that was asked
-            (`Travel.shares`).
-        caption: what the table tells of.
+        shares: `travel_down`, `travel_up`, `travel_trains`: how often each cell was transferred or trained, per client
+            that was asked (`Travel.shares`).
+        caption: which round it shows.
     """
     kinds = sorted({cell["kind"] for cell in cells}, key=lambda kind: (kind == OTHER, kind))
     stages = []
     for stage, members in groupby(enumerate(cells), key=lambda member: member[1]["stage"]):
         of_kind = {cell["kind"]: _cell(cell["bytes"], {key: shares[key][k] for key in shares}) for k, cell in members}
-        stages.append((stage, [of_kind.get(kind, "<td></td>") for kind in kinds]))
-    rows = "".join(
-        f'<tr><th scope="row">{escape(name)}</th>{"".join(columns)}</tr>' for name, columns in _together(stages)
-    )
-    head = "".join(f'<th scope="col">{escape(kind if len(kinds) > 1 else "")}</th>' for kind in kinds)
-    return (
-        f'<div class="scroll diagram" role="region" tabindex="0" aria-label="Block diagram">'
-        f"<table><caption>{escape(caption)}</caption>"
-        f'<thead><tr><th scope="col">part</th>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+        stages.append((stage, [of_kind.get(kind) for kind in kinds]))
+    return render(
+        "diagram.html", caption=caption, kinds=kinds if len(kinds) > 1 else [""], rows=_together(stages)
     )
 
 
-def last_diagram(records: Records, cells: Sequence[Mapping[str, Any]]) -> str:
+def last_diagram(records: Records, cells: Sequence[Mapping[str, Any]]) -> Markup:
     """The block diagram of the last round that is known; "" of a model in one part."""
     told = [(number, record) for number, record in records if len(record.get("travel_up", ())) == len(cells) > 1]
     if not told:
-        return ""
+        return Markup()
     number, record = told[-1]
     shares = {key: record[key].tolist() for key in ("travel_trains", "travel_down", "travel_up")}
-    return diagram_html(cells, shares, f"In round {number}, the last: what clients trained, were sent and returned.")
+    caption = f"Round {number}, the last: share of its clients that trained each part, were sent it and returned it."
+    return diagram_html(cells, shares, caption)
 
 
-def _cell(nbytes: int, shares: Mapping[str, float]) -> str:
-    trained = shares.get(TRAINS, 0.0)
-    kind, word = ("still", "not trained") if trained < _CLOSE else ("trained", f"trained by {_of(trained)}")
-    ways = "".join(
-        f'<span class="way{" none" if shares[key] < _CLOSE else ""}">'
-        f'<span aria-hidden="true">{arrow}</span> <span class="said">{said}</span> {_of(shares[key])}</span>'
-        for key, (arrow, said) in WAYS.items()
-        if key in shares
-    )
-    return f'<td class="{kind}"><b>{bytes_text(nbytes)}</b> <span class="word">{word}</span><div>{ways}</div></td>'
+def _cell(nbytes: int, shares: Mapping[str, float]) -> _Cell:
+    ways = tuple((*WAYS[key], _of(shares[key])) for key in WAYS if key in shares)
+    return _Cell(bytes_text(nbytes), _of(shares.get(TRAINS, 0.0)), ways)
 
 
 def _of(share: float) -> str:
-    """A share of the clients in a word; more than 1 where some got it twice."""
+    """A share of the clients in words, "" of none; more than 1 where some got it twice."""
     if share < _CLOSE:
-        return "none"
+        return ""
     if abs(share - 1) < _CLOSE:
         return "all"
     return f"{share:.0%}" if share < 1 else f"all, × {share:.3g}"
 
 
-def _together(stages: Sequence[tuple[str, list[str]]]) -> list[tuple[str, list[str]]]:
+def _together(stages: Sequence[tuple[str, list[_Cell | None]]]) -> list[tuple[str, list[_Cell | None]]]:
     """Layers one after another that look alike, as one row."""
     rows = []
     for _, alike in groupby(stages, key=lambda stage: (stage[0].split(" ")[0], stage[1])):

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from html import escape
 from typing import Any
+
+from markupsafe import Markup
 
 from tepal.records.run_directory import add, measured_by, total
 from tepal.report.round_figures import TEST_DATA
 from tepal.report.run_files import Lines
+from tepal.report.templates import render
 from tepal.report.terminal import UNKNOWN, bytes_text, score_text, seconds_text
 
 
-def _headlines(
+def headlines_html(
     config: Mapping[str, Any], metrics: Lines, summary: Mapping[str, Any], *, ended: bool
-) -> list[tuple[str, str, str]]:
-    """(name, figure, small print) of each headline figure."""
+) -> Markup:
+    """The headline figures, for a `<dl>`."""
     by, planned = measured_by(metrics), config.get("num-server-rounds")
     score = summary.get(by.key)
-    moved = add(summary.get("bytes_down"), summary.get("bytes_up"))
+    down, up = summary.get("bytes_down"), summary.get("bytes_up")
     ratio, fedavg = summary.get("bytes_vs_fedavg"), total(metrics, "bytes_fedavg")
     scored = [line for line in metrics if line.get(by.key) is not None]
     if score is None:
@@ -31,21 +33,17 @@ def _headlines(
     training = total(metrics, "seconds_train")
     lost = sum(len(line.get("lost") or ()) for line in metrics)
     refused = summary.get("refused_replies")
-    return [
+    headlines = (
         (
             f"{'Final' if ended else 'Latest'} {by.name}",
             UNKNOWN if score is None else f"{100 * score:.2f} %" if by.share else score_text(score),
             where,
         ),
-        (
-            "Bytes moved",
-            bytes_text(moved),
-            f"{bytes_text(summary.get('bytes_down'))} down, {bytes_text(summary.get('bytes_up'))} up",
-        ),
+        ("Transferred bytes", bytes_text(add(down, up)), f"{bytes_text(down)} down, {bytes_text(up)} up"),
         (
             "Relative to FedAvg",
             UNKNOWN if ratio is None else f"{ratio:.4f}",
-            "FedAvg's bytes are not known" if fedavg is None else f"FedAvg would move {bytes_text(fedavg)}",
+            "FedAvg's bytes are not known" if fedavg is None else f"FedAvg would transfer {bytes_text(fedavg)}",
         ),
         ("Rounds", str(summary.get("rounds", UNKNOWN)), f"of {planned} planned" if planned else ""),
         (
@@ -53,22 +51,6 @@ def _headlines(
             seconds_text(summary.get("seconds")),
             "" if training is None or not metrics else f"{seconds_text(training)} of it training",
         ),
-        (
-            "Refused replies",
-            UNKNOWN if refused is None else str(refused),
-            f"{lost} more never came" if lost else "none was lost",
-        ),
-    ]
-
-
-def headlines_html(
-    config: Mapping[str, Any], metrics: Lines, summary: Mapping[str, Any], *, ended: bool
-) -> str:
-    """The headline figures, for a `<dl>`."""
-    return "".join(_headline(*figure) for figure in _headlines(config, metrics, summary, ended=ended))
-
-
-def _headline(name: str, figure: str, small: str) -> str:
-    quiet = ' class="unknown"' if figure == UNKNOWN else ""
-    below = f"<dd>{escape(small)}</dd>" if small else ""
-    return f"<div><dt>{escape(name)}</dt><dd{quiet}>{escape(figure)}</dd>{below}</div>"
+        ("Refused replies", UNKNOWN if refused is None else str(refused), f"{lost} more lost" if lost else "none lost"),
+    )  # name, figure, small print
+    return render("headlines.html", headlines=headlines, unknown=UNKNOWN)

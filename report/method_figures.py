@@ -1,22 +1,20 @@
-"""What was told of rounds as arrays, as figures: what travelled, who trained which layers or which mode, whose models
-were mixed.
-"""
+"""Figures of the arrays that a run records: transferred parts, trained layers and modes, mixing weights, labels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from tepal.report.page import Figure, empty_plot
+from tepal.report.clients import MOST_CLIENTS, natural
+from tepal.report.page import Figure, add_curve, empty_plot
 
 Record = Mapping[str, np.ndarray]
 Records = Sequence[tuple[int, Record]]
 Lines = Sequence[Mapping[str, Any]]
 Cells = Sequence[Mapping[str, Any]]
 
-_MOST_CLIENTS = 300  # rows of a figure that can still be told apart
 _GAPS = 40  # rows or columns up to which cells have a gap between them
 _MOST_FRAMES, _MOST_NUMBERS = 24, 150_000  # of a matrix that is shown round by round
 _MOST_NODES, _EDGES = 100, 3  # clients of a graph, and lines from each
@@ -29,51 +27,48 @@ _SHARES = {
 
 
 def travel_figures(records: Records, cells: Cells) -> list[Figure]:
-    """What went down and came back of each part of the model, round by round; of a model in one part, nothing.
+    """Which share of the clients was sent and returned each part of the model, by round; none for a model in one part.
 
     Args:
         records: of rounds in their order, as `run_directory.read_records` gives them.
         cells: the model's parts, as `blocks.json` has them.
     """
-    told = [(number, record) for number, record in records if "travel_up" in record]
-    told = [(number, record) for number, record in told if len(record["travel_up"]) == len(cells)]
+    told = [(number, record) for number, record in records if len(record.get("travel_up", ())) == len(cells)]
     if len(cells) < 2 or not told:
         return []
     many = len({cell["kind"] for cell in cells}) > 1
     names = [f"{cell['stage']}, {cell['kind']}" if many else cell["stage"] for cell in cells]
     figures = []
-    for way, title, said in (("down", "Sent to clients", "sent to"), ("up", "Returned by clients", "returned by")):
+    for way, said in (("down", "sent to"), ("up", "returned by")):
         shares = np.stack([record[f"travel_{way}"] for _, record in told], axis=1)
         plot = _heatmap(
             shares, [number for number, _ in told], names, "round", "",
             f"%{{y}}, round %{{x}}: {said} %{{z:.0%}} of the clients", f"{len(names)} parts in {len(told)} rounds.",
-            range=(0, max(1.0, float(shares.max()))),
+            limits=(0, max(1.0, float(shares.max()))),
         )  # fmt: skip
-        plot.update_yaxes(autorange="reversed", nticks=0)
-        caption = f"The darker, the more of a round's clients the part was {said}; not at all where it is empty."
-        figures.append(Figure(f"travel-{way}", title, caption, plot))
+        caption = f"Share of a round's clients that each part was {said}, by round; darker is more, empty is none."
+        figures.append(Figure(f"travel-{way}", f"Parts {said} clients", caption, plot))
     return figures
 
 
-def method_figures(records: Records, metrics: Lines, order: Callable[[str], Any]) -> list[Figure]:
+def method_figures(records: Records, metrics: Lines) -> list[Figure]:
     """The figures that there are for a run.
 
     Args:
         records: of rounds in their order, as `run_directory.read_records` gives them.
         metrics: lines of `metrics.jsonl`.
-        order: key by which clients' names are sorted.
     """
     figures: list[Figure] = []
     if drifts := [(number, record) for number, record in records if _DRIFTS.keys() <= record.keys()]:
         figures.append(_drift(drifts))
     if layers := [(number, record) for number, record in records if "masks" in record]:
-        figures += [_layers_by_round(layers), _layers_by_client(layers, order)]
+        figures += [_layers_by_round(layers), _layers_by_client(layers)]
     if modes := [(number, record) for number, record in records if "modes" in record]:
-        figures.append(_modes(modes, order))
+        figures.append(_modes(modes))
     if any(line.get("disagreement") is not None for line in metrics):
         figures.append(_diversity(metrics))
     if mixed := [(number, record) for number, record in records if "weights" in record]:
-        figures += [*_alike(mixed, order), _weights(mixed, order), _graph(mixed, order), _mixed(mixed)]
+        figures += [*_alike(mixed), _weights(mixed), _graph(mixed), _mixed(mixed)]
     return figures
 
 
@@ -81,16 +76,14 @@ def method_figures(records: Records, metrics: Lines, order: Callable[[str], Any]
 
 
 def _drift(records: Records) -> Figure:
-    plot = empty_plot("round", "of its norm", rounds=len(records))
+    plot = empty_plot("round", "update norm / norm", rounds=len(records))
     for key, (name, role) in _DRIFTS.items():
         known = [(number, float(record[key])) for number, record in records if np.isfinite(record[key])]
-        plot.add_scatter(
-            x=[number for number, _ in known], y=[drift for _, drift in known], name=name, mode="lines+markers",
-            meta={"role": role}, hovertemplate="round %{x}: %{y:.3%}",
-        )  # fmt: skip
+        rounds, drift = [number for number, _ in known], [drift for _, drift in known]
+        add_curve(plot, rounds, drift, name=name, role=role, hover="round %{x}: %{y:.3%}")
     plot.update_yaxes(tickformat=".3~%", rangemode="tozero")
-    caption = "How far a round moved a block: the norm of the step over the norm of what was there. 0: frozen."
-    return Figure("drift", "Drift of query and key, and of the rest", caption, plot)
+    caption = "Norm of a round's update relative to the norm of the values before it, by round. 0: frozen."
+    return Figure("drift", "Relative update norm of query and key, and of all else", caption, plot)
 
 
 # --- SelectiveLayers ------------------------------------------------------------------------------------------------
@@ -102,13 +95,14 @@ def _layers_by_round(records: Records) -> Figure:
     plot = _heatmap(
         shares, [number for number, _ in records], _names("layer", len(shares)), "round", "",
         "layer %{y}, round %{x}: %{z:.0%} of the clients", f"{len(shares)} layers in {len(records)} rounds.",
-        range=(0, 1),
+        limits=(0, 1),
     )  # fmt: skip
-    caption = "The darker, the more of a round's clients trained the layer. Layer 1 is the nearest to the input."
-    return Figure("layers-rounds", "Layers that were trained", caption, plot)
+    plot.update_yaxes(autorange=True)
+    caption = "Share of a round's clients that trained the layer; darker is more. Layer 1 is the nearest to the input."
+    return Figure("layers-rounds", "Trained layers by round", caption, plot)
 
 
-def _layers_by_client(records: Records, order: Callable[[str], Any]) -> Figure:
+def _layers_by_client(records: Records) -> Figure:
     """z (clients, layers): share of the rounds that a client took part in, in which it trained a layer."""
     trained: dict[str, np.ndarray] = {}
     rounds: dict[str, int] = {}
@@ -116,47 +110,43 @@ def _layers_by_client(records: Records, order: Callable[[str], Any]) -> Figure:
         for client, mask in zip(record["clients"].tolist(), record["masks"], strict=True):
             trained[client] = trained.get(client, 0) + mask.astype(int)
             rounds[client] = rounds.get(client, 0) + 1
-    clients, more = _shown(trained, order)
+    clients, more = _shown(trained)
     shares = np.stack([trained[client] / rounds[client] for client in clients])
     plot = _heatmap(
         shares, _names("", shares.shape[1]), clients, "layer", "client",
         "%{y}, layer %{x}: in %{z:.0%} of its rounds", f"{len(clients)} clients, {shares.shape[1]} layers.",
-        range=(0, 1),
+        limits=(0, 1),
     )  # fmt: skip
-    plot.update_yaxes(autorange="reversed")
-    caption = f"The darker, the larger the share of a client's rounds in which it trained the layer.{more}"
-    return Figure("layers-clients", "Layers of each client", caption, plot)
+    caption = f"Share of a client's rounds in which it trained the layer; darker is more.{more}"
+    return Figure("layers-clients", "Trained layers by client", caption, plot)
 
 
 # --- Fed-ensemble ---------------------------------------------------------------------------------------------------
 
 
-def _modes(records: Records, order: Callable[[str], Any]) -> Figure:
+def _modes(records: Records) -> Figure:
     """z (clients, rounds): the number of the mode that a client trained, from 1; none where it was not asked."""
     of_client: dict[str, dict[int, int]] = {}
     for column, (_, record) in enumerate(records):
         for client, mode in zip(record["clients"].tolist(), record["modes"].tolist(), strict=True):
             of_client.setdefault(client, {})[column] = mode + 1
-    clients, more = _shown(of_client, order)
+    clients, more = _shown(of_client)
     numbers = [[of_client[client].get(column) for column in range(len(records))] for client in clients]
     most = max(mode for of in of_client.values() for mode in of.values())
     plot = _heatmap(
         numbers, [number for number, _ in records], clients, "round", "client",
-        "%{y}, round %{x}: mode %{z}", f"{len(clients)} clients, {most} modes.", range=(0, most),
+        "%{y}, round %{x}: mode %{z}", f"{len(clients)} clients, {most} modes.", limits=(0, most),
     )  # fmt: skip
-    plot.update_yaxes(autorange="reversed")
-    caption = f"The darker, the higher the number of the mode; nothing where the client was not asked.{more}"
-    return Figure("modes", "Mode that each client trained", caption, plot)
+    caption = f"Number of the mode, by client and round; darker is higher, empty where the client was not asked.{more}"
+    return Figure("modes", "Mode trained by each client", caption, plot)
 
 
 def _diversity(metrics: Lines) -> Figure:
     plot = empty_plot("round", "share", rounds=len(metrics))
     for key, (name, role) in _SHARES.items():
         known = [line for line in metrics if line.get(key) is not None]
-        plot.add_scatter(
-            x=[line["round"] for line in known], y=[line[key] for line in known], name=name, mode="lines+markers",
-            meta={"role": role}, hovertemplate="round %{x}: %{y:.2%}",
-        )  # fmt: skip
+        rounds, shares = [line["round"] for line in known], [line[key] for line in known]
+        add_curve(plot, rounds, shares, name=name, role=role, hover="round %{x}: %{y:.2%}")
     plot.update_yaxes(tickformat=".4~%", rangemode="tozero")
     caption = (
         "On the server's held-out data: the share of examples that two modes label differently, mean over all pairs, "
@@ -168,69 +158,59 @@ def _diversity(metrics: Lines) -> Figure:
 # --- FedACS and FedAMP ----------------------------------------------------------------------------------------------
 
 
-def _alike(records: Records, order: Callable[[str], Any]) -> list[Figure]:
+def _alike(records: Records) -> list[Figure]:
     """z (clients, clients): cosine similarity of two clients' models, or their squared distance; round by round."""
     number, record = records[-1]
     known = next((key for key in ("similarity", "distances") if key in record), None)
     if known is None:
         return []
-    title = {"similarity": "Similarity of the clients' models", "distances": "Distances of the clients' models"}[known]
+    title = {"similarity": "Similarity of clients' models", "distances": "Distances between clients' models"}[known]
     said = {"similarity": "cosine similarity", "distances": "squared distance"}[known]
-    clients, more = _shown(record["clients"].tolist(), order)
+    clients, more = _shown(record["clients"].tolist())
 
-    def matrix(record: Record) -> np.ndarray:
-        return _rows(record[known], record["clients"], clients, clients)
+    def matrix(record: Record) -> Any:
+        names = record["clients"].tolist()
+        return _matrix(record[known], names, names, clients, clients)
 
     plot = _heatmap(
         matrix(record), clients, clients, "", "", f"%{{y}} and %{{x}}: {said} %{{z:.4g}}", f"{len(clients)} clients."
     )  # fmt: skip
-    plot.update_yaxes(autorange="reversed")
     alike = [(number, record) for number, record in records if known in record and set(clients) <= _named(record)]
     _round_by_round(plot, [(number, [_z(matrix(record))]) for number, record in _some(alike, len(clients) ** 2)])
-    caption = f"As a round began, here round {number}. The darker, the larger the {said}.{more}"
+    caption = f"{said.capitalize()} of two clients' models at the start of round {number}; darker is larger.{more}"
     if "threshold" in record:
         caption += f" In round {number}, models of a similarity above δ = {float(record['threshold']):.4g} are mixed."
     return [Figure("alike", title, caption, plot)]
 
 
-def _weights(records: Records, order: Callable[[str], Any]) -> Figure:
+def _weights(records: Records) -> Figure:
     """z (cohort, clients): the weight of a client's model in another's mixture; round by round."""
     number, record = records[-1]
-    clients, more = _shown(record["clients"].tolist(), order)
-    cohort, _ = _shown({client for _, each in records for client in each["cohort"].tolist()} & set(clients), order)
+    clients, more = _shown(record["clients"].tolist())
+    cohort, _ = _shown({client for _, each in records for client in each["cohort"].tolist()} & set(clients))
 
-    def matrix(record: Record) -> list[list[float | None]]:
-        """With nothing in the rows of those that had no part in the round."""
-        here, names = record["weights"], record["clients"].tolist()
-        row = {name: k for k, name in enumerate(record["cohort"].tolist())}
-        column = {name: k for k, name in enumerate(names)}
-        blank: list[float | None] = [None] * len(clients)
-        columns = [column.get(name) for name in clients]
-        return [
-            [None if k is None else float(here[row[name], k]) for k in columns] if name in row else blank
-            for name in cohort
-        ]
+    def matrix(record: Record) -> Any:
+        return _matrix(record["weights"], record["cohort"].tolist(), record["clients"].tolist(), cohort, clients)
 
     largest = max(float(each["weights"].max(initial=0.0)) for _, each in records)
     plot = _heatmap(
-        matrix(record), clients, cohort, "whose model", "in whose mixture",
+        matrix(record), clients, cohort, "client whose model is mixed", "client of the mixture",
         "%{x}'s model in the mixture of %{y}: %{z:.2%}",
-        f"{len(cohort)} mixtures of {len(clients)} models.", range=(0, largest or 1.0),
+        f"{len(cohort)} mixtures of {len(clients)} models.", limits=(0, largest or 1.0),
     )  # fmt: skip
-    plot.update_yaxes(autorange="reversed")
     _round_by_round(
         plot, [(number, [_z(matrix(each))]) for number, each in _some(records, len(clients) * len(cohort))]
     )
-    caption = f"The weights with which models were mixed for the clients of a round, here round {number}.{more}"
-    return Figure("weights", "Whose models are mixed for whom", caption, plot)
+    caption = f"Weight of a client's model in the mixture for a client of round {number}; darker is larger.{more}"
+    return Figure("weights", "Mixing weights", caption, plot)
 
 
-def _graph(records: Records, order: Callable[[str], Any]) -> Figure:
+def _graph(records: Records) -> Figure:
     """The clients on a circle; lines from each to those, besides itself, whose models weigh most in its mixture."""
     import plotly.graph_objects as go
 
     number, record = records[-1]
-    clients = _shown(record["clients"].tolist(), order)[0][:_MOST_NODES]
+    clients = _shown(record["clients"].tolist())[0][:_MOST_NODES]
     more = len(record["clients"]) - len(clients)
     angle = 2 * np.pi * np.arange(len(clients)) / max(len(clients), 1)
     place = {name: (float(np.sin(a)), float(np.cos(a))) for name, a in zip(clients, angle, strict=True)}
@@ -273,9 +253,9 @@ def _graph(records: Records, order: Callable[[str], Any]) -> Figure:
     _round_by_round(plot, frames)
     caption = (
         f"From each client lines to the {_EDGES} others whose models weigh most in its mixture: the thicker, the more. "
-        f"The larger a dot, the more it gives to others. Here round {number}."
+        f"The larger a dot, the larger its weights in the mixtures of others. Round {number}."
     )
-    return Figure("graph", "Who learns from whom", caption + (f" {more} more clients." if more else ""), plot)
+    return Figure("graph", "Mixing graph", caption + (f" {more} more clients." if more else ""), plot)
 
 
 _WIDTHS = (0.6, 1.6, 3.5)  # of lines, pixels
@@ -291,13 +271,31 @@ def _mixed(records: Records) -> Figure:
             counts.append(weights.sum(axis=1) ** 2 / squares)
     plot = empty_plot("round", "models", rounds=len(records))
     for name, role, of in (("most", "third", np.max), ("mean", "main", np.mean), ("least", "second", np.min)):
-        plot.add_scatter(
-            x=rounds, y=[float(of(each)) for each in counts], name=name, mode="lines+markers", meta={"role": role},
-            hovertemplate="round %{x}: %{y:.3g}",
-        )  # fmt: skip
+        models = [float(of(each)) for each in counts]
+        add_curve(plot, rounds, models, name=name, role=role, hover="round %{x}: %{y:.3g}")
     plot.update_yaxes(rangemode="tozero")
-    caption = "How many models of equal weight a client's mixture is worth: 1/Σw². 1: its own model alone."
-    return Figure("mixed", "Models in a mixture", caption, plot)
+    caption = "(Σw)²/Σw² of the weights w in a client's mixture, by round: 1 for a single model, m for m equal ones."
+    return Figure("mixed", "Effective number of models per mixture", caption, plot)
+
+
+# --- labels ---------------------------------------------------------------------------------------------------------
+
+
+def label_figures(counts: Mapping[str, Sequence[int]]) -> list[Figure]:
+    """z (clients, classes): share of a client's examples, as `labels.json` has them; none where that is empty."""
+    if not counts:
+        return []
+    clients, more = _shown(counts)
+    classes = max(map(len, counts.values()))
+    rows = [[*counts[client], *[0] * (classes - len(counts[client]))] for client in clients]
+    plot = _heatmap(
+        [[count / (sum(row) or 1) for count in row] for row in rows], range(classes), clients, "class", "client",
+        "%{y}, class %{x}: %{customdata} examples, %{z:.0%} of its own", f"{len(clients)} clients, {classes} classes.",
+    )  # fmt: skip
+    plot.update_traces(customdata=rows)
+    total = sum(map(sum, counts.values()))
+    caption = f"Share of each class in a client's own examples; darker is larger. {total:,} examples.{more}"
+    return [Figure("labels", "Class distribution per client", caption, plot)]
 
 
 # --- what they share ------------------------------------------------------------------------------------------------
@@ -305,18 +303,18 @@ def _mixed(records: Records) -> Figure:
 
 def _heatmap(
     values: Any, x: Sequence[Any], y: Sequence[str], x_title: str, y_title: str, hover: str, spoken: str, *,
-    range: tuple[float, float] | None = None,
+    limits: tuple[float, float] | None = None,
 ) -> Any:  # fmt: skip
-    """`range`: of the values, from the lightest to the darkest; None: those that there are."""
+    """`limits`: of the values, from the lightest to the darkest; None: those that there are."""
     plot = empty_plot(x_title, y_title)
     plot.add_heatmap(
         z=_written(values), x=list(x), y=list(y), showscale=False,
         xgap=int(len(x) <= _GAPS), ygap=int(len(y) <= _GAPS), meta={"role": "second", "spoken": spoken},
         hovertemplate=f"{hover}<extra></extra>",
     )  # fmt: skip
-    if range is not None:
-        plot.update_traces(zmin=range[0], zmax=range[1])
-    plot.update_yaxes(type="category")
+    if limits is not None:
+        plot.update_traces(zmin=limits[0], zmax=limits[1])
+    plot.update_yaxes(type="category", autorange="reversed", nticks=0)
     plot.update_xaxes(rangemode="normal", type="category" if x and isinstance(x[0], str) else "-")
     if x and not isinstance(x[0], str) and len(x) <= 12:
         plot.update_xaxes(tickvals=list(x))  # no such thing as round 1.5
@@ -357,18 +355,15 @@ def _names(word: str, count: int) -> list[str]:
     return [f"{word} {number}".strip() for number in range(1, count + 1)]
 
 
-def _shown(clients: Any, order: Callable[[str], Any]) -> tuple[list[str], str]:
+def _shown(clients: Any) -> tuple[list[str], str]:
     """The clients that a figure shows, in their order, and the sentence on those that it leaves out."""
-    everybody = sorted(clients, key=order)
-    shown = everybody[:_MOST_CLIENTS]
+    everybody = sorted(clients, key=natural)
+    shown = everybody[:MOST_CLIENTS]
     return shown, f" The first {len(shown)} of {len(everybody)} clients." if len(shown) < len(everybody) else ""
 
 
-def _rows(
-    matrix: np.ndarray, columns: np.ndarray, wanted: Sequence[str], of: Sequence[str], rows: np.ndarray | None = None
-) -> np.ndarray:
-    """The part of a matrix that has these rows and columns, by the clients' names."""
-    column = {name: k for k, name in enumerate(columns.tolist())}
-    row = column if rows is None else {name: k for k, name in enumerate(rows.tolist())}
-    found: np.ndarray = matrix[np.ix_([row[name] for name in of], [column[name] for name in wanted])]
-    return found
+def _matrix(values: np.ndarray, of: list[str], by: list[str], rows: list[str], columns: list[str]) -> Any:
+    """The values (of, by) in these rows and columns, by the clients' names; None where there is none."""
+    row, column = ({name: k for k, name in enumerate(names)} for names in (of, by))
+    places = [column.get(name) for name in columns]
+    return [[None if k is None or name not in row else float(values[row[name], k]) for k in places] for name in rows]

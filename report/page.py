@@ -1,22 +1,24 @@
 """What the pages of this project share: one HTML file with everything in it, that opens from disk and offline.
 
 plotly.js is in it once, each figure as JSON, the style. A content security policy inside the page forbids any request,
-so that neither plotly nor a name from a run can make the page load something. Template, style and script are text in
-Python files (`style.py`, `script.py`) because a Flower app bundle carries no other kind.
+so that neither plotly nor a name from a run can make the page load something. Templates, style and script are text in
+Python files (`templates.py`, `style.py`, `script.py`) because a Flower app bundle carries no other kind.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from itertools import pairwise
-from string import Template
 from typing import TYPE_CHECKING, Any
+
+from markupsafe import Markup
 
 from tepal.records.run_directory import add
 from tepal.report.script import PAGE_SCRIPT
 from tepal.report.style import STYLE
+from tepal.report.table import Column, Table
+from tepal.report.templates import render
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -34,13 +36,8 @@ def page(title: str, body: str, figures: Iterable[Figure], *, style: str = "") -
         figures: those in the body; without any that is drawn, plotly.js stays away.
         style: CSS beside the common one.
     """
-    return Template(_PAGE).substitute(
-        title=escape(title),
-        style=STYLE + style,
-        body=body,
-        plotly=plotly_js() if any(figure.plot for figure in figures) else "",
-        script=PAGE_SCRIPT,
-    )
+    plotly = plotly_js() if any(figure.plot for figure in figures) else ""
+    return render("page.html", title=title, style=STYLE + style, body=body, plotly=plotly, script=PAGE_SCRIPT)
 
 
 @dataclass(frozen=True)
@@ -61,22 +58,15 @@ def empty_plot(x_title: str, y_title: str, *, rounds: int | None = None) -> go.F
 
     plot = go.Figure()
     plot.update_layout(
-        template="none",
-        height=340,
-        margin={"l": 8, "r": 12, "t": 34, "b": 8},
-        hovermode="closest" if rounds is None else "x unified",
+        template="none", height=340, margin={"l": 8, "r": 12, "t": 34, "b": 8}, bargap=0.25, showlegend=True,
+        hovermode="closest" if rounds is None else "x unified", paper_bgcolor="rgba(0,0,0,0)",
         legend={"orientation": "h", "x": 0, "y": -0.22, "yanchor": "top", "traceorder": "normal"},
-        showlegend=True,
-        paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(0,0,0,0)",
-        bargap=0.25,
-    )
-    plot.update_xaxes(
-        title={"text": x_title, "standoff": 8, "font_size": 13}, automargin=True, zeroline=False, showgrid=False
-    )
-    plot.update_yaxes(
-        title={"text": y_title, "standoff": 8, "font_size": 13}, automargin=True, zeroline=False, nticks=6
-    )
+    )  # fmt: skip
+    for update, title, own in (
+        (plot.update_xaxes, x_title, {"showgrid": False}), (plot.update_yaxes, y_title, {"nticks": 6}),
+    ):  # fmt: skip
+        update(title={"text": title, "standoff": 8, "font_size": 13}, automargin=True, zeroline=False, **own)
     if rounds is None:
         plot.update_xaxes(rangemode="tozero")
     elif rounds <= 12:
@@ -84,19 +74,33 @@ def empty_plot(x_title: str, y_title: str, *, rounds: int | None = None) -> go.F
     return plot
 
 
+def add_curve(
+    plot: go.Figure, x: Sequence[Any], y: Sequence[Any], *, name: str, role: str, hover: str,
+    interval: Sequence[Sequence[float]] | None = None, **trace: Any,
+) -> None:  # fmt: skip
+    """A curve with a mark at each point, above the band of its interval.
+
+    Args:
+        x, y: of the points; None in `y` is a gap.
+        role: colour in the style sheet.
+        interval: lower and upper ends around each y.
+        trace: more of plotly's properties of the curve.
+    """
+    meta = {"role": role}
+    if interval is not None:
+        low, high = interval
+        add_band(plot, x, low, high, meta=meta, legendgroup=trace.get("legendgroup"))
+    plot.add_scatter(
+        **{"x": x, "y": y, "name": name, "mode": "lines+markers", "hovertemplate": hover, "meta": meta, **trace}
+    )
+
+
 def add_band(plot: go.Figure, x: Sequence[float], low: Sequence[float], high: Sequence[float], **trace: Any) -> None:
     """A band around a curve; `trace`: its `meta`, with the role that colours it, and what else plotly shall know."""
     plot.add_scatter(
-        x=[*x, *reversed(x)],
-        y=[*high, *reversed(low)],
-        mode="lines",
-        fill="toself",
-        opacity=0.18,
-        line={"width": 0},
-        hoverinfo="skip",
-        showlegend=False,
-        **{**trace, "meta": {**trace["meta"], "band": True}},
-    )
+        x=[*x, *reversed(x)], y=[*high, *reversed(low)], mode="lines", fill="toself", opacity=0.18, line={"width": 0},
+        hoverinfo="skip", showlegend=False, **{**trace, "meta": {**trace["meta"], "band": True}},
+    )  # fmt: skip
 
 
 def unit_of(largest: float) -> tuple[float, str]:
@@ -115,19 +119,9 @@ def cumulative(values: Iterable[float | None]) -> list[float | None]:
     return [so_far := add(so_far, value) for value in values]
 
 
-def figure_html(figure: Figure) -> str:
+def figure_html(figure: Figure) -> Markup:
     """A figure with its title and caption, as `page` draws it."""
-    title, caption = escape(figure.title), escape(figure.caption)
-    if figure.plot is None:
-        body = '<p class="empty">nothing to draw</p>'
-    else:
-        label = escape(spoken(figure))
-        # to_json writes < and > as escapes, so no name can end the script element.
-        body = (
-            f'<div class="plot" id="{figure.key}" role="group" aria-label="{label}"></div>'
-            f'<script type="application/json" data-for="{figure.key}">{figure.plot.to_json()}</script>'
-        )
-    return f"<figure><h3>{title}</h3>{body}<figcaption>{caption}</figcaption></figure>"
+    return render("figure.html", figure=figure, label=spoken(figure))
 
 
 def plotly_js() -> str:
@@ -178,52 +172,14 @@ def _extremes(values: Sequence[float | None], most: int) -> list[int]:
     return sorted(chosen)
 
 
-def config_html(config: Mapping[str, Any]) -> str:
+def config_html(config: Mapping[str, Any]) -> Markup:
     """A run config, folded."""
     if not config:
-        return "<p>No config.toml was found beside this report.</p>"
-    written = {True: "true", False: "false"}
-    rows = [(key, written[value] if isinstance(value, bool) else value) for key, value in config.items()]
-    table = table_html("The run config", ("key", "value"), rows, words={0, 1})
-    return f"<details><summary>The whole run config</summary>{table}</details>"
+        return Markup("<p>No config.toml was found in this folder.</p>")
+    columns = (Column("key", left=True), Column("value", text=_toml_text, left=True))
+    table = Table("Run config", columns, list(config.items()))
+    return render("folded.html", summary="Run config, all keys", note="", table=table.html())
 
 
-def table_html(label: str, headings: Iterable[str], rows: Iterable[Sequence[Any]], *, words: set[int]) -> str:
-    """A table that scrolls inside its frame, by keyboard too. `words`: the columns set flush left, the others are
-    numbers.
-    """
-
-    def kind(column: int) -> str:
-        return "" if column in words else ' class="number"'
-
-    head = "".join(f'<th scope="col"{kind(i)}>{escape(text)}</th>' for i, text in enumerate(headings))
-    body = "".join(
-        "<tr>" + "".join(f"<td{kind(i)}>{escape(str(cell))}</td>" for i, cell in enumerate(row)) + "</tr>"
-        for row in rows
-    )
-    return (
-        f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(label)}">'
-        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
-    )
-
-
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'unsafe-inline'; \
-style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>$title</title>
-<style>$style</style>
-</head>
-<body>
-<main>
-$body
-</main>
-<script>$plotly</script>
-<script>$script</script>
-</body>
-</html>
-"""
+def _toml_text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from tepal.records.run_directory import add, measured_by
-from tepal.report.page import Figure, cumulative, empty_plot, scaled, thin, unit_of
+from tepal.report.page import Figure, add_curve, cumulative, empty_plot, scaled, thin, unit_of
 from tepal.report.run_files import Lines
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ TEST_DATA = {
         "of each client's own model on its own test split, the mean over the clients, after the round's training",
     ),
 }
+_NO_BYTES = "The bytes of this run's rounds are not known."
 
 
 def frozen_after(metrics: Lines, summary: Mapping[str, Any]) -> int | None:
@@ -36,12 +38,12 @@ def frozen_after(metrics: Lines, summary: Mapping[str, Any]) -> int | None:
 
 
 def figures(metrics: Lines, summary: Mapping[str, Any]) -> list[Figure]:
-    """The six figures. Round 0, the initial model, belongs to the scores but moves nothing, so it has no bar."""
+    """The six figures. Round 0, the initial model, has scores but transfers nothing, so it has no bar."""
     trained = [line for line in metrics if line["round"] > 0]
     freeze = frozen_after(metrics, summary)
-    moved = [add(line.get("bytes_down"), line.get("bytes_up")) for line in metrics]
+    each = [add(line.get("bytes_down"), line.get("bytes_up")) for line in metrics]
     # The initial model's score is at the origin even where its line names no bytes.
-    sent = cumulative([0 if m is None and line["round"] == 0 else m for m, line in zip(moved, metrics, strict=True)])
+    sent = cumulative([0 if n is None and line["round"] == 0 else n for n, line in zip(each, metrics, strict=True)])
     whole = cumulative([0 if line["round"] == 0 else line.get("bytes_fedavg") for line in metrics])
     drawn = [
         *_score_figures(measured_by(metrics).key, metrics, sent, freeze),
@@ -71,7 +73,7 @@ def _score_figures(key: str, metrics: Lines, sent: Sequence[float | None], freez
                 curves.setdefault("training loss", []).append((line["round"], bytes_sent, line["train_loss"]))
 
     name = {"rmse": "RMSE"}.get(key, key.capitalize())
-    titles = f"{name} per round", f"{name} per byte sent"
+    titles = f"{name} per round", f"{name} over transferred bytes"
     if not curves:
         why = f"No {key} is known: no round of this run reported one."
         return [Figure(f"{key}-rounds", titles[0], why, None), Figure(f"{key}-bytes", titles[1], why, None)]
@@ -86,85 +88,62 @@ def _score_figures(key: str, metrics: Lines, sent: Sequence[float | None], freez
     if key == "loss" and "training loss" in curves:
         measured += " Training loss: mean over the clients of the round, during their local training."
     fmt = ".2%" if key == "accuracy" else ".4f"
-    roles = ["main", "second", "third"]
-
-    per_round = empty_plot("round", name, rounds=len(metrics))
-    for role, (label, points) in zip(roles * len(curves), curves.items(), strict=False):
-        per_round.add_scatter(
-            x=[point[0] for point in points],
-            y=[point[2] for point in points],
-            name=label,
-            mode="lines+markers",
-            meta={"role": role},
-            hovertemplate=f"round %{{x}}: %{{y:{fmt}}}",
-        )
-    _mark_freeze(per_round, freeze, freeze, [line["round"] for line in metrics])
-
     known = [bytes_sent for bytes_sent in sent if bytes_sent is not None]
-    if not any(point[1] is not None for points in curves.values() for point in points):
-        per_byte = None
-        caption = "The bytes of this run's rounds are not known."
-    else:
-        divisor, unit = unit_of(max(known))
-        per_byte = empty_plot(f"sent so far, down and up, all clients ({unit})", name)
-        for role, (label, points) in zip(roles * len(curves), curves.items(), strict=False):
-            placed = [point for point in points if point[1] is not None]
-            per_byte.add_scatter(
-                x=[point[1] / divisor for point in placed],  # type: ignore[operator]
-                y=[point[2] for point in placed],
-                customdata=[point[0] for point in placed],
-                name=label,
-                mode="lines+markers",
-                meta={"role": role},
-                hovertemplate=f"%{{x:.4~g}} {unit}, after round %{{customdata}}: %{{y:{fmt}}}",
-            )
+    divisor, unit = unit_of(max(known, default=0))
+    per_round = empty_plot("round", name, rounds=len(metrics))
+    per_byte = empty_plot(f"transferred so far, down and up, all clients ({unit})", name)
+    placed = 0
+    for role, (label, points) in zip(cycle(("main", "second", "third")), curves.items(), strict=False):
+        rounds, _, scores = zip(*points, strict=True)
+        add_curve(per_round, rounds, scores, name=label, role=role, hover=f"round %{{x}}: %{{y:{fmt}}}")
+        at = [(bytes_sent / divisor, score, number) for number, bytes_sent, score in points if bytes_sent is not None]
+        placed += len(at)
+        add_curve(
+            per_byte, [x for x, _, _ in at], [y for _, y, _ in at], customdata=[number for *_, number in at],
+            name=label, role=role, hover=f"%{{x:.4~g}} {unit}, after round %{{customdata}}: %{{y:{fmt}}}",
+        )  # fmt: skip
+    _mark_freeze(per_round, freeze, freeze, [line["round"] for line in metrics])
+    if placed:
         _mark_freeze(per_byte, freeze, _at_freeze(metrics, sent, freeze, divisor), [b / divisor for b in known])
-        caption = "The same scores over the payload bytes sent up to and including their round."
-    for plot in (per_round, per_byte):
-        if plot is not None and key == "accuracy":
+    if key == "accuracy":
+        for plot in (per_round, per_byte):
             plot.update_yaxes(tickformat=".4~%")
+    caption = "The same scores over the payload bytes transferred up to and including their round."
     return [
         Figure(f"{key}-rounds", titles[0], measured, per_round),
-        Figure(f"{key}-bytes", titles[1], caption, per_byte),
+        Figure(f"{key}-bytes", titles[1], caption if placed else _NO_BYTES, per_byte if placed else None),
     ]
 
 
 def _bytes_per_round(trained: Lines, freeze: int | None) -> Figure:
-    key, title = "bytes-rounds", "Bytes per round"
+    key, title = "bytes-rounds", "Transferred bytes per round"
     values = [line.get(name) for line in trained for name in ("bytes_down", "bytes_up", "bytes_fedavg")]
     if not any(value is not None for value in values):
-        why = "The bytes of this run's rounds are not known." if trained else "No round has ended yet."
+        why = _NO_BYTES if trained else "No round has ended yet."
         return Figure(key, title, why, None)
     rounds = [line["round"] for line in trained]
     highest = max((add(line.get("bytes_down"), line.get("bytes_up")) or 0 for line in trained), default=0)
     divisor, unit = unit_of(max(highest, *(value or 0 for value in values)))
-    plot = empty_plot("round", unit, rounds=len(trained))
+    plot = empty_plot("round", f"payload ({unit})", rounds=len(trained))
+    hover = f"round %{{x}}: %{{y:.4~g}} {unit}"
     for label, name, role in (("down, to clients", "bytes_down", "down"), ("up, from clients", "bytes_up", "up")):
         plot.add_bar(
-            x=rounds,
-            y=[scaled(line.get(name), divisor) for line in trained],
-            name=label,
-            meta={"role": role},
-            hovertemplate=f"round %{{x}}: %{{y:.4~g}} {unit}",
-        )
+            x=rounds, y=[scaled(line.get(name), divisor) for line in trained], name=label, meta={"role": role},
+            hovertemplate=hover,
+        )  # fmt: skip
     caption = (
-        "Payload bytes of all clients, down and up. Where clients score the model after a round, as after the last, "
-        "its way down counts in that round."
+        "Payload bytes of all clients by round, down and up. Where clients score the model after a round, as after the "
+        "last, sending it to them counts in that round."
     )
     fedavg = [scaled(line.get("bytes_fedavg"), divisor) for line in trained]
     if any(value is not None for value in fedavg):
-        plot.add_scatter(
-            x=rounds,
-            y=fedavg,
-            name="FedAvg would move",
-            mode="lines+markers" if len(rounds) == 1 else "lines",
-            line={"dash": "dash", "shape": "hvh"},
-            meta={"role": "fedavg"},
-            hovertemplate=f"round %{{x}}: %{{y:.4~g}} {unit}",
-        )
-        caption += " Dashed: what FedAvg would have moved in the same rounds with the same clients, down and up."
+        add_curve(
+            plot, rounds, fedavg, name="FedAvg, calculated", role="fedavg", hover=hover,
+            mode="lines+markers" if len(rounds) == 1 else "lines", line={"dash": "dash", "shape": "hvh"},
+        )  # fmt: skip
+        caption += " Dashed: what FedAvg would have transferred in the same rounds with the same clients, down and up."
     else:
-        caption += " What FedAvg would have moved is not known."
+        caption += " What FedAvg would have transferred is not known."
     top = max(highest, *(line.get("bytes_fedavg") or 0 for line in trained), 0) / divisor
     plot.update_layout(barmode="stack")
     plot.update_yaxes(range=[0, 1.08 * top or 1])
@@ -176,32 +155,27 @@ def _bytes_per_round(trained: Lines, freeze: int | None) -> Figure:
 def _bytes_against_fedavg(
     metrics: Lines, sent: Sequence[float | None], whole: Sequence[float | None], freeze: int | None
 ) -> Figure:
-    key, title = "bytes-total", "Bytes in total against FedAvg"
+    key, title = "bytes-total", "Transferred bytes in total, compared with FedAvg"
     if not any(line["round"] > 0 for line in metrics):
         return Figure(key, title, "No round has ended yet.", None)
     known = [value for value in (*sent, *whole) if value is not None]
     if max(known, default=0) == 0:
-        return Figure(key, title, "The bytes of this run's rounds are not known.", None)
+        return Figure(key, title, _NO_BYTES, None)
     divisor, unit = unit_of(max(known))
     rounds = [line["round"] for line in metrics]
-    plot = empty_plot("round", unit, rounds=len(metrics))
+    plot = empty_plot("round", f"payload ({unit})", rounds=len(metrics))
     drawn = []
     for label, values, role, dash in (("this run", sent, "main", "solid"), ("FedAvg", whole, "fedavg", "dash")):
         # Round 0 alone is the origin, no measurement.
         if any(value is not None and number > 0 for number, value in zip(rounds, values, strict=True)):
             drawn.append(label)
-            plot.add_scatter(
-                x=rounds,
-                y=[scaled(value, divisor) for value in values],
-                name=label,
-                mode="lines+markers" if role == "main" else "lines",
-                line={"dash": dash},
-                meta={"role": role},
-                hovertemplate=f"after round %{{x}}: %{{y:.4~g}} {unit}",
-            )
+            add_curve(
+                plot, rounds, [scaled(value, divisor) for value in values], name=label, role=role, line={"dash": dash},
+                mode="lines+markers" if role == "main" else "lines", hover=f"after round %{{x}}: %{{y:.4~g}} {unit}",
+            )  # fmt: skip
     plot.update_yaxes(rangemode="tozero")
     _mark_freeze(plot, freeze, freeze, rounds)
-    caption = "Payload bytes since the start, down and up, beside FedAvg's for the same rounds and clients."
+    caption = "Payload bytes since the start, down and up, and FedAvg's for the same rounds and clients."
     if len(drawn) < 2:
         missing = "FedAvg's bytes are" if "this run" in drawn else "This run's own bytes are"
         caption = f"Payload bytes since the start, down and up. {missing} not known, so there is no comparison."

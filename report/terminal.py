@@ -200,15 +200,15 @@ class RoundProgress:
         if not scores:
             before = ((key, line.get(f"received_{key}")) for key in ("accuracy", "rmse"))
             scores = [f"{key} before {score_text(score)}" for key, score in before if score is not None]
-        moved_text = f"{bytes_text(self._bytes)} moved"
-        self._said = "  ".join(filter(None, (where, phase, *scores, moved_text, seconds_text(self._seconds))))
+        transferred = f"{bytes_text(self._bytes)} transferred"
+        self._said = "  ".join(filter(None, (where, phase, *scores, transferred, seconds_text(self._seconds))))
         if self._progress is not None:
             self._progress.update(
                 self._task,
                 completed=line["round"] if self._time_left is None else self._time_left.rounds_done,
                 description=f"{where} {phase}".strip(),
                 # With the name there is no room for both.
-                figures="  ".join([*scores[:1], moved_text][: 1 if self._name else 2]),
+                figures="  ".join([*scores[:1], transferred][: 1 if self._name else 2]),
             )
             for text in _trouble(line):
                 self._progress.print(Text(f"{where}: {text}", style="yellow"))
@@ -301,7 +301,6 @@ def final_table(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]
     For `console.print(…, soft_wrap=True)`: long paths then stay in one piece. Without it they are folded, not cut.
     """
     down, up, fedavg = summary.get("bytes_down"), summary.get("bytes_up"), total(metrics, "bytes_fedavg")
-    moved = add(down, up)
     fedavg_down = total(metrics, "bytes_fedavg_down")
     fedavg_up = None if fedavg is None or fedavg_down is None else fedavg - fedavg_down
 
@@ -318,7 +317,7 @@ def final_table(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]
     for name, ours, theirs in (
         ("bytes down", down, fedavg_down),
         ("bytes up", up, fedavg_up),
-        ("bytes in total", moved, fedavg),
+        ("bytes in total", add(down, up), fedavg),
     ):
         ratio = f"{ours / theirs:.4f}" if ours is not None and theirs else "–"
         table.add_row(name, bytes_text(ours), "–" if theirs is None else bytes_text(theirs), ratio)

@@ -79,7 +79,7 @@ def test_the_page_has_the_comparisons_own_figures(tmp_path):
     for strategy in ("fedavg", "fedfrozen"):
         mean, deviation = (float(rows[strategy][f"server_accuracy{of}"]) for of in ("", "_sd"))
         assert f"| {strategy} | {mean:.4f} ± {deviation:.4f} |" in text
-    assert "| fedacs | — |" in text
+    assert "| fedacs | – |" in text
 
 
 def test_docs_results_shows_every_experiment():

@@ -7,7 +7,7 @@
     comparison.md       the table for a text, and
     comparison.tex      for a paper
     comparison.html     table and figures, in the manner of a run's report.html
-    comparison.svg      accuracy (of a regression, the error) against bytes moved, as a picture
+    comparison.svg      accuracy (of a regression, the error) over transferred bytes, as a picture
     latest              a link to its newest run; `runs/latest` leads there, too
 
 The runs of one seed differ in their strategy alone. Every figure is read from the runs' `metrics.jsonl` and
@@ -177,12 +177,17 @@ def _look_again(cell: Cell, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Point:
-    """A curve after a round: bytes moved until its end, and the score; over several seeds they are means."""
+    """A curve after a round: bytes transferred until its end, and the score; over several seeds they are means."""
 
     round: int
-    moved: float | None
+    transferred: float | None
     score: float
     deviation: float | None = None  # of the score over the seeds
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The score minus and plus its standard deviation; None of a single seed."""
+        return None if self.deviation is None else (self.score - self.deviation, self.score + self.deviation)
 
 
 @dataclass(frozen=True)
@@ -195,7 +200,7 @@ class Curve:
     @property
     def over_bytes(self) -> tuple[Point, ...]:
         """The points whose bytes are known."""
-        return tuple(point for point in self.points if point.moved is not None)
+        return tuple(point for point in self.points if point.transferred is not None)
 
 
 @dataclass(frozen=True)
@@ -217,19 +222,19 @@ class Measured:
         return of_server[-1] if of_server else None
 
     @cached_property
-    def moved(self) -> list[float | None]:
+    def transferred(self) -> list[float | None]:
         """Payload bytes of all clients, both ways, up to and including each line's round."""
         each = [add(line.get("bytes_down"), line.get("bytes_up")) for line in self.metrics]
         pairs = zip(each, self.metrics, strict=True)
-        return cumulative(0 if moved is None and line["round"] == 0 else moved for moved, line in pairs)
+        return cumulative(0 if nbytes is None and line["round"] == 0 else nbytes for nbytes, line in pairs)
 
     @cached_property
     def curve(self) -> Curve | None:
         """Of the clients' own models where they have such, else on the server's data, else on the clients'."""
         for of in ("personal", *TEST_DATA):
             points = tuple(
-                Point(line["round"], moved, line[self.by.key])
-                for line, moved in zip(self.metrics, self.moved, strict=True)
+                Point(line["round"], transferred, line[self.by.key])
+                for line, transferred in zip(self.metrics, self.transferred, strict=True)
                 if line.get(self.by.key) is not None and line.get("accuracy_of") == of
             )
             if points:
@@ -253,9 +258,9 @@ class Measured:
             f"clients_{self.by.key}": last.get(f"clients_{self.by.key}"),
             "clients_spread": last.get("clients_spread"),
             "rounds_to_target": reached.round if reached else None,
-            "bytes_to_target": reached.moved if reached else None,
+            "bytes_to_target": reached.transferred if reached else None,
             **(summed if self.metrics else dict.fromkeys(summed)),
-            "bytes_total": self.moved[-1] if self.metrics else None,
+            "bytes_total": self.transferred[-1] if self.metrics else None,
             "round_seconds": self.round_seconds,
             "step_seconds": self.summary.get("step_seconds"),
         }
@@ -348,9 +353,10 @@ class Result:
 
 
 def _mean(points: Sequence[Point]) -> Point:
-    moved, score = over_seeds([point.moved for point in points]), over_seeds([point.score for point in points])
+    transferred = over_seeds([point.transferred for point in points])
+    score = over_seeds([point.score for point in points])
     assert score is not None
-    return Point(points[0].round, moved.mean if moved else None, score.mean, score.deviation)
+    return Point(points[0].round, transferred.mean if transferred else None, score.mean, score.deviation)
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from html import escape
-from string import Template
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from markupsafe import Markup
 
 from tepal.records.run_directory import REPORT
-from tepal.report.page import Figure, add_band, config_html, empty_plot, figure_html, page, table_html, unit_of
+from tepal.report.page import Figure, add_curve, config_html, empty_plot, figure_html, page, unit_of
 from tepal.report.round_figures import TEST_DATA
+from tepal.report.table import Column, Table
+from tepal.report.templates import render
 from tepal.report.terminal import bytes_text, score_text, seconds_text
-from tepal.tools.compare.comparison import Curve, Measured, Point, Result, Results
-from tepal.tools.compare.picture import Look, data_note, looks
-from tepal.tools.compare.tables import NONE, about_seeds, about_target, columns_of, figure_text, how_it_ended
+from tepal.tools.compare.comparison import Point, Result, Results
+from tepal.tools.compare.picture import TEMPLATES, Look, data_note, looks
+from tepal.tools.compare.tables import about_seeds, about_target, columns_of, how_it_ended, strategies_table
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -28,23 +30,24 @@ def comparison_page(results: Results, above: str = "") -> str:
     comparison = results.comparison
     drawn = figures(results)
     names = comparison.strategies
-    body = Template(_BODY).substitute(
-        heading=escape(" · ".join(names) if len(names) <= _MANY else f"{len(names)} strategies"),
-        subtitle=escape(f"{comparison.task}, {comparison.clients} simulated clients"),
-        name=escape(comparison.folder.name),
-        notices="".join(
-            f'<p class="notice" role="note">{escape(how_it_ended(results, run))}</p>' for run in results.unfinished
-        ),
-        table=_table_html(results),
-        seeds=escape(about_seeds(results)),
-        target=escape(about_target(results)),
-        figures="".join(map(figure_html, drawn)),
+    body = render(
+        "comparison.html.j2",
+        TEMPLATES,
+        above=Markup(above),
+        heading=" · ".join(names) if len(names) <= _MANY else f"{len(names)} strategies",
+        comparison=comparison,
+        unfinished=[how_it_ended(results, run) for run in results.unfinished],
+        table=strategies_table(results, (*columns_of(results.by), Column("outcome", "outcome", left=True))).html(),
+        seeds=about_seeds(results),
+        target=about_target(results),
+        figures=[figure_html(figure) for figure in drawn],
         measure=results.by.title,
-        rounds=_rounds_html(results),
-        runs="".join(_run_html(run, comparison.name(run.cell)) for result in results.strategies for run in result.runs),
+        rounds=_rounds_table(results).html(),
+        cells=[run.cell for result in results.strategies for run in result.runs],
+        report=REPORT,
         config=config_html({**comparison.run_config, "seed": ", ".join(map(str, comparison.seeds))}),
     )
-    return page(f"{comparison.task}: strategies compared", above + body, drawn, style=style(names))
+    return page(f"{comparison.task}: strategies compared", body, drawn, style=style(names))
 
 
 # --- figures --------------------------------------------------------------------------------------------------------
@@ -68,62 +71,48 @@ def _empty_plot(results: Results, x_title: str, *, rounds: int | None = None) ->
 def _per_round(results: Results, look: dict[str, Look]) -> Figure:
     by = results.by
     key, title = f"{by.key}-rounds", f"{by.title} per round"
-    curves = [(result, result.curve) for result in results.strategies if result.curve]
-    if not curves:
+    rounds = [len(result.curve.points) for result in results.strategies if result.curve]
+    if not rounds:
         return Figure(key, title, f"No {by.name} was measured.", None)
-    plot = _empty_plot(results, "round", rounds=max(len(curve.points) for _, curve in curves))
-    for result, curve in curves:
-        xs = [point.round for point in curve.points]
-        _add_curve(plot, result, curve, curve.points, xs, look, hovertemplate=f"round %{{x}}: %{{y:{by.text()}}}")
+    plot = _empty_plot(results, "round", rounds=max(rounds))
+    for result in results.strategies:
+        if result.curve:
+            xs = [point.round for point in result.curve.points]
+            _add_strategy(plot, result, look, result.curve.points, xs, f"round %{{x}}: %{{y:{by.text()}}}")
     return Figure(key, title, _caption(results), plot)
 
 
 def _per_byte(results: Results, look: dict[str, Look]) -> Figure:
     by = results.by
-    key, title = f"{by.key}-bytes", f"{by.title} against bytes moved"
-    curves = [(result, result.curve) for result in results.strategies if result.curve and result.curve.over_bytes]
-    if not curves:
+    key, title = f"{by.key}-bytes", f"{by.title} over transferred bytes"
+    curves = [(result, result.curve.over_bytes) for result in results.strategies if result.curve]
+    known = [point.transferred or 0 for _, points in curves for point in points]
+    if not known:
         return Figure(key, title, f"No {by.name} was measured, or the bytes of the rounds are not known.", None)
-    divisor, unit = unit_of(max(point.moved or 0 for _, curve in curves for point in curve.over_bytes))
-    plot = _empty_plot(results, f"sent so far, down and up, all clients ({unit})")
+    divisor, unit = unit_of(max(known))
+    plot = _empty_plot(results, f"transferred so far, down and up, all clients ({unit})")
     hover = f"%{{x:.4~g}} {unit}, after round %{{customdata}}: %{{y:{by.text()}}}"
-    for result, curve in curves:
-        xs = [(point.moved or 0) / divisor for point in curve.over_bytes]
-        _add_curve(plot, result, curve, curve.over_bytes, xs, look, hovertemplate=hover)
-    caption = _caption(results) + (
-        " Where clients score the result, as after the last round, its way down counts in that round."
-    )
-    return Figure(key, title, caption, plot)
+    for result, points in curves:
+        if points:
+            xs = [(point.transferred or 0) / divisor for point in points]
+            _add_strategy(plot, result, look, points, xs, hover)
+    caption = " Where clients score the result, as after the last round, sending it to them counts in that round."
+    return Figure(key, title, _caption(results) + caption, plot)
 
 
-def _add_curve(
-    plot: go.Figure,
-    result: Result,
-    curve: Curve,
-    points: tuple[Point, ...],
-    xs: list[float] | list[int],
-    look: dict[str, Look],
-    *,
-    hovertemplate: str,
+def _add_strategy(
+    plot: go.Figure, result: Result, look: dict[str, Look], points: Sequence[Point], xs: Sequence[float], hover: str
 ) -> None:
-    """A strategy's line, above the band of its seeds."""
-    name, on_server = result.strategy, curve.of == "server"
-    whose = {"meta": {"role": f"s-{name}"}, "legendgroup": name}
-    if all(point.deviation is not None for point in points):
-        spread = [(point.score, point.deviation or 0) for point in points]
-        low, high = [mean - by for mean, by in spread], [mean + by for mean, by in spread]
-        add_band(plot, xs, low, high, **whose)
-    plot.add_scatter(
-        x=xs,
-        y=[point.score for point in points],
-        customdata=[point.round for point in points],
-        name=f"{name}, {TEST_DATA[curve.of][0]}",
-        mode="lines+markers",
-        line={"dash": "solid" if on_server else "dash"},
-        marker={"symbol": look[name].symbol + ("" if on_server else "-open")},
-        hovertemplate=hovertemplate,
-        **whose,
-    )
+    """A strategy's curve, above the band of its seeds."""
+    name, of = result.strategy, result.curve.of if result.curve else ""
+    dash, hollow = ("solid", "") if of == "server" else ("dash", "-open")
+    ends = [point.interval for point in points if point.interval is not None]
+    add_curve(
+        plot, xs, [point.score for point in points], customdata=[point.round for point in points],
+        name=f"{name}, {TEST_DATA[of][0]}", role=f"s-{name}", legendgroup=name, hover=hover,
+        interval=[*zip(*ends, strict=True)] if len(ends) == len(points) else None,
+        line={"dash": dash}, marker={"symbol": look[name].symbol + hollow},
+    )  # fmt: skip
 
 
 def _caption(results: Results) -> str:
@@ -141,17 +130,11 @@ def _on_own_tests(results: Results) -> Figure:
             continue
         whisker = score.deviation if several else spread.mean if spread else None
         plot.add_bar(
-            x=[result.strategy],
-            y=[score.mean],
+            x=[result.strategy], y=[score.mean], name=result.strategy, meta={"role": f"s-{result.strategy}"},
             error_y={"type": "data", "array": [whisker or 0], "thickness": 1.5, "width": 5},
-            text=[format(score.mean, by.text(3))],
-            textposition="inside",
-            insidetextanchor="start",
-            textangle=0,
-            name=result.strategy,
-            meta={"role": f"s-{result.strategy}"},
+            text=[format(score.mean, by.text(3))], textposition="inside", insidetextanchor="start", textangle=0,
             hovertemplate=f"%{{y:{by.text()}}} ± %{{error_y.array:{by.text()}}}",
-        )
+        )  # fmt: skip
     if not plot.data:
         return Figure(key, title, "No result was scored on the clients' own test splits.", None)
     plot.update_layout(barmode="overlay", showlegend=False)
@@ -163,58 +146,26 @@ def _on_own_tests(results: Results) -> Figure:
     return Figure(key, title, caption, plot)
 
 
-# --- tables ---------------------------------------------------------------------------------------------------------
+# --- table of rounds and style ---------------------------------------------------------------------------------------
 
 
-def _table_html(results: Results) -> str:
-    columns = columns_of(results.by)
-    headings = ("strategy", *(column.heading for column in columns), "outcome")
-    rows = [
-        (result.strategy, *(figure_text(result, column) for column in columns), result.outcome)
-        for result in results.strategies
-    ]
-    return table_html("All strategies", headings, rows, words={0, len(headings) - 1})
-
-
-def _rounds_html(results: Results) -> str:
+def _rounds_table(results: Results) -> Table:
     by = results.by
-    headings = (
-        "strategy", "seed", "round", by.name, "on whose test data", "clients’ own tests", "spread", "down", "up",
-        "moved so far", "time",
+    columns = (
+        Column("strategy", "strategy", left=True), Column("seed", "seed"), Column("round", "round"),
+        Column(by.name, by.key, text=score_text), Column("test data", "accuracy_of", left=True),
+        Column("clients’ own tests", f"clients_{by.key}", text=score_text),
+        Column("spread over clients", "clients_spread", text=score_text),
+        Column("down", "bytes_down", "bytes", bytes_text), Column("up", "bytes_up", "bytes", bytes_text),
+        Column("transferred so far", "transferred", "bytes", bytes_text), Column("time", "seconds", text=seconds_text),
     )  # fmt: skip
-
-    def cell(value: Any, write: Callable[[Any], str]) -> str:
-        return NONE if value is None else write(value)
-
-    rows = [
-        (
-            run.cell.strategy,
-            run.cell.seed,
-            line["round"],
-            cell(line.get(by.key), score_text),
-            cell(line.get("accuracy_of"), str),
-            cell(line.get(f"clients_{by.key}"), score_text),
-            cell(line.get("clients_spread"), score_text),
-            cell(line.get("bytes_down"), bytes_text),
-            cell(line.get("bytes_up"), bytes_text),
-            cell(moved, bytes_text),
-            cell(line.get("seconds"), seconds_text),
-        )
+    records = (
+        {**line, "strategy": run.cell.strategy, "seed": run.cell.seed, "transferred": nbytes}
         for result in results.strategies
         for run in result.runs
-        for line, moved in zip(run.metrics, run.moved, strict=True)
-    ]
-    table = table_html("Every round of every run", headings, rows, words={0, 4})
-    return f"<details><summary>Every round of every run, as a table</summary>{table}</details>"
-
-
-def _run_html(run: Measured, name: str) -> str:
-    directory = run.cell.run
-    if directory is None:
-        return f"<li>{escape(name)}: {escape(run.cell.outcome)}</li>"
-    folder = escape(directory.name)
-    linked = f'<a href="{folder}/{REPORT}">{folder}</a>' if (directory / REPORT).exists() else f"<code>{folder}</code>"
-    return f"<li>{escape(name)}: {linked}</li>"
+        for line, nbytes in zip(run.metrics, run.transferred, strict=True)
+    )
+    return Table.of("Every round of every run", columns, records)
 
 
 def style(strategies: Iterable[str]) -> str:
@@ -228,34 +179,3 @@ def style(strategies: Iterable[str]) -> str:
         "path.yerror { stroke: var(--ink) !important; }\na { color: inherit; }\n.scroll + p { margin-top: 8px; }\n"
         + (f".plot {{ height: {_TALL}px; }}\n" if len(look) > _MANY else "")
     )
-
-
-_BODY = """<header>
-<p class="run">Tepal comparison <code>$name</code></p>
-<h1>$heading</h1>
-<p class="subtitle">$subtitle</p>
-</header>
-$notices
-<section aria-labelledby="results"><h2 id="results">What each reached, and what it moved</h2>
-$table
-<p>$seeds. $target.</p></section>
-<section aria-labelledby="figures"><h2 id="figures">$measure, rounds and bytes</h2>
-<noscript><p class="notice">The figures need JavaScript; the table of rounds below has every number.</p></noscript>
-<div class="figures">$figures</div></section>
-<section aria-labelledby="runs"><h2 id="runs">Runs and settings</h2>
-<ul>$runs</ul>
-$rounds
-<p>The runs of a seed differ in their strategy alone: model, partition and cohorts follow from the seed. This is the run
-config that all of them share:</p>
-$config
-</section>
-<section class="provenance" aria-labelledby="origin"><h2 id="origin">Where the figures come from</h2>
-<p>Bytes are payload, measured at the exchange, summed over the clients. FedAvg’s, which the share is of, are
-calculated: every entry of the model, down and up, for the same clients in the same rounds of each run.</p>
-<p>Rounds and bytes to the target are those up to the first round whose result reached it on the server’s held-out
-data, over the runs that did; where clients have models of their own there is no such measure. Time is the server’s
-clock over the rounds; the first has the clients’ start in it. A client’s step is the median over the rounds of the
-median over the clients. Figures over seeds are of the runs that finished.</p>
-<p>Everything here is read from <code>metrics.jsonl</code> and <code>summary.json</code> of the runs beside this file,
-and from <code>comparison.json</code>.</p>
-</section>"""

@@ -1,22 +1,28 @@
-"""How strategies look, and a comparison as an SVG picture: the score against bytes moved, one line a strategy."""
+"""How strategies look, and a comparison as an SVG picture: the score over transferred bytes, a line for each strategy.
+
+Pages and `figure_files.py` draw by plotly; this picture is drawn without, because plotly writes files only where there
+is a browser, and its files do not follow the reader's light or dark setting, as a README's picture has to. Curves,
+intervals, units and looks are the same.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from html import escape
-from string import Template
-from typing import get_args
+from pathlib import Path
+from typing import Any, get_args
 from zlib import crc32
 
 from tepal.report.page import unit_of
 from tepal.report.round_figures import TEST_DATA
+from tepal.report.templates import render
 from tepal.report.terminal import bytes_text, score_text
 from tepal.server_app.config import StrategyName
-from tepal.tools.compare.comparison import Curve, Point, Result, Results
+from tepal.tools.compare.comparison import Point, Result, Results
 
 STRATEGIES: tuple[str, ...] = get_args(StrategyName)
+TEMPLATES = Path(__file__).with_name("templates")
 
 # --- looks ----------------------------------------------------------------------------------------------------------
 
@@ -109,55 +115,44 @@ class _Axes:
     y_ticks: Sequence[float]
     bottom: float
 
-    def x(self, moved: float) -> float:
-        return round(_LEFT + (_RIGHT - _LEFT) * moved / self.divisor / self.x_ticks[-1], 2)
+    def x(self, nbytes: float) -> float:
+        return round(_LEFT + (_RIGHT - _LEFT) * nbytes / self.divisor / self.x_ticks[-1], 2)
 
     def y(self, score: float) -> float:
-        return round(self.bottom - (self.bottom - _TOP) * score / self.y_ticks[-1], 2)
-
-    def at(self, point: Point) -> tuple[float, float]:
-        assert point.moved is not None
-        return self.x(point.moved), self.y(point.score)
+        return round(self.bottom - (self.bottom - _TOP) * min(max(score, 0), self.y_ticks[-1]) / self.y_ticks[-1], 2)
 
 
 def draw(results: Results) -> str:
-    """The score against bytes moved as an SVG, one line a strategy; it follows the reader's light or dark setting."""
+    """The score over transferred bytes as an SVG, a line for each strategy; it follows the reader's colour scheme."""
     shown = results.strategies
-    look = looks(result.strategy for result in shown)
     many = len(shown) > _MANY
     legend, legend_bottom = _legend(shown, many)
     # What is said below the plot is wider than the plot, and begins where the legend has ended.
     axes = _axes(shown, max(_TOP + _PLOT_HEIGHT, legend_bottom - _NOTE + 12))
-    curves = [_curve_svg(result, axes, many, number) for number, result in enumerate(shown)]
     note = data_note(shown)
-    return Template(_PICTURE).substitute(
+    return render(
+        "picture.svg.j2",
+        TEMPLATES,
         width=_WIDER if many or len(results.comparison.seeds) > 1 else _WIDTH,
         height=math.ceil(max(axes.bottom + _BELOW, legend_bottom)),
-        title=f"{results.by.title} against bytes moved, {escape(results.comparison.task)}",
-        spoken=escape(" ".join((*map(_spoken, shown), *note))),
-        stroke="1.3" if many else "2",
-        colours="".join(f".s-{escape(name)}{{color:{one.light}}}" for name, one in look.items()),
-        dark="".join(f".s-{escape(name)}{{color:{one.dark}}}" for name, one in look.items()),
-        marks="".join(f'<path id="s-{escape(name)}" d="{one.mark}"/>' for name, one in look.items()),
-        left=_LEFT,
-        middle=(_LEFT + _RIGHT) / 2,
-        centre=(_TOP + axes.bottom) / 2,
-        below=axes.bottom + 42,
-        unit=axes.unit,
+        title=f"{results.by.title} over transferred bytes, {results.comparison.task}",
+        spoken=" ".join((*map(_spoken, shown), *note)),
+        many=many,
+        looks=looks(result.strategy for result in shown),
+        left=_LEFT, right=_RIGHT, top=_TOP, legend_left=_LEGEND, note_top=axes.bottom + _NOTE,
+        axes=axes,
         measure=results.by.name,
-        drawn="\n".join([*_grid(axes), *curves, *legend]),
-        note="\n".join(
-            f'<text x="{_LEFT}" y="{axes.bottom + _NOTE + 17 * line}">{escape(said)}</text>'
-            for line, said in enumerate(note)
-        ),
-    )
+        curves=[_curve(result, axes, many, number) for number, result in enumerate(shown) if _end(result)],
+        legend=legend,
+        note=note,
+    )  # fmt: skip
 
 
 def _axes(results: Sequence[Result], bottom: float) -> _Axes:
     points = [point for result in results if result.curve for point in result.curve.over_bytes]
-    most = max((point.moved or 0 for point in points), default=0)
+    most = max((point.transferred or 0 for point in points), default=0)
     divisor, unit = unit_of(most)
-    highest = max((point.score + (point.deviation or 0) for point in points), default=1)
+    highest = max((point.interval[1] if point.interval else point.score for point in points), default=1)
     share = all(result.by.share for result in results)
     return _Axes(divisor, unit, _ticks(most / divisor), _ticks(min(highest, 1) if share else highest), bottom)
 
@@ -171,76 +166,44 @@ def _ticks(largest: float) -> list[float]:
     return [round(step * k, 12) for k in range(math.ceil(largest / step - 1e-9) + 1)]
 
 
-def _grid(axes: _Axes) -> list[str]:
-    drawn = []
-    for tick in axes.x_ticks:
-        x = axes.x(tick * axes.divisor)
-        drawn.append(f'<text class="tick" x="{x}" y="{axes.bottom + 20}" text-anchor="middle">{tick:g}</text>')
-        drawn.append(f'<path class="grid" d="M{x} {_TOP}V{axes.bottom}"/>')
-    for tick in axes.y_ticks:
-        y = axes.y(tick)
-        drawn.append(f'<text class="tick" x="{_LEFT - 8}" y="{y + 4}" text-anchor="end">{tick:g}</text>')
-        drawn.append(f'<path class="grid" d="M{_LEFT} {y}H{_RIGHT}"/>')
-    return drawn
+def _classes(result: Result) -> str:
+    return f"s-{result.strategy} of-{'server' if result.curve and result.curve.of == 'server' else 'clients'}"
 
 
-def _classes(strategy: str, curve: Curve) -> str:
-    return f"s-{escape(strategy)} of-{'server' if curve.of == 'server' else 'clients'}"
-
-
-def _curve_svg(result: Result, axes: _Axes, many: bool, number: int) -> str:
+def _curve(result: Result, axes: _Axes, many: bool, number: int) -> dict[str, Any]:
+    """A line, its marks, and the outline of its interval; each a list of places."""
     points = result.curve.over_bytes if result.curve else ()
-    if not points or result.curve is None:
-        return ""
-    at = [axes.at(point) for point in points]
+    xs = [axes.x(point.transferred or 0) for point in points]
+    line = [(x, axes.y(point.score)) for x, point in zip(xs, points, strict=True)]
     # Of many strategies each has marks at other rounds than its neighbours, and at its end.
-    every = max(1, len(at) // 4) if many else 1
-    marked = [one for k, one in enumerate(at) if (k - number) % every == 0 or k == len(at) - 1]
-    marks = "".join(f'<use href="#s-{escape(result.strategy)}" x="{x}" y="{y}"/>' for x, y in marked)
-    band = "" if many else _band(points, axes)
-    line = " ".join(f"{x},{y}" for x, y in at)
-    return f'<g class="curve {_classes(result.strategy, result.curve)}">{band}<polyline points="{line}"/>{marks}</g>'
+    every = max(1, len(line) // 4) if many else 1
+    marks = [place for k, place in enumerate(line) if (k - number) % every == 0 or k == len(line) - 1]
+    ends = [] if many else [(x, *point.interval) for x, point in zip(xs, points, strict=True) if point.interval]
+    band = [(x, axes.y(high)) for x, _, high in ends] + [(x, axes.y(low)) for x, low, _ in reversed(ends)]
+    return {"classes": _classes(result), "mark": f"s-{result.strategy}", "line": line, "marks": marks, "band": band}
 
 
-def _band(points: Sequence[Point], axes: _Axes) -> str:
-    """The standard deviation over the seeds around a line."""
-    if any(point.deviation is None for point in points):
-        return ""
-    edges = [
-        [(axes.x(point.moved or 0), axes.y(min(axes.y_ticks[-1], max(0, point.score + sign * (point.deviation or 0)))))
-         for point in points]
-        for sign in (1, -1)
-    ]  # fmt: skip
-    outline = " ".join(f"{x},{y}" for x, y in (*edges[0], *reversed(edges[1])))
-    return f'<polygon points="{outline}"/>'
-
-
-def _legend(results: Sequence[Result], many: bool) -> tuple[list[str], float]:
-    """The legend beside the plot, and how far down it reaches."""
-    lines, down = [], _TOP + 8.0
+def _legend(results: Sequence[Result], many: bool) -> tuple[list[dict[str, Any]], float]:
+    """The entries of the legend beside the plot, and how far down it reaches."""
+    entries, down = [], _TOP + 8.0
     for result in results:
-        curve, x = result.curve, _LEGEND + 42
-        small = _small_print(result)
-        beside = f'<tspan class="small" dx="6">{escape(small[0])}</tspan>' if many else ""
-        lines.append(f'<text class="name" x="{x}" y="{down + 4}">{escape(result.strategy)}{beside}</text>')
-        if curve and curve.over_bytes:
-            lines.append(f'<g class="{_classes(result.strategy, curve)}"><path d="M{_LEGEND} {down}h32"/>')
-            lines.append(f'<use href="#s-{escape(result.strategy)}" x="{_LEGEND + 16}" y="{down}"/></g>')
-        for text in () if many else small:
-            down += 16
-            lines.append(f'<text x="{x}" y="{down + 4}">{escape(text)}</text>')
-        down += 19 if many else 26
-    return lines, down
+        small, drawn = _small_print(result), _end(result) is not None
+        below = [] if many else [(down + 16 * k + 4, text) for k, text in enumerate(small, start=1)]
+        entries.append(
+            {"name": result.strategy, "classes": _classes(result) if drawn else "", "y": down, "below": below,
+             "beside": small[0] if many else ""}
+        )  # fmt: skip
+        down += 19 if many else 26 + 16 * len(small)
+    return entries, down
 
 
 def _small_print(result: Result) -> list[str]:
     end = _end(result)
-    if end is None:
+    if end is None or result.curve is None:
         small = ["nothing measured"]
     else:
         deviation = "" if end.deviation is None else f" ±{end.deviation:.4f}"
-        small = [f"{score_text(end.score)}{deviation}, {bytes_text(end.moved)}"]
-        assert result.curve is not None
+        small = [f"{score_text(end.score)}{deviation}, {bytes_text(end.transferred)}"]
         small += [TEST_DATA[result.curve.of][0]] if result.curve.of != "server" else []
     return small + ([result.outcome] if result.outcome not in ("finished", "not run") else [])
 
@@ -256,35 +219,4 @@ def _spoken(result: Result) -> str:
     if end is None or result.curve is None:
         return f"{result.strategy}: nothing measured."
     data = TEST_DATA[result.curve.of][0]
-    return f"{result.strategy}: {score_text(end.score)} on the {data} after {bytes_text(end.moved)}."
-
-
-_PICTURE = """<?xml version="1.0" encoding="UTF-8"?>
-<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 $width $height" width="$width" height="$height" role="img" \
-aria-labelledby="title desc">
-<title id="title">$title</title>
-<desc id="desc">$spoken</desc>
-<style>
-text{font:12px system-ui,-apple-system,"Segoe UI",Roboto,Arial,sans-serif;fill:#5f5a66}
-.head{font-size:15px;font-weight:600;fill:#1d1b20}.name{font-size:13px;font-weight:600;fill:#1d1b20}
-.small{font-size:12px;font-weight:400;fill:#5f5a66}
-.ground{fill:#fff}.grid{stroke:#e4e0e6;stroke-width:1}
-polyline,g>path{fill:none;stroke:currentColor;stroke-width:$stroke;stroke-linejoin:round}
-use{fill:currentColor;stroke:currentColor}polygon{fill:currentColor;opacity:.13}
-.of-clients polyline,.of-clients>path{stroke-dasharray:6 4}.of-clients use{fill:#fff;stroke-width:1.5}
-$colours
-@media (prefers-color-scheme:dark){
-text,.small{fill:#aba4b4}.head,.name{fill:#efecf2}.ground{fill:#1f1c24}.grid{stroke:#37323e}
-.of-clients use{fill:#1f1c24}
-$dark
-}
-</style>
-<defs>$marks</defs>
-<rect class="ground" width="$width" height="$height" rx="8"/>
-<text class="head" x="$left" y="26">$title</text>
-$drawn
-<text x="$middle" y="$below" text-anchor="middle">$unit moved, all clients, both ways</text>
-<text transform="translate(16 $centre) rotate(-90)" text-anchor="middle">$measure</text>
-$note
-</svg>
-"""
+    return f"{result.strategy}: {score_text(end.score)} on the {data} after {bytes_text(end.transferred)}."

@@ -1,4 +1,4 @@
-"""`tepal compare`: runs strategies × seeds in turn, and writes what each reached and how many bytes it moved for that.
+"""`tepal compare`: runs strategies × seeds in turn, and writes the score and the transferred bytes of each.
 
 What a comparison is and where it lies: `comparison.py`. It can be stopped or killed at any time, and goes on from its
 folder: runs that finished stay as they are.

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from rich import box
 from rich.console import Group
-from rich.table import Table
+from rich.table import Table as TerminalTable
 from rich.text import Text
 
 from tepal.records.run_directory import Measure
+from tepal.report.table import MISSING, Column, Table
 from tepal.report.terminal import bytes_text, score_text, seconds_text, step_text
 from tepal.tools.compare.comparison import (
     CSV,
@@ -27,59 +26,63 @@ from tepal.tools.compare.comparison import (
     Statistic,
 )
 
-NONE = "—"  # there is no such figure
-
-
-class Column(NamedTuple):
-    """A figure of every strategy: its key in `Result.figures`, its heading, and how a value of it is written.
-
-    `deviates`: its deviation is shown (the CSV has that of every figure).
-    """
-
-    key: str
-    heading: str
-    text: Callable[[float], str]
-    deviates: bool = False
+Figure = tuple[Statistic, int]
+"""A figure of a strategy over its seeds, and how many runs the strategy's figures are of."""
 
 
 def _count_text(number: float) -> str:
     return f"{number:.1f}".removesuffix(".0")
 
 
+def _mean(write: Callable[[float], str], *, deviates: bool = False) -> Callable[[Figure], str]:
+    """How a figure is written: its mean, `deviates` with ± its deviation; where only some runs have it, how many."""
+
+    def text(figure: Figure) -> str:
+        statistic, counted = figure
+        spread = f" ± {write(statistic.deviation)}" if deviates and statistic.deviation is not None else ""
+        some = "" if statistic.runs == counted else f" ({statistic.runs} of {counted})"
+        return write(statistic.mean) + spread + some
+
+    return text
+
+
 _COLUMNS = (
-    Column("clients_spread", "spread over clients", score_text),
-    Column("rounds_to_target", "rounds to target", _count_text, True),
-    Column("bytes_to_target", "bytes to target", bytes_text, True),
-    Column("bytes_down", "down", bytes_text),
-    Column("bytes_up", "up", bytes_text),
-    Column("bytes_total", "bytes in total", bytes_text),
-    Column("bytes_vs_fedavg", "share of FedAvg’s bytes", score_text),
-    Column("seconds", "time", seconds_text, True),
-    Column("round_seconds", "a round", seconds_text, True),
-    Column("step_seconds", "client’s step", step_text),
+    Column("spread over clients", "clients_spread", text=_mean(score_text)),
+    Column("rounds to target", "rounds_to_target", text=_mean(_count_text, deviates=True)),
+    Column("bytes to target", "bytes_to_target", text=_mean(bytes_text, deviates=True)),
+    Column("down", "bytes_down", "bytes", _mean(bytes_text)),
+    Column("up", "bytes_up", "bytes", _mean(bytes_text)),
+    Column("bytes in total", "bytes_total", text=_mean(bytes_text)),
+    Column("share of FedAvg’s bytes", "bytes_vs_fedavg", text=_mean(score_text)),
+    Column("time", "seconds", text=_mean(seconds_text, deviates=True)),
+    Column("time per round", "round_seconds", text=_mean(seconds_text, deviates=True)),
+    Column("client’s step", "step_seconds", text=_mean(step_text)),
 )
 _NOT_IN_A_TEXT = ("bytes_down", "bytes_up")  # which is as wide as a page
 
 
 def columns_of(by: Measure) -> tuple[Column, ...]:
-    """All figures of strategies that are measured so."""
+    """All figures of strategies that are measured so; keys are those of `Result.figures`."""
+    score = _mean(score_text, deviates=True)
     return (
-        Column(f"server_{by.key}", f"{by.name}, server’s data", score_text, True),
-        Column(f"clients_{by.key}", f"{by.name}, clients’ own tests", score_text, True),
+        Column(f"{by.name}, server’s data", f"server_{by.key}", text=score),
+        Column(f"{by.name}, clients’ own tests", f"clients_{by.key}", text=score),
         *_COLUMNS,
     )
 
 
-def figure_text(result: Result, column: Column) -> str:
-    """Mean ± standard deviation over the seeds; where only some runs have the figure, how many."""
-    statistic = result.figures.get(column.key)
-    if statistic is None:
-        return NONE
-    text = column.text(statistic.mean)
-    if column.deviates and statistic.deviation is not None:
-        text += f" ± {column.text(statistic.deviation)}"
-    counted = len(result.counted)
-    return text if statistic.runs == counted else f"{text} ({statistic.runs} of {counted})"
+def strategies_table(results: Results, columns: Iterable[Column]) -> Table:
+    """A row for each strategy, which is the first column."""
+    records = (
+        {
+            "strategy": result.strategy,
+            "outcome": result.outcome,
+            **{key: figure and (figure, len(result.counted)) for key, figure in result.figures.items()},
+        }
+        for result in results.strategies
+    )
+    title = f"{results.comparison.task}: strategies compared"
+    return Table.of(title, (Column("strategy", "strategy", left=True), *columns), records)
 
 
 def about_seeds(results: Results) -> str:
@@ -167,13 +170,9 @@ def runs_csv(results: Results) -> str:
     )
 
 
-def _csv(rows: Iterable[Mapping[str, Any]]) -> str:
-    lines = list(rows)
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-    return text.getvalue()
+def _csv(records: Iterable[Mapping[str, Any]]) -> str:
+    lines = list(records)
+    return Table.of("", [Column(key, key) for key in lines[0]], lines).csv()
 
 
 # --- Markdown and LaTeX ---------------------------------------------------------------------------------------------
@@ -181,57 +180,23 @@ def _csv(rows: Iterable[Mapping[str, Any]]) -> str:
 
 def markdown(results: Results) -> str:
     """The table for a text."""
-    head, *rows = _text_rows(results)
-    rule = ["---", *["---:"] * (len(head) - 1)]
-    table = "\n".join(f"| {' | '.join(row)} |" for row in (head, rule, *rows))
+    table = _text_table(results)
     below = "\n".join(f"- {note}" for note in (*notes(results), _setting(results)))
-    return f"# {results.comparison.task}: strategies compared\n\n{table}\n\n{below}\n"
+    return f"# {table.title}\n\n{table.markdown()}\n\n{below}\n"
 
 
 def latex(results: Results) -> str:
     """The table for a paper, in the manner of booktabs; what is said below it are comments."""
-    head, *rows = _text_rows(results)
-    said = [f"{results.comparison.task}: strategies compared", *notes(results), _setting(results)]
-    return "\n".join(
-        [
-            *(f"% {' '.join(line.split())}" for line in said),
-            r"% Needs \usepackage{booktabs}.",
-            rf"\begin{{tabular}}{{l{'r' * (len(head) - 1)}}}",
-            r"\toprule",
-            _latex_row(head),
-            r"\midrule",
-            *map(_latex_row, rows),
-            r"\bottomrule",
-            r"\end{tabular}",
-            "",
-        ]
+    table = _text_table(results)
+    said = (table.title, *notes(results), _setting(results), r"Needs \usepackage{booktabs}.")
+    comments = "\n".join(f"% {' '.join(line.split())}" for line in said)
+    return f"{comments}\n{table.latex()}\n"
+
+
+def _text_table(results: Results) -> Table:
+    return strategies_table(
+        results, (column for column in columns_of(results.by) if column.key not in _NOT_IN_A_TEXT)
     )
-
-
-def _text_rows(results: Results) -> list[list[str]]:
-    """Heading, and a row for every strategy."""
-    columns = [column for column in columns_of(results.by) if column.key not in _NOT_IN_A_TEXT]
-    return [
-        ["strategy", *(column.heading for column in columns)],
-        *([result.strategy, *(figure_text(result, column) for column in columns)] for result in results.strategies),
-    ]
-
-
-_LATEX = str.maketrans(
-    {
-        **{character: f"\\{character}" for character in "&%$#_{}"},
-        "\\": r"\textbackslash{}",
-        "~": r"\textasciitilde{}",
-        "^": r"\textasciicircum{}",
-        "±": r"$\pm$",
-        "’": "'",
-        NONE: "---",
-    }
-)
-
-
-def _latex_row(cells: Sequence[str]) -> str:
-    return " & ".join(cell.translate(_LATEX) for cell in cells) + r" \\"
 
 
 def _setting(results: Results) -> str:
@@ -247,13 +212,13 @@ def comparison_table(results: Results) -> Group:
     """The comparison for a terminal, for `console.print(…, soft_wrap=True)`: table, failures, where it all is."""
     comparison = results.comparison
     one_seed = len(comparison.seeds) == 1
-    table = Table(
+    table = TerminalTable(
         title=Text(_title(results), style="bold"), title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=0
     )  # for a terminal of 80
     table.add_column("\nstrategy")
     to_target = f"{results.target.score:.4f}" if results.target else "target"
     for heading in (
-        "server's\ndata", "clients'\nown tests", "\nmoved", "until\nround", f"until\n{to_target}", "a\nround",
+        "server's\ndata", "clients'\nown tests", "\nbytes", "until\nround", f"until\n{to_target}", "a\nround",
         "client's\nstep",
     ):  # fmt: skip
         table.add_column(heading, justify="right")
@@ -278,17 +243,19 @@ def _terminal_row(result: Result, one_seed: bool) -> list[str]:
     clients, spread = figures.get(f"clients_{key}"), figures.get("clients_spread")
     if one_seed and clients is not None and spread is not None:
         clients = Statistic(clients.mean, spread.mean, 1)
-    writes = {column.key: column.text for column in _COLUMNS}
-    means = ("bytes_total", "rounds_to_target", "bytes_to_target", "round_seconds", "step_seconds")
+    means = {
+        "bytes_total": bytes_text, "rounds_to_target": _count_text, "bytes_to_target": bytes_text,
+        "round_seconds": seconds_text, "step_seconds": step_text,
+    }  # fmt: skip
     return [
         _short(figures.get(f"server_{key}")),
         _short(clients),
-        *(NONE if (figure := figures.get(key)) is None else writes[key](figure.mean) for key in means),
+        *(MISSING if (figure := figures.get(key)) is None else write(figure.mean) for key, write in means.items()),
     ]
 
 
 def _short(score: Statistic | None) -> str:
     if score is None:
-        return NONE
+        return MISSING
     deviation = "" if score.deviation is None else f" ±{score.deviation:.4f}".replace("±0.", "±.")
     return score_text(score.mean) + deviation

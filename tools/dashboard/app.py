@@ -24,7 +24,6 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass
-from html import escape
 from http.cookies import SimpleCookie
 from pathlib import Path
 from typing import Any
@@ -39,9 +38,11 @@ from starlette.routing import Route
 from tepal import __version__
 from tepal.records.run_directory import LATEST, REPORT, find_run
 from tepal.report.page import empty_plot
+from tepal.report.templates import render
 from tepal.tools.compare.comparison import is_comparison, measure, read_comparison
 from tepal.tools.compare.page import comparison_page
 from tepal.tools.dashboard.pages import (
+    TEMPLATES,
     dashboard_script,
     dashboard_style,
     figure_library,
@@ -289,13 +290,7 @@ class _Dashboard:
 def _comparison(path: Path) -> str:
     """The page of a comparison, with the way to the runs in it, those that go on among them."""
     results = measure(read_comparison(path))
-    inside = ", ".join(
-        f'<a href="{escape(cell.run.name, quote=True)}/">{escape(results.comparison.name(cell))}</a>'
-        for cell in results.comparison.cells
-        if cell.run
-    )
-    way = f'<p class="run"><a href="../../">Runs</a> / one by one: {inside or "none yet"}</p>'
-    return comparison_page(results, way)
+    return comparison_page(results, render("comparison_runs.html.j2", TEMPLATES, comparison=results.comparison))
 
 
 def _events(changes: Callable[[Sent], list[str]]) -> StreamingResponse:

@@ -41,6 +41,7 @@ from tepal.records.run_directory import (
 )
 from tepal.report.clients import natural
 from tepal.report.round_tables import COLUMNS, TROUBLE
+from tepal.report.table import MISSING
 from tepal.report.terminal import UNKNOWN, bytes_text, final_table, score_text
 from tepal.tools.compare.comparison import PLAN, Comparison, Results, is_comparison, read_comparison
 from tepal.tools.compare.tables import comparison_table
@@ -200,7 +201,7 @@ def runs_table(facts: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(box=None, pad_edge=False)
     for heading in ("name", "strategy", "model", "dataset"):
         table.add_column(heading, overflow="fold", no_wrap=heading == "name")
-    for heading in ("rounds", "state", "score", "moved", "started (UTC)"):
+    for heading in ("rounds", "state", "score", "bytes", "started (UTC)"):
         table.add_column(heading, no_wrap=True, justify="left" if heading in ("state", "started (UTC)") else "right")
     for one in facts:
         score = one.get("score")
@@ -258,7 +259,7 @@ def own_settings(config: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[st
 
 @dataclass(frozen=True)
 class Troubles:
-    """What went wrong with a client: how often each kind of trouble, and the last of them."""
+    """The incidents of a client: how many of each kind, and the last of them."""
 
     client: str
     counts: Mapping[str, int]
@@ -267,7 +268,7 @@ class Troubles:
 
 
 def troubles(metrics: Sequence[Mapping[str, Any]]) -> list[Troubles]:
-    """The clients with which something went wrong, in the order of their names."""
+    """The incidents of each client that had any, in the order of their names."""
     counts: dict[str, Counter[str]] = {}
     last: dict[str, tuple[int, str]] = {}
     for line in metrics:
@@ -327,7 +328,7 @@ def run_page(view: RunView, usual: Mapping[str, Any], *, all_rounds: bool = Fals
     if view.metrics:
         parts += [_heading("Rounds"), _rounds_table(view.metrics, all_rounds)]
     if troubled := troubles(view.metrics):
-        parts += [_heading("Clients that something went wrong with"), _troubles_table(troubled)]
+        parts += [_heading("Clients with incidents"), _troubles_table(troubled)]
     parts += [_heading("Bytes and scores"), final_table(view.summary, view.metrics)]
     files = {name: bytes_text(size) for name, size in files_of(view.path).items()}
     parts += [_heading("Files"), _pairs(files)]
@@ -377,13 +378,14 @@ def _rounds_table(metrics: Sequence[Mapping[str, Any]], all_rounds: bool) -> Gro
         # Refused and lost replies are lists, which are mostly empty.
         return all(line.get(key) is None or line[key] == [] for line in metrics)
 
-    columns = [column for column in COLUMNS if column[1] in _SHOWN and not empty(column[1])]
+    columns = [column for column in COLUMNS if column.key in _SHOWN and not empty(column.key)]
     table = Table(box=None, pad_edge=False)
-    for heading, key, _ in columns:
-        table.add_column(heading, justify="left" if key == "phase" else "right", no_wrap=True)
+    for column in columns:
+        table.add_column(column.heading, justify="left" if column.left else "right", no_wrap=True)
     shown = list(range(len(metrics))) if all_rounds else some_of(len(metrics), _MOST_ROUNDS)
     for line in (metrics[index] for index in shown):
-        table.add_row(*("–" if line.get(key) is None else Text(text(line[key])) for _, key, text in columns))
+        values = ((column, line.get(column.key)) for column in columns)
+        table.add_row(*(MISSING if value is None else Text(column.text(value)) for column, value in values))
     if len(shown) == len(metrics):
         return Group(table)
     left = f"{len(shown)} of {len(metrics)} rounds; --all-rounds shows every one"
@@ -396,7 +398,7 @@ def _troubles_table(troubled: Sequence[Troubles]) -> Table:
     table.add_column("client", no_wrap=True)
     for kind in kinds:
         table.add_column(TROUBLE[kind], justify="right")
-    table.add_column("the last", overflow="fold")
+    table.add_column("last incident", overflow="fold")
     for each in troubled:
         counts = (str(each.counts.get(kind, 0)) for kind in kinds)
         table.add_row(Text(each.client), *counts, Text(f"round {each.last_round}: {each.last_reason}"))

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +28,16 @@ from tepal.records.run_directory import (
     read_label_counts,
     read_records,
 )
-from tepal.report.clients import label_figures, natural
+from tepal.report.clients import natural
 from tepal.report.diagram import diagram_html, last_diagram
 from tepal.report.headlines import headlines_html
-from tepal.report.method_figures import method_figures, travel_figures
+from tepal.report.method_figures import label_figures, method_figures, travel_figures
 from tepal.report.page import Figure, config_html, spoken
 from tepal.report.round_figures import figures
 from tepal.report.round_tables import rounds_html, trouble_html
+from tepal.report.templates import render
 from tepal.report.terminal import UNKNOWN, bytes_text, score_text
+from tepal.tools.dashboard.pages import TEMPLATES
 from tepal.tools.dashboard.views import RUNNING, UNREADABLE, ComparisonView, RunView, facts_of, views
 
 _TIMES, _LONGEST = 5, 10.0  # what took t seconds to make is not made again before 5 t, or 10 s
@@ -109,7 +110,7 @@ class WatchedRun:
             for part in group.make(view):
                 self._keep(part)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # of files that are no run's
-            problem = f'<p class="notice" role="note">{escape(f"{type(error).__name__}: {error}")}</p>'
+            problem = render("notice.html", text=f"{type(error).__name__}: {error}")
         group.problem = problem
         said = {each.problem: None for each in self._groups if each.problem}
         self._keep(_html("problems", "".join(said)))
@@ -133,9 +134,7 @@ class WatchedRun:
             states = [client.get("state") for client in (now.get("clients") or {}).values()]
             doing = f"round {now['round']}, {now['phase']}: {states.count('replied')} of {len(states)} clients answered"
         said = f"{done} of {UNKNOWN if asked is None else asked} rounds" + (f"; {doing}" if doing else "")
-        bar = f'<progress value="{done}" max="{asked}" aria-label="Rounds that have ended"></progress>' if asked else ""
-        reason = f'<p class="notice" role="note">{escape(facts["reason"])}</p>' if facts["reason"] else ""
-        yield _html("state", f"<p>{chip(facts['state'])} {escape(said)}</p>{bar}{reason}")
+        yield _html("state", render("state.html.j2", TEMPLATES, facts=facts, done=done, said=said))
         score = "" if facts["score"] is None else f", {facts['measure']} {score_text(facts['score'])}"
         yield {"id": "said", "kind": "text", "text": f"Round {done} has ended{score}." if done else ""}
         title = f"{done}/{asked} · {facts['strategy']}" if view.running else f"{facts['strategy']} · {self.path.name}"
@@ -144,7 +143,7 @@ class WatchedRun:
     def _numbers(self, view: RunView) -> Iterator[dict[str, Any]]:
         ended = view.state != RUNNING
         yield _html("headlines", headlines_html(view.config, view.metrics, view.summary, ended=ended))
-        yield _html("trouble", trouble_html(view.metrics, _MOST_ROWS).replace("<h2>", '<h2 id="s-trouble">'))
+        yield _html("trouble", trouble_html(view.metrics, _MOST_ROWS))
         yield _html("rounds", rounds_html(view.metrics, _MOST_ROWS))
         yield _html("config", config_html(view.config))
 
@@ -182,7 +181,7 @@ class WatchedRun:
     def _records(self, view: RunView) -> Iterator[dict[str, Any]]:
         records = read_records(self.path, known=self._known)
         yield from self._drawn("travel", travel_figures(records, read_json(self.path / BLOCKS) or []))
-        yield from self._drawn("method", method_figures(records, view.metrics, natural))
+        yield from self._drawn("method", method_figures(records, view.metrics))
 
     def _drawn(self, section: str, drawn: Iterable[Figure]) -> Iterator[dict[str, Any]]:
         for place, figure in enumerate(drawn):
@@ -223,54 +222,17 @@ class WatchedFolder:
         return str(json.loads(self._part[1])["html"])
 
     def _table(self) -> str:
-        rows = []
         facts: dict[Path, tuple[object, Mapping[str, Any]]] = {}
         for view in views(self.folder):
             signature = _signature_of(view)
             known = self._facts.get(view.path)
             facts[view.path] = known if known and known[0] == signature else (signature, facts_of(view))
-            rows.append(_row(facts[view.path][1]))
         self._facts = facts
-        if not rows:
-            return (
-                f'<p class="notice" role="note">{escape(str(self.folder))} has no runs yet. '
-                "<code>tepal simulate .</code> makes one; it appears here by itself.</p>"
-            )
-        head = "".join(
-            f'<th scope="col"{" class=number" if numeric else ""}>{name}</th>'
-            for name, numeric in (
-                ("run", False), ("state", False), ("rounds", True), ("score", True), ("moved", True),
-                ("strategy", False), ("model", False), ("data", False), ("started (UTC)", False),
-            )
+        runs = [each for _, each in facts.values()]
+        return render(
+            "table.html.j2", TEMPLATES, folder=self.folder, runs=runs, unreadable=UNREADABLE, bytes_text=bytes_text,
+            score_text=score_text,
         )  # fmt: skip
-        return (
-            '<div class="scroll" role="region" tabindex="0" aria-label="Table of runs">'
-            f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
-        )
-
-
-def _row(facts: Mapping[str, Any]) -> str:
-    if facts["state"] == UNREADABLE:
-        name, reason = escape(facts["name"]), escape(facts["reason"])
-        return f'<tr><th scope="row">{name}</th><td>{chip(UNREADABLE)}</td><td colspan="7">{reason}</td></tr>'
-    several = facts["kind"] == "comparison"
-    done, asked = (facts["runs"], facts["runs_asked"]) if several else (facts["rounds"], facts["rounds_asked"])
-    score = "–" if facts.get("score") is None else score_text(facts["score"])
-    moved = "–" if facts.get("bytes") is None else bytes_text(facts["bytes"])
-    words = (str(facts.get(key) or "–") for key in ("strategy", "model", "dataset"))
-    return (
-        f'<tr><th scope="row"><a href="run/{escape(facts["name"], quote=True)}/">{escape(facts["name"])}</a></th>'
-        f"<td>{chip(facts['state'])}</td>"
-        f'<td class="number">{done}/{"–" if asked is None else asked}{" runs" if several else ""}</td>'
-        f'<td class="number">{score}</td><td class="number">{moved}</td>'
-        + "".join(f"<td>{escape(word)}</td>" for word in words)
-        + f"<td>{escape(facts['started'][:16].replace('T', ' '))}</td></tr>"
-    )
-
-
-def chip(state: str) -> str:
-    """A state as a small label."""
-    return f'<span class="chip {escape(state)}">{escape(state)}</span>'
 
 
 def _html(name: str, html: str) -> dict[str, Any]:

@@ -9,8 +9,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import logging
 import os
@@ -30,7 +28,9 @@ from typing import Any
 
 from tepal import __version__
 from tepal.records.run_directory import LATEST, NOW, as_json, held, read_json, write_whole
-from tepal.report.page import figure_html, page, table_html
+from tepal.report.page import figure_html, page
+from tepal.report.table import Column
+from tepal.report.table import Table as ReportTable
 from tepal.report.terminal import seconds_text
 from tepal.strategies import RoundFailed
 from tepal.tools.compare.page import style
@@ -259,7 +259,7 @@ def _write(
     kept = {cell.name: found for cell in cells if (found := _computed(place, cell)) is not None}
     outcome = experiment.outcome({name: of["values"] for name, of in kept.items()})
     for table in outcome.tables:
-        write_whole(place / f"{_file_name(table.title)}.csv", _csv(table).encode())
+        write_whole(place / f"{_file_name(table.title)}.csv", _as_report(table).csv().encode())
     about = _about(experiment, full, kept)
     about += [f"Left out: {name}: {why}." for name, why in left_out.items()]
     write_whole(place / "results.md", _markdown(experiment, outcome, about).encode())
@@ -276,9 +276,7 @@ def _about(experiment: Experiment, full: bool, kept: Mapping[str, Mapping[str, A
     return [f"{experiment.paper}. {experiment.scale(full)}", *experiment.deviations, how]
 
 
-def _text(value: str | float | int | None) -> str:
-    if value is None:
-        return "–"
+def _text(value: str | float | int) -> str:
     if isinstance(value, float):
         return f"{value:.4f}"
     return f"{value:,}" if isinstance(value, int) else value
@@ -288,20 +286,15 @@ def _file_name(title: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
 
 
-def _csv(table: Table) -> str:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(table.headings)
-    writer.writerows(["" if value is None else value for value in row] for row in table.rows)
-    return text.getvalue()
+def _as_report(table: Table) -> ReportTable:
+    columns = [Column(heading, text=_text, left=not number) for number, heading in enumerate(table.headings)]
+    return ReportTable(table.title, columns, table.rows)
 
 
 def _markdown(experiment: Experiment, outcome: Outcome, about: Sequence[str]) -> str:
     parts = [f"## {experiment.title}", "\n".join(f"- {each}" for each in about)]
     for table in outcome.tables:
-        rows = ([_text(cell) for cell in row] for row in table.rows)
-        lines = [list(table.headings), ["---"] * len(table.headings), *rows]
-        parts += [f"### {table.title}", "\n".join(f"| {' | '.join(line)} |" for line in lines)]
+        parts += [f"### {table.title}", _as_report(table).markdown()]
     parts.append("\n".join(f"- {each}" for each in outcome.findings))
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -310,11 +303,7 @@ def _page(experiment: Experiment, outcome: Outcome, about: Sequence[str]) -> str
     def points(sentences: Sequence[str]) -> str:
         return f"<ul>{''.join(f'<li>{escape(each)}</li>' for each in sentences)}</ul>"
 
-    tables = "".join(
-        f"<h2>{escape(table.title)}</h2>"
-        + table_html(table.title, table.headings, [[_text(cell) for cell in row] for row in table.rows], words={0})
-        for table in outcome.tables
-    )
+    tables = "".join(f"<h2>{escape(table.title)}</h2>{_as_report(table).html()}" for table in outcome.tables)
     body = (
         f"<header><h1>{escape(experiment.title)}</h1></header>{points(about)}"
         f"<h2>What came out</h2>{points(outcome.findings)}{tables}"

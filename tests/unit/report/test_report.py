@@ -135,11 +135,11 @@ def test_title_and_headlines_say_what_ran_and_how_it_ended(page):
     down, up = 6 * 10 + 10 + 13 * 8, 6 * 10 + 14 * 8  # MB
     assert page.headlines == {
         "Final accuracy": ("90.00 %", "server's test data, round 20"),
-        "Bytes moved": (f"{down + up} MB", f"{down} MB down, {up} MB up"),
-        "Relative to FedAvg": (f"{(down + up) / 400:.4f}", "FedAvg would move 400 MB"),
+        "Transferred bytes": (f"{down + up} MB", f"{down} MB down, {up} MB up"),
+        "Relative to FedAvg": (f"{(down + up) / 400:.4f}", "FedAvg would transfer 400 MB"),
         "Rounds": ("20", "of 20 planned"),
         "Time": ("40.0 s", "30.0 s of it training"),
-        "Refused replies": ("0", "none was lost"),
+        "Refused replies": ("0", "none lost"),
     }
 
 
@@ -174,7 +174,7 @@ def test_bytes_per_round_are_stacked_under_fedavgs_line(page):
     assert figure["layout"]["barmode"] == "stack"
     assert trace(figure, "down, to clients")["y"] == [10] * 7 + [8] * 13
     assert trace(figure, "up, from clients")["y"] == [10] * 6 + [8] * 14
-    fedavg = trace(figure, "FedAvg would move")
+    fedavg = trace(figure, "FedAvg, calculated")
     assert (fedavg["type"], fedavg["x"], fedavg["y"]) == ("scatter", list(range(1, 21)), [20] * 20)
     low, high = figure["layout"]["yaxis"]["range"]
     assert low == 0 and high > 20
@@ -302,11 +302,11 @@ def test_refused_and_lost_replies_are_listed_by_round(tmp_path):
         ["3", "client-1", "refused", "no reason given"],
         ["3", "client-4", "lost", "after 30 s"],
     ]
-    assert page.headlines["Refused replies"] == ("2", "2 more never came")
+    assert page.headlines["Refused replies"] == ("2", "2 more lost")
 
 
 def test_a_run_without_trouble_has_no_table_of_it(page):
-    assert "What went wrong" not in page.text
+    assert "Incidents" not in page.text
 
 
 def test_figures_of_some_tasks_are_in_the_table_where_there_are_some(tmp_path, page):
@@ -328,7 +328,7 @@ def test_every_round_is_in_a_table(page):
     table = page.table("round", "phase")
     assert [row[0] for row in table[1:]] == [str(n) for n in range(21)]
     row = dict(zip(table[0], table[8], strict=True))
-    assert (row["round"], row["phase"], row["accuracy"], row["down"], row["up"]) == (
+    assert (row["round"], row["phase"], row["accuracy"], row["down (bytes)"], row["up (bytes)"]) == (
         "7",
         "frozen",
         "0.3800",
@@ -361,7 +361,7 @@ def test_unknown_scores_are_said_and_not_drawn(tmp_path):
 def test_unknown_bytes_are_said_and_not_drawn(tmp_path):
     page = report(tmp_path, [metrics_line(n, bytes_down=None, bytes_up=None, bytes_fedavg=None) for n in (1, 2)])
     assert list(page.figures) == ["accuracy-rounds", "loss-rounds"]
-    assert page.headlines["Bytes moved"][0] == "unknown"
+    assert page.headlines["Transferred bytes"][0] == "unknown"
     assert page.headlines["Relative to FedAvg"] == ("unknown", "FedAvg's bytes are not known")
 
 
@@ -369,7 +369,7 @@ def test_without_fedavgs_bytes_there_is_no_comparison(tmp_path):
     page = report(tmp_path, [metrics_line(n, bytes_fedavg=None) for n in (1, 2)])
     assert [t["name"] for t in page.figures["bytes-total"]["data"]] == ["this run"]
     assert "no comparison" in page.text
-    assert page.headlines["Bytes moved"][0] == "40.0 MB"
+    assert page.headlines["Transferred bytes"][0] == "40.0 MB"
 
 
 def test_bytes_after_an_unknown_round_are_not_made_up(tmp_path):
@@ -383,7 +383,8 @@ def test_bytes_after_an_unknown_round_are_not_made_up(tmp_path):
 def test_a_model_of_any_size_is_drawn_in_units_that_can_be_read(tmp_path, size):
     page = report(tmp_path, [metrics_line(1, bytes_down=size, bytes_up=size, bytes_fedavg=2 * size)])
     figure = page.figures["bytes-rounds"]
-    unit = {"kB": 1e3, "MB": 1e6, "GB": 1e9}[figure["layout"]["yaxis"]["title"]["text"]]
+    title = figure["layout"]["yaxis"]["title"]["text"]
+    unit = {"payload (kB)": 1e3, "payload (MB)": 1e6, "payload (GB)": 1e9}[title]
     assert trace(figure, "up, from clients")["y"] == [size / unit]
 
 

@@ -80,10 +80,10 @@ def test_a_pipe_gets_one_plain_line_a_round(monkeypatch):
         progress.update(LINE)
         progress.update({**LINE, "round": 4, "phase": "frozen", "accuracy": None, "seconds": 60.0})
     assert out.getvalue().splitlines()[1:] == [
-        "round 3/20  warm-up  accuracy 0.8312  loss 0.4100  750 kB moved  1.7 s",
-        "round 4/20  frozen  loss 0.4100  1.50 MB moved  1:02 min",
+        "round 3/20  warm-up  accuracy 0.8312  loss 0.4100  750 kB transferred  1.7 s",
+        "round 4/20  frozen  loss 0.4100  1.50 MB transferred  1:02 min",
     ]
-    assert out.getvalue().splitlines()[0].startswith("round 0/20  initial model  accuracy 0.1000  0 B moved")
+    assert out.getvalue().splitlines()[0].startswith("round 0/20  initial model  accuracy 0.1000  0 B transferred")
 
 
 def test_a_regression_shows_its_error():
@@ -92,7 +92,7 @@ def test_a_regression_shows_its_error():
         progress.update({**LINE, "accuracy": None, "rmse": 0.6403})
         progress.update({**LINE, "accuracy": None, "loss": None, "received_rmse": 0.5})
     first, second = out.getvalue().splitlines()
-    assert first == "round 3/20  warm-up  rmse 0.6403  loss 0.4100  750 kB moved  1.7 s"
+    assert first == "round 3/20  warm-up  rmse 0.6403  loss 0.4100  750 kB transferred  1.7 s"
     assert "rmse before 0.5000" in second
     table = shown({"rounds": 3, "accuracy": None, "rmse": 0.6403, "loss": 0.41}, [LINE])
     assert "accuracy" not in table and cells(table, "rmse")[1] == "0.6403"
@@ -126,7 +126,7 @@ def test_bytes_so_far_are_unknown_once_a_round_does_not_know_its_own():
         progress.update(LINE)
         progress.update({**LINE, "round": 4, "bytes_up": None})
         progress.update({**LINE, "round": 5})
-    assert [("unknown moved" in line) for line in out.getvalue().splitlines()] == [False, True, True]
+    assert [("unknown transferred" in line) for line in out.getvalue().splitlines()] == [False, True, True]
 
 
 def test_a_terminal_gets_a_bar_with_the_round_and_its_figures(monkeypatch):
@@ -135,7 +135,7 @@ def test_a_terminal_gets_a_bar_with_the_round_and_its_figures(monkeypatch):
     with RoundProgress(20, console=Console(file=out, width=100)) as progress:
         progress.update({**LINE, "refused": [{"client": "client-3", "reason": "[red]NaN"}]})
     written = out.getvalue()
-    for part in ("round 3/20 warm-up", "accuracy 0.8312", "750 kB moved", "client-3: [red]NaN"):
+    for part in ("round 3/20 warm-up", "accuracy 0.8312", "750 kB transferred", "client-3: [red]NaN"):
         assert part in written
     assert "\x1b[?25h" in written  # the cursor is given back
 

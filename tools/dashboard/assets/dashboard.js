@@ -3,9 +3,10 @@
 
 // Columns of the table of clients, in the order of CLIENT_KEYS in watched.py: heading, and how a value is written.
 const columns = [
-  ['client', 'text'], ['state now', 'state'], ['examples', 'number'], ['budget', 'number'], ['down now', 'bytes'],
-  ['up now', 'bytes'], ['time now', 'seconds'], ['rounds', 'number'], ['replied', 'number'], ['refused', 'number'],
-  ['lost', 'number'], ['down, all', 'bytes'], ['up, all', 'bytes'], ['time, all', 'seconds'], ['last trouble', 'text'],
+  ['client', 'text'], ['state', 'state'], ['examples', 'number'], ['budget (layers)', 'number'],
+  ['down, this round', 'bytes'], ['up, this round', 'bytes'], ['time, this round', 'seconds'], ['rounds', 'number'],
+  ['replied', 'number'], ['refused', 'number'], ['lost', 'number'], ['down, all rounds', 'bytes'],
+  ['up, all rounds', 'bytes'], ['time, all rounds', 'seconds'], ['last incident', 'text'],
 ];
 const most = 200;  // rows of a table that are drawn
 const $ = (selector, within = document) => within.querySelector(selector);

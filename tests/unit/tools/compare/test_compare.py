@@ -80,7 +80,7 @@ def test_the_bar_is_that_of_all_runs_and_every_run_leaves_a_line(monkeypatch):
                 assert (task.completed, task.total) == (2 * number + line, 4)
     lines = [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line).strip() for line in out.getvalue().splitlines()]
     for name in ("1/2 fedavg", "2/2 fedacs"):
-        assert f"{name}: round 2/2  accuracy 0.5000  40 B moved  2.0 s" in lines
+        assert f"{name}: round 2/2  accuracy 0.5000  40 B transferred  2.0 s" in lines
 
 
 # --- the command ----------------------------------------------------------------------------------------------------

@@ -88,8 +88,8 @@ def test_the_table_has_every_figure_of_every_strategy(comparison):
     # 90 % of FedAvg's 0.8 is 0.72: FedAvg has it after its third round, FedFrozen after its second, Fed-ensemble never.
     assert rows["fedavg"] == "0.8000 0.7500 ±.0200 60.0 MB 3 60.0 MB 1.0 s 20 ms"
     assert rows["fedfrozen"] == "0.7100 0.6600 ±.0200 42.0 MB 2 28.0 MB 1.0 s 20 ms"
-    assert rows["fedensemble"] == "0.6000 0.5500 ±.0200 60.0 MB — — 1.0 s 20 ms"
-    assert rows["fedacs"] == "— 0.9000 ±.0200 30.0 MB — — 1.0 s 20 ms"
+    assert rows["fedensemble"] == "0.6000 0.5500 ±.0200 60.0 MB – – 1.0 s 20 ms"
+    assert rows["fedacs"] == "– 0.9000 ±.0200 30.0 MB – – 1.0 s 20 ms"
     assert "an accuracy of 0.7200, 90% of fedavg's final accuracy on the server's data" in text
 
 
@@ -198,8 +198,8 @@ def test_a_regression_is_compared_by_its_errors_and_the_least_is_the_best(tmp_pa
     rows = {line.split()[0]: " ".join(line.split()[1:]) for line in text.splitlines() if line.split()}
     # FedAvg's 0.2 / 0.9 is 0.2222, which it has after its third round, and FedFrozen, with 0.27 at best, never.
     assert rows["fedavg"] == "0.2000 0.1500 ±.0200 60.0 MB 3 60.0 MB 1.0 s 20 ms"
-    assert rows["fedfrozen"] == "0.2900 0.2400 ±.0200 42.0 MB — — 1.0 s 20 ms"
-    assert rows["fedacs"] == "— 0.0000 ±.0200 30.0 MB — — 1.0 s 20 ms"
+    assert rows["fedfrozen"] == "0.2900 0.2400 ±.0200 42.0 MB – – 1.0 s 20 ms"
+    assert rows["fedacs"] == "– 0.0000 ±.0200 30.0 MB – – 1.0 s 20 ms"
     assert "an RMSE of 0.2222, 1/0.9 of fedavg's final RMSE on the server's data" in text
     of = rows_of_csv(folder)["fedfrozen"]
     assert (float(of["server_rmse"]), float(of["target_rmse"])) == (pytest.approx(0.29), pytest.approx(0.2 / 0.9))
@@ -235,7 +235,7 @@ def test_bytes_after_an_unknown_round_are_not_made_up(tmp_path):
             {"round": number, "accuracy": 0.1 * number, "accuracy_of": "server", "bytes_down": down, "bytes_up": 0}
         )
     result = measured(Cell("fedavg", 7, run.path, "finished"), {})
-    assert [(point.round, point.moved) for point in result.curve.points] == [(1, 1000), (2, None), (3, None)]
+    assert [(point.round, point.transferred) for point in result.curve.points] == [(1, 1000), (2, None), (3, None)]
     assert [point.round for point in result.curve.over_bytes] == [1]
     figures = result.figures(0.3)
     assert (figures["rounds_to_target"], figures["bytes_to_target"], figures["bytes_total"]) == (3, None, None)
@@ -315,7 +315,7 @@ def test_the_markdown_table_is_one(seeds):
     assert {len(row) for row in (head, rule, *rows)} == {len(head)} and set(rule) == {"---", "---:"}
     assert [row[0] for row in rows] == ["fedavg", "fedfrozen", "fedacs"]
     mean, deviation = over(0.8 + added for added in ADDED.values())
-    assert rows[0][1] == f"{mean:.4f} ± {deviation:.4f}" and rows[2][1] == "—"
+    assert rows[0][1] == f"{mean:.4f} ± {deviation:.4f}" and rows[2][1] == "–"
     assert any("Seeds 1, 2, 3: mean ± standard deviation" in line for line in lines)
 
 
@@ -329,7 +329,7 @@ def test_the_latex_table_is_one(seeds):
     assert {len(row) for row in rows} == {len(columns)}
     assert [row[0] for row in rows] == ["strategy", "fedavg", "fedfrozen", "fedacs"]
     mean, deviation = over(0.8 + added for added in ADDED.values())
-    assert rows[1][1] == rf"{mean:.4f} $\pm$ {deviation:.4f}" and rows[3][1] == "---"
+    assert rows[1][1] == rf"{mean:.4f} $\pm$ {deviation:.4f}" and rows[3][1] == "--"
     assert "\n".join(body).isascii() and r"\usepackage{booktabs}" in text
 
 
@@ -389,7 +389,7 @@ def test_the_picture_sets_the_clients_data_apart(folder):
 def test_the_picture_is_told_to_those_who_do_not_see_it(folder):
     svg = ET.parse(folder / "comparison.svg").getroot()
     assert svg.get("role") == "img" and svg.get("aria-labelledby") == "title desc"
-    assert svg.find(f"{SVG}title").text == "Accuracy against bytes moved, tiny-vit on digits"
+    assert svg.find(f"{SVG}title").text == "Accuracy over transferred bytes, tiny-vit on digits"
     told = svg.find(f"{SVG}desc").text
     assert "fedfrozen: 0.7100 on the server's test data after 42.0 MB." in told
     assert "fedacs: 0.9500 on the clients' own models after 30.0 MB." in told
@@ -533,11 +533,10 @@ def test_the_page_has_all_strategies_with_the_tables_figures(page):
     table = page.tables[0]
     assert [row[0] for row in table[1:]] == ["fedavg", "fedfrozen", "selective", "fedensemble", "fedacs"]
     frozen = dict(zip(table[0], table[2], strict=True))
-    assert [frozen[key] for key in ("rounds to target", "bytes to target", "down", "up", "bytes in total")] == [
-        "2", "28.0 MB", "24.0 MB", "18.0 MB", "42.0 MB",
-    ]  # fmt: skip
+    headings = ("rounds to target", "bytes to target", "down (bytes)", "up (bytes)", "bytes in total")
+    assert [frozen[key] for key in headings] == ["2", "28.0 MB", "24.0 MB", "18.0 MB", "42.0 MB"]
     assert frozen["accuracy, server’s data"] == "0.7100" and frozen["outcome"] == "finished"
-    assert table[5][1] == "—"
+    assert table[5][1] == "–"
     assert "selective: failed after round 0 of 3: The run failed: <no> memory" in page.text
     assert all(a.get("scope") == "col" for tag, a in page.tags if tag == "th")
 

@@ -1,0 +1,101 @@
+"""A table that is described once and written as CSV, Markdown, LaTeX or HTML."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from markupsafe import Markup
+
+from tepal.report.templates import render
+
+MISSING = "–"
+"""What a table for readers shows in the place of None or ""."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column: heading, key in the records that rows are read from, unit, text of a value, alignment."""
+
+    heading: str
+    key: str = ""
+    unit: str = ""
+    text: Callable[[Any], str] = str
+    left: bool = False
+
+    @property
+    def title(self) -> str:
+        """The heading with its unit."""
+        return f"{self.heading} ({self.unit})" if self.unit else self.heading
+
+
+@dataclass(frozen=True)
+class Table:
+    """A title, columns, and rows of values; None is a value that is not known."""
+
+    title: str
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[Any]]
+
+    @classmethod
+    def of(cls, title: str, columns: Iterable[Column], records: Iterable[Mapping[str, Any]]) -> Table:
+        """The table whose rows are the records' values under the columns' keys."""
+        columns = tuple(columns)
+        return cls(title, columns, [[record.get(column.key) for column in columns] for record in records])
+
+    def csv(self) -> str:
+        """All values unrounded under the columns' keys, or titles where a column has no key; None is empty.
+
+        Every line break is a line feed, also inside of a cell.
+        """
+        text = io.StringIO(newline=None)
+        writer = csv.writer(text)
+        writer.writerow([column.key or column.title for column in self.columns])
+        writer.writerows(self.rows)
+        return text.getvalue()
+
+    def markdown(self) -> str:
+        """A table of GitHub's Markdown; a line break in a cell is a space."""
+        rule = ["---" if column.left else "---:" for column in self.columns]
+        head, *rows = [[_one_line(cell).translate(_MARKDOWN) for cell in row] for row in self._lines()]
+        return "\n".join(f"| {' | '.join(row)} |" for row in (head, rule, *rows))
+
+    def latex(self) -> str:
+        """A tabular for the package booktabs; a line break in a cell is a space."""
+        head, *rows = [
+            rf"{' & '.join(_one_line(cell).translate(_LATEX) for cell in row)} \\" for row in self._lines()
+        ]
+        kinds = "".join("l" if column.left else "r" for column in self.columns)
+        begin, end = rf"\begin{{tabular}}{{{kinds}}}", r"\end{tabular}"
+        return "\n".join((begin, r"\toprule", head, r"\midrule", *rows, r"\bottomrule", end))
+
+    def html(self) -> Markup:
+        """A table that scrolls inside its frame, by keyboard too."""
+        return render("table.html", title=self.title, columns=self.columns, rows=islice(self._lines(), 1, None))
+
+    def _lines(self) -> Iterator[list[str]]:
+        """The titles of the columns, then each row as text."""
+        texts = [column.text for column in self.columns]
+        yield [column.title for column in self.columns]
+        for row in self.rows:
+            yield [MISSING if value in (None, "") else text(value) for text, value in zip(texts, row, strict=True)]
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+_MARKDOWN = str.maketrans({character: f"\\{character}" for character in "\\`*_[]<>&|~$"})
+_LATEX = str.maketrans(
+    {
+        **{character: f"\\{character}" for character in "&%$#_{}"},
+        # After the end of a row a star or a bracket would be its argument.
+        **{character: f"{{{character}}}" for character in "*["},
+        "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}",
+        ">": r"\textgreater{}", "|": r"\textbar{}", "±": r"$\pm$", "’": "'", "–": "--", "—": "---",
+    }
+)  # fmt: skip

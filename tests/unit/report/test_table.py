@@ -1,0 +1,130 @@
+"""A table in its four formats, each read back by another program than the one that wrote it, where there is one."""
+
+import csv
+import io
+import re
+from html.parser import HTMLParser
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from markdown_it import MarkdownIt
+
+from tepal.report.table import Column, Table
+
+NASTY = "a|b & c < d > 5 % of x_y \\ {$#~^} *[1] `q` \"it's\""
+TEXT = st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Cf", "Zl", "Zp", "Zs")) | st.just(" "))
+# What a reader of a page sees: without space around it, and no space twice. The first letter makes it a value.
+WORDS = TEXT.map(lambda text: " ".join(f"v{text}".split()))
+
+
+@st.composite
+def tables(draw, cells=WORDS):
+    width = draw(st.integers(1, 4))
+    titles = draw(st.lists(cells, min_size=width, max_size=width))
+    rows = draw(st.lists(st.lists(cells, min_size=width, max_size=width), max_size=4))
+    return Table(draw(WORDS), [Column(title, left=draw(st.booleans())) for title in titles], rows)
+
+
+def content(table):
+    return [[column.heading for column in table.columns], *table.rows]
+
+
+ONE = Table(NASTY, [Column(NASTY), Column("n", left=True)], [[NASTY, "1"], ["v", NASTY]])
+
+
+@given(tables(st.text()))
+@example(ONE)
+@example(Table("", [Column("a")], [['"\r\n,'], [""], ["\n"]]))
+def test_csv_is_read_back_as_it_was_but_for_the_kind_of_line_breaks(table):
+    read = list(csv.reader(io.StringIO(table.csv(), newline="")))
+    assert read == [[re.sub("\r\n?", "\n", cell) for cell in row] for row in content(table)]
+
+
+def test_csv_has_keys_and_unrounded_values_and_nothing_for_what_is_not_known():
+    columns = [Column("accuracy", "server_accuracy", text="{:.2f}".format), Column("time", unit="s")]
+    table = Table.of("", columns, [{"server_accuracy": 1 / 3}, {"": 2, "server_accuracy": None}])
+    assert table.csv() == f"server_accuracy,time (s)\n{1 / 3},\n,2\n"
+    assert table.markdown().splitlines()[2:] == ["| 0.33 | – |", "| – | 2 |"]
+
+
+class Cells(HTMLParser):
+    """A page's cells as a browser reads them."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.rows, self.aligned, self.tags, self.label = [], [], set(), None
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        attributes = dict(attrs)
+        self.label = attributes.get("aria-label", self.label)
+        if tag == "tr":
+            self.rows.append([])
+            self.aligned.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+            self.aligned[-1].append("left" if attributes.get("class") is None else attributes["class"])
+
+    def handle_data(self, data):
+        if self.rows and self.rows[-1] and data.strip("\n"):
+            self.rows[-1][-1] += data
+
+
+@given(tables())
+@example(ONE)
+def test_html_shows_every_cell_as_text(table):
+    page = Cells(str(table.html()))
+    assert page.rows == content(table) and page.label == table.title
+    assert page.tags == {"div", "table", "thead", "tbody", "tr", "th"} | ({"td"} if table.rows else set())
+    aligned = ["left" if column.left else "number" for column in table.columns]
+    assert page.aligned == [aligned] * len(page.rows)
+
+
+@given(tables())
+@example(ONE)
+def test_markdown_is_one_table_whose_cells_are_text(table):
+    tokens = MarkdownIt().enable("table").parse(table.markdown())
+    cells = [token for token in tokens if token.type == "inline"]
+    assert tokens[0].type == "table_open" and tokens[-1].type == "table_close"
+    assert {child.type for cell in cells for child in cell.children} <= {"text", "text_special"}
+    read = ["".join(child.content for child in cell.children) for cell in cells]
+    assert read == [cell for row in content(table) for cell in row]
+
+
+LATEX = {
+    r"\textbackslash{}": "\\", r"\textasciitilde{}": "~", r"\textasciicircum{}": "^", r"\textless{}": "<",
+    r"\textgreater{}": ">", r"\textbar{}": "|", r"$\pm$": "±", "{*}": "*", "{[}": "[",
+    **{f"\\{character}": character for character in "&%$#_{}"},
+}  # fmt: skip
+TOKEN = re.compile("|".join(map(re.escape, sorted(LATEX, key=len, reverse=True))) + "|.", re.DOTALL)
+
+
+@given(tables())
+@example(ONE)
+def test_latex_has_nothing_that_tex_reads_as_a_command(table):
+    begin, top, head, middle, *rows, bottom, end = table.latex().split("\n")
+    kinds = "".join("l" if column.left else "r" for column in table.columns)
+    assert (begin, end) == (rf"\begin{{tabular}}{{{kinds}}}", r"\end{tabular}")
+    assert (top, middle, bottom) == (r"\toprule", r"\midrule", r"\bottomrule")
+    read = []
+    for row in (head, *rows):
+        assert row.endswith(r" \\")
+        tokens = TOKEN.findall(row.removesuffix(r" \\"))
+        assert not {"\\", "%", "$", "#", "_", "{", "}", "~", "^", "<", ">", "|", "*", "["} & set(tokens)
+        read.append("".join("\0" if token == "&" else LATEX.get(token, token) for token in tokens).split(" \0 "))
+    dashes = str.maketrans({"–": "--", "—": "---", "’": "'"})
+    assert read == [[cell.translate(dashes) for cell in row] for row in content(table)]
+
+
+@pytest.mark.parametrize("form", ["markdown", "latex"])
+def test_a_line_break_in_a_cell_ends_no_row(form):
+    broken, whole = (Table("", [Column("a")], [[f"one{space}two"]]) for space in ("\r\n \n", " "))
+    assert getattr(broken, form)() == getattr(whole, form)()
+
+
+def test_a_row_of_another_length_than_the_columns_is_refused():
+    with pytest.raises(ValueError, match="zip"):
+        Table("", [Column("a"), Column("b")], [[1]]).markdown()
