@@ -25,6 +25,7 @@ from typing import Any
 import httpx
 import pathspec
 
+from tepal.host.flower.patches import SERVER_APP_RAISED
 from tepal.host.processes import Process, ProcessError
 from tepal.host.toml import Value, flat, to_toml
 
@@ -39,9 +40,7 @@ _BUNDLED = ("*.py", "*.toml", "*.md", "*.yaml", "*.yml", "*.json", "*.jsonl", "/
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _LOG_LINE = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL)\s*:\s")
 _MODULE = re.compile(r"^(?:\w+\.)+(\w+: )")  # of an exception: it tells a user nothing
-RAISED = "ServerApp raised an exception"
-"""What Flower's log says before the traceback."""
-_RAISED = re.compile(rf"(?:Simulation raised an exception|{RAISED})\n")
+_RAISED = re.compile(rf"(?:Simulation raised an exception|{SERVER_APP_RAISED})\n")
 # Flower wraps what went wrong in these; they say nothing.
 _WRAPPERS = ("RuntimeError: Simulation Runtime crashed.", "RuntimeError: An error was encountered. Ending simulation.")
 

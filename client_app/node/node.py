@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import queue
 import secrets
@@ -26,6 +25,7 @@ from tepal.client_app.node import node_pb2
 from tepal.client_app.node.executor import Executor
 from tepal.client_app.node.metrics import node_families
 from tepal.client_app.node.service import Services
+from tepal.host.files import locked
 from tepal.host.flower.link import Link, command
 from tepal.host.flower.patches import require_flower
 from tepal.host.metrics import serving
@@ -413,13 +413,12 @@ def _folder(given: Path | None) -> Iterator[Path]:
     within = given or Path(tempfile.gettempdir())
     within.mkdir(parents=True, exist_ok=True)
     for left in within.glob("tepal-node-*/lock"):
-        with contextlib.suppress(OSError), left.open() as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # its node is dead
+        with contextlib.suppress(OSError), locked(left, BlockingIOError()):  # its node is dead
             shutil.rmtree(left.parent, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix="tepal-node-", dir=within))
     try:
-        with (folder / "new").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        (folder / "new").touch()
+        with locked(folder / "new", BlockingIOError()):
             (folder / "new").rename(folder / "lock")  # so that nobody finds it without being locked
             yield folder
     finally:

@@ -17,6 +17,9 @@ T = TypeVar("T")
 FLOWER = "1.39.0"
 """The version that this folder and `tepal.server_app.grid` were written for and are tested with."""
 
+SERVER_APP_RAISED = "ServerApp raised an exception"
+"""What Flower logs before the traceback of a ServerApp that failed."""
+
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.02, 0.5
 """Seconds between two looks for an object that was announced and has not arrived (Flower: 1 to 10)."""
 

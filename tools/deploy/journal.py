@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import os
 import time
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from tepal.host.files import replacing
 from tepal.tools.deploy.node_keys import ServerError
 from tepal.tools.deploy.recovery import Record
 
@@ -73,15 +72,9 @@ class Journal:
     def write(self) -> None:
         """Write the file so that a reader sees the old one or the new one; only its owner may read it."""
         content = {key: value for key, value in asdict(self).items() if key != "path"}
-        part = self.path.with_name(f".{self.path.name}.part")
-        with contextlib.suppress(FileNotFoundError):
-            part.unlink()
-        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=2)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, self.path)
+        with replacing(self.path, durable=True) as partial:
+            partial.touch(mode=0o600)
+            partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
     def beat(self, at_once: bool = False) -> None:
         """Write the journal every few seconds: it is the server's heartbeat."""

@@ -7,7 +7,6 @@ All credentials are made for it and are gone with it, as is every process, whate
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import ssl
 import subprocess
@@ -21,6 +20,7 @@ from pathlib import Path
 
 from joblib import cpu_count
 
+from tepal.host.files import new_log
 from tepal.host.processes import (
     Process,
     ProcessError,
@@ -87,10 +87,7 @@ def loopback(
     app = app.resolve()
     if unknown := sorted(set(config) - set(app_run_config(app))):
         raise RunError(f"{app.name} has no run configuration key {', '.join(unknown)}")
-    if log is None:
-        handle, name = tempfile.mkstemp(prefix="tepal-loopback-", suffix=".log")
-        os.close(handle)
-        log = Path(name)
+    log = log or new_log("loopback")
     clock = Clock(on_event or (lambda _kind, _text: None), timeout)
     folder = Path(tempfile.mkdtemp(prefix="tepal-loopback-"))
     try:

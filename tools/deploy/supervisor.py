@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import ssl
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
-from pathlib import Path
 
+from tepal.host.files import locked
 from tepal.host.metrics import serving
 from tepal.host.processes import Process, ProcessError, started, wait_for_http
 from tepal.tools.deploy.journal import HEARTBEAT, STATE, Journal, timestamp
@@ -53,7 +52,11 @@ class Supervisor:
         settings = self.settings
         self.state.mkdir(parents=True, exist_ok=True)
         scraped = lambda: server_families(self.journal, self.queue.app.folders)  # noqa: E731
-        with _alone(self.state), serving(settings.metrics, scraped):
+        (self.state / LOCK).touch(mode=0o600)
+        refusal = ServerError(
+            f"another `tepal server` runs with the state folder {self.state}; stop it first, or use another folder"
+        )
+        with locked(self.state / LOCK, refusal), serving(settings.metrics, scraped):
             self.journal = self.queue.journal = Journal.read(self.state / STATE)
             self._check_credentials()
             self.queue.app.prepare()
@@ -212,19 +215,3 @@ class Supervisor:
             return
         for warning in warnings:
             log.warning(warning)
-
-
-@contextlib.contextmanager
-def _alone(state: Path) -> Iterator[None]:
-    """Keep other servers out of the state folder; the lock ends with this process, however that ends."""
-    handle = os.open(state / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ServerError(
-                f"another `tepal server` runs with the state folder {state}; stop that one first, or use another folder"
-            ) from error
-        yield
-    finally:
-        os.close(handle)

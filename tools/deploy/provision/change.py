@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import secrets
-import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from tepal.host.files import locked
 from tepal.host.site import ProvisionError
 
 Tree = dict[str, "bytes | Tree"]
@@ -61,21 +60,11 @@ class Change:
 @contextlib.contextmanager
 def changing(folder: Path) -> Iterator[Change]:
     """Change a folder at the end of the block, wholly or, after an exception, not at all; one at a time."""
-    lock = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ProvisionError(f"another `tepal provision` is at work in {folder}: try again after it") from None
-        staging = Path(tempfile.mkdtemp(prefix=".provision-", dir=folder))
-        try:
-            change = Change(staging)
-            yield change
-            change.commit()
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
-    finally:
-        os.close(lock)
+    refusal = ProvisionError(f"another `tepal provision` is changing {folder}: try again when it has ended")
+    with locked(folder, refusal), tempfile.TemporaryDirectory(prefix=".provision-", dir=folder) as staging:
+        change = Change(Path(staging))
+        yield change
+        change.commit()
 
 
 def _write(path: Path, content: bytes | Tree) -> None:

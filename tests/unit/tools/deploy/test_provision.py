@@ -432,7 +432,7 @@ def test_a_call_that_fails_in_the_middle_leaves_everything_as_it_was(tmp_path, m
 
 
 def test_two_calls_at_once_do_not_mix(made):
-    with changing(made.folder), pytest.raises(ProvisionError, match="another `tepal provision` is at work"):
+    with changing(made.folder), pytest.raises(ProvisionError, match="another `tepal provision` is changing"):
         add(made.folder, sites=["west"])
     add(made.folder, sites=["west"])
 

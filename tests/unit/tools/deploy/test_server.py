@@ -34,7 +34,7 @@ from tepal.tools.deploy.recovery import (
 from tepal.tools.deploy.run_queue import RunQueue
 from tepal.tools.deploy.settings import Settings, superlink_command
 from tepal.tools.deploy.superlink_log import pass_on
-from tepal.tools.deploy.supervisor import Supervisor, _alone
+from tepal.tools.deploy.supervisor import Supervisor
 from tepal.tools.deploy.watch import RunStatus
 
 CONFIG = {"strategy": "fedfrozen", "num-server-rounds": 4, "seed": 1}
@@ -577,10 +577,11 @@ def test_the_journal_survives_and_only_its_owner_may_read_it(tmp_path):
 
 
 def test_one_server_for_each_state_folder(tmp_path):
-    with _alone(tmp_path), pytest.raises(ServerError, match="another `tepal server` runs"), _alone(tmp_path):
-        pass
-    with _alone(tmp_path):
-        pass
+    with (tmp_path / "server.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ServerError, match="another `tepal server` runs"):
+            Supervisor(Settings(state=tmp_path)).run()
+    assert not (tmp_path / "server.json").exists()
 
 
 ACCESS = '2026-11-21T11:48:22.767Z INFO [uvicorn.access] 127.0.0.1:52856 - "POST /v1/control/list-runs HTTP/1.1" '
