@@ -16,20 +16,21 @@ import shlex
 import shutil
 import signal
 import socket
-import ssl
 import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import psutil
+
+if TYPE_CHECKING:
+    import ssl
 
 MARK = "TEPAL_RUN_TOKEN"
 """Environment variable that marks the processes of a run: tokens joined by commas, the outermost first."""
@@ -264,31 +265,39 @@ def _guard(token: str, folders: Sequence[str]) -> None:
 def wait_for_http(
     url: str, *, timeout: float = 60.0, process: Process | None = None, context: ssl.SSLContext | None = None
 ) -> None:
-    """Wait until `url` answers with a success status. `context` says whom to trust if it is an https one.
+    """Wait until `url`, of a server of our own, answers with a success status.
 
-    Raises `ProcessError` with the end of its log as soon as `process` is gone, `TimeoutError` after `timeout` seconds.
+    Args:
+        url: an http or https address; it is never asked through a proxy.
+        timeout: seconds.
+        process: the server, if this process started it.
+        context: which certificates to trust.
+
+    Raises:
+        ProcessError: `process` ended; the text has the end of its log.
+        TimeoutError: no answer within `timeout` seconds.
     """
-    # Our own servers, never through a proxy.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context))
+    import httpx  # takes a tenth of a second, which the guard does not need
+
     end = time.monotonic() + timeout
-    last = "no answer"
-    while True:
-        if process is not None and not process.running:
-            raise ProcessError(
-                f"{process.name} ended with status {process.returncode} before {url} answered.\n"
-                f"The end of {process.log}:\n{process.tail()}"
-            )
-        try:
-            with opener.open(url, timeout=2):
-                return
-        except urllib.error.HTTPError as error:
-            last = f"status {error.code}"
-        except OSError as error:
-            last = str(error)
-        if time.monotonic() > end:
-            tail = f"\nThe end of {process.log}:\n{process.tail()}" if process else ""
-            raise TimeoutError(f"{url} did not answer within {timeout:g} s ({last}).{tail}")
-        time.sleep(0.05)
+    with httpx.Client(verify=context or True, trust_env=False, timeout=2) as client:
+        while True:
+            if process is not None and not process.running:
+                raise ProcessError(
+                    f"{process.name} ended with status {process.returncode} before {url} answered.\n"
+                    f"The end of {process.log}:\n{process.tail()}"
+                )
+            try:
+                answer = client.get(url)
+                if answer.is_success:
+                    return
+                last = f"status {answer.status_code}"
+            except httpx.HTTPError as error:
+                last = str(error) or type(error).__name__
+            if time.monotonic() > end:
+                tail = f"\nThe end of {process.log}:\n{process.tail()}" if process else ""
+                raise TimeoutError(f"{url} did not answer within {timeout:g} s ({last}).{tail}")
+            time.sleep(0.05)
 
 
 def wait_for_log(process: Process, text: str, timeout: float) -> None:

@@ -24,10 +24,11 @@ from typing import Any
 
 import httpx
 import pathspec
+import tomli_w
 
 from tepal.host.flower.patches import SERVER_APP_RAISED
 from tepal.host.processes import Process, ProcessError
-from tepal.host.toml import Value, flat, to_toml
+from tepal.host.toml import Value, flat
 
 Listener = Callable[[str, str], None]
 """Called with ("stage", what happens now) and ("log", one line of the run's log)."""
@@ -108,12 +109,11 @@ def connect(home: Path, address: str, root_certificates: Path | None = None) -> 
     They speak TLS and trust the PEM file `root_certificates`, or speak plain HTTP if there is none.
     """
     home.mkdir(parents=True, exist_ok=True)
-    connection: dict[str, Value] = {"address": address}
+    connection: dict[str, str | bool] = {"address": address}
     # Flower wants the path absolute.
     connection |= {"root-certificates": str(root_certificates.resolve())} if root_certificates else {"insecure": True}
-    (home / "config.toml").write_text(
-        f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\n{to_toml(connection)}', encoding="utf-8"
-    )
+    config = {"superlink": {"default": CONNECTION, CONNECTION: connection}}
+    (home / "config.toml").write_text(tomli_w.dumps(config), encoding="utf-8")
 
 
 def stage_app(app: Path, target: Path) -> list[Path]:

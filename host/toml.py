@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+import tomli_w
 
 Value = bool | int | float | str
 
@@ -43,18 +44,10 @@ def parse_run_config(arguments: Iterable[str]) -> dict[str, Value]:
 
 def to_toml(config: Mapping[str, Value]) -> str:
     """Write flat keys and values as TOML, so that Flower reads back the same values with the same types."""
-    lines = []
     for key, value in config.items():
-        if isinstance(value, bool):
-            text = "true" if value else "false"
-        elif isinstance(value, int | float):
-            text = repr(value)
-        elif isinstance(value, str):
-            text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-        else:
+        if not isinstance(value, bool | int | float | str):
             raise ValueError(f"run configuration {key} is {value!r}, expected a bool, int, float or str")
-        lines.append(f"{key} = {text}\n")
-    return "".join(lines)
+    return tomli_w.dumps(config)
 
 
 def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Value]:

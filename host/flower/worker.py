@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 from flwr.app import Error, Message
 from flwr.cli.install import install_from_fab
 from flwr.clientapp.client_app import ClientApp, LoadClientAppError
@@ -55,11 +56,12 @@ def main() -> None:
         if importlib.util.find_spec(module) is not None:
             importlib.import_module(module)
     _keep_loaded()
-    to_parent.send("ready", rss=_memory())
+    process = psutil.Process()
+    to_parent.send("ready", rss=process.memory_info().rss)
     desk = Desk(Path(folder))
     for order in to_parent:
         done = desk.work(order["address"], order["token"], to_parent)
-        to_parent.send("done", ok=done.ok, reason=done.reason, rss=_memory())
+        to_parent.send("done", ok=done.ok, reason=done.reason, rss=process.memory_info().rss)
         _give_back_memory()
     os._exit(0)
 
@@ -192,11 +194,3 @@ def _give_back_memory() -> None:
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def _memory() -> int:
-    """Bytes of memory that this process holds now (its resident set); 0 where that cannot be known."""
-    with contextlib.suppress(OSError, ValueError):
-        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
-        return int(pages) * os.sysconf("SC_PAGE_SIZE")
-    return 0

@@ -20,8 +20,6 @@ import sys
 import tarfile
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -342,25 +340,23 @@ def _modes(check: str, files: Sequence[Path]) -> Finding:
 
 
 def clock(asked: Questions) -> Finding:
-    """This machine's clock beside that of the server, as the answer to a request for its health tells it."""
+    """Compare this machine's clock with the server's: the Date header of the answer to a request for its health."""
+    import httpx
+
     superlink = asked.superlink
     remedy = f"see that the server runs and that this machine reaches its control port at {superlink}"
     url = f"http://{superlink}/health"
     try:
-        context = None
+        context: ssl.SSLContext | bool = True
         if certificates := _certificates(asked):
             url = f"https://{superlink}/health"
             context = ssl.create_default_context(cadata=certificates)
-        handlers = urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
-        begun = time.time()
-        try:
-            with urllib.request.build_opener(*handlers).open(url, timeout=10) as answer:
-                date = answer.headers.get("Date")
-        except urllib.error.HTTPError as error:
-            date = error.headers.get("Date")
-        answered = time.time()
-    except (OSError, ValueError, tarfile.TarError) as error:
-        return Finding("clock", PROBLEM, f"{url} does not answer: {getattr(error, 'reason', error)}", remedy)
+        with httpx.Client(verify=context, trust_env=False, timeout=10) as client:  # never through a proxy
+            begun = time.time()
+            date = client.get(url).headers.get("Date")
+            answered = time.time()
+    except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, tarfile.TarError) as error:
+        return Finding("clock", PROBLEM, f"{url} does not answer: {str(error) or type(error).__name__}", remedy)
     if not date:
         return Finding("clock", SKIPPED, f"{url} does not say what time it is", "compare the clocks by hand")
     # The header's seconds are cut off.
