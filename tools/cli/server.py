@@ -23,7 +23,6 @@ import signal
 import ssl
 import sys
 import time
-from collections.abc import Iterator
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -31,7 +30,7 @@ from typing import TYPE_CHECKING, Annotated
 import psutil
 import typer
 
-from tepal.tools.cli import commands
+from tepal.tools.cli import commands, reported
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -168,7 +167,7 @@ def run_server(
     from tepal.host.toml import parse_run_config
     from tepal.tools.deploy.provision import find_server
 
-    with _errors():
+    with reported(ServerError):
         if credentials is None and not insecure:
             raise ServerError(
                 "without credentials anybody could connect. Name their folder with --credentials (`tepal provision` "
@@ -189,18 +188,8 @@ def run_server(
             attempts=attempts,
             metrics=metrics,
         )
-        with formatted(log_format), _errors():
+        with formatted(log_format), reported(ServerError):
             _serve(settings, insecure)
-
-
-@contextlib.contextmanager
-def _errors() -> Iterator[None]:
-    """Say what went wrong, in the format of the log, and end with status 1."""
-    try:
-        yield
-    except (ServerError, OSError, ValueError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
 
 
 def _serve(settings: Settings, insecure: bool) -> None:

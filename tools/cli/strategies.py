@@ -6,9 +6,8 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
-from tepal.tools.cli import commands
+from tepal.tools.cli import commands, reported
 
 app = commands("strategies")
 
@@ -21,12 +20,8 @@ def strategies_command(
 ) -> None:
     """List the strategies: what each does, what travels, its paper; and with a name its options and their defaults."""
     from tepal.server_app.catalogue import table
-    from tepal.server_app.config import ConfigError
     from tepal.tools.compare.runs import strategy_names
 
-    console, errors = Console(), Console(stderr=True)
-    try:
+    console = Console()
+    with reported():
         console.print(table(strategy_names(",".join(names)) if names else ()), soft_wrap=True)
-    except ConfigError as error:
-        errors.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from error
