@@ -86,7 +86,7 @@ class NodeSettings:
 def run_node(settings: NodeSettings) -> None:
     """Run a node until SIGTERM or SIGINT; the message in hand is finished, or handed back with an error.
 
-    Raises `OtherFlower` on another version of Flower, `OSError` where an address is taken.
+    Raises `UnsupportedFlowerVersion` on another version of Flower, `OSError` where an address is taken.
     """
     require_flower()
     with _folder(settings.folder) as folder:

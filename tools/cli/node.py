@@ -81,9 +81,9 @@ def run(
     """
     if context.invoked_subcommand:
         return
-    from tepal.host.flower.patches import OtherFlower
+    from tepal.host.flower.patches import UnsupportedFlowerVersion
 
-    with reported(OtherFlower):
+    with reported(UnsupportedFlowerVersion):
         from tepal.client_app.node.node import NodeSettings, run_node
         from tepal.host.limits import parse_size
         from tepal.host.log_format import log_format as formatted
@@ -122,7 +122,7 @@ def run(
             memory_limit=parse_size(memory_limit),
             metrics=metrics,
         )
-        with formatted(log_format), reported(OtherFlower):
+        with formatted(log_format), reported(UnsupportedFlowerVersion):
             run_node(settings)
 
 

@@ -172,8 +172,8 @@ def load_public_key(path: Path) -> ec.EllipticCurvePublicKey:
         key = load_ssh_public_key(path.read_bytes())
     except (ValueError, UnsupportedAlgorithm):
         raise ProvisionError(
-            f"{path} is no public key in OpenSSH's form: expected one line, ecdsa-sha2-nistp384 …"
+            f"{path} is not a public key in OpenSSH format: expected one line, ecdsa-sha2-nistp384 …"
         ) from None
     if not isinstance(key, ec.EllipticCurvePublicKey):
-        raise ProvisionError(f"{path} is a key of another kind: expected ECDSA, as `tepal provision` makes it")
+        raise ProvisionError(f"{path} is not an ECDSA key: expected ECDSA, as `tepal provision` makes it")
     return key

@@ -228,7 +228,7 @@ def test_an_app_that_exits_when_it_is_imported_is_answered(node):
 
 def test_an_app_that_answers_with_nothing_is_told_off(node):
     error = node.error(run=5)
-    assert error.code == 8 and "its reply could not be handed to the SuperNode" in error.reason
+    assert error.code == 8 and "its reply cannot be sent to the SuperNode" in error.reason
 
 
 def test_an_exception_whose_text_is_no_text_is_answered(node):

@@ -331,12 +331,12 @@ GOOD = {"hosts": ["localhost"], "sites": ["north"]}
         ({"hosts": []}, "no host"),
         ({"hosts": ["https://fl.example.org"]}, "without https:// and port"),
         ({"hosts": ["fl.example.org:9092"]}, "without https:// and port"),
-        ({"hosts": ["192.0.2.300"]}, "is no name or address"),
-        ({"hosts": ["0.0.0.0"]}, "nobody can call this address"),
-        ({"hosts": ["::"]}, "nobody can call this address"),
-        ({"hosts": ["two words"]}, "is no name or address"),
-        ({"hosts": [""]}, "is no name or address"),
-        ({"hosts": ["*.example.org"]}, "is no name or address"),
+        ({"hosts": ["192.0.2.300"]}, "is not a name or address"),
+        ({"hosts": ["0.0.0.0"]}, "sites cannot connect to this address"),
+        ({"hosts": ["::"]}, "sites cannot connect to this address"),
+        ({"hosts": ["two words"]}, "is not a name or address"),
+        ({"hosts": [""]}, "is not a name or address"),
+        ({"hosts": ["*.example.org"]}, "is not a name or address"),
         ({"hosts": ["bücher.example"]}, "xn--bcher-kva.example"),
         ({"sites": []}, "no site"),
         ({"sites": ["north", "north"]}, "named twice"),
@@ -345,7 +345,7 @@ GOOD = {"hosts": ["localhost"], "sites": ["north"]}
         ({"port": 65536}, "port 65536"),
         ({"days": 0}, "0 days"),
         ({"days": 20, "ca_days": 10}, "20 days and the authority's 10"),
-        ({"node_config": {"name": "south"}}, "another name, 'south'"),
+        ({"node_config": {"name": "south"}}, "is 'south', expected the site's name"),
         ({"node_config": {"data": [1]}}, r"node config data is \[1\]"),
         ({"node_config": {"data": {"path": "/data"}}}, r"node config data is \{'path'"),
     ],
@@ -601,10 +601,10 @@ def expired() -> bytes:
         ("node.key", None, "has no file node.key"),
         ("site.toml", None, "has no file site.toml"),
         ("ca.crt", None, "has no file ca.crt"),
-        ("ca.crt", b"nothing", "no certificate in PEM"),
+        ("ca.crt", b"nothing", "not a certificate in PEM format"),
         ("ca.crt", expired, "has expired"),
-        ("node.key", b"nothing", "no private key in OpenSSH's form"),
-        ("node.key", another_kind, "key of another kind"),
+        ("node.key", b"nothing", "not a private key in OpenSSH format"),
+        ("node.key", another_kind, "is not an ECDSA key"),
         ("site.toml", b"name = ", "not valid TOML"),
         ("site.toml", b'name = "n"\nsuperlink = "h:1"\nport = 3\n', "unknown key port"),
         ("site.toml", b'superlink = "h:1"\n', "name is None"),
@@ -615,7 +615,7 @@ def expired() -> bytes:
         ("site.toml", b'name = "n"\nsuperlink = "::1:9092"\n', "superlink is '::1:9092'"),
         ("site.toml", b'name = "n"\nsuperlink = "h:1"\nnode-config = 3\n', "expected a table"),
         ("site.toml", b'name = "n"\nsuperlink = "h:1"\n[node-config]\nx = [1]\n', r"x = \[1\] in \[node-config\]"),
-        ("site.toml", b'name = "n"\nsuperlink = "h:1"\n[node-config]\nname = "m"\n', "another name, 'm'"),
+        ("site.toml", b'name = "n"\nsuperlink = "h:1"\n[node-config]\nname = "m"\n', "is 'm', expected the site's"),
     ],
 )
 def test_a_sites_folder_that_is_not_right_is_refused_with_the_file(tmp_path, file, content, said):
@@ -761,7 +761,7 @@ def test_a_key_that_cannot_be_registered_keeps_no_other_out(made, superlink):
     shutil.copy(made.server.nodes / "zebra.pub", made.server.nodes / "twin.pub")
     told = {one.site: one for one in align(superlink.fleet, made.server)}
     assert "never takes it again" in told["north"].problem and "renew" in told["north"].problem
-    assert "bad.pub is no public key" in told["bad"].problem
+    assert "bad.pub is not a public key" in told["bad"].problem
     assert told["south"].done == "registered"
     assert told["twin"].done == "registered"
     assert "in use" in told["zebra"].problem
