@@ -14,7 +14,7 @@ from tepal.tools.cli import commands, reported
 
 # Imports stand inside functions: cryptography and Flower take a second, and `tepal --help` needs neither.
 if TYPE_CHECKING:
-    from tepal.tools.deploy.fleet import Told
+    from tepal.tools.deploy.fleet import KeyResult
     from tepal.tools.deploy.provision import Provisioned, ServerFolder
 
 _CONTROL = "127.0.0.1:8000"  # as in fleet.py
@@ -148,9 +148,9 @@ def register_command(
         if name is not None and name not in server.node_keys() and name not in dict(server.revoked_keys()):
             raise ProvisionError(f"there is no site {name} in {server.nodes}")
         with open_fleet(superlink, server.root_certificates) as fleet:
-            told = align(fleet, server, name)
-        _say_told(told)
-        if not told:
+            results = align(fleet, server, name)
+        _print_results(results)
+        if not results:
             _say(f"there is nothing to register in {server.nodes}")
 
 
@@ -206,7 +206,7 @@ def _tell(server: ServerFolder, name: str, superlink: str | None, folder: Path) 
     address = superlink or _CONTROL
     try:
         with open_fleet(address, server.root_certificates) as fleet:
-            told = align(fleet, server, name)
+            results = align(fleet, server, name)
             known = [node for node in fleet.nodes() if node.name == name]
     except FleetError as error:
         _warn(
@@ -214,11 +214,11 @@ def _tell(server: ServerFolder, name: str, superlink: str | None, folder: Path) 
             "folder does it at its next look or start. Or run, where the SuperLink is: "
             f"tepal provision register {folder}"
         )
-        if superlink is not None:  # who names one wants it told
+        if superlink is not None:  # an address that was given must answer
             raise typer.Exit(1) from error
         return
-    _say_told(told)
-    if not told:
+    _print_results(results)
+    if not results:
         state = "had its key unregistered before" if known else "does not know its key"
         _say(f"{name}: the SuperLink at {address} {state}; it is refused there")
 
@@ -244,14 +244,14 @@ def _say_sites(made: Provisioned, names: list[str]) -> None:
             )
 
 
-def _say_told(told: list[Told]) -> None:
+def _print_results(results: list[KeyResult]) -> None:
     """Say what came of each key; ends the command with 1 if there was a problem."""
-    for one in told:
+    for one in results:
         if one.problem:
             _warn(f"{one.site}: {one.problem}")
         else:
             _say(f"{one.site}: {one.done}")
-    if any(one.problem for one in told):
+    if any(one.problem for one in results):
         raise typer.Exit(1)
 
 
