@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 from collections.abc import Sequence
 from logging import getLogger
 from pathlib import Path
-from urllib.parse import quote
 
 from flwr.app import ArrayRecord, Context
 from safetensors import SafetensorError
@@ -16,6 +13,7 @@ from safetensors.torch import save_file
 
 from tepal.client_app.site import Site
 from tepal.exchange.modes import join_modes
+from tepal.host.files import replacing
 from tepal.training.data.inputs import written_sizes
 
 log = getLogger("flwr")
@@ -37,14 +35,11 @@ def deliver(records: Sequence[ArrayRecord], site: Site, context: Context) -> Non
         **written_sizes(site.sizes),
         "config": json.dumps(dict(context.run_config)),
     }
-    part = path.parent / f".{path.name}.{quote(site.name, safe='')}.part"  # clients on one machine may name one place
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file({k: v.contiguous() for k, v in join_modes(records).to_torch_state_dict().items()}, part, metadata)
-        os.replace(part, path)
+        entries = {name: value.contiguous() for name, value in join_modes(records).to_torch_state_dict().items()}
+        with replacing(path) as partial:  # clients on one machine may name one place
+            save_file(entries, partial, metadata)
         log.info("The final model is in %s.", path)
     except (OSError, SafetensorError, ValueError) as error:
         log.error("The final model cannot be written to model-path=%s: %s", wanted, error)
-    finally:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)

@@ -23,9 +23,10 @@ from urllib.parse import quote
 
 import numpy as np
 
-from tepal.exchange.files import SUFFIX, DamagedFile, read_arrays, sweep, write_arrays
+from tepal.exchange.files import SUFFIX, DamagedFile, read_arrays, write_arrays
 from tepal.exchange.layout import Arrays, Names
 from tepal.exchange.parts import Part
+from tepal.host.files import remove_abandoned
 
 log = getLogger("flwr")
 
@@ -217,7 +218,7 @@ class ClientCache:
 def _contents(root: Path) -> Iterator[tuple[float, int, Path]]:
     """(time of last use, bytes, path) of the parts of all experiments, without those that vanish during the listing."""
     for folder in root.glob(f"*/{_CONTENT}"):
-        sweep(folder)
+        remove_abandoned(folder)
         with contextlib.suppress(OSError), os.scandir(folder) as entries:
             for entry in entries:
                 if entry.name.endswith(SUFFIX):

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import mmap
-import os
-import tempfile
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,17 +13,18 @@ from safetensors.numpy import save_file
 
 from tepal.exchange.layout import Arrays
 from tepal.exchange.parts import Digests, digest
+from tepal.host.files import replacing
 
 SUFFIX = ".safetensors"
 
-_BESIDE = ".writing-"
-_LEFT_BEHIND = 3600.0  # seconds after which a file that is being written belongs to a process that was killed
-
 _DIGEST = "sha256/"  # and an array's name: its digest, in the file's metadata
 _RESERVED = "__metadata__"  # the format's own name among those of arrays
-_DTYPES = {"BOOL": "bool", "C64": "complex64"}  # the format's names, and numpy's
-_DTYPES |= {f"F{bits}": f"float{bits}" for bits in (16, 32, 64)}
-_DTYPES |= {f"{kind[0].upper()}{bits}": f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
+_DTYPES = {
+    "BOOL": "bool",
+    "C64": "complex64",
+    **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
+    **{f"{kind[0].upper()}{bits}": f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)},
+}  # dtypes: the format's names, and numpy's
 
 
 class DamagedFile(ValueError):
@@ -37,7 +34,7 @@ class DamagedFile(ValueError):
 def write_arrays(
     path: Path, arrays: Arrays, *, durable: bool = True, digests: Digests | None = None, replace: bool = True
 ) -> None:
-    """Write a safetensors file beside `path` and rename it, so that nobody ever sees a part of it.
+    """Write a safetensors file, so that readers see all of it or none of it.
 
     The digest of every array goes into the metadata; `read_arrays` checks it. `durable`: wait until the disk has it.
     `digests`: of arrays that are never changed, where they are known already or wanted again.
@@ -51,22 +48,11 @@ def write_arrays(
     values = (digests or Digests()).of_all([*map(np.asarray, arrays.values())])
     metadata = {f"{_DIGEST}{name}": value.hex() for name, value in zip(arrays, values, strict=True)}
     metadata["arrays"] = str(len(contiguous))  # a file without any must have metadata to be read again
-    handle, beside = tempfile.mkstemp(dir=path.parent, prefix=_BESIDE)
-    try:
-        os.close(handle)
-        save_file(contiguous, beside, metadata=metadata)
-        if durable:
-            with open(beside, "rb") as file:
-                os.fsync(file.fileno())
-        if replace or not _linked(beside, path):
-            os.replace(beside, path)
-        if durable:
-            sync_folder(path.parent)
-    except SafetensorError as error:
-        raise OSError(str(error)) from error
-    finally:
-        with contextlib.suppress(OSError):
-            os.unlink(beside)
+    with replacing(path, durable=durable, overwrite=replace) as partial:
+        try:
+            save_file(contiguous, partial, metadata=metadata)
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
 
 
 def read_arrays(path: Path, digests: Mapping[str, bytes] | None = None) -> dict[str, np.ndarray]:
@@ -121,37 +107,6 @@ def map_arrays(path: Path) -> dict[str, tuple[np.ndarray, bytes]]:
         array = np.ndarray(tuple(says["shape"]), kind, mapping, begin + says["data_offsets"][0])
         found[name] = array, bytes.fromhex(metadata[f"{_DIGEST}{name}"])
     return found
-
-
-def _linked(beside: str, path: Path) -> bool:
-    """Give the file the name `path` where no file has it; False on a file system without hard links."""
-    try:
-        os.link(beside, path)
-    except FileExistsError:
-        pass
-    except OSError:
-        return False
-    return True
-
-
-def sync_folder(folder: Path) -> None:
-    """Wait until the disk has the names in this folder."""
-    with contextlib.suppress(OSError):  # not every file system lets a folder be opened
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
-def sweep(folder: Path) -> None:
-    """Remove what processes that were killed had begun to write in this folder."""
-    before = time.time() - _LEFT_BEHIND
-    with contextlib.suppress(OSError):  # another process removes the folder
-        for path in folder.glob(f"{_BESIDE}*"):
-            with contextlib.suppress(OSError):  # or has just finished the file
-                if path.stat().st_mtime < before:
-                    path.unlink()
 
 
 def _contiguous(array: np.ndarray) -> np.ndarray:

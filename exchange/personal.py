@@ -16,8 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from tepal.exchange.files import SUFFIX, DamagedFile, read_arrays, sweep, write_arrays
+from tepal.exchange.files import SUFFIX, DamagedFile, read_arrays, write_arrays
 from tepal.exchange.layout import Arrays, Names
+from tepal.host.files import remove_abandoned
 
 log = getLogger("flwr")
 
@@ -97,7 +98,7 @@ class PersonalState:
 
         A message that waited long may be older than what is here; so versions of later rounds stay.
         """
-        sweep(self._folder)
+        remove_abandoned(self._folder)
         with contextlib.suppress(OSError):
             for path in self._folder.glob(f"*-*{SUFFIX}"):
                 made_in, _, exchange = path.name.removesuffix(SUFFIX).partition("-")

@@ -1,1 +1,1 @@
-"""What any machine of a deployment needs, whichever side it is on: processes, logs, limits, Flower's own programs."""
+"""What client and server both need: processes, files and locks, logs, limits, credentials, and Flower's programs."""

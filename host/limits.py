@@ -1,4 +1,7 @@
-"""What this process may use of its machine: the limits of its container or service (control group version 2)."""
+"""Memory limits of this process's container or service (control group version 2), and sizes written with units.
+
+psutil knows the machine's memory, and not these limits.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ class Limits:
 
     Args:
         mount: where control groups are mounted.
-        membership: the file that says which one this process is in.
+        membership: the file that names the group of this process.
     """
 
     def __init__(self, mount: Path = _MOUNT, membership: Path = Path("/proc/self/cgroup")) -> None:
@@ -29,13 +32,13 @@ class Limits:
 
     @property
     def memory(self) -> int:
-        """Bytes that this process and its children may have together; 0 for no limit."""
+        """Bytes of memory that this process and its children may use together; 0 for no limit."""
         found = [int(text) for text in self._read("memory.max") if text.strip() != "max"]
         return min(found, default=0)
 
     @property
     def killed(self) -> int:
-        """How many processes the system has killed here because memory ran out."""
+        """How many processes of this group the system has killed because memory ran out."""
         for text in self._read("memory.events"):
             if match := re.search(r"^oom_kill (\d+)$", text, re.M):
                 return int(match[1])
@@ -50,11 +53,11 @@ class Limits:
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes of a size such as "900MB", "1.5G" or "2GiB": units are powers of 1024. 0 is none.
+    """Return the bytes of a size such as "900MB", "1.5G" or "2GiB"; units are powers of 1024.
 
     Raises `ValueError` for anything else.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.I)
     if match is None or len(match[1]) > 20:
-        raise ValueError(f"{text!r} is not a size: a number with KB, MB, GB or TB is")
+        raise ValueError(f"{text!r} is not a size: expected a number with KB, MB, GB or TB, such as 900MB")
     return int(float(match[1]) * _UNITS[match[2].upper()])

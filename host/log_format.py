@@ -1,8 +1,7 @@
-"""`--log-format json`: everything that a server or a node and its processes print, as one JSON object a line.
+"""`--log-format json`: one JSON object for each line that a server or a node and its child processes print.
 
-Flower, uvicorn and what an app prints have formats of their own, and processes of their own. So it is not loggers that
-are changed: the output of this process and of those that it starts goes through a pipe, and its lines are put into one
-form:
+Flower, uvicorn and apps print in formats of their own, in processes of their own. So no logger is changed: the output
+of this process and of its children goes through a pipe, and each line is converted:
 
     {"time": "2026-11-20T10:15:00.123Z", "level": "warning", "source": "tepal server", "message": "…"}
 """
@@ -30,11 +29,11 @@ _FORMS = (
     re.compile(rf"\d+/\d+/\d+ [\d:]+ (?P<level>{_LEVELS}) (?P<source>\S+): (?P<message>.*)"),
     re.compile(r"(?P<level>error): (?P<message>.*)"),
 )
-_DRAIN = 2.0  # seconds that what was printed last has to come through, where other processes have the pipe as well
+_DRAIN = 2.0  # seconds for the last lines, where child processes still have the pipe open
 
 
 def parsed(line: str, now: datetime) -> dict[str, str] | None:
-    """A printed line as an object; None for an empty one. What has no level of its own is "info"."""
+    """Return a printed line as an object, None for an empty line. The level of a line without one is "info"."""
     text = _COLOURS.sub("", line).rstrip()
     if not text.strip():
         return None
@@ -43,7 +42,7 @@ def parsed(line: str, now: datetime) -> dict[str, str] | None:
         if match := form.fullmatch(text):
             groups = match.groupdict()
             if not groups["message"]:
-                return None  # Flower sets its lines apart so
+                return None  # Flower logs empty lines as separators
             source = groups.get("source") or groups.get("own") or ""
             return {"time": time, "level": groups["level"].lower(), "source": source, "message": groups["message"]}
     return {"time": time, "level": "info", "source": "", "message": text}
@@ -51,15 +50,15 @@ def parsed(line: str, now: datetime) -> dict[str, str] | None:
 
 @contextlib.contextmanager
 def log_format(name: str) -> Iterator[None]:
-    """Have all that is printed in this block, by this process or one that it starts, written in this format.
+    """Write what this process and its children print during the block in this format, text or json.
 
-    Raises ValueError for a format that is unknown.
+    Raises ValueError for another format.
     """
     if name == TEXT:
         yield
         return
     if name != JSON:
-        raise ValueError(f"--log-format {name}: known are {TEXT} and {JSON}")
+        raise ValueError(f"--log-format is {name!r}, expected {TEXT} or {JSON}")
     sys.stdout.flush()
     sys.stderr.flush()
     out, err = os.dup(1), os.dup(2)
@@ -67,7 +66,7 @@ def log_format(name: str) -> Iterator[None]:
     os.dup2(writing, 1)
     os.dup2(writing, 2)
     os.close(writing)
-    thread = threading.Thread(target=_pass_on, args=(reading, out), name="log-format", daemon=True)
+    thread = threading.Thread(target=_convert, args=(reading, out), name="log-format", daemon=True)
     thread.start()
     try:
         yield
@@ -77,16 +76,16 @@ def log_format(name: str) -> Iterator[None]:
         os.dup2(out, 1)
         os.dup2(err, 2)
         os.close(err)
-        # It ends when nobody has the pipe any more; a process that stays behind must not keep this one.
+        # The thread ends when no process has the pipe open; do not wait longer for a process that stays.
         thread.join(_DRAIN)
 
 
-def _pass_on(reading: int, out: int) -> None:
+def _convert(reading: int, out: int) -> None:
     with open(reading, encoding="utf-8", errors="replace", newline="\n") as lines:
         for line in lines:
-            # A progress bar writes over its line.
-            if (told := parsed(line.rstrip("\r\n").rpartition("\r")[2], datetime.now(UTC))) is not None:
-                content = json.dumps(told, ensure_ascii=False).encode() + b"\n"
-                with contextlib.suppress(OSError):  # nobody reads: the processes behind the pipe work on
+            # Of a progress bar, which overwrites its line, the last state.
+            if (entry := parsed(line.rstrip("\r\n").rpartition("\r")[2], datetime.now(UTC))) is not None:
+                content = json.dumps(entry, ensure_ascii=False).encode() + b"\n"
+                with contextlib.suppress(OSError):  # without a reader the processes continue
                     while content:
                         content = content[os.write(out, content) :]

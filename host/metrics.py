@@ -1,6 +1,6 @@
-"""Metrics for Prometheus, served at an address: `--metrics HOST:PORT` of `tepal server` and `tepal node`.
+"""Serve metrics to Prometheus: `--metrics HOST:PORT` of `tepal server` and `tepal node`.
 
-Nothing is counted for it: each scrape reads what there is.
+No counters are kept for it: each scrape reads the present state.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ Families = Iterable[Any]
 
 
 class MetricsError(ValueError):
-    """Metrics cannot be served. The text says why and what to do."""
+    """Metrics cannot be served. The message has the reason and what to do."""
 
 
 @contextlib.contextmanager
 def serving(address: str, families: Callable[[], Families]) -> Iterator[None]:
-    """Serve `http://address/metrics` until the block ends; nothing where the address is "".
+    """Serve `http://address/metrics` during the block; with the address "", serve nothing.
 
     Args:
         address: HOST:PORT.
-        families: Asked at every scrape, in a thread of its own.
+        families: Called at every scrape, in another thread.
 
-    Raises MetricsError for an address that cannot be listened on, or a missing package.
+    Raises MetricsError for an invalid or unavailable address, or a missing package.
     """
     if not address:
         yield
         return
     if importlib.util.find_spec("prometheus_client") is None:
         raise MetricsError(
-            "--metrics needs prometheus-client, and this Python has no such package: pip install 'tepal[prometheus]'"
+            "--metrics needs prometheus-client, which is not installed: pip install 'tepal[prometheus]'"
         )
     from prometheus_client import CollectorRegistry, start_http_server
 
@@ -42,17 +42,17 @@ def serving(address: str, families: Callable[[], Families]) -> Iterator[None]:
             return families()
 
         def describe(self) -> Families:
-            return []  # what there is, is only known when it is asked for
+            return []  # the families are known only at a scrape
 
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise MetricsError(f"--metrics {address}: expected HOST:PORT, such as 127.0.0.1:9464")
+        raise MetricsError(f"--metrics is {address!r}, expected HOST:PORT, such as 127.0.0.1:9464")
     registry = CollectorRegistry(auto_describe=False)
     registry.register(Scraped())
     try:
         server, thread = start_http_server(int(port), host.strip("[]"), registry)
     except OSError as error:
-        raise MetricsError(f"--metrics {address} cannot be listened on: {error.strerror or error}") from error
+        raise MetricsError(f"cannot listen on --metrics {address}: {error.strerror or error}") from error
     try:
         yield
     finally:

@@ -1,10 +1,10 @@
-"""Child processes that cannot be left behind: SuperLink, SuperNodes, executors, the dashboard.
+"""Start child processes, and stop them with everything that they have started.
 
 Flower and Ray start processes in sessions of their own (flower-superexec, flwr-simulation, gcs_server, raylet), so
-ending a process group is not enough. `started` marks what it starts in the environment, which every descendant
-inherits, and at the end stops the group, all descendants, and whoever else carries the mark or descends from such a
-process. It does so after a normal end, an exception, Ctrl-C, and SIGTERM or SIGHUP to this process. Should this process
-itself be killed, a guard does it: a small process that waits for the end of a pipe.
+ending a process group is not enough. `started` puts a token into the child's environment, which every descendant
+inherits. At the end it stops the group, all descendants, and every process that has the token or descends from one that
+has. It does so after a normal end, an exception, Ctrl-C, and SIGTERM or SIGHUP to this process. If this process itself
+is killed, a guard does it: a small process that waits for the end of a pipe.
 """
 
 from __future__ import annotations
@@ -16,32 +16,33 @@ import shlex
 import shutil
 import signal
 import socket
-import ssl
 import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import psutil
+
+if TYPE_CHECKING:
+    import ssl
 
 MARK = "TEPAL_RUN_TOKEN"
 """Environment variable that marks the processes of a run: tokens joined by commas, the outermost first."""
 
-_IN_ORDER = b"in order"  # what the guard hears at the end of a block that has cleaned up itself
+_CLEANED_UP = b"cleaned up"  # sent to the guard by a block that has stopped its processes itself
 _PR_SET_PDEATHSIG = 1
-# Asks the kernel for SIGTERM when the parent dies, then becomes the program. A program of its own, and not what Popen
-# runs between fork and exec: gRPC's handlers of fork end such a child now and then if its parent has threads in gRPC.
-_BECOME = f"""
+# Asks the kernel for SIGTERM when the parent dies, then becomes the program. It is a program, not Popen's preexec_fn:
+# gRPC's fork handlers sometimes end a child there when its parent has gRPC threads.
+_DIE_WITH_PARENT = f"""
 import ctypes, os, sys
 ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, {int(signal.SIGTERM)})
-if os.getppid() != int(sys.argv[1]):  # it died before the kernel knew
+if os.getppid() != int(sys.argv[1]):  # it died before prctl
     os._exit(1)
 os.execv(sys.argv[2], sys.argv[2:])
 """
@@ -52,27 +53,27 @@ class ProcessError(RuntimeError):
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a TCP port that nobody listens on now. Another process may take it before you do: try again then."""
+    """Return a free TCP port. Another process may take it before the caller does."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
 
 def flower_environment(home: Path) -> dict[str, str]:
-    """Return this process's environment, changed for running Flower commands that are private and call nobody.
+    """Return this process's environment, changed so that Flower commands use `home` and send no telemetry.
 
     `home` becomes FLWR_HOME: connections and installed app bundles are kept there and not in the user's `~/.flwr`.
     """
     environment = dict(os.environ)
-    # Flower finds flower-superexec, flwr-simulation and the like by name: they must be those of this interpreter, also
-    # when its virtual environment was never activated.
+    # Flower finds flower-superexec and flwr-simulation by name: they must be those of this interpreter, also when its
+    # virtual environment was never activated.
     programs = str(Path(sys.executable).parent)
     environment["PATH"] = os.pathsep.join([programs, environment.get("PATH", os.defpath)])
     environment |= {
         "FLWR_HOME": str(home),
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
-        # Else the SuperLink resolves and downloads the app's dependencies for every run.
+        # Without this the SuperLink resolves and downloads the app's dependencies for every run.
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
         "HF_HUB_OFFLINE": environment.get("HF_HUB_OFFLINE", "1"),
@@ -83,7 +84,7 @@ def flower_environment(home: Path) -> dict[str, str]:
 
 @dataclass
 class Process:
-    """A running child and everything below it. Made by `started`."""
+    """A child process and its descendants. Made by `started`."""
 
     name: str
     pid: int
@@ -111,12 +112,12 @@ class Process:
     def run(
         self, command: Sequence[str], *, env: Mapping[str, str], timeout: float
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command that belongs to this child, as what the child itself starts: what ends the child ends both.
+        """Run a command as if this child had started it: whatever stops the child stops the command, too.
 
         `env` is its whole environment. Raises `subprocess.TimeoutExpired` after `timeout` seconds.
         """
         return subprocess.run(
-            _dying_with_us(command, env),
+            _ending_with_parent(command, env),
             env={**env, MARK: self._marks},
             capture_output=True,
             text=True,
@@ -131,12 +132,12 @@ class Process:
         return ""
 
     def tree(self) -> list[psutil.Process]:
-        """Return every live process that belongs to this child: its own, all below it, and those it left behind."""
-        # Once the child has been reaped, its pid may be another's.
+        """Return the child and its descendants that are alive, also those whose parents have ended."""
+        # Once the child has been reaped, its pid may belong to another process.
         return marked(self.token, *([self.pid] if self.running else []))
 
     def stop(self, grace: float = 10.0) -> None:
-        """End the child and all that belongs to it: SIGTERM, and SIGKILL to what is left after `grace` seconds."""
+        """End the child and its descendants: SIGTERM, then SIGKILL to those that are left after `grace` seconds."""
         end = time.monotonic() + grace
         tree = {process.pid: process for process in self.tree()}
         _signal(tree.values(), signal.SIGTERM)
@@ -146,11 +147,11 @@ class Process:
         self._kill(tree)
 
     def kill(self) -> None:
-        """End the child and all that belongs to it by SIGKILL, without a word: as a crash of its machine would."""
+        """End the child and its descendants by SIGKILL, as a crash of its machine would."""
         self._kill({process.pid: process for process in self.tree()})
 
     def _kill(self, tree: dict[int, psutil.Process]) -> None:
-        # A process may fork while it is being killed: repeat until a look finds nothing.
+        # A process may fork while it is being killed: repeat until none is found.
         for _ in range(50):
             if not tree:
                 break
@@ -162,9 +163,9 @@ class Process:
             self._popen.wait(1)
 
     def _left(self, tree: Mapping[int, psutil.Process]) -> dict[int, psutil.Process]:
-        """Return who is alive of the tree, and who has joined it."""
+        """Return the processes of the tree that are alive, and new descendants."""
         self._popen.poll()  # reaps it
-        # A process that has been seen is ours also when its parent is gone and its environment unreadable.
+        # A known process is ours, even when its parent has ended and its environment cannot be read.
         alive = {pid: process for pid, process in tree.items() if _alive(process)}
         return alive | {process.pid: process for process in self.tree()}
 
@@ -187,12 +188,19 @@ def started(
     folder: Path | None = None,
     stdin: int = subprocess.DEVNULL,
 ) -> Iterator[Process]:
-    """Run a command beside the block, and stop it with everything it started when the block is left, in any way.
+    """Run a command during the block; at its end, stop the command and everything that it started.
 
-    Output of both streams is appended to `log`. `env` is the whole environment (default: this process's). The child
-    dies with the thread that started it, so use this from a thread that outlives the block; SIGTERM and SIGHUP end the
-    block as Ctrl-C does (by `SystemExit`) when it runs in the main thread. `folder` is temporary and the caller's to
-    remove; should this process be killed, it is removed as well. `stdin` is a file descriptor that the child reads.
+    The child ends with the thread that started it, so call this from a thread that outlives the block. In the main
+    thread, SIGTERM and SIGHUP end the block by `SystemExit`.
+
+    Args:
+        command: program and arguments.
+        log: file to which both output streams are appended.
+        env: the whole environment; None for this process's.
+        name: what errors call it; None for the name of the program.
+        grace: seconds between SIGTERM and SIGKILL.
+        folder: a temporary folder, which the caller removes; if this process is killed, the guard removes it.
+        stdin: a file descriptor that the child reads.
 
     Raises `ProcessError` if the command cannot be started.
     """
@@ -202,10 +210,10 @@ def started(
     environment = dict(os.environ if env is None else env)
     environment[MARK] = ",".join(part for part in (os.environ.get(MARK, ""), token) if part)
     log.parent.mkdir(parents=True, exist_ok=True)
-    with _ending_by_signal(), log.open("ab") as output, _guarded(token, folder):
+    with _exit_on_signals(), log.open("ab") as output, _guarded(token, folder):
         try:
             popen = subprocess.Popen(
-                _dying_with_us(arguments, environment),
+                _ending_with_parent(arguments, environment),
                 env=environment,
                 cwd=cwd,
                 stdin=stdin,
@@ -219,37 +227,37 @@ def started(
         try:
             yield process
         finally:
-            with _undisturbed():
+            with _signals_postponed():
                 process.stop(grace)
 
 
-def _dying_with_us(command: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    """Return what to start instead of `command`, so that it is sent SIGTERM when this process dies. Linux only."""
+def _ending_with_parent(command: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """Return a command that runs `command`; on Linux, the kernel sends it SIGTERM when this process dies."""
     # Popen would look for the program on this process's PATH, not on the child's.
     program = shutil.which(command[0], path=environment.get("PATH"))
     if program is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
-    become = [sys.executable, "-I", "-S", "-c", _BECOME, str(os.getpid())] if sys.platform.startswith("linux") else []
-    return [*become, os.path.abspath(program), *command[1:]]
+    wrapper = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid())]
+    return [*(wrapper if sys.platform.startswith("linux") else []), os.path.abspath(program), *command[1:]]
 
 
 @contextlib.contextmanager
 def _guarded(token: str, folder: Path | None) -> Iterator[None]:
-    """Have what carries `token` ended, and `folder` removed, also if this process is killed inside the block."""
+    """If this process is killed inside the block, end the processes with `token` and remove `folder`."""
     command = [sys.executable, __file__, token, *([] if folder is None else [os.fspath(folder)])]
-    environment = {name: value for name, value in os.environ.items() if name != MARK}  # it is no part of what it guards
+    environment = {name: value for name, value in os.environ.items() if name != MARK}  # the guard must not be stopped
     guard = subprocess.Popen(
         command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
     )
     try:
         yield
     finally:
-        with _undisturbed():
-            guard.communicate(_IN_ORDER)
+        with _signals_postponed():
+            guard.communicate(_CLEANED_UP)
 
 
 def _guard(token: str, folders: Sequence[str]) -> None:
-    if sys.stdin.buffer.read() == _IN_ORDER:  # the pipe ends with the guarded block, or with its process
+    if sys.stdin.buffer.read() == _CLEANED_UP:  # the pipe ends with the guarded block, or with its process
         return
     for _ in range(200):
         left = marked(token)
@@ -264,47 +272,58 @@ def _guard(token: str, folders: Sequence[str]) -> None:
 def wait_for_http(
     url: str, *, timeout: float = 60.0, process: Process | None = None, context: ssl.SSLContext | None = None
 ) -> None:
-    """Wait until `url` answers with a success status. `context` says whom to trust if it is an https one.
+    """Wait until `url`, of a server of our own, answers with a success status.
 
-    Raises `ProcessError` with the end of its log as soon as `process` is gone, `TimeoutError` after `timeout` seconds.
+    Args:
+        url: an http or https address; it is never asked through a proxy.
+        timeout: seconds.
+        process: the server, if this process started it.
+        context: which certificates to trust.
+
+    Raises:
+        ProcessError: `process` ended; the text has the end of its log.
+        TimeoutError: no answer within `timeout` seconds.
     """
-    # Our own servers, never through a proxy.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context))
+    import httpx  # takes a tenth of a second, which the guard does not need
+
     end = time.monotonic() + timeout
-    last = "no answer"
-    while True:
-        if process is not None and not process.running:
-            raise ProcessError(
-                f"{process.name} ended with status {process.returncode} before {url} answered.\n"
-                f"The end of {process.log}:\n{process.tail()}"
-            )
-        try:
-            with opener.open(url, timeout=2):
-                return
-        except urllib.error.HTTPError as error:
-            last = f"status {error.code}"
-        except OSError as error:
-            last = str(error)
-        if time.monotonic() > end:
-            tail = f"\nThe end of {process.log}:\n{process.tail()}" if process else ""
-            raise TimeoutError(f"{url} did not answer within {timeout:g} s ({last}).{tail}")
-        time.sleep(0.05)
+    with httpx.Client(verify=context or True, trust_env=False, timeout=2) as client:
+        while True:
+            if process is not None and not process.running:
+                raise ProcessError(
+                    f"{process.name} ended with status {process.returncode} before {url} answered.\n"
+                    f"The end of {process.log}:\n{process.tail()}"
+                )
+            try:
+                answer = client.get(url)
+                if answer.is_success:
+                    return
+                last = f"status {answer.status_code}"
+            except httpx.HTTPError as error:
+                last = str(error) or type(error).__name__
+            if time.monotonic() > end:
+                tail = f"\nThe end of {process.log}:\n{process.tail()}" if process else ""
+                raise TimeoutError(f"{url} did not answer within {timeout:g} s ({last}).{tail}")
+            time.sleep(0.05)
 
 
 def wait_for_log(process: Process, text: str, timeout: float) -> None:
-    """Wait until a process's log has `text`. Raises `ProcessError` with the log's end where that takes longer, or the
-    process ends."""
+    """Wait until a process's log contains `text`.
+
+    Raises `ProcessError` with the log's end when the process ends or `timeout` seconds have passed.
+    """
     end = time.monotonic() + timeout
     while text not in process.log.read_text(errors="replace"):
         if not process.running or time.monotonic() > end:
-            raise ProcessError(f"{process.name} did not come up.\n{process.tail()}")
+            raise ProcessError(f"{process.name} did not start.\n{process.tail()}")
         time.sleep(0.05)
 
 
 def marked(token: str, *pids: int) -> list[psutil.Process]:
-    """Return the live processes that carry `token` in their environment or are named by `pids`, and all below them.
+    """Return the live processes that have `token` in their environment or are named by `pids`, and their descendants.
 
-    Some programs (Ray's workers) overwrite the memory their environment is read from; they are found through a parent.
+    Some programs (Ray's workers) overwrite the memory that their environment is read from; they are found through a
+    parent.
     """
     processes = {process.pid: process for process in psutil.process_iter()}
     children: dict[int, list[int]] = {}
@@ -324,7 +343,7 @@ def marked(token: str, *pids: int) -> list[psutil.Process]:
 
 
 def _alive(process: psutil.Process) -> bool:
-    """Whether the process runs; one that has ended and only waits to be reaped does not."""
+    """Whether the process runs; a zombie does not."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
@@ -338,8 +357,8 @@ def _signal(processes: Iterable[psutil.Process], number: signal.Signals) -> None
 
 
 @contextlib.contextmanager
-def _ending_by_signal() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP raise `SystemExit` inside the block, where they would end the process without cleaning."""
+def _exit_on_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP raise `SystemExit` inside the block, so that the block can clean up."""
 
     def leave(number: int, _frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -347,7 +366,7 @@ def _ending_by_signal() -> Iterator[None]:
     changed = {}
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is signal.SIG_DFL:  # who has a handler has a plan
+            if signal.getsignal(number) is signal.SIG_DFL:  # a handler of the application stays
                 changed[number] = signal.signal(number, leave)
     try:
         yield
@@ -357,8 +376,8 @@ def _ending_by_signal() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Hold signals back while processes are being stopped: a second Ctrl-C must not leave half of them."""
+def _signals_postponed() -> Iterator[None]:
+    """Postpone signals until the end of the block: a second Ctrl-C must not interrupt the stopping of processes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

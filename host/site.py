@@ -1,4 +1,4 @@
-"""What a site has: the files of an unpacked archive, read and checked, and the names that stand in them."""
+"""The credentials of a site: the files of its unpacked archive, read and checked."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 from tepal.host.toml import Value, flat, parse_run_config
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
-"""Of a site."""
+"""A site's name."""
 
 _LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 _SITE_FILES = ("ca.crt", "node.key", "site.toml")
@@ -34,7 +34,7 @@ class ProvisionError(ValueError):
 
 @dataclass(frozen=True)
 class Site:
-    """What a site has. Read by `read_site`."""
+    """The credentials and settings of a site. Made by `read_site`."""
 
     name: str
     superlink: str
@@ -74,8 +74,8 @@ def read_site(folder: Path) -> Site:
 def _check_authority(path: Path) -> None:
     if days_left(read_certificate(path)) < 0:
         raise ProvisionError(
-            f"the authority's certificate {path} has expired. Whoever runs the server makes a new deployment, and "
-            "sends a new archive"
+            f"the authority's certificate {path} has expired. Ask the server's administrator for an archive of a new "
+            "deployment"
         )
 
 
@@ -87,11 +87,11 @@ def _check_node_key(path: Path) -> None:
         key = load_ssh_private_key(path.read_bytes(), None)
     except (ValueError, TypeError, UnsupportedAlgorithm):  # TypeError: it needs a password
         raise ProvisionError(
-            f"{path} is no private key in OpenSSH's form without a password: unpack the site's archive again, or ask "
-            "whoever runs the server for a new one"
+            f"{path} is not a private key in OpenSSH format without a password: unpack the site's archive again, or "
+            "ask the server's administrator for a new one"
         ) from None
     if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise ProvisionError(f"{path} is a key of another kind: expected ECDSA P-384, as `tepal provision` makes it")
+        raise ProvisionError(f"{path} is not an ECDSA key: expected ECDSA P-384, as `tepal provision` makes it")
 
 
 # Certificates ---------------------------------------------------------------------------------------------------------
@@ -104,11 +104,11 @@ def read_certificate(path: Path) -> x509.Certificate:
     except FileNotFoundError:
         raise ProvisionError(f"there is no certificate {path}") from None
     except ValueError:
-        raise ProvisionError(f"{path} is no certificate in PEM that could be read") from None
+        raise ProvisionError(f"{path} is not a certificate in PEM format") from None
 
 
 def days_left(certificate: x509.Certificate) -> int:
-    """Return the whole days until the certificate ends, negative after it."""
+    """Return the whole days until the certificate expires, negative afterwards."""
     return (certificate.not_valid_after_utc - datetime.datetime.now(datetime.UTC)).days
 
 
@@ -116,7 +116,7 @@ def days_left(certificate: x509.Certificate) -> int:
 
 
 def parse_node_config(arguments: Iterable[str] | None) -> dict[str, Value] | None:
-    """Read `--node-config`, as Flower does; None if it was not given. Raises ProvisionError."""
+    """Return the values of `--node-config`, read as Flower does; None if it was not given. Raises ProvisionError."""
     if arguments is None:
         return None
     try:
@@ -134,8 +134,8 @@ def read_site_toml(text: str, where: str) -> tuple[str, str, dict[str, Value]]:
     unknown = sorted(table.keys() - {"name", "superlink", "node-config"})
     if unknown:
         raise ProvisionError(
-            f"{where}: unknown key {some(unknown)}. There are name, superlink and the table [node-config], in which "
-            "stands what the ClientApp shall know"
+            f"{where}: unknown key {some(unknown)}. Allowed are name, superlink and the table [node-config], which has "
+            "the settings for the ClientApp"
         )
     name, superlink, given = table.get("name"), table.get("superlink"), table.get("node-config", {})
     if not isinstance(name, str) or not NAME.fullmatch(name):
@@ -149,7 +149,9 @@ def read_site_toml(text: str, where: str) -> tuple[str, str, dict[str, Value]]:
         if not isinstance(value, bool | int | float | str):
             raise ProvisionError(f"{where}: {key} = {value!r} in [node-config], expected a bool, int, float or text")
     if node_config.get("name", name) != name:
-        raise ProvisionError(f"{where}: [node-config] has another name, {node_config['name']!r}; the site is {name}")
+        raise ProvisionError(
+            f"{where}: name in [node-config] is {node_config['name']!r}, expected the site's name, {name!r}"
+        )
     return name, superlink, node_config
 
 
@@ -157,7 +159,7 @@ def read_site_toml(text: str, where: str) -> tuple[str, str, dict[str, Value]]:
 
 
 def host_names(hosts: Sequence[str]) -> list[str]:
-    """Return the hosts as they stand in a certificate. Raises ProvisionError for what is no name and no address."""
+    """Return the hosts as a certificate has them. Raises ProvisionError for one that is neither name nor address."""
     found: dict[str, None] = {}
     for host in hosts:
         try:
@@ -166,7 +168,7 @@ def host_names(hosts: Sequence[str]) -> list[str]:
             found[_dns_name(host)] = None
             continue
         if address.is_unspecified or "%" in str(address):
-            raise ProvisionError(f"host {host}: nobody can call this address. Give the one that sites use")
+            raise ProvisionError(f"host {host}: sites cannot connect to this address. Give the one that they use")
         found[str(address)] = None
     return list(found)
 
@@ -174,12 +176,12 @@ def host_names(hosts: Sequence[str]) -> list[str]:
 def _dns_name(host: str) -> str:
     labels = host.split(".")
     if not host.isascii():
-        raise ProvisionError(f"host {host!r}: write it as DNS knows it: {_encoded(host)}")
+        raise ProvisionError(f"host {host!r}: give the name in its ASCII form, {_encoded(host)}")
     if "/" in host or host.count(":") == 1:
         raise ProvisionError(f"host {host!r}: expected a name or address alone, without https:// and port (--port)")
     if len(host) > 253 or not all(_LABEL.fullmatch(label) for label in labels) or labels[-1].isdigit():
         raise ProvisionError(
-            f"host {host!r} is no name or address: expected for instance fl.example.org, 192.0.2.7 or 2001:db8::7"
+            f"host {host!r} is not a name or address: expected for instance fl.example.org, 192.0.2.7 or 2001:db8::7"
         )
     return host.lower()
 
@@ -192,7 +194,7 @@ def _encoded(host: str) -> str:
 
 
 def is_address(text: str) -> bool:
-    """Whether it is HOST:PORT."""
+    """Whether the text is HOST:PORT."""
     host, _, port = text.rpartition(":")
     if not re.fullmatch("[0-9]{1,5}", port) or not 1 <= int(port) <= 65535:
         return False
@@ -203,7 +205,7 @@ def is_address(text: str) -> bool:
 
 
 def some(names: Sequence[str], at_most: int = 8) -> str:
-    """Return the first names and how many more there are, for a message."""
+    """Return the first names and the number of the others, for a message."""
     if not names:
         return "none"
     return ", ".join(names[:at_most]) + (f" and {len(names) - at_most} more" if len(names) > at_most else "")

@@ -1,7 +1,7 @@
-"""What one does to any SuperLink, simulation or deployment: submit an app, follow its run, say why it failed.
+"""Submit an app to a SuperLink, follow its run, and explain its failure; for simulation and deployment.
 
-`flwr run` submits. The log stream and the final status come from Flower's Control API directly: the command line would
-take another second for each, and could not be left when the SuperLink dies.
+`flwr run` submits. The log stream and the final status come from Flower's Control API directly: Flower's command line
+takes another second for each, and does not end when the SuperLink dies.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from typing import Any
 
 import httpx
 import pathspec
+import tomli_w
 
+from tepal.host.flower.patches import SERVER_APP_RAISED
 from tepal.host.processes import Process, ProcessError
-from tepal.host.toml import Value, flat, to_toml
+from tepal.host.toml import Value, flat
 
 Listener = Callable[[str, str], None]
-"""Called with ("stage", what happens now) and ("log", one line of the run's log)."""
+"""Called with ("stage", a description) when a stage begins, and with ("log", one line of the run's log)."""
 
 CONNECTION = "tepal"
-"""Name under which `connect` enters a SuperLink."""
+"""Name of the SuperLink in the config.toml that `connect` writes."""
 
-# What an app bundle may hold (flwr.common.constant.FAB_INCLUDE_PATTERNS), and the ignore rules that decide about it.
+# The files that an app bundle may contain (flwr.common.constant.FAB_INCLUDE_PATTERNS), and .gitignore.
 _BUNDLED = ("*.py", "*.toml", "*.md", "*.yaml", "*.yml", "*.json", "*.jsonl", "/LICENSE", "/.gitignore")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _LOG_LINE = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL)\s*:\s")
-_MODULE = re.compile(r"^(?:\w+\.)+(\w+: )")  # of an exception: it tells a user nothing
-RAISED = "ServerApp raised an exception"
-"""What Flower's log says before the traceback."""
-_RAISED = re.compile(rf"(?:Simulation raised an exception|{RAISED})\n")
-# Flower wraps what went wrong in these; they say nothing.
+_MODULE = re.compile(r"^(?:\w+\.)+(\w+: )")  # of an exception; users need only its class
+_RAISED = re.compile(rf"(?:Simulation raised an exception|{SERVER_APP_RAISED})\n")
+# Exceptions that Flower raises from the app's own, without information.
 _WRAPPERS = ("RuntimeError: Simulation Runtime crashed.", "RuntimeError: An error was encountered. Ending simulation.")
 
 
 class RunError(RuntimeError):
-    """The run failed or could not be started. `log` is the file with the whole log, if there is one."""
+    """The run failed or could not be started. `log` is the file with its whole log, None without one."""
 
     def __init__(self, message: str, log: Path | None = None) -> None:
         super().__init__(f"{message}\nThe whole log: {log}" if log else message)
@@ -57,9 +57,10 @@ class RunError(RuntimeError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """A run that ended. `status` is Flower's word: "completed", "failed" or "stopped".
+    """A run that has ended.
 
-    `details` is what Flower says about it, `seconds` how long each stage took, by name.
+    `status` is Flower's: "completed", "failed" or "stopped"; `details` is Flower's explanation; `seconds` is the
+    duration of each stage, by name.
     """
 
     run_id: int
@@ -70,7 +71,7 @@ class Outcome:
 
 
 class Clock:
-    """Stages of the call with their times, the listener, and the time limit."""
+    """Measures the stages of a run, reports them to a listener, and has the time limit."""
 
     def __init__(self, tell: Listener, limit: float | None) -> None:
         self.tell = tell
@@ -80,7 +81,7 @@ class Clock:
         self._stage = ""
 
     def stage(self, name: str, text: str) -> None:
-        """Begin a stage and end the one before; the name "" only ends."""
+        """End the stage before and begin a new one; with the name "", only end it."""
         now = time.monotonic()
         if self._stage:
             self.seconds[self._stage] = now - self._stage_begun
@@ -89,40 +90,39 @@ class Clock:
             self.tell("stage", text)
 
     def left(self, at_most: float = math.inf) -> float:
-        """Return the seconds left of the limit, but no more than `at_most`."""
+        """Return the seconds until the limit, at most `at_most`."""
         return min(at_most, self._begun + self.limit - time.monotonic())
 
     @property
     def over(self) -> str:
-        """What there is to say when the limit is over; "" while it is not."""
+        """The error message when the limit is exceeded; "" before."""
         return f"The run was stopped: it took longer than {self.limit:g} s" if self.left() <= 0 else ""
 
     def check(self) -> None:
-        """Raise `TimeoutError` when the limit is over."""
+        """Raise `TimeoutError` when the limit is exceeded."""
         if self.over:
             raise TimeoutError(self.over)
 
 
 def connect(home: Path, address: str, root_certificates: Path | None = None) -> None:
-    """Let Flower's commands, run with FLWR_HOME=`home`, find the SuperLink at `address`.
+    """Write the config.toml by which Flower's commands, run with FLWR_HOME=`home`, find the SuperLink at `address`.
 
-    They speak TLS and trust the PEM file `root_certificates`, or speak plain HTTP if there is none.
+    They use TLS and trust the PEM file `root_certificates`; without it they use plain HTTP.
     """
     home.mkdir(parents=True, exist_ok=True)
-    connection: dict[str, Value] = {"address": address}
+    connection: dict[str, str | bool] = {"address": address}
     # Flower wants the path absolute.
     connection |= {"root-certificates": str(root_certificates.resolve())} if root_certificates else {"insecure": True}
-    (home / "config.toml").write_text(
-        f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\n{to_toml(connection)}', encoding="utf-8"
-    )
+    config = {"superlink": {"default": CONNECTION, CONNECTION: connection}}
+    (home / "config.toml").write_text(tomli_w.dumps(config), encoding="utf-8")
 
 
 def stage_app(app: Path, target: Path) -> list[Path]:
-    """Copy what may go into the app's bundle from `app` to `target`; return the copied files, relative.
+    """Copy the files of the app's bundle from `app` to `target`; return their relative paths.
 
-    Flower bundles a folder by walking all of it, virtual environments and run directories included, and while others
-    may be editing it. The copy holds the files of the types that Flower takes, which `fab-include` names and
-    `.gitignore` does not, so the bundle made from the copy is the bundle of the app.
+    Flower makes a bundle by walking the whole folder, with virtual environments and run directories, while somebody may
+    be editing it. The copy has the files of the types that Flower takes that `fab-include` names and `.gitignore` does
+    not, so Flower makes the same bundle from it.
     """
     table = _app_table(app)
     ignore = app / ".gitignore"
@@ -157,7 +157,7 @@ def app_run_config(app: Path) -> dict[str, Value]:
 
 
 def app_components(app: Path) -> tuple[str, str]:
-    """Return the names of the app's ServerApp and ClientApp, "module:attribute". Raises RunError without them."""
+    """Return the references to the app's ServerApp and ClientApp, "module:attribute". Raises RunError without them."""
     components = _app_table(app).get("components", {})
     try:
         return components["serverapp"], components["clientapp"]
@@ -176,16 +176,16 @@ def submit(
     """Submit the app in the folder `bundle` with `flwr run` and return the run's id.
 
     Args:
-        bundle: A folder as `stage_app` makes it, of a name with letters, digits and hyphens alone.
+        bundle: A folder made by `stage_app`, whose name has only letters, digits and hyphens.
         run_config: A TOML file with changes to the app's run configuration.
-        superlink: The process of the SuperLink that `connect` named; what ends it ends this command too.
-        environment: As `flower_environment` makes it, for a home that `connect` wrote.
-        timeout: Seconds that it may take.
-        federation_config: As `flwr run --federation-config` takes it; the SuperLink must be one for simulation.
+        superlink: The process of the SuperLink that `connect` named; stopping it stops this command, too.
+        environment: Made by `flower_environment`, for a home that `connect` wrote.
+        timeout: Seconds.
+        federation_config: As for `flwr run --federation-config`, for a SuperLink in simulation mode.
 
     Raises:
         RunError: Flower did not accept the app.
-        subprocess.TimeoutExpired: it took longer.
+        subprocess.TimeoutExpired: after `timeout` seconds.
     """
     command = ["flwr", "run", str(bundle), CONNECTION, "--format", "json", "--run-config", str(run_config)]
     command += ["--federation-config", federation_config] if federation_config else []
@@ -203,13 +203,19 @@ def submit(
 def follow(
     run_id: int, address: str, superlink: Process, clock: Clock, log: Path, root_certificates: Path | None = None
 ) -> tuple[str, str]:
-    """Write the run's log to `log` as it comes; return its final status and Flower's words on it.
+    """Write the run's log to `log` until the run ends; return its final status and Flower's explanation.
 
-    The SuperLink speaks TLS if there are `root_certificates` to trust, a PEM file.
+    Args:
+        run_id: The run.
+        address: HOST:PORT of the SuperLink's Control API.
+        superlink: The process of the SuperLink.
+        clock: Its listener is called with each line of the log.
+        log: The file to write.
+        root_certificates: PEM file to trust; None for a SuperLink without TLS.
 
     Raises:
-        ProcessError: the SuperLink, which runs in the process `superlink`, ended or does not answer.
-        TimeoutError: the clock's limit was over before the run was.
+        ProcessError: the SuperLink ended or does not answer.
+        TimeoutError: the clock's limit was exceeded.
     """
     from flwr.proto.control_pb2 import ListRunsRequest, StreamLogsRequest
     from flwr.supercore.control import ControlHttpClient
@@ -217,7 +223,7 @@ def follow(
     streams: list[httpx.Response] = []
 
     class Keep:
-        """Keeps the stream's response, which the client hides."""
+        """Keeps the response of the stream, to which the client gives no access."""
 
         def intercept(self, context: Any, call_next: Callable[[Any], httpx.Response]) -> httpx.Response:
             streams.append(call_next(context))
@@ -231,11 +237,12 @@ def follow(
             interceptors=interceptors,
         )
 
-    # The stream blocks while the app says nothing, so it is read beside the loop that watches clock and SuperLink.
+    # The stream blocks while the app logs nothing, so a thread reads it and this one watches the clock and the
+    # SuperLink.
     chunks: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
     def read() -> None:
-        with contextlib.suppress(Exception):  # a lost SuperLink is the loop's to report
+        with contextlib.suppress(Exception):  # the loop reports a lost SuperLink
             for response in streaming.StreamLogs(StreamLogsRequest(run_id=run_id, after_timestamp=0.0)):
                 chunks.put(response.log_output)
         chunks.put(None)
@@ -263,19 +270,19 @@ def follow(
                     clock.tell("log", line)
                 if chunk is None:
                     break
-        # The stream ends with the run; its status is there at once, unless the stream broke.
+        # The stream ends with the run, whose status is then final, unless the connection was lost.
         while True:
             status = asking.ListRuns(ListRunsRequest(run_id=run_id)).run_dict[run_id].status
             if status.status == "finished":
                 return status.sub_status, status.details
             clock.check()
             time.sleep(0.2)
-    except TimeoutError:  # the clock's; it is an OSError, too
+    except TimeoutError:  # the clock's; an OSError as well
         raise
     except (OSError, httpx.HTTPError) as error:
         raise ProcessError(f"The SuperLink does not answer: {error}\n{superlink.tail()}") from error
     finally:
-        # The SuperLink waits for open streams before it ends. Closing ours does nothing while the thread reads from it.
+        # The SuperLink waits for open streams before it ends. Closing the client has no effect while the thread reads.
         for response in streams:
             with contextlib.suppress(OSError, KeyError):
                 response.extensions["network_stream"].get_extra_info("socket").shutdown(socket.SHUT_RDWR)
@@ -284,7 +291,7 @@ def follow(
 
 
 def explain(log: str, details: str = "") -> str:
-    """Return what went wrong, out of the log of a failed run: the app's exception, and the line that raised it."""
+    """Return the app's exception, and the line that raised it, from the log of a failed run."""
     *before, report = _RAISED.split(log)
     chain = report.split("Traceback (most recent call last):\n")[1:] if before else []
     for traceback in reversed(chain):
@@ -306,12 +313,12 @@ def explain(log: str, details: str = "") -> str:
 
 
 def without_colour(text: str) -> str:
-    """As Flower's log reads without what makes it coloured on a terminal."""
+    """Return Flower's log without the escape sequences of colours."""
     return _COLOUR.sub("", text)
 
 
 def app_settings(app: Path) -> dict[str, Any]:
-    """What an app's pyproject.toml says to Tepal, `[tool.tepal]`; {} where that is nothing. Raises RunError."""
+    """Return the table `[tool.tepal]` of an app's pyproject.toml, {} without one. Raises RunError."""
     return dict(_tools_table(app).get("tepal", {}))
 
 

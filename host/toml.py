@@ -1,17 +1,18 @@
-"""Flat settings, to and from TOML: run configs and node configs, as Flower reads and writes them."""
+"""Run configs and node configs: read and written as Flower does it, as a flat mapping."""
 
 from __future__ import annotations
 
-import json
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
 Value = bool | int | float | str
 
-_PAIR = re.compile(r"(\S+?)=('[^']*'|\"[^\"]*\"|\S+)")  # as `flwr run --run-config` splits its argument
+_PAIR = re.compile(r"(\S+?)=('[^']*'|\"[^\"]*\"|\S+)")  # the expression of `flwr run --run-config`
 
 
 def parse_run_config(arguments: Iterable[str]) -> dict[str, Value]:
@@ -42,23 +43,18 @@ def parse_run_config(arguments: Iterable[str]) -> dict[str, Value]:
 
 
 def to_toml(config: Mapping[str, Value]) -> str:
-    """Write flat keys and values as TOML, so that Flower reads back the same values with the same types."""
-    lines = []
+    """Return flat keys and values as TOML from which Flower reads the same values with the same types.
+
+    Raises `ValueError` for a value of a type that Flower does not take.
+    """
     for key, value in config.items():
-        if isinstance(value, bool):
-            text = "true" if value else "false"
-        elif isinstance(value, int | float):
-            text = repr(value)
-        elif isinstance(value, str):
-            text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-        else:
+        if not isinstance(value, bool | int | float | str):
             raise ValueError(f"run configuration {key} is {value!r}, expected a bool, int, float or str")
-        lines.append(f"{key} = {text}\n")
-    return "".join(lines)
+    return tomli_w.dumps(config)
 
 
 def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Value]:
-    """Join nested keys with dots, as Flower does with run configuration."""
+    """Return the values of nested tables under keys joined with dots, as Flower does."""
     values: dict[str, Value] = {}
     for key, value in table.items():
         values |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import queue
 import secrets
@@ -26,6 +25,7 @@ from tepal.client_app.node import node_pb2
 from tepal.client_app.node.executor import Executor
 from tepal.client_app.node.metrics import node_families
 from tepal.client_app.node.service import Services
+from tepal.host.files import locked
 from tepal.host.flower.link import Link, command
 from tepal.host.flower.patches import require_flower
 from tepal.host.metrics import serving
@@ -86,7 +86,7 @@ class NodeSettings:
 def run_node(settings: NodeSettings) -> None:
     """Run a node until SIGTERM or SIGINT; the message in hand is finished, or handed back with an error.
 
-    Raises `OtherFlower` on another version of Flower, `OSError` where an address is taken.
+    Raises `UnsupportedFlowerVersion` on another version of Flower, `OSError` where an address is taken.
     """
     require_flower()
     with _folder(settings.folder) as folder:
@@ -413,13 +413,12 @@ def _folder(given: Path | None) -> Iterator[Path]:
     within = given or Path(tempfile.gettempdir())
     within.mkdir(parents=True, exist_ok=True)
     for left in within.glob("tepal-node-*/lock"):
-        with contextlib.suppress(OSError), left.open() as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # its node is dead
+        with contextlib.suppress(OSError), locked(left, BlockingIOError()):  # its node is dead
             shutil.rmtree(left.parent, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix="tepal-node-", dir=within))
     try:
-        with (folder / "new").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        (folder / "new").touch()
+        with locked(folder / "new", BlockingIOError()):
             (folder / "new").rename(folder / "lock")  # so that nobody finds it without being locked
             yield folder
     finally:

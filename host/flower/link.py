@@ -1,6 +1,6 @@
-"""The line between the node's parent and a child process: JSON, one object a line, over a socket pair.
+"""The connection between the node's parent and a child process: one JSON object a line, over a socket pair.
 
-Either end learns of the other's death by the end of the stream.
+The stream ends when the process at the other end dies.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-# Starts a file of this folder as the package `tepal_node`: see __init__.py. What it imports takes seconds, and the
-# parent may be killed meanwhile.
+# Runs a file of this folder as a module of the package `tepal_node`: see __init__.py. `die_with_parent` comes first,
+# because the imports take seconds, in which the parent may be killed.
 _START = """
 import importlib, importlib.util, os, signal, sys
 folder, module, parent, *sys.argv[1:] = sys.argv[1:]
@@ -35,13 +35,13 @@ _PR_SET_PDEATHSIG = 1
 
 def command(module: str, *arguments: str) -> list[str]:
     """Return the command that runs `main` of a module of this folder in a child process, which dies with this one."""
-    # -P: the folder that it is started in is nobody's source of modules.
+    # -P: do not import modules from the working directory.
     folder, here = str(Path(__file__).resolve().parent), str(os.getpid())
     return [sys.executable, "-P", "-c", _START, folder, module, here, *arguments]
 
 
 class Link:
-    """One end. Several threads may send; one reads, by iterating."""
+    """One end of the connection. Several threads may send; one thread receives, by iterating."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
@@ -50,19 +50,19 @@ class Link:
 
     @staticmethod
     def pair() -> tuple[Link, socket.socket]:
-        """Return this process's end, and the one whose number a child inherits: close it when the child is started."""
+        """Return this process's end, and the socket that a child inherits: close it when the child has started."""
         here, there = socket.socketpair()
         return Link(here), there
 
     @staticmethod
     def inherited(number: str) -> Link:
-        """The end that the parent left open for this process under that file number."""
+        """Return the end that this process has inherited as this file descriptor."""
         end = socket.socket(fileno=int(number))
         end.set_inheritable(False)
         return Link(end)
 
     def send(self, event: str, **values: Any) -> bool:
-        """Send one object; return False if nobody is there any more."""
+        """Send one object; return False if the other end is closed."""
         data = json.dumps({"event": event, **values}).encode() + b"\n"
         try:
             with self._sending:
@@ -72,7 +72,7 @@ class Link:
             return False
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
-        """Yield what the other end sends, until it is gone."""
+        """Yield the objects that the other end sends, until it is closed."""
         with contextlib.suppress(OSError, ValueError):
             for line in self._lines:
                 yield json.loads(line)
@@ -87,5 +87,5 @@ def die_with_parent(parent: int, number: signal.Signals) -> None:
     """Have the kernel send this process a signal when its parent, whose pid was `parent`, dies. Linux only."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:  # it died before the kernel knew
+    if os.getppid() != parent:  # it died before prctl
         os._exit(1)

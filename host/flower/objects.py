@@ -1,9 +1,8 @@
-"""A message's objects on their way between processes: its arrays in chunks, each of which is hashed once, and copied no
-more often than HTTP does.
+"""Send and receive the objects of a message with fewer hashes and copies of array chunks than Flower.
 
-Flower hashes a chunk when it is cut and again for every message that carries it, has all that wait to be sent in memory
-as copies, and puts an array together from all its chunks by way of two further copies. Here chunks keep their ids, two
-are copied at a time, and those that arrive are written where they belong in the array.
+Flower hashes a chunk when it is cut and again for every message that contains it, keeps copies of all chunks that wait
+to be sent, and assembles an array from its chunks by two more copies. Here a chunk is hashed once, few chunks are
+copied at a time, and a chunk that arrives is written to its place in the array.
 """
 
 from __future__ import annotations
@@ -30,17 +29,20 @@ from flwr.supercore.inflatable.inflatable_object import (
 )
 from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, inflate_object_from_contents
 
-_HUGE = 1 << 22  # bytes from which on larger pages are of use
+_HUGE = 1 << 22  # bytes: larger arrays are put into huge pages
 
 Pull = Callable[[str], bytes]
-"""Object id → content, as Flower has it."""
+"""Flower's function from object id to content."""
 PullAll = Callable[[list[str], Pull], dict[str, bytes]]
 """Flower's `pull_objects`."""
 
 
 class LetGo:
-    """An interceptor of Flower's HTTP client: an answer that was read whole knows its stream no more, which knows the
-    answer; else its megabytes, and those of its request, would stay until Python looks for cycles."""
+    """An interceptor of Flower's HTTP client that frees the memory of responses.
+
+    A response and its stream refer to each other, so the megabytes of the response and its request would stay until
+    Python's garbage collector runs. The stream of a response that was read is therefore replaced.
+    """
 
     def intercept(self, context: Any, call_next: Callable[[Any], httpx.Response]) -> httpx.Response:
         response = call_next(context)
@@ -50,7 +52,7 @@ class LetGo:
 
 
 def fetch(object_id: str, pull: Pull, pull_all: PullAll) -> InflatableObject:
-    """Pull an object with all that belongs to it, and put it together.
+    """Pull an object and all objects below it, and assemble it.
 
     Raises what `pull` raises, and ObjectPullError for an array whose chunks do not fit together.
     """
@@ -79,7 +81,7 @@ def fetch_from_tree(
     found = fetch(tree.object_id, pull, pull_all)
     confirm(tree.object_id)
     if not isinstance(found, return_type):
-        raise TypeError(f"a {return_type.__name__} was expected, and a {type(found).__name__} came")
+        raise TypeError(f"received a {type(found).__name__}, expected a {return_type.__name__}")
     return found
 
 
@@ -87,12 +89,12 @@ def _array(content: bytes, pull: Pull, pull_all: PullAll) -> Array:
     says = json.loads(get_object_body(content, Array))
     _, ids, _ = get_object_head_values_from_object_content(content)
     chunks = [ids[number] for number in says["arraychunk_ids"]]
-    data = _together(chunks, pull, pull_all) if chunks else b""
+    data = _assemble(chunks, pull, pull_all) if chunks else b""
     return Array(dtype=says["dtype"], shape=tuple(says["shape"]), stype=says["stype"], data=data)
 
 
-def _together(chunks: list[str], pull: Pull, pull_all: PullAll) -> bytes:
-    """The bytes of these chunks in their order. All but the last are of one size, and an id may come twice."""
+def _assemble(chunks: list[str], pull: Pull, pull_all: PullAll) -> bytes:
+    """Return the bytes of these chunks in their order. All but the last have the same size; an id may occur twice."""
     first, last = chunks[0], chunks[-1]
     ends = pull_all(list({first: None, last: None}), pull)
     size = len(_body(ends[first]))
@@ -102,7 +104,7 @@ def _together(chunks: list[str], pull: Pull, pull_all: PullAll) -> bytes:
         places.setdefault(chunk, []).append(number * size)
 
     def put(chunk: str, content: bytes, _alive: bytes = whole) -> None:
-        # A pull that fails leaves others in their threads: what these still write to must be there.
+        # When a pull fails, others still run in their threads: the bytes that they write to must stay allocated.
         body = _body(content)
         for start in places[chunk]:
             if len(body) != min(size, len(buffer) - start):
@@ -125,19 +127,18 @@ def _body(content: bytes) -> memoryview:
     kind, _, size = get_object_head_values_from_object_content(content[:200])
     body = memoryview(content)[content.index(HEAD_BODY_DIVIDER) + len(HEAD_BODY_DIVIDER) :]
     if kind != ArrayChunk.__qualname__ or len(body) != size:
-        raise ValueError(f"an array's chunk was expected, and a {kind} of {len(body)} bytes came, which says {size}")
+        raise ValueError(f"received a {kind} of {len(body)} bytes, expected a chunk of an array of {size} bytes")
     return body
 
 
 def _new_bytes(size: int) -> tuple[bytes, memoryview]:
-    """Bytes that are not filled yet, and a view to fill them by, before anybody else sees them: an Array's data are
-    `bytes`, and made any other way they would be copied."""
+    """Return uninitialised `bytes`, and a view to fill them. An Array's data are `bytes`; any other way copies them."""
     new, address = ctypes.pythonapi.PyBytes_FromStringAndSize, ctypes.pythonapi.PyBytes_AsString
     new.restype, new.argtypes = ctypes.py_object, (ctypes.c_char_p, ctypes.c_ssize_t)
     address.restype, address.argtypes = ctypes.c_void_p, (ctypes.py_object,)
     made = new(None, size)
     begin = address(made)
-    with contextlib.suppress(OSError, AttributeError):  # a system that has it gives larger pages, and is sooner done
+    with contextlib.suppress(OSError, AttributeError):  # huge pages are faster, on systems that have them
         first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
         if size > _HUGE:
             ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(begin + size - first), mmap.MADV_HUGEPAGE)
@@ -145,7 +146,7 @@ def _new_bytes(size: int) -> tuple[bytes, memoryview]:
 
 
 def hash_chunks(message: Message) -> None:
-    """Cut the message's arrays into chunks and hash them, in several threads; Flower then takes these for its own."""
+    """Cut the message's arrays into chunks and hash them in two threads; Flower then uses these chunks."""
     records = message.content.array_records.values() if message.has_content() else ()
     for array in {id(array): array for record in records for array in record.values()}.values():
         if "_chunks" not in array.__dict__:
@@ -165,13 +166,13 @@ def _head(chunk: ArrayChunk) -> bytes:
 
 
 def _id_of(chunk: ArrayChunk) -> str:
-    known = hashlib.sha256(_head(chunk))
-    known.update(chunk.data)
-    return known.hexdigest()
+    digest = hashlib.sha256(_head(chunk))
+    digest.update(chunk.data)
+    return digest.hexdigest()
 
 
 def tree_of(message: InflatableObject, object_id: str) -> tuple[ObjectTree, dict[str, InflatableObject]]:
-    """An object's tree, and all that is in it by id, children first; ids are those by which it knows its children."""
+    """Return an object's tree, and the objects in it by id, children first."""
     objects: dict[str, InflatableObject] = {}
 
     def walk(each: InflatableObject, its_id: str) -> ObjectTree:
@@ -183,7 +184,7 @@ def tree_of(message: InflatableObject, object_id: str) -> tuple[ObjectTree, dict
 
 
 def push(objects: dict[str, InflatableObject], wanted: Iterable[str], push_one: Callable[[str, bytes], None]) -> None:
-    """Push the wanted objects, children first, a few at a time; only of these there are copies."""
+    """Push the wanted objects, children first, a few at a time; only these few are copied."""
     wanted = set(wanted)
 
     def push_it(item: tuple[str, InflatableObject]) -> None:

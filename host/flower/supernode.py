@@ -1,8 +1,8 @@
-"""Flower's own SuperNode in a process of its own, which looks for messages and replies as soon as they can be there.
+"""Run Flower's SuperNode in a process of its own, with shorter waits for messages and replies.
 
-Flower's looks for a message every three seconds and for its reply every half, and has no answer to a message whose
-process died until a minute later. What is changed for that: the connection's `receive` (`Prompt`), the node's state
-(`PromptState`), and how long is waited for an object that was announced.
+Flower polls for a message every three seconds and for its reply every half second, and answers a message whose process
+died only after a minute. Changed are the connection's `receive` (`Prompt`), the node's state (`PromptState`), and the
+pauses between requests for an object that was announced.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ from flwr.supernode.nodestate.in_memory_nodestate import InMemoryNodeState
 from .link import Link, die_with_parent
 from .patches import SHORTEST_PAUSE, change, quick
 
-_PAUSE = 1 / 8  # between two looks for a message, of the time since the last one
-_LONGEST_RECONNECT = 5  # seconds between two tries to reach a SuperLink that is gone (Flower: 20)
+_PAUSE = 1 / 8  # between two requests for a message, as a share of the time since the last message
+_LONGEST_RECONNECT = 5  # seconds between two attempts to reach the SuperLink (Flower: 20)
 _MOMENT = 5.0  # seconds for which a task waits for its message
-_LOOK_UP = 20.0  # seconds for which the main loop waits for a reply before it looks at task tokens again
-_GOODBYE = 6.0  # seconds for it when the parent has died
-_SAY_AGAIN = 5.0  # seconds between two words to the parent that the SuperLink still answers
-_STALLED = 30.0  # seconds without a further object of a message, after which its sender is taken for dead
+_CHECK_TOKENS = 20.0  # seconds for which the main loop waits for a reply before it checks task tokens again
+_LEAVE = 6.0  # seconds to leave the SuperLink when the parent has died
+_REPORT = 5.0  # seconds between two reports to the parent that the SuperLink answers
+_STALLED = 30.0  # seconds without a further object of a message, after which its sender counts as dead
 _KEPT_TASKS = 100  # finished tasks whose entry stays; Flower keeps all
 
 
 def main() -> None:
     """Run Flower's SuperNode: `supernode.py LINK POLL OPTION …`.
 
-    LINK is the number of an open socket to the parent, POLL the longest pause in seconds between two looks for a
+    LINK is the file descriptor of a socket to the parent, POLL the longest pause in seconds between two requests for a
     message, each OPTION one of `flower-supernode`.
     """
     number, poll, *options = sys.argv[1:]
     link = Link.inherited(number)
-    # By a signal that it hears, so that it says goodbye to the SuperLink, which takes it for alive otherwise. Not
-    # SIGTERM: services are stopped by sending that to all their processes, and this one has a message to send then.
+    # SIGINT lets Flower deregister at the SuperLink, which would take the node for connected otherwise. SIGTERM is
+    # ignored: a service manager sends it to all processes, and this one may still have a reply to send.
     die_with_parent(os.getppid(), signal.SIGINT)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # Flower's handler puts this one back when the first SIGINT has come. Linux sends one for every thread of the parent
-    # that ends after the one before it, and a KeyboardInterrupt in the midst of gRPC's way out has kept processes.
+    # Flower's handler restores this one at the first SIGINT. Linux sends one for every thread of the parent that ends,
+    # and a KeyboardInterrupt while gRPC shuts down has kept processes from ending.
     signal.signal(signal.SIGINT, lambda number, frame: None)
     prompt = Prompt(link, float(poll))
     change_flower(link, prompt)
@@ -69,22 +69,22 @@ def main() -> None:
     except Exception:
         logging.getLogger("flwr").exception("The SuperNode has ended")
     finally:
-        # Not by the interpreter's own way out: it waits for threads of HTTP and gRPC, and `_listen` has no say by then.
+        # The interpreter's own exit waits for threads of HTTP and gRPC, and `_listen` cannot end it any more.
         logging.shutdown()
         os._exit(code)
 
 
 def change_flower(link: Link, prompt: Prompt) -> None:
-    """Have Flower's SuperNode use what is in this file. Raises `OtherFlower` where it has not the names for it."""
+    """Let Flower's SuperNode use the functions of this file. Raises `UnsupportedFlowerVersion` if a name is missing."""
     inside = "flwr.supernode.start_client_internal"
     change("flwr.supernode.cli.flower_supernode", "NodeStateFactory", lambda _: partial(PromptStateFactory, link=link))
-    # Flower's whole way out has five seconds, and the word to the SuperLink is the last of it.
+    # Flower's shutdown has five seconds, and its last step is the request to the SuperLink.
     change("flwr.supernode.cli.flower_supernode", "HTTP_SERVER_SHUTDOWN_TIMEOUT", lambda _: 0.5)
     change(inside, "pull_objects", lambda pull: partial(pull_while_it_comes, quick(pull)))
     change(inside, "grpc_request_response", prompt.around)
-    change(inside, "register_signal_handlers", lambda register: partial(_but_sigterm, register))
+    change(inside, "register_signal_handlers", lambda register: partial(_without_sigterm, register))
     change(inside, "_make_fleet_connection_retry_invoker", lambda make: partial(_reconnecting, make, link))
-    change("flwr.client.grpc_rere_client.connection", "flwr_exit", lambda leave: partial(_refused, link, leave))
+    change("flwr.client.grpc_rere_client.connection", "flwr_exit", lambda leave: partial(_report_refusal, link, leave))
 
 
 def pull_while_it_comes(
@@ -93,10 +93,10 @@ def pull_while_it_comes(
     pull_object_fn: Callable[[str], bytes],
     **settings: Any,
 ) -> dict[str, bytes]:
-    """Flower's `pull_objects`, but for a message whose sender has died while it sent it: of that no more comes.
+    """Flower's `pull_objects`, which here ends when the message's sender has died while sending it.
 
     Raises ObjectPullError when no object has arrived for `_STALLED` seconds, and RunEnded when the run was stopped; the
-    node then goes on to its next message.
+    node then continues with its next message.
     """
     arrived = time.monotonic()
 
@@ -106,7 +106,7 @@ def pull_while_it_comes(
             content = pull_object_fn(object_id)
         except ObjectUnavailableError:
             if time.monotonic() - arrived > _STALLED:
-                raise ObjectPullError(object_id, f"no more of its message has come for {_STALLED:g} s") from None
+                raise ObjectPullError(object_id, f"no object of its message has arrived for {_STALLED:g} s") from None
             raise
         arrived = time.monotonic()
         return content
@@ -121,8 +121,8 @@ class RunEnded(Exception):
 
 @contextlib.contextmanager
 def _as_failure() -> Iterator[None]:
-    """Flower's RunNotRunningException is none of the exceptions after which its main loop takes a message out again:
-    the message and its task would stay, and the node's process would wait for the rest of them and for no other."""
+    """Raise RunEnded for Flower's RunNotRunningException, after which Flower's main loop would keep the message and
+    wait for the rest of it for ever."""
     try:
         yield
     except RunNotRunningException:
@@ -130,11 +130,11 @@ def _as_failure() -> Iterator[None]:
 
 
 class Prompt:
-    """Looks for the next message: often after the last one, then less and less.
+    """Polls for the next message: often after the last one, then less and less often.
 
     Args:
-        link: to the parent, which is told of every message, and may have the looking stopped.
-        poll: the longest pause between two looks, in seconds.
+        link: to the parent, which gets a report of every message and may suspend the polling.
+        poll: the longest pause between two requests, in seconds.
     """
 
     def __init__(self, link: Link, poll: float) -> None:
@@ -142,15 +142,15 @@ class Prompt:
         self._poll = poll
         self._wake = threading.Event()
         self._held = False
-        self._said = 0.0
+        self._reported = 0.0
 
     def hold(self, held: bool) -> None:
-        """Take no further message, or take them again."""
+        """Suspend or resume the polling."""
         self._held = held
         self._wake.set()
 
     def around(self, connect: Any) -> Callable[..., Any]:
-        """Flower's function that connects to the SuperLink, with this kind of looking for messages."""
+        """Return Flower's function that connects to the SuperLink, with this polling."""
 
         @contextlib.contextmanager
         def connected(*args: Any, **kwargs: Any) -> Iterator[Any]:
@@ -169,7 +169,7 @@ class Prompt:
     def _receive(
         self, receive: Callable[[], tuple[Message, ObjectTree] | None]
     ) -> tuple[Message, ObjectTree]:
-        """Return the next message. Flower's loop comes back here when the reply to the last one was sent."""
+        """Return the next message. Flower's loop calls this when the reply to the last one was sent."""
         self._link.send("idle", held=self._held)
         since = time.monotonic()
         while True:
@@ -181,20 +181,19 @@ class Prompt:
             try:
                 received = receive()
             except RunNotRunningException:
-                received = None  # the run was stopped; the next message is another's
+                received = None  # the run was stopped; the next message is of another run
             if received is not None:
                 metadata = received[0].metadata
                 self._link.send("busy", run=metadata.run_id, type=metadata.message_type, round=metadata.group_id)
                 return received
-            if time.monotonic() - self._said > _SAY_AGAIN:
-                self._said = time.monotonic()
+            if time.monotonic() - self._reported > _REPORT:
+                self._reported = time.monotonic()
                 self._link.send("looked")
             self._wake.wait(min(max(_PAUSE * (time.monotonic() - since), SHORTEST_PAUSE), self._poll))
 
 
 class PromptState(InMemoryNodeState):
-    """The node's state: says when there is a task, waits for a reply until all of it is there, and answers a message
-    whose task failed without a reply."""
+    """The node's state, which reports new tasks, waits for complete replies, and answers for a task that failed."""
 
     def __init__(self, object_store: Any, link: Link) -> None:
         super().__init__(object_store)
@@ -214,23 +213,23 @@ class PromptState(InMemoryNodeState):
         if stored and not message.metadata.reply_to_message_id and self._new_task is not None:
             self._message_of[self._new_task], self._new_task = stored, None
             self._link.send("task")
-        self._tell()
+        self._notify()
         return stored
 
     def store_message_and_object_tree(self, *args: Any, **kwargs: Any) -> Any:
         stored = super().store_message_and_object_tree(*args, **kwargs)
-        self._tell()
+        self._notify()
         return stored
 
     def store_object(self, *args: Any, **kwargs: Any) -> bool:
         stored = super().store_object(*args, **kwargs)
-        self._tell()
+        self._notify()
         return stored
 
     def get_messages(
         self, *, run_ids: Sequence[int] | None = None, is_reply: bool | None = None, limit: int | None = None
     ) -> Sequence[Message]:
-        if is_reply and not self._wait_for(self._whole_reply, _LOOK_UP):
+        if is_reply and not self._wait_for(self._has_complete_reply, _CHECK_TOKENS):
             with self.lock_task_store:
                 self._cleanup_expired_task_tokens_locked()
             return []
@@ -240,7 +239,7 @@ class PromptState(InMemoryNodeState):
         return super().get_messages(run_ids=run_ids, is_reply=is_reply, limit=limit)
 
     def delete_messages(self, *, message_ids: Sequence[str] | None = None) -> None:
-        """As Flower's; and what belongs to a message goes with it: its objects, and an answer that was not sent."""
+        """Delete messages as Flower does, and with them their objects and replies that were not sent."""
         ids = set(message_ids or ())
         with self._lock_object_push_sessions, self.lock_msg_store:
             ids |= {key for key, entry in self.msg_store.items() if entry.message.metadata.reply_to_message_id in ids}
@@ -262,13 +261,13 @@ class PromptState(InMemoryNodeState):
             if message_id := self._message_of.pop(task.task_id, None):
                 self._answer(message_id, "ClientApp stopped responding.")
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         with self._changed:
             self._changes += 1
             self._changed.notify_all()
 
     def _wait_for(self, ready: Callable[[], bool], seconds: float) -> bool:
-        # `ready` takes locks that others hold while they tell of a change, so it is not asked under the condition's.
+        # `ready` takes locks that other threads hold while they call `_notify`, so it is called without the condition.
         end = time.monotonic() + seconds
         while True:
             seen = self._changes
@@ -279,8 +278,8 @@ class PromptState(InMemoryNodeState):
                 if left <= 0 or not self._changed.wait_for(lambda: self._changes != seen, left):  # noqa: B023
                     return False
 
-    def _whole_reply(self) -> bool:
-        """Whether there is a reply to send, with all its objects."""
+    def _has_complete_reply(self) -> bool:
+        """Whether a reply with all its objects can be sent."""
         with self._lock_object_push_sessions, self.lock_msg_store:
             for message_id, entry in self.msg_store.items():
                 if entry.message.metadata.reply_to_message_id and not entry.is_retrieved:
@@ -298,7 +297,7 @@ class PromptState(InMemoryNodeState):
             )
 
     def _answer(self, message_id: str, reason: str) -> None:
-        """Answer a message with an error, unless a reply to it is there; drop one that is there in part."""
+        """Answer a message with an error, unless it has a complete reply; drop an incomplete one."""
         with self._lock_object_push_sessions, self.lock_msg_store:
             entry = self.msg_store.get(message_id)
             if entry is None:
@@ -312,7 +311,7 @@ class PromptState(InMemoryNodeState):
             if not entry.is_retrieved:  # its process died before it asked for the message
                 entry.is_retrieved = True
                 self.record_message_processing_start(message_id)
-            # Its objects stay until it is deleted: the main loop may be fetching them now.
+            # The message's objects stay until it is deleted: the main loop may be fetching them now.
             error = Error(ErrorCode.CLIENT_APP_CRASHED, reason or "ClientApp ended.")
             self._store_error_replies({entry.message.metadata.run_id}, error)
 
@@ -324,7 +323,7 @@ class PromptState(InMemoryNodeState):
 
 
 class PromptStateFactory(NodeStateFactory):
-    """Makes a `PromptState`, once."""
+    """Makes one `PromptState`."""
 
     def __init__(self, objectstore_factory: Any, link: Link) -> None:
         super().__init__(objectstore_factory)
@@ -338,26 +337,26 @@ class PromptStateFactory(NodeStateFactory):
 
 
 def explain_refusal(code: str, details: str) -> str:
-    """What to do about a SuperLink that does not take this node, from what it says."""
+    """Return why the SuperLink refuses this node and what to do, from its error code and details."""
     if "Invalid timestamp" in details:
         now = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
         return (
             f"the SuperLink does not accept the time of this machine, {now} UTC: its clock is more than 5 seconds "
-            "before or 5 minutes behind the SuperLink's. Set both by NTP"
+            "ahead of the SuperLink's, or more than 5 minutes behind it. Set both by NTP"
         )
     if "[code: 2004]" in details:
         return (
             "the SuperLink does not know this node's key: it was never registered, it was revoked, or the SuperLink "
-            "was started anew; its administrator registers it with `tepal provision register`. Or it takes this node "
-            "for connected, for a minute after it was killed"
+            "was restarted. Its administrator registers it with `tepal provision register`. Or the SuperLink still "
+            "counts this node as connected, up to a minute after it was killed"
         )
     if "handshake failed" in details.lower() or "certificate" in details.lower():
-        return f"no TLS connection to the SuperLink: {details}. Is the address right, and ca.crt that of its authority?"
-    return f"the SuperLink does not take this node: {' '.join(filter(None, [code, details]))}"
+        return f"no TLS connection to the SuperLink: {details}. Check its address, and that ca.crt is its authority's"
+    return f"the SuperLink refuses this node: {' '.join(filter(None, [code, details]))}"
 
 
 def _reconnecting(make: Callable[..., RetryInvoker], link: Link, **settings: Any) -> RetryInvoker:
-    """Flower's way of trying again, sooner, and with a word to the parent about what is wrong."""
+    """Return Flower's retries with shorter pauses and reports to the parent."""
     invoker = make(**settings)
     invoker.wait_gen_factory = lambda: exponential(max_delay=_LONGEST_RECONNECT)
     gives_up, backs_off = invoker.should_giveup, invoker.on_backoff
@@ -376,12 +375,14 @@ def _reconnecting(make: Callable[..., RetryInvoker], link: Link, **settings: Any
     return invoker
 
 
-def _but_sigterm(register: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+def _without_sigterm(register: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     register(*args, **kwargs)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def _refused(link: Link, leave: Callable[..., None], code: int, message: str | None = None, **kwargs: Any) -> None:
+def _report_refusal(
+    link: Link, leave: Callable[..., None], code: int, message: str | None = None, **kwargs: Any
+) -> None:
     link.send("refused", reason=explain_refusal("", message or ""))
     leave(code, message, **kwargs)
 
@@ -389,8 +390,8 @@ def _refused(link: Link, leave: Callable[..., None], code: int, message: str | N
 def _listen(link: Link, prompt: Prompt) -> None:
     for order in link:
         prompt.hold(bool(order.get("held")))
-    # The parent is gone. Linux has said so by a signal (`die_with_parent`), and a second one would cut the goodbye off.
+    # The parent has ended. On Linux `die_with_parent` has sent SIGINT; a second one would interrupt the shutdown.
     if not sys.platform.startswith("linux"):
         os.kill(os.getpid(), signal.SIGINT)
-    time.sleep(_GOODBYE)
-    os._exit(1)  # there is no SuperLink to say goodbye to
+    time.sleep(_LEAVE)
+    os._exit(1)  # the SuperLink has not answered

@@ -1,7 +1,7 @@
-"""The process that runs the ClientApp: one for each run, from its first message until another run's.
+"""The process that runs the ClientApp of one run, from its first message until a message of another run.
 
-It stands in for the process that Flower starts for every message (`flwr.supernode.runtime.run_clientapp`), and says
-the same to the SuperNode and in its log. It imports no `tepal` before the app's bundle is in place.
+It replaces the process that Flower starts for every message (`flwr.supernode.runtime.run_clientapp`), and exchanges the
+same requests with the SuperNode. It imports no `tepal` before the app's bundle is installed.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 from flwr.app import Error, Message
 from flwr.cli.install import install_from_fab
 from flwr.clientapp.client_app import ClientApp, LoadClientAppError
@@ -37,35 +38,36 @@ from .link import Link
 from .objects import LetGo, fetch_from_tree, hash_chunks, push, tree_of
 from .patches import change, quick
 
-_PATIENCE = 30.0  # seconds for which a SuperNode that does not answer is asked again
+_PATIENCE = 30.0  # seconds for which a request is repeated while the SuperNode does not answer
 
 
 def main() -> None:
-    """Run what comes over the link: `worker.py LINK FOLDER LIMIT [MODULE …]`.
+    """Answer the messages that the parent announces: `worker.py LINK FOLDER LIMIT [MODULE …]`.
 
-    LINK is the number of an open socket, FOLDER for the app's bundle, LIMIT bytes of memory (0: none), each MODULE one
-    to import at once if it is installed.
+    LINK is the file descriptor of a socket, FOLDER for the app's bundle, LIMIT the bytes of memory (0: no limit). Each
+    MODULE is imported at once, if it is installed.
     """
     link, folder, limit, *modules = sys.argv[1:]
     to_parent = Link.inherited(link)
-    _leave_signals_to_parent()
+    _ignore_signals()
     _limit_memory(int(limit))
     change_flower()
     for module in modules:
         if importlib.util.find_spec(module) is not None:
             importlib.import_module(module)
     _keep_loaded()
-    to_parent.send("ready", rss=_memory())
+    process = psutil.Process()
+    to_parent.send("ready", rss=process.memory_info().rss)
     desk = Desk(Path(folder))
     for order in to_parent:
         done = desk.work(order["address"], order["token"], to_parent)
-        to_parent.send("done", ok=done.ok, reason=done.reason, rss=_memory())
+        to_parent.send("done", ok=done.ok, reason=done.reason, rss=process.memory_info().rss)
         _give_back_memory()
     os._exit(0)
 
 
 def change_flower() -> None:
-    """Have Flower's ClientApp process pass messages as `objects.py` does. Raises `OtherFlower`."""
+    """Let Flower's ClientApp process send and receive messages by `objects.py`. Raises `UnsupportedFlowerVersion`."""
     inside = "flwr.supernode.runtime.run_clientapp"
     fetch = partial(fetch_from_tree, pull_all=quick(pull_objects))
     change(inside, "pull_and_inflate_object_from_tree", lambda _: fetch)
@@ -75,21 +77,21 @@ def change_flower() -> None:
 
 
 class BundleError(LoadClientAppError):
-    """The app's bundle is broken, or there is no room for it."""
+    """The app's bundle cannot be unpacked: it is damaged, or the disk is full."""
 
 
 @dataclass(frozen=True)
 class Done:
-    """How a message ended. `reason` is Flower's word for what went wrong."""
+    """The outcome of a message. `reason` is Flower's text of an error."""
 
     ok: bool
     reason: str = ""
 
 
 class Desk:
-    """Works on the messages of one run, one after the other, with the ClientApp that it loads for the first.
+    """Answers the messages of one run, one after the other, with the ClientApp that it loads for the first of them.
 
-    `folder` is where the app's bundle is unpacked.
+    The app's bundle is unpacked in `folder`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -97,7 +99,7 @@ class Desk:
         self._app: ClientApp | None = None
 
     def work(self, address: str, token: str, to_parent: Link) -> Done:
-        """Pull the message that the token is for from the SuperNode's Runtime API, let the app answer it, push that."""
+        """Pull the token's message from the SuperNode's Runtime API, call the app, and push its reply."""
         client = RuntimeHttpClient.from_server_address(
             server_address=address,
             insecure=True,  # it is on this machine's loopback interface
@@ -139,8 +141,8 @@ class Desk:
                 hash_chunks(reply)
                 run_clientapp.push_message(client, reply, context)
         except Exception as error:
-            log(ERROR, "The reply cannot be handed to the SuperNode", exc_info=error)
-            done = Done(False, f"its reply could not be handed to the SuperNode: {type(error).__name__}: {error}")
+            log(ERROR, "The reply cannot be sent to the SuperNode", exc_info=error)
+            done = Done(False, f"its reply cannot be sent to the SuperNode: {type(error).__name__}: {error}")
         outcome = SubStatus.COMPLETED if done.ok else SubStatus.FAILED
         run_clientapp.push_task_output(client, context, outcome, done.reason)
         return done
@@ -155,7 +157,7 @@ class Desk:
 
 
 def _retries() -> RetryInvoker:
-    """Flower's, but for its end: for a task that is gone Flower interrupts the process, which here has other tasks."""
+    """Flower's retries, which raise instead of interrupting the process when a task is gone: it has other tasks."""
     retries = make_simple_http_retry_invoker()
     retries.max_time = _PATIENCE
     retries.should_giveup = lambda error: (
@@ -165,16 +167,16 @@ def _retries() -> RetryInvoker:
     return retries
 
 
-def _leave_signals_to_parent() -> None:
-    """Do nothing on Ctrl-C and SIGTERM, which go to all processes of a service; the app's own children still do."""
+def _ignore_signals() -> None:
+    """Ignore Ctrl-C and SIGTERM, which all processes of a service get: the parent stops this one."""
     numbers = (signal.SIGINT, signal.SIGTERM)
     for number in numbers:
-        signal.signal(number, lambda _number, _frame: None)  # unlike SIG_IGN, no program that is started inherits it
+        signal.signal(number, lambda _number, _frame: None)  # programs that it starts would inherit SIG_IGN
     os.register_at_fork(after_in_child=lambda: [signal.signal(number, signal.SIG_DFL) for number in numbers])
 
 
 def _limit_memory(limit: int) -> None:
-    """Let allocations beyond `limit` bytes of private memory fail: a MemoryError in the app, which Flower reports."""
+    """Let allocations beyond `limit` bytes of private memory raise MemoryError, which Flower reports."""
     if limit:
         import resource
 
@@ -182,21 +184,13 @@ def _limit_memory(limit: int) -> None:
 
 
 def _keep_loaded() -> None:
-    """Have no later collection look through what was imported: with torch, that is a tenth of a second each time."""
+    """Exclude what was imported from garbage collection, which takes a tenth of a second more with torch."""
     gc.collect()
     gc.freeze()
 
 
 def _give_back_memory() -> None:
-    """Return to the system what the message's arrays left; glibc keeps it otherwise."""
+    """Return the memory of the message's arrays to the system; glibc would keep it."""
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def _memory() -> int:
-    """Bytes of memory that this process holds now (its resident set); 0 where that cannot be known."""
-    with contextlib.suppress(OSError, ValueError):
-        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
-        return int(pages) * os.sysconf("SC_PAGE_SIZE")
-    return 0

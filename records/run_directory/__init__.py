@@ -11,8 +11,8 @@
     checkpoint/         what it takes to resume the run (`tepal.strategies.rounds.checkpoint`)
     ../latest           a link to the newest run
 
-Files that are written whole appear whole: they are written beside and renamed. Only `metrics.jsonl` grows in place; a
-server that is killed leaves at most one torn last line there, which `read_metrics` passes over and
+Files that are written whole are written under another name and then renamed (`tepal.host.files`). Only `metrics.jsonl`
+grows in place; a server that is killed leaves at most one torn last line there, which `read_metrics` passes over and
 `RunDirectory.in_use` cuts off.
 """
 

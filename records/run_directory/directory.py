@@ -20,8 +20,9 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from tepal import __version__
+from tepal.host.files import remove_abandoned, replacing
 from tepal.records.round_record import METRICS_KEYS
-from tepal.records.run_directory.files import as_json, beside, explained, make_first_free, point_latest_at, write_whole
+from tepal.records.run_directory.files import as_json, explained, make_first_free, point_latest_at, write_whole
 from tepal.records.run_directory.holding import held
 from tepal.records.run_directory.metrics import SUMMARY_KEYS, summarise
 from tepal.records.run_directory.names import CONFIG, LABELS, METRICS, MODEL, ROUNDS, SUMMARY
@@ -72,6 +73,7 @@ class RunDirectory:
         A torn last line of the metrics is removed. Raises RunInUse where another process has the lock.
         """
         with held(self.path):
+            remove_abandoned(self.path)
             metrics = self.path / METRICS
             with explained("write", metrics):
                 if metrics.exists():
@@ -146,18 +148,13 @@ class RunDirectory:
             **(metadata or {}),
         }
         path = self.path / MODEL
-        part = beside(path)
-        with explained("write", path):
+        with explained("write", path), replacing(path) as partial:
             try:
-                save_file(contiguous, part, metadata=header)
-                # safetensors makes files that only their owner may read; the other files here follow the umask.
-                part.chmod(stat.S_IMODE((self.path / CONFIG).stat().st_mode))
-                os.replace(part, path)
+                save_file(contiguous, partial, metadata=header)
             except SafetensorError as error:
                 raise OSError(str(error)) from error
-            finally:
-                with suppress(OSError):
-                    part.unlink(missing_ok=True)
+            # safetensors makes files that only their owner may read; the other files here follow the umask.
+            partial.chmod(stat.S_IMODE((self.path / CONFIG).stat().st_mode))
         return path
 
     def write_summary(self, **values: Any) -> dict[str, Any]:

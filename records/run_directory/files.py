@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from tepal.host.files import replacing
 from tepal.records.run_directory.names import LATEST
 
 log = logging.getLogger(__name__)
@@ -22,14 +23,8 @@ log = logging.getLogger(__name__)
 
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file so that a reader sees the old one or the new one, never a part. Raises OSError naming the file."""
-    part = beside(path)
-    with explained("write", path):
-        try:
-            part.write_bytes(content)
-            os.replace(part, path)
-        finally:
-            with suppress(OSError):
-                part.unlink(missing_ok=True)
+    with explained("write", path), replacing(path) as partial:
+        partial.write_bytes(content)
 
 
 def as_json(value: Any) -> Any:
@@ -68,25 +63,15 @@ def point_latest_at(run: Path, folder: Path | None = None) -> None:
     # A convenience, so whatever goes wrong with it (no right to make links, a folder of that name) is no reason to
     # stop a run.
     folder = folder or run.parent
-    target = os.path.relpath(run, folder)
-    latest, part = folder / LATEST, folder / f".{LATEST}-{os.getpid()}"
+    target, latest = os.path.relpath(run, folder), folder / LATEST
     try:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
-        try:
-            part.symlink_to(target, target_is_directory=True)
-        except (OSError, NotImplementedError):
-            part.write_text(target + "\n", encoding="utf-8")
-        os.replace(part, latest)
+        with replacing(latest) as partial:
+            try:
+                partial.symlink_to(target, target_is_directory=True)
+            except (OSError, NotImplementedError):
+                partial.write_text(target + "\n", encoding="utf-8")
     except OSError as error:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
         log.warning("%s does not point at the newest run %s: %s", latest, run.name, error)
-
-
-def beside(path: Path) -> Path:
-    """Where a file is written before it is renamed."""
-    return path.with_name(f".{path.name}.part")
 
 
 @contextmanager

@@ -16,8 +16,8 @@ from typing import BinaryIO
 
 import numpy as np
 
-from tepal.exchange.files import sync_folder
 from tepal.exchange.layout import Arrays, Entry, Names
+from tepal.host.files import sync_folder
 from tepal.strategies.method import MethodError, ServerModel, parameters_of
 
 _GROWTH = 1 << 28, 64  # bytes and rows that the file grows by at a time, whichever is less, and at least one row

@@ -25,9 +25,10 @@ from typing import Any
 
 import numpy as np
 
-from tepal.exchange.files import DamagedFile, map_arrays, read_arrays, sync_folder, write_arrays
+from tepal.exchange.files import DamagedFile, map_arrays, read_arrays, write_arrays
 from tepal.exchange.layout import Layout, Names
 from tepal.exchange.parts import Digests
+from tepal.host.files import sync_folder
 
 log = getLogger("flwr")
 

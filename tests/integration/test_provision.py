@@ -108,5 +108,5 @@ def test_a_site_gets_in_by_its_archive_until_it_is_revoked_and_again_with_a_new_
         # Another deployment's folder is not taken for this SuperLink's.
         tepal("make", str(tmp_path / "other"), "--host", "localhost", "--site", "north")
         result = CliRunner().invoke(provision, ["register", str(tmp_path / "other"), "--superlink", control])
-        assert result.exit_code == 1 and "ca.crt does not vouch for" in result.output
+        assert result.exit_code == 1 and "was not issued by this folder's ca.crt" in result.output
     assert not os.path.exists(tmp_path / "home" / "config.toml"), "no connection of Flower's is needed"

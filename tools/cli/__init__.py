@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import typer
 
+# Typer's help imports rich and its Markdown, half of all modules, for the default of an option, also where it is plain.
+typer.core.HAS_RICH = False
+
 
 def commands(name: str, **settings: Any) -> typer.Typer:
-    """A Typer app as all modules of this folder use it: plain help, and exceptions as Python shows them."""
+    """Return a Typer app with plain help, and exceptions as Python shows them. click suggests similar commands."""
     return typer.Typer(
-        name=name, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, **settings
+        name=name,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        suggest_commands=False,
+        **settings,
     )
+
+
+@contextlib.contextmanager
+def reported(*kinds: type[Exception]) -> Iterator[None]:
+    """Report an OSError, a ValueError or an exception of these kinds as `error: …`, and end with status 1."""
+    errors: tuple[type[Exception], ...] = (OSError, ValueError, *kinds)
+    try:
+        yield
+    except errors as error:
+        typer.echo(f"{typer.style('error:', fg='red', bold=True)} {error}", err=True)
+        raise typer.Exit(1) from error

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from tepal import models
 from tepal.host.superlink import RunError, app_run_config
@@ -16,7 +15,7 @@ from tepal.host.toml import Value, parse_run_config
 from tepal.records.run_directory import LATEST, RunInUse
 from tepal.report.terminal import RoundProgress
 from tepal.server_app.config import ConfigError, RunConfig, defaults
-from tepal.tools.cli import commands
+from tepal.tools.cli import commands, reported
 from tepal.tools.cli.running import CPUS, ENGINE, cache_in, check_clients, run_once
 from tepal.tools.compare.comparison import OWN_KEYS, Comparison, cells_of, find_comparison, measure, read_comparison
 from tepal.tools.compare.runs import ALL, USUAL, check, new_folder, run_cells, seed_numbers, strategy_names
@@ -69,7 +68,7 @@ def compare_command(
     before.
     """
     console, errors = Console(), Console(stderr=True)
-    try:
+    with reported(RunError, RunInUse):
         if resume is None:
             comparison = _new_comparison(app, parse_run_config(run_config or []), strategies, seeds, clients or 10)
         else:
@@ -93,9 +92,6 @@ def compare_command(
 
             run_cells(comparison, start, console=console, errors=errors)
         console.print(comparison_table(measure(comparison)), soft_wrap=True)
-    except (ConfigError, RunError, RunInUse, OSError, ValueError) as error:
-        errors.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from error
     outcomes = {cell.outcome for cell in comparison.cells}
     if "stopped" in outcomes:
         raise typer.Exit(130)  # as a shell says it of a command that Ctrl-C ended

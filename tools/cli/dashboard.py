@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from tepal.tools.cli import commands
+from tepal.tools.cli import commands, reported
 
 app = commands("dashboard")
 _SHORTEST_TOKEN = 12  # characters
@@ -31,7 +31,7 @@ def dashboard_command(
     from tepal.tools.dashboard.app import TOKEN, is_loopback, serve  # a web server is no part of the other commands
     from tepal.tools.dashboard.views import views
 
-    try:
+    with reported():
         if (certificate is None) != (key is None):
             raise ValueError("--certificate and --key belong together: give both, for https, or neither")
         views(folder)  # says what is wrong with the folder
@@ -48,6 +48,3 @@ def dashboard_command(
             folder, host, port, token=token, certificate=certificate, key=key,
             said=lambda address: typer.echo(address + new),
         )  # fmt: skip
-    except (OSError, ValueError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error

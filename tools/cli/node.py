@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from tepal.tools.cli import commands
+from tepal.tools.cli import commands, reported
 
 if TYPE_CHECKING:
     from tepal.client_app.node.node_pb2 import NodeStatus
-    from tepal.host.site import Site
 
 _CONTROL = "127.0.0.1:9095"
 _Control = Annotated[
@@ -87,10 +81,13 @@ def run(
     """
     if context.invoked_subcommand:
         return
-    with _errors():
+    from tepal.host.flower.patches import UnsupportedFlowerVersion
+
+    with reported(UnsupportedFlowerVersion):
         from tepal.client_app.node.node import NodeSettings, run_node
         from tepal.host.limits import parse_size
         from tepal.host.log_format import log_format as formatted
+        from tepal.host.site import read_site
         from tepal.host.toml import parse_run_config
 
         if site is not None and (insecure or key or root_certificates):
@@ -104,7 +101,7 @@ def run(
             raise ValueError(
                 f"--control {control}: who reaches it can drain the node, so it must be on 127.0.0.1, or unix:/PATH"
             )
-        own = _site(site) if site else None
+        own = read_site(site) if site else None
         of_site = {"name": own.name, **own.node_config} if own else {}
         # Not by typer: it would split the text at every space.
         given = node_config or [os.environ.get("TEPAL_NODE_CONFIG", "")]
@@ -125,20 +122,8 @@ def run(
             memory_limit=parse_size(memory_limit),
             metrics=metrics,
         )
-        with formatted(log_format), _errors():
+        with formatted(log_format), reported(UnsupportedFlowerVersion):
             run_node(settings)
-
-
-@contextlib.contextmanager
-def _errors() -> Iterator[None]:
-    """Say what went wrong, in the format of the log, and end with status 1."""
-    from tepal.host.flower.patches import OtherFlower
-
-    try:
-        yield
-    except (OtherFlower, OSError, ValueError) as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from error
 
 
 @app.command("status")
@@ -146,13 +131,10 @@ def status_command(control: _Control = _CONTROL) -> None:
     """Say what the node on this machine is doing; exit with 0 if it can work."""
     from tepal.client_app.node.service import Control
 
-    try:
+    with reported():
         asked = Control(control)
         answer, healthy = asked.status(), asked.healthy()
-    except ConnectionError as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from error
-    Console().print(_table(answer))
+    typer.echo("\n".join(_lines(answer)))
     if not healthy:
         raise typer.Exit(1)
 
@@ -166,44 +148,30 @@ def drain_command(
     """Have the node finish its message, take no other, and leave the server; then it can be stopped without loss."""
     from tepal.client_app.node.service import Control
 
-    try:
+    with reported():
         answer = Control(control).drain(undo=undo, wait=wait)
-    except ConnectionError as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from error
-    Console().print(_table(answer))
+    typer.echo("\n".join(_lines(answer)))
     if answer.state == ("draining" if not undo else "drained"):
         raise typer.Exit(1)
 
 
-def _site(folder: Path) -> Site:
-    from tepal.host.site import read_site
-
-    return read_site(folder)
-
-
-def _table(answer: NodeStatus) -> Table:
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(style="dim")
-    table.add_column()
-    rows = {
-        "state": answer.state,
-        "problem": answer.problem,
-        "name": answer.name,
-        "server": answer.superlink,
-        "node id": str(answer.node_id or ""),
-        "up": _time(answer.uptime_seconds),
-        "message": _message(answer) if answer.message_type else "",
-        "answered": f"{answer.answered}, and {answer.failed} with an error",
-        "died": f"{answer.executors_died} executors, {answer.supernodes_died} SuperNodes",
-    }
-    for name, value in rows.items():
-        if value:
-            table.add_row(name, escape(value))
+def _lines(answer: NodeStatus) -> list[str]:
+    rows = [
+        ("state", answer.state),
+        ("problem", answer.problem),
+        ("name", answer.name),
+        ("server", answer.superlink),
+        ("node id", str(answer.node_id or "")),
+        ("up", _time(answer.uptime_seconds)),
+        ("message", _message(answer) if answer.message_type else ""),
+        ("answered", f"{answer.answered}, and {answer.failed} with an error"),
+        ("died", f"{answer.executors_died} executors, {answer.supernodes_died} SuperNodes"),
+    ]
     for process in answer.processes:
         run = f", run {process.run_id}" if process.run_id else ""
-        table.add_row(process.role, f"pid {process.pid}, {process.resident_bytes / 2**20:,.0f} MB{run}")
-    return table
+        rows.append((process.role, f"pid {process.pid}, {process.resident_bytes / 2**20:,.0f} MB{run}"))
+    width = max(len(name) for name, _ in rows)
+    return [f"{name:{width}} {value}" for name, value in rows if value]
 
 
 def _message(answer: NodeStatus) -> str:

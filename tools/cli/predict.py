@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from tepal.tools.cli import commands
+from tepal.tools.cli import commands, reported
 
 app = commands("predict")
 
@@ -36,7 +36,7 @@ def predict_command(
     from tepal.tools.predict.results import results_table, write_csv
 
     console, errors = Console(), Console(stderr=True)
-    try:
+    with reported():
         if output is not None and not output.absolute().parent.is_dir():
             raise ValueError(f"--output {output}: there is no folder {output.absolute().parent}")
         predictor = load_predictor(model)
@@ -48,6 +48,3 @@ def predict_command(
         if output is not None:
             write_csv(rows, output)
             console.print(f"All {len(rows):,} predictions: {output}", markup=False, highlight=False, soft_wrap=True)
-    except (OSError, ValueError) as error:
-        errors.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from error

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,11 +10,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tepal.tools.cli import commands
+from tepal.tools.cli import commands, reported
 
 # Imports stand inside functions: cryptography and Flower take a second, and `tepal --help` needs neither.
 if TYPE_CHECKING:
-    from tepal.tools.deploy.fleet import Told
+    from tepal.tools.deploy.fleet import KeyResult
     from tepal.tools.deploy.provision import Provisioned, ServerFolder
 
 _CONTROL = "127.0.0.1:8000"  # as in fleet.py
@@ -56,7 +54,7 @@ def make_command(
     """
     from tepal.tools.deploy.provision import make, parse_node_config
 
-    with _errors():
+    with reported():
         made = make(
             folder,
             hosts=host,
@@ -85,7 +83,7 @@ def add_command(
     """Make keys and archives for further sites."""
     from tepal.tools.deploy.provision import add, parse_node_config
 
-    with _errors():
+    with reported():
         made = add(folder, sites=site, node_config=parse_node_config(node_config), unpacked=unpacked)
         _say_sites(made, site)
         _say(_to_tell(folder))
@@ -110,7 +108,7 @@ def renew_command(
     """
     from tepal.tools.deploy.provision import parse_node_config, renew_server, renew_site
 
-    with _errors():
+    with reported():
         if not server and not site:
             raise ValueError("renew what? Give --server, or --site NAME")
         if host and not server:
@@ -142,17 +140,17 @@ def register_command(
 
     May be called at any time, any number of times. A SuperLink that was started anew has forgotten all keys.
     """
-    from tepal.tools.deploy.fleet import align, open_fleet
+    from tepal.tools.deploy.fleet import FleetError, align, open_fleet
     from tepal.tools.deploy.provision import ProvisionError, find_server
 
-    with _errors():
+    with reported(FleetError):
         server = find_server(folder)
         if name is not None and name not in server.node_keys() and name not in dict(server.revoked_keys()):
             raise ProvisionError(f"there is no site {name} in {server.nodes}")
         with open_fleet(superlink, server.root_certificates) as fleet:
-            told = align(fleet, server, name)
-        _say_told(told)
-        if not told:
+            results = align(fleet, server, name)
+        _print_results(results)
+        if not results:
             _say(f"there is nothing to register in {server.nodes}")
 
 
@@ -168,9 +166,10 @@ def revoke_command(
 
     A SuperLink never takes a revoked key again: `renew --site NAME` makes the site a new one.
     """
+    from tepal.tools.deploy.fleet import FleetError
     from tepal.tools.deploy.provision import find_server, revoke
 
-    with _errors():
+    with reported(FleetError):
         server = find_server(folder)
         moved = revoke(server, name)
         _say(f"{name}: its key is revoked in the folder: {moved}" if moved else f"{name}: its key was revoked before")
@@ -182,7 +181,7 @@ def list_command(folder: _ServerFolder) -> None:
     """Show all sites with the fingerprints of their keys, and how long the certificates hold."""
     from tepal.tools.deploy.provision import SOON, overview
 
-    with _errors():
+    with reported():
         found = overview(folder)
         table = Table("site", "key", "state")
         for site in found.sites:
@@ -207,7 +206,7 @@ def _tell(server: ServerFolder, name: str, superlink: str | None, folder: Path) 
     address = superlink or _CONTROL
     try:
         with open_fleet(address, server.root_certificates) as fleet:
-            told = align(fleet, server, name)
+            results = align(fleet, server, name)
             known = [node for node in fleet.nodes() if node.name == name]
     except FleetError as error:
         _warn(
@@ -215,11 +214,11 @@ def _tell(server: ServerFolder, name: str, superlink: str | None, folder: Path) 
             "folder does it at its next look or start. Or run, where the SuperLink is: "
             f"tepal provision register {folder}"
         )
-        if superlink is not None:  # who names one wants it told
+        if superlink is not None:  # an address that was given must answer
             raise typer.Exit(1) from error
         return
-    _say_told(told)
-    if not told:
+    _print_results(results)
+    if not results:
         state = "had its key unregistered before" if known else "does not know its key"
         _say(f"{name}: the SuperLink at {address} {state}; it is refused there")
 
@@ -245,14 +244,14 @@ def _say_sites(made: Provisioned, names: list[str]) -> None:
             )
 
 
-def _say_told(told: list[Told]) -> None:
+def _print_results(results: list[KeyResult]) -> None:
     """Say what came of each key; ends the command with 1 if there was a problem."""
-    for one in told:
+    for one in results:
         if one.problem:
             _warn(f"{one.site}: {one.problem}")
         else:
             _say(f"{one.site}: {one.done}")
-    if any(one.problem for one in told):
+    if any(one.problem for one in results):
         raise typer.Exit(1)
 
 
@@ -263,15 +262,3 @@ def _say(*lines: str) -> None:
 
 def _warn(line: str) -> None:
     Console(stderr=True).print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
-
-
-@contextlib.contextmanager
-def _errors() -> Iterator[None]:
-    """Say what went wrong, and end with status 1."""
-    from tepal.tools.deploy.fleet import FleetError
-
-    try:
-        yield
-    except (FleetError, OSError, ValueError) as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from error

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tepal.tools.cli import commands
+from tepal.tools.cli import commands, reported
 
 app = commands("report")
 
@@ -30,7 +30,7 @@ def report_command(
     from tepal.tools.compare.comparison import is_comparison, read_comparison
     from tepal.tools.compare.runs import write_comparison
 
-    try:
+    with reported():
         if figures or output:
             for path in _figure_files(run, figures, output):
                 typer.echo(path)
@@ -38,9 +38,6 @@ def report_command(
             typer.echo(write_comparison(read_comparison(run)))
         else:
             typer.echo(write_report(find_run(run)))
-    except (OSError, ValueError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
 
 
 def _figure_files(run: Path, kind: str, folder: Path | None) -> list[Path]:

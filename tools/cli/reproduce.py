@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from tepal.records.run_directory import RunInUse
-from tepal.tools.cli import commands
+from tepal.tools.cli import commands, reported
 
 app = commands("reproduce")
 
@@ -29,19 +29,16 @@ def reproduce_command(
 ) -> None:
     """Run a named experiment of a paper, and show its numbers beside the paper's."""
     from tepal.tools.reproduce.experiment import NotAtHand
-    from tepal.tools.reproduce.runner import EXPERIMENTS, OtherData, UnknownExperiment, find_experiment, reproduce
+    from tepal.tools.reproduce.runner import EXPERIMENTS, find_experiment, reproduce
 
     if not name:
         for each in EXPERIMENTS.values():
             typer.echo(f"{each.name:20} {each.title}. {each.paper}. {each.scale(full=False)}")
         return
-    try:
+    with reported(NotAtHand, RunInUse):
         experiment = find_experiment(name)
         how = "one process (nothing asks for Ray)" if at_once == 1 else f"{at_once} processes (--at-once {at_once})"
         typer.echo(f"Engine: {how}")
         page = reproduce(experiment, folder, full=full, said=typer.echo, data=data.expanduser(), at_once=at_once)
         typer.echo((page.parent / "results.md").read_text(encoding="utf-8"))
         typer.echo(f"Results in {page.parent}\n  {page}  (open it in a browser)")
-    except (UnknownExperiment, NotAtHand, OtherData, RunInUse, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from tepal import models
+from tepal.host.files import new_log
 from tepal.host.superlink import Outcome, RunError
 from tepal.records.run_directory import CHECKPOINTS, KEPT_IN, METRICS, find_run, read_metrics, read_summary
 from tepal.report.terminal import RoundProgress, final_table, follow_metrics
@@ -94,9 +94,7 @@ def run_once(
             followers.append(threading.Thread(target=follow, args=found, daemon=True))
             followers[0].start()
 
-    handle, name = tempfile.mkstemp(prefix="tepal-run-", suffix=".log")
-    os.close(handle)
-    log = Path(name)
+    log = new_log("run")
     try:
         start(
             run_config={**config.flat, "runs": str(runs), "resume": str(resumed or "")},

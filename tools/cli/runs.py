@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from tepal.records.run_directory import LATEST
-from tepal.tools.cli import commands
+from tepal.tools.cli import commands, reported
 
 app = commands("runs")
 _JSON = "as JSON, for programs"
@@ -24,11 +24,8 @@ def runs_command(
     """List runs and comparisons, the newest first: how far each is, its score, the bytes that it moved."""
     from tepal.tools.dashboard.views import console, facts_of, reasons, runs_table, views
 
-    try:
+    with reported():
         facts = [facts_of(view) for view in views(folder)]
-    except OSError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
     elif facts:
@@ -58,7 +55,7 @@ def show_command(
         run_page,
     )
 
-    try:
+    with reported():
         path = find(run, runs)
         if is_comparison(path):
             compared = ComparisonView(path)
@@ -69,9 +66,6 @@ def show_command(
             view = RunView(path)
             facts = run_facts(view, defaults())
             page = run_page(view, defaults(), all_rounds=all_rounds)
-    except (OSError, ValueError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
     else:

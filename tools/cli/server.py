@@ -23,15 +23,14 @@ import signal
 import ssl
 import sys
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import psutil
 import typer
 
-from tepal.tools.cli import commands
+from tepal.tools.cli import commands, reported
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -93,26 +92,22 @@ def describe(journal: Journal, problem: str) -> list[str]:
 
 
 def _health(journal: Journal) -> str:
-    """Ask the SuperLink how it is; "" if well."""
-    scheme = "https" if journal.root_certificates else "http"
+    """Ask the SuperLink for its health; "" if it is healthy, else what is wrong."""
+    # Not by httpx: its import takes longer than all else that this command does.
+    trusted = journal.root_certificates
+    problem = f"the SuperLink does not answer at {'https' if trusted else 'http'}://{journal.control}/health"
     try:
-        context = ssl.create_default_context(cafile=journal.root_certificates) if journal.root_certificates else None
-        # Our own server, never through a proxy.
-        handlers = urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
-        with urllib.request.build_opener(*handlers).open(f"{scheme}://{journal.control}/health", timeout=10):
-            return ""
-    except OSError as error:  # an HTTP status that is an error is one, too
-        return f"the SuperLink does not answer at {scheme}://{journal.control}/health: {error}"
-
-
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+        connection = (
+            HTTPSConnection(journal.control, timeout=10, context=ssl.create_default_context(cafile=trusted))
+            if trusted
+            else HTTPConnection(journal.control, timeout=10)
+        )
+        with contextlib.closing(connection):
+            connection.request("GET", "/health")
+            answer = connection.getresponse()
+            return "" if answer.status == 200 else f"{problem}: {answer.status} {answer.reason}"
+    except (OSError, HTTPException) as error:
+        return f"{problem}: {error}"
 
 
 # ---- command line -------------------------------------------------------------------------------------------------
@@ -172,7 +167,7 @@ def run_server(
     from tepal.host.toml import parse_run_config
     from tepal.tools.deploy.provision import find_server
 
-    with _errors():
+    with reported(ServerError):
         if credentials is None and not insecure:
             raise ServerError(
                 "without credentials anybody could connect. Name their folder with --credentials (`tepal provision` "
@@ -193,18 +188,8 @@ def run_server(
             attempts=attempts,
             metrics=metrics,
         )
-        with formatted(log_format), _errors():
+        with formatted(log_format), reported(ServerError):
             _serve(settings, insecure)
-
-
-@contextlib.contextmanager
-def _errors() -> Iterator[None]:
-    """Say what went wrong, in the format of the log, and end with status 1."""
-    try:
-        yield
-    except (ServerError, OSError, ValueError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
 
 
 def _serve(settings: Settings, insecure: bool) -> None:
@@ -231,7 +216,8 @@ def status_command(context: typer.Context, state: _State = Path(".")) -> None:
     except ServerError as error:
         typer.echo(f"unhealthy: {error}")
         raise typer.Exit(1) from error
-    problem = why_unhealthy(journal, time.time(), bool(journal.pid) and _lives(journal.pid)) or _health(journal)
+    alive = bool(journal.pid) and psutil.pid_exists(journal.pid)
+    problem = why_unhealthy(journal, time.time(), alive) or _health(journal)
     typer.echo("\n".join(describe(journal, problem)))
     if problem:
         raise typer.Exit(1)

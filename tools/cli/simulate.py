@@ -8,12 +8,11 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from tepal.host.superlink import RunError, app_run_config
 from tepal.host.toml import parse_run_config
-from tepal.server_app.config import ConfigError, open_run
-from tepal.tools.cli import commands
+from tepal.server_app.config import open_run
+from tepal.tools.cli import commands, reported
 from tepal.tools.cli.running import CPUS, ENGINE, cache_of, check_clients, run_and_show
 from tepal.tools.simulation.engines import AUTO, engine_for
 
@@ -37,17 +36,14 @@ def simulate_command(
 
     Whatever it starts is stopped, whatever happens. A run that was stopped goes on with -c 'resume="runs/latest"'.
     """
-    console, errors = Console(), Console(stderr=True)
-    try:
+    console = Console()
+    with reported(RunError):
         given = parse_run_config(run_config or [])
         config, _ = open_run({**app_run_config(app), **given})
         with engine_for(engine, app, clients=clients, cpus=cpus, gpus=gpus, cache=cache_of(config)) as simulated:
             check_clients(config, clients)
             console.print(simulated.said, markup=False, highlight=False, soft_wrap=True)
             run_and_show(simulated.run, config, console, verbose)
-    except (ConfigError, RunError, ValueError) as error:
-        errors.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from error
 
 
 @app.command("loopback")
@@ -70,13 +66,10 @@ def loopback_command(
     """
     from tepal.tools.deploy.loopback import loopback
 
-    console, errors = Console(), Console(stderr=True)
-    try:
+    console = Console()
+    with reported(RunError):
         config, _ = open_run({**app_run_config(app), **parse_run_config(run_config or [])})
         check_clients(config, clients, parts=not node_config)
         node_configs = [parse_run_config([text]) for text in node_config or []]
         start = partial(loopback, app, clients=clients, node_configs=node_configs, cache=cache_of(config))
         run_and_show(start, config, console, verbose)
-    except (ConfigError, RunError, ValueError) as error:
-        errors.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from error

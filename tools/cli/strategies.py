@@ -8,11 +8,10 @@ from typing import Annotated
 
 import typer
 from rich.console import Console, Group, RenderableType
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from tepal.tools.cli import commands
+from tepal.tools.cli import commands, reported
 
 app = commands("strategies")
 
@@ -24,15 +23,10 @@ def strategies_command(
     ] = None,
 ) -> None:
     """List the strategies: what each does, what travels, its paper; and with a name its options and their defaults."""
-    from tepal.server_app.config import ConfigError
     from tepal.tools.compare.runs import strategy_names
 
-    console, errors = Console(), Console(stderr=True)
-    try:
-        console.print(_table(strategy_names(",".join(names)) if names else ()), soft_wrap=True)
-    except ConfigError as error:
-        errors.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from error
+    with reported():
+        Console().print(_table(strategy_names(",".join(names)) if names else ()), soft_wrap=True)
 
 
 def _table(names: Sequence[str]) -> RenderableType:

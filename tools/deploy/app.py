@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ServedApp:
-    """The app that `tepal server` was given, if any, and the folders in which its runs are."""
+    """The app of `tepal server`, if it has one, and the folders of its runs."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -27,13 +27,13 @@ class ServedApp:
         self.folders = [self.state / "runs"]
 
     def prepare(self) -> None:
-        """Copy the app, and check that it has the run config's keys. Raises ServerError."""
+        """Copy the app, and check the run config's keys. Raises ServerError."""
         from tepal.host.superlink import RunError, app_run_config, stage_app
 
         given, app = self.settings.run_config, self.settings.app
         if app is None:
             if given is not None:
-                raise ServerError("--run-config says how a run is to be, and --app is needed to say of which app")
+                raise ServerError("--run-config is given without --app: name the folder of the app to run")
             return
         try:
             known = app_run_config(app)
@@ -50,7 +50,7 @@ class ServedApp:
             self.folders.append(self.state / Path(str(given["runs"])).expanduser())
 
     def cannot_resume(self) -> str:
-        """Why runs cannot go on by themselves; "" if they can."""
+        """Return why the server cannot resume runs; "" if it can."""
         from tepal.host.superlink import app_run_config
 
         if self.settings.app is None:
@@ -60,7 +60,7 @@ class ServedApp:
         return ""
 
     def own_run_config(self) -> dict[str, Value]:
-        """The run config of --run-config, with its folder of run directories absolute: a ServerApp may be anywhere."""
+        """Return the run config of --run-config, with an absolute folder of runs: the ServerApp runs elsewhere."""
         from tepal.host.superlink import app_run_config
 
         config = dict(self.settings.run_config or {})
@@ -69,7 +69,7 @@ class ServedApp:
         return config
 
     def submit(self, config: Mapping[str, Value], superlink: Process) -> int:
-        """Submit the app with this run config; return the run's id."""
+        """Submit the app with this run config, and return the run's id."""
         from tepal.host.superlink import submit
         from tepal.host.toml import to_toml
 
@@ -77,13 +77,13 @@ class ServedApp:
         path.write_text(to_toml(config), encoding="utf-8")
         return submit(self.bundle, path, superlink, superlink_environment(self.home), 120)
 
-    def by_hand(self, directory: Path) -> str:
-        """The command by which a person lets a run go on."""
+    def resume_command(self, directory: Path) -> str:
+        """Return the command by which a person resumes a run."""
         app = self.settings.app or "APP"
         return f"FLWR_HOME={self.home} flwr run {app} tepal --run-config 'resume=\"{directory}\"'"
 
     def runs(self, known: Iterable[str]) -> list[RunOnDisk]:
-        """The run directories that are known, and those in the folders."""
+        """Return the known run directories and those in the folders."""
         paths = {Path(path) for path in known}
         for folder in self.folders:
             with contextlib.suppress(OSError):

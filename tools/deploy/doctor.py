@@ -1,8 +1,8 @@
-"""`tepal doctor`: what an installation has and lacks, and for each problem what to do.
+"""`tepal doctor`: check an installation, and say for each problem what to do.
 
-A check is a function that returns a `Finding`. None changes anything; what a check needs to be told (a folder of
-credentials, the server's address) and was not told, it says instead. torch is asked in a process of its own: an
-installation that breaks at its import is what is looked for.
+A check is a function that returns a `Finding` and changes nothing. A check that needs an option (a folder of
+credentials, the server's address) is skipped without it, and names the option. torch is imported in a process of its
+own, because a broken installation may crash at its import.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ import sys
 import tarfile
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -34,18 +32,18 @@ from rich.text import Text
 OK, WARNING, PROBLEM, SKIPPED = "ok", "warning", "problem", "skipped"
 
 SERVER_PORTS = (8000, 9092)
-"""Where `tepal server` listens unless it is told otherwise: for runs, and for nodes."""
+"""The default ports of `tepal server`: for runs, and for nodes."""
 
 _PYTHON = (3, 11)
 _LITTLE_DISK, _NO_DISK = 5e9, 5e8  # bytes
 _LITTLE_MEMORY, _NO_MEMORY = 2e9, 5e8
-# Of a node's clock, as Flower takes its signatures, in seconds.
+# Limits of a node's clock for which Flower accepts its signatures, in seconds.
 _AHEAD, _BEHIND = 5.0, 300.0
 _SOME_SECONDS = 2.0
 _TORCH = 300.0  # seconds that the import of torch may take
 _STYLES = {OK: "green", WARNING: "yellow", PROBLEM: "bold red", SKIPPED: "dim"}
 
-_ASK_TORCH = """
+_IMPORT_TORCH = """
 import json
 said = {}
 try:
@@ -68,7 +66,7 @@ print("\\n" + json.dumps(said))
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found, in a line, and in another what to do about it; "" where there is nothing to do."""
+    """The result of a check, and what to do about it; "" for nothing."""
 
     check: str
     state: str
@@ -78,24 +76,24 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Questions:
-    """What is looked at beside the installation itself."""
+    """What to check in addition to the installation."""
 
     runs: Path = Path("runs")
     cache: Path | None = None
-    """None: that of this user's clients."""
+    """None for the cache folder of this user's clients."""
     ports: tuple[int, ...] = ()
-    """That must be free; none: those of a server, of which one may run."""
+    """Ports that must be free; by default those of a server, where one may be running."""
     credentials: Path | None = None
     """A folder of `tepal provision`, or a copy of its server/."""
     site: Path | None = None
-    """A site's archive, or its folder."""
+    """A site's archive or folder."""
     superlink: str = ""
-    """HOST:PORT of its Control API."""
+    """HOST:PORT of the server's Control API."""
     root_certificates: Path | None = None
 
 
 def examine(asked: Questions) -> Iterator[Finding]:
-    """All checks, one after the other."""
+    """Run all checks, one after the other."""
     from tepal.exchange.cache import default_root
 
     yield python_version()
@@ -123,7 +121,7 @@ def examine(asked: Questions) -> Iterator[Finding]:
 
 
 def python_version(installed: tuple[int, ...] = sys.version_info[:3]) -> Finding:
-    """Whether Python is new enough."""
+    """Check the version of Python."""
     found = f"Python {'.'.join(map(str, installed))}"
     if installed >= _PYTHON:
         return Finding("Python", OK, found)
@@ -132,7 +130,7 @@ def python_version(installed: tuple[int, ...] = sys.version_info[:3]) -> Finding
 
 
 def flower_version(installed: str | None = None) -> Finding:
-    """Whether Flower is the one that the warm node and the server know."""
+    """Check that Flower has the version that the warm node and the server support."""
     from tepal.host.flower.patches import FLOWER
 
     if installed is None:
@@ -145,24 +143,24 @@ def flower_version(installed: str | None = None) -> Finding:
     return Finding(
         "Flower",
         PROBLEM,
-        f"flwr {installed}; `tepal node` and `tepal server` are written for {FLOWER}",
+        f"flwr {installed}; `tepal node` and `tepal server` need {FLOWER}",
         f"pip install 'flwr=={FLOWER}'",
     )
 
 
 def torch_and_gpu(devices: Path = Path("/dev")) -> Iterator[Finding]:
-    """torch, whether torchvision belongs to it, and the GPUs that it sees.
+    """Check that torch can be imported, that torchvision is built for it, and that torch finds the machine's GPUs.
 
     Args:
-        devices: Where the system shows its devices: a GPU that torch does not see is there.
+        devices: The system's folder of devices, to find GPUs that torch does not find.
     """
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, timeout=_TORCH, check=False
+            [sys.executable, "-c", _IMPORT_TORCH], capture_output=True, text=True, timeout=_TORCH, check=False
         )
         said = json.loads(done.stdout.strip().splitlines()[-1])
     except subprocess.TimeoutExpired:
-        yield Finding("torch", PROBLEM, f"its import has not ended after {_TORCH:.0f} s", "look for a slow disk")
+        yield Finding("torch", PROBLEM, f"its import takes more than {_TORCH:.0f} s", "check for a slow disk")
         return
     except (IndexError, ValueError):
         ended = f"its import ended the process with status {done.returncode}: {_last_line(done.stderr)}"
@@ -179,27 +177,27 @@ def torch_and_gpu(devices: Path = Path("/dev")) -> Iterator[Finding]:
 
 def _torchvision(said: dict[str, str]) -> Finding:
     if "torchvision" in said:
-        return Finding("torchvision", OK, f"torchvision {said['torchvision']} imports beside torch {said['torch']}")
+        return Finding("torchvision", OK, f"torchvision {said['torchvision']} works with torch {said['torch']}")
     if "missing" in said:
         found = "not installed; only models of torchvision need it"
-        return Finding("torchvision", SKIPPED, found, "pip install 'tepal[vision]', where one is wanted")
+        return Finding("torchvision", SKIPPED, found, "pip install 'tepal[vision]', to use them")
     return Finding(
         "torchvision",
         PROBLEM,
-        f"it does not belong to torch {said['torch']}: {said['torchvision_error']}",
-        "install both at once and from one index: pip install --force-reinstall torch torchvision; or, where no model "
-        "of torchvision is used: pip uninstall torchvision",
+        f"it is not built for torch {said['torch']}: {said['torchvision_error']}",
+        "install both at once and from one index: pip install --force-reinstall torch torchvision; or, if no model of "
+        "torchvision is used: pip uninstall torchvision",
     )
 
 
 def _gpu(said: dict[str, str], devices: Path) -> Finding:
     if said["gpus"]:
-        return Finding("GPU", OK, f"torch sees {', '.join(said['gpus'])}")
+        return Finding("GPU", OK, f"torch finds {', '.join(said['gpus'])}")
     if not any(devices.glob("nvidia[0-9]*")):
         return Finding("GPU", OK, "none; training is on the CPU")
-    found = "this machine has one that torch does not see"
+    found = "torch does not find this machine's GPU"
     if said["cuda"]:
-        return Finding("GPU", WARNING, found, "see that `nvidia-smi` works, and CUDA_VISIBLE_DEVICES does not hide it")
+        return Finding("GPU", WARNING, found, "check `nvidia-smi`, and that CUDA_VISIBLE_DEVICES is not empty")
     return Finding("GPU", WARNING, f"{found}: it is built for CPUs", "install a build of torch for CUDA")
 
 
@@ -207,7 +205,7 @@ def _gpu(said: dict[str, str], devices: Path) -> Finding:
 
 
 def ports(named: Sequence[int]) -> Iterator[Finding]:
-    """Whether ports are free. Those of a server that were not named may be taken by one that runs."""
+    """Check that ports are free. A server may be running on its default ports."""
     for port in named or SERVER_PORTS:
         check = f"port {port}"
         try:
@@ -230,7 +228,7 @@ def ports(named: Sequence[int]) -> Iterator[Finding]:
 
 
 def folder(check: str, path: Path) -> Finding:
-    """Whether files can be written to a folder, or to the one in which it will be made, and how much room there is."""
+    """Check that files can be written to a folder, or to the one in which it will be made, and the free space."""
     path = path.expanduser().absolute()
     there = next(above for above in (path, *path.parents) if above.exists())
     try:
@@ -242,20 +240,20 @@ def folder(check: str, path: Path) -> Finding:
         return Finding(check, PROBLEM, f"{there} cannot be written to: {error.strerror}", remedy)
     found = f"{path}{'' if there == path else ', which will be made'}: {free / 1e9:,.1f} GB free"
     if free < _NO_DISK:
-        return Finding(check, PROBLEM, found, "make room, or choose a folder on another disk")
+        return Finding(check, PROBLEM, found, "free some space, or choose a folder on another disk")
     if free < _LITTLE_DISK:
-        return Finding(check, WARNING, found, "make room: every checkpoint has the size of the model")
+        return Finding(check, WARNING, found, "free some space: every checkpoint has the size of the model")
     return Finding(check, OK, found)
 
 
 def memory() -> Finding:
-    """The memory that is left, within the limit of the container or service if there is one."""
+    """Check the free memory, and the limit of the container or service if it has one."""
     import psutil
 
     from tepal.host.limits import Limits
 
     free, limit = psutil.virtual_memory().available, Limits().memory
-    within = f", and this container or service may have {limit / 1e9:,.1f} GB" if limit else ""
+    within = f", and the limit of this container or service is {limit / 1e9:,.1f} GB" if limit else ""
     return _memory(free, limit, f"{free / 1e9:,.1f} GB are free{within}")
 
 
@@ -271,7 +269,7 @@ def _memory(free: float, limit: float, found: str) -> Finding:
 
 
 def credentials(path: Path) -> Iterator[Finding]:
-    """Certificates' dates and names, and who can read the keys, in a folder of `tepal provision`."""
+    """Check the certificates' dates and names, and the modes of the keys, in a folder of `tepal provision`."""
     from tepal.tools.deploy.node_keys import ServerError, check_credentials
     from tepal.tools.deploy.provision import ProvisionError, find_server, overview
 
@@ -288,13 +286,13 @@ def credentials(path: Path) -> Iterator[Finding]:
     if not warnings:
         days = f"{found.server_days} days, the authority's {found.ca_days}"
         sites = sum(each.revoked is None for each in found.sites)
-        yield Finding(check, OK, f"the server's certificate holds {days}; {sites} sites may come in")
+        yield Finding(check, OK, f"the server's certificate is valid for {days}; {sites} sites are authorised")
     private = [server.key, path / "ca" / "ca.key", *sorted((path / "sites").glob("*.tar.gz"))]
     yield _modes("private keys", [file for file in private if file.exists()])
 
 
 def site(path: Path) -> Iterator[Finding]:
-    """Whether a node can work with a site's archive, packed or unpacked."""
+    """Check a site's archive, packed or unpacked."""
     from tepal.tools.deploy.provision import ProvisionError, read_site
 
     try:
@@ -312,8 +310,8 @@ def site(path: Path) -> Iterator[Finding]:
     except ProvisionError as error:
         yield Finding("site", PROBLEM, *_halves(str(error)))
     except (OSError, ValueError, tarfile.TarError) as error:
-        remedy = "ask whoever runs the server for a new archive"
-        yield Finding("site", PROBLEM, f"{path} is no site's archive: {error}", remedy)
+        remedy = "ask the server's administrator for a new archive"
+        yield Finding("site", PROBLEM, f"{path} is not a site's archive: {error}", remedy)
 
 
 def _site_finding(name: str, superlink: str, root_certificates: Path) -> Finding:
@@ -323,53 +321,51 @@ def _site_finding(name: str, superlink: str, root_certificates: Path) -> Finding
 
     end = x509.load_pem_x509_certificate(root_certificates.read_bytes()).not_valid_after_utc
     days = (end - datetime.now(UTC)).days
-    found = f"{name}, of the server at {superlink}; its authority's certificate holds {days} days"
+    found = f"{name}, of the server at {superlink}; its authority's certificate is valid for {days} days"
     if days < SOON:
-        return Finding("site", WARNING, found, "whoever runs the server makes a new deployment, and sends new archives")
+        return Finding("site", WARNING, found, "ask the server's administrator for an archive of a new deployment")
     return Finding("site", OK, found)
 
 
 def _modes(check: str, files: Sequence[Path]) -> Finding:
-    """Whether nobody but their owner can read files."""
+    """Check that only their owner can read files."""
     modes = {file: stat.S_IMODE(file.stat().st_mode) for file in files}
     if open_ones := [file for file, mode in modes.items() if mode & 0o077]:
         found = f"others can read {', '.join(f'{file} (mode {modes[file]:04o})' for file in open_ones)}"
         return Finding(check, PROBLEM, found, f"chmod 600 {' '.join(map(str, open_ones))}")
-    return Finding(check, OK, f"{len(files)} {'file' if len(files) == 1 else 'files'}, for their owner alone")
+    return Finding(check, OK, f"{len(files)} {'file' if len(files) == 1 else 'files'}, readable by the owner only")
 
 
 # --- the clock --------------------------------------------------------------------------------------------------------
 
 
 def clock(asked: Questions) -> Finding:
-    """This machine's clock beside that of the server, as the answer to a request for its health tells it."""
+    """Compare this machine's clock with the server's: the Date header of the answer to a request for its health."""
+    import httpx
+
     superlink = asked.superlink
-    remedy = f"see that the server runs and that this machine reaches its control port at {superlink}"
+    remedy = f"check that the server runs, and that this machine can connect to its control port at {superlink}"
     url = f"http://{superlink}/health"
     try:
-        context = None
+        context: ssl.SSLContext | bool = True
         if certificates := _certificates(asked):
             url = f"https://{superlink}/health"
             context = ssl.create_default_context(cadata=certificates)
-        handlers = urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
-        begun = time.time()
-        try:
-            with urllib.request.build_opener(*handlers).open(url, timeout=10) as answer:
-                date = answer.headers.get("Date")
-        except urllib.error.HTTPError as error:
-            date = error.headers.get("Date")
-        answered = time.time()
-    except (OSError, ValueError, tarfile.TarError) as error:
-        return Finding("clock", PROBLEM, f"{url} does not answer: {getattr(error, 'reason', error)}", remedy)
+        with httpx.Client(verify=context, trust_env=False, timeout=10) as client:  # never through a proxy
+            begun = time.time()
+            date = client.get(url).headers.get("Date")
+            answered = time.time()
+    except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, tarfile.TarError) as error:
+        return Finding("clock", PROBLEM, f"{url} does not answer: {str(error) or type(error).__name__}", remedy)
     if not date:
-        return Finding("clock", SKIPPED, f"{url} does not say what time it is", "compare the clocks by hand")
-    # The header's seconds are cut off.
+        return Finding("clock", SKIPPED, f"the answer of {url} has no Date header", "compare the clocks by hand")
+    # The header's time is truncated to seconds.
     theirs = email.utils.parsedate_to_datetime(date).timestamp() + 0.5
     return judge_clock((begun + answered) / 2 - theirs, superlink)
 
 
 def judge_clock(ahead: float, superlink: str) -> Finding:
-    """What it means that this machine's clock is so many seconds ahead of the server's; negative: behind."""
+    """Rate a difference of the clocks: seconds that this machine's is ahead of the server's; negative: behind."""
     found = f"{abs(ahead):.0f} s {'ahead of' if ahead >= 0 else 'behind'} that of {superlink}"
     remedy = "set the clock by NTP on both machines"
     if ahead > _AHEAD or -ahead > _BEHIND:
@@ -381,7 +377,7 @@ def judge_clock(ahead: float, superlink: str) -> Finding:
 
 
 def _certificates(asked: Questions) -> str:
-    """Of the authority, in PEM, from a file of its own, the credentials or the site; "" where none was named."""
+    """Return the authority's certificate in PEM, from a file, the credentials or the site; "" if none is given."""
     for given in filter(None, (asked.root_certificates, asked.credentials, asked.site)):
         for candidate in (given, given / "server" / "ca.crt", given / "ca.crt"):
             if candidate.is_file():
@@ -398,7 +394,7 @@ def _certificates(asked: Questions) -> str:
 
 
 def findings_table(findings: Sequence[Finding]) -> Table:
-    """All findings for a terminal; what to do stands below what was found."""
+    """Return the findings as a table, each with what to do below it."""
     table = Table(box=None, pad_edge=False, show_header=False)
     for column in ("state", "check"):
         table.add_column(column, no_wrap=True)
@@ -411,7 +407,7 @@ def findings_table(findings: Sequence[Finding]) -> Table:
 
 
 def _halves(said: str) -> tuple[str, str]:
-    """A message of ours, which says behind its last colon or in its last sentence what to do."""
+    """Split an error message into the problem and, in its last sentence or after its colon, what to do."""
     for found, there, remedy in (said.rpartition(". "), said.partition(": ")):
         if there:
             return found, remedy
@@ -420,7 +416,7 @@ def _halves(said: str) -> tuple[str, str]:
 
 def _last_line(text: str) -> str:
     lines = [line for line in text.strip().splitlines() if line.strip()]
-    return lines[-1].strip() if lines else "it said nothing"
+    return lines[-1].strip() if lines else "without output"
 
 
 def _skipped(check: str, found: str, remedy: str) -> Finding:

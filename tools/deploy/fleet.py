@@ -1,7 +1,7 @@
-"""Who may come in at a running SuperLink: its node keys, listed, registered and revoked through its Control API.
+"""List, register and revoke the node keys of a running SuperLink, through its Control API.
 
-The API asks nobody who he is: the SuperLink's machine keeps it on 127.0.0.1, so this runs there. The SuperLink is known
-by the certificate authority of `tepal provision`.
+The Control API has no authentication. It listens on 127.0.0.1 only, so this runs on the SuperLink's machine. The
+SuperLink's certificate is verified with the authority of `tepal provision`.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from typing import Any
 from tepal.tools.deploy.provision import ProvisionError, ServerFolder, load_public_key
 
 CONTROL = "127.0.0.1:8000"
-"""Where Flower's SuperLink has its Control API unless told otherwise."""
+"""The default address of the Control API of Flower's SuperLink."""
 
 
 class FleetError(RuntimeError):
-    """The SuperLink did not do what it was asked. The message says why, and what to do."""
+    """The SuperLink refused a request. The message has the reason and what to do."""
 
 
 class Unreachable(FleetError):
-    """No SuperLink answers there, or not the one that is meant."""
+    """No SuperLink answers at the address, or one of another authority."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """A key that a SuperLink knows. `status` is Flower's word: registered, online, offline or unregistered."""
+    """A key that a SuperLink knows. `status` is Flower's: registered, online, offline or unregistered."""
 
     node_id: int
     name: str
@@ -38,8 +38,8 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Told:
-    """What came of one key: `done` in words for people, or the `problem`, which is "" if there is none."""
+class KeyResult:
+    """The result for one key: what was done, or the problem, "" without one."""
 
     site: str
     done: str
@@ -54,7 +54,7 @@ class Fleet:
         self._client = client
 
     def nodes(self) -> list[Node]:
-        """Return all keys that were ever registered there since its start; a revoked one is "unregistered"."""
+        """Return all keys that were registered since the SuperLink's start; a revoked one is "unregistered"."""
         from flwr.proto.control_pb2 import ListNodesRequest
 
         with _explained(self.address):
@@ -62,36 +62,33 @@ class Fleet:
         return [Node(node.node_id, node.name, node.status, node.public_key) for node in answer.nodes_info]
 
     def register(self, public_key: bytes, name: str) -> int:
-        """Let a key in under a name; return the node's id. One that was unregistered can never be registered again."""
+        """Register a key under a name; return the node's id. An unregistered key can never be registered again."""
         from flwr.proto.control_pb2 import RegisterNodeRequest
 
         with _explained(self.address):
             node_id = self._client.RegisterNode(RegisterNodeRequest(public_key=public_key, name=name)).node_id
         if not node_id:
-            raise FleetError(f"the SuperLink at {self.address} did not register {name} without a reason: see its log")
+            raise FleetError(f"the SuperLink at {self.address} did not register {name} and gave no reason: see its log")
         return int(node_id)
 
     def unregister(self, node_id: int) -> None:
-        """Let a key in no more, for ever; one that was unregistered before stays so.
-
-        A SuperNode with it that is connected ends within seconds.
-        """
+        """Unregister a key, for ever. A connected SuperNode with this key ends within seconds."""
         from flwr.proto.control_pb2 import UnregisterNodeRequest
 
         try:
             with _explained(self.address):
                 self._client.UnregisterNode(UnregisterNodeRequest(node_id=node_id))
         except FleetError:
-            # Another may have done it since it was listed: a server that reads the same folder.
+            # A server that reads the same folder may have done it since the keys were listed.
             if not any(node.node_id == node_id and node.status == "unregistered" for node in self.nodes()):
                 raise
 
 
 @contextlib.contextmanager
 def open_fleet(address: str, root_certificates: Path | None) -> Iterator[Fleet]:
-    """Speak to the Control API of the SuperLink at `address`, HOST:PORT, by TLS; without certificates by plain HTTP.
+    """Make a client of the Control API at `address`, HOST:PORT, by TLS; without certificates, by plain HTTP.
 
-    Nothing is sent before it is asked something. Raises ProvisionError if the certificates cannot be read.
+    It connects at the first request. Raises ProvisionError if the certificates cannot be read.
     """
     from flwr.supercore.control import ControlHttpClient
 
@@ -103,23 +100,22 @@ def open_fleet(address: str, root_certificates: Path | None) -> Iterator[Fleet]:
             interceptors=(),
         )
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-        raise ProvisionError(f"{root_certificates} holds no certificate to trust: {error}") from error
+        raise ProvisionError(f"{root_certificates} is not a certificate in PEM format: {error}") from error
     try:
         yield Fleet(address, client)
     finally:
         client.close()
 
 
-def align(fleet: Fleet, server: ServerFolder, name: str | None = None) -> list[Told]:
-    """Bring a SuperLink's keys into line with a folder: unregister the revoked ones, register those that may come in.
+def align(fleet: Fleet, server: ServerFolder, name: str | None = None) -> list[KeyResult]:
+    """Make a SuperLink's keys agree with a folder: unregister the revoked keys, register the authorised ones.
 
-    May be called at any time and any number of times. `name` limits it to one site. What is wrong with one key does
-    not keep the others from being done. Keys that the folder does not know stay as they are. Raises `FleetError` when
-    the SuperLink cannot be asked at all.
+    May be called any number of times. `name` limits it to one site. A problem with one key does not affect the others.
+    Keys that are not in the folder stay as they are. Raises `Unreachable` when the SuperLink does not answer.
     """
     known = {node.public_key: node for node in fleet.nodes()}
-    told, revoked = [], set()
-    # First the revoked: a site with a new key must not be there twice.
+    results, revoked = [], set()
+    # Revoked keys first: a site with a new key must not be registered twice.
     for site, path in server.revoked_keys():
         if name not in (None, site):
             continue
@@ -129,34 +125,34 @@ def align(fleet: Fleet, server: ServerFolder, name: str | None = None) -> list[T
             node = known.get(key)
             if node is not None and node.status != "unregistered":
                 fleet.unregister(node.node_id)
-                told.append(Told(site, "its revoked key is unregistered"))
+                results.append(KeyResult(site, "its revoked key is unregistered"))
         except Unreachable:
             raise
         except (ProvisionError, FleetError, OSError) as error:
-            told.append(Told(site, "", f"its revoked key could not be unregistered: {error}"))
+            results.append(KeyResult(site, "", f"its revoked key could not be unregistered: {error}"))
     for site, path in server.node_keys().items():
         if name in (None, site):
             try:
-                told.append(_register(fleet, site, _pem(path), known, revoked))
+                results.append(_register(fleet, site, _pem(path), known, revoked))
             except Unreachable:
                 raise
             except (ProvisionError, FleetError, OSError) as error:
-                told.append(Told(site, "", str(error)))
-    return told
+                results.append(KeyResult(site, "", str(error)))
+    return results
 
 
-def _register(fleet: Fleet, site: str, key: bytes, known: dict[bytes, Node], revoked: set[bytes]) -> Told:
+def _register(fleet: Fleet, site: str, key: bytes, known: dict[bytes, Node], revoked: set[bytes]) -> KeyResult:
     node, new_key = known.get(key), f"For a new key: tepal provision renew FOLDER --site {site}"
     if key in revoked:
-        return Told(site, "", f"its key is among the revoked ones, and is not registered. {new_key}")
+        return KeyResult(site, "", f"its key is among the revoked ones, and is not registered. {new_key}")
     if node is None:
         fleet.register(key, site)
-        return Told(site, "registered")
+        return KeyResult(site, "registered")
     if node.status == "unregistered":
-        return Told(site, "", f"its key was revoked at this SuperLink, which never takes it again. {new_key}")
+        return KeyResult(site, "", f"its key was revoked at this SuperLink, which never accepts it again. {new_key}")
     if node.name != site:
-        return Told(site, "", f"its key is registered there under another name, {node.name!r}. {new_key}")
-    return Told(site, "was registered before" + (f", is {node.status}" if node.status != "registered" else ""))
+        return KeyResult(site, "", f"its key is registered there under another name, {node.name!r}. {new_key}")
+    return KeyResult(site, "was registered before" + (f", is {node.status}" if node.status != "registered" else ""))
 
 
 def _pem(path: Path) -> bytes:
@@ -167,7 +163,7 @@ def _pem(path: Path) -> bytes:
 
 @contextlib.contextmanager
 def _explained(address: str) -> Iterator[None]:
-    """Turn what the client raises into words for people."""
+    """Turn the client's exceptions into FleetError with the cause."""
     import httpx
 
     try:
@@ -181,11 +177,11 @@ def _explained(address: str) -> Iterator[None]:
     except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
         said = str(error) or type(error).__name__
         if "CERTIFICATE_VERIFY_FAILED" in said:
-            what = f"what answers at {address} has a certificate that this folder's ca.crt does not vouch for"
+            what = f"the certificate of the server at {address} was not issued by this folder's ca.crt"
         elif "WRONG_VERSION_NUMBER" in said or isinstance(error, httpx.RemoteProtocolError):
-            what = f"what answers at {address} is no SuperLink with TLS"
+            what = f"the server at {address} is not a SuperLink with TLS"
         else:
             what = f"no SuperLink answers at {address}"
         raise Unreachable(f"{what} ({said})") from error
-    except ValueError as error:  # the client's, for an answer that is none
-        raise Unreachable(f"what answers at {address} is no SuperLink ({error})") from error
+    except ValueError as error:  # the client's, for an invalid response
+        raise Unreachable(f"the server at {address} is not a SuperLink ({error})") from error

@@ -1,27 +1,26 @@
-"""The journal of a server, server.json: what it does, and what it must remember after a restart."""
+"""The journal of a server, server.json: its present state, and what it must know after a restart."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import os
 import time
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from tepal.host.files import replacing
 from tepal.tools.deploy.node_keys import ServerError
 from tepal.tools.deploy.recovery import Record
 
 log = logging.getLogger("tepal.server")
 
 STATE = "server.json"
-"""Its name in the state folder."""
+"""File name of the journal in the state folder."""
 
 HEARTBEAT = 5.0
-"""Seconds after which it is written again at the latest."""
+"""The longest time between two writes, in seconds."""
 
 
 @dataclass
@@ -32,28 +31,28 @@ class Journal:
     pid: int = 0
     since: str = ""
     heartbeat: float = 0.0
-    """When the server's loop moved, in seconds since 1970."""
+    """The time of the last iteration of the server's loop, in seconds since 1970."""
     control: str = ""
     fleet: str = ""
     root_certificates: str = ""
     superlink: str = ""
-    """What it does: starting, running, waiting, stopped."""
+    """The SuperLink's state: starting, running, waiting, stopped."""
     superlink_starts: int = 0
     nodes: list[str] = field(default_factory=list)
     run: dict[str, Any] = field(default_factory=dict)
-    """The run that goes on, or the last one: directory, state, run-id."""
+    """The present run, or the last one: directory, state, run-id."""
     last_error: dict[str, str] = field(default_factory=dict)
     runs: dict[str, Record] = field(default_factory=dict)
     """By run directory."""
     started: dict[str, Record] = field(default_factory=dict)
-    """Runs that --run-config asked for, by `config_digest`."""
+    """Runs started by --run-config, by `config_digest`."""
 
     def __post_init__(self) -> None:
         self._written = 0.0
 
     @classmethod
     def read(cls, path: Path) -> Journal:
-        """What the file says; an empty one where there is none. Raises ServerError where it cannot be read."""
+        """Return the journal in a file; an empty one without a file. Raises ServerError if it cannot be read."""
         try:
             kept = json.loads(path.read_text(encoding="utf-8"))
             known = {item.name for item in fields(cls)} - {"path"}
@@ -65,33 +64,27 @@ class Journal:
             return cls(path)
         except (OSError, ValueError, TypeError, AttributeError) as error:
             raise ServerError(
-                f"{path} cannot be read: {error}. It says which runs were stopped and which were tried how often; "
-                "without it (move it away) the newest unfinished run goes on"
+                f"{path} cannot be read: {error}. It records which runs were stopped and how often each was resumed; "
+                "move it away, and the newest unfinished run is resumed"
             ) from error
         return journal
 
     def write(self) -> None:
-        """Write the file so that a reader sees the old one or the new one; only its owner may read it."""
+        """Write the file, atomically; only its owner may read it."""
         content = {key: value for key, value in asdict(self).items() if key != "path"}
-        part = self.path.with_name(f".{self.path.name}.part")
-        with contextlib.suppress(FileNotFoundError):
-            part.unlink()
-        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=2)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, self.path)
+        with replacing(self.path, durable=True) as partial:
+            partial.touch(mode=0o600)
+            partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
     def beat(self, at_once: bool = False) -> None:
-        """Write the journal every few seconds: it is the server's heartbeat."""
+        """Write the journal, the server's heartbeat, if the last write is some seconds ago or `at_once`."""
         if not at_once and time.monotonic() - self._written < HEARTBEAT:
             return
         self.heartbeat = time.time()
         try:
             self.write()
             self._written = time.monotonic()
-        except OSError as error:  # a full disk stops no run
+        except OSError as error:  # a full disk must not stop a run
             log.error("%s cannot be written: %s", self.path, error.strerror)
 
     def record(self, run: Path | str) -> Record:
@@ -104,5 +97,5 @@ class Journal:
 
 
 def timestamp() -> str:
-    """The time as the journal has it."""
+    """Return the present time in the journal's format."""
     return datetime.now(UTC).isoformat(timespec="seconds")

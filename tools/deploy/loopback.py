@@ -1,13 +1,12 @@
 """A whole deployment on this machine: a SuperLink and warm nodes as real processes, with TLS and registered keys.
 
-What `tepal simulate` is for a method, this is for a deployment: the same app over the same wire as between machines.
-All credentials are made for it and are gone with it, as is every process, whatever happens.
+`tepal simulate` tries out a method; this tries out a deployment, with the same app and the same protocols as between
+machines. All credentials and processes are temporary.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import ssl
 import subprocess
@@ -21,6 +20,7 @@ from pathlib import Path
 
 from joblib import cpu_count
 
+from tepal.host.files import new_log
 from tepal.host.processes import (
     Process,
     ProcessError,
@@ -48,8 +48,8 @@ from tepal.tools.deploy.fleet import align, open_fleet
 from tepal.tools.deploy.provision import make
 from tepal.tools.deploy.settings import Settings, superlink_command
 
-_START = 120.0  # seconds that SuperLink and nodes have to come up
-_GRACE = 5.0  # seconds that they have to end
+_START = 120.0  # seconds within which SuperLink and nodes must start
+_GRACE = 5.0  # seconds within which they must end
 
 
 def loopback(
@@ -66,13 +66,13 @@ def loopback(
     """Run the Flower app in the folder `app` on a deployment of its own, and wait for its end.
 
     Args:
-        clients: Number of clients; each is a `tepal node` of its own, registered as site-1, site-2, …
-        run_config: As `tepal.tools.simulation.engines.simulate` takes it.
-        node_configs: Each client's, in order; without, a client gets its partition of the run's dataset.
-        on_event: Hears stages and log lines.
-        timeout: Seconds after which the run is stopped, from the call on. None: no limit.
+        clients: Number of clients; each is a `tepal node`, registered as site-1, site-2, …
+        run_config: As for `tepal.tools.simulation.engines.simulate`.
+        node_configs: Each client's, in order; by default a client gets its partition of the run's dataset.
+        on_event: Called with stages and log lines.
+        timeout: Seconds from the call on, after which the run is stopped. None: no limit.
         log: File for the run's log (default: a new one in the system's temporary folder).
-        cache: Folder for what clients keep, each in one of its own (default: a temporary one).
+        cache: Folder of the clients' caches (default: a temporary one).
 
     Raises:
         RunError: with the app's own error where the app failed.
@@ -87,10 +87,7 @@ def loopback(
     app = app.resolve()
     if unknown := sorted(set(config) - set(app_run_config(app))):
         raise RunError(f"{app.name} has no run configuration key {', '.join(unknown)}")
-    if log is None:
-        handle, name = tempfile.mkstemp(prefix="tepal-loopback-", suffix=".log")
-        os.close(handle)
-        log = Path(name)
+    log = log or new_log("loopback")
     clock = Clock(on_event or (lambda _kind, _text: None), timeout)
     folder = Path(tempfile.mkdtemp(prefix="tepal-loopback-"))
     try:
@@ -118,7 +115,7 @@ def loopback(
 
 @dataclass(frozen=True)
 class Deployment:
-    """SuperLink and nodes that run. `environment` is for Flower's commands, which find this SuperLink by it."""
+    """A running SuperLink and its nodes. With `environment` Flower's commands find this SuperLink."""
 
     superlink: Process
     nodes: tuple[Process, ...]
@@ -137,10 +134,10 @@ def deployment(
     warm: bool = True,
     stock: bool = False,
 ) -> Iterator[Deployment]:
-    """Provision, start a SuperLink and a node for each node config, wait until all are connected; stop them.
+    """Run a SuperLink and a node for each node config during the block, which begins when all are connected.
 
-    All that they write is in `folder`, but for what clients keep, which is in `cache`. Nodes are Flower's own
-    `flower-supernode` unless they are `warm`; `stock` leaves Flower's settings as they come.
+    They write to `folder`, and clients' caches are in `cache`. Nodes are `tepal node` if `warm`, else Flower's own
+    `flower-supernode`. `stock` leaves Flower's settings unchanged.
     """
     sites = [f"site-{k}" for k in range(1, len(node_configs) + 1)]
     port, fleet_port = free_port(), free_port()
@@ -151,7 +148,7 @@ def deployment(
     )
     address, trusted = settings.control, made.server.root_certificates
     environment = flower_environment(folder / "home") | ({} if stock else {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1"})
-    # They share this machine's cores; threads that wait for each other's would cost many times what they bring.
+    # The nodes share this machine's cores; more threads than cores make training many times slower.
     environment.setdefault("OMP_NUM_THREADS", str(max(1, cpu_count() // len(sites))))
     connect(folder / "home", address, trusted)
     with contextlib.ExitStack() as stack:
@@ -167,9 +164,9 @@ def deployment(
             context=ssl.create_default_context(cafile=trusted),
         )  # fmt: skip
         with open_fleet(address, trusted) as fleet:
-            for told in align(fleet, made.server):
-                if told.problem:
-                    raise ProcessError(f"{told.site} cannot be registered: {told.problem}")
+            for result in align(fleet, made.server):
+                if result.problem:
+                    raise ProcessError(f"{result.site} cannot be registered: {result.problem}")
         clock.stage("start nodes", f"Starting {len(sites)} nodes ...")
         nodes = []
         for site, config in zip(sites, node_configs, strict=True):
@@ -226,9 +223,9 @@ def _supernode(folder: Path, control: Path, node_config: Mapping[str, Value]) ->
 
 
 def _config_file(control: Path, config: Mapping[str, Value]) -> str:
-    """Write a node's config next to its control socket; the path of the TOML file, which `--node-config` takes, too.
+    """Write a node's config to a TOML file next to its control socket; return the file's path, for `--node-config`.
 
-    Pairs on the command line would not do: Flower's parser of pairs ends a text at the first quote of its kind.
+    Flower's parser of 'key=value' pairs ends a text at the first quote of its kind, so they cannot hold every text.
     """
     path = control.with_suffix(".toml")
     path.write_text(to_toml(config), encoding="utf-8")
@@ -236,6 +233,6 @@ def _config_file(control: Path, config: Mapping[str, Value]) -> str:
 
 
 def stop_all(processes: Sequence[Process]) -> None:
-    """Stop processes side by side, because each takes a second or two to say goodbye."""
+    """Stop processes at the same time, because each takes a second or two to leave the SuperLink."""
     with ThreadPoolExecutor(max(len(processes), 1)) as pool:
         list(pool.map(lambda process: process.stop(_GRACE), processes))

@@ -1,4 +1,5 @@
-"""A server's metrics for Prometheus: its journal, and `metrics.jsonl` of the runs in progress and of the newest."""
+"""A server's metrics for Prometheus, from its journal and from `metrics.jsonl` of the newest run and those in progress.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ _OUTCOMES = ("refused", "lost", "late", "left_out")  # lists of clients in a lin
 
 
 def server_families(journal: Journal, folders: Sequence[Path]) -> Families:
-    """A server's metrics, from its journal and the runs in its folders."""
+    """Return a server's metrics, from its journal and the runs in its folders."""
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
     up = GaugeMetricFamily("tepal_superlink_up", "1 while the SuperLink runs and answers")
@@ -32,11 +33,11 @@ def server_families(journal: Journal, folders: Sequence[Path]) -> Families:
     memory = GaugeMetricFamily("tepal_server_resident_bytes", "Resident memory", labels=["process"])
     for process, size in _resident().items():
         memory.add_metric([process], size)
-    return [up, starts, nodes, memory, *run_families(_seen(folders))]
+    return [up, starts, nodes, memory, *run_families(_newest_and_running(folders))]
 
 
 def run_families(runs: Sequence[RunView]) -> Families:
-    """The metrics of runs, as their metrics.jsonl has them."""
+    """Return the metrics of runs, from their metrics.jsonl."""
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
 
     state = GaugeMetricFamily("tepal_run_state", "1 for the state that the run is in", labels=["run", "state"])
@@ -71,8 +72,8 @@ def run_families(runs: Sequence[RunView]) -> Families:
     return [state, done, asked, score, moved, replies, seconds]
 
 
-def _seen(folders: Sequence[Path]) -> list[RunView]:
-    """The runs in progress, and the newest."""
+def _newest_and_running(folders: Sequence[Path]) -> list[RunView]:
+    """Return the newest run and the runs in progress."""
     from tepal.tools.dashboard.views import RunView, views
 
     there = [view for folder in folders if folder.is_dir() for view in views(folder) if isinstance(view, RunView)]
@@ -81,7 +82,7 @@ def _seen(folders: Sequence[Path]) -> list[RunView]:
 
 
 def _resident() -> dict[str, int]:
-    """Bytes of this process, and of all that it has started."""
+    """Return the resident memory of this process and of its descendants, in bytes."""
     own = psutil.Process(os.getpid())
     children = 0
     with contextlib.suppress(psutil.Error):

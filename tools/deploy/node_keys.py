@@ -1,4 +1,4 @@
-"""The keys and certificates of a server: nodes' keys kept registered, certificates checked."""
+"""The keys and certificates of a server: keep nodes' keys registered, check certificates."""
 
 from __future__ import annotations
 
@@ -10,59 +10,59 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
 
-    from tepal.tools.deploy.fleet import Fleet, Told
+    from tepal.tools.deploy.fleet import Fleet, KeyResult
     from tepal.tools.deploy.provision import ServerFolder
 
 log = logging.getLogger("tepal.server")
 
 
 class ServerError(RuntimeError):
-    """The server cannot run so. The text says what is wrong, where, and what to do."""
+    """The server cannot run. The message says what is wrong, where, and what to do."""
 
 
 def vanished(seen: Collection[bytes], present: Collection[bytes], missing: Collection[bytes]) -> tuple[set, set]:
-    """Which keys are to be unregistered, and which are missing for the first time.
+    """Return the keys to unregister, and the keys that are missing for the first time.
 
-    A key that is gone counts only when it was gone at the look before, too: a revoked key can never be registered again
-    with the same SuperLink, and a file that is being replaced may be away for a moment.
+    A key is unregistered only when it is missing in two checks in a row: it can never be registered again with the same
+    SuperLink, and a file that is being replaced may be missing for a moment.
 
     Args:
         seen: The keys that were in the folder before.
-        present: Those that are there now.
-        missing: What the look before found to be missing.
+        present: The keys that are in the folder now.
+        missing: The keys that were missing in the check before.
     """
     gone = set(seen) - set(present)
     return gone & set(missing), gone - set(missing)
 
 
 class Keys:
-    """The public keys in a folder, kept registered with one SuperLink."""
+    """Keeps the public keys in a folder registered with one SuperLink."""
 
     def __init__(self, server: ServerFolder, fleet: Fleet) -> None:
         self.server = server
         self.names: list[str] = []
-        """Of the nodes that may come in."""
+        """Names of the authorised nodes."""
         self._fleet = fleet
-        self._present: dict[str, bytes] = {}  # the last good key of each name
+        self._present: dict[str, bytes] = {}  # the last valid key of each name
         self._seen: set[bytes] = set()
         self._missing: set[bytes] = set()
         self._stamp: object = None
-        self._said: set[tuple[str, str]] = set()
+        self._logged: set[tuple[str, str]] = set()
 
     def look(self) -> None:
-        """Register the keys that are new and unregister those that are gone or revoked. A problem is said once.
+        """Register new keys, and unregister missing and revoked ones. Each problem is logged once.
 
-        Raises FleetError where the SuperLink does not answer.
+        Raises FleetError when the SuperLink does not answer.
         """
-        from tepal.tools.deploy.fleet import Told, align
+        from tepal.tools.deploy.fleet import KeyResult, align
         from tepal.tools.deploy.provision import ProvisionError, load_public_key
 
         try:
             stamp = [*map(_stamp, (*self.server.nodes.iterdir(), self.server.revoked))]
         except OSError as error:
-            # Nobody is revoked because a disk is away.
-            problem = f"{self.server.nodes} cannot be read ({error.strerror}): the nodes stay as they are"
-            self._say(Told("keys", "", problem))
+            # An unmounted disk must not revoke all keys.
+            problem = f"{self.server.nodes} cannot be read ({error.strerror}): the registered nodes stay as they are"
+            self._log(KeyResult("keys", "", problem))
             return
         if stamp == self._stamp and not self._missing:
             return
@@ -70,28 +70,29 @@ class Keys:
         for name, path in self.server.node_keys().items():
             try:
                 present[name] = _pem(load_public_key(path))
-            except (ProvisionError, OSError):  # `align` tells it
+            except (ProvisionError, OSError):  # `align` reports it
                 if name in self._present:
                     present[name] = self._present[name]
-        told = align(self._fleet, self.server)
+        results = align(self._fleet, self.server)
         unregister, self._missing = vanished(self._seen, present.values(), self._missing)
         for node in self._fleet.nodes() if unregister else ():
             if node.public_key in unregister and node.status != "unregistered":
                 self._fleet.unregister(node.node_id)
-                told.append(Told(node.name, f"unregistered: its key is gone from {self.server.nodes}, or was replaced"))
-        for each in told:
-            self._say(each)
+                done = f"unregistered: its key was removed from {self.server.nodes}, or replaced"
+                results.append(KeyResult(node.name, done))
+        for each in results:
+            self._log(each)
         self._present, self._seen, self._stamp = present, {*present.values(), *self._missing}, stamp
-        wrong = {each.site for each in told if each.problem}
+        wrong = {each.site for each in results if each.problem}
         self.names = sorted(name for name in present if name not in wrong)
 
-    def _say(self, told: Told) -> None:
-        if told.problem:
-            if (told.site, told.problem) not in self._said:
-                log.error("Node %s: %s", told.site, told.problem)
-            self._said.add((told.site, told.problem))
-        elif not told.done.startswith("was registered"):
-            log.info("Node %s: %s.", told.site, told.done)
+    def _log(self, result: KeyResult) -> None:
+        if result.problem:
+            if (result.site, result.problem) not in self._logged:
+                log.error("Node %s: %s", result.site, result.problem)
+            self._logged.add((result.site, result.problem))
+        elif not result.done.startswith("was registered"):
+            log.info("Node %s: %s.", result.site, result.done)
 
 
 def _stamp(path: Path) -> tuple[str, int, int]:
@@ -109,7 +110,7 @@ def _pem(key: Any) -> bytes:
 
 
 def check_credentials(server: ServerFolder, host: str, now: datetime) -> list[str]:
-    """Warnings about certificates that expire soon. Raises ServerError for credentials that cannot be used.
+    """Return warnings about certificates that expire soon. Raises ServerError for credentials that cannot be used.
 
     `host`: the name or address by which this machine reaches its own control port.
     """
@@ -120,8 +121,8 @@ def check_credentials(server: ServerFolder, host: str, now: datetime) -> list[st
     for path in (server.root_certificates, server.certificate, server.key, server.nodes):
         if not path.exists():
             raise ServerError(
-                f"{server.folder} has no {path.name}: expected are ca.crt, server.crt, server.key and nodes/NAME.pub, "
-                "as `tepal provision make` writes them"
+                f"{server.folder} has no {path.name}: expected ca.crt, server.crt, server.key and nodes/NAME.pub, as "
+                "`tepal provision make` writes them"
             )
     warnings = []
     renew = "tepal provision renew` makes a new one"
@@ -132,15 +133,15 @@ def check_credentials(server: ServerFolder, host: str, now: datetime) -> list[st
             raise ServerError(f"{path} cannot be read as a certificate: {error}") from error
         begin, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
         if end <= now:
-            raise ServerError(f"{path} expired on {end:%Y-%m-%d %H:%M} UTC: no node would trust this server. `{renew}")
+            raise ServerError(f"{path} expired on {end:%Y-%m-%d %H:%M} UTC: no node can connect. `{renew}")
         if begin > now:
             raise ServerError(
-                f"{path} holds from {begin:%Y-%m-%d %H:%M} UTC on, and it is {now:%Y-%m-%d %H:%M} UTC here: set the "
-                f"clock. `{renew}"
+                f"{path} is valid from {begin:%Y-%m-%d %H:%M} UTC on, and this machine's time is "
+                f"{now:%Y-%m-%d %H:%M} UTC: set the clock. `{renew}"
             )
         if end - now < timedelta(days=SOON):
             warnings.append(
-                f"{path} expires in {(end - now).days} days, on {end:%Y-%m-%d %H:%M} UTC. From then on no node can "
+                f"{path} expires in {(end - now).days} days, on {end:%Y-%m-%d %H:%M} UTC. After that no node can "
                 f"connect. `{renew}; then restart this server."
             )
     try:
@@ -150,7 +151,7 @@ def check_credentials(server: ServerFolder, host: str, now: datetime) -> list[st
     covered = [*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress))]
     if host.strip("[]") not in covered:
         raise ServerError(
-            f"{server.certificate} holds for {', '.join(covered) or 'nothing'}, and not for {host}, where this server "
-            f"reaches its own control port. `{renew}"
+            f"{server.certificate} is valid for {', '.join(covered) or 'no name'}, and not for {host}, where this "
+            f"server reaches its own control port. `{renew}"
         )
     return warnings

@@ -1,4 +1,4 @@
-"""Which runs of a server can and shall go on, and when: functions of plain values, and of what is on disk."""
+"""Which runs a server resumes, and when: functions of plain values and of files."""
 
 from __future__ import annotations
 
@@ -16,50 +16,50 @@ if TYPE_CHECKING:
     from tepal.host.toml import Value
 
 RESUMES = "resume"
-"""The run config key by which an app says that its runs can go on."""
+"""The run config key of apps whose runs can be resumed."""
 
-_LONGEST_RUN_PAUSE = 120.0  # seconds before a run is let go on again
+_LONGEST_RUN_PAUSE = 120.0  # seconds before a run is resumed again
 
 
 @dataclass(frozen=True)
 class RunOnDisk:
-    """A run directory as it is now."""
+    """The state of a run directory."""
 
     path: Path
     begun: float
-    """When it was started, or resumed the last time: seconds since 1970."""
+    """The time of its start or last resumption, in seconds since 1970."""
     round: int | None
-    """Of the newest checkpoint."""
+    """The round of the newest checkpoint."""
     ended: bool
-    """It has a summary, and was not resumed since."""
+    """Whether it has a summary and was not resumed since."""
     stopped_by: str | None = None
-    """Why it ended early."""
+    """The reason of an early end."""
     in_use: bool = False
-    """A living process runs in it."""
+    """Whether a live process runs in it."""
 
 
 @dataclass
 class Record:
-    """What is remembered of a run directory, or of the run that --run-config asks for."""
+    """The journal's entry for a run directory, or for the run of --run-config."""
 
     outcome: str = ""
-    """"" while it may go on; else ended, stopped (by a person), failed, given up, or left (for a newer one)."""
+    """"" while the run may be resumed; else ended, stopped (by a person), failed, given up, left (for a newer)."""
     reason: str = ""
     attempts: int = 0
-    """To let it go on, since the last finished round."""
+    """Number of resumptions since the last finished round."""
     round: int | None = None
     """The last finished round at the last attempt."""
     tried: float = 0.0
-    """When, in seconds since 1970."""
+    """The time of the last attempt, in seconds since 1970."""
     directory: str = ""
-    """Where the run of --run-config is, as soon as that is known."""
+    """The run directory of the run of --run-config, as soon as it is known."""
     begun: float = 0.0
-    """When the run of --run-config was submitted."""
+    """The time when the run of --run-config was submitted."""
 
 
 @dataclass
 class Due:
-    """A run to be submitted: one to go on with, or (`directory` is None) the one that --run-config asks for."""
+    """A run to submit: the resumption of a run directory or, if `directory` is None, the run of --run-config."""
 
     directory: Path | None
     when: float
@@ -70,9 +70,9 @@ class Due:
 
 
 def look_at(path: Path) -> RunOnDisk | None:
-    """Look at a run directory; None where there is none.
+    """Return the state of a run directory, None if it is not one.
 
-    A resumed run writes its config anew and keeps the summary of before, so a summary may be older than the run.
+    A resumed run writes its config again and keeps the earlier summary, so a summary may be older than the run.
     """
     from tepal.records.run_directory import CHECKPOINTS, CONFIG, SUMMARY, is_held
 
@@ -83,11 +83,11 @@ def look_at(path: Path) -> RunOnDisk | None:
     numbers = (entry.name.removeprefix("round-") for entry in (path / CHECKPOINTS).glob("round-*"))
     newest = max((int(number) for number in numbers if number.isdigit()), default=None)
     ended, stopped_by = False, None
-    with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):  # a damaged one is none
+    with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):  # a damaged summary counts as none
         written = (path / SUMMARY).stat().st_mtime
         summary = json.loads((path / SUMMARY).read_text(encoding="utf-8"))
-        goes_on = newest is not None and newest < _rounds(path / CONFIG)
-        ended = (newest or 0) <= (summary.get("rounds") or 0) and not (begun > written and goes_on)
+        resumed = newest is not None and newest < _rounds(path / CONFIG) and begun > written
+        ended = (newest or 0) <= (summary.get("rounds") or 0) and not resumed
         stopped_by = summary.get("stopped_by") if ended else None
     return RunOnDisk(path, begun, newest, ended, stopped_by, in_use)
 
@@ -99,7 +99,7 @@ def _rounds(config: Path) -> int:
 
 
 def unfinished(runs: Iterable[RunOnDisk], records: Mapping[str, Record]) -> list[RunOnDisk]:
-    """The runs that can and shall go on, the last begun first: a checkpoint, no end, and nothing said against it."""
+    """Return the runs to resume, the newest first: those with a checkpoint and neither an end nor an outcome."""
     found = [
         run
         for run in runs
@@ -109,12 +109,12 @@ def unfinished(runs: Iterable[RunOnDisk], records: Mapping[str, Record]) -> list
 
 
 def judge(status: str, run: RunOnDisk | None, reason: str) -> str:
-    """What became of a run: ended, stopped, failed, or again (it is to go on).
+    """Return the outcome of a run: ended, stopped, failed, or again (resume it).
 
     Args:
-        status: Flower's word: completed, failed, stopped (only a person does that); or lost, when its process died.
+        status: Flower's: completed, failed, stopped (by a person); or lost, when its process died.
         run: Its directory, if it has one.
-        reason: The error that the app raised, as `explain` tells it.
+        reason: The error that the app raised, from `explain`.
     """
     if run is not None and run.ended:
         return "failed" if run.stopped_by else "ended"
@@ -122,20 +122,20 @@ def judge(status: str, run: RunOnDisk | None, reason: str) -> str:
         return "ended"
     if status == "stopped":
         return "stopped"
-    if reason.startswith("ConfigError"):  # it would be the same again
+    if reason.startswith("ConfigError"):  # it would be raised again
         return "failed"
     return "again"
 
 
 def pause(times: int, longest: float) -> float:
-    """Seconds to wait after so many attempts: 0, 1, 2, 4, … up to `longest`."""
+    """Return the seconds to wait after so many attempts: 0, 1, 2, 4, … up to `longest`."""
     return 0.0 if times < 1 else min(longest, 2.0 ** min(times - 1, 30))
 
 
 def next_attempt(record: Record, newest: int | None, limit: int, now: float) -> float | None:
-    """When to let a run go on whose last finished round is `newest`, in seconds since 1970; None: no more.
+    """Return when to resume a run whose last finished round is `newest`, in seconds since 1970; None: no more.
 
-    A round that was finished since the last attempt begins the count anew, in `record` too.
+    A round that was finished since the last attempt resets the count of attempts in `record`.
     """
     if newest is not None and (record.round is None or newest > record.round):
         record.attempts, record.round = 0, newest
@@ -146,14 +146,14 @@ def next_attempt(record: Record, newest: int | None, limit: int, now: float) -> 
 
 
 def config_digest(run_config: Mapping[str, Value]) -> str:
-    """What a run config is remembered by."""
+    """Return the key of a run config in the journal."""
     return hashlib.sha256(json.dumps(dict(run_config), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def find_submitted(runs: Iterable[RunOnDisk], run_config: Mapping[str, Value], since: float) -> RunOnDisk | None:
-    """The newest run directory that was begun with this run config after `since`.
+    """Return the newest run directory that was begun with this run config after `since`.
 
-    For a server that was killed between submitting a run and hearing where it is.
+    For a server that was killed between submitting a run and learning its directory.
     """
     from tepal.records.run_directory import read_config
 

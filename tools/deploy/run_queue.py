@@ -1,4 +1,4 @@
-"""The runs of a server: which of them are due, their submission, and what becomes of them when they end."""
+"""The runs of a server: which are due, their submission, and what follows from their ends."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tepal.server")
 
-_DEAD_AFTER = 3.0  # a ServerApp has given back its run directory, and Flower has not noticed
+_DEAD_AFTER = 3.0  # seconds after which a run whose directory no process uses counts as dead
 
 
 class RunQueue:
-    """What is submitted to the SuperLink of a server. Each decision is noted in the journal."""
+    """The runs that a server submits to its SuperLink. Each decision is recorded in the journal."""
 
     def __init__(self, settings: Settings, journal: Journal) -> None:
         self.settings = settings
@@ -48,10 +48,10 @@ class RunQueue:
         self._digest = None if settings.run_config is None else config_digest(settings.run_config)
 
     def plan(self) -> list[Due]:
-        """What to submit to a SuperLink that has just been started, and so has no runs."""
+        """Return the runs to submit to a SuperLink that has just been started, and so has no runs."""
         now = time.time()
         runs = self.app.runs(self.journal.runs)
-        # One that was being submitted when the SuperLink died is found like any other.
+        # A run that was being submitted when the SuperLink died is found like any other.
         self.submitting = None
         self.journal.runs = {path: record for path, record in self.journal.runs.items() if Path(path).is_dir()}
         if self.journal.run.get("state") in ("submitted", "running"):
@@ -62,8 +62,8 @@ class RunQueue:
         candidates = unfinished(runs, self.journal.runs)
         for run in candidates[1:]:
             self.journal.record(run.path).outcome = "left"
-            how = self.app.by_hand(run.path)
-            log.warning("%s is unfinished, and a newer one goes on. To go on with it: %s", run.path, how)
+            how = self.app.resume_command(run.path)
+            log.warning("%s is unfinished, and a newer run is resumed. To resume this one: %s", run.path, how)
         if candidates:
             due += self._again(candidates[0].path, now)
         if due and started_run:
@@ -81,36 +81,37 @@ class RunQueue:
             record.directory = str(found.path) if found else ""
         run = look_at(Path(record.directory)) if record.directory else None
         if record.outcome or (run is not None and (run.ended or run.round is not None)):
-            state = record.outcome or ("ended" if run and run.ended else "goes on")
+            state = record.outcome or ("ended" if run and run.ended else "unfinished")
             log.info(
-                "The run of --run-config was started before (%s: %s) and is not started again. For another one change "
+                "The run of --run-config was started before (%s: %s) and is not started again. For another run, change "
                 "the run config, or use `flwr run`.", record.directory or "no run directory", state,
             )  # fmt: skip
             return []
         return self._again(None, now)
 
     def _again(self, directory: Path | None, now: float, reason: str = "") -> list[Due]:
-        """When a run goes on, or (None) is started anew; nothing after too many attempts, which is then said."""
+        """Return when to resume a run or, for None, to start the run of --run-config; [] after too many attempts."""
         due = Due(directory, now)
         record = self._record(due)
         if directory is not None and (why_not := self.app.cannot_resume()):
-            self.journal.error(f"{directory} is unfinished and cannot go on by itself: {why_not}")
+            self.journal.error(f"{directory} is unfinished and cannot be resumed: {why_not}")
             return []
         run = look_at(directory) if directory else None
         when = next_attempt(record, run.round if run else None, self.settings.attempts, now)
         if when is None:
             record.outcome, record.reason = "given up", reason or record.reason
-            how = self.app.by_hand(directory) if directory else "change the run config, or start it with `flwr run`"
+            start = "change the run config, or start it with `flwr run`"
+            how = self.app.resume_command(directory) if directory else start
             self.journal.error(
-                f"{due} was tried {record.attempts} times without finishing another round, and is given up"
+                f"{due} was tried {record.attempts} times without finishing another round, and is not tried again"
                 f"{': ' + record.reason if record.reason else ''}. See {self.app.state / 'log'} and its flower.log; "
-                f"when the cause is mended: {how}"
+                f"when the cause is removed: {how}"
             )
             return []
         record.reason = reason or record.reason
         due.when = when
         if when > now:
-            log.info("%s goes on in %.0f s (attempt %d of %d).", due, when - now, record.attempts + 1,
+            log.info("%s is submitted in %.0f s (attempt %d of %d).", due, when - now, record.attempts + 1,
                      self.settings.attempts)  # fmt: skip
         return [due]
 
@@ -121,7 +122,7 @@ class RunQueue:
         return self.journal.started.setdefault(self._digest, Record())
 
     def submit(self, superlink: Process, watches: dict[int, Watch]) -> None:
-        """Submit what is due, one at a time and beside the loop: `flwr run` takes seconds."""
+        """Submit the runs that are due, one at a time, in a thread: `flwr run` takes seconds."""
         if self.submitting is not None:
             due, thread, answer = self.submitting
             if thread.is_alive():
@@ -137,7 +138,7 @@ class RunQueue:
             if due.when > time.time():
                 continue
             if due.directory is None:
-                # It waits for the run that is resumed.
+                # The run of --run-config waits for a resumed run.
                 if len(self.due) > 1 or any(watch.ours for watch in watches.values()):
                     continue
                 config = self.app.own_run_config()
@@ -149,7 +150,7 @@ class RunQueue:
                     continue
                 if run.in_use:
                     if not due.said:
-                        log.info("%s is still in use by another process; it goes on after that.", due)
+                        log.info("%s is still in use by another process; it is resumed afterwards.", due)
                     due.said = True
                     continue
                 config = {RESUMES: str(due.directory)}
@@ -159,7 +160,7 @@ class RunQueue:
             record.begun = record.tried
             self.journal.run = {"directory": str(due.directory or ""), "state": "submitted", "attempt": record.attempts}
             self.journal.beat(at_once=True)  # counted also if this process is killed now
-            action = "goes on" if due.directory else "starts"
+            action = "is resumed" if due.directory else "starts"
             log.info("%s %s (attempt %d of %d).", due, action, record.attempts, self.settings.attempts)
             result: list[int | Exception] = []
             given = (superlink, config, result)
@@ -175,13 +176,13 @@ class RunQueue:
             result.append(error)
 
     def watch(self, run_id: int, superlink: Process, due: Due | None) -> Watch:
-        """Begin to follow a run."""
+        """Start to follow a run."""
         log.info("Run %d is followed%s.", run_id, f": {due}" if due else "")
         path = self.app.state / "log" / f"run-{run_id}.log"
         return Watch(run_id, self.settings.control, superlink, path, self.settings.root_certificates, due)
 
     def look_after(self, watch: Watch, status: RunStatus, runs: Runs) -> bool:
-        """Take note of what has become of a run. Returns whether it needs no more looking after."""
+        """Record the progress of a run. Returns whether the run has ended."""
         self.hear(watch)
         if watch.lost and status.status == "finished":
             watch.end = status.ended, status.details
@@ -206,13 +207,13 @@ class RunQueue:
         return True
 
     def hear(self, watch: Watch) -> None:
-        """Take note of where a run is kept."""
+        """Record the directory of a run."""
         if watch.kept is None or watch.heard:
             return
         watch.heard = True
         due = watch.ours
         if due is None:
-            # A person began it, or resumed it: whatever was said of it before is past.
+            # A person started or resumed it: the earlier record does not count any more.
             self.journal.runs[str(watch.kept)] = Record(begun=time.time())
         elif due.directory is None:
             self._record(due).directory = str(watch.kept)
@@ -224,7 +225,7 @@ class RunQueue:
         }  # fmt: skip
 
     def conclude(self, watch: Watch, status: str, details: str) -> None:
-        """Decide what becomes of a run that has ended, in whatever way, and note it."""
+        """Decide what follows from the end of a run, and record it."""
         from tepal.host.superlink import explain
 
         directory = watch.kept or (watch.ours.directory if watch.ours else None)
@@ -241,10 +242,10 @@ class RunQueue:
             own = watch.ours is not None and watch.ours.directory is None
             if directory is not None and run is not None and run.round is not None:
                 self.due += self._again(directory, time.time(), reason)
-            elif own:  # it has nothing to go on from
+            elif own:  # it has no checkpoint
                 self.due += self._again(None, time.time(), reason)
             else:
-                log.error("%s never finished a round, so there is nothing to go on from: start it again.", where)
+                log.error("%s finished no round, so there is nothing to resume: start it again.", where)
             return
         records = [self.journal.record(directory)] if directory else []
         if watch.ours is not None:
@@ -253,15 +254,16 @@ class RunQueue:
             record.outcome, record.reason = what, "" if what == "ended" else reason
         if what == "failed":
             reason = (run.stopped_by if run else None) or reason
-            how = self.app.by_hand(directory) if directory and run and run.round is not None else "start it again"
-            self.journal.error(f"{where} failed, and does not go on by itself: {reason}\nWhen this is mended: {how}")
+            resumable = directory if run and run.round is not None else None
+            how = self.app.resume_command(resumable) if resumable else "start it again"
+            self.journal.error(f"{where} failed, and is not resumed: {reason}\nWhen the cause is removed: {how}")
         elif what == "stopped" and directory and run and run.round is not None:
-            log.info("%s was stopped. To go on with it: %s", where, self.app.by_hand(directory))
+            log.info("%s was stopped. To resume it: %s", where, self.app.resume_command(directory))
         else:
             log.info("%s has %s.", where, "been stopped" if what == "stopped" else what)
 
     def interrupted(self, watches: Iterable[Watch]) -> None:
-        """Take back the attempts that are under way: being stopped is no failed attempt."""
+        """Do not count the present attempts: the end of the server is not a failure of the runs."""
         runs = [watch.ours for watch in watches if watch.ours and not watch.end]
         runs += [self.submitting[0]] if self.submitting else []
         for record in map(self._record, runs):

@@ -1,4 +1,4 @@
-"""What `tepal server` was given, and what follows for its SuperLink: command line, environment, address."""
+"""The settings of `tepal server`, and the command line, environment and address of its SuperLink."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What `tepal server` was given. `credentials` None: no TLS, and nodes are not authenticated."""
+    """The settings of `tepal server`. Without `credentials` there is no TLS, and nodes are not authenticated."""
 
     state: Path
     credentials: ServerFolder | None = None
@@ -25,11 +25,11 @@ class Settings:
     port: int = 8000
     attempts: int = 5
     metrics: str = ""
-    """HOST:PORT for Prometheus; "": none."""
+    """HOST:PORT for Prometheus; "" for none."""
 
     @property
     def control(self) -> str:
-        """The address at which this machine reaches the control port."""
+        """The control port's address for clients on this machine."""
         return f"{reachable(self.host)}:{self.port}"
 
     @property
@@ -38,7 +38,7 @@ class Settings:
 
 
 def superlink_command(settings: Settings) -> list[str]:
-    """The SuperLink's command line."""
+    """Return the SuperLink's command line."""
     command = ["flower-superlink", "--host", settings.host, "--port", str(settings.port)]
     command += ["--fleet-api-address", settings.fleet]
     if settings.credentials is None:
@@ -49,13 +49,13 @@ def superlink_command(settings: Settings) -> list[str]:
 
 
 def superlink_environment(home: Path) -> dict[str, str]:
-    """The environment of the SuperLink and of commands to it; `home` is FLWR_HOME."""
+    """Return the environment of the SuperLink and of its clients; `home` is FLWR_HOME."""
     from tepal.host.processes import flower_environment
 
     return flower_environment(home) | {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1"}
 
 
 def reachable(host: str) -> str:
-    """The host at which a server that listens on `host` is reached from this machine."""
+    """Return the host to which a client on this machine connects when the server listens on `host`."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host.strip("[]"), host.strip("[]"))
     return f"[{host}]" if ":" in host else host

@@ -1,4 +1,4 @@
-"""Passes a SuperLink's log file on to standard output, without its routine lines, and keeps the file small."""
+"""Copy a SuperLink's log file to standard output, without its routine lines, and limit its size."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _LARGEST_LOG = 10_000_000  # bytes
-# The SuperLink logs every question and every request, ten lines a second.
+# The SuperLink logs every request, ten lines a second.
 _ROUTINE = re.compile(r"ControlServicer\.List(Runs|Nodes)\s*$|\[uvicorn\.access\] .* 200\s*$")
 
 
 @contextlib.contextmanager
 def tailed(path: Path) -> Iterator[None]:
-    """Write what is added to a log file to this process's output as well, and keep the file small."""
+    """Copy what is added to a log file during the block to this process's output, and limit the file's size."""
     stop = threading.Event()
     position = path.stat().st_size if path.exists() else 0
 
@@ -40,10 +40,10 @@ def tailed(path: Path) -> Iterator[None]:
 
 
 def pass_on(path: Path, position: int, largest: int) -> int:
-    """Write the whole lines of `path` behind `position` to stdout, but for routine ones; return where they end.
+    """Write the complete lines of `path` after `position` to stdout, without routine ones; return their end.
 
-    A file of more than `largest` bytes becomes `path`.1 and is begun anew; the process that appends to it goes on
-    appending to the same file, so what it writes in that moment may be lost.
+    A file of more than `largest` bytes is copied to `path`.1 and truncated. The SuperLink keeps appending to the same
+    file, so lines that it writes between these two steps may be lost.
     """
     with path.open("rb") as file:
         file.seek(position)

@@ -1,17 +1,16 @@
-"""Keeps a SuperLink running and lets its runs go on: what `tepal server` does."""
+"""`tepal server`: keep a SuperLink running, and resume its runs."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import ssl
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
-from pathlib import Path
 
+from tepal.host.files import locked
 from tepal.host.metrics import serving
 from tepal.host.processes import Process, ProcessError, started, wait_for_http
 from tepal.tools.deploy.journal import HEARTBEAT, STATE, Journal, timestamp
@@ -27,20 +26,21 @@ log = logging.getLogger("tepal.server")
 
 LOCK = "server.lock"
 
-_TICK = 0.5  # seconds between two looks at what goes on
-_LOOK_AT_KEYS = 3.0
-_LOOK_AT_RUNS = 1.0
-_SILENT = 120.0  # a SuperLink that does not answer is started again after this time ...
-_PENDING = 90.0  # ... and one that does not start the run which it has accepted
-_START = 180.0  # until a SuperLink must answer
-_GRACE = 10.0
-_STARTS = 5  # attempts to bring up the first SuperLink, then a person must look
-_LONGEST_PAUSE = 30.0  # before a SuperLink is started again
-_SETTLED = 60.0  # a SuperLink that has lived so long may be started again at once
+# In seconds:
+_TICK = 0.5  # between two iterations of the loop
+_KEYS_INTERVAL = 3.0  # between two checks of the nodes' keys
+_RUNS_INTERVAL = 1.0  # between two requests for the runs' statuses
+_SILENT = 120.0  # after which a SuperLink that does not answer is restarted
+_PENDING = 90.0  # after which a SuperLink that does not start an accepted run is restarted
+_START = 180.0  # within which a SuperLink must answer for the first time
+_GRACE = 10.0  # within which a SuperLink must end
+_LONGEST_PAUSE = 30.0  # before a SuperLink is restarted
+_SETTLED = 60.0  # of running after which a SuperLink is restarted at once
+_STARTS = 5  # attempts to start the first SuperLink
 
 
 class Supervisor:
-    """What `tepal server` does, until it is ended by a signal. One for each state folder."""
+    """Keeps a SuperLink and its runs going until a signal ends it. One for each state folder."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -49,11 +49,15 @@ class Supervisor:
         self.queue = RunQueue(settings, self.journal)
 
     def run(self) -> None:
-        """Serve until a signal raises SystemExit. Raises ServerError for what a person must mend first."""
+        """Serve until a signal raises SystemExit. Raises ServerError for a problem that a person must solve first."""
         settings = self.settings
         self.state.mkdir(parents=True, exist_ok=True)
         scraped = lambda: server_families(self.journal, self.queue.app.folders)  # noqa: E731
-        with _alone(self.state), serving(settings.metrics, scraped):
+        (self.state / LOCK).touch(mode=0o600)
+        refusal = ServerError(
+            f"another `tepal server` runs with the state folder {self.state}; stop it first, or use another folder"
+        )
+        with locked(self.state / LOCK, refusal), serving(settings.metrics, scraped):
             self.journal = self.queue.journal = Journal.read(self.state / STATE)
             self._check_credentials()
             self.queue.app.prepare()
@@ -81,13 +85,13 @@ class Supervisor:
             try:
                 self._serve_once(answered)
             except (ProcessError, TimeoutError) as error:
-                self.journal.error(f"The SuperLink is started again: {error}")
+                self.journal.error(f"The SuperLink is restarted: {error}")
             ever = ever or bool(answered)
             settled = answered and time.monotonic() - answered[0] > _SETTLED
             failures = 1 if settled else failures + 1
             if not ever and failures >= _STARTS:
                 raise ServerError(
-                    f"the SuperLink did not come up in {failures} attempts. {self.journal.last_error['text']}"
+                    f"the SuperLink did not start in {failures} attempts. {self.journal.last_error['text']}"
                 )
             self._pause(pause(failures, _LONGEST_PAUSE))
 
@@ -99,7 +103,7 @@ class Supervisor:
             time.sleep(min(_TICK, max(end - time.monotonic(), 0)))
 
     def _serve_once(self, answered: list[float]) -> None:
-        """One life of a SuperLink; when it first answered is put into `answered`. Raises ProcessError at its end."""
+        """Run a SuperLink until its end raises ProcessError; append the time of its first answer to `answered`."""
         settings = self.settings
         self.journal.superlink, self.journal.superlink_starts = "starting", self.journal.superlink_starts + 1
         self.journal.beat(at_once=True)
@@ -140,7 +144,7 @@ class Supervisor:
 
         watches: dict[int, Watch] = {}
         done: set[int] = set()
-        look_at_keys = look_at_runs = 0.0
+        next_keys = next_runs = 0.0
         check = time.monotonic() + 24 * 3600
         last_answer = time.monotonic()
         statuses: dict[int, RunStatus] = {}
@@ -151,11 +155,11 @@ class Supervisor:
                 if not superlink.running:
                     raise ProcessError(f"it ended with status {superlink.returncode}.\n{superlink.tail()}")
                 try:
-                    if keys and now >= look_at_keys:
+                    if keys and now >= next_keys:
                         keys.look()
-                        self.journal.nodes, look_at_keys = keys.names, now + _LOOK_AT_KEYS
-                    if now >= look_at_runs:
-                        statuses, look_at_runs = runs.statuses(), now + _LOOK_AT_RUNS
+                        self.journal.nodes, next_keys = keys.names, now + _KEYS_INTERVAL
+                    if now >= next_runs:
+                        statuses, next_runs = runs.statuses(), now + _RUNS_INTERVAL
                     last_answer = now
                 except FleetError as error:
                     if not isinstance(error, Unreachable):
@@ -167,7 +171,7 @@ class Supervisor:
                         raise ProcessError(f"it has not answered for {_SILENT:g} s ({error})") from error
                 self.queue.submit(superlink, watches)
                 for run_id in statuses:
-                    # Our own are watched as soon as it is known which of them they are.
+                    # A run that this server submits is watched when its id is known.
                     if run_id not in watches and run_id not in done and self.queue.submitting is None:
                         watches[run_id] = self.queue.watch(run_id, superlink, None)
                 for run_id, watch in list(watches.items()):
@@ -191,7 +195,7 @@ class Supervisor:
                 watch.leave()
 
     def _check_pending(self, watches: Mapping[int, Watch], statuses: Mapping[int, RunStatus]) -> None:
-        """The SuperLink's executor can die without a word; then runs are accepted and never started."""
+        """Raise ProcessError if an accepted run does not start: the SuperLink's executor can die without an error."""
         busy = any(each.status in ("starting", "running") for each in statuses.values())
         for run_id, watch in watches.items():
             if busy or statuses.get(run_id, RunStatus()).status != "pending":
@@ -212,19 +216,3 @@ class Supervisor:
             return
         for warning in warnings:
             log.warning(warning)
-
-
-@contextlib.contextmanager
-def _alone(state: Path) -> Iterator[None]:
-    """Keep other servers out of the state folder; the lock ends with this process, however that ends."""
-    handle = os.open(state / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ServerError(
-                f"another `tepal server` runs with the state folder {state}; stop that one first, or use another folder"
-            ) from error
-        yield
-    finally:
-        os.close(handle)

@@ -1,4 +1,4 @@
-"""The runs of a SuperLink as its Control API tells of them: their statuses, and a thread that follows a run's log."""
+"""The runs of a SuperLink: their statuses by its Control API, and a thread that follows a run's log."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tepal.tools.deploy.recovery import Due
 
 @dataclass(frozen=True)
 class RunStatus:
-    """Flower's words about a run: pending, starting, running, finished; then completed, failed or stopped; and why."""
+    """Flower's status of a run: pending, starting, running, finished; then completed, failed or stopped; the reason."""
 
     status: str = ""
     ended: str = ""
@@ -36,7 +36,7 @@ class Runs:
         )
 
     def statuses(self) -> dict[int, RunStatus]:
-        """Run id → its status."""
+        """Return the status of each run, by its id."""
         from flwr.proto.control_pb2 import ListRunsRequest
 
         found = self._client.ListRuns(ListRunsRequest()).run_dict
@@ -46,11 +46,11 @@ class Runs:
         }
 
     def stop(self, run_id: int) -> None:
-        """Let Flower forget a run whose process is dead, and what its nodes were to do for it."""
+        """Stop a run whose process is dead, and with it the messages to its nodes."""
         import httpx
         from flwr.proto.control_pb2 import StopRunRequest
 
-        with contextlib.suppress(httpx.HTTPError):  # it has ended meanwhile, or the SuperLink has
+        with contextlib.suppress(httpx.HTTPError):  # the run or the SuperLink has ended meanwhile
             self._client.StopRun(StopRunRequest(run_id=run_id))
 
     def close(self) -> None:
@@ -69,13 +69,13 @@ class Watch:
         self.log = log
         self.ours = ours
         self.kept: Path | None = None
-        """Its directory, once it has said so."""
+        """The run directory, once it is in the log."""
         self.heard = False
-        """Whether the supervisor has taken note of that."""
+        """Whether the queue has recorded the run directory."""
         self.end: tuple[str, str] | None = None
-        """Flower's status and words."""
+        """Flower's final status and explanation."""
         self.free_since: float | None = None
-        """Since when nobody runs in its directory."""
+        """The time since when no process runs in the run directory."""
         self.pending_since = time.monotonic()
         self._clock = Clock(self._hear, None)
         self._thread = threading.Thread(
@@ -86,7 +86,7 @@ class Watch:
     def _follow(self, control: str, superlink: Process, root_certificates: Path | None) -> None:
         from tepal.host.superlink import follow
 
-        # A SuperLink that is lost is the supervisor's to notice; a run that cannot be followed is still seen on disk.
+        # The supervisor notices a lost SuperLink; a run that cannot be followed is still seen on disk.
         with contextlib.suppress(ProcessError, OSError, ValueError, KeyError):
             self.end = follow(self.run_id, control, superlink, self._clock, self.log, root_certificates)
 
@@ -96,17 +96,17 @@ class Watch:
         if kind != "log":
             return
         with contextlib.suppress(OSError):
-            print(text, flush=True)  # the SuperLink's own log has none of it
+            print(text, flush=True)  # it is not in the SuperLink's log
         if KEPT_IN in text and self.kept is None:
             self.kept = Path(text.partition(KEPT_IN)[2].strip())
 
     @property
     def lost(self) -> bool:
-        """Whether it is not followed any more, though its end was not seen."""
+        """Whether the thread has ended without the end of the run."""
         return self.end is None and not self._thread.is_alive()
 
     def leave(self) -> None:
-        """Follow it no longer, and put its log into its directory. The SuperLink waits for open streams otherwise."""
+        """Stop following, for which the SuperLink would wait at its end, and move the log into the run directory."""
         self._clock.limit = 0.0
         self._thread.join(5)
         with contextlib.suppress(OSError):

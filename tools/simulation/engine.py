@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from tepal.host.files import new_log
 from tepal.host.processes import ProcessError, flower_environment
 from tepal.host.superlink import Clock, Listener, Outcome, RunError, app_run_config, explain, stage_app
 from tepal.host.toml import Value, parse_run_config, to_toml
@@ -90,10 +91,7 @@ class Engine(ABC):
             raise RunError(
                 f"{self.app.name} has no run configuration key {', '.join(unknown)}. It has: {', '.join(sorted(known))}"
             )
-        if log is None:
-            handle, name = tempfile.mkstemp(prefix="tepal-simulation-", suffix=".log")
-            os.close(handle)
-            log = Path(name)
+        log = log or new_log("simulation")
         log.parent.mkdir(parents=True, exist_ok=True)
         try:
             self._start()

@@ -36,10 +36,11 @@ from flwr.serverapp import ServerApp
 from flwr.supercore.task_identity import TaskIdentity
 
 from tepal.client_app.stacked import Gathering
+from tepal.host.files import replacing
+from tepal.host.flower.patches import SERVER_APP_RAISED
 from tepal.strategies.in_process import Answers, InProcessGrid, Node
 
 FORKS = sys.platform.startswith("linux")
-RAISED = "ServerApp raised an exception"  # as in Flower's log: `host.superlink` looks for it
 
 
 def main() -> None:
@@ -69,9 +70,8 @@ def main() -> None:
         except Exception:
             _say_what_was_raised()
             status = "its app raised an exception"
-        written = Path(f"{request['ended']}.new")
-        written.write_text(status, encoding="utf-8")
-        written.rename(request["ended"])
+        with replacing(Path(request["ended"])) as partial:
+            partial.write_text(status, encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def _stacked(config: Mapping[str, Any]) -> int:
 
 
 def _say_what_was_raised() -> None:
-    getLogger("flwr").exception(RAISED)
+    getLogger("flwr").exception(SERVER_APP_RAISED)
     sys.stdout.flush()
 
 

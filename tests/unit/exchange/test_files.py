@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
 from tepal.exchange import files, parts
-from tepal.exchange.files import DamagedFile, map_arrays, read_arrays, sweep, write_arrays
+from tepal.exchange.files import DamagedFile, map_arrays, read_arrays, write_arrays
 from tepal.exchange.parts import Digests, digest
 
 DTYPES = ["?", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "c8"]
@@ -305,21 +305,3 @@ def test_a_file_cannot_be_written_where_a_file_is_in_the_way(tmp_path):
     (tmp_path / "a").write_text("not a folder")
     with pytest.raises(OSError):
         write_arrays(tmp_path / "a" / "b", SMALL)
-
-
-def test_what_a_killed_process_had_begun_to_write_is_removed_after_an_hour(tmp_path):
-    old, fresh, whole = tmp_path / ".writing-1", tmp_path / ".writing-2", tmp_path / "whole"
-    for path in (old, fresh, whole):
-        path.write_bytes(b"x")
-    for path in (old, whole):
-        os.utime(path, (0, 0))
-    sweep(tmp_path)
-    assert not old.exists() and fresh.exists() and whole.exists()
-
-
-def test_a_folder_that_is_removed_while_it_is_swept_is_no_error(tmp_path, monkeypatch):
-    def gone(path="."):
-        raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
-
-    monkeypatch.setattr(os, "scandir", gone)
-    sweep(tmp_path)

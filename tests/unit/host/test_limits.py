@@ -29,7 +29,7 @@ def test_units_are_powers_of_1024(number, unit, byte, upper):
 def test_anything_else_is_refused_with_what_is_expected(text):
     if re.fullmatch(r"\s*\d+(\.\d+)?\s*[kmgtKMGT]?(i?[bB])?\s*", text, re.I):
         return
-    with pytest.raises(ValueError, match="is not a size: a number with KB, MB, GB or TB is"):
+    with pytest.raises(ValueError, match="is not a size: expected a number with KB, MB, GB or TB"):
         parse_size(text)
 
 

@@ -1,7 +1,6 @@
 """What is said to any SuperLink, and what is read out of its answers."""
 
 import textwrap
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -33,9 +32,14 @@ def test_flower_finds_a_superlink_and_whom_to_trust_in_what_connect_writes(tmp_p
     "value",
     [True, False, 3, -1, 0.1, 1e-05, 1e16, float("inf"), "", "two words", "it's", 'a "b"', "tab\t\\ é 🌷\x7f\n"],
 )
-def test_run_configuration_keeps_its_values_and_types_through_toml(value):
-    written = tomllib.loads(to_toml({"table.key-name": value}))["table"]["key-name"]
-    assert written == value and type(written) is type(value)
+def test_flower_reads_the_values_and_types_that_are_written(tmp_path, value):
+    from flwr.common.config import parse_config_args
+
+    config = {"table.key-name": value, "two words": 1, "table": "é"}
+    (tmp_path / "c.toml").write_text(to_toml(config), encoding="utf-8")
+    read = parse_config_args([str(tmp_path / "c.toml")])
+    assert read == parse_run_config([str(tmp_path / "c.toml")]) == config
+    assert type(read["table.key-name"]) is type(value)
 
 
 def test_run_configuration_is_read_as_flower_reads_it_and_keeps_all_keys_of_a_table(tmp_path):

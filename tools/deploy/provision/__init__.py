@@ -6,13 +6,13 @@
     ca/                        ca.key, ca.crt: signs the server's certificate; keep it off the server
     server/                    all that the server's machine needs:
         ca.crt server.crt server.key
-        nodes/NAME.pub         the public keys that may come in
-        revoked/NAME-TIME.pub  those that may not any more
+        nodes/NAME.pub         the public keys of authorised sites
+        revoked/NAME-TIME.pub  revoked keys
     sites/NAME.tar.gz          all that one site needs: NAME/ca.crt, NAME/node.key, NAME/site.toml
 
-Sites trust the server by the authority's certificate (TLS). The server knows a site by its key, which is registered
-under the site's name (`tepal.tools.deploy.fleet`). Who has a site's archive is that site. A change of the folder is
-prepared beside and then renamed into place: a call that fails leaves the folder as it was.
+Sites verify the server with the authority's certificate (TLS). The server authenticates a site by its key, which is
+registered under the site's name (`tepal.tools.deploy.fleet`); whoever has a site's archive can connect as that site.
+New files are written to a hidden folder and then renamed: a call that fails leaves the folder as it was.
 """
 
 from tepal.host.site import ProvisionError, Site, parse_node_config, read_site

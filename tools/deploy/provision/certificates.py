@@ -14,9 +14,9 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 SOON = 30
-"""Days before its end from which on a certificate is to be renewed."""
+"""A certificate that expires within so many days should be renewed."""
 
-_SKEW = datetime.timedelta(hours=1)  # clocks of sites may be behind
+_SKEW = datetime.timedelta(hours=1)  # the clocks of sites may be behind
 _ALWAYS = ("localhost", "127.0.0.1")  # the server's own machine: health checks, the Control API
 
 
@@ -27,7 +27,7 @@ def new_key() -> ec.EllipticCurvePrivateKey:
 
 def authority(key: ec.EllipticCurvePrivateKey, days: int) -> x509.Certificate:
     """Return the self-signed certificate of a new authority."""
-    # Authorities of two deployments have different names: an error that shows one says which it is.
+    # Each deployment's authority has its own name, which appears in errors.
     name = _subject(f"Tepal CA {secrets.token_hex(4)}")
     builder = _builder(name, name, key.public_key(), key.public_key(), days)
     builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
@@ -38,7 +38,7 @@ def authority(key: ec.EllipticCurvePrivateKey, days: int) -> x509.Certificate:
 def server_certificate(
     ca: x509.Certificate, ca_key: ec.EllipticCurvePrivateKey, hosts: Sequence[str], days: int
 ) -> tuple[bytes, bytes]:
-    """Return (certificate, key) in PEM, for the hosts and always for this machine."""
+    """Return (certificate, key) in PEM, for the hosts and for this machine."""
     key = new_key()
     names: list[x509.GeneralName] = []
     for host in dict.fromkeys([*hosts, *_ALWAYS]):
@@ -91,11 +91,11 @@ def pem(thing: x509.Certificate | ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def public_line(key: ec.EllipticCurvePrivateKey, name: str) -> bytes:
-    """Return the public key as a line in OpenSSH's form, with the name as comment."""
+    """Return the public key as a line in OpenSSH format, with the name as comment."""
     return key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + f" {name}\n".encode()
 
 
 def hosts_of(certificate: x509.Certificate) -> tuple[str, ...]:
-    """Return the names and addresses that a certificate holds for."""
+    """Return the names and addresses for which a certificate is valid."""
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     return tuple(str(name.value) for name in names)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import secrets
-import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from tepal.host.files import locked
 from tepal.host.site import ProvisionError
 
 Tree = dict[str, "bytes | Tree"]
@@ -18,15 +17,15 @@ Tree = dict[str, "bytes | Tree"]
 
 
 class Change:
-    """What one call changes in a folder. New files are written to a hidden folder in it; `commit` only renames."""
+    """The changes of one call to a folder. New files are written to a hidden folder in it; `commit` only renames."""
 
     def __init__(self, staging: Path) -> None:
         self._staging = staging
         self._renames: list[tuple[Path, Path]] = []
 
     def add(self, target: Path, content: bytes | Tree) -> None:
-        """Have a file or a folder appear that is not there yet."""
-        new = self._beside()
+        """Add a file or folder that does not exist yet."""
+        new = self._staged()
         _write(new, content)
         self.move(new, target)
 
@@ -34,11 +33,11 @@ class Change:
         self._renames.append((source, target))
 
     def replace(self, target: Path, content: bytes, old: Path | None = None) -> None:
-        """Have a file appear in the place of another, which goes to `old`, in the place of what is there."""
+        """Replace a file, and keep the present one as `old`, if given, in place of an earlier `old`."""
         if os.path.lexists(target):
             if old is not None and os.path.lexists(old):
-                self.move(old, self._beside())
-            self.move(target, old or self._beside())
+                self.move(old, self._staged())
+            self.move(target, old or self._staged())
         self.add(target, content)
 
     def commit(self) -> None:
@@ -46,7 +45,7 @@ class Change:
         try:
             for source, target in self._renames:
                 if os.path.lexists(target):
-                    raise ProvisionError(f"{target} is there already, and is not replaced: move it away")
+                    raise ProvisionError(f"{target} exists already and is not replaced: move it away")
                 os.rename(source, target)
                 done.append((source, target))
         except BaseException:
@@ -54,32 +53,22 @@ class Change:
                 os.rename(target, source)
             raise
 
-    def _beside(self) -> Path:
+    def _staged(self) -> Path:
         return self._staging / secrets.token_hex(8)
 
 
 @contextlib.contextmanager
 def changing(folder: Path) -> Iterator[Change]:
-    """Change a folder at the end of the block, wholly or, after an exception, not at all; one at a time."""
-    lock = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ProvisionError(f"another `tepal provision` is at work in {folder}: try again after it") from None
-        staging = Path(tempfile.mkdtemp(prefix=".provision-", dir=folder))
-        try:
-            change = Change(staging)
-            yield change
-            change.commit()
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
-    finally:
-        os.close(lock)
+    """Change a folder at the end of the block or, after an exception, not at all; one call at a time."""
+    refusal = ProvisionError(f"another `tepal provision` is changing {folder}: try again when it has ended")
+    with locked(folder, refusal), tempfile.TemporaryDirectory(prefix=".provision-", dir=folder) as staging:
+        change = Change(Path(staging))
+        yield change
+        change.commit()
 
 
 def _write(path: Path, content: bytes | Tree) -> None:
-    """Write a file (0600) or a folder (0700) that nobody else can read at any moment, whatever the umask."""
+    """Write a file (mode 0600) or a folder (0700), which no other user can read at any moment, whatever the umask."""
     if isinstance(content, dict):
         path.mkdir(mode=0o700)
         path.chmod(0o700)
@@ -88,5 +77,5 @@ def _write(path: Path, content: bytes | Tree) -> None:
         return
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:
-        os.fchmod(descriptor, 0o600)  # a umask may have taken more away
+        os.fchmod(descriptor, 0o600)  # the umask may have removed more rights
         file.write(content)

@@ -1,4 +1,4 @@
-"""The folder of a deployment's credentials: where its files are, what state they are in, and how to read them."""
+"""The folder of a deployment's credentials: the places of its files, their state, and how to read them."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from tepal.host.site import ProvisionError, days_left, is_address, read_certific
 from tepal.tools.deploy.provision.certificates import hosts_of
 
 SETTINGS = "deployment.toml"
-"""File in which the address of the server stands."""
+"""The file with the server's address."""
 
 TIME = "%Y%m%dT%H%M%S.%fZ"
-"""Of the time in the names of revoked keys and replaced archives."""
+"""Format of the time in the names of revoked keys and replaced archives."""
 
 _REVOKED = re.compile(r"(.+)-(\d{8}T\d{6}\.\d{6}Z)\.pub")
 
 
 @dataclass(frozen=True)
 class ServerFolder:
-    """What the server's machine has: a folder `server` that `make` wrote, or a copy of it."""
+    """The credentials of the server: a folder `server` that `make` wrote, or a copy of it."""
 
     folder: Path
 
@@ -47,16 +47,16 @@ class ServerFolder:
 
     @property
     def nodes(self) -> Path:
-        """Folder of the public keys that may come in, NAME.pub."""
+        """Folder of the authorised public keys, NAME.pub."""
         return self.folder / "nodes"
 
     @property
     def revoked(self) -> Path:
-        """Folder of the public keys that may not come in any more, NAME-TIME.pub."""
+        """Folder of the revoked public keys, NAME-TIME.pub."""
         return self.folder / "revoked"
 
     def node_keys(self) -> dict[str, Path]:
-        """Return the files of the keys that may come in, by site, in the order of the names."""
+        """Return the files of the authorised keys, by site, in the order of the names."""
         return {path.stem: path for path in sorted(self.nodes.glob("*.pub")) if not path.name.startswith(".")}
 
     def revoked_keys(self) -> list[tuple[str, Path]]:
@@ -80,17 +80,17 @@ class Provisioned:
         return ServerFolder(self.folder / "server")
 
     def archive(self, name: str) -> Path:
-        """Where the archive of a site is, unless it is unpacked."""
+        """Return the path of a site's archive, if it was made without `unpacked`."""
         return self.folder / "sites" / f"{name}.tar.gz"
 
     def unpacked(self, name: str) -> Path:
-        """Where the folder of a site is that was made with `unpacked`; `read_site` reads it."""
+        """Return the path of a site's folder, if it was made with `unpacked`; `read_site` reads it."""
         return self.folder / "sites" / name
 
 
 @dataclass(frozen=True)
 class SiteState:
-    """A key of a site: `fingerprint` as `ssh-keygen -l` shows it, `revoked` is when it was, None for one that holds."""
+    """A key of a site: its fingerprint as `ssh-keygen -l` shows it, and when it was revoked, None if not."""
 
     name: str
     fingerprint: str
@@ -99,7 +99,7 @@ class SiteState:
 
 @dataclass(frozen=True)
 class Overview:
-    """What `overview` found. Days are whole days from now until the end, negative after it."""
+    """The result of `overview`. Days are whole days until a certificate expires, negative afterwards."""
 
     sites: tuple[SiteState, ...]
     hosts: tuple[str, ...]
@@ -117,7 +117,7 @@ def find_server(folder: Path) -> ServerFolder:
             return ServerFolder(candidate.absolute())
     raise ProvisionError(
         f"{folder} has no credentials: expected a folder that `tepal provision make` wrote, or a copy of its server/, "
-        "with ca.crt and nodes/ in it"
+        "which has ca.crt and nodes/"
     )
 
 
@@ -147,12 +147,12 @@ def overview(folder: Path) -> Overview:
     states = [SiteState(name, fingerprint(path)) for name, path in server.node_keys().items()]
     for name, path in server.revoked_keys():
         match = _REVOKED.fullmatch(path.name)
-        assert match is not None  # else it were not among them
+        assert match is not None  # `revoked_keys` returns only such names
         when = datetime.datetime.strptime(match[2], TIME).replace(tzinfo=datetime.UTC)
         states.append(SiteState(name, fingerprint(path), when))
     certificate = read_certificate(server.certificate)
     return Overview(
-        sites=tuple(sorted(states, key=lambda state: state.name)),  # stable: a key that holds, then the revoked ones
+        sites=tuple(sorted(states, key=lambda state: state.name)),  # stable: the valid key, then the revoked ones
         hosts=hosts_of(certificate),
         server_days=days_left(certificate),
         ca_days=days_left(read_certificate(server.root_certificates)),
@@ -167,13 +167,13 @@ def fingerprint(public_key: Path) -> str:
 
 
 def load_public_key(path: Path) -> ec.EllipticCurvePublicKey:
-    """Read a public key in OpenSSH's form. Raises ProvisionError unless it is one that a SuperLink takes."""
+    """Read a public key in OpenSSH format. Raises ProvisionError unless it is an ECDSA key, as SuperLinks need."""
     try:
         key = load_ssh_public_key(path.read_bytes())
     except (ValueError, UnsupportedAlgorithm):
         raise ProvisionError(
-            f"{path} is no public key in OpenSSH's form: expected one line, ecdsa-sha2-nistp384 …"
+            f"{path} is not a public key in OpenSSH format: expected one line, ecdsa-sha2-nistp384 …"
         ) from None
     if not isinstance(key, ec.EllipticCurvePublicKey):
-        raise ProvisionError(f"{path} is a key of another kind: expected ECDSA, as `tepal provision` makes it")
+        raise ProvisionError(f"{path} is not an ECDSA key: expected ECDSA, as `tepal provision` makes it")
     return key

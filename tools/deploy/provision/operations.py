@@ -1,4 +1,4 @@
-"""What can be done to a deployment's credentials: make them, add sites, renew keys and certificates, revoke keys."""
+"""Operations on a deployment's credentials: make them, add sites, renew keys and certificates, revoke keys."""
 
 from __future__ import annotations
 
@@ -41,42 +41,42 @@ def make(
     """Make all credentials of a deployment in `folder`, which does not exist yet or is empty.
 
     Args:
-        folder: Where; the folder above it exists.
-        hosts: Names and addresses of the server, as sites call it; sites get the first. localhost and 127.0.0.1 are
-            always added to the certificate.
+        folder: The folder, whose parent exists.
+        hosts: Names and addresses of the server; sites connect to the first. localhost and 127.0.0.1 are always added
+            to the certificate.
         sites: Names: letters, digits, '-', '_', '.', up to 64.
-        port: Of the server's Fleet API.
-        days: How long the server's certificate holds.
-        ca_days: How long the authority's certificate holds.
+        port: Port of the server's Fleet API.
+        days: Validity of the server's certificate.
+        ca_days: Validity of the authority's certificate.
         node_config: For all sites.
         unpacked: Write a folder for each site and no archive.
 
-    Raises ProvisionError, and nothing is written then; OSError where the disk refuses.
+    Raises ProvisionError or, for the disk, OSError; then nothing is written.
     """
     names, addresses = _site_names(sites), host_names(hosts)
     if not addresses:
-        raise ProvisionError("no host: how do sites reach the server? Give its name or address with --host")
+        raise ProvisionError("no host: give the name or address to which sites connect with --host")
     if not 1 <= port <= 65535:
-        raise ProvisionError(f"port {port}: expected 1 to 65535")
+        raise ProvisionError(f"port is {port}, expected 1 to 65535")
     if not 1 <= days <= ca_days <= 36500:
         raise ProvisionError(
-            f"the server's certificate is to hold {days} days and the authority's {ca_days}: expected at least 1, at "
-            "most 36500, and for the server's no more than for the authority's"
+            f"the server's certificate would be valid for {days} days and the authority's for {ca_days}: expected 1 to "
+            "36500, and for the server's no more than for the authority's"
         )
     folder = folder.absolute()
     if folder.is_dir():
         there = sorted(path.name for path in folder.iterdir())
         if SETTINGS in there or {"ca", "server", "sites"} <= set(there):
             raise ProvisionError(
-                f"{folder} has the credentials of a deployment already, and they are not replaced. "
+                f"{folder} already has the credentials of a deployment, and they are not replaced. "
                 "Use `tepal provision add` for more sites, `tepal provision renew` for new keys and certificates"
             )
         if there:
             raise ProvisionError(f"{folder} is not empty ({some(there)}): name a folder that is new or empty")
     elif os.path.lexists(folder):
-        raise ProvisionError(f"{folder} is no folder: name one that is new or empty")
+        raise ProvisionError(f"{folder} is not a folder: name one that is new or empty")
     elif not folder.parent.is_dir():
-        raise ProvisionError(f"there is no folder {folder.parent}, in which {folder.name} could be made")
+        raise ProvisionError(f"there is no folder {folder.parent}, in which to make {folder.name}: make it first")
 
     settings = _settings(addresses[0], port)
     toml = {name: site_toml(name, settings["superlink"], node_config or {}) for name in names}
@@ -117,13 +117,13 @@ def add(
     for name in names:
         if name.casefold() in known:
             raise ProvisionError(
-                f"site {known[name.casefold()]} is there already, in {made.server.nodes}, and its key is not replaced. "
+                f"site {known[name.casefold()]} exists already in {made.server.nodes}, and its key is not replaced. "
                 f"For a new key: tepal provision renew {folder} --site {known[name.casefold()]}"
             )
         if name.casefold() in revoked:
             was = revoked[name.casefold()]
             raise ProvisionError(
-                f"there was a site {was}, whose key was revoked. To let it in again with a new key: "
+                f"the key of site {was} was revoked. To authorise it again with a new key: "
                 f"tepal provision renew {folder} --site {was}"
             )
     ca = made.server.root_certificates.read_bytes()
@@ -137,25 +137,26 @@ def add(
 def renew_server(folder: Path, *, hosts: Sequence[str] = (), days: int = 365) -> Provisioned:
     """Make a new certificate and key for the server, for `hosts` or else for those of the present one.
 
-    The present pair stays beside as server.crt.old and server.key.old. With `hosts`, sites that are made later call
+    The present pair is renamed to server.crt.old and server.key.old. With `hosts`, sites that are made later connect to
     the first of them. Raises ProvisionError, and nothing is changed then.
     """
     made, superlink = made_in(folder)
     key_file = made.folder / "ca" / "ca.key"
     if not key_file.is_file():
-        raise ProvisionError(f"there is no {key_file}, which signs the server's certificate: bring it back")
+        raise ProvisionError(f"there is no {key_file}, which signs the server's certificate: restore it")
     ca = read_certificate(made.ca_certificate)
     try:
         ca_key = load_pem_private_key(key_file.read_bytes(), None)
     except (ValueError, TypeError, UnsupportedAlgorithm):
-        raise ProvisionError(f"{key_file} is no private key in PEM that could be read") from None
+        raise ProvisionError(f"{key_file} is not a private key in PEM format without a password") from None
     if not isinstance(ca_key, ec.EllipticCurvePrivateKey) or ca_key.public_key() != ca.public_key():
         raise ProvisionError(f"{key_file} is not the key of {made.ca_certificate}")
     left = days_left(ca)
     if not 1 <= days <= left:
+        remedy = f"Use --days {left} or less" if left > 0 else "Make a new deployment: tepal provision make"
         raise ProvisionError(
-            f"the server's certificate cannot hold {days} days: the authority's, {made.ca_certificate}, holds {left} "
-            f"more. {f'Use --days {left} or less' if left > 0 else 'Make a new deployment: tepal provision make'}"
+            f"the server's certificate cannot be valid for {days} days: the authority's, {made.ca_certificate}, is "
+            f"valid for {left}. {remedy}"
         )
     addresses = host_names(hosts) or list(hosts_of(read_certificate(made.server.certificate)))
     certificate, key = server_certificate(ca, ca_key, addresses, days)
@@ -169,10 +170,10 @@ def renew_server(folder: Path, *, hosts: Sequence[str] = (), days: int = 365) ->
 
 
 def renew_site(folder: Path, name: str, *, node_config: Mapping[str, Value] | None = None) -> Provisioned:
-    """Make a new key for a site, under the same name. Its present key, if it still holds, is revoked.
+    """Make a new key for a site, under the same name. Its present key, unless it is revoked already, is revoked.
 
-    The site's present archive, or folder, stays beside as NAME-TIME.tar.gz.old; the new one has the same form, and the
-    same node config unless one is given. Raises ProvisionError, and nothing is changed then.
+    The site's present archive or folder is renamed to NAME-TIME.tar.gz.old or NAME-TIME.old. The new one has the same
+    form, and the same node config unless one is given. Raises ProvisionError, and nothing is changed then.
     """
     made, superlink = made_in(folder)
     _site_names([name])
@@ -199,9 +200,9 @@ def renew_site(folder: Path, name: str, *, node_config: Mapping[str, Value] | No
 
 
 def revoke(server: ServerFolder, name: str) -> Path | None:
-    """Move the key of a site to the revoked ones; return where it is now, None if it was revoked before.
+    """Move the key of a site to the revoked ones; return its new path, None if it was revoked before.
 
-    A running SuperLink learns of it by `fleet.align`. Raises ProvisionError if there is no such site.
+    `fleet.align` unregisters it at a running SuperLink. Raises ProvisionError if there is no such site.
     """
     _site_names([name])
     path = server.node_keys().get(name)
@@ -222,15 +223,15 @@ def _site_names(names: Sequence[str]) -> list[str]:
     for name in names:
         if not NAME.fullmatch(name):
             raise ProvisionError(
-                f"site name {name!r}: expected letters, digits, '-', '_' and '.', 1 to 64 of them, not beginning with "
-                "'.' or '-'"
+                f"site name is {name!r}, expected 1 to 64 letters, digits, '-', '_' and '.', not beginning with '.' or "
+                "'-'"
             )
         if name.casefold() in seen:
             other = seen[name.casefold()]
             raise ProvisionError(
-                f"site {name} is named twice"
+                f"site {name} is given twice"
                 if other == name
-                else f"sites {other} and {name} differ only in case, which some disks do not tell apart: rename one"
+                else f"sites {other} and {name} differ only in case, which some file systems ignore: rename one"
             )
         seen[name.casefold()] = name
     return list(names)

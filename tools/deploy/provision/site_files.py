@@ -1,4 +1,4 @@
-"""What one site gets: its archive or folder with certificate, private key and site.toml, made and read back."""
+"""The archive or folder of a site, with certificate, private key and site.toml: made and read back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tepal.tools.deploy.provision.change import Change, Tree
 from tepal.tools.deploy.provision.folder import Provisioned
 
 CONTAINER_USER = 49999
-"""User and group of the container images: an archive that root unpacks belongs to them."""
+"""User and group of the container images, which own an archive that root unpacks."""
 
 
 def add_site(change: Change, made: Provisioned, name: str, ca: bytes, toml: str, unpacked: bool) -> None:
@@ -32,14 +32,14 @@ def add_site(change: Change, made: Provisioned, name: str, ca: bytes, toml: str,
 def pack_site(
     name: str, ca: bytes, key: ec.EllipticCurvePrivateKey, toml: str, unpacked: bool
 ) -> tuple[str, bytes | Tree]:
-    """Return what a site gets, (file or folder name below sites/, content)."""
+    """Return the archive or folder of a site, as (name below sites/, content)."""
     private = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
     files: Tree = {"ca.crt": ca, "node.key": private, "site.toml": toml.encode()}
     return (name, files) if unpacked else (f"{name}.tar.gz", _archive(name, files))
 
 
 def _archive(folder: str, files: Tree) -> bytes:
-    """Return a .tar.gz of a folder with files, all for the container's user and nobody else."""
+    """Return a .tar.gz of a folder with files that only the container's user can read."""
     buffer, now = io.BytesIO(), int(datetime.datetime.now(datetime.UTC).timestamp())
     with tarfile.open(fileobj=buffer, mode="w:gz", format=tarfile.PAX_FORMAT) as tar:
         for name, content in (("", b""), *files.items()):
@@ -54,23 +54,17 @@ def _archive(folder: str, files: Tree) -> bytes:
 
 
 def site_toml(name: str, superlink: Value, node_config: Mapping[str, Value]) -> str:
-    """Return the content of site.toml. Raises ProvisionError for values that it cannot keep."""
+    """Return the content of site.toml. Raises ProvisionError for a node config that `read_site` would refuse."""
     try:
         text = to_toml({"name": name, "superlink": superlink}) + "\n[node-config]\n" + to_toml(node_config)
-        if read_site_toml(text, "node config")[2] == node_config:
-            return text
-    except ProvisionError:
-        raise
     except ValueError as error:
         raise ProvisionError(str(error).replace("run configuration", "node config")) from error
-    raise ProvisionError(
-        f"node config {dict(node_config)} cannot be kept as it is: expected keys of letters, digits, '-', '_', '.', "
-        "and values that are bool, int, float or str"
-    )
+    read_site_toml(text, "node config")
+    return text
 
 
 def node_config_of(archive: Path, unpacked: Path, name: str) -> dict[str, Value]:
-    """Return the node config that a site was made with."""
+    """Return the node config of a site that was made before."""
     try:
         if unpacked.is_dir():
             text = (unpacked / "site.toml").read_text(encoding="utf-8")
@@ -81,7 +75,7 @@ def node_config_of(archive: Path, unpacked: Path, name: str) -> dict[str, Value]
                 text = member.read().decode()
     except (OSError, KeyError, tarfile.TarError, UnicodeDecodeError):
         raise ProvisionError(
-            f"the node config of site {name} is not known: neither {archive} nor {unpacked} is there to read it from. "
+            f"the node config of site {name} is not known: it can be read neither from {archive} nor from {unpacked}. "
             "Give it with --node-config 'key=value …'; --node-config '' for none"
         ) from None
     return read_site_toml(text, f"site.toml of {name}")[2]

@@ -177,11 +177,12 @@ def alive(pid):
     return False
 
 
-def test_messages_of_a_run_are_answered_by_one_process_that_keeps_its_globals(node):
-    first, second = node.ask(), node.ask()
-    assert first["pid"] == second["pid"] != os.getpid()
-    assert (first["count"], second["count"]) == (1, 2)
-    wait_until(lambda: (node.executor.failed, node.executor.answered) == (0, 2))
+def test_messages_of_a_run_are_answered_by_one_process_that_keeps_its_globals(bundles, tmp_path):
+    with running(bundles, tmp_path / "state") as node:
+        first, second = node.ask(), node.ask()
+        assert first["pid"] == second["pid"] != os.getpid()
+        assert (first["count"], second["count"]) == (1, 2)
+        wait_until(lambda: (node.executor.failed, node.executor.answered) == (0, 2))
 
 
 def test_another_run_has_a_process_of_its_own_and_its_own_code_under_the_same_names(node):
@@ -227,7 +228,7 @@ def test_an_app_that_exits_when_it_is_imported_is_answered(node):
 
 def test_an_app_that_answers_with_nothing_is_told_off(node):
     error = node.error(run=5)
-    assert error.code == 8 and "its reply could not be handed to the SuperNode" in error.reason
+    assert error.code == 8 and "its reply cannot be sent to the SuperNode" in error.reason
 
 
 def test_an_exception_whose_text_is_no_text_is_answered(node):

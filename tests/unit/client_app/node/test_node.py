@@ -8,7 +8,7 @@ import pytest
 
 from tepal.client_app.node import node as module
 from tepal.client_app.node.node import _folder, run_node
-from tepal.host.flower.patches import OtherFlower
+from tepal.host.flower.patches import UnsupportedFlowerVersion
 
 
 def test_a_node_has_a_folder_of_its_own_that_goes_with_it(tmp_path):
@@ -35,9 +35,9 @@ def test_what_a_killed_node_left_goes_with_the_next_start_and_nothing_else(tmp_p
 
 def test_a_node_begins_nothing_with_another_version_of_flower(monkeypatch):
     def other():
-        raise OtherFlower("it has other names")
+        raise UnsupportedFlowerVersion("it has other names")
 
     monkeypatch.setattr(module, "require_flower", other)
     monkeypatch.setattr(module, "_folder", None)  # is not reached
-    with pytest.raises(OtherFlower):
+    with pytest.raises(UnsupportedFlowerVersion):
         run_node(module.NodeSettings(superlink="127.0.0.1:1", insecure=True))

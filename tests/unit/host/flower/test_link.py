@@ -170,7 +170,7 @@ def test_a_second_signal_does_not_cut_the_goodbye_of_a_supernode_off(tmp_path):
         "from flwr.supercore.telemetry import EventType\n"
         "from tepal.host.flower import supernode\n"
         "def loop():\n"
-        "    supernode._but_sigterm(register_signal_handlers, event_type=EventType.RUN_SUPERNODE_LEAVE)\n"
+        "    supernode._without_sigterm(register_signal_handlers, event_type=EventType.RUN_SUPERNODE_LEAVE)\n"
         "    try:\n"
         "        print('ready', flush=True); time.sleep(60)\n"
         "    finally:\n"

@@ -92,7 +92,7 @@ def test_chunks_of_another_size_are_refused():
     with pytest.raises(ObjectPullError, match="not of one size"):
         fetch(sent.object_id, contents.__getitem__, pull_objects)
     contents[second] = b"ArrayChunk  4\x00abc"
-    with pytest.raises(ValueError, match="3 bytes came, which says 4"):
+    with pytest.raises(ValueError, match="of 3 bytes, expected a chunk of an array of 4 bytes"):
         fetch(sent.object_id, contents.__getitem__, pull_objects)
 
 
@@ -104,7 +104,7 @@ def test_a_message_is_confirmed_when_it_is_there_and_another_type_is_refused():
     assert not confirmed
     fetch_from_tree(tree, contents.__getitem__, confirmed.append, return_type=Message, pull_all=pull_objects)
     assert confirmed == [sent.object_id]
-    with pytest.raises(TypeError, match="a ConfigRecord was expected, and a Message came"):
+    with pytest.raises(TypeError, match="received a Message, expected a ConfigRecord"):
         fetch_from_tree(tree, contents.__getitem__, confirmed.append, return_type=ConfigRecord, pull_all=pull_objects)
 
 

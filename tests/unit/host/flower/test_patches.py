@@ -16,7 +16,7 @@ from flwr.supercore.retry import RetryInvoker
 
 from tepal.host.flower import supernode
 from tepal.host.flower.link import Link
-from tepal.host.flower.patches import FLOWER, OtherFlower, change, quick, require_flower
+from tepal.host.flower.patches import FLOWER, UnsupportedFlowerVersion, change, quick, require_flower
 
 
 def test_the_known_version_is_the_pinned_and_the_installed_one():
@@ -25,10 +25,10 @@ def test_the_known_version_is_the_pinned_and_the_installed_one():
 
 
 def test_another_version_is_refused_with_what_to_do():
-    with pytest.raises(OtherFlower) as refusal:
+    with pytest.raises(UnsupportedFlowerVersion) as refusal:
         require_flower("1.40.0")
     words = str(refusal.value)
-    assert f"written for flwr {FLOWER}" in words and "flwr 1.40.0 is installed" in words
+    assert f"supports flwr {FLOWER}" in words and "flwr 1.40.0 is installed" in words
     assert f"Install flwr=={FLOWER}" in words and "`flower-supernode`" in words
 
 
@@ -36,7 +36,7 @@ def test_another_version_is_refused_with_what_to_do():
     ("module", "name"), [("flwr.supernode.start_client_internal", "no_such_name"), ("flwr.no_such_module", "anything")]
 )
 def test_a_name_that_flower_does_not_have_is_not_changed(module, name):
-    with pytest.raises(OtherFlower, match=re.escape(f"no {module}.{name}, which Tepal changes in {FLOWER}")):
+    with pytest.raises(UnsupportedFlowerVersion, match=re.escape(f"no {module}.{name}, which Tepal changes")):
         change(module, name, lambda before: before)
 
 

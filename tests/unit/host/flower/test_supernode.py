@@ -426,7 +426,7 @@ def expire_tokens(state):
 
 
 def test_a_task_of_which_nothing_was_heard_is_answered_after_all(loop, monkeypatch):
-    monkeypatch.setattr(supernode, "_LOOK_UP", 0.1)
+    monkeypatch.setattr(supernode, "_CHECK_TOKENS", 0.1)
     sent = loop.send()
     run_clientapp.pull_task_input(acquire(loop))
     expire_tokens(loop.state)
@@ -435,7 +435,7 @@ def test_a_task_of_which_nothing_was_heard_is_answered_after_all(loop, monkeypat
 
 def test_a_reply_in_part_does_not_wait_for_ever_for_a_sender_of_which_nothing_is_heard(loop, monkeypatch):
     """As after a suspended machine wakes up in the middle of a push."""
-    monkeypatch.setattr(supernode, "_LOOK_UP", 0.1)
+    monkeypatch.setattr(supernode, "_CHECK_TOKENS", 0.1)
     sent = loop.send()
     client = acquire(loop)
     message, *_ = run_clientapp.pull_task_input(client)
@@ -451,13 +451,13 @@ def test_a_reply_that_is_announced_while_the_main_loop_looks_for_one_stops_neith
     class Slow(PromptState):
         slow, looking = threading.Event(), threading.Event()
 
-        def _whole_reply(self):
+        def _has_complete_reply(self):
             if self.slow.is_set():
                 self.looking.set()
                 time.sleep(0.2)  # as long as another thread has the processor
-            return super()._whole_reply()
+            return super()._has_complete_reply()
 
-    monkeypatch.setattr(supernode, "_LOOK_UP", 0.05)
+    monkeypatch.setattr(supernode, "_CHECK_TOKENS", 0.05)
     loop = FlowerLoop({1: tiny}, state_class=Slow)
     sent = loop.send()
     client = acquire(loop)
@@ -651,7 +651,7 @@ def test_the_parent_hears_who_this_node_is_and_when_a_message_was_fetched(prompt
         ("UNAUTHENTICATED", "Invalid timestamp", ["does not accept the time of this machine", "UTC", "NTP"]),
         ("", "[code: 2004] Public key is unknown", ["does not know this node's key", "tepal provision register"]),
         ("", "Ssl handshake failed: CERTIFICATE_VERIFY_FAILED", ["no TLS connection", "ca.crt"]),
-        ("UNAUTHENTICATED", "something new", ["does not take this node", "UNAUTHENTICATED something new"]),
+        ("UNAUTHENTICATED", "something new", ["refuses this node", "UNAUTHENTICATED something new"]),
     ],
 )
 def test_a_refusal_says_what_to_do(code, details, words):
@@ -756,7 +756,7 @@ def test_a_message_whose_sender_died_is_given_up_when_nothing_more_comes(clock, 
             raise ObjectUnavailableError(object_id)
         return b"here"
 
-    with pytest.raises(ObjectPullError, match=r"no more of its message has come for 0\.5 s"):
+    with pytest.raises(ObjectPullError, match=r"no object of its message has arrived for 0\.5 s"):
         supernode.pull_while_it_comes(quick(pull_objects), ["here", "never"], pull_one, max_concurrent_pulls=1)
     assert asked == ["here", "never", "never", "never"]
 
@@ -789,7 +789,8 @@ def test_the_parent_hears_about_every_five_seconds_that_the_superlink_still_answ
 def test_a_refusal_is_told_to_the_parent_and_then_as_flower_has_it():
     link, end = Link.pair()
     left = []
-    supernode._refused(link, lambda code, message, **more: left.append((code, message, more)), 3, "not known", event=1)
+    leave = lambda code, message, **more: left.append((code, message, more))  # noqa: E731
+    supernode._report_refusal(link, leave, 3, "not known", event=1)
     link.close()
     assert left == [(3, "not known", {"event": 1})]
     assert [event["event"] for event in Link(end)] == ["refused"]

@@ -30,7 +30,7 @@ def settings(monkeypatch):
         (["--insecure", "--control", "192.168.1.5:9095"], "so it must be on 127.0.0.1, or unix:/PATH"),
         (["--insecure", "--control", "[::]:9095"], "who reaches it can drain the node"),
         (["--insecure", "--control", "9095"], "who reaches it can drain the node"),
-        (["--insecure", "--memory-limit", "much"], "'much' is not a size: a number with KB, MB, GB or TB is"),
+        (["--insecure", "--memory-limit", "much"], "'much' is not a size: expected a number with KB, MB, GB or TB"),
         (["--insecure", "--node-config", "partition-id"], "partition-id"),
     ],
 )

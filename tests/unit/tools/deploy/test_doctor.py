@@ -69,7 +69,7 @@ def test_torch_and_torchvision_that_pair_are_well(fake, tmp_path):
     fake("torchvision", "__version__ = '1.2'")
     torch, vision, gpu = doctor.torch_and_gpu(devices=tmp_path)
     assert {torch.state, vision.state, gpu.state} == {OK}
-    assert "built for 12.9" in torch.found and gpu.found == "torch sees Accelerator, Accelerator"
+    assert "built for 12.9" in torch.found and gpu.found == "torch finds Accelerator, Accelerator"
 
 
 def test_a_gpu_that_torch_does_not_see_is_a_warning(fake, tmp_path):

@@ -34,7 +34,7 @@ from tepal.tools.deploy.recovery import (
 from tepal.tools.deploy.run_queue import RunQueue
 from tepal.tools.deploy.settings import Settings, superlink_command
 from tepal.tools.deploy.superlink_log import pass_on
-from tepal.tools.deploy.supervisor import Supervisor, _alone
+from tepal.tools.deploy.supervisor import Supervisor
 from tepal.tools.deploy.watch import RunStatus
 
 CONFIG = {"strategy": "fedfrozen", "num-server-rounds": 4, "seed": 1}
@@ -224,7 +224,7 @@ def test_the_newest_unfinished_run_goes_on_and_the_others_are_left(queue, new_ru
     made = queue()
     assert planned(made) == [new]
     assert made.journal.runs[str(old)].outcome == "left"
-    assert f"{old} is unfinished, and a newer one goes on" in caplog.text and f'resume="{old}"' in caplog.text
+    assert f"{old} is unfinished, and a newer run is resumed" in caplog.text and f'resume="{old}"' in caplog.text
     RunDirectory(new, CONFIG).write_summary()
     assert planned(made) == [], "the old one does not come back when the newer has ended"
 
@@ -270,7 +270,7 @@ def test_without_an_app_that_can_resume_nothing_goes_on_and_it_is_said(tmp_path,
     made = new_queue(state=tmp_path, app=app if config else None)
     made.app.prepare()
     assert planned(made) == []
-    assert f"{run} is unfinished and cannot go on by itself" in caplog.text
+    assert f"{run} is unfinished and cannot be resumed" in caplog.text
     assert ("--app" if config is None else "no run config key 'resume'") in caplog.text
 
 
@@ -397,7 +397,7 @@ def test_a_run_of_the_run_config_that_died_before_its_first_checkpoint_is_starte
 @pytest.mark.parametrize(
     ("more", "said"),
     [({"run_config": {"sed": 1}}, "no run config key sed. It has: resume, runs, seed"),
-     ({"run_config": {"seed": 1}, "app": None}, "--app is needed"),
+     ({"run_config": {"seed": 1}, "app": None}, "without --app"),
      ({"app": "nowhere"}, "is not a Flower app")],
 )  # fmt: skip
 def test_an_app_or_run_config_that_cannot_be_run_is_refused_in_words(queue, tmp_path, more, said):
@@ -464,12 +464,12 @@ def test_keys_are_registered_once_and_those_that_vanish_are_unregistered(folder,
     assert fleet.names() == ["site-0", "site-1"], "it may be being replaced"
     keys.look()
     assert fleet.names() == keys.names == ["site-0"]
-    assert "Node site-1: unregistered: its key is gone" in caplog.text
+    assert "Node site-1: unregistered: its key was removed" in caplog.text
     path.write_bytes(content)
     for _ in range(3):
         keys.look()
     assert fleet.names() == keys.names == ["site-0"]
-    assert caplog.text.count("never takes it again") == 1, "it is said once"
+    assert caplog.text.count("never accepts it again") == 1, "it is said once"
 
 
 def test_a_key_that_is_replaced_is_registered_and_the_old_one_is_not_any_more(folder, tmp_path):
@@ -504,7 +504,7 @@ def test_nobody_is_revoked_when_the_folder_or_a_file_cannot_be_read(folder, capl
     for _ in range(3):
         keys.look()
     assert fleet.names() == ["site-0", "site-1"]
-    assert caplog.text.count("the nodes stay as they are") == 1
+    assert caplog.text.count("the registered nodes stay as they are") == 1
 
 
 def test_a_superlink_that_is_away_is_asked_again(folder):
@@ -577,10 +577,11 @@ def test_the_journal_survives_and_only_its_owner_may_read_it(tmp_path):
 
 
 def test_one_server_for_each_state_folder(tmp_path):
-    with _alone(tmp_path), pytest.raises(ServerError, match="another `tepal server` runs"), _alone(tmp_path):
-        pass
-    with _alone(tmp_path):
-        pass
+    with (tmp_path / "server.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ServerError, match="another `tepal server` runs"):
+            Supervisor(Settings(state=tmp_path)).run()
+    assert not (tmp_path / "server.json").exists()
 
 
 ACCESS = '2026-11-21T11:48:22.767Z INFO [uvicorn.access] 127.0.0.1:52856 - "POST /v1/control/list-runs HTTP/1.1" '
