@@ -12,15 +12,15 @@ from pathlib import Path
 
 from tepal.tools.reproduce.runner import EXPERIMENTS
 
-INTRODUCTION = """# The papers' numbers, as they came out here
+INTRODUCTION = """# All reproduced tables
 
-What `tepal reproduce` wrote on a machine with two processors, each experiment once and in its small setting but where
-another is named; whatever came out. Beside our numbers stand the paper's, of its own sizes. What a setting leaves out
-of the paper's, and what the paper does not say and was chosen here, is in front of each; how to run them, and what they
-say, is [on the page before](reproduce.md).
+The output of `tepal reproduce` on a machine with two processors, unselected: each experiment once, in its small setting
+unless another is named. The paper's numbers are next to ours, at the paper's own scale. The list before the tables
+gives the differences from the paper's setting, and the settings that the paper omits and were chosen here. How to run
+the experiments, and a summary, are [here](reproduce.md).
 
-Seconds are those of the cells, two of which were computed at a time where data is trained on; mean ± standard deviation
-over seeds, where there are several.
+Times are sums over the cells, of which two were computed at a time if they train on data. Figures are mean ± standard
+deviation over seeds, if there are several.
 """
 
 

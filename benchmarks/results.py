@@ -118,28 +118,29 @@ def text_model(name: str, data: Path, runs: Path) -> Path:
 
 INTRODUCTION = """# Results on real data
 
-Short federated runs, for what each method does and costs, not for records: models are small, weights random, rounds
-few. Every figure is the mean of three seeds ± their standard deviation. **Server’s data** is the accuracy of the global
-model (or the ensemble) on examples that no client has; **clients’ own tests** the mean over the clients of the accuracy
-on their own test examples, of their own models under FedACS, and the spread beside it the deviation over clients. Bytes
-are payload of all clients, both ways; the result's way to the clients that score it after the last round is in them,
-and where few clients train and all of them score, it is the larger part (an ensemble is three models).
+Short federated runs that show what each method reaches and costs. They are not records: the models are small, the
+initial weights random, the rounds few. Every figure is the mean of three seeds ± their standard deviation. **Server’s
+data** is the accuracy of the global model (or the ensemble) on examples that no client has. **Clients’ own tests** is
+the mean over the clients of the accuracy on their own test examples (of their personal models under FedACS); the spread
+is the standard deviation over the clients. Bytes are payload of all clients, both ways. They include sending the result
+to the clients that score it after the last round; if few clients train and all of them score, this is the larger part
+(an ensemble is three models).
 
-Each table is one command, with the data set's file in `dataset` or, where the config names the data set, in
+Each table is one command, with the data set's file in `dataset` or, if the config names the data set, in
 `dataset-path`; `python benchmarks/results.py DATA` runs all of them, and makes the small models for texts.
 
-The papers' own experiments, with their numbers beside ours: [as they came out](reproduced.md).
+The papers' own experiments, with their numbers next to ours: [all reproduced tables](reproduced.md).
 
-What is to be seen:
+Summary:
 
 - FedFrozen stays within 0.01 of FedAvg on the server's data everywhere.
-- Selective layer fine-tuning is made for pretrained models; embeddings never train. From random weights it is 0.06
-  behind FedAvg on MNIST, and at most 0.04 elsewhere.
-- FedACS is ahead on the clients' own tests where clients differ and most of them have trained (CIFAR-10, PACS, the
-  newsgroups), and behind where most train once or never (MNIST, Fashion-MNIST) or are alike (the roles): a model of
-  one's own is then one of a few steps.
-- Small transformers learn little from one pass over a few texts. On the newsgroups the global models do no better than
-  a guess, 0.05, where FedACS's clients can know which labels are theirs; a guess of the answers is 0.28."""
+- Selective layer fine-tuning is designed for pretrained models; embeddings are never trained. From random weights it is
+  0.06 below FedAvg on MNIST, and at most 0.04 elsewhere.
+- FedACS is better on the clients' own tests if clients differ and most of them have trained (CIFAR-10, PACS, 20
+  Newsgroups), and worse if most train once or never (MNIST, Fashion-MNIST) or have similar data (Shakespeare): personal
+  models have then been trained for a few steps only.
+- Small transformers learn little from one pass over a few texts. On 20 Newsgroups the global models are no better than
+  chance, 0.05, where FedACS's personal models learn which labels their client has; for the questions chance is 0.28."""
 
 
 def page(runs: Path) -> Iterator[str]:

@@ -13,11 +13,11 @@ from tepal.strategies.fedfrozen import cost_ratio
 from tepal.tools.reproduce.fedfrozen_costs import ROUNDS, WARMUP, on_meta
 
 _KINDS = {
-    models.IMAGES: "Images",
-    models.TEXTS: "Texts, classified",
-    models.CHARACTERS: "The next character",
-    models.CHOICES: "Answers, by their likelihood",
-    models.SEQUENCES: "Numbers, regressed",
+    models.IMAGES: "Image classification",
+    models.TEXTS: "Text classification",
+    models.CHARACTERS: "Next-character prediction",
+    models.CHOICES: "Multiple choice",
+    models.SEQUENCES: "Regression",
 }
 
 _INTRODUCTION = f"""# Models by name

@@ -1,7 +1,7 @@
 """Models by name. Importing this package imports no torch; a model's file or library is imported when it is built.
 
-A name is one of `registry.MODELS`, a directory with a config.json as transformers' `save_pretrained` leaves it, or
-"package.module:function", a model of one's own.
+A name is one of `registry.MODELS`, a directory with a config.json as transformers' `save_pretrained` writes it, or
+"package.module:function", a custom model.
 """
 
 from __future__ import annotations
@@ -43,21 +43,25 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
     CHARACTERS: ("vocabulary",),
     CHOICES: (),
 }
-"""What must be given to build a model of this kind."""
+"""Kind of model → arguments of `build` that it requires."""
 
 
 DRAWING = threading.RLock()
-"""Held by who draws torch's random numbers, which are one sequence for all threads of a process: who builds a model,
-and who trains one that draws."""
+"""Lock on torch's random numbers, which are one sequence for all threads of a process: held while a model is built, and
+while one with random layers is trained."""
 
 
 def names() -> tuple[str, ...]:
-    """The models that have a name, sorted."""
+    """Return the names of all registered models, sorted."""
     return tuple(sorted(MODELS))
 
 
 def find(name: str) -> Model:
-    """What is known of a model without building it. Raises ModelError, with the nearest known name, for none."""
+    """Look up a model without building it.
+
+    Raises:
+        ModelError: there is no such model; the message suggests the nearest known name.
+    """
     if name in MODELS:
         return MODELS[name]
     folder = Path(name).expanduser()
@@ -68,8 +72,8 @@ def find(name: str) -> Model:
     near = get_close_matches(name, MODELS, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ModelError(
-        f"unknown model {name!r}: {hint}known are {', '.join(names())}; or name a directory that holds a {CONFIG}, or "
-        "package.module:function of your own"
+        f"unknown model {name!r}: {hint}known are {', '.join(names())}; or give a directory that contains a {CONFIG}, "
+        "or package.module:function for a custom model"
     )
 
 
@@ -83,23 +87,26 @@ def build(
     outputs: int | None = None,
     seed: int,
 ) -> nn.Module:
-    """A new model, its weights drawn from `seed` alone; the global random state is left as it was.
+    """Build a model with weights that depend on `seed` alone; the global random state is not changed.
 
-    Called with a batch, it returns logits, or the numbers of a regression (see the kinds in `registry`), whatever its
-    library makes of them.
+    Called with a batch, every model returns a tensor of logits or regression outputs (see the kinds in `registry`),
+    also where its library returns another type.
 
     Args:
         name: see `find`.
-        image_shape: (channels, height, width), for image classification, and only there.
-        classes: for image and sequence classification.
+        image_shape: (channels, height, width), for image classification only.
+        classes: number of classes, for image and sequence classification.
         vocabulary: number of characters, for next-character models.
-        features: numbers of an input (of one place in a sequence), for a regression.
-        outputs: numbers of a target, for a regression.
-        seed: of the weights.
+        features: size of an input, or of one position of a sequence, for regression.
+        outputs: size of a target, for regression.
+        seed: seed of the weights.
+
+    Returns:
+        The model on the CPU, in train mode.
 
     Raises:
-        ModelError: an unknown name; an argument that is missing, or given to a model of another kind; a size that the
-            model cannot have; a library that is not installed, or cannot be used.
+        ModelError: the name is unknown; an argument is missing, or belongs to another kind of model; the model does not
+            support a size; a library is not installed, or cannot be used.
     """
     import torch
 
@@ -115,15 +122,15 @@ def build(
     if model.kind != ANYTHING:
         needs = NEEDS[model.kind]
         if missing := [key for key in needs if key not in options]:
-            raise ModelError(f"{name} does {model.kind}: it needs {' and '.join(missing)}")
+            raise ModelError(f"{name} is a model for {model.kind}: give {' and '.join(missing)}")
         if surplus := [key for key in options if key not in needs]:
-            raise ModelError(f"{name} does {model.kind}: it takes no {' and no '.join(surplus)}")
+            raise ModelError(f"{name} is a model for {model.kind}: leave out {' and '.join(surplus)}")
     with DRAWING, torch.random.fork_rng(devices=[]):  # models are built on the CPU: no other generator is touched
         torch.default_generator.manual_seed(seed)
-        return _built(name, model, options)
+        return _build(name, model, options)
 
 
-def _built(name: str, model: Model, options: dict[str, Any]) -> nn.Module:
+def _build(name: str, model: Model, options: dict[str, Any]) -> nn.Module:
     if model.kind == ANYTHING:
         from tepal.models.own import build_own
 

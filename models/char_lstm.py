@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 
 class CharLSTM(nn.Module):
-    """Character numbers (batch, characters), 0 … vocabulary - 1 → logits (batch, vocabulary) of the next character."""
+    """Character ids (batch, characters), 0 … vocabulary - 1 → logits (batch, vocabulary) of the next character."""
 
     def __init__(self, vocabulary: int, *, embedding: int = 8, width: int = 256) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, embedding)
-        # The stages are what selective layer fine-tuning chooses between.
+        # The layers of selective layer fine-tuning.
         self.stages = nn.ModuleList(nn.LSTM(inputs, width, batch_first=True) for inputs in (embedding, width))
         self.head = nn.Linear(width, vocabulary)
 

@@ -1,4 +1,4 @@
-"""A small transformer for the next character: what `char-lstm` is for, with attention."""
+"""A small transformer for next-character prediction, the task of `char-lstm`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tepal.models.tiny_vit import Block
 
 
 class CharTransformer(nn.Module):
-    """Character numbers (batch, characters), 0 … vocabulary - 1 → logits (batch, vocabulary) of the next character."""
+    """Character ids (batch, characters), 0 … vocabulary - 1 → logits (batch, vocabulary) of the next character."""
 
     def __init__(self, vocabulary: int, *, width: int = 64, depth: int = 2, heads: int = 4) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class CharTransformer(nn.Module):
 
     def forward(self, characters: Tensor) -> Tensor:
         states = self.embedding(characters)
-        # Counted from the end, where the next character is: it looks alike in windows of any length.
+        # Counted from the end, so that the last character has the same position in windows of any length.
         states = states + positions(*states.shape[1:]).flip(0).to(states)
         for block in self.blocks:
             states = block(states)
@@ -32,7 +32,7 @@ class CharTransformer(nn.Module):
 
 
 def positions(length: int, width: int) -> Tensor:
-    """Sines and cosines of 0 … length - 1 (Vaswani et al. 2017, §3.5), (length, width), of the embedding's size."""
+    """Return sinusoidal positions 0 … length - 1, (length, width), scaled by 0.02 (Vaswani et al. 2017, §3.5)."""
     rates = torch.exp(-math.log(10_000) * torch.arange(0, width, 2) / width)
     angles = torch.arange(length)[:, None] * rates
     return 0.02 * torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)

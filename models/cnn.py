@@ -11,16 +11,16 @@ class CNN(nn.Module):
     """Images (batch, channels, height, width) of at least 4x4 → logits (batch, classes).
 
     Two 5x5 convolutions of 32 and 64 channels, padded to keep the size and each followed by 2x2 max pooling, then 512
-    hidden units. Smaller images make a smaller hidden layer, and change nothing else.
+    hidden units. The image size changes only the number of inputs of the hidden layer.
     """
 
     def __init__(self, image_shape: tuple[int, int, int] = (1, 28, 28), classes: int = 10) -> None:
         super().__init__()
         channels, height, width = image_shape
         if min(height, width) < 4:
-            raise ValueError(f"image_shape={image_shape}: two 2x2 poolings need at least 4x4 pixels")
+            raise ValueError(f"image_shape={image_shape}: two 2x2 poolings need at least 4x4 pixels: use larger images")
         pixels = (height // 4) * (width // 4)
-        # The stages are what selective layer fine-tuning chooses between.
+        # The layers of selective layer fine-tuning.
         self.stages = nn.ModuleList(
             [
                 nn.Sequential(nn.Conv2d(channels, 32, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),

@@ -1,7 +1,7 @@
-"""Models of torchvision and transformers, built from their configurations; nothing is downloaded.
+"""Models of torchvision and transformers, built from their configurations without a download.
 
-They are called as all models are: a batch in, logits out. A hook takes the logits out of what transformers returns, so
-that class, entries and `save_pretrained` stay the library's own.
+They take a batch and return logits, as all models do. For transformers a forward hook extracts the logits, so that the
+class, the entries and `save_pretrained` remain the library's own.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tepal.models.registry import CHOICES, IMAGES, TEXTS, Model, ModelError
+from tepal.models.registry import CHOICES, CONFIG, IMAGES, TEXTS, Model, ModelError
 
 _AUTO = {
     IMAGES: "AutoModelForImageClassification",
     TEXTS: "AutoModelForSequenceClassification",
     CHOICES: "AutoModelForCausalLM",
 }
-_OF_A_FILE = ("dtype", "torch_dtype", "quantization_config")  # how weights were saved: here they train in float32
+_FILE_KEYS = ("dtype", "torch_dtype", "quantization_config")  # how weights were saved; models train in float32
 
 
 def from_torchvision(name: str, model: Model, *, image_shape: tuple[int, int, int], classes: int) -> nn.Module:
-    """A model of torchvision's, its stem as it is: for colour images. Raises ModelError."""
+    """Build a model of torchvision with its original stem, for colour images. Raises ModelError."""
     options: dict[str, Any] = dict(model.config)
     if image_shape[0] != 3:
         raise ModelError(
-            f"{name} takes images of 3 channels, and these have {image_shape[0]}: choose another model, or give "
+            f"{name} takes images of 3 channels, and these have {image_shape[0]}: choose another model, or use "
             "colour images"
         )
     if "patch_size" in options:
-        options["image_size"] = _side(name, image_shape, options["patch_size"])
-    _torchvision(name)
+        options["image_size"] = _image_side(name, image_shape, options["patch_size"])
+    _import_torchvision(name)
     module, _, factory = model.where.partition(":")
     built: nn.Module = getattr(import_module(module), factory)(num_classes=classes, **options)
     return built
@@ -44,12 +44,12 @@ def from_torchvision(name: str, model: Model, *, image_shape: tuple[int, int, in
 def from_transformers(
     name: str, model: Model, *, image_shape: tuple[int, int, int] | None = None, classes: int | None = None
 ) -> nn.Module:
-    """A model of transformers', in float32. Raises ModelError.
+    """Build a model of transformers, in float32. Raises ModelError.
 
-    A text classifier that is called without an `attention_mask` makes its own: tokens that are padding are masked.
+    A text classifier that is called without an `attention_mask` masks padding tokens by itself.
     """
     library = import_transformers(name)
-    settings = {key: deepcopy(value) for key, value in model.config.items() if key not in _OF_A_FILE}
+    settings = {key: deepcopy(value) for key, value in model.config.items() if key not in _FILE_KEYS}
     try:
         config = type(library.AutoConfig.for_model(settings["model_type"])).from_dict(settings)
         if image_shape is not None:
@@ -57,13 +57,15 @@ def from_transformers(
         if classes is not None:
             config.num_labels = classes
         if model.kind == CHOICES:
-            config.use_cache = False  # what a cache saves is for generating, and it costs memory in training
+            config.use_cache = False  # the cache is for generation, and costs memory in training
         config.name_or_path = name
         built: nn.Module = getattr(library, _AUTO[model.kind]).from_config(config)
     except ModelError:
         raise
     except (ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{name}: transformers {library.__version__} cannot build it: {error}") from error
+        raise ModelError(
+            f"{name}: transformers {library.__version__} cannot build it ({error}): correct its {CONFIG}"
+        ) from error
     built.register_forward_hook(_logits)
     if model.kind == TEXTS:
         built.register_forward_pre_hook(_mask_padding, with_kwargs=True)
@@ -73,32 +75,32 @@ def from_transformers(
 def _set_image(name: str, config: Any, image_shape: tuple[int, int, int]) -> None:
     if getattr(config, "image_size", None):
         patch = getattr(config, "patch_size", 1)
-        config.image_size = _side(name, image_shape, patch)
-        if window := getattr(config, "window_size", 0):  # Swin: each stage but the first halves the sides
+        config.image_size = _image_side(name, image_shape, patch)
+        if window := getattr(config, "window_size", 0):  # Swin: each stage after the first halves the sides
             smallest = patch * 2 ** (len(config.depths) - 1) * window
             if config.image_size < smallest:
                 raise ModelError(
-                    f"{name} takes images of at least {smallest} x {smallest} pixels, as its windows of {window} x "
-                    f"{window} must fit into the last stage, and these have {image_shape[1]} x {image_shape[2]}"
+                    f"{name} takes images of at least {smallest} x {smallest} pixels, because its windows of {window} "
+                    f"x {window} must fit into the last stage, and these have {image_shape[1]} x {image_shape[2]}: set "
+                    "a larger image-shape"
                 )
     if hasattr(config, "num_channels"):
         config.num_channels = image_shape[0]
 
 
-def _side(name: str, image_shape: tuple[int, int, int], patch: Any) -> int:
-    """Of a square image that divides into patches. Raises ModelError."""
+def _image_side(name: str, image_shape: tuple[int, int, int], patch: Any) -> int:
+    """Return the side of a square image that divides into patches. Raises ModelError."""
     _, height, width = image_shape
     size = patch if isinstance(patch, int) else int(patch[0])
     if height != width or height % size:
         raise ModelError(
-            f"{name} takes square images that divide into patches of {size} x {size} pixels, and these have "
-            f"{height} x {width}: choose an image-shape such as {image_shape[0]}x{_near(height, size)}, or another "
-            "model"
+            f"{name} takes square images that divide into patches of {size} x {size} pixels, and these have {height} x "
+            f"{width}: choose an image-shape such as {image_shape[0]}x{_nearest_shape(height, size)}, or another model"
         )
     return height
 
 
-def _near(height: int, patch: int) -> str:
+def _nearest_shape(height: int, patch: int) -> str:
     side = patch * max(1, round(height / patch))
     return f"{side}x{side}"
 
@@ -120,7 +122,7 @@ def _mask_padding(
 # --- the libraries -------------------------------------------------------------------------------------------------
 
 
-def _torchvision(name: str) -> ModuleType:
+def _import_torchvision(name: str) -> ModuleType:
     try:
         return import_module("torchvision")
     except (ImportError, RuntimeError) as error:
@@ -131,17 +133,17 @@ def _torchvision(name: str) -> ModuleType:
                 f"{name} needs torchvision, which is not installed: pip install 'tepal[vision]'"
             ) from error
         raise ModelError(
-            f"{name} needs torchvision, and {version} does not load beside torch {metadata.version('torch')} "
-            f"({error}): install both anew, from one index, so that they are of one build"
+            f"{name} needs torchvision, and {version} does not load with torch {metadata.version('torch')} ({error}): "
+            "install both again, from one index, so that their builds match"
         ) from error
 
 
 def import_transformers(name: str) -> ModuleType:
-    """The library, for what `name` names. Raises ModelError where it is not installed, or cannot be used."""
+    """Import transformers, for the model `name`. Raises ModelError if it is not installed, or cannot be used."""
     try:
-        _torchvision(name)
+        _import_torchvision(name)
         usable = True
-    except ModelError:  # transformers takes what is installed for usable
+    except ModelError:  # transformers would use an installed torchvision that does not load
         sys.modules["torchvision"] = None  # type: ignore[assignment]
         usable = False
     try:
@@ -151,7 +153,7 @@ def import_transformers(name: str) -> ModuleType:
         raise ModelError(
             f"{name} needs transformers, which cannot be used ({error}): pip install 'tepal[text]'"
         ) from error
-    if not usable:  # whoever imported it before may have had it look, and it remembers
-        for asked in ("is_torchvision_available", "is_torchvision_v2_available"):
-            getattr(getattr(found, asked, None), "cache_clear", lambda: None)()
+    if not usable:  # transformers caches whether torchvision is available
+        for check in ("is_torchvision_available", "is_torchvision_v2_available"):
+            getattr(getattr(found, check, None), "cache_clear", lambda: None)()
     return library

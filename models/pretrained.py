@@ -1,8 +1,8 @@
-"""Weights that a model starts from: read from a file, held against the model's entries, and copied into it.
+"""Pretrained weights: read from a file, compared with the model's entries, and copied into the model.
 
-What is read: a directory as transformers' `save_pretrained` leaves it, a `.safetensors` file, a `state_dict` that torch
-saved, or a repository on the Hugging Face hub. Models of transformers take a checkpoint by transformers' own rules,
-which know the names of older releases, the prefix of a base model (`bert.`) and tied weights; all others take it by the
+Sources are a directory as transformers' `save_pretrained` writes it, a `.safetensors` file, a `state_dict` saved by
+torch, or a repository on the Hugging Face hub. Models of transformers load a checkpoint by transformers' own rules,
+which know the names of older releases, the prefix of a base model (`bert.`) and tied weights; all others load it by the
 names of their `state_dict`.
 """
 
@@ -30,22 +30,22 @@ from tepal.models.registry import ModelError
 
 SAFETENSORS, INDEX, PICKLE = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 FILES = (SAFETENSORS, INDEX, PICKLE)
-"""What a directory's weights are looked for in, in this order."""
+"""Files of weights in a directory, in the order in which they are tried."""
 
 _TORCH = (".pt", ".pth", ".bin")
-_EXPECTED = "a directory that holds model.safetensors or pytorch_model.bin, a .safetensors file, or a .pt or .pth file"
+_EXPECTED = "a directory with model.safetensors or pytorch_model.bin, a .safetensors file, or a .pt or .pth file"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _POSITIONS = re.compile(r"(^|[._])(pos|positions?)(_emb|_embed|_embeddings?)?([._]|$)|embed_positions")
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What `load_pretrained` did; as text, one line for a log.
+    """The result of `load_pretrained`; `str()` is one line for a log.
 
-    file: where the weights come from.
-    entries: tensors of the state_dict that have their values from it.
-    fresh: those that keep their random ones: a head for other classes, or one that the file has not.
-    unused: what the file has beside: heads for other tasks, CLIP's text tower.
+    file: the file of the weights.
+    entries: number of tensors of the state_dict that were loaded.
+    fresh: names that keep their random values: a head for other classes, or one that the file does not have.
+    unused: names in the file that the model does not need: heads for other tasks, CLIP's text tower.
     """
 
     file: Path
@@ -54,16 +54,17 @@ class Loaded:
     unused: Names
 
     def __str__(self) -> str:
-        fresh = f"; drawn by seed, as the file has none of this shape: {_few(self.fresh)}" if self.fresh else ""
-        unused = f"; of no use here: {_few(self.unused)}" if self.unused else ""
+        fresh = f"; initialised by seed, as the file has none of this shape: {_few(self.fresh)}" if self.fresh else ""
+        unused = f"; not used: {_few(self.unused)}" if self.unused else ""
         return f"{self.entries} tensors loaded from {self.file}{fresh}{unused}."
 
 
 @dataclass
 class _Match:
-    """A checkpoint under a model's names, and what does not fit.
+    """A checkpoint's tensors by the model's names, and the names that do not match.
 
-    misshapen: name → shape in the file, and in the model. unused: what the model has not, and need not have.
+    missing: names that the file does not have. misshapen: name → shape in the file, shape in the model. unknown: names
+    that the model should have. unused: names that the model does not need.
     """
 
     values: dict[str, Tensor] = field(default_factory=dict)
@@ -74,25 +75,25 @@ class _Match:
 
 
 def load_pretrained(model: nn.Module, blocks: Blocks, source: str) -> Loaded:
-    """Copy weights into a model, in place; the head stays as it is where the checkpoint has none for these classes.
+    """Copy weights into a model, in place; the head keeps its values if the checkpoint has none for these classes.
 
     Args:
-        model: with random weights, on the CPU; its dtypes stay.
-        blocks: its blocks, which say what is head.
+        model: a model with random weights, on the CPU; its dtypes do not change.
+        blocks: its blocks, which determine the head.
         source: a directory, a file, or a name on the hub.
 
     Raises:
-        ModelError: nothing readable is there; a pickle that holds more than tensors; an entry outside the head that is
-            missing or has another shape; an entry that the model does not have, but for heads of other tasks; NaN or
-            infinite weights. The model is as it was then.
+        ModelError: there is nothing readable at the source; a pickle has more than tensors; an entry outside the head
+            is missing or has another shape; the file has an entry that the model lacks, other than heads of other
+            tasks; weights are NaN or infinite. The model is then unchanged.
     """
     file = find_weights(source)
     tensors = read_weights(file)
-    match = _by_transformers(model, tensors, file) if _is_of_transformers(model) else _by_name(model, blocks, tensors)
-    _refuse(file, blocks, match)
+    match = _by_transformers(model, tensors, file) if _from_transformers(model) else _by_name(model, blocks, tensors)
+    _require_match(file, blocks, match)
     weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     if broken := [name for name, value in match.values.items() if name in weights and not value.isfinite().all()]:
-        raise ModelError(f"{file}: {_few(broken)} are NaN or infinite: the training that wrote it has diverged")
+        raise ModelError(f"{file}: {_few(broken)} have NaN or infinite values: use another checkpoint")
     state = model.state_dict()
     with torch.no_grad():
         for name, value in match.values.items():
@@ -105,70 +106,75 @@ def load_pretrained(model: nn.Module, blocks: Blocks, source: str) -> Loaded:
 
 
 def find_weights(source: str) -> Path:
-    """The file (of several, the index) that a directory, a file or a name on the hub stands for. Raises ModelError."""
+    """Return the weights file (or the index of split files) of a directory, a file or a name on the hub.
+
+    Raises ModelError.
+    """
     path = Path(source).expanduser()
     if path.is_file():
         return path
     if path.is_dir():
         if file := next((path / name for name in FILES if (path / name).is_file()), None):
             return file
-        raise ModelError(f"{path}: holds none of {', '.join(FILES)}")
+        raise ModelError(f"{path}: contains none of {', '.join(FILES)}: give another directory")
     if _HUB_NAME.fullmatch(source) and path.suffix not in (".safetensors", *_TORCH):
-        return _downloaded(source)
-    raise ModelError(f"{path}: no such file or directory; expected is {_EXPECTED}")
+        return _download(source)
+    raise ModelError(f"{path}: no such file or directory: give {_EXPECTED}")
 
 
 def read_weights(file: Path) -> dict[str, Tensor]:
-    """Name → tensor on the CPU, of all shards where the file is an index. Raises ModelError."""
+    """Read name → tensor on the CPU; of an index, from all its files. Raises ModelError."""
     if file.suffix == ".safetensors":
         return _safetensors(file)
     if file.name.endswith(".safetensors.index.json"):
         tensors: dict[str, Tensor] = {}
         for shard in _shards(file):
             if not shard.is_file():
-                raise ModelError(f"{shard}: not there, and {file.name} beside it names it")
+                raise ModelError(f"{shard}: missing, although {file.name} lists it: copy all files")
             tensors |= _safetensors(shard)
         return tensors
     if file.suffix in _TORCH:
         return _torch(file)
-    raise ModelError(f"{file}: not a file of weights; expected is {_EXPECTED}")
+    raise ModelError(f"{file}: not a file of weights: give {_EXPECTED}")
 
 
 def _safetensors(file: Path) -> dict[str, Tensor]:
     try:
         return load_file(file)
     except (SafetensorError, OSError) as error:
-        raise ModelError(f"{file}: not a readable safetensors file ({error})") from error
+        raise ModelError(f"{file}: not a readable safetensors file ({error}): copy it again") from error
 
 
 def _shards(index: Path) -> list[Path]:
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{index}: not an index of safetensors files ({type(error).__name__}: {error})") from error
+        raise ModelError(
+            f"{index}: not an index of safetensors files ({type(error).__name__}: {error}): copy it again"
+        ) from error
     return [index.parent / name for name in sorted(names)]
 
 
 def _torch(file: Path) -> dict[str, Tensor]:
-    save = "save its weights alone: torch.save(model.state_dict(), file), or safetensors.torch.save_model(model, file)"
+    save = "save only its weights: torch.save(model.state_dict(), file), or safetensors.torch.save_model(model, file)"
     try:
         found = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ModelError(
-            f"{file}: holds Python objects beside tensors, or is damaged. Objects are not read, since they can run "
-            f"code of whoever wrote them; {save}"
+            f"{file}: contains Python objects in addition to tensors, or is damaged. Objects are not read, because "
+            f"reading them can run code; {save}"
         ) from error
     except (OSError, RuntimeError, EOFError, ValueError) as error:
-        raise ModelError(f"{file}: not a readable file of torch.save ({error})") from error
+        raise ModelError(f"{file}: not a readable file of torch.save ({error}): copy it again") from error
     if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
         held = _few([str(key) for key in found]) if isinstance(found, Mapping) else type(found).__name__
-        raise ModelError(f"{file}: holds {held}; expected is a state_dict, names with tensors: {save}")
+        raise ModelError(f"{file}: contains {held}, expected a state_dict of names and tensors: {save}")
     return dict(found)
 
 
-def _downloaded(name: str) -> Path:
+def _download(name: str) -> Path:
     instead = (
-        f"give a local directory: where there is a network, `hf download {name} --local-dir DIR` makes one; "
+        f"give a local directory, which `hf download {name} --local-dir DIR` makes on a machine with a network; "
         f"pretrained may be {_EXPECTED}"
     )
     try:
@@ -176,7 +182,7 @@ def _downloaded(name: str) -> Path:
         from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
     except ImportError as error:
         raise ModelError(
-            f"{name!r} is no local file, and without huggingface_hub nothing is downloaded: {instead}"
+            f"{name!r} is not a local file, and downloading needs huggingface_hub: {instead}"
         ) from error
     reason: Exception | None = None
     for file in FILES:
@@ -185,27 +191,29 @@ def _downloaded(name: str) -> Path:
             for shard in _shards(path) if file == INDEX else ():
                 hf_hub_download(name, shard.name)
             return path
-        except EntryNotFoundError as error:  # also: offline, and not in the hub's cache
+        except EntryNotFoundError as error:  # also when offline and not in the hub's cache
             reason = error
         except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, OSError) as error:
             reason = error
             break
-    said = str(reason).strip().splitlines()[0]
-    raise ModelError(f"{name!r} is no local file, and could not be had from the hub ({said}): {instead}") from reason
+    message = str(reason).strip().splitlines()[0]
+    raise ModelError(
+        f"{name!r} is not a local file, and cannot be downloaded from the hub ({message}): {instead}"
+    ) from reason
 
 
 # --- names ---------------------------------------------------------------------------------------------------------
 
 
 def _by_name(model: nn.Module, blocks: Blocks, tensors: Mapping[str, Tensor]) -> _Match:
-    """By the names of the state_dict; of tied ones, one is enough."""
+    """Match by the names of the state_dict; of tied tensors one is enough."""
     state = model.state_dict()
     match = _Match(unknown=[name for name in tensors if name not in state])
     owners = {tensor.name: tensor.same_as or tensor.name for tensor in blocks.layout.raw}
-    there = {owners[name] for name in tensors if name in owners}
+    given = {owners[name] for name in tensors if name in owners}
     for name, own in state.items():
         if name not in tensors:
-            if owners[name] not in there and not name.endswith("num_batches_tracked"):  # older checkpoints have none
+            if owners[name] not in given and not name.endswith("num_batches_tracked"):  # missing in older checkpoints
                 match.missing.append(name)
         elif tensors[name].shape != own.shape:
             match.misshapen[name] = tuple(tensors[name].shape), tuple(own.shape)
@@ -214,15 +222,15 @@ def _by_name(model: nn.Module, blocks: Blocks, tensors: Mapping[str, Tensor]) ->
     return match
 
 
-def _is_of_transformers(model: nn.Module) -> bool:
+def _from_transformers(model: nn.Module) -> bool:
     return hasattr(model, "from_pretrained") and hasattr(model, "config")
 
 
 def _by_transformers(model: nn.Module, tensors: dict[str, Tensor], file: Path) -> _Match:
     load: Callable[..., Any] = type(model).from_pretrained  # type: ignore[attr-defined]
     try:
-        with _quiet(), torch.random.fork_rng(devices=[]):  # it initialises what it does not find
-            loaded, said = load(
+        with _quiet(), torch.random.fork_rng(devices=[]):  # it initialises missing entries
+            loaded, info = load(
                 None,
                 config=deepcopy(model.config),
                 state_dict=tensors,
@@ -230,20 +238,21 @@ def _by_transformers(model: nn.Module, tensors: dict[str, Tensor], file: Path) -
                 ignore_mismatched_sizes=True,
             )
     except (RuntimeError, ValueError, OSError) as error:
-        raise ModelError(f"{file}: transformers cannot load it: {error}") from error
-    match = _Match(missing=sorted(said["missing_keys"]))
-    match.misshapen = {name: (tuple(there), tuple(here)) for name, there, here in sorted(said["mismatched_keys"])}
+        raise ModelError(f"{file}: transformers cannot load it ({error}): use weights of this architecture") from error
+    match = _Match(missing=sorted(info["missing_keys"]))
+    match.misshapen = {name: (tuple(there), tuple(here)) for name, there, here in sorted(info["mismatched_keys"])}
     without = {*match.missing, *match.misshapen}
     match.values = {name: value for name, value in loaded.state_dict().items() if name not in without}
-    for name in sorted(said["unexpected_keys"]):
-        (match.unused if _is_of_another_part(model, name) else match.unknown).append(name)
+    for name in sorted(info["unexpected_keys"]):
+        (match.unused if _belongs_to_another_task(model, name) else match.unknown).append(name)
     return match
 
 
-def _is_of_another_part(model: nn.Module, name: str) -> bool:
-    """Whether what a model does not have is another task's head, a pooler or another tower: beside its own modules.
+def _belongs_to_another_task(model: nn.Module, name: str) -> bool:
+    """Return whether an unexpected entry is another task's head, a pooler or another tower.
 
-    The model's own are those at its top, and those of its base model, whose checkpoints have no prefix.
+    It is if its first name is not a top-level module of the model, or of its base model, whose checkpoints have no
+    prefix.
     """
     base = getattr(model, getattr(model, "base_model_prefix", "") or "_", None)
     modules = {child for one in (model, base) if isinstance(one, nn.Module) for child in one._modules}
@@ -253,7 +262,7 @@ def _is_of_another_part(model: nn.Module, name: str) -> bool:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """transformers' bars and tables say what is said here in one line, or in an error."""
+    """Silence transformers' progress bars and tables: `Loaded` and `ModelError` have the same information."""
     logging: Any = import_module("transformers.utils.logging")
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
@@ -266,31 +275,31 @@ def _quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-# --- what does not fit ---------------------------------------------------------------------------------------------
+# --- mismatches ----------------------------------------------------------------------------------------------------
 
 
-def _refuse(file: Path, blocks: Blocks, match: _Match) -> None:
-    """Raise ModelError for what does not fit, but for the head (and a pooler, which is trained with it)."""
+def _require_match(file: Path, blocks: Blocks, match: _Match) -> None:
+    """Raise ModelError for entries that do not match, except in the head and the pooler, which is trained with it."""
     head = {blocks.layout.by_name[name].raw for name in blocks.head}
     misshapen = {name: shapes for name, shapes in match.misshapen.items() if name not in head}
     for name, (there, here) in misshapen.items():
         if _POSITIONS.search(name):
             raise ModelError(
-                f"{file}: {name} has shape {there}, and {blocks.model} has {here}: its positions are those of images "
-                "of another size (or of texts of another length). Positions are not resized: set image-shape to the "
-                "size that the weights were trained with"
+                f"{file}: {name} has shape {there}, and {blocks.model} has {here}: the weights were trained with "
+                "images of another size (or texts of another length). Position embeddings are not resized: set "
+                "image-shape to the size that the weights were trained with"
             )
     missing = [name for name in match.missing if name not in head and "pooler" not in name.split(".")]
     problems = []
     if missing:
-        problems.append(f"it has no {_few(missing)}")
+        problems.append(f"the file has no {_few(missing)}")
     if match.unknown:
         problems.append(f"the model has no {_few(match.unknown)}")
     if misshapen:
-        shapes = [f"{name} ({there} there, {here} here)" for name, (there, here) in misshapen.items()]
-        problems.append(f"of another shape are {_few(shapes)}")
+        shapes = [f"{name} ({there} in the file, {here} in the model)" for name, (there, here) in misshapen.items()]
+        problems.append(f"shapes differ in {_few(shapes)}")
     if problems:
-        raise ModelError(f"{file} does not fit {blocks.model}: {'; '.join(problems)}")
+        raise ModelError(f"{file} does not fit {blocks.model}: {'; '.join(problems)}. Use weights of this architecture")
 
 
 def _few(names: Sequence[str]) -> str:

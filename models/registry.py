@@ -1,7 +1,7 @@
-"""The models that have a name, each with what its library needs to build it. No model library is imported here.
+"""The registered models, each with the configuration its library needs to build it. No model library is imported here.
 
-To add one of transformers' is to write down what its config.json on the hub says; one of torchvision's, the arguments
-that give it its size. The image size and the number of classes are given when it is built.
+To add a model of transformers, copy the relevant keys of its config.json on the hub; for one of torchvision, add the
+arguments that set its size. The image size and the number of classes are given when it is built.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from typing import Any
 
 IMAGES = "image-classification"  # (batch, channels, height, width) → (batch, classes)
 SEQUENCES = "sequence-regression"  # numbers (batch, length, features) or (batch, features) → (batch, outputs)
-TEXTS = "sequence-classification"  # token numbers (batch, tokens) → (batch, classes)
-CHARACTERS = "next-character"  # character numbers (batch, characters) → (batch, vocabulary), of the one that follows
-CHOICES = "multiple-choice"  # token numbers (batch, tokens) → (batch, tokens, vocabulary): what an answer is scored by
-ANYTHING = "anything"  # a model of one's own: what its function makes of it
+TEXTS = "sequence-classification"  # token ids (batch, tokens) → (batch, classes)
+CHARACTERS = "next-character"  # character ids (batch, characters) → (batch, vocabulary), of the next character
+CHOICES = "multiple-choice"  # token ids (batch, tokens) → (batch, tokens, vocabulary): a causal language model
+ANYTHING = "anything"  # a custom model: its function decides
 
 TRANSFORMERS = "transformers"
 CONFIG = "config.json"
 
 
 class ModelError(ValueError):
-    """A model that is not known, cannot be built here, is not for this kind of data, or for these weights."""
+    """Raised for a model that is unknown, cannot be built here, or does not fit its data or pretrained weights."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """What a model is for, and how it is built.
+    """The kind of a model, and how it is built.
 
     kind: one of the constants above.
-    where: "module:callable", or `TRANSFORMERS` for what its library builds from a configuration.
-    config: the real configuration: arguments of the callable, or the content of a config.json.
+    where: "module:callable", or `TRANSFORMERS` for a model that transformers builds from a configuration.
+    config: arguments of the callable, or the content of a config.json.
     """
 
     kind: str
@@ -43,10 +43,11 @@ class Model:
 
     @property
     def package(self) -> str:
-        """The package that must be installed: "tepal", "torchvision", "transformers", or that of one's own model."""
+        """The package that must be installed: "tepal", "torchvision", "transformers", or a custom model's."""
         return self.where.partition(":")[0].partition(".")[0]
 
     def does(self, kind: str) -> bool:
+        """Return whether the model can be used for a kind of task."""
         return self.kind in (kind, ANYTHING)
 
 
@@ -55,7 +56,7 @@ def _torchvision(function: str) -> Model:
 
 
 def _vision_transformer(patch: int, *, width: int, heads: int, blocks: int = 12) -> Model:
-    """Dosovitskiy et al. 2021, table 1: the MLP is four times as wide as the tokens."""
+    """Return a ViT whose MLP is four times as wide as its tokens (Dosovitskiy et al. 2021, table 1)."""
     size = {"patch_size": patch, "hidden_dim": width, "mlp_dim": 4 * width, "num_heads": heads, "num_layers": blocks}
     return Model(IMAGES, "torchvision.models:VisionTransformer", size)
 
@@ -65,7 +66,7 @@ def _transformers(kind: str, model_type: str, **config: Any) -> Model:
 
 
 def _sizes(width: int, heads: int, mlp: int, blocks: int = 12) -> dict[str, int]:
-    """Of an encoder, by the names that most configurations have for them."""
+    """Return an encoder's sizes under the names that most configurations use."""
     return {
         "hidden_size": width,
         "num_attention_heads": heads,
@@ -178,7 +179,7 @@ MODELS: Mapping[str, Model] = MappingProxyType(
             decoder_start_token_id=0,
         ),
         "xlm-roberta-base": _transformers(TEXTS, "xlm-roberta", vocab_size=250002, **_sizes(768, 12, 3072), **_ROBERTA),
-        # transformers, answers by their likelihood
+        # transformers, multiple choice
         "Qwen/Qwen2.5-0.5B": _transformers(
             CHOICES,
             "qwen2",
@@ -209,8 +210,8 @@ MODELS: Mapping[str, Model] = MappingProxyType(
     }
 )
 
-# What transformers' class names say of a model's purpose.
-_PURPOSES = {
+# Ending of an architecture's class name in transformers → kind of model.
+_KIND_BY_ENDING = {
     "ForImageClassification": IMAGES,
     "ForSequenceClassification": TEXTS,
     "ForCausalLM": CHOICES,
@@ -219,28 +220,28 @@ _PURPOSES = {
 
 
 def described(folder: Path) -> Model:
-    """The model that a directory's config.json describes.
+    """Return the model that a directory's config.json describes.
 
-    What it is for is what its `architectures` say; where they name a base model, or one with another head, it is what
-    the registered models of its family are for.
+    Its kind follows from `architectures`; if they name a base model, or one with another head, it is the kind of the
+    registered models of its family.
 
     Raises:
-        ModelError: the file is no configuration of transformers', or of a family that is for nothing known here.
+        ModelError: the file is not a configuration of transformers, or its kind cannot be derived.
     """
     file = folder / CONFIG
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelError(f"{file}: not readable as JSON ({error})") from error
+        raise ModelError(f"{file}: not readable as JSON ({error}): copy it again") from error
     if not isinstance(config, dict) or "model_type" not in config:
-        raise ModelError(f"{file}: has no model_type; expected is what save_pretrained of transformers writes")
+        raise ModelError(f"{file}: has no model_type; give a directory written by save_pretrained of transformers")
     architectures = [str(name) for name in config.get("architectures") or ()]
     family = {model.config.get("model_type"): model.kind for model in MODELS.values()}
-    kinds = [kind for name in architectures for ending, kind in _PURPOSES.items() if name.endswith(ending)]
+    kinds = [kind for name in architectures for ending, kind in _KIND_BY_ENDING.items() if name.endswith(ending)]
     kind = next(iter(kinds), family.get(config["model_type"]))
     if kind is None:
         raise ModelError(
-            f"{file}: architectures={architectures} and model_type={config['model_type']!r} do not tell what the model "
-            f"is for; name an architecture that ends in one of {', '.join(_PURPOSES)}"
+            f"{file}: architectures={architectures} and model_type={config['model_type']!r} do not determine the "
+            f"kind of model; name an architecture that ends in one of {', '.join(_KIND_BY_ENDING)}"
         )
     return Model(kind, TRANSFORMERS, config)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 class ResNet20(nn.Module):
     """Images (batch, channels, height, width) → logits (batch, classes).
 
-    A 3x3 convolution, three stages of three blocks with 16, 32 and 64 channels, and the mean over all pixels. The
+    A 3x3 convolution, three stages of three blocks with 16, 32 and 64 channels, and global average pooling. The
     second and third stage halve the image's sides.
     """
 
@@ -19,10 +19,10 @@ class ResNet20(nn.Module):
         super().__init__()
         self.stem = nn.Conv2d(image_shape[0], 16, 3, padding=1, bias=False)
         self.norm = nn.BatchNorm2d(16)
-        # The stages are what selective layer fine-tuning chooses between.
+        # The layers of selective layer fine-tuning.
         self.stages = nn.ModuleList(_stage(*channels) for channels in ((16, 16), (16, 32), (32, 64)))
         self.head = nn.Linear(64, classes)
-        for module in self.modules():  # He et al. 2015, arXiv:1502.01852, as the paper has it
+        for module in self.modules():  # He et al. 2015, arXiv:1502.01852, as in the paper
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
@@ -34,24 +34,24 @@ class ResNet20(nn.Module):
 
 
 class Block(nn.Module):
-    """Two 3x3 convolutions beside a shortcut without parameters (the paper's option A).
+    """Two 3x3 convolutions with a shortcut without parameters (the paper's option A).
 
-    Where the channels grow, the sides are halved: the shortcut takes every second pixel, and zeros as new channels.
+    If the channels increase, the sides are halved: the shortcut takes every second pixel, and pads channels with zeros.
     """
 
-    def __init__(self, channels: int, grown: int) -> None:
+    def __init__(self, channels: int, new_channels: int) -> None:
         super().__init__()
-        self.new, self.stride = grown - channels, 2 if grown > channels else 1
-        self.conv1 = nn.Conv2d(channels, grown, 3, stride=self.stride, padding=1, bias=False)
-        self.norm1 = nn.BatchNorm2d(grown)
-        self.conv2 = nn.Conv2d(grown, grown, 3, padding=1, bias=False)
-        self.norm2 = nn.BatchNorm2d(grown)
+        self.added, self.stride = new_channels - channels, 2 if new_channels > channels else 1
+        self.conv1 = nn.Conv2d(channels, new_channels, 3, stride=self.stride, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(new_channels)
+        self.conv2 = nn.Conv2d(new_channels, new_channels, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(new_channels)
 
     def forward(self, maps: Tensor) -> Tensor:
-        shortcut = F.pad(maps[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.new))
+        shortcut = F.pad(maps[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.added))
         maps = F.relu(self.norm1(self.conv1(maps)))
         return F.relu(self.norm2(self.conv2(maps)) + shortcut)
 
 
-def _stage(channels: int, grown: int) -> nn.Sequential:
-    return nn.Sequential(Block(channels, grown), Block(grown, grown), Block(grown, grown))
+def _stage(channels: int, new_channels: int) -> nn.Sequential:
+    return nn.Sequential(Block(channels, new_channels), *(Block(new_channels, new_channels) for _ in range(2)))

@@ -13,7 +13,7 @@ class TinyViT(nn.Module):
     """Images (batch, channels, height, width) → logits (batch, classes).
 
     `patch` defaults to the largest of 4, 2 and 1 that gives at least 16 patches: 2 for 8x8, 4 for 28x28 and 32x32.
-    `fused=True` keeps query, key and value in one `qkv` projection: the same function, from the same random numbers.
+    `fused=True` stacks query, key and value in one `qkv` projection: the same function with the same initial weights.
     """
 
     def __init__(
@@ -31,9 +31,11 @@ class TinyViT(nn.Module):
         channels, height, across = image_shape
         patch = patch or default_patch(height, across)
         if height % patch or across % patch:
-            raise ValueError(f"image_shape={image_shape} does not divide into patches of {patch} x {patch} pixels")
+            raise ValueError(
+                f"image_shape={image_shape} does not divide into patches of {patch} x {patch} pixels: use a multiple"
+            )
         if width % heads:
-            raise ValueError(f"width={width} does not divide into {heads} heads")
+            raise ValueError(f"width={width} does not divide into {heads} heads: use a multiple")
         self.depth = depth
         self.patch_embedding = nn.Conv2d(channels, width, patch, stride=patch)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
@@ -51,7 +53,7 @@ class TinyViT(nn.Module):
 
 
 class Block(nn.Module):
-    """(batch, tokens, width) → the same: attention, then a GELU MLP, each after a norm and beside a skip connection."""
+    """(batch, tokens, width) → the same: attention, then a GELU MLP, each with pre-norm and a skip connection."""
 
     def __init__(self, width: int, heads: int, *, fused: bool) -> None:
         super().__init__()
@@ -92,7 +94,7 @@ class Attention(nn.Module):
 
 
 def default_patch(height: int, width: int) -> int:
-    """The largest of 4, 2 and 1 that divides the image into at least 16 patches (1 for the very smallest)."""
+    """Return the largest of 4, 2 and 1 pixels that divides the image into at least 16 patches; 1 if none does."""
     for patch in (4, 2):
         if height % patch == 0 and width % patch == 0 and (height // patch) * (width // patch) >= 16:
             return patch

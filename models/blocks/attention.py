@@ -15,6 +15,8 @@ from tepal.models.blocks.rules import Rule, rule_of
 
 @dataclass(frozen=True)
 class Attention:
+    """An attention module of a model: its path, the rule that matches it, and the nearest configuration above it."""
+
     path: str
     module: nn.Module
     rule: Rule
@@ -22,33 +24,41 @@ class Attention:
 
     @property
     def attributes(self) -> dict[str, str]:
-        """Attribute → roles, of what this module has."""
+        """Attribute → roles, for the projections that this module has."""
         has = {**self.module._parameters, **self.module._modules}
         roles = {**self.rule.holds, **self.rule.also}
         return {attribute: roles[attribute] for attribute in roles if has.get(attribute) is not None}
 
 
 def find_attentions(model: nn.Module) -> list[Attention]:
-    """Every attention module that a rule knows, in the order of the model's modules."""
+    """Return every attention module that matches a rule, in the order of the model's modules."""
     modules = dict(model.named_modules(remove_duplicate=False))
     found = [(path, module, rule_of(module)) for path, module in model.named_modules()]
     return [Attention(path, module, rule, nearest(modules, path, "config")) for path, module, rule in found if rule]
 
 
 def raw_of(attention: Attention, names: Iterable[str]) -> dict[str, tuple[str, int]]:
-    """Raw tensors of an attention module's projections: name → (roles, axis along which they are stacked)."""
+    """Return the raw tensors of an attention module's projections: name → (roles, axis along which they are stacked).
+
+    Raises BlocksError for a declared projection that is missing, empty or not just weight and bias.
+    """
     found: dict[str, tuple[str, int]] = {}
     if missing := attention.rule.holds.keys() - attention.attributes.keys():
-        raise BlocksError(f"{attention.path}: {few(sorted(missing))} in tepal_projections, but not on the module")
+        raise BlocksError(f"{attention.path}: tepal_projections names {few(sorted(missing))}, which the module lacks")
     for attribute, roles in attention.attributes.items():
         path = join(attention.path, attribute)
         held = attention.module._modules.get(attribute)
         mine = [name for name in names if name == path or name.startswith(path + ".")]
         direct = {path, path + ".weight", path + ".bias"}
         if attribute in attention.rule.holds and not mine:
-            raise BlocksError(f"{path}: a {attention.rule.family} projection without a tensor in the state_dict")
+            raise BlocksError(
+                f"{path}: this {attention.rule.family} projection has no tensor in the state_dict: load the model "
+                "without quantisation"
+            )
         if len(roles) > 1 and not direct.issuperset(mine):
-            raise BlocksError(f"{path}: a fused projection that holds {few(mine)}, not just weight and bias")
+            raise BlocksError(
+                f"{path}: this fused projection has {few(mine)}, expected only weight and bias: name its entries"
+            )
         for name in mine:
             transposed = held is not None and is_a(held, "Conv1D") and name.endswith(".weight")
             found[name] = (roles, 1 if transposed else 0)
@@ -56,7 +66,7 @@ def raw_of(attention: Attention, names: Iterable[str]) -> dict[str, tuple[str, i
 
 
 def rows_of(attention: Attention) -> dict[str, int]:
-    """Output features that the configuration gives each projection; only what it says."""
+    """Return role → output features of its projection, for the roles whose size the configuration gives."""
     module, config = attention.module, attention.config
     if attention.rule.family.startswith("nn.MultiheadAttention"):
         return dict.fromkeys("qkv", int(module.embed_dim))  # type: ignore[arg-type]
@@ -69,4 +79,5 @@ def rows_of(attention: Attention) -> dict[str, int]:
 
 
 def is_mha(attention: Attention) -> bool:
+    """Return whether the module is torch's `nn.MultiheadAttention`."""
     return attention.rule.family.startswith("nn.MultiheadAttention")

@@ -10,28 +10,28 @@ from torch import nn
 from tepal.exchange.layout import Layout, Names
 from tepal.models.blocks.attention import find_attentions
 from tepal.models.blocks.errors import BlocksError, few, name_of
-from tepal.models.blocks.layers import prove_counts, stacks_of
+from tepal.models.blocks.layers import check_counts, stacks_of
 from tepal.models.blocks.layout import layout_with, matching
 from tepal.models.blocks.parts import numbered, parts_of
-from tepal.models.blocks.projections import prove_shapes, refuse_leftovers, roles_of, value_weights
+from tepal.models.blocks.projections import check_complete, check_shapes, roles_of, value_weights
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """The parts of a model, as names of entries (see `tepal.exchange.layout`), each in the order of the layout.
+    """The blocks of a model, as names of entries (see `tepal.exchange.layout`), each in the order of the layout.
 
-    `query_key` and `value` are complete and disjoint: `value` is everything that is not in `query_key`, so norms of
-    queries and keys (Qwen3, timm's qk_norm) and relative position biases (T5) too: they are not projections.
-    `bias_k` of `nn.MultiheadAttention`, a learned key, counts with the keys. `value_projection`, a part of `value`, is
-    the weights (no biases) of the value projections: what FedFrozen's ridge term is about.
+    `query_key` and `value` are disjoint and together complete: `value` is everything that is not in `query_key`,
+    including norms of queries and keys (Qwen3, timm's qk_norm) and relative position biases (T5), which are not
+    projections. `bias_k` of `nn.MultiheadAttention`, a learned key, is in `query_key`. `value_projection`, a subset of
+    `value`, has the weights (without biases) of the value projections, to which FedFrozen's ridge term applies.
 
-    `layers`, `embedding`, `head` and `rest` are complete and disjoint too. Layers go from input to output, the
-    encoder's before the decoder's; side by side (CLIP's text and vision towers) in the order of the `state_dict`.
-    Embedding is patch, token and position embeddings, with their norm and projection, and class and mask tokens. What
-    the last layer's output goes through before the head (final norm, pooler) is rest, in every family but CLIP, where
-    the final norm and the projection are head. A head tied to the embedding is embedding.
+    `layers`, `embedding`, `head` and `rest` are disjoint and together complete, too. Layers are ordered from input to
+    output, the encoder's before the decoder's; parallel towers (CLIP's text and vision) in the order of the
+    `state_dict`. `embedding` has patch, token and position embeddings, with their norm and projection, and class and
+    mask tokens. Modules between the last layer and the head (final norm, pooler) are `rest`, in every family except
+    CLIP, whose final norm and projection are `head`. A head tied to the embedding is `embedding`.
 
-    `buffers` are the entries that no gradient trains: BatchNorm's statistics and counters, and the like.
+    `buffers` are the entries without gradient, such as BatchNorm's statistics and counters.
     """
 
     model: str
@@ -47,7 +47,7 @@ class Blocks:
 
     @property
     def rest(self) -> Names:
-        """Entries in neither a layer nor embedding nor head."""
+        """Entries that are in no layer, and neither in the embedding nor in the head."""
         taken = {*self.embedding, *self.head, *(name for layer in self.layers for name in layer)}
         return tuple(name for name in self.layout.names if name not in taken)
 
@@ -61,16 +61,24 @@ def find_blocks(
     embedding: Sequence[str] | None = None,
     head: Sequence[str] | None = None,
 ) -> Blocks:
-    """The blocks of a model, found by family and proved against its configuration.
+    """Find the blocks of a model by its family, and verify them against its configuration.
 
-    Where no family fits, name them: `query_key` and `value_projection` are glob patterns over entry names, and so are
-    `embedding` and `head`; `layers` is one pattern a layer, from input to output ("encoder.3.*"), or a text with one
-    `*` that stands for the layer's number ("encoder.*"). Given patterns replace the search and its proof. A model
-    without attention has an empty `query_key`; its layers are its stages.
+    For a model of no known family, give glob patterns over entry names; they replace the search and the verification.
+    A model without attention has an empty `query_key`; its layers are its stages.
 
-    Raises BlocksError, naming the model, what was found and what was expected: when the number of attention modules
-    or the shape of a projection differs from the configuration, when something that looks like a query or key
-    projection fits no family, and when a pattern matches nothing.
+    Args:
+        model: any module, also on the meta device.
+        query_key: patterns of the query and key projections.
+        value_projection: patterns of the value projections' weights; needs `query_key`.
+        layers: one pattern per layer, from input to output ("encoder.3.*"), or a text with one `*` in the place of the
+            layer's number ("encoder.*").
+        embedding: patterns of the embedding.
+        head: patterns of the head.
+
+    Raises:
+        BlocksError: the number of attention modules or the shape of a projection differs from the configuration; an
+            entry looks like a query or key projection but fits no family; or a pattern matches nothing. The message
+            names the model, what was found and what was expected.
     """
     attentions = find_attentions(model)
     layout = layout_with(model, attentions)
@@ -80,18 +88,20 @@ def find_blocks(
         roles = roles_of(model, layout, attentions)
         chosen = {name for name, role in roles.items() if role in "qk"}
         values = value_weights(layout, attentions, roles)
-        refuse_leftovers(model, layout, attentions, roles)
-        prove_shapes(model, layout, attentions)
+        check_complete(model, layout, attentions, roles)
+        check_shapes(model, layout, attentions)
         paths = [attention.path for attention in attentions]
     else:
         chosen = matching(model, layout, query_key)
         values = matching(model, layout, value_projection)
         if both := sorted(chosen & values):
-            raise BlocksError(f"{name_of(model)}: {few(both)} are in both query_key and value_projection")
+            raise BlocksError(
+                f"{name_of(model)}: {few(both)} are in both query_key and value_projection: narrow a pattern"
+            )
         paths = [layout.by_name[name].raw for name in layout.names if name in chosen]
     stacks = stacks_of(model, paths)
     if query_key is None:
-        prove_counts(model, stacks, paths)
+        check_counts(model, stacks, paths)
     named = (numbered(model, layout, layers) if isinstance(layers, str) else layers, embedding, head)
     found_layers, found_embedding, found_head = parts_of(model, layout, stacks, *named)
     return Blocks(

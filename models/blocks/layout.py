@@ -16,16 +16,19 @@ from tepal.models.blocks.modules import below
 
 
 def layout_of(model: nn.Module) -> Layout:
-    """The raw tensors of a model's `state_dict` and its entries, fused query/key/value projections split.
+    """Return the raw tensors of a model's `state_dict` and its entries, with fused projections split into q, k and v.
 
-    Works on any device, meta included. Raises BlocksError for a fused projection whose size does not fit its parts,
-    and for tensors that overlap in memory without being equal.
+    Works on any device, including meta.
+
+    Raises:
+        BlocksError: a fused projection has a size that does not fit its parts; tensors overlap in memory partially; or
+            the state_dict has values that are not tensors.
     """
     return layout_with(model, find_attentions(model))
 
 
 def canonical_state(model: nn.Module) -> dict[str, Tensor]:
-    """Entry name → tensor, detached, on the model's own storage: copying into it loads the model."""
+    """Return entry name → detached view of the model's own storage: copying into it changes the model."""
     state = model.state_dict()
     return {
         entry.name: state[entry.raw] if entry.whole else state[entry.raw][entry.index]
@@ -34,7 +37,7 @@ def canonical_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def layout_with(model: nn.Module, attentions: Sequence[Attention]) -> Layout:
-    """As `layout_of`, of a model whose attention modules are known."""
+    """Return the layout as `layout_of` does, for known attention modules."""
     tensors = _tensors(model)
     owners = _owners(model, tensors)
     split: dict[str, tuple[str, int, tuple[int, ...]]] = {}
@@ -54,19 +57,23 @@ def layout_with(model: nn.Module, attentions: Sequence[Attention]) -> Layout:
         elif not tensor.same_as:
             entries.append(Entry(tensor.name, tensor.name, tensor.shape, tensor.dtype))
     if len({entry.name for entry in entries}) != len(entries):
-        raise BlocksError(f"{name_of(model)}: a tensor's name ends in ':q', ':k' or ':v' and collides with a split one")
+        raise BlocksError(
+            f"{name_of(model)}: a tensor's name ends in ':q', ':k' or ':v', as a split projection's: rename it"
+        )
     return Layout(raw, tuple(entries))
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     state = model.state_dict(keep_vars=True)
     if other := [name for name, value in state.items() if not isinstance(value, Tensor)]:
-        raise BlocksError(f"{name_of(model)}: {few(other)} in its state_dict are no tensors and cannot travel")
+        raise BlocksError(
+            f"{name_of(model)}: {few(other)} in its state_dict are not tensors and cannot be sent: remove them"
+        )
     return state
 
 
 def _owners(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Name → name of the first tensor on the same storage (itself for most). Partial overlaps are refused."""
+    """Return name → name of the first tensor with the same memory. Raises BlocksError for partial overlaps."""
     first: dict[tuple[Any, ...], str] = {}
     owners: dict[str, str] = {}
     spans: dict[int, list[tuple[int, int, str]]] = {}
@@ -82,7 +89,7 @@ def _owners(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, str]:
     for shared in spans.values():
         for (_, end, name), (start, _, other) in pairwise(sorted(shared)):
             if start < end:
-                raise BlocksError(f"{name_of(model)}: {name} and {other} overlap in memory but are not the same tensor")
+                raise BlocksError(f"{name_of(model)}: {name} and {other} overlap in memory partially: clone one")
     return owners
 
 
@@ -92,7 +99,7 @@ def _sizes(model: nn.Module, attention: Attention, name: str, roles: str, length
     sizes = tuple(rows[role] if known else length // len(roles) for role in roles)
     if sum(sizes) != length:
         raise BlocksError(
-            f"{name_of(model)}: {name} holds {', '.join(roles)} in {length} rows; expected "
+            f"{name_of(model)}: {name} has {', '.join(roles)} in {length} rows; expected "
             f"{' + '.join(map(str, sizes)) if known else f'a multiple of {len(roles)}'}"
         )
     return sizes
@@ -109,10 +116,12 @@ def _dtype(tensor: Tensor) -> str:
 
 
 def entries_below(layout: Layout, path: str) -> set[str]:
+    """Return the entries of the module at `path`."""
     return {entry.name for entry in layout.entries if below(entry.raw, path)}
 
 
 def matching(model: nn.Module, layout: Layout, patterns: Sequence[str]) -> set[str]:
+    """Return the entries that match a glob pattern. Raises BlocksError for a pattern that matches none."""
     found: set[str] = set()
     for pattern in patterns:
         names = {name for name in layout.names if fnmatchcase(name, pattern)}

@@ -1,4 +1,4 @@
-"""Which entries are layers, embedding and head."""
+"""The entries of layers, embedding and head."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _HEAD = re.compile(
     r"head|heads|head_dist|classifier|pre_classifier|classification_head|score|fc|cls|lm_head|generator_lm_head|"
     r"qa_outputs|final_logits_bias|(discriminator|generator)_predictions|vocab_(transform|layer_norm|projector)"
 )
-# Where the final norm and the projection count as head (arXiv 2408.15600, CLIP): class → what belongs to it.
+# Classes whose final norm and projection are part of the head (arXiv 2408.15600, CLIP) → patterns of these.
 _HEAD_OF_CLASS = {
     "CLIPVisionModel": ("*post_layernorm.*",),
     "CLIPTextModel": ("*final_layer_norm.*",),
-    "CLIPVisionTransformer": ("post_layernorm.*",),  # what holds them in transformers 4
+    "CLIPVisionTransformer": ("post_layernorm.*",),  # in transformers 4
     "CLIPTextTransformer": ("final_layer_norm.*",),
     "CLIPVisionModelWithProjection": ("visual_projection.*",),
     "CLIPTextModelWithProjection": ("text_projection.*",),
     "CLIPModel": ("visual_projection.*", "text_projection.*", "logit_scale"),
 }
-# The stages of a network without attention: the first of these that its modules' names match.
+# Stages of a network without attention: the first pattern that matches names of its modules is used.
 _STAGES = (r"stages\.[^.]+", r"layer\d+", r"stage\d+", r"features\.[^.]+", r"blocks\.[^.]+")
 
 
@@ -40,36 +40,41 @@ def parts_of(
     embedding: Sequence[str] | None,
     head: Sequence[str] | None,
 ) -> tuple[list[set[str]], set[str], set[str]]:
-    """Layers, embedding and head: disjoint sets of entry names. What is named goes before what is searched."""
+    """Return layers, embedding and head: disjoint sets of entry names. Given patterns take precedence over the search.
+
+    Raises BlocksError for patterns that match nothing, or the same entries.
+    """
     free = set(layout.names)
-    of_embedding = set() if embedding is None else _take(free, matching(model, layout, embedding))
-    of_head = set() if head is None else _take(free, matching(model, layout, head))
+    of_embedding = set() if embedding is None else _claim(free, matching(model, layout, embedding))
+    of_head = set() if head is None else _claim(free, matching(model, layout, head))
     if layers is not None:
-        found = [_take(free, matching(model, layout, [pattern])) for pattern in layers]
+        found = [_claim(free, matching(model, layout, [pattern])) for pattern in layers]
         if not all(found):
-            raise BlocksError(f"{name_of(model)}: two patterns of layers={list(layers)} match the same entries")
+            raise BlocksError(
+                f"{name_of(model)}: two patterns of layers={list(layers)} match the same entries: leave one out"
+            )
     else:
         paths = [child for stack in stacks for child in stack.children] or _named_stages(model)
-        found = [_take(free, entries_below(layout, path)) for path in paths]
+        found = [_claim(free, entries_below(layout, path)) for path in paths]
     if embedding is None:
-        of_embedding = _take(free, _embedding(model, layout))
+        of_embedding = _claim(free, _embedding(model, layout))
     if head is None:
-        of_head = _take(free, _head(model, layout, free))
+        of_head = _claim(free, _head(model, layout, free))
     if not found:
-        found = [_take(free, stage) for stage in _children_as_stages(model, layout, free)]
+        found = [_claim(free, stage) for stage in _children_as_stages(model, layout, free)]
     return [layer for layer in found if layer], of_embedding, of_head
 
 
 def numbered(model: nn.Module, layout: Layout, pattern: str) -> list[str]:
-    """One pattern a layer, by number, from one whose `*` stands for it."""
+    """Return one pattern per layer, from a pattern with `*` in the place of the layer's number. Raises BlocksError."""
     before, star, after = pattern.partition("*")
     if not star or "*" in after:
-        raise BlocksError(f"layers={pattern!r}: expected is one * in it, for a layer's number, as in 'encoder.*'")
+        raise BlocksError(f"layers={pattern!r}: write exactly one * for the layer's number, as in 'encoder.*'")
     layer = re.compile(rf"{re.escape(before)}(\d+){re.escape(after)}\.")
     numbers = {int(match[1]) for name in layout.names if (match := layer.match(name))}
     if not numbers:
         raise BlocksError(
-            f"{name_of(model)}: no entry has a number where layers={pattern!r} has its *; entries are "
+            f"{name_of(model)}: no entry has a number in the place of * in layers={pattern!r}; entries are "
             f"{few(layout.names)}"
         )
     return [f"{before}{number}{after}.*" for number in sorted(numbers)]
@@ -87,7 +92,7 @@ def _named_stages(model: nn.Module) -> list[str]:
 
 
 def _children_as_stages(model: nn.Module, layout: Layout, free: set[str]) -> list[set[str]]:
-    """Without named stages: each child that has a weight matrix or kernel, with the norms after it."""
+    """Return the children as stages: each one with a weight matrix or kernel, with the norms after it."""
     trunk, module = _trunk(model)
     stages: list[set[str]] = []
     for child, _ in module.named_children():
@@ -100,7 +105,7 @@ def _children_as_stages(model: nn.Module, layout: Layout, free: set[str]) -> lis
 
 
 def _trunk(model: nn.Module) -> tuple[str, nn.Module]:
-    """The model without wrappers that only hold one other module."""
+    """Return path and module of the first module with parameters of its own or several children."""
     path, module = "", model
     while not module._parameters and len(module._modules) == 1:
         (name, child), *_ = module.named_children()
@@ -114,13 +119,13 @@ def _embedding(model: nn.Module, layout: Layout) -> set[str]:
     for tensor in layout.raw:
         module = tensor.name.rpartition(".")[0]
         if module in tables or any(_EMBEDDING.fullmatch(part) for part in tensor.name.split(".")):
-            # By any of its names: a head that is tied to the embedding is embedding.
+            # By any of its names: a head that is tied to the embedding is part of the embedding.
             found |= {entry.name for entry in layout.entries_of[tensor.same_as or tensor.name]}
     return found
 
 
 def _head(model: nn.Module, layout: Layout, free: set[str]) -> set[str]:
-    found = {name for name in free if _says_head(_split_name(name))}
+    found = {name for name in free if _is_head_name(_path_parts(name))}
     for path, module in model.named_modules():
         for name in class_names(module) & _HEAD_OF_CLASS.keys():
             found |= matching(model, layout, [join(path, pattern) for pattern in _HEAD_OF_CLASS[name]])
@@ -133,18 +138,21 @@ def _head(model: nn.Module, layout: Layout, free: set[str]) -> set[str]:
     return entries_below(layout, join(trunk, holders[-1][0]))
 
 
-def _says_head(parts: Sequence[str]) -> bool:
-    """By name, but not within a list of modules: a gate in a block may be called `fc` too."""
+def _is_head_name(parts: Sequence[str]) -> bool:
+    """Return whether a name is a head's.
+
+    Names within a list of modules are not: a gate in a block may be called `fc`.
+    """
     at = next((n for n, part in enumerate(parts) if _HEAD.fullmatch(part)), len(parts))
     return at < len(parts) and not any(part.isdigit() for part in parts[:at])
 
 
-def _split_name(name: str) -> list[str]:
+def _path_parts(name: str) -> list[str]:
     return name.split(":")[0].split(".")
 
 
-def _take(free: set[str], names: set[str]) -> set[str]:
-    """What of `names` is still free; it is not afterwards."""
+def _claim(free: set[str], names: set[str]) -> set[str]:
+    """Remove `names` from `free`, and return those that were in it."""
     taken = free & names
     free -= taken
     return taken

@@ -1,4 +1,4 @@
-"""Which entries are query, key and value projections, and the proof that none is missing or of a wrong shape."""
+"""The entries of query, key and value projections, and the checks that none is missing or has a wrong shape."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tepal.models.blocks.attention import Attention, is_mha, raw_of, rows_of
 from tepal.models.blocks.errors import BlocksError, few, name_of
 from tepal.models.blocks.modules import below, integer, join
 
-# A part of a name that says query or key, wherever it stands. Norms (`q_norm`, `k_norm`) are not projections.
+# A component of a name that denotes query or key. Norms (`q_norm`, `k_norm`) are not projections.
 _QUERY_OR_KEY = re.compile(
     r"(to_)?(w_?)?(pos_)?(q|k|qk|kv|qkv|query|key|query_key|key_value|query_key_value|in_proj|c_attn|q_attn)s?"
     r"(_?(proj|projection|lin|linear|layer|weight|bias|with_mqa|w|a|b))*",
@@ -21,7 +21,7 @@ _QUERY_OR_KEY = re.compile(
 
 
 def _entries_of(layout: Layout, attention: Attention) -> Iterator[tuple[Entry, str, str]]:
-    """(entry, its role, the raw name it has in this attention module) of each projection."""
+    """Yield (entry, its role, its raw name in this attention module) for each projection."""
     owners = {tensor.name: tensor.same_as or tensor.name for tensor in layout.raw}
     for raw, (roles, _) in raw_of(attention, owners).items():
         for entry in layout.entries_of[owners[raw]]:
@@ -29,7 +29,7 @@ def _entries_of(layout: Layout, attention: Attention) -> Iterator[tuple[Entry, s
 
 
 def roles_of(model: nn.Module, layout: Layout, attentions: Sequence[Attention]) -> dict[str, str]:
-    """Entry name → "q", "k" or "v" for every projection's entries."""
+    """Return entry name → "q", "k" or "v" for every projection. Raises BlocksError for a tensor with both uses."""
     roles: dict[str, str] = {}
     for attention in attentions:
         for entry, role, raw in _entries_of(layout, attention):
@@ -39,7 +39,7 @@ def roles_of(model: nn.Module, layout: Layout, attentions: Sequence[Attention]) 
 
 
 def value_weights(layout: Layout, attentions: Sequence[Attention], roles: Mapping[str, str]) -> set[str]:
-    """Value projections' matrices: no biases, and not `bias_v`, which is no projection."""
+    """Return the value projections' matrices, without biases and `bias_v`, which is not a projection."""
     weights = set()
     for attention in attentions:
         also = tuple(join(attention.path, attribute) for attribute in attention.rule.also)
@@ -49,17 +49,19 @@ def value_weights(layout: Layout, attentions: Sequence[Attention], roles: Mappin
     return weights
 
 
-def refuse_leftovers(
+def check_complete(
     model: nn.Module, layout: Layout, attentions: Sequence[Attention], roles: Mapping[str, str]
 ) -> None:
-    """Nothing that looks like attention may be left over: it would silently count as value."""
+    """Raise BlocksError for an unknown projection or attention module, which would silently be part of `value`."""
     cure = (
         "declare it on the module's class (tepal_projections = {attribute: 'q', 'k', 'v' or 'qkv'}), "
         "or name the entries: find_blocks(model, query_key=[patterns])"
     )
-    names = [name for name in layout.names if name not in roles and _says_query_or_key(name)]
+    names = [name for name in layout.names if name not in roles and _is_query_or_key_name(name)]
     if names:
-        raise BlocksError(f"{name_of(model)}: {few(names)} look like query or key but fit no known family; {cure}")
+        raise BlocksError(
+            f"{name_of(model)}: {few(names)} look like query or key projections but fit no known family; {cure}"
+        )
     known = [attention.path for attention in attentions]
     for path, module in model.named_modules() if known else ():
         looks = re.search(r"attention|attn", type(module).__name__, re.IGNORECASE)
@@ -67,26 +69,26 @@ def refuse_leftovers(
         if looks and not related and any(parameter.ndim > 1 for parameter in module.parameters()):
             raise BlocksError(
                 f"{name_of(model)}: {path} ({type(module).__name__}) looks like attention but fits no known family, "
-                f"beside {len(known)} attention modules that do; {cure}"
+                f"unlike {len(known)} other attention modules; {cure}"
             )
 
 
-def _says_query_or_key(name: str) -> bool:
+def _is_query_or_key_name(name: str) -> bool:
     parts = name.split(":")[0].split(".")
     attention = any(re.search(r"attn|attention", part, re.IGNORECASE) for part in parts[:-1])
-    # `in_proj` is also what state-space models call their input projection: only within attention, or as torch has it.
+    # State-space models call their input projection `in_proj`, too: it counts only within attention.
     return any(_QUERY_OR_KEY.fullmatch(part) and (part != "in_proj" or attention) for part in parts)
 
 
-def prove_shapes(model: nn.Module, layout: Layout, attentions: Sequence[Attention]) -> None:
-    """Each projection has as many output features as the configuration says, and a query reads the hidden size."""
+def check_shapes(model: nn.Module, layout: Layout, attentions: Sequence[Attention]) -> None:
+    """Raise BlocksError for output features, or input features of a query, that differ from the configuration."""
     for attention in attentions:
         rows, hidden = rows_of(attention), integer(attention.config, "hidden_size", "n_embd")
         axes = {raw: axis for raw, (_, axis) in raw_of(attention, [tensor.name for tensor in layout.raw]).items()}
         own = {join(attention.path, attribute) for attribute in attention.rule.holds}
         for entry, role, raw in _entries_of(layout, attention):
             if raw not in own and raw.rpartition(".")[0] not in own:
-                continue  # an adapter inside the projection, or bias_k: of no size that the configuration tells
+                continue  # an adapter inside the projection, or bias_k: the configuration does not give its size
             if entry.shape:
                 _expect(model, entry, "output features", entry.shape[axes[raw]], rows.get(role))
             if role == "q" and len(entry.shape) == 2 and "q" in rows and not is_mha(attention):

@@ -1,4 +1,4 @@
-"""How the attention modules of each family name their projections, and which rule a module matches."""
+"""The names of projections in the attention modules of each family, and the rule that a module matches."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from tepal.models.blocks.modules import is_a
 
 @dataclass(frozen=True)
 class Rule:
-    """How the attention modules of a family hold their projections.
+    """The projections of a family's attention modules.
 
-    `holds` maps an attribute (submodule or parameter) to its role, "q", "k" or "v"; a fused one has several, in the
-    order in which they are stacked. All of `holds` must be there for the rule to match, `also` may be. `fused_in` is
-    the class of a fused submodule: its name decides along which axis the parts are stacked. A module that has an
-    attribute named in `unless` does not match: its fused projection is laid out head by head.
+    holds: attribute (submodule or parameter) → its role, "q", "k" or "v"; several for a fused one, in the order in
+        which they are stacked. All must exist for the rule to match.
+    also: likewise, for attributes that may exist.
+    fused_in: class name of a fused submodule, which determines the axis along which its parts are stacked.
+    unless: a module with one of these attributes does not match: its fused projection is stored head by head.
     """
 
     family: str
@@ -52,6 +53,7 @@ RULES = (
 
 
 def rule_of(module: nn.Module) -> Rule | None:
+    """Return the rule that a module declares (`tepal_projections`) or matches; None for other modules."""
     declared = getattr(module, "tepal_projections", None)
     if declared is not None:
         return Rule("declared", declared)

@@ -1,4 +1,4 @@
-"""What README and docs say is run, or stands against the code it speaks of."""
+"""The commands and Python of README and docs are run; pages that mirror the code are compared with it."""
 
 import itertools
 import re
@@ -22,7 +22,7 @@ from tepal.strategies import STRATEGIES
 from tepal.strategies.in_process import InProcessGrid, Node
 from tepal.tools.cli.main import main
 from tests.apps import quickstart_app
-from tests.packages import ROOT
+from tests.packages import PACKAGES, ROOT
 
 README = (ROOT / "README.md").read_text()
 
@@ -195,12 +195,24 @@ def test_the_readmes_python_runs():
     assert len(block_names["blocks"].query_key) == 8
 
 
-def test_the_readmes_files_are_there():
-    for target in re.findall(r"\]\((?!http)([^)#]+)\)", README):
+def test_the_readme_is_short_and_its_files_exist():
+    assert README.count("\n") <= 120
+    for target in re.findall(r"\]\((?!http)([^)#]+)", README):
         assert (ROOT / target).exists(), target
-    for folder in re.findall(r"^\| (`[^|]*`) \|", README, flags=re.MULTILINE):
-        for name in re.findall(r"`([^`]+)/`", folder):
-            assert (ROOT / name).is_dir(), name
+
+
+def test_the_table_of_folders_has_every_package():
+    page = (ROOT / "docs/developers.md").read_text()
+    rows = re.findall(r"^\| (`[^|]*/`) \|", page, flags=re.MULTILINE)
+    listed = {name for row in rows for name in re.findall(r"`([^`]+)/`", row)}
+    assert listed >= set(PACKAGES) and all((ROOT / name).is_dir() for name in listed)
+
+
+def test_the_glossary_defines_each_term_once():
+    rows = re.findall(r"^\| ([a-z ,]+) \| \w.* \|$", (ROOT / "docs/glossary.md").read_text(), flags=re.MULTILINE)
+    terms = [term for row in rows if row != "term" for term in row.split(", ")]
+    assert len(rows) == 13 and len(terms) == len(set(terms))
+    assert {"client", "node", "site", "round", "entry", "block", "part", "personal model"} <= set(terms)
 
 
 def test_what_follows_from_the_declared_options_is_written_anew():

@@ -159,7 +159,7 @@ def test_images_that_a_model_cannot_take_are_refused():
 
 
 def test_directories_that_say_nothing_of_use_are_refused(tmp_path):
-    with pytest.raises(ModelError, match=r"model_type='whisper' do not tell what the model is for"):
+    with pytest.raises(ModelError, match=r"model_type='whisper' do not determine the kind of model"):
         find(directory(tmp_path, "whisper", architectures=["WhisperModel"]))
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ModelError, match="has no model_type"):
@@ -178,7 +178,7 @@ def test_directories_that_say_nothing_of_use_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("name", "hidden", "said"),
     [
-        ("resnet-18", "torchvision", r"tepal\[vision\]|does not load beside"),
+        ("resnet-18", "torchvision", r"tepal\[vision\]|does not load with"),
         ("t5-small", "transformers", r"tepal\[text\]"),
     ],
 )

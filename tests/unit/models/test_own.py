@@ -66,9 +66,9 @@ def test_it_may_be_for_any_data_and_is_not_imported_to_be_found():
         ("ours.broken:shaped", "importing ours.broken failed: .*nothing_of_this_name"),
         ("ours.net:shapd", "ours.net has no function 'shapd'"),
         ("ours.net:number", "has no function 'number'"),
-        ("ours.net:", "expected is package.module:function"),
-        ("ours.net:wants", "needs depth, and is given image_shape, classes"),
-        ("ours.net:fails", "ours.net:fails failed: RuntimeError: no luck"),
+        ("ours.net:", "write package.module:function"),
+        ("ours.net:wants", "requires depth, but is called with image_shape, classes"),
+        ("ours.net:fails", "ours.net:fails raised RuntimeError: no luck"),
         ("ours.net:no_module", "returned int; it must return a torch.nn.Module"),
     ],
 )

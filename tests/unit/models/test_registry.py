@@ -67,9 +67,9 @@ def test_an_unknown_model_is_refused_with_the_nearest_and_all_known():
 
 def test_a_model_and_data_of_different_kinds_are_refused():
     assert find("linear-attention").kind == SEQUENCES
-    with pytest.raises(ModelError, match="sequence-regression: it needs features and outputs"):
+    with pytest.raises(ModelError, match="sequence-regression: give features and outputs"):
         build("linear-attention", image_shape=(1, 8, 8), classes=2, seed=0)
-    with pytest.raises(ModelError, match="cnn does image-classification: it needs image_shape and classes"):
+    with pytest.raises(ModelError, match="cnn is a model for image-classification: give image_shape and classes"):
         build("cnn", seed=0)
 
 
