@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Unpack
+from typing import Generic, TypeVar, Unpack
 
 from tepal.exchange.layout import Arrays
 from tepal.exchange.plan import EVALUATE, MODEL, Plan, Reply, Tree
@@ -22,13 +22,16 @@ class ModelState:
     merges: int = 0
 
 
-class ModelMerger:
+State = TypeVar("State", bound=ModelState)
+
+
+class ModelMerger(Generic[State]):
     """w ← Σ_k (n_k / Σ n) w_k over the replies, entry by entry; entries that nobody returned stay as they are.
 
     `alike`: every client counts alike, whatever its n_k.
     """
 
-    def __init__(self, state: ModelState, *, alike: bool = False) -> None:
+    def __init__(self, state: State, *, alike: bool = False) -> None:
         self._state = state
         self._alike = alike
         self._mean = WeightedMean()
@@ -36,24 +39,16 @@ class ModelMerger:
     def add(self, reply: Reply) -> None:
         self._mean.add(reply.parts[MODEL], 1.0 if self._alike else reply.examples)
 
-    def finish(self) -> ModelState:
+    def finish(self) -> State:
         merged = {**self._state.entries, **self._mean.result()}
         return replace(self._state, entries=merged, merges=self._state.merges + 1)
 
 
-class Averaging(Method):
-    """The method of FedAvg, and the ground on which methods with one global model stand."""
-
-    def init(self, model: ServerModel, seed: int) -> ModelState:
-        if len(model.starts) > 1:
-            raise MethodError(
-                f"the initial arrays are of {len(model.starts)} models, and this method trains one: give it those of "
-                "one, or choose FedEnsemble"
-            )
-        return ModelState(model.entries)
+class GlobalModel(Method[State]):
+    """The base of methods with one global model that travels whole. Subclasses begin and merge it."""
 
     def plan(
-        self, state: ModelState, round: int, phase: str, cohort: Sequence[str], heard: Mapping[str, Reply]
+        self, state: State, round: int, phase: str, cohort: Sequence[str], heard: Mapping[str, Reply]
     ) -> list[Plan]:
         names = tuple(state.entries)
         return [
@@ -61,7 +56,7 @@ class Averaging(Method):
             for client in cohort
         ]
 
-    def evaluation(self, state: ModelState, round: int, cohort: Sequence[str], *, more_rounds: bool) -> list[Plan]:
+    def evaluation(self, state: State, round: int, cohort: Sequence[str], *, more_rounds: bool) -> list[Plan]:
         needs = {MODEL: tuple(state.entries)}
         return [
             # The next round starts from the model that is scored now: a client that keeps it needs no second copy.
@@ -69,14 +64,31 @@ class Averaging(Method):
             for client in cohort
         ]
 
-    def values(self, state: ModelState, client: str, tree: Tree) -> Arrays:
+    def values(self, state: State, client: str, tree: Tree) -> Arrays:
         return state.entries
 
-    def merger(self, state: ModelState, round: int) -> Merger:
+    def models(self, state: State) -> tuple[Arrays, ...]:
+        return (state.entries,)
+
+
+class Averaging(GlobalModel[ModelState]):
+    """The method of FedAvg."""
+
+    def init(self, model: ServerModel, seed: int) -> ModelState:
+        return ModelState(only_start(model))
+
+    def merger(self, state: ModelState, round: int) -> Merger[ModelState]:
         return ModelMerger(state)
 
-    def models(self, state: ModelState) -> tuple[Arrays, ...]:
-        return (state.entries,)
+
+def only_start(model: ServerModel) -> Arrays:
+    """The entries of the one model that a run starts from. Raises MethodError where it was given several."""
+    if len(model.starts) > 1:
+        raise MethodError(
+            f"the initial arrays are of {len(model.starts)} models, and this method trains one: give it those of "
+            "one, or choose FedEnsemble"
+        )
+    return model.entries
 
 
 @listed(

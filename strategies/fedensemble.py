@@ -47,7 +47,7 @@ class EnsembleState:
     """Client → loss of each mode on its test examples, infinite for one that it has not had."""
 
 
-class Ensembling(Method):
+class Ensembling(Method[EnsembleState]):
     """The method of Fed-ensemble. Arguments are those of `FedEnsemble`, `member` as a method."""
 
     def __init__(
@@ -199,7 +199,7 @@ class EnsembleMerger:
         self._method = method
         self._state = state
         self._round = round
-        self._mergers: dict[int, Merger] = {}
+        self._mergers: dict[int, Merger[Any]] = {}
         self._losses: dict[str, list[float]] = {}
 
     def add(self, reply: Reply) -> None:

@@ -11,12 +11,16 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
 from tepal.exchange.layout import Arrays, Layout, Names
 from tepal.exchange.plan import Plan, Reply, Tree
+
+State = TypeVar("State")
+"""What a method remembers from round to round: a dataclass of arrays and scalars."""
+NextState = TypeVar("NextState", covariant=True)
 
 
 class MethodError(ValueError):
@@ -88,19 +92,19 @@ def parameters_of(model: ServerModel) -> Names:
     )
 
 
-class Merger(Protocol):
+class Merger(Protocol[NextState]):
     """Takes the replies of one round one by one, and holds none of them."""
 
     def add(self, reply: Reply) -> None: ...
 
-    def finish(self) -> Any:
+    def finish(self) -> NextState:
         """The method's next state."""
 
 
-class Method(Protocol):
-    """The parts of a round that differ between methods. `state` is whatever `init` returned or a merger finished.
+class Method(Protocol[State]):
+    """The parts of a round that differ between methods. A state is what `init` returned or a merger finished.
 
-    A method is a subclass of this; what has a body here need not be written.
+    A method is a subclass of `Method[ItsState]`; what has a body here need not be written.
     """
 
     phases: tuple[str, ...] = ("train",)
@@ -112,7 +116,7 @@ class Method(Protocol):
     judged: str = "received"
     """How the metrics of an evaluation are named, by the model they are of: "received", "ensemble" or "personal"."""
 
-    def init(self, model: ServerModel, seed: int) -> Any:
+    def init(self, model: ServerModel, seed: int) -> State:
         """The first state. Raises MethodError for a model that the method cannot train."""
 
     def grain(self, model: ServerModel) -> Mapping[str, Names]:
@@ -120,8 +124,8 @@ class Method(Protocol):
         return {"model": model.layout.names}
 
     def cohort(
-        self, state: Any, available: Sequence[str], size: int, rng: np.random.Generator
-    ) -> tuple[Any, Sequence[str]]:
+        self, state: State, available: Sequence[str], size: int, rng: np.random.Generator
+    ) -> tuple[State, Sequence[str]]:
         """Who trains in a round: `size` of the available clients (sorted). A state that remembers clients may change.
 
         Raises MethodError where the method needs other clients than there are.
@@ -129,11 +133,11 @@ class Method(Protocol):
         return state, [available[k] for k in rng.choice(len(available), size, replace=False)]
 
     def plan(
-        self, state: Any, round: int, phase: str, cohort: Sequence[str], heard: Mapping[str, Reply]
+        self, state: State, round: int, phase: str, cohort: Sequence[str], heard: Mapping[str, Reply]
     ) -> list[Plan]:
         """What each client of the cohort is asked. `heard`: replies of this round's earlier phase, by client."""
 
-    def progress(self, state: Any, plan: Plan, rounds: int) -> tuple[int, int]:
+    def progress(self, state: State, plan: Plan, rounds: int) -> tuple[int, int]:
         """(t, T): this plan is round t of T for the model that it trains; the learning rate's schedule goes by it."""
         return plan.round, rounds
 
@@ -141,19 +145,19 @@ class Method(Protocol):
         """Raises ValueError, with the reason, for a reply that fits the plan and is still of no use to this method."""
         return None
 
-    def evaluation(self, state: Any, round: int, cohort: Sequence[str], *, more_rounds: bool) -> list[Plan]:
+    def evaluation(self, state: State, round: int, cohort: Sequence[str], *, more_rounds: bool) -> list[Plan]:
         """What each client of the cohort is asked to score. `more_rounds`: what it gets now is worth keeping."""
 
-    def values(self, state: Any, client: str, tree: Tree) -> Arrays:
+    def values(self, state: State, client: str, tree: Tree) -> Arrays:
         """The values that this client gets of this tree."""
 
-    def merger(self, state: Any, round: int) -> Merger:
+    def merger(self, state: State, round: int) -> Merger[State]:
         """Merges the replies of the round's last phase."""
 
-    def models(self, state: Any) -> tuple[Arrays, ...]:
+    def models(self, state: State) -> tuple[Arrays, ...]:
         """All entries of what the run delivers: the global model, or every mode of an ensemble."""
 
-    def phase_name(self, state: Any) -> str:
+    def phase_name(self, state: State) -> str:
         """What a round that starts from this state is called in logs and reports."""
         return "train"
 
@@ -161,11 +165,11 @@ class Method(Protocol):
         """Name → value of the method's options, for the log at the start of a run."""
         return {}
 
-    def record(self, state: Any, plans: Sequence[Plan]) -> Mapping[str, np.ndarray]:
+    def record(self, state: State, plans: Sequence[Plan]) -> Mapping[str, np.ndarray]:
         """What there is to know of a round beside its metrics, from its plans: name → array of numbers or text."""
         return {}
 
-    def change(self, before: Any, after: Any) -> Mapping[str, np.ndarray]:
+    def change(self, before: State, after: State) -> Mapping[str, np.ndarray]:
         """What there is to know of how a round changed the state: name → array, added to the record."""
         return {}
 
@@ -175,15 +179,15 @@ class Method(Protocol):
         """A run begins. `folder`: where it keeps its last `keep` checkpoints; None when it has none."""
         return None
 
-    def resume(self, state: Any, older: Iterable[Any]) -> Any:
+    def resume(self, state: State, older: Iterable[State]) -> State:
         """The state of a checkpoint, made ready. `older`: further states that the run may go back to, read lazily."""
         return state
 
-    def settle(self, state: Any) -> None:
+    def settle(self, state: State) -> None:
         """All that this state refers to must be on disk when this returns: it is about to be saved."""
         return None
 
-    def saved(self, state: Any) -> None:
+    def saved(self, state: State) -> None:
         """The run may go back to this state, until it has been saved `keep` times more."""
         return None
 

@@ -28,7 +28,7 @@ class Mixture(Personalised):
     def __init__(self, alpha: float, adaptive: bool) -> None:
         self.alpha, self.adaptive = alpha, adaptive
 
-    def merger(self, state: ModelState, round: int) -> ModelMerger:
+    def merger(self, state: ModelState, round: int) -> ModelMerger[ModelState]:
         return ModelMerger(state, alike=True)
 
     def options(self) -> Mapping[str, Scalar]:

@@ -122,17 +122,17 @@ class BayesianEnsemble(Averaging):
         self.samples = samples
         self.concentration = concentration
         self.distil = distil
-        self._rows: RowLayout
-        self._folder: Path | None = None
-        self._seed: int
+        self.rows: RowLayout
+        self.folder: Path | None = None
+        self.seed: int
 
     def init(self, model: ServerModel, seed: int) -> ModelState:
-        self._rows = RowLayout.of(model, needed_for="FedBE draws")
-        self._seed = seed
+        self.rows = RowLayout.of(model, needed_for="FedBE draws")
+        self.seed = seed
         return super().init(model, seed)
 
     def open(self, folder: Path | None, keep: int) -> None:
-        self._folder = folder
+        self.folder = folder
 
     def merger(self, state: ModelState, round: int) -> EnsembleDistiller:
         return EnsembleDistiller(self, state, round)
@@ -146,7 +146,7 @@ class BayesianEnsemble(Averaging):
         }
 
 
-class EnsembleDistiller(ModelMerger):
+class EnsembleDistiller(ModelMerger[ModelState]):
     """Puts each client's model into a file as it comes; at the end the ensemble is drawn from there, and distilled."""
 
     def __init__(self, method: BayesianEnsemble, state: ModelState, round: int) -> None:
@@ -160,11 +160,11 @@ class EnsembleDistiller(ModelMerger):
     @cached_property
     def _store(self) -> ModelStore:
         # Made at the first reply, where a disk that is full costs that reply and not the run.
-        rows = self._method._rows
-        return ModelStore(None, rows.width, rows.dtype, folder=self._method._folder)
+        rows = self._method.rows
+        return ModelStore(None, rows.width, rows.dtype, folder=self._method.folder)
 
     def add(self, reply: Reply) -> None:
-        part, rows = reply.parts[MODEL], self._method._rows
+        part, rows = reply.parts[MODEL], self._method.rows
         self._slots[reply.client] = self._store.write(rows.pieces(part))
         self._examples[reply.client] = reply.examples
         self._counters[reply.client] = {name: np.array(part[name]) for name in rows.own}
@@ -187,13 +187,13 @@ class EnsembleDistiller(ModelMerger):
         examples = np.array([self._examples[client] for client in self._clients], np.float64)
         shares = examples / examples.sum()
         if method.distribution == "gaussian":
-            return GaussianModels.fit(models, shares, method._rows.counted)
+            return GaussianModels.fit(models, shares, method.rows.counted)
         return DirichletModels(models, shares, method.concentration)
 
     def _draw(self, distribution: GaussianModels | DirichletModels, mean: Arrays, number: int) -> dict[str, np.ndarray]:
         """A model whose parameters are drawn, and whose other entries are the mean's."""
-        rows = self._method._rows
-        drawn = distribution.draw(np.random.default_rng([self._method._seed, self._round, _DRAWS, number]))
+        rows = self._method.rows
+        drawn = distribution.draw(np.random.default_rng([self._method.seed, self._round, _DRAWS, number]))
         return {**mean, **rows.entries_of(drawn[: rows.counted])}
 
     def _ensemble(self, distribution: GaussianModels | DirichletModels, mean: Arrays) -> Iterator[Arrays]:
@@ -203,7 +203,7 @@ class EnsembleDistiller(ModelMerger):
         yield mean
         for client in self._clients:
             row = self._store.row(self._slots[client])
-            yield {**mean, **self._method._rows.entries_of(row), **self._counters[client]}
+            yield {**mean, **self._method.rows.entries_of(row), **self._counters[client]}
 
 
 class Distillation(BaseModel):

@@ -21,7 +21,7 @@ What the paper leaves open is settled here so that this mean holds:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Unpack
 
 import numpy as np
@@ -29,7 +29,7 @@ import numpy as np
 from tepal.exchange.layout import Arrays, Names
 from tepal.exchange.plan import ALPHA, Plan, Reply
 from tepal.strategies.aggregate import with_joiners
-from tepal.strategies.fedavg import Averaging, ModelMerger, ModelState
+from tepal.strategies.fedavg import GlobalModel, ModelMerger, ModelState, only_start
 from tepal.strategies.method import ServerModel, parameters_of
 from tepal.strategies.options import Positive, RoundOptions, listed
 from tepal.strategies.rounds.strategy import MethodStrategy
@@ -39,46 +39,45 @@ from tepal.strategies.rounds.strategy import MethodStrategy
 class FedDynState(ModelState):
     """θ, and h by parameter."""
 
-    h: Arrays | None = None
+    h: Arrays = field(default_factory=dict)
     clients: Names = ()
     """All that were ever available: m of them."""
 
 
-class FedDynMethod(Averaging):
+class FedDynMethod(GlobalModel[FedDynState]):
     """The method of FedDyn."""
 
     def __init__(self, alpha: float) -> None:
         self.alpha = alpha
 
     def init(self, model: ServerModel, seed: int) -> FedDynState:
-        entries = super().init(model, seed).entries
+        entries = only_start(model)
         return FedDynState(entries, h={name: np.zeros_like(entries[name]) for name in parameters_of(model)})
 
     def cohort(
-        self, state: ModelState, available: Sequence[str], size: int, rng: np.random.Generator
-    ) -> tuple[ModelState, Sequence[str]]:
-        assert isinstance(state, FedDynState) and state.h is not None
+        self, state: FedDynState, available: Sequence[str], size: int, rng: np.random.Generator
+    ) -> tuple[FedDynState, Sequence[str]]:
         clients = tuple(sorted({*state.clients, *available}))
         state = replace(state, h=with_joiners(state.h, len(state.clients), len(clients)), clients=clients)
         return super().cohort(state, available, size, rng)
 
     def plan(
-        self, state: ModelState, round: int, phase: str, cohort: Sequence[str], heard: Mapping[str, Reply]
+        self, state: FedDynState, round: int, phase: str, cohort: Sequence[str], heard: Mapping[str, Reply]
     ) -> list[Plan]:
         plans = super().plan(state, round, phase, cohort, heard)
         return [replace(plan, objective="feddyn", options={ALPHA: self.alpha}) for plan in plans]
 
-    def merger(self, state: ModelState, round: int) -> FedDynMerger:
+    def merger(self, state: FedDynState, round: int) -> FedDynMerger:
         return FedDynMerger(state, self.alpha)
 
     def describe(self) -> Mapping[str, str | int | float]:
         return {"alpha": self.alpha}
 
 
-class FedDynMerger(ModelMerger):
+class FedDynMerger(ModelMerger[FedDynState]):
     """The mean over the replies, every client counted alike, and the step by h of the parameters."""
 
-    def __init__(self, state: ModelState, alpha: float) -> None:
+    def __init__(self, state: FedDynState, alpha: float) -> None:
         super().__init__(state, alike=True)
         self._alpha = alpha
         self._count = 0
@@ -89,7 +88,6 @@ class FedDynMerger(ModelMerger):
 
     def finish(self) -> FedDynState:
         old, merged = self._state, super().finish()
-        assert isinstance(old, FedDynState) and isinstance(merged, FedDynState) and old.h is not None
         share = self._alpha * self._count / len(old.clients)
         h, entries = {}, dict(merged.entries)
         for name, before in old.h.items():

@@ -22,7 +22,7 @@ from typing import Any, Unpack
 import numpy as np
 
 from tepal.exchange.layout import Arrays, Names
-from tepal.strategies.fedavg import Averaging, ModelMerger, ModelState
+from tepal.strategies.fedavg import GlobalModel, ModelMerger, ModelState, only_start
 from tepal.strategies.method import ServerModel, parameters_of
 from tepal.strategies.options import Decay, Positive, RoundOptions, listed
 from tepal.strategies.rounds.strategy import MethodStrategy
@@ -36,7 +36,7 @@ class OptimizerState(ModelState):
     second: Arrays | None = None
 
 
-class ServerOptimizer(Averaging):
+class ServerOptimizer(GlobalModel[OptimizerState]):
     """The methods of this file. `step` is what differs."""
 
     def __init__(self, learning_rate: float) -> None:
@@ -45,11 +45,9 @@ class ServerOptimizer(Averaging):
 
     def init(self, model: ServerModel, seed: int) -> OptimizerState:
         self._parameters = parameters_of(model)
-        start = super().init(model, seed)
-        return OptimizerState(start.entries)
+        return OptimizerState(only_start(model))
 
-    def merger(self, state: ModelState, round: int) -> OptimizerMerger:
-        assert isinstance(state, OptimizerState)
+    def merger(self, state: OptimizerState, round: int) -> OptimizerMerger:
         return OptimizerMerger(state, self._parameters, self.step)
 
     def step(
@@ -62,7 +60,7 @@ class ServerOptimizer(Averaging):
         return {"learning rate": self.learning_rate}
 
 
-class OptimizerMerger(ModelMerger):
+class OptimizerMerger(ModelMerger[OptimizerState]):
     """Averages as FedAvg, then steps."""
 
     def __init__(self, state: OptimizerState, parameters: Names, step: Callable[..., Any]) -> None:
@@ -72,7 +70,6 @@ class OptimizerMerger(ModelMerger):
 
     def finish(self) -> OptimizerState:
         state, mean = self._state, self._mean.result()
-        assert isinstance(state, OptimizerState)
         entries, first, second = {**state.entries, **mean}, dict(state.first or {}), dict(state.second or {})
         for name in self._parameters:
             w = state.entries[name]

@@ -45,7 +45,7 @@ class MoreauEnvelope(Personalised):
         return {**super().describe(), "beta": self.beta}
 
 
-class RelaxedMerger(ModelMerger):
+class RelaxedMerger(ModelMerger[ModelState]):
     """Parameters go β of the way to the clients' mean, or beyond it; buffers are averaged."""
 
     def __init__(self, state: ModelState, beta: float, parameters: Names) -> None:

@@ -12,7 +12,7 @@ N is the number of clients that were there at the start; one that joins later co
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Unpack
 
 import numpy as np
@@ -20,7 +20,7 @@ import numpy as np
 from tepal.exchange.layout import Arrays, Names
 from tepal.exchange.plan import CONTROL, MODEL, SCAFFOLD, Plan, Reply, Tree
 from tepal.strategies.aggregate import WeightedMean, with_joiners
-from tepal.strategies.fedavg import Averaging, ModelState
+from tepal.strategies.fedavg import GlobalModel, ModelState, only_start
 from tepal.strategies.method import ServerModel, parameters_of
 from tepal.strategies.options import Positive, RoundOptions, listed
 from tepal.strategies.rounds.strategy import MethodStrategy
@@ -30,35 +30,32 @@ from tepal.strategies.rounds.strategy import MethodStrategy
 class ControlledState(ModelState):
     """x, and c by parameter."""
 
-    control: Arrays | None = None
+    control: Arrays = field(default_factory=dict)
     clients: Names = ()
     """All that were ever there: N of them."""
 
 
-class Controlled(Averaging):
+class Controlled(GlobalModel[ControlledState]):
     """The method of SCAFFOLD."""
 
     def __init__(self, learning_rate: float) -> None:
         self.learning_rate = learning_rate
 
     def init(self, model: ServerModel, seed: int) -> ControlledState:
-        start = super().init(model, seed)
-        control = {name: np.zeros_like(start.entries[name]) for name in parameters_of(model)}
-        return ControlledState(start.entries, control=control)
+        entries = only_start(model)
+        return ControlledState(entries, control={name: np.zeros_like(entries[name]) for name in parameters_of(model)})
 
     def cohort(
-        self, state: ModelState, available: Sequence[str], size: int, rng: np.random.Generator
-    ) -> tuple[ModelState, Sequence[str]]:
-        assert isinstance(state, ControlledState) and state.control is not None
+        self, state: ControlledState, available: Sequence[str], size: int, rng: np.random.Generator
+    ) -> tuple[ControlledState, Sequence[str]]:
         known = tuple(sorted({*state.clients, *available}))
         control = with_joiners(state.control, len(state.clients), len(known))
         _, cohort = super().cohort(state, available, size, rng)
         return replace(state, control=control, clients=known), cohort
 
     def plan(
-        self, state: ModelState, round: int, phase: str, cohort: Sequence[str], heard: Mapping[str, Reply]
+        self, state: ControlledState, round: int, phase: str, cohort: Sequence[str], heard: Mapping[str, Reply]
     ) -> list[Plan]:
-        assert isinstance(state, ControlledState) and state.control is not None
         of_control = tuple(state.control)
         return [
             replace(
@@ -70,12 +67,10 @@ class Controlled(Averaging):
             for plan in super().plan(state, round, phase, cohort, heard)
         ]
 
-    def values(self, state: ModelState, client: str, tree: Tree) -> Arrays:
-        assert isinstance(state, ControlledState) and state.control is not None
+    def values(self, state: ControlledState, client: str, tree: Tree) -> Arrays:
         return state.control if tree == CONTROL else state.entries
 
-    def merger(self, state: ModelState, round: int) -> ControlledMerger:
-        assert isinstance(state, ControlledState)
+    def merger(self, state: ControlledState, round: int) -> ControlledMerger:
         return ControlledMerger(state, self.learning_rate)
 
     def describe(self) -> Mapping[str, str | int | float]:
@@ -98,7 +93,6 @@ class ControlledMerger:
 
     def finish(self) -> ControlledState:
         state = self._state
-        assert state.control is not None
         share = self._count / len(state.clients)
         control = {
             name: np.asarray(state.control[name] + share * change, dtype=change.dtype)

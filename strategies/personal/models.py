@@ -13,8 +13,9 @@ from __future__ import annotations
 import os
 import tempfile
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from logging import getLogger
 from pathlib import Path
 from typing import TypeVar
@@ -62,7 +63,7 @@ class PersonalModels:
     """(n, n) dot products of the models."""
 
 
-class PersonalMixing(Method):
+class PersonalMixing(Method[PersonalModels]):
     """A method in which clients start from mixtures of their models. Subclasses say how the models are mixed."""
 
     scored = "trained"
@@ -205,7 +206,8 @@ class PersonalMixing(Method):
 
     def merger(self, state: PersonalModels, round: int) -> ModelKeeper:
         self.keep(state)  # and not what came in an attempt that failed
-        return ModelKeeper(self, state)
+        compared = partial(self.compared, state=state)
+        return ModelKeeper(state, self._store, self._rows, compared, self.keep)
 
     def models(self, state: PersonalModels) -> tuple[Arrays, ...]:
         """The mean of the clients' models. It is no model of the method's, and the best guess for somebody new."""
@@ -239,38 +241,53 @@ class PersonalMixing(Method):
 
 
 class ModelKeeper:
-    """Puts each client's model into the store as it comes, and holds none."""
+    """Puts each client's model into the store as it comes, and holds none.
 
-    def __init__(self, method: PersonalMixing, state: PersonalModels) -> None:
-        self._method = method
-        self._state = state
+    Args:
+        state: that the round begins with.
+        store: of the clients' models.
+        rows: how a model is a row of it.
+        compared: the models whose dot products are kept, of those in the store.
+        keep: called with the next state: it refers to the models that must stay in the store.
+    """
+
+    def __init__(
+        self,
+        state: PersonalModels,
+        store: ModelStore,
+        rows: RowLayout,
+        compared: Callable[[Models], Models],
+        keep: Callable[[PersonalModels], None],
+    ) -> None:
+        self._state, self._store, self._rows = state, store, rows
+        self._compared, self._keep = compared, keep
         self._slots: dict[str, int] = {}
         self._digests: dict[str, str] = {}
         self._counters: dict[str, Arrays] = {}
 
     def add(self, reply: Reply) -> None:
-        part, method = reply.parts[MIXTURE], self._method
-        slot = method._store.write(method._rows.pieces(part))
+        part = reply.parts[MIXTURE]
+        slot = self._store.write(self._rows.pieces(part))
         self._slots[reply.client] = slot
-        self._digests[reply.client] = method._store.digest(slot)
-        self._counters[reply.client] = {name: np.array(part[name]) for name in method._rows.own}
+        self._digests[reply.client] = self._store.digest(slot)
+        self._counters[reply.client] = {name: np.array(part[name]) for name in self._rows.own}
 
     def finish(self) -> PersonalModels:
-        state, method = self._state, self._method
+        state = self._state
         joiners = sorted(set(self._slots).difference(state.clients))
         clients = (*state.clients, *joiners)
         slots = {**state.slots, **self._slots}
         changed = [k for k, client in enumerate(clients) if client in self._slots]
-        models = method.compared(method._store.rows(slots[client] for client in clients), state)
+        models = self._compared(self._store.rows(slots[client] for client in clients))
         finished = replace(
             state,
             clients=clients,
             slots=slots,
             digests={**state.digests, **self._digests},
             counters={**state.counters, **self._counters},
-            gram=update_gram(state.gram, models, changed, counted=method._rows.counted),
+            gram=update_gram(state.gram, models, changed, counted=self._rows.counted),
         )
-        method.keep(finished)
+        self._keep(finished)
         return finished
 
 

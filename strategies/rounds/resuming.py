@@ -28,7 +28,7 @@ class Resuming:
     """The checkpoints of one run of a method on a model."""
 
     checkpoints: Checkpoints
-    method: Method
+    method: Method[Any]
     seed: int
     layout: Layout
 

@@ -105,7 +105,7 @@ class MethodStrategy(WithoutHooks):
 
     def __init__(
         self,
-        method: Method,
+        method: Method[Any],
         *,
         model: nn.Module | ModelBlocks | None = None,
         fraction_train: float = 1.0,
