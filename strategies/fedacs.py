@@ -17,9 +17,6 @@ from pydantic import Field
 from tepal.strategies.mixing import cosine, mixing_weights, threshold
 from tepal.strategies.options import RoundOptions, listed
 from tepal.strategies.personal.models import MEAN_MODEL, PersonalMixing, PersonalModels
-from tepal.strategies.personal.models import STORE as STORE
-from tepal.strategies.personal.models import ModelKeeper as ModelKeeper
-from tepal.strategies.personal.models import write_at as _write_at
 from tepal.strategies.rounds.strategy import MethodStrategy
 
 
@@ -43,9 +40,6 @@ class Mixing(PersonalMixing):
             "similarity": similarity.astype(np.float32),
             "threshold": np.array(threshold(similarity, self.quantile)),
         }
-
-    def write_at(self, handle: int, offset: int, values: np.ndarray) -> None:
-        _write_at(handle, offset, values)  # by this module's name, where tests of full disks take its place
 
     def describe(self) -> Mapping[str, str | int | float]:
         return {"quantile": self.quantile, "alpha": self.alpha}

@@ -2,7 +2,7 @@
 
 A method of this kind says with which weights the models are mixed; all else is here. Client i gets its mixture u_i,
 trains it, and returns w_i: FedAvg's bytes. The server holds the models that clients returned last in a file
-(`model_store.py`), and of every pair the dot product; only what changed in a round is computed anew. A client that has
+(`store.py`), and of every pair the dot product; only what changed in a round is computed anew. A client that has
 not reported yet starts from the common initial model.
 
 The client keeps what it returned, and scores it when it is asked; the server sends it to a client that lost it.
@@ -195,14 +195,10 @@ class PersonalMixing(Method[PersonalModels]):
             with tempfile.TemporaryFile(dir=self._folder, prefix=".mixtures-", buffering=0) as file:
                 written = [0] * len(rows)
                 for k, chunk in weighted_rows(models, self.weights(state, [*rows])):
-                    self.write_at(file.fileno(), (k * width + written[k]) * dtype.itemsize, chunk)
+                    write_at(file.fileno(), (k * width + written[k]) * dtype.itemsize, chunk)
                     written[k] += chunk.size
                 mixtures = np.memmap(file, dtype, "r", shape=(len(rows), width))
         self._mixtures = {client: mixtures[k] for k, client in enumerate(rows.values())}
-
-    def write_at(self, handle: int, offset: int, values: np.ndarray) -> None:
-        """Write a chunk of a mixture into an open file. Raises OSError."""
-        write_at(handle, offset, values)
 
     def merger(self, state: PersonalModels, round: int) -> ModelKeeper:
         self.keep(state)  # and not what came in an attempt that failed

@@ -26,11 +26,13 @@ from tepal.exchange.modes import join_modes
 from tepal.exchange.plan import Reply
 from tepal.models.blocks import find_blocks
 from tepal.models.tiny_vit import TinyViT
-from tepal.strategies import FedACS, FedAvg, MethodError, RoundFailed, fedacs
-from tepal.strategies.fedacs import STORE, Mixing, ModelKeeper
+from tepal.strategies import FedACS, FedAvg, MethodError, RoundFailed
+from tepal.strategies.fedacs import Mixing
 from tepal.strategies.in_process import InProcessGrid, Node
 from tepal.strategies.method import ServerModel
+from tepal.strategies.personal import models as personal_models
 from tepal.strategies.personal import store as model_store
+from tepal.strategies.personal.models import STORE, ModelKeeper
 from tepal.strategies.personal.store import ModelStore
 from tepal.strategies.rounds import checkpoint
 from tepal.strategies.rounds.checkpoint import STATE, CheckpointError, Checkpoints
@@ -779,11 +781,11 @@ DEATHS = {
     "between two replies of round 5": (ModelKeeper, "add", 14, False),
     "after the last reply of round 3": (ModelKeeper, "add", 9, True),
     "after the merge of round 4": (ModelKeeper, "finish", 4, True),
-    "before the store is flushed": (fedacs.Mixing, "settle", 3, False),
+    "before the store is flushed": (Mixing, "settle", 3, False),
     "before the checkpoint of round 2": (Checkpoints, "save", 2, False),
     "after the checkpoint of round 2": (Checkpoints, "save", 2, True),
     "after the checkpoint of round 4": (Checkpoints, "save", 4, True),
-    "as the mixtures are written": (fedacs, "_write_at", 7, False),
+    "as the mixtures are written": (personal_models, "write_at", 7, False),
 }
 
 
@@ -1085,7 +1087,7 @@ def test_a_disk_that_stays_full_ends_the_run_with_what_was_learned(monkeypatch):
 
 
 def test_a_disk_without_room_for_the_mixtures_ends_the_run_with_what_was_learned(monkeypatch):
-    write, calls = fedacs._write_at, []
+    write, calls = personal_models.write_at, []
 
     def full(*args):
         calls.append(1)
@@ -1093,7 +1095,7 @@ def test_a_disk_without_room_for_the_mixtures_ends_the_run_with_what_was_learned
             _fail(errno.ENOSPC)
         write(*args)
 
-    monkeypatch.setattr(fedacs, "_write_at", full)
+    monkeypatch.setattr(personal_models, "write_at", full)
     with pytest.raises(RoundFailed, match="No space left") as failure:
         run(FedACS(quantile=0.4), rounds=4)
     assert set(failure.value.result.train_metrics_clientapp) == {1, 2}
