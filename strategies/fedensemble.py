@@ -18,6 +18,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Annotated, Any, Literal, Unpack
 
 import numpy as np
@@ -28,6 +29,7 @@ from tepal.exchange.plan import MODEL, SCORED_AS, Plan, Reply, Tree
 from tepal.strategies.fedavg import Averaging, ModelState
 from tepal.strategies.method import Merger, Method, MethodError, ServerModel
 from tepal.strategies.options import RoundOptions, listed
+from tepal.strategies.rounds.cohort import cohort_size
 from tepal.strategies.rounds.strategy import MethodStrategy
 from tepal.strategies.schedule import mode_of, rounds_of
 
@@ -272,7 +274,8 @@ class FedEnsemble(MethodStrategy):
             round_options["model"] = member.blocks
         ensembling = Ensembling(modes, strata, member=method, weighting=weighting, assign=assign)
         super().__init__(ensembling, **round_options)
-        enough = next(n for n in itertools.count(max(strata, 1)) if self.cohort_size(n, self.fraction_train) >= strata)
+        size = partial(cohort_size, fraction=self.fraction_train, min_replies=self.min_replies)
+        enough = next(n for n in itertools.count(max(strata, 1)) if size(n) >= strata)
         if enough > self.min_available_nodes:
             self.min_available_nodes = enough
             self.needed_by = f"strata={strata}"

@@ -42,7 +42,12 @@ class Rules:
 
     def size(self, available: int, fraction: float) -> int:
         """How many of the available clients a round takes."""
-        return min(available, max(int(available * fraction), self.min_replies))
+        return cohort_size(available, fraction, self.min_replies)
+
+
+def cohort_size(available: int, fraction: float, min_replies: int) -> int:
+    """How many of the available clients a round takes."""
+    return min(available, max(int(available * fraction), min_replies))
 
 
 class Cohorts:

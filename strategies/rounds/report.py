@@ -11,6 +11,7 @@ from flwr.serverapp.strategy import Result
 from tepal.exchange.layout import Names
 from tepal.exchange.plan import EVALUATE, INTRODUCE, LAYER_BUDGET, PROBE, TRAIN, Outgoing, Plan, Reply
 from tepal.exchange.sender import Traffic
+from tepal.strategies.aggregate import mean_metrics, over_clients
 from tepal.strategies.rounds.travel import Travel
 
 SERVER = "server"
@@ -195,6 +196,22 @@ class RoundReport:
                     self.refused_by_client.add(event.client)
             case Late(name, number):
                 self.late.append((name, number))
+
+    def mean_of(
+        self, metrics: Mapping[str, tuple[Mapping[str, float], int]], of: str, weighted_by: str
+    ) -> dict[str, float]:
+        """The mean of clients' metrics (client → metrics, weight); what the mean does not show is entered here.
+
+        `of`: the model that clients scored, as in the names of the metrics.
+        """
+        self.over_clients = {**self.over_clients, **over_clients(metrics.values())}
+        personal = self.scored != "received"
+        for name in ("accuracy", "rmse") if personal else ():
+            # `scored` clients, and the `accuracy` (or `rmse`) of each one's personal model on its own test examples.
+            found = {c: own[f"{of}-{name}"] for c, (own, _) in sorted(metrics.items()) if f"{of}-{name}" in own}
+            names, scores = np.array([*found], str), np.array([*found.values()], float)
+            self.record = {**self.record, **({"scored": names, name: scores} if found else {})}
+        return mean_metrics(metrics.values(), weighted_by, alike=personal)
 
     def reasons(self) -> str:
         """Every reason for which a client was refused or lost once, with the clients that gave it; "" for none."""

@@ -10,13 +10,12 @@ import math
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from logging import getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
@@ -25,7 +24,7 @@ from tepal.exchange.encodings import Encoding, EncodingError
 from tepal.exchange.layout import Layout
 from tepal.exchange.plan import EVALUATE, FINAL, TRAIN, Outgoing, Plan, Reply
 from tepal.exchange.sender import Sender
-from tepal.strategies.aggregate import ON_TESTS, mean_metrics, over_clients
+from tepal.strategies.aggregate import ON_TESTS
 from tepal.strategies.method import Method, ModelBlocks, ServerModel
 from tepal.strategies.rounds.checkpoint import Checkpoints
 from tepal.strategies.rounds.cohort import Cohorts, Rules
@@ -34,6 +33,7 @@ from tepal.strategies.rounds.ledger import ClientLedger
 from tepal.strategies.rounds.messenger import Messenger
 from tepal.strategies.rounds.report import LEFT_BEHIND, SERVER, Answered, Failure, RoundFailed, RoundReport
 from tepal.strategies.rounds.resuming import Resuming
+from tepal.strategies.rounds.round import Round
 from tepal.strategies.rounds.travel import Cell, Travel, cells
 
 if TYPE_CHECKING:
@@ -49,29 +49,6 @@ SCHEDULES: Mapping[str, Callable[[int, int], float]] = {
 
 ATTEMPTS = 3
 """How often a round with too few replies is tried, each time with a new cohort."""
-
-
-@dataclass
-class _Round:
-    """What all exchanges of one round share."""
-
-    number: int
-    rounds: int
-    config: ConfigRecord
-    timeout: float
-    report: RoundReport
-    started: float = field(default_factory=time.monotonic)
-    deadline: float = 0.0
-    """Of the attempt's exchanges that are left; each gets its share of the time until then."""
-    phases_left: int = 0
-
-    def share(self) -> float:
-        """Seconds for the next exchange: a silent client in an early phase must not take the time of the others."""
-        if not self.phases_left:  # an evaluation
-            return self.timeout
-        seconds = max(self.deadline - time.monotonic(), 0.0) / self.phases_left
-        self.phases_left -= 1
-        return seconds
 
 
 class MethodStrategy(WithoutHooks):
@@ -274,7 +251,7 @@ class MethodStrategy(WithoutHooks):
 
     # ---- one round -----------------------------------------------------------------------------------------------
 
-    def _begin(self, state: Any, number: int, rounds: int, train_config: ConfigRecord, timeout: float) -> _Round:
+    def _begin(self, state: Any, number: int, rounds: int, train_config: ConfigRecord, timeout: float) -> Round:
         report = RoundReport(
             number, self.method.phase_name(state), scored=self.method.scored, judged=self.method.judged,
             travel=Travel(self._layout, self._cells),
@@ -282,9 +259,9 @@ class MethodStrategy(WithoutHooks):
         if self._trouble:
             report.notes.append((SERVER, self._trouble))
         self._sender.new_round()
-        return _Round(number, rounds, train_config, timeout, report)
+        return Round(number, rounds, train_config, timeout, report)
 
-    def _end(self, this: _Round, result: Result) -> None:
+    def _end(self, this: Round, result: Result) -> None:
         report, number = this.report, this.number
         if report.travel is not None:
             report.record = {**report.record, **report.travel.shares(len(report.asked))}
@@ -299,7 +276,7 @@ class MethodStrategy(WithoutHooks):
         log.info("%s", report.in_a_line(this.rounds))
         self.on_round(report)
 
-    def _train(self, state: Any, this: _Round) -> Any:
+    def _train(self, state: Any, this: Round) -> Any:
         """Sampling, all phases, merge. Returns the next state; the old one is untouched when it fails."""
         report = this.report
         for attempt in range(ATTEMPTS):
@@ -324,7 +301,7 @@ class MethodStrategy(WithoutHooks):
             + report.reasons()
         )
 
-    def _prepare(self, state: Any, this: _Round, cohort: Sequence[str]) -> list[Plan]:
+    def _prepare(self, state: Any, this: Round, cohort: Sequence[str]) -> list[Plan]:
         """All phases but the last, and the plans of the last one."""
         report = this.report
         heard: dict[str, Reply] = {}
@@ -342,7 +319,7 @@ class MethodStrategy(WithoutHooks):
         report.learning_rate = self._mean_rate(state, plans, this)
         return plans
 
-    def _merge(self, state: Any, this: _Round, plans: list[Plan]) -> Any | None:
+    def _merge(self, state: Any, this: Round, plans: list[Plan]) -> Any | None:
         """The next state, merged of the replies as they come; None for too few."""
         report = this.report
         replies = self._ask(state, plans, this, self.max_replies)
@@ -365,27 +342,14 @@ class MethodStrategy(WithoutHooks):
         report.fedavg_up += len(report.replied)
         if len(metrics) < self.min_replies:
             return None
-        report.train_metrics = self._measured(report, metrics, report.scored)
+        report.train_metrics = report.mean_of(metrics, report.scored, self.weighted_by_key)
         merged = merger.finish()
         report.record = {**report.record, **self.method.change(state, merged)}
         self._ledger.merged(exchanges)
         return merged
 
-    def _measured(
-        self, report: RoundReport, metrics: Mapping[str, tuple[Mapping[str, float], int]], of: str
-    ) -> dict[str, float]:
-        """The mean of clients' metrics (client → metrics, weight); what the mean does not tell goes into the report."""
-        report.over_clients = {**report.over_clients, **over_clients(metrics.values())}
-        personal = report.scored != "received"
-        for name in ("accuracy", "rmse") if personal else ():
-            # `scored` clients, and the `accuracy` (or `rmse`) of each one's own model on its own test examples.
-            found = {c: own[f"{of}-{name}"] for c, (own, _) in sorted(metrics.items()) if f"{of}-{name}" in own}
-            names, scores = np.array([*found], str), np.array([*found.values()], float)
-            report.record = {**report.record, **({"scored": names, name: scores} if found else {})}
-        return mean_metrics(metrics.values(), self.weighted_by_key, alike=personal)
-
     def _plans(
-        self, state: Any, this: _Round, phase: str, cohort: Sequence[str], heard: Mapping[str, Reply]
+        self, state: Any, this: Round, phase: str, cohort: Sequence[str], heard: Mapping[str, Reply]
     ) -> list[Plan]:
         try:
             return self.method.plan(state, this.number, phase, cohort, heard)
@@ -395,7 +359,7 @@ class MethodStrategy(WithoutHooks):
     def _score(
         self,
         state: Any,
-        this: _Round,
+        this: Round,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None,
         *,
         last: bool,
@@ -410,11 +374,11 @@ class MethodStrategy(WithoutHooks):
                 plans = [replace(plan, options={**plan.options, FINAL: True}) for plan in plans]
             metrics = {reply.client: (reply.metrics, reply.examples) for reply in self._ask(state, plans, this)}
             report.fedavg_down += len(plans)
-            report.evaluate_metrics = self._measured(report, metrics, report.judged)
+            report.evaluate_metrics = report.mean_of(metrics, report.judged, self.weighted_by_key)
         if evaluate_fn is not None:
             report.server_metrics = _scalars(evaluate_fn(this.number, joined(self.method.models(state), self._layout)))
 
-    def _ask(self, state: Any, plans: list[Plan], this: _Round, limit: int | None = None) -> Iterator[Reply]:
+    def _ask(self, state: Any, plans: list[Plan], this: Round, limit: int | None = None) -> Iterator[Reply]:
         """Send every plan to its client, and yield the good replies as they come."""
         messages = [
             Outgoing(
@@ -451,13 +415,9 @@ class MethodStrategy(WithoutHooks):
                 yield event
             del event
 
-    def cohort_size(self, available: int, fraction: float) -> int:
-        """How many of the available clients a round takes."""
-        return min(available, max(int(available * fraction), self.min_replies))
+    # ---- settings --------------------------------------------------------------------------------------------------
 
-    # ---- settings -------------------------------------------------------------------------------------
-
-    def _settings(self, state: Any, plan: Plan, this: _Round) -> Mapping[str, Any]:
+    def _settings(self, state: Any, plan: Plan, this: Round) -> Mapping[str, Any]:
         """The app's settings for a plan: the round's number, and the learning rate scheduled."""
         settings = {**this.config, "server-round": plan.round}
         if plan.action != TRAIN:
@@ -467,7 +427,7 @@ class MethodStrategy(WithoutHooks):
         scaled = {key: rate * factor for key, rate in rates.items() if isinstance(rate, int | float)}
         return {**settings, **scaled}
 
-    def _mean_rate(self, state: Any, plans: list[Plan], this: _Round) -> float | None:
+    def _mean_rate(self, state: Any, plans: list[Plan], this: Round) -> float | None:
         """The learning rate of a round, for its report; None where the app has another setting for it."""
         told = (self._settings(state, plan, this) for plan in plans)
         rates = [rate for of in told if isinstance(rate := of.get("lr", of.get("learning-rate")), int | float)]
