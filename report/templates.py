@@ -12,6 +12,7 @@ from typing import Any
 from jinja2 import DictLoader, Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+# Style and scripts are this project's and plotly's own, the body is made of templates that escaped their values.
 _PAGE = """<!doctype html>
 <html lang="en">
 <head>
