@@ -21,8 +21,8 @@ TEST_DATA = {
         "on the clients' own test splits, weighted by their sizes, the model after the round's merge",
     ),
     "personal": (
-        "clients' own models",
-        "of each client's own model on its own test split, the mean over the clients, after the round's training",
+        "clients' personal models",
+        "of each client's personal model on its own test split, the mean over the clients, after the round's training",
     ),
 }
 _NO_BYTES = "The bytes of this run's rounds are not known."

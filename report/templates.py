@@ -12,6 +12,7 @@ from typing import Any
 from jinja2 import DictLoader, Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+# Style and scripts are this project's and plotly's own, the body is made of templates that escaped their values.
 _PAGE = """<!doctype html>
 <html lang="en">
 <head>
@@ -46,17 +47,21 @@ _FIGURE = """<figure><h3>{{ figure.title }}</h3>
 <figcaption>{{ figure.caption }}</figcaption></figure>
 """
 
-_TABLE = """<div class="scroll" role="region" tabindex="0" aria-label="{{ title }}"><table>
+# A macro joins each row, so that the cells of thousands of rows are not all kept until the end.
+_TABLE = """{% macro line(row) %}
+<tr>
+{%- for column, cell in zip(columns, row) -%}
+<td{% if not column.left %} class="number"{% endif %}>{{ cell }}</td>
+{%- endfor %}</tr>
+{%- endmacro %}
+<div class="scroll" role="region" tabindex="0" aria-label="{{ title }}"><table>
 <thead><tr>
 {%- for column in columns -%}
 <th scope="col"{% if not column.left %} class="number"{% endif %}>{{ column.title }}</th>
 {%- endfor %}</tr></thead>
 <tbody>
 {% for row in rows %}
-<tr>
-{%- for column, cell in zip(columns, row) -%}
-<td{% if not column.left %} class="number"{% endif %}>{{ cell }}</td>
-{%- endfor %}</tr>
+{{ line(row) }}
 {% endfor %}
 </tbody></table></div>
 """

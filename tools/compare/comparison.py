@@ -230,7 +230,7 @@ class Measured:
 
     @cached_property
     def curve(self) -> Curve | None:
-        """Of the clients' own models where they have such, else on the server's data, else on the clients'."""
+        """Of personal models where clients have them, else on the server's data, else on the clients'."""
         for of in ("personal", *TEST_DATA):
             points = tuple(
                 Point(line["round"], transferred, line[self.by.key])

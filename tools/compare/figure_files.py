@@ -99,7 +99,7 @@ def _write(drawn: Iterable[Figure], colours: Mapping[str, str], kind: str, folde
         )
     plots = {figure.key: painted(figure.plot, colours) for figure in drawn if figure.plot is not None}
     if not plots:
-        raise FiguresError("--figures: there is nothing to draw yet: no round has told a score or bytes")
+        raise FiguresError("--figures: there is nothing to draw yet: no round has reported a score or bytes")
     images = asyncio.run(_images(list(plots.values()), kind))
     folder.mkdir(parents=True, exist_ok=True)
     written = []

@@ -41,7 +41,7 @@ def comparison_page(results: Results, above: str = "") -> str:
         seeds=about_seeds(results),
         target=about_target(results),
         figures=[figure_html(figure) for figure in drawn],
-        measure=results.by.title,
+        by=results.by,
         rounds=_rounds_table(results).html(),
         cells=[run.cell for result in results.strategies for run in result.runs],
         report=REPORT,
@@ -139,8 +139,8 @@ def _on_own_tests(results: Results) -> Figure:
         return Figure(key, title, "No result was scored on the clients' own test splits.", None)
     plot.update_layout(barmode="overlay", showlegend=False)
     caption = (
-        "The result of each run on the same test splits: each client's own model where the strategy has such, else the "
-        "common one. Here all strategies can be compared. Mean over the clients; whiskers: standard deviation "
+        "The result of each run on the same test splits: each client's personal model where there are such, else "
+        "the global one, so that all strategies can be compared. Mean over the clients; whiskers: standard deviation "
         + ("of that mean over the seeds." if several else "over them.")
     )
     return Figure(key, title, caption, plot)

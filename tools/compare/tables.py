@@ -114,7 +114,7 @@ def notes(results: Results) -> list[str]:
     """What is said below every table."""
     said = [how_it_ended(results, run) for run in results.unfinished]
     said += [
-        f"{result.strategy}: {result.outcome}; its figures are of those"
+        f"{result.strategy}: {result.outcome}; its figures are of the finished runs"
         for result in results.strategies
         if 0 < result.finished < len(result.runs)
     ]
@@ -228,7 +228,7 @@ def comparison_table(results: Results) -> Group:
     behind = "over the clients" if one_seed else "over the seeds"
     lines = [*notes(results), f"Clients' own tests: mean ± standard deviation {behind}"]
     if results.unfinished:
-        lines += [f"What is not finished goes on with `tepal compare --resume {comparison.folder}`"]
+        lines += [f"Resume the unfinished runs with `tepal compare --resume {comparison.folder}`"]
     lines += [f"Results in {comparison.folder}", f"  {comparison.folder / HTML}  (open it in a browser)"]
     lines += [f"  {comparison.folder / name}" for name in (CSV, RUNS_CSV, MARKDOWN, LATEX, SVG)]
     return Group(table, *(Text(line) for line in lines))

@@ -1,4 +1,4 @@
-"""Runs seen from the command line: `tepal runs` lists those in a folder, `tepal show` tells of one.
+"""Runs seen from the command line: `tepal runs` lists those in a folder, `tepal show` describes one.
 
 Of a run that has ended its `config.toml` and `summary.json` are read, and no more: hundreds of runs are listed in the
 time of one. `metrics.jsonl` is read where there is no summary yet, and where a run is shown.
@@ -293,7 +293,7 @@ def files_of(run: Path) -> dict[str, int]:
 
 
 def run_facts(view: RunView, usual: Mapping[str, Any]) -> dict[str, Any]:
-    """All that `tepal show` tells of a run, as JSON."""
+    """All that `tepal show` prints of a run, as JSON."""
     told: dict[str, Any] = as_json(
         {
             **view.facts(),
@@ -336,7 +336,7 @@ def run_page(view: RunView, usual: Mapping[str, Any], *, all_rounds: bool = Fals
 
 
 def comparison_facts(view: ComparisonView, results: Results) -> dict[str, Any]:
-    """All that `tepal show` tells of a comparison, as JSON: the figures of each strategy over its seeds."""
+    """All that `tepal show` prints of a comparison, as JSON: the figures of each strategy over its seeds."""
     told: dict[str, Any] = as_json(
         {
             **view.facts(),

@@ -1,5 +1,5 @@
-// The dashboard: parts of a run arrive as events (watched.py) and are put into the page (dashboard_page.py).
-// In front of this file stands `tepalDraw` (page.py), which draws one figure.
+// The dashboard: parts of a run arrive as events (watched.py) and are put into the page (pages.py).
+// In front of this file stands `tepalDraw` (report/script.py), which draws one figure.
 
 // Columns of the table of clients, in the order of CLIENT_KEYS in watched.py: heading, and how a value is written.
 const columns = [

@@ -108,7 +108,7 @@ def test_a_failed_run_is_in_the_table_with_its_reason(comparison):
     row = lines.index(next(line for line in lines if line.startswith("selective")))
     assert lines[row + 1].strip() == "failed"
     assert "selective: failed after round 0 of 3: The run failed: <no> memory" in lines
-    assert f"What is not finished goes on with `tepal compare --resume {comparison.folder}`" in lines
+    assert f"Resume the unfinished runs with `tepal compare --resume {comparison.folder}`" in lines
 
 
 def test_the_csv_has_the_measured_figures_unrounded(folder):
@@ -152,7 +152,7 @@ def test_what_did_not_finish_is_in_no_mean(seeds):
     assert (frozen["runs"], frozen["finished"]) == ("3", "2")
     text = shown(read_comparison(seeds))
     assert "fedfrozen seed 2: failed after round 1 of 3: no memory" in text
-    assert "fedfrozen: 2 of 3 finished; its figures are of those" in text
+    assert "fedfrozen: 2 of 3 finished; its figures are of the finished runs" in text
 
 
 def test_the_way_to_the_target_is_of_the_runs_that_reached_it(seeds):
@@ -382,7 +382,7 @@ def test_the_picture_sets_the_clients_data_apart(folder):
     assert [names[1] for names in curves if "of-clients" in names] == ["s-fedacs"]
     style = svg.find(f"{SVG}style").text
     assert re.search(r"\.of-clients polyline[^{]*\{stroke-dasharray", style)
-    assert "clients' own models" in words(svg)
+    assert "clients' personal models" in words(svg)
     assert "not comparable with solid lines" in words(svg)
 
 
@@ -392,7 +392,7 @@ def test_the_picture_is_told_to_those_who_do_not_see_it(folder):
     assert svg.find(f"{SVG}title").text == "Accuracy over transferred bytes, tiny-vit on digits"
     told = svg.find(f"{SVG}desc").text
     assert "fedfrozen: 0.7100 on the server's test data after 42.0 MB." in told
-    assert "fedacs: 0.9500 on the clients' own models after 30.0 MB." in told
+    assert "fedacs: 0.9500 on the clients' personal models after 30.0 MB." in told
 
 
 def test_the_pictures_legend_does_not_overlap(folder):
@@ -550,7 +550,7 @@ def test_the_page_draws_accuracy_over_rounds_and_over_bytes(page):
         frozen = curves["fedfrozen, server's test data"]
         assert frozen["x"] == frozen_x and frozen["y"] == RUNS["fedfrozen"][0]
         assert frozen["line"]["dash"] == "solid"
-        own = curves["fedacs, clients' own models"]
+        own = curves["fedacs, clients' personal models"]
         assert own["x"] == own_x and own["line"]["dash"] == "dash"
 
 
