@@ -71,7 +71,7 @@ def test_without_tls_that_is_said_and_a_token_of_ones_own_is_kept_secret(runs):
         finally:
             process.terminate()
         process.wait(20)
-        assert "travels as plain text" in process.stderr.read()
+        assert "the connection is not encrypted" in process.stderr.read()
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_without_tls_that_is_said_and_a_token_of_ones_own_is_kept_secret(runs):
     [
         (["nothing-there"], "there is no folder nothing-there"),
         ([".", "--certificate", "c.pem"], "--certificate and --key belong together"),
-        ([".", "--token-file", "short"], "the token has 5 characters; it must have 12 at least"),
+        ([".", "--token-file", "short"], "the token has 5 characters, expected at least 12"),
         ([".", "--host", "no.such.host.invalid"], "cannot listen on no.such.host.invalid"),
     ],
 )

@@ -126,7 +126,7 @@ def test_a_run_goes_on_whatever_is_killed(tmp_path, uninterrupted, monkeypatch):
             say("kill the server and all that it started")
             kill_all(server)
         status, said = deployment.status()
-        assert status == 1 and "is gone" in said
+        assert status == 1 and "does not run any more" in said
 
         with deployment.server(*arguments) as server:
             say("started again")

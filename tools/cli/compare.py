@@ -1,4 +1,4 @@
-"""`tepal compare`: several strategies in turn, alike in all else."""
+"""`tepal compare`: run several strategies with otherwise equal settings, and compare them."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def compare_command(
     app: Annotated[Path, typer.Argument(help="folder of the Flower app: a checkout of this project")] = Path("."),
     strategies: Annotated[
         str | None,
-        typer.Option(help=f"which, in this order, with commas between; {ALL!r}: all", show_default=",".join(USUAL)),
+        typer.Option(help=f"names in order, separated by commas; {ALL!r}: all", show_default=",".join(USUAL)),
     ] = None,
     seeds: Annotated[
-        str | None, typer.Option(help="run each with all of these: 1,2,3", show_default="that of the run config")
+        str | None, typer.Option(help="run each strategy with these: 1,2,3", show_default="that of the run config")
     ] = None,
     clients: Annotated[int | None, typer.Option(min=2, help="simulated clients", show_default="10")] = None,
     run_config: Annotated[
@@ -51,21 +51,20 @@ def compare_command(
     ] = None,
     resume: Annotated[
         str | None,
-        typer.Option(help=f"go on with the comparison in this folder; {LATEST!r}: with that which was at work last"),
+        typer.Option(help=f"resume the comparison in this folder; {LATEST!r}: the last one"),
     ] = None,
     cpus: Annotated[float | None, typer.Option(min=0.01, help=CPUS, show_default="1")] = None,
     gpus: Annotated[
-        float | None, typer.Option(min=0, help="share of a GPU for each client at work", show_default="0")
+        float | None, typer.Option(min=0, help="share of a GPU for each client that trains", show_default="0")
     ] = None,
     engine: Annotated[str | None, typer.Option(help=ENGINE, show_default=AUTO)] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="show Flower's own log")] = False,
 ) -> None:
-    """Run several strategies in turn, alike in all else, and show what each reached and what it moved for that.
+    """Run several strategies with otherwise equal settings, and show accuracy and bytes of each.
 
-    Everything lies in one folder, runs/<start>-compare: the runs, comparison.html, and tables as CSV, Markdown and
-    LaTeX. A run that fails does not end the others; the status is then 1. Ctrl-C ends all of them, and shows what there
-    is. --resume FOLDER runs what is not finished; --target, --cpus, --gpus and --engine may then be others than
-    before.
+    All results are in one folder, runs/<start>-compare: the runs, comparison.html, and tables as CSV, Markdown and
+    LaTeX. When a run fails the others continue, and the exit status is 1. Ctrl-C ends all runs and shows the results so
+    far. --resume FOLDER runs what is not finished; --target, --cpus, --gpus and --engine may then change.
     """
     console, errors = Console(), Console(stderr=True)
     with reported(RunError, RunInUse):
@@ -94,7 +93,7 @@ def compare_command(
         console.print(comparison_table(measure(comparison)), soft_wrap=True)
     outcomes = {cell.outcome for cell in comparison.cells}
     if "stopped" in outcomes:
-        raise typer.Exit(130)  # as a shell says it of a command that Ctrl-C ended
+        raise typer.Exit(130)  # as shells do for a command that Ctrl-C ended
     if outcomes != {"finished"}:
         raise typer.Exit(1)
 
@@ -102,16 +101,16 @@ def compare_command(
 def _new_comparison(
     app: Path, given: Mapping[str, Value], strategies: str | None, seeds: str | None, clients: int
 ) -> Comparison:
-    """What is asked for; its folder is yet the one in which it will be made. Raises ConfigError for what cannot be."""
+    """Return a new comparison, whose folder is still the parent. Raises ConfigError for invalid settings."""
     if "strategy" in given:
         raise ConfigError(
-            f"strategy={given['strategy']!r} in the run config: a comparison sets the strategy itself. Name those that "
-            "it shall run with --strategies"
+            f"strategy={given['strategy']!r} in the run config: a comparison sets the strategy itself. Name the "
+            "strategies with --strategies"
         )
     if given.get("resume"):
         raise ConfigError(
-            f"resume={given['resume']!r} in the run config: a comparison begins all its runs anew. One run goes on "
-            "with `tepal simulate`, a comparison with `tepal compare --resume FOLDER`"
+            f"resume={given['resume']!r} in the run config: a comparison starts all its runs from the beginning. "
+            "Resume one run with `tepal simulate`, a comparison with `tepal compare --resume FOLDER`"
         )
     if "seed" in given and seeds is not None:
         raise ConfigError(f"seed={given['seed']!r} in the run config and --seeds {seeds}: leave out one of them")
@@ -127,21 +126,21 @@ def _new_comparison(
 
 
 def _check_target(comparison: Comparison) -> None:
-    """Raises ConfigError for an accuracy that none can be."""
+    """Raise ConfigError for an accuracy above 1."""
     regression = InputConfig.from_run_config(comparison.run_config).kind == models.SEQUENCES
     if not regression and comparison.target is not None and comparison.target > 1:
-        raise ConfigError(f"--target {comparison.target:g}: an accuracy is a share, from 0 to 1")
+        raise ConfigError(f"--target is {comparison.target:g}, expected an accuracy from 0 to 1")
 
 
 def _begun_comparison(app: Path, resume: str, fixed: list[str]) -> Comparison:
-    """The comparison that goes on; `fixed`: options that are given, and cannot change any more.
+    """Return the comparison to resume. Raises ConfigError for `fixed`, given options that cannot change any more.
 
-    Raises ConfigError for those, OSError or ValueError where there is no comparison.
+    Raises OSError or ValueError if there is no comparison.
     """
     if fixed:
         raise ConfigError(
-            f"--resume {resume}: a comparison goes on as it was begun, so leave out {', '.join(fixed)}. What may "
-            "change: --target, --cpus, --gpus"
+            f"--resume {resume}: a comparison is resumed with its own settings, so leave out {', '.join(fixed)}. Only "
+            "--target, --cpus, --gpus and --engine may change"
         )
     runs = {**defaults(), **app_run_config(app)}["runs"] if resume == LATEST else resume
     return read_comparison(find_comparison(Path(str(runs)).expanduser().resolve()))

@@ -1,4 +1,4 @@
-"""`tepal dashboard`: runs in a browser."""
+"""`tepal dashboard`: show runs in a browser."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ _SHORTEST_TOKEN = 12  # characters
 @app.command("dashboard")
 def dashboard_command(
     folder: Annotated[Path, typer.Argument(help="folder of run directories, or of a comparison")] = Path("runs"),
-    host: Annotated[str, typer.Option(help="name or address to listen on; on other than loopback a token is asked for")]
+    host: Annotated[str, typer.Option(help="name or address to listen on; except on loopback, a token is required")]
     = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 8765,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 for a free one")] = 8765,
     token_file: Annotated[
-        Path | None, typer.Option(help="file with the token; without it TEPAL_DASHBOARD_TOKEN, or a new one")
+        Path | None, typer.Option(help="file with the token; by default $TEPAL_DASHBOARD_TOKEN, or a new token")
     ] = None,
     certificate: Annotated[Path | None, typer.Option(help="PEM file, for https")] = None,
-    key: Annotated[Path | None, typer.Option(help="of the certificate, PEM file")] = None,
+    key: Annotated[Path | None, typer.Option(help="PEM file with the certificate's private key")] = None,
 ) -> None:
-    """Show runs in a browser, while they go on and afterwards. It only reads, and works offline."""
+    """Show runs in a browser, during and after training. It only reads files, and needs no Internet."""
     from tepal.tools.dashboard.app import TOKEN, is_loopback, serve  # a web server is no part of the other commands
     from tepal.tools.dashboard.views import views
 
     with reported():
         if (certificate is None) != (key is None):
             raise ValueError("--certificate and --key belong together: give both, for https, or neither")
-        views(folder)  # says what is wrong with the folder
+        views(folder)  # raises an error for an invalid folder
         token = token_file.read_text(encoding="utf-8").strip() if token_file else os.environ.get(TOKEN)
         if token is not None and len(token) < _SHORTEST_TOKEN:
-            raise ValueError(f"the token has {len(token)} characters; it must have {_SHORTEST_TOKEN} at least")
-        new = ""  # a token of one's own is shown to nobody
+            raise ValueError(f"the token has {len(token)} characters, expected at least {_SHORTEST_TOKEN}")
+        new = ""  # a given token is not printed
         if token is None and not is_loopback(host):
             token = secrets.token_urlsafe(24)
             new = f"?token={token}"
         if certificate is None and not is_loopback(host):
-            typer.echo("warning: without --certificate and --key what is shown travels as plain text", err=True)
+            typer.echo("warning: without --certificate and --key the connection is not encrypted", err=True)
         serve(
             folder, host, port, token=token, certificate=certificate, key=key,
             said=lambda address: typer.echo(address + new),

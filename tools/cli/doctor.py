@@ -1,4 +1,4 @@
-"""`tepal doctor`: what an installation has and lacks."""
+"""`tepal doctor`: check an installation."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ _JSON = "as JSON, for programs"
 @app.command("doctor")
 def doctor_command(
     credentials: Annotated[
-        Path | None, typer.Option(help="a folder of `tepal provision`, or a copy of its server/, to look at")
+        Path | None, typer.Option(help="a folder of `tepal provision`, or a copy of its server/, to check")
     ] = None,
-    site: Annotated[Path | None, typer.Option(help="a site's archive or folder to look at")] = None,
+    site: Annotated[Path | None, typer.Option(help="a site's archive or folder to check")] = None,
     superlink: Annotated[
-        str, typer.Option(help="HOST:PORT of a server's control port, to compare this machine's clock with its")
+        str, typer.Option(help="HOST:PORT of a server's control port, to compare the clocks of both machines")
     ] = "",
     root_certificates: Annotated[
-        Path | None, typer.Option(help="whom to trust there", show_default="those of --credentials or --site")
+        Path | None, typer.Option(help="certificates to trust there", show_default="those of --credentials or --site")
     ] = None,
-    runs: Annotated[Path, typer.Option(help="folder for run directories")] = Path("runs"),
+    runs: Annotated[Path, typer.Option(help="folder of run directories")] = Path("runs"),
     cache: Annotated[
-        Path | None, typer.Option(help="folder of what clients keep", show_default="$TEPAL_CACHE, or the user's")
+        Path | None, typer.Option(help="folder of clients' caches", show_default="$TEPAL_CACHE, or the user's")
     ] = None,
     port: Annotated[
         list[int] | None,
-        typer.Option(min=1, max=65535, help="that must be free; may be repeated", show_default="a server's"),
+        typer.Option(min=1, max=65535, help="a port that must be free; may be repeated", show_default="a server's"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help=_JSON)] = False,
 ) -> None:
-    """Check this installation and its machine, and say for each problem what to do. Exit status 1: there is one."""
+    """Check this installation and its machine, and say for each problem what to do. Exit status 1: a problem."""
     from tepal.tools.dashboard.views import console
     from tepal.tools.deploy.doctor import PROBLEM, Questions, examine, findings_table
 
@@ -51,7 +51,7 @@ def doctor_command(
         superlink=superlink,
         root_certificates=root_certificates,
     )
-    with Console(stderr=True).status("looking …"):
+    with Console(stderr=True).status("checking …"):
         findings = list(examine(asked))
     if as_json:
         typer.echo(json.dumps([asdict(each) for each in findings], indent=2))

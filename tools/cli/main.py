@@ -35,7 +35,7 @@ COMMANDS = {
 
 
 class _Commands(Mapping[str, click.Command]):
-    """Commands by name; the module of one is imported when it is taken out."""
+    """Commands by name; a command's module is imported when the command is looked up."""
 
     def __getitem__(self, name: str) -> click.Command:
         module = COMMANDS[name][0]

@@ -20,7 +20,7 @@ _Control = Annotated[
 
 app = commands(
     "node",
-    help="Run a client: Flower's SuperNode, and a process beside it that keeps ClientApp, torch and data in memory.",
+    help="Run a client: Flower's SuperNode, and a process that keeps the ClientApp, torch and the data in memory.",
     invoke_without_command=True,
 )
 
@@ -35,49 +35,48 @@ def run(
         str, typer.Option(envvar="TEPAL_SUPERLINK", help="HOST:PORT of the server; the site's own by default")
     ] = "",
     root_certificates: Annotated[
-        Path | None, typer.Option(envvar="TEPAL_ROOT_CERTIFICATES", help="whom to trust, where there is no --site")
+        Path | None, typer.Option(envvar="TEPAL_ROOT_CERTIFICATES", help="certificates to trust, without --site")
     ] = None,
     key: Annotated[
-        Path | None, typer.Option(envvar="TEPAL_NODE_KEY", help="this node's private key, where there is no --site")
+        Path | None, typer.Option(envvar="TEPAL_NODE_KEY", help="this node's private key, without --site")
     ] = None,
     insecure: Annotated[bool, typer.Option("--insecure", envvar="TEPAL_INSECURE", help="no TLS and no key")] = False,
     node_config: Annotated[
         list[str] | None,
-        typer.Option(help="'key=value …' for the ClientApp, beside the site's own (environment: TEPAL_NODE_CONFIG)"),
+        typer.Option(help="more 'key=value …' for the ClientApp (environment: TEPAL_NODE_CONFIG)"),
     ] = None,
     state: Annotated[
         Path | None, typer.Option(envvar="TEPAL_NODE_STATE", help="folder for its files; a temporary one by default")
     ] = None,
     control: _Control = _CONTROL,
     health: Annotated[
-        str, typer.Option(envvar="TEPAL_NODE_HEALTH", help="HOST:PORT of the gRPC health service, for others to ask")
+        str, typer.Option(envvar="TEPAL_NODE_HEALTH", help="HOST:PORT of the gRPC health service; none by default")
     ] = "",
     poll: Annotated[
-        float, typer.Option(envvar="TEPAL_NODE_POLL", min=0.02, help="seconds between two looks when nothing goes on")
+        float, typer.Option(envvar="TEPAL_NODE_POLL", min=0.02, help="longest pause between two requests for messages")
     ] = 1.0,
     idle: Annotated[
-        float, typer.Option(envvar="TEPAL_NODE_IDLE", min=1, help="seconds until an idle run's memory is given back")
+        float, typer.Option(envvar="TEPAL_NODE_IDLE", min=1, help="seconds until an idle run's memory is freed")
     ] = 900.0,
     grace: Annotated[
-        float, typer.Option(envvar="TEPAL_NODE_GRACE", min=0, help="seconds a message has when the node is stopped")
+        float, typer.Option(envvar="TEPAL_NODE_GRACE", min=0, help="seconds to finish a message when it is stopped")
     ] = 30.0,
     spare: Annotated[
-        bool, typer.Option("--spare/--no-spare", envvar="TEPAL_NODE_SPARE", help="keep one ready for the next run")
+        bool, typer.Option("--spare/--no-spare", envvar="TEPAL_NODE_SPARE", help="keep one process for the next run")
     ] = True,
     memory_limit: Annotated[
-        str, typer.Option(envvar="TEPAL_NODE_MEMORY_LIMIT", help="private memory of a ClientApp, such as 2GB; 0: any")
+        str, typer.Option(envvar="TEPAL_NODE_MEMORY_LIMIT", help="private memory of a ClientApp, such as 2GB; 0: all")
     ] = "0",
     metrics: Annotated[
-        str,
-        typer.Option(envvar="TEPAL_NODE_METRICS", help="HOST:PORT at which Prometheus finds /metrics; none by default"),
+        str, typer.Option(envvar="TEPAL_NODE_METRICS", help="HOST:PORT of /metrics for Prometheus; none by default")
     ] = "",
     log_format: Annotated[
         str, typer.Option(envvar="TEPAL_LOG_FORMAT", help="text, or json: an object for each line of the log")
     ] = "text",
 ) -> None:
-    """Run a client until it is stopped; the message in hand is then finished, or handed back.
+    """Run a client until it is stopped. It then finishes its message, or returns it to the server.
 
-    TLS and a registered key are the rule: --site names a folder with both. --insecure is for one machine.
+    --site names the folder with certificate and key. --insecure, without TLS, is for tests on one machine.
     """
     if context.invoked_subcommand:
         return
@@ -91,19 +90,20 @@ def run(
         from tepal.host.toml import parse_run_config
 
         if site is not None and (insecure or key or root_certificates):
-            raise ValueError("--site brings key and certificate: leave out --insecure, --key and --root-certificates")
+            raise ValueError("--site has key and certificate: leave out --insecure, --key and --root-certificates")
         if site is None and not insecure and key is None:
             raise ValueError(
-                "who is this node? Name the folder of its site with --site; or give --key and --root-certificates; "
-                "or --insecure, to try things out on one machine"
+                "no key: name the folder of this node's site with --site, or give --key and --root-certificates, or "
+                "use --insecure on one machine"
             )
         if not control.startswith("unix:") and control.rpartition(":")[0] not in ("127.0.0.1", "[::1]", "localhost"):
             raise ValueError(
-                f"--control {control}: who reaches it can drain the node, so it must be on 127.0.0.1, or unix:/PATH"
+                f"--control is {control!r}, expected an address on 127.0.0.1 or unix:/PATH: whoever can connect can "
+                "drain the node"
             )
         own = read_site(site) if site else None
         of_site = {"name": own.name, **own.node_config} if own else {}
-        # Not by typer: it would split the text at every space.
+        # Not read by typer, which would split the text at every space.
         given = node_config or [os.environ.get("TEPAL_NODE_CONFIG", "")]
         settings = NodeSettings(
             superlink=superlink or (own.superlink if own else "127.0.0.1:9092"),
@@ -128,7 +128,7 @@ def run(
 
 @app.command("status")
 def status_command(control: _Control = _CONTROL) -> None:
-    """Say what the node on this machine is doing; exit with 0 if it can work."""
+    """Show the status of the node on this machine. The exit status is 0 if it can answer messages, else 1."""
     from tepal.client_app.node.service import Control
 
     with reported():
@@ -143,9 +143,9 @@ def status_command(control: _Control = _CONTROL) -> None:
 def drain_command(
     control: _Control = _CONTROL,
     wait: Annotated[float, typer.Option(min=0, help="seconds to wait for it")] = 3600.0,
-    undo: Annotated[bool, typer.Option("--undo", help="come back, and take messages again")] = False,
+    undo: Annotated[bool, typer.Option("--undo", help="reconnect, and accept messages again")] = False,
 ) -> None:
-    """Have the node finish its message, take no other, and leave the server; then it can be stopped without loss."""
+    """Let the node finish its message, accept no other, and leave the server: it can then be stopped without loss."""
     from tepal.client_app.node.service import Control
 
     with reported():

@@ -1,4 +1,4 @@
-"""`tepal predict`: predictions of a saved model."""
+"""`tepal predict`: predict with a saved model."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def predict_command(
         ),
     ],
     output: Annotated[
-        Path | None, typer.Option(help="CSV file for all predictions; one that is there is replaced")
+        Path | None, typer.Option(help="CSV file for all predictions; an existing file is replaced")
     ] = None,
 ) -> None:
     """Predict images, texts or numbers with a saved model, or with the mean over the models of an ensemble."""
-    # Here and not at the top: torch takes seconds to import, and `tepal report` needs none of it.
+    # Imported here: torch takes seconds.
     from tepal.tools.predict.predict import load_predictor
     from tepal.tools.predict.results import results_table, write_csv
 

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from tepal.tools.cli import commands, reported
 
-# Imports stand inside functions: cryptography and Flower take a second, and `tepal --help` needs neither.
+# Imports stand inside functions: cryptography and Flower take a second, and the help needs neither.
 if TYPE_CHECKING:
     from tepal.tools.deploy.fleet import KeyResult
     from tepal.tools.deploy.provision import Provisioned, ServerFolder
@@ -23,7 +23,7 @@ _Folder = Annotated[Path, typer.Argument(help="the folder of all credentials, as
 _ServerFolder = Annotated[Path, typer.Argument(help="the folder of all credentials, or a copy of its server/")]
 _NodeConfig = Annotated[
     list[str] | None,
-    typer.Option(help="'key=value …' that the site's ClientApp shall know, as in `flower-supernode`; may be repeated"),
+    typer.Option(help="'key=value …' for the site's ClientApp, as in `flower-supernode`; may be repeated"),
 ]
 _Unpacked = Annotated[bool, typer.Option("--unpacked", help="write a folder for each site, and no archive")]
 
@@ -38,19 +38,19 @@ app = commands(
 def make_command(
     folder: Annotated[Path, typer.Argument(help="folder to make; new or empty")],
     host: Annotated[
-        list[str], typer.Option(help="name or address of the server; sites call the first. May be repeated")
+        list[str], typer.Option(help="name or address of the server; sites connect to the first. May be repeated")
     ],
     site: Annotated[list[str], typer.Option(help="name of a site; may be repeated")],
     port: Annotated[int, typer.Option(min=1, max=65535, help="the server's port for sites")] = 9092,
-    days: Annotated[int, typer.Option(min=1, help="days that the server's certificate holds")] = 365,
-    ca_days: Annotated[int, typer.Option(min=1, help="days that the authority's certificate holds")] = 3650,
+    days: Annotated[int, typer.Option(min=1, help="validity of the server's certificate in days")] = 365,
+    ca_days: Annotated[int, typer.Option(min=1, help="validity of the authority's certificate in days")] = 3650,
     node_config: _NodeConfig = None,
     unpacked: _Unpacked = False,
 ) -> None:
     """Make all credentials: an authority, the server's certificate, and for each site a key in an archive of its own.
 
-    FOLDER/server goes to the server's machine, each archive in FOLDER/sites to its site and nobody else, and FOLDER/ca
-    stays where it is. Nothing that is there is replaced.
+    Copy FOLDER/server to the server's machine and each archive in FOLDER/sites to its site only; FOLDER/ca stays where
+    it is. Existing files are not replaced.
     """
     from tepal.tools.deploy.provision import make, parse_node_config
 
@@ -66,9 +66,9 @@ def make_command(
             unpacked=unpacked,
         )
         _say(
-            f"{made.folder / 'ca'}: the authority. Whoever has ca.key can pose as the server: keep it off all machines "
-            "that run anything",
-            f"{made.server.folder}: for the server's machine, all of it",
+            f"{made.folder / 'ca'}: the authority. Whoever has ca.key can impersonate the server: keep it off the "
+            "machines of the deployment",
+            f"{made.server.folder}: copy all of it to the server's machine",
         )
         _say_sites(made, site)
 
@@ -86,7 +86,7 @@ def add_command(
     with reported():
         made = add(folder, sites=site, node_config=parse_node_config(node_config), unpacked=unpacked)
         _say_sites(made, site)
-        _say(_to_tell(folder))
+        _say(_register_hint(folder))
 
 
 @app.command("renew")
@@ -97,20 +97,20 @@ def renew_command(
     host: Annotated[
         list[str] | None, typer.Option(help="with --server: other names and addresses than until now; may be repeated")
     ] = None,
-    days: Annotated[int, typer.Option(min=1, help="with --server: days that it holds")] = 365,
+    days: Annotated[int, typer.Option(min=1, help="with --server: validity in days")] = 365,
     node_config: Annotated[
         list[str] | None, typer.Option(help="with --site: another node config than until now; '' for none")
     ] = None,
 ) -> None:
-    """Make a new server certificate of the same authority, or a new key for a site, which then loses its present one.
+    """Make a new server certificate of the same authority, or a new key for a site, whose present key is revoked.
 
-    The server's present pair stays beside as *.old. Sites trust the new one without a change on their side.
+    The server's present pair is renamed to *.old. Sites trust the new certificate without a change on their side.
     """
     from tepal.tools.deploy.provision import parse_node_config, renew_server, renew_site
 
     with reported():
         if not server and not site:
-            raise ValueError("renew what? Give --server, or --site NAME")
+            raise ValueError("neither --server nor --site is given: name what to renew")
         if host and not server:
             raise ValueError("--host is for the server's certificate: give --server, too")
         given = parse_node_config(node_config)
@@ -119,26 +119,26 @@ def renew_command(
         if server:
             made = renew_server(folder, hosts=host or [], days=days)
             _say(
-                f"{made.server.certificate}, {made.server.key}: new; the old pair lies beside as *.old",
+                f"{made.server.certificate}, {made.server.key}: new; the old pair is in *.old",
                 "Copy both to the server's machine, and restart the SuperLink: it reads them when it starts",
             )
             if host:
-                _say("Sites that were made before call the address in their site.toml: see that it still leads here")
+                _say("Sites made before use the address in their site.toml: check that it still leads to the server")
         for name in site or []:
             _say_sites(renew_site(folder, name, node_config=given), [name])
         if site:
-            _say(_to_tell(folder))
+            _say(_register_hint(folder))
 
 
 @app.command("register")
 def register_command(
     folder: _ServerFolder,
     superlink: Annotated[str, typer.Option(help="HOST:PORT of the SuperLink's Control API")] = _CONTROL,
-    name: Annotated[str | None, typer.Option(help="this site alone")] = None,
+    name: Annotated[str | None, typer.Option(help="only this site")] = None,
 ) -> None:
-    """Bring a running SuperLink into line with the folder: let its sites in, and those with a revoked key no more.
+    """Register the folder's sites at a running SuperLink, and unregister revoked keys.
 
-    May be called at any time, any number of times. A SuperLink that was started anew has forgotten all keys.
+    May be repeated at any time. A SuperLink that was restarted has no keys.
     """
     from tepal.tools.deploy.fleet import FleetError, align, open_fleet
     from tepal.tools.deploy.provision import ProvisionError, find_server
@@ -157,14 +157,14 @@ def register_command(
 @app.command("revoke")
 def revoke_command(
     folder: _ServerFolder,
-    name: Annotated[str, typer.Argument(help="the site that may not come in any more")],
+    name: Annotated[str, typer.Argument(help="the site whose key is revoked")],
     superlink: Annotated[
         str | None, typer.Option(help=f"HOST:PORT of the SuperLink's Control API; {_CONTROL} is tried if none is given")
     ] = None,
 ) -> None:
-    """Take a site's key out of those that may come in, and tell the SuperLink if it is running.
+    """Revoke a site's key in the folder, and unregister it at the SuperLink if that is running.
 
-    A SuperLink never takes a revoked key again: `renew --site NAME` makes the site a new one.
+    A SuperLink never accepts a revoked key again: `renew --site NAME` makes a new one for the site.
     """
     from tepal.tools.deploy.fleet import FleetError
     from tepal.tools.deploy.provision import find_server, revoke
@@ -173,34 +173,35 @@ def revoke_command(
         server = find_server(folder)
         moved = revoke(server, name)
         _say(f"{name}: its key is revoked in the folder: {moved}" if moved else f"{name}: its key was revoked before")
-        _tell(server, name, superlink, folder)
+        _unregister(server, name, superlink, folder)
 
 
 @app.command("list")
 def list_command(folder: _ServerFolder) -> None:
-    """Show all sites with the fingerprints of their keys, and how long the certificates hold."""
+    """Show all sites with the fingerprints of their keys, and the validity of the certificates."""
     from tepal.tools.deploy.provision import SOON, overview
 
     with reported():
         found = overview(folder)
         table = Table("site", "key", "state")
         for site in found.sites:
-            state = f"[red]revoked[/] {site.revoked:%Y-%m-%d %H:%M} UTC" if site.revoked else "[green]may come in[/]"
+            state = f"[red]revoked[/] {site.revoked:%Y-%m-%d %H:%M} UTC" if site.revoked else "[green]authorised[/]"
             table.add_row(escape(site.name), site.fingerprint, state)
-        # A fingerprint that is cut off is worth nothing, also where the terminal is narrow or there is none.
+        # A truncated fingerprint is useless, so the table does not depend on the terminal's width.
         Console(width=max(Console().width, 160)).print(table, soft_wrap=True)
         _say(f"the server's certificate is for {', '.join(found.hosts)}")
         for what, days, remedy in (
             ("the server's certificate", found.server_days, "tepal provision renew FOLDER --server"),
             ("the authority's certificate", found.ca_days, "a new deployment, with new archives for all sites"),
         ):
-            _say(f"{what} has expired" if days < 0 else f"{what} holds {days} more {'day' if days == 1 else 'days'}")
+            more = f"{days} more {'day' if days == 1 else 'days'}"
+            _say(f"{what} has expired" if days < 0 else f"{what} is valid for {more}")
             if days < SOON:
-                _warn(f"{what} {'has expired' if days < 0 else f'ends in {days} days'}. What it needs: {remedy}")
+                _warn(f"{what} {'has expired' if days < 0 else f'expires in {days} days'}. Needed: {remedy}")
 
 
-def _tell(server: ServerFolder, name: str, superlink: str | None, folder: Path) -> None:
-    """Tell the SuperLink of a revoked key, and people what it knows now."""
+def _unregister(server: ServerFolder, name: str, superlink: str | None, folder: Path) -> None:
+    """Unregister a revoked key at the SuperLink, and print the result."""
     from tepal.tools.deploy.fleet import FleetError, align, open_fleet
 
     address = superlink or _CONTROL
@@ -210,8 +211,8 @@ def _tell(server: ServerFolder, name: str, superlink: str | None, folder: Path) 
             known = [node for node in fleet.nodes() if node.name == name]
     except FleetError as error:
         _warn(
-            f"NO SUPERLINK WAS TOLD: {error}. One that runs lets the key in until it is: a server that reads this "
-            "folder does it at its next look or start. Or run, where the SuperLink is: "
+            f"THE KEY IS NOT UNREGISTERED: {error}. A running SuperLink still accepts it. A server that reads this "
+            "folder unregisters it within seconds or at its start. Or run, on the SuperLink's machine: "
             f"tepal provision register {folder}"
         )
         if superlink is not None:  # an address that was given must answer
@@ -220,13 +221,13 @@ def _tell(server: ServerFolder, name: str, superlink: str | None, folder: Path) 
     _print_results(results)
     if not results:
         state = "had its key unregistered before" if known else "does not know its key"
-        _say(f"{name}: the SuperLink at {address} {state}; it is refused there")
+        _say(f"{name}: the SuperLink at {address} {state}, and refuses it")
 
 
-def _to_tell(folder: Path) -> str:
+def _register_hint(folder: Path) -> str:
     return (
-        "A running SuperLink does not know of it yet: a server that reads this folder, or its copy of server/, learns "
-        f"it at its next look or start. Or run, where the SuperLink is: tepal provision register {folder}"
+        "A server that reads this folder, or its copy of server/, registers the change within seconds or at its start. "
+        f"Or run, on the SuperLink's machine: tepal provision register {folder}"
     )
 
 
@@ -234,18 +235,18 @@ def _say_sites(made: Provisioned, names: list[str]) -> None:
     for name in names:
         if made.archive(name).exists():
             _say(
-                f"{made.archive(name)}: for {name} and nobody else; who has it is {name}. "
+                f"{made.archive(name)}: for {name} only; whoever has it can connect as {name}. "
                 f"There: tar -xzf {name}.tar.gz; then tepal node --site {name}"
             )
         else:
             _say(
-                f"{made.unpacked(name)}: for {name} and nobody else; who has it is {name}. "
+                f"{made.unpacked(name)}: for {name} only; whoever has it can connect as {name}. "
                 f"Then: tepal node --site {made.unpacked(name)}"
             )
 
 
 def _print_results(results: list[KeyResult]) -> None:
-    """Say what came of each key; ends the command with 1 if there was a problem."""
+    """Print the result for each key; end the command with status 1 if there was a problem."""
     for one in results:
         if one.problem:
             _warn(f"{one.site}: {one.problem}")

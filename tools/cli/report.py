@@ -1,4 +1,4 @@
-"""`tepal report`: the report of a run, and its figures as files."""
+"""`tepal report`: write the report of a run, or its figures as files."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ app = commands("report")
 @app.command("report")
 def report_command(
     run: Annotated[
-        Path, typer.Argument(help="a run directory, a folder of them (the latest), or that of a comparison")
+        Path, typer.Argument(help="a run directory, a folder of runs (the latest), or a comparison's folder")
     ] = Path("runs"),
     figures: Annotated[
-        str, typer.Option(help="write its figures as files instead, for a paper: svg, png or pdf", show_default=False)
+        str, typer.Option(help="write the figures as files instead, for a paper: svg, png or pdf", show_default=False)
     ] = "",
     output: Annotated[
-        Path | None, typer.Option(help="folder for these files", show_default="figures, beside the report")
+        Path | None, typer.Option(help="folder for these files", show_default="figures, next to the report")
     ] = None,
 ) -> None:
-    """Write a run's report.html anew, of a run in progress too, or a comparison's files, and say where it is."""
+    """Write the report.html of a run, finished or in progress, or a comparison's files again, and print its path."""
     from tepal.records.run_directory import find_run
     from tepal.report.run_page import write_report
     from tepal.tools.compare.comparison import is_comparison, read_comparison
@@ -41,12 +41,12 @@ def report_command(
 
 
 def _figure_files(run: Path, kind: str, folder: Path | None) -> list[Path]:
-    """The files of a run's or comparison's figures. Raises OSError or ValueError where they cannot be written."""
+    """Write a run's or comparison's figures, and return their paths. Raises OSError or ValueError."""
     from tepal.tools.compare.comparison import is_comparison, measure, read_comparison
     from tepal.tools.compare.figure_files import FiguresError, write_comparison_figures, write_run_figures
 
     if not kind:
-        raise FiguresError(f"--output {folder} is for figures: name their format, too, with --figures svg, png or pdf")
+        raise FiguresError(f"--output {folder} is for figures: give their format with --figures svg, png or pdf")
     if is_comparison(run):
         return write_comparison_figures(measure(read_comparison(run)), kind, folder)
     return write_run_figures(run, kind, folder)

@@ -1,4 +1,4 @@
-"""`tepal reproduce`: a named experiment of a paper."""
+"""`tepal reproduce`: run a named experiment of a paper."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ app = commands("reproduce")
 
 @app.command("reproduce")
 def reproduce_command(
-    name: Annotated[str, typer.Argument(help="which experiment; without it they are listed")] = "",
-    full: Annotated[bool, typer.Option("--full", help="at the paper's scale, not a small machine's")] = False,
-    folder: Annotated[Path, typer.Option(help="for the results; what is there already is not computed again")] = Path(
+    name: Annotated[str, typer.Argument(help="the experiment; without a name, all are listed")] = "",
+    full: Annotated[bool, typer.Option("--full", help="at the paper's scale, not at a small machine's")] = False,
+    folder: Annotated[Path, typer.Option(help="for the results; existing results are not computed again")] = Path(
         "runs/reproduce"
     ),
     data: Annotated[Path, typer.Option(help="folder with the data sets, each under its name: cifar-10, mnist.npz")] = (
         Path("data")
     ),
     at_once: Annotated[
-        int, typer.Option(min=1, help="runs at once, each in a process with one thread; 1: in turn, with all threads")
+        int, typer.Option(min=1, help="runs at the same time, each in a process with one thread; 1: with all threads")
     ] = 1,
 ) -> None:
-    """Run a named experiment of a paper, and show its numbers beside the paper's."""
+    """Run a named experiment of a paper, and show its results next to the paper's."""
     from tepal.tools.reproduce.experiment import NotAtHand
     from tepal.tools.reproduce.runner import EXPERIMENTS, find_experiment, reproduce
 

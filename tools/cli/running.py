@@ -1,4 +1,4 @@
-"""Runs started from the command line: their checks, progress, log and table."""
+"""Runs started on the command line: checks, progress, log and final table."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ ENGINE = (
     "process: all clients in one process; ray: in Flower's simulation runtime; auto: in one process, unless --gpus or "
     "the app asks for Ray"
 )
-CPUS = "CPU cores for each client at work"
+CPUS = "CPU cores for each client that trains"
 
-_CLIENTS = ".clients"  # in the folder of runs: what simulated clients keep, by experiment
+_CLIENTS = ".clients"  # in the folder of runs: the caches of simulated clients, by experiment
 
 
 def check_clients(config: RunConfig, clients: int, *, parts: bool = True) -> None:
-    """What can be known before anything is started. `parts`: each client has one of the dataset. Raises ConfigError."""
-    # Here and not at the top: torch takes seconds to import, and `tepal report` needs none of it.
+    """Check the settings before a run. `parts`: each client has a partition of the dataset. Raises ConfigError."""
+    # Imported here: torch takes seconds.
     from tepal.server_app.run import build_model, build_strategy
     from tepal.training.data import DataError, check_partition
 
@@ -40,8 +40,8 @@ def check_clients(config: RunConfig, clients: int, *, parts: bool = True) -> Non
         if rounds.strategy == "fedensemble":
             said = f" and fedensemble.strata={config.fedensemble.strata} of fraction-train={rounds.fraction_train:g}"
         raise ConfigError(
-            f"min-clients={rounds.min_clients}, min-replies={rounds.min_replies}{said}: at least {needed} clients are "
-            f"needed, and --clients is {clients}"
+            f"--clients is {clients}, expected at least {needed} because of min-clients={rounds.min_clients}, "
+            f"min-replies={rounds.min_replies}{said}"
         )
     if parts:
         try:
@@ -51,13 +51,13 @@ def check_clients(config: RunConfig, clients: int, *, parts: bool = True) -> Non
 
 
 def run_and_show(start: Callable[..., Outcome], config: RunConfig, console: Console, verbose: bool) -> None:
-    """One run with its progress, and its table at the end."""
+    """Run once, and show the progress and the final table."""
     begun: list[Path] = []
     try:
         with RoundProgress(config.rounds.num_server_rounds, console=console) as progress:
             run = run_once(start, config, progress, console, verbose, begun.append)
     except KeyboardInterrupt:
-        console.print(_go_on(begun[0]) if begun else "", markup=False, highlight=False, soft_wrap=True)
+        console.print(_resume_hint(begun[0]) if begun else "", markup=False, highlight=False, soft_wrap=True)
         raise
     summary = read_summary(run)
     if summary is not None:
@@ -72,7 +72,7 @@ def run_once(
     verbose: bool,
     on_run: Callable[[Path], None],
 ) -> Path:
-    """One run by an engine or `loopback`; returns its directory, which `on_run` hears of as soon as there is one."""
+    """Run once by an engine or `loopback`; return the run directory. `on_run` is called with it when it is made."""
     resumed, runs = places(config)
     done = threading.Event()
     found: list[Path] = []
@@ -88,7 +88,7 @@ def run_once(
         if kind == "stage" and not found and text:
             progress.stage(text)
         if kind == "log" and KEPT_IN in text and not found:
-            # The ServerApp runs in a process of Flower's; the metrics that it writes are what is seen of it here.
+            # The ServerApp runs in another process: its progress is read from the metrics that it writes.
             found.append(Path(text.partition(KEPT_IN)[2].strip()))
             on_run(found[0])
             followers.append(threading.Thread(target=follow, args=found, daemon=True))
@@ -103,9 +103,9 @@ def run_once(
         )
     except RunError as error:
         if not found:
-            raise  # its text says where the log is
+            raise  # the message has the path of the log
         kept = _keep_log(log, found[0])
-        said = [error.reason, f"What there is of it: {found[0]}", _go_on(found[0])]
+        said = [error.reason, f"Results so far: {found[0]}", _resume_hint(found[0])]
         raise RunError("\n".join(filter(None, said)), kept) from error
     finally:
         done.set()
@@ -117,7 +117,7 @@ def run_once(
             log.unlink(missing_ok=True)
     if not found:
         raise RunError("the run ended without a run directory")
-    # Here and not at the top: `tepal node status` is asked every few seconds, and needs nothing of Flower.
+    # Imported here: it imports Flower.
     from tepal.exchange.cache import forget_parts
 
     for experiment in cache_in(runs).glob(f"{found[0].name}-{'[0-9a-f]' * 8}"):  # as `run` names it
@@ -126,28 +126,28 @@ def run_once(
 
 
 def places(config: RunConfig) -> tuple[Path | None, Path]:
-    """The run that a run resumes, if it does, and the folder of runs that its own directory is in."""
+    """Return the run to resume, if any, and the folder of the run directories."""
     resumed = find_run(Path(config.rounds.resume).expanduser()) if config.rounds.resume else None
     return resumed, resumed.parent if resumed else Path(config.rounds.runs).expanduser().resolve()
 
 
 def cache_of(config: RunConfig) -> Path:
-    """Where the clients of a run keep what they hold."""
+    """Return the folder of the clients' caches of a run."""
     return cache_in(places(config)[1])
 
 
 def cache_in(runs: Path) -> Path:
-    # In the folder of runs, so that it outlives a run that is stopped, for it to go on.
+    # In the folder of runs, so that a run that is resumed finds it.
     return Path(os.environ.get("TEPAL_CACHE") or runs / _CLIENTS)
 
 
-def _go_on(run: Path) -> str:
-    """How to resume a run that was stopped; "" for one that has no checkpoint."""
-    return f"It goes on with -c 'resume=\"{run}\"'" if any((run / CHECKPOINTS).glob("round-*")) else ""
+def _resume_hint(run: Path) -> str:
+    """Return how to resume a run; "" without a checkpoint."""
+    return f"Resume it with -c 'resume=\"{run}\"'" if any((run / CHECKPOINTS).glob("round-*")) else ""
 
 
 def _keep_log(log: Path, run: Path) -> Path:
-    """Move Flower's own log of a run to its results, behind that of the run which this one resumed."""
+    """Append Flower's log of a run to the one in the run directory, and remove it."""
     kept = run / "flower.log"
     with kept.open("ab") as file, log.open("rb") as new:
         shutil.copyfileobj(new, file)

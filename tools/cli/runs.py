@@ -1,4 +1,4 @@
-"""`tepal runs` and `tepal show`: runs listed, and one run in full."""
+"""`tepal runs` and `tepal show`: list runs, and show one run in full."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def runs_command(
     folder: Annotated[Path, typer.Argument(help="folder of run directories, or of a comparison")] = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help=_JSON)] = False,
 ) -> None:
-    """List runs and comparisons, the newest first: how far each is, its score, the bytes that it moved."""
+    """List runs and comparisons, the newest first: rounds, score and transferred bytes of each."""
     from tepal.tools.dashboard.views import console, facts_of, reasons, runs_table, views
 
     with reported():
@@ -37,11 +37,11 @@ def runs_command(
 @app.command("show")
 def show_command(
     run: Annotated[str, typer.Argument(help=f"a path, a name in the folder of runs, or {LATEST!r}")] = LATEST,
-    runs: Annotated[Path, typer.Option(help="folder in which names are looked for")] = Path("runs"),
-    all_rounds: Annotated[bool, typer.Option("--all-rounds", help="a line for every round, however many")] = False,
+    runs: Annotated[Path, typer.Option(help="folder of the runs that can be given by name")] = Path("runs"),
+    all_rounds: Annotated[bool, typer.Option("--all-rounds", help="a line for every round")] = False,
     as_json: Annotated[bool, typer.Option("--json", help=_JSON)] = False,
 ) -> None:
-    """Tell of one run: settings of its own, rounds, clients with their troubles, bytes, files. Or of a comparison."""
+    """Show one run (changed settings, rounds, clients with problems, bytes, files) or one comparison."""
     from tepal.server_app.config import defaults
     from tepal.tools.compare.comparison import is_comparison, measure
     from tepal.tools.dashboard.views import (

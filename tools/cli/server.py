@@ -1,17 +1,17 @@
-"""`tepal server`: the server of a deployment that comes back by itself.
+"""`tepal server`: the server of a deployment, which restarts its SuperLink and resumes its runs after a failure.
 
-It keeps Flower's SuperLink running, registers the keys of the nodes with it, and lets a run go on whose ServerApp,
-SuperLink or machine has died. Everything it knows is in the state folder:
+It keeps Flower's SuperLink running, registers the nodes' keys, and resumes a run whose ServerApp, SuperLink or machine
+has died. Its state is in one folder:
 
     runs/               run directories, as ServerApps write them
-    server.json         what `tepal server status` shows, and what must survive a restart: attempts, stopped runs
+    server.json         the journal: the status, and what must survive a restart, such as attempts and stopped runs
     server.lock         locked while a server runs with this folder
-    flower/             FLWR_HOME; `FLWR_HOME=<here> flwr … tepal` reaches the SuperLink
-    app/                what is submitted: a copy of the app
-    log/                of the SuperLink, the older part in superlink.log.1
+    flower/             FLWR_HOME; with `FLWR_HOME=<here>`, `flwr … tepal` connects to the SuperLink
+    app/                a copy of the app, which is submitted
+    log/                the SuperLink's log, its older part in superlink.log.1
 
-What to do is decided in `recovery.py` and `node_keys.py`, by functions of plain values. `supervisor.py` keeps the
-SuperLink running, `run_queue.py` submits the runs and notes their ends, and this file is the command.
+`recovery.py` and `node_keys.py` decide what to do, by functions of plain values. `supervisor.py` keeps the SuperLink
+running, `run_queue.py` submits the runs and records their ends, and this file is the command.
 """
 
 from __future__ import annotations
@@ -44,29 +44,26 @@ from tepal.tools.deploy.settings import Settings, reachable
 
 log = logging.getLogger("tepal.server")
 
-_ALIVE = 30.0  # seconds after which a server.json that is not written anew means that the server is stuck
+_ALIVE = 30.0  # seconds without a new server.json after which the server counts as stuck
 
 
 def why_unhealthy(journal: Journal, now: float, alive: bool) -> str:
-    """What is wrong with the server, as far as server.json tells it; "" if nothing is.
-
-    `alive`: whether there is a process of its number.
-    """
+    """Return what is wrong with the server by its journal, "" if nothing; `alive`: whether its process exists."""
     if not journal.pid or not journal.heartbeat:
         return f"no server has been started with this state folder ({journal.path} is not there)"
     if journal.superlink == "stopped":
         return "the server was stopped"
     if not alive:
-        return f"the server (pid {journal.pid}) is gone"
+        return f"the server (pid {journal.pid}) does not run any more"
     if (age := now - journal.heartbeat) > _ALIVE:
-        return f"the server (pid {journal.pid}) is stuck: it last moved {age:.0f} s ago"
+        return f"the server (pid {journal.pid}) is stuck: its last heartbeat was {age:.0f} s ago"
     if journal.superlink != "running":
         return f"the SuperLink does not run: it is {journal.superlink}"
     return ""
 
 
 def describe(journal: Journal, problem: str) -> list[str]:
-    """The status as lines for a person."""
+    """Return the status as lines of text."""
     lines = [f"unhealthy: {problem}" if problem else "healthy"]
     if not journal.pid:
         return lines
@@ -114,11 +111,11 @@ def _health(journal: Journal) -> str:
 
 app = commands(
     "server",
-    help="Run a deployment's server: Flower's SuperLink with its nodes' keys, and runs that go on after a failure.",
+    help="Run a deployment's server: Flower's SuperLink with its nodes' keys. Runs are resumed after a failure.",
     invoke_without_command=True,
 )
 
-_State = Annotated[Path, typer.Option(envvar="TEPAL_STATE", help="folder for runs and for what survives a restart")]
+_State = Annotated[Path, typer.Option(envvar="TEPAL_STATE", help="folder for runs and the server's state")]
 
 
 @app.callback()
@@ -133,7 +130,7 @@ def run_server(
     ] = False,
     state: _State = Path("."),
     app: Annotated[
-        Path | None, typer.Option(envvar="TEPAL_APP", help="folder of the Flower app whose runs go on by themselves")
+        Path | None, typer.Option(envvar="TEPAL_APP", help="folder of the Flower app whose runs are resumed")
     ] = None,
     run_config: Annotated[
         list[str] | None,
@@ -148,20 +145,21 @@ def run_server(
         str, typer.Option(envvar="TEPAL_FLEET_API_ADDRESS", help="where nodes connect")
     ] = "0.0.0.0:9092",
     host: Annotated[
-        str, typer.Option(envvar="TEPAL_HOST", help="of the control port; who reaches it can run code on all nodes")
+        str,
+        typer.Option(envvar="TEPAL_HOST", help="address of the control port; who can connect runs code on all nodes"),
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(envvar="TEPAL_PORT", min=1, max=65535, help="the control port")] = 8000,
     attempts: Annotated[
-        int, typer.Option(envvar="TEPAL_ATTEMPTS", min=1, help="to let a run go on, without a newly finished round")
+        int, typer.Option(envvar="TEPAL_ATTEMPTS", min=1, help="to resume a run, without a newly finished round")
     ] = 5,
     metrics: Annotated[
-        str, typer.Option(envvar="TEPAL_METRICS", help="HOST:PORT at which Prometheus finds /metrics; none by default")
+        str, typer.Option(envvar="TEPAL_METRICS", help="HOST:PORT of /metrics for Prometheus; none by default")
     ] = "",
     log_format: Annotated[
         str, typer.Option(envvar="TEPAL_LOG_FORMAT", help="text, or json: an object for each line of the log")
     ] = TEXT,
 ) -> None:
-    """Run the server until it is stopped. Stopped or killed, it goes on where it was when it is started again."""
+    """Run the server until it is stopped. Started again after a stop or a crash, it resumes its runs."""
     if context.invoked_subcommand is not None:
         return
     from tepal.host.toml import parse_run_config
@@ -170,12 +168,12 @@ def run_server(
     with reported(ServerError):
         if credentials is None and not insecure:
             raise ServerError(
-                "without credentials anybody could connect. Name their folder with --credentials (`tepal provision` "
-                "makes one), or say --insecure"
+                "no credentials: without them anybody could connect. Name their folder with --credentials (`tepal "
+                "provision` makes one), or use --insecure on one machine"
             )
         if credentials is not None and insecure:
             raise ServerError(f"--credentials {credentials} and --insecure contradict each other; leave one out")
-        # Not by typer: it would split the text at every space.
+        # Not read by typer, which would split the text at every space.
         given = run_config or [line for line in os.environ.get("TEPAL_RUN_CONFIG", "").splitlines() if line.strip()]
         settings = Settings(
             state=state.resolve(),
@@ -198,17 +196,17 @@ def _serve(settings: Settings, insecure: bool) -> None:
     host, port = settings.host, settings.port
     _log_to_stdout()
     if insecure:
-        log.warning("--insecure: no TLS, and any node may connect. For trying things out on one machine only.")
+        log.warning("--insecure: no TLS, and any node may connect. Use it for tests on one machine only.")
     if reachable(host) not in ("127.0.0.1", "[::1]", "localhost") or host != reachable(host):
-        log.warning("--host %s: who reaches port %d there can run code on all nodes.", host, port)
+        log.warning("--host %s: whoever can connect to port %d there can run code on all nodes.", host, port)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, _leave)
+        signal.signal(number, _stop)
     Supervisor(settings).run()
 
 
 @app.command("status")
 def status_command(context: typer.Context, state: _State = Path(".")) -> None:
-    """Show what the server does. The exit status is 0 if it is healthy, else 1."""
+    """Show the server's status. The exit status is 0 if it is healthy, else 1."""
     if str(state) == "." and context.parent is not None and context.parent.params.get("state"):
         state = Path(context.parent.params["state"])
     try:
@@ -223,10 +221,10 @@ def status_command(context: typer.Context, state: _State = Path(".")) -> None:
         raise typer.Exit(1)
 
 
-def _leave(number: int, _frame: FrameType | None) -> None:
+def _stop(number: int, _frame: FrameType | None) -> None:
     for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(each, signal.SIG_IGN)  # it is on its way; a second one must not cut the cleaning short
-    log.info("%s: the server stops. A run in progress goes on at the next start.", signal.Signals(number).name)
+        signal.signal(each, signal.SIG_IGN)  # a second signal must not interrupt the cleaning up
+    log.info("%s: the server stops. A run in progress is resumed at the next start.", signal.Signals(number).name)
     raise SystemExit(0)
 
 

@@ -1,4 +1,4 @@
-"""`tepal simulate` and `tepal loopback`: one run on this machine, by simulation or by a real deployment."""
+"""`tepal simulate` and `tepal loopback`: run once on this machine, by simulation or by a real deployment."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def simulate_command(
         typer.Option("--run-config", "-c", help="'key=value …' or a TOML file, as in `flwr run`; may be repeated"),
     ] = None,
     cpus: Annotated[float, typer.Option(min=0.01, help=CPUS)] = 1,
-    gpus: Annotated[float, typer.Option(min=0, help="share of a GPU for each client at work")] = 0,
+    gpus: Annotated[float, typer.Option(min=0, help="share of a GPU for each client that trains")] = 0,
     engine: Annotated[str, typer.Option(help=ENGINE)] = AUTO,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="show Flower's own log")] = False,
 ) -> None:
-    """Run the app with simulated clients on this machine, show its progress, and say what it moved.
+    """Run the app with simulated clients on this machine, and show its progress and the transferred bytes.
 
-    Whatever it starts is stopped, whatever happens. A run that was stopped goes on with -c 'resume="runs/latest"'.
+    All processes end with the command. Resume a run that was stopped with -c 'resume="runs/latest"'.
     """
     console = Console()
     with reported(RunError):
@@ -49,7 +49,7 @@ def simulate_command(
 @app.command("loopback")
 def loopback_command(
     app: Annotated[Path, typer.Argument(help="folder of the Flower app: a checkout of this project")] = Path("."),
-    clients: Annotated[int, typer.Option(min=2, help="clients, each a warm node of its own")] = 3,
+    clients: Annotated[int, typer.Option(min=2, help="clients, each a warm node")] = 3,
     run_config: Annotated[
         list[str] | None,
         typer.Option("--run-config", "-c", help="as in `tepal simulate`; may be repeated"),
@@ -62,7 +62,7 @@ def loopback_command(
 ) -> None:
     """Run the app on a deployment on this machine: a SuperLink and warm nodes as processes, TLS, registered keys.
 
-    Certificates and keys are made for it. All processes and files but the run's own are gone when it ends.
+    Certificates and keys are made for it. All processes end, and all files except the run's are removed.
     """
     from tepal.tools.deploy.loopback import loopback
 

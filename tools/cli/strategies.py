@@ -19,10 +19,10 @@ app = commands("strategies")
 @app.command("strategies")
 def strategies_command(
     names: Annotated[
-        list[str] | None, typer.Argument(help="of these, what there is to know; default: all, a line each")
+        list[str] | None, typer.Argument(help="show these in detail; by default all, a line each")
     ] = None,
 ) -> None:
-    """List the strategies: what each does, what travels, its paper; and with a name its options and their defaults."""
+    """List the strategies with what each transfers and its paper; for a name, its options and their defaults."""
     from tepal.tools.compare.runs import strategy_names
 
     with reported():

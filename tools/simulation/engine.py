@@ -1,4 +1,4 @@
-"""What every engine has in common: it runs one app any number of times, and removes what it made."""
+"""The base class of engines, which run one app any number of times and remove their files."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tepal.host.toml import Value, parse_run_config, to_toml
 _LONGEST_RAY_FOLDER = 34
 
 
-def _nobody(_kind: str, _text: str) -> None:
-    """Hears nothing."""
+def _ignore(_kind: str, _text: str) -> None:
+    """A listener that does nothing."""
 
 
 @dataclass(frozen=True)
@@ -37,33 +37,33 @@ class Run:
 
 
 class Engine(ABC):
-    """Runs a Flower app with simulated clients, one run after another; a context manager, which starts nothing yet.
+    """Runs a Flower app with simulated clients, one run after another. A context manager; `run` starts the processes.
 
     Args:
         app: folder of the app.
         clients: number of simulated clients.
-        cache: folder for what clients keep (default: $TEPAL_CACHE, else a temporary one that ends with the engine).
-        why: why it is this engine, for `said`.
+        cache: folder of the clients' caches (default: $TEPAL_CACHE, else a temporary one, removed with the engine).
+        why: the reason for this engine, for `said`.
 
     Raises ValueError for an argument out of range.
     """
 
     kind: str
-    """In words, with what runs at once."""
+    """A description, with the number of clients that train at the same time."""
 
     def __init__(self, app: Path, clients: int, *, cache: Path | None = None, why: str = "") -> None:
         if clients < 1:
             raise ValueError(f"clients is {clients}, expected at least 1")
         self.app, self.clients = app.resolve(), clients
         self.cache = cache
-        """Folder for what clients keep, as the first run finds it."""
+        """Folder of the clients' caches, read at the first run."""
         self._why = why
         self._runs = 0
-        self._running = contextlib.ExitStack()  # what serves the runs
+        self._running = contextlib.ExitStack()  # the processes that serve the runs
 
     @property
     def said(self) -> str:
-        """Which engine it is and why, in one line."""
+        """One line with the engine and the reason for it."""
         return f"Engine: {self.kind}{f' ({self._why})' if self._why else ''}"
 
     def __enter__(self) -> Self:
@@ -84,7 +84,7 @@ class Engine(ABC):
         log: Path | None = None,
     ) -> Outcome:
         """Run the app once, and wait for its end. Arguments and errors are those of `simulate`."""
-        clock = Clock(on_event or _nobody, timeout)
+        clock = Clock(on_event or _ignore, timeout)
         config = parse_run_config(run_config) if not isinstance(run_config, Mapping) else dict(run_config)
         known = app_run_config(self.app)
         if unknown := sorted(set(config) - set(known)):
@@ -100,10 +100,10 @@ class Engine(ABC):
             run.changes.write_text(to_toml(config), encoding="utf-8")
             run_id, status, details = self._run(run)
         except BaseException as error:
-            # Whatever it was, what served this run may be at work on it still: the next one begins anew.
+            # The processes may still be working on this run: the next run starts new ones.
             self._stop()
             if isinstance(error, ProcessError | TimeoutError | subprocess.TimeoutExpired):
-                # At the limit, whatever was under way then may have failed by it, in words of its own.
+                # Beyond the time limit, the limit is the cause, whatever the error's own text.
                 raise RunError(clock.over or str(error), log) from error
             raise
         clock.stage("", "")
@@ -112,7 +112,7 @@ class Engine(ABC):
         return Outcome(run_id, status, run.log, details, clock.seconds)
 
     def _start(self) -> None:
-        """Stage the app's files in a temporary folder, where they are not yet."""
+        """Copy the app's files to a temporary folder, once."""
         if hasattr(self, "_folder"):
             return
         folder = Path(tempfile.mkdtemp(prefix="tepal-", dir=_short_temporary_folder()))
@@ -134,12 +134,12 @@ class Engine(ABC):
 
     @abstractmethod
     def _run(self, run: Run) -> tuple[int, str, str]:
-        """Run the app; its id, status, and what there is to say. Starts what it needs, where that is not there."""
+        """Start the processes if necessary, and run the app; return the run's id, status and Flower's explanation."""
 
 
 def cores_for(cpus_per_client: float = 1) -> int:
-    """Cores of this machine. Raises ValueError where that many for a client cannot be."""
-    from joblib import cpu_count  # minds affinity and a container's quota
+    """Return the number of cores of this machine. Raises ValueError if a client cannot have so many."""
+    from joblib import cpu_count  # respects affinity and a container's quota
 
     cores = int(cpu_count())
     if not cpus_per_client > 0:
@@ -150,7 +150,7 @@ def cores_for(cpus_per_client: float = 1) -> int:
 
 
 def _short_temporary_folder() -> str:
-    """Return the folder for temporary folders whose path is short enough for the sockets Ray puts there."""
+    """Return a folder for temporary folders whose path is short enough for Ray's sockets."""
     usual = tempfile.gettempdir()
     fits = len(usual.encode()) + len("/tepal-12345678") <= _LONGEST_RAY_FOLDER
     return usual if fits or not os.path.isdir("/tmp") else "/tmp"

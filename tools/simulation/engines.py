@@ -1,15 +1,13 @@
-"""Simulate a Flower app on this machine: engines that start what its runs need, and leave nothing behind.
+"""Simulate a Flower app on this machine. An engine starts the processes and removes them afterwards.
 
     ProcessEngine   a process that imports the app, and forks the ServerApp and a worker for each client at work
-    RayEngine       Flower's simulation runtime: a SuperLink, Ray, and an actor for each client at work
+    RayEngine       Flower's simulation runtime: a SuperLink, Ray, and an actor for each client that trains
 
-An engine runs one app any number of times, one run after another. What it starts serves all of them: the process keeps
-its imports and the data it has read, the SuperLink and Ray stay up. `simulate` and `simulate_in_process` are one run
-each.
+An engine runs one app any number of times, one run after another, with the same processes: they keep their imports and
+data. `simulate` and `simulate_in_process` run an app once.
 
-Flower's managed `:local:` SuperLink stays alive afterwards, keeps a database in the user's home, and client actors
-import from the folder it was started in before they import from the app bundle; ours runs in an empty temporary folder
-and ends with the engine.
+Flower's managed `:local:` SuperLink keeps running, has a database in the user's home, and its client actors import from
+its working directory before the app bundle. This SuperLink runs in an empty temporary folder and ends with the engine.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from tepal.tools.simulation.ray_engine import RayEngine
 
 AUTO, PROCESS, RAY = "auto", "process", "ray"
 ENGINES = (AUTO, PROCESS, RAY)
-"""What an engine is called; `AUTO` is the choice between the other two."""
+"""Names of engines; `AUTO` chooses one of the other two."""
 
 
 def simulate(
@@ -48,12 +46,12 @@ def simulate(
         clients: Number of simulated clients (Flower's SuperNodes).
         run_config: Changes to the app's `[tool.flwr.app.config]`: a mapping with the flat keys, or strings as
             `flwr run --run-config` takes them (`'lr=0.1 name="x"'`, or the path of a TOML file); later ones win.
-        cpus_per_client: CPU cores for each client at work; less than 1 runs more clients at once than there are cores.
-        gpus_per_client: Share of a GPU for each client at work.
-        on_event: Hears stages and log lines.
-        timeout: Seconds after which the run is stopped, from the call on. None: no limit.
+        cpus_per_client: CPU cores for each client that trains; with less than 1, more clients than cores train at once.
+        gpus_per_client: Share of a GPU for each client that trains.
+        on_event: Called with stages and log lines.
+        timeout: Seconds from the call on, after which the run is stopped. None: no limit.
         log: File for the run's log (default: a new one in the system's temporary folder).
-        cache: Folder for what clients keep (default: $TEPAL_CACHE, else a temporary one that ends with the run).
+        cache: Folder of the clients' caches (default: $TEPAL_CACHE, else a temporary one, removed after the run).
 
     Raises:
         RunError: with the app's own error where the app failed.
@@ -76,8 +74,8 @@ def simulate_in_process(
 ) -> Outcome:
     """As `simulate`, but without SuperLink and Ray.
 
-    `cpus_per_client` says how many are at work at once, as in `simulate`; by default clients take turns, and PyTorch
-    has all cores for the one at work. OMP_NUM_THREADS, where it is set, says how many threads PyTorch has for each.
+    By default clients train in turn, each with all cores. With `cpus_per_client` several train at the same time, as in
+    `simulate`. OMP_NUM_THREADS, if set, is the number of PyTorch's threads for each.
     """
     with ProcessEngine(app, clients, cpus_per_client, cache=cache) as engine:
         return engine.run(run_config, on_event=on_event, timeout=timeout, log=log)
@@ -86,15 +84,15 @@ def simulate_in_process(
 def engine_for(
     asked: str, app: Path, *, clients: int, cpus: float | None = None, gpus: float = 0, cache: Path | None = None
 ) -> Engine:
-    """The engine that is asked for or, of `AUTO`, one process unless something asks for Ray.
+    """Return the engine `asked`; for `AUTO`, a ProcessEngine unless Ray is needed.
 
-    Ray is for what one process cannot do: to give clients shares of GPUs (`gpus` > 0), and to run an app whose clients
-    cannot share a process, which says so in its pyproject.toml: `engine = "ray"` under `[tool.tepal]`.
+    Ray is needed to give clients shares of GPUs (`gpus` > 0), and for an app whose clients cannot share a process. Such
+    an app has `engine = "ray"` under `[tool.tepal]` in its pyproject.toml.
 
     Args:
         asked: one of `ENGINES`.
-        cpus: CPU cores for each client at work.
-        gpus: share of a GPU for each client at work.
+        cpus: CPU cores for each client that trains.
+        gpus: share of a GPU for each client that trains.
 
     Raises:
         RunError: Ray is needed and not installed, or what the app says is not one of `ENGINES`.

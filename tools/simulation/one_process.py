@@ -1,14 +1,14 @@
 """The process of a `ProcessEngine`: it imports an app once, and forks what each run needs.
 
     this process     the app's imports, and the data that `prepare` reads; it waits, and has no threads
-      the run        the ServerApp, and the clients where they take turns
-      a worker …     the ClientApp, one for each client at work; messages reach it through a pipe
+      the run        the ServerApp, and the clients if they train in turn
+      a worker …     the ClientApp, one for each client that trains at the same time; messages come through a pipe
 
-Forked processes share what was there before them. Every run begins from the same state, and one that fails or is killed
-takes nothing with it. Where forking is not safe, as on macOS, a run is in this process, with its clients in threads.
+Forked processes share the memory of this one. Every run starts from the same state, and a run that fails or is killed
+does not affect the next one. Where forking is not safe, as on macOS, a run is in this process, with its clients in
+threads.
 
-This file is started by its path: `tepal` is the one in the app's folder, where the app brings it, which has no
-`tepal.tools`.
+This file is started by its path: if the app has its own `tepal`, that one is imported, which has no `tepal.tools`.
 """
 
 from __future__ import annotations
@@ -47,10 +47,9 @@ def main() -> None:
     """Serve runs of an app: `one_process.py FOLDER SERVERAPP CLIENTAPP CLIENTS AT_ONCE THREADS`.
 
     FOLDER is the app's, SERVERAPP and CLIENTAPP are its components ("module:attribute"), CLIENTS is the number of its
-    clients, AT_ONCE how many of them are at work at once. Each line of the standard input asks for a run, as JSON:
-    `config` is the run configuration, `ended` the name of a file for the run's status. `train-together` in the run
-    configuration goes before AT_ONCE; such clients have THREADS threads of PyTorch's, others as many as
-    OMP_NUM_THREADS says.
+    clients, AT_ONCE the number of clients that train at the same time. Each line of the standard input requests a run,
+    as JSON: `config` is the run configuration, `ended` the path of a file for the run's status. `train-together` in the
+    run configuration replaces AT_ONCE; such clients have THREADS threads of PyTorch, others OMP_NUM_THREADS.
     """
     folder, *components = sys.argv[1:4]
     clients, at_once, threads = map(int, sys.argv[4:])
@@ -68,7 +67,7 @@ def main() -> None:
                 _run(app, config, clients, at_once, app.client_app)
                 status = ""
         except Exception:
-            _say_what_was_raised()
+            _log_exception()
             status = "its app raised an exception"
         with replacing(Path(request["ended"])) as partial:
             partial.write_text(status, encoding="utf-8")
@@ -76,13 +75,13 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class App:
-    """A Flower app that is imported."""
+    """An imported Flower app."""
 
     server_app: ServerApp
     client_app: ClientApp
     prepare: Callable[[Mapping[str, Any], int], None]
-    """Called with the run config and the number of clients before a run's processes are forked, to read what they
-    share: the function `prepare` of the ClientApp's module, where it has one."""
+    """Called with the run config and the number of clients before a run's processes are forked, to read the data that
+    they share: the function `prepare` of the ClientApp's module, if it has one."""
 
     @staticmethod
     def load(server_app: str, client_app: str) -> App:
@@ -92,7 +91,7 @@ class App:
 
 
 def _run(app: App, config: Mapping[str, Any], clients: int, at_once: int, answer: Answers) -> None:
-    """The whole run in this process, but for what `answer` gives to others."""
+    """Run the ServerApp in this process; `answer` runs the clients."""
     nodes = [Node(answer, {"partition-id": k, "num-partitions": clients}) for k in range(clients)]
     stacked = _stacked(config)
     how: dict[str, Any] = {"at_once": stacked, "gathering": Gathering} if stacked > 1 else {"at_once": at_once}
@@ -104,7 +103,7 @@ def _stacked(config: Mapping[str, Any]) -> int:
     return int(config.get("train-together", 1))
 
 
-def _say_what_was_raised() -> None:
+def _log_exception() -> None:
     getLogger("flwr").exception(SERVER_APP_RAISED)
     sys.stdout.flush()
 
@@ -113,8 +112,8 @@ def _say_what_was_raised() -> None:
 
 
 def _forked_run(app: App, config: Mapping[str, Any], clients: int, at_once: int, threads: int) -> int:
-    """The run in processes of its own; returns the status that the operating system keeps of it."""
-    # Clients that take turns, or train together, are with the server: nothing goes through a pipe.
+    """Run in processes of its own; return the exit status of the run's process, as of `os.waitpid`."""
+    # Clients that train in turn or together are in the server's process: nothing goes through a pipe.
     count = 0 if at_once == 1 or _stacked(config) > 1 else at_once
     pipes = [Pipe() for _ in range(count)]
     workers = []
@@ -134,21 +133,21 @@ def _forked_run(app: App, config: Mapping[str, Any], clients: int, at_once: int,
         try:
             _run(app, config, clients, at_once, Workers([ours for ours, _ in pipes]) if pipes else app.client_app)
         except Exception:
-            _say_what_was_raised()
+            _log_exception()
             os._exit(1)
         _leave()
     for ours, theirs in pipes:
         ours.close()
         theirs.close()
     _, status = os.waitpid(run, 0)
-    for worker in workers:  # one may be at work still, on what nobody waits for any more
+    for worker in workers:  # one may still be training, after the run has ended
         os.kill(worker, signal.SIGKILL)
         os.waitpid(worker, 0)
     return status
 
 
 def _status_of(status: int) -> str:
-    """Why a run failed, in words; "" where it completed."""
+    """Return why a run failed, "" if it completed."""
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
         return f"its process was killed by signal {-code}"
@@ -156,7 +155,7 @@ def _status_of(status: int) -> str:
 
 
 def _work(client_app: ClientApp, pipe: Connection) -> NoReturn:
-    """Answer messages until the other end is closed."""
+    """Answer messages until the other end of the pipe is closed."""
     TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1  # a Message outside a task needs them
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:
@@ -170,14 +169,14 @@ def _work(client_app: ClientApp, pipe: Connection) -> NoReturn:
 
 
 def _leave() -> NoReturn:
-    """End a forked process without what the interpreter does at its end: that is its parent's, too."""
+    """End a forked process without the interpreter's exit handlers, which belong to the parent."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
 class Workers:
-    """Answers each message in one of some processes, whichever is free.
+    """Answers each message in one of several processes, whichever is free.
 
     Args:
         pipes: one to each process.
@@ -192,7 +191,7 @@ class Workers:
             self._left += 1
 
     def __call__(self, message: Message, context: Context) -> Message:
-        """Raises RuntimeError where the process ends with the message, as one that has used up its memory."""
+        """Return the reply. Raises RuntimeError if the process ends meanwhile, for instance for lack of memory."""
         pipe = self._free.get()
         if pipe is None:
             self._free.put(None)

@@ -22,8 +22,8 @@ class ProcessEngine(Engine):
     """A process that has imported the app and forks what a run needs; see `one_process`.
 
     Args:
-        cpus_per_client: as many clients are at work at once as there are cores for. None: clients take turns, and
-            PyTorch has all cores for the one at work.
+        cpus_per_client: cores for each client that trains, which gives the number of clients that train at the same
+            time. None: clients train in turn, each with all cores.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class ProcessEngine(Engine):
 
 @dataclass
 class _Worker:
-    """The process of a ProcessEngine and the app in it, what it is asked by, and its output, which was read so far."""
+    """The process of a ProcessEngine: the app in it, the pipe for requests, and its log, open for reading."""
 
     app: Path
     process: Process
@@ -84,9 +84,9 @@ class _Worker:
     output: IO[str]
 
     def run(self, run: Run, ended: Path) -> tuple[str, str]:
-        """Have the app run once, and hear its log; the status, and what there is to say. `ended` is a file's name."""
+        """Run the app once and copy its log; return status and explanation. `ended` is the file that ends the run."""
         config = app_run_config(self.app) | parse_run_config([str(run.changes)])
-        with contextlib.suppress(BrokenPipeError):  # it has ended, as is seen below
+        with contextlib.suppress(BrokenPipeError):  # the process has ended, which is checked below
             print(json.dumps({"config": config, "ended": str(ended)}), file=self.requests, flush=True)
         rest = ""
         with run.log.open("w", encoding="utf-8") as log:

@@ -18,11 +18,11 @@ from tepal.tools.simulation.engine import Engine, Run, cores_for
 
 
 class RayEngine(Engine):
-    """Flower's simulation runtime: a SuperLink and Ray, which serve one run after another; each run has its own actors.
+    """Flower's simulation runtime: a SuperLink and Ray for all runs; each run has its own actors.
 
     Args:
-        cpus_per_client: CPU cores for each client at work; less than 1 runs more clients at once than there are cores.
-        gpus_per_client: Share of a GPU for each client at work.
+        cpus_per_client: CPU cores for each client that trains; with less than 1, more clients than cores train at once.
+        gpus_per_client: Share of a GPU for each client that trains.
     """
 
     def __init__(
@@ -41,15 +41,15 @@ class RayEngine(Engine):
         cores = cores_for(cpus_per_client)
         at_once = min(clients, int(cores / cpus_per_client))
         # Flower takes whole cores per client only, and derives the number of actors from Ray's number of cores. So a
-        # share of a core becomes one core of a larger number, and actors that no client would use are not started.
+        # share of a core becomes one core of a larger number, and no actor is started without a client for it.
         each = max(1, math.ceil(cpus_per_client))
         self.cores = at_once * each
-        """That Ray is told of."""
+        """The number of cores given to Ray."""
         self.federation = (
             f"num-supernodes={clients} client-resources-num-cpus={each} "
             f"client-resources-num-gpus={float(gpus_per_client)}"
         )
-        """As `flwr run --federation-config` takes it."""
+        """The value of `flwr run --federation-config`."""
         self.kind = f"Flower's simulation runtime on Ray, up to {at_once} clients at once"
         self._superlink: Process | None = None
 
@@ -60,7 +60,7 @@ class RayEngine(Engine):
                 "'tepal[ray]' (in a checkout pip install -e '.[ray]'), or take --engine process"
             )
         if shlex.quote(sys.executable) != sys.executable:
-            # Its workers never start, and Flower waits six minutes before it says so.
+            # Ray's workers would never start, and Flower reports that only after six minutes.
             raise RunError(
                 f"Ray cannot start its workers with {sys.executable}: the path has a space or another character that a "
                 "shell reads. Make the virtual environment elsewhere (with make: VENV=/a/path/without/spaces), or take "
@@ -84,10 +84,10 @@ class RayEngine(Engine):
 
     @contextlib.contextmanager
     def _started(self, clock: Clock) -> Iterator[tuple[Process, str]]:
-        """Ray and a SuperLink in simulation mode, and the SuperLink's address, once it answers."""
+        """Start Ray and a SuperLink in simulation mode; yield the SuperLink and its address when it answers."""
         environment = self._environment | {
             "RAY_TMPDIR": str(self._folder),
-            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",  # how long a submitted run lies there (default 1 s)
+            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",  # longest delay of a submitted run (default 1 s)
         }
         port = free_port()
         environment["RAY_ADDRESS"] = f"127.0.0.1:{port}"
@@ -108,19 +108,19 @@ class RayEngine(Engine):
 def _superlink(
     folder: Path, work: Path, environment: Mapping[str, str], clock: Clock
 ) -> Iterator[tuple[Process, str]]:
-    """A SuperLink in simulation mode, and its address, once it answers."""
+    """Start a SuperLink in simulation mode; yield its process and address when it answers."""
     for attempts_left in (2, 1, 0):
         port = free_port()
         command = ["flower-superlink", "--simulation", "--insecure", "--host", "127.0.0.1", "--port", str(port)]
         with started(
             command, log=folder / "superlink.log", env=environment, cwd=work, grace=2, folder=folder
         ) as process:
-            # Imports for following the run, while the SuperLink does its own.
+            # Imported for following the run, while the SuperLink starts.
             import_module("flwr.supercore.control")
             try:
                 wait_for_http(f"http://127.0.0.1:{port}/health", timeout=clock.left(60), process=process)
             except ProcessError:
-                # Between our look and its start another program may have taken the port.
+                # Another program may have taken the port since `free_port`.
                 if attempts_left and "address already in use" in process.tail(50):
                     continue
                 raise

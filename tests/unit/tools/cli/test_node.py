@@ -24,12 +24,12 @@ def settings(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "who is this node? Name the folder of its site with --site"),
-        (["--site", "somewhere", "--insecure"], "--site brings key and certificate: leave out --insecure"),
-        (["--insecure", "--control", "0.0.0.0:9095"], "who reaches it can drain the node"),
-        (["--insecure", "--control", "192.168.1.5:9095"], "so it must be on 127.0.0.1, or unix:/PATH"),
-        (["--insecure", "--control", "[::]:9095"], "who reaches it can drain the node"),
-        (["--insecure", "--control", "9095"], "who reaches it can drain the node"),
+        ([], "no key: name the folder of this node's site with --site"),
+        (["--site", "somewhere", "--insecure"], "--site has key and certificate: leave out --insecure"),
+        (["--insecure", "--control", "0.0.0.0:9095"], "whoever can connect can drain the node"),
+        (["--insecure", "--control", "192.168.1.5:9095"], "expected an address on 127.0.0.1 or unix:/PATH"),
+        (["--insecure", "--control", "[::]:9095"], "whoever can connect can drain the node"),
+        (["--insecure", "--control", "9095"], "whoever can connect can drain the node"),
         (["--insecure", "--memory-limit", "much"], "'much' is not a size: expected a number with KB, MB, GB or TB"),
         (["--insecure", "--node-config", "partition-id"], "partition-id"),
     ],

@@ -219,5 +219,5 @@ def test_another_format_and_a_folder_without_one_are_refused(run, tmp_path):
     with pytest.raises(FiguresError, match="--figures gif: known are svg, png, pdf"):
         write_run_figures(run, "gif")
     done = report(run, "--output", tmp_path / "elsewhere")
-    assert done.exit_code == 1 and "name their format, too, with --figures" in done.output
+    assert done.exit_code == 1 and "give their format with --figures" in done.output
     assert not (run / "report.html").exists()

@@ -613,8 +613,8 @@ def healthy(**more):
     ("journal", "now", "alive", "said"),
     [
         (healthy(), 110.0, True, ""),
-        (healthy(), 131.0, True, "stuck: it last moved 31 s ago"),
-        (healthy(), 110.0, False, "is gone"),
+        (healthy(), 131.0, True, "stuck: its last heartbeat was 31 s ago"),
+        (healthy(), 110.0, False, "does not run any more"),
         (healthy(superlink="waiting"), 110.0, True, "the SuperLink does not run: it is waiting"),
         (healthy(superlink="stopped"), 110.0, False, "was stopped"),
         (healthy(pid=0), 110.0, False, "no server has been started"),
