@@ -80,7 +80,7 @@ def test_names_that_are_none_of_the_runs_are_refused_with_the_site_and_its_file(
     rows = [{"text": "a", "label": label} for label in ("cat", "cow")]
     (tmp_path / "t.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     config = InputConfig.from_run_config({"dataset": "local", "text-column": "text", "class-names": "cat,dog"})
-    with pytest.raises(DataError, match=f"^client ward: {tmp_path}/t.jsonl: names in column label cow not among"):
+    with pytest.raises(DataError, match=f"^client ward: {tmp_path}/t.jsonl: names in column label cow are not in"):
         site.client_inputs(config, {"data-path": str(tmp_path / "t.jsonl")}, client="ward")
 
 

@@ -132,7 +132,7 @@ def test_lines_without_text_are_passed_over_and_a_folder_is_all_its_files(tmp_pa
     [
         (lambda to: table(to / "t.csv", [{"text": "a"}]), r"t\.csv: has no column said; it has text: set the right"),
         (lambda to: table(to / "t.jsonl", [{"said": 3}]), r"t\.jsonl: row 1: int in column said is not text"),
-        (lambda to: table(to / "t.csv", [{"said": "a", "kind": "icy"}]), r"t\.csv: names in column kind icy are not in"),
+        (lambda to: table(to / "t.csv", [{"said": "a", "kind": "icy"}]), r"t\.csv: names in column kind icy are not"),
         (lambda to: table(to / "t.csv", [{"said": "a", "kind": 3}]), r"t\.csv: label 3 .*allowed are 0 to 2"),
         (lambda to: (to / "t.txt").write_text("\n") and to / "t.txt", r"t\.txt: no text"),
         (lambda to: (to / "t.png").write_text("a") and to / "t.png", r"t\.png: this model takes texts; read are \.csv"),
