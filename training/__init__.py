@@ -1,1 +1,1 @@
-"""Local training of one model on one machine's data. It knows nothing of federated learning."""
+"""Local training, scoring and prediction of one model on the data of one machine."""

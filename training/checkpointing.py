@@ -1,7 +1,7 @@
-"""Gradient checkpointing: a layer's activations are computed again in the backward pass instead of being kept.
+"""Gradient checkpointing: a layer's activations are recomputed in the backward pass instead of being stored.
 
-Memory for activations then grows with the widest layer and the number of layers, not with all that they compute, for
-about one more forward pass (Chen et al. 2016, arXiv:1604.06174). Gradients are the same.
+Activations then take the memory of the largest layer plus the inputs of all layers, at the cost of about one more
+forward pass (Chen et al. 2016, arXiv:1604.06174). Gradients do not change.
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ from tepal.models.blocks import find_blocks
 
 @contextmanager
 def recomputed_layers(model: nn.Module) -> Iterator[None]:
-    """Within it, forward passes keep of every layer of the model its inputs alone.
+    """Return a context in which forward passes store only the inputs of each layer of the model.
 
-    Parameters must be in the backward pass what they were in the forward pass. Raises ValueError for a model without
-    layers.
+    Parameters must not change between forward and backward pass.
+
+    Raises:
+        ValueError: the model has no layers.
     """
     modules = layer_modules(model)
     if not modules:
         raise ValueError(
-            f"gradient-checkpointing needs a model with layers, and {type(model).__name__} has none: leave it off"
+            f"gradient-checkpointing needs a model with layers, and {type(model).__name__} has none: set it to false"
         )
-    # A decoder's cache of keys and values would be written to twice.
+    # The second forward pass would write to a decoder's cache of keys and values again.
     configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
     caching = [config for config in configs.values() if getattr(config, "use_cache", False)]
     for config in caching:
         config.use_cache = False
     for module in modules:
-        # On the instance, before the class's: what else the module is stays as it is.
+        # An instance attribute takes precedence over the class's method.
         module.forward = partial(checkpoint, module.forward, use_reentrant=False)
     try:
         yield
@@ -47,7 +49,7 @@ def recomputed_layers(model: nn.Module) -> Iterator[None]:
 
 
 def layer_modules(model: nn.Module) -> list[nn.Module]:
-    """The module of each layer, from input to output: the lowest one that has all of its entries."""
+    """Return the module of each layer, from input to output: the deepest one with all of the layer's entries."""
     blocks = find_blocks(model)
     raw_of = {entry.name: entry.raw for entry in blocks.layout.entries}
     paths = []

@@ -1,4 +1,4 @@
-"""`apply_plan`: the one line that a training function needs where the server's plan freezes a part of the model."""
+"""`apply_plan`: the one line that a training function needs if the server's plan freezes entries of the model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _STATISTICS = "_tepal_frozen_statistics"  # on a module whose running statistics
 
 @dataclass(frozen=True)
 class AppliedPlan:
-    """What a plan asks of local training beyond freezing."""
+    """Terms that a plan adds to the local loss."""
 
     ridge: float = 0.0
     value_projection: tuple[tuple[nn.Parameter, Entry], ...] = field(default=(), repr=False)
@@ -33,38 +33,44 @@ class AppliedPlan:
     trained: tuple[tuple[nn.Parameter, Entry, np.ndarray], ...] = field(default=(), repr=False)
 
     def penalty(self) -> Tensor | float:
-        """What to add to the loss, a scalar: (λ/2)·‖W_V‖²_F over the weights of the value projections, and
-        (μ/2)·‖w − w_received‖² over all entries that train. 0.0 where the plan has neither."""
+        """Return the scalar to add to the loss; 0.0 if the plan has no such term.
+
+        It is (λ/2)·‖W_V‖²_F over the weights of the value projections (FedFrozen's ridge) plus (μ/2)·‖w − w_received‖²
+        over all trained entries (FedProx).
+        """
         terms: list[Tensor] = []
         if self.ridge:
             squares = [parameter[entry.index].square().sum() for parameter, entry in self.value_projection]
             terms.append(0.5 * self.ridge * torch.stack(squares).sum())
         if self.proximal:
-            moved = [(p[entry.index] - anchor).square().sum() for p, entry, anchor in self._anchored]
-            terms.append(0.5 * self.proximal * torch.stack(moved).sum())
+            changes = [(p[entry.index] - anchor).square().sum() for p, entry, anchor in self._anchored]
+            terms.append(0.5 * self.proximal * torch.stack(changes).sum())
         return sum(terms) if terms else 0.0
 
     @cached_property
     def _anchored(self) -> list[tuple[nn.Parameter, Entry, Tensor]]:
-        # When it is first asked for, as the model may go to another device after the plan was applied.
+        # Created at the first use, because the model may be moved to another device after the plan was applied.
         return [(p, entry, torch.from_numpy(np.array(value)).to(p)) for p, entry, value in self.trained]
 
 
 def apply_plan(model: nn.Module, msg: Message) -> AppliedPlan:
-    """Freeze in `model` what the plan in `msg` freezes, and unfreeze what an earlier plan froze.
+    """Freeze the entries of `model` that the plan in `msg` freezes, and unfreeze those of an earlier plan.
 
-    Call it before the optimizer is made. Frozen entries then get no gradient and no optimizer state. Where a frozen
-    entry shares one tensor with trained ones (a fused query-key-value projection), its gradients are zeroed as they
-    arise, so before any clipping, and its values are restored after every optimizer step, so that weight decay and
-    momentum leave no trace. Where the running statistics of a norm (batch norm and its like) are frozen, the norm runs
-    as in eval mode, whatever mode the model is in: it uses these statistics and does not update them.
+    Call it before the optimizer is created: frozen entries then have no gradient and no optimizer state. If a frozen
+    entry is part of a tensor with trained ones (a fused query-key-value projection), its gradient is set to zero before
+    any clipping, and its values are restored after every optimizer step, so that weight decay and momentum have no
+    effect. If the running statistics of a norm (such as batch norm) are frozen, the norm runs as in eval mode, whatever
+    the model's mode: it uses these statistics and does not update them.
 
     Args:
-        model: the torch module whose `state_dict` the message carries; it may be loaded before or after this call.
-        msg: the message that the ClientApp got. One that no strategy of Tepal's sent freezes nothing.
+        model: the torch module whose `state_dict` the message has; it may be loaded before or after this call.
+        msg: the message that the ClientApp received. A message of another strategy than Tepal's freezes nothing.
+
+    Returns:
+        The plan's terms of the loss; see `AppliedPlan.penalty`.
 
     Raises:
-        ValueError: the model has no parameter of a name that the plan freezes or regularises.
+        ValueError: the model has no parameter with a name that the plan freezes or regularises.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for parameter in parameters.values():
@@ -72,20 +78,20 @@ def apply_plan(model: nn.Module, msg: Message) -> AppliedPlan:
     for module in model.modules():
         if hasattr(module, _STATISTICS):
             getattr(module, _STATISTICS).release(module)
-    came = received(msg)
-    if came is None:
+    content = received(msg)
+    if content is None:
         return AppliedPlan()
-    layout = came.layout
+    layout = content.layout
     buffers = dict(model.named_buffers(remove_duplicate=False))
-    frozen = set(came.frozen)
+    frozen = set(content.frozen)
     for raw, entries in layout.entries_of.items():
         rows = [entry for entry in entries if entry.name in frozen]
         if not rows:
             continue
         if raw in buffers:
             path, _, name = raw.rpartition(".")
-            # By name, as other buffers (a table of positions, an image's mean) do not change, and the module that holds
-            # one may do more in train mode than keep statistics.
+            # Selected by name: other buffers (position tables, an image's mean) do not change, and their modules may
+            # use the train mode for something else.
             if name.startswith("running_") and buffers[raw].is_floating_point():
                 _FrozenStatistics.put(model.get_submodule(path))
             continue
@@ -95,39 +101,39 @@ def apply_plan(model: nn.Module, msg: Message) -> AppliedPlan:
                 parameter.requires_grad_(False)
                 setattr(parameter, _FROZEN, True)
         else:
-            _FrozenRows.put(parameter, [(entry, came.model[entry.name]) for entry in rows])
-    ridge = float(came.plan.options.get("ridge", 0.0))
-    group = [layout.by_name[name] for name in came.plan.groups.get("value_projection", ())]
-    proximal = float(came.plan.options.get(PROXIMAL, 0.0))
-    trained = [layout.by_name[name] for name in came.plan.trains] if proximal else []
+            _FrozenRows.put(parameter, [(entry, content.model[entry.name]) for entry in rows])
+    ridge = float(content.plan.options.get("ridge", 0.0))
+    group = [layout.by_name[name] for name in content.plan.groups.get("value_projection", ())]
+    proximal = float(content.plan.options.get(PROXIMAL, 0.0))
+    trained = [layout.by_name[name] for name in content.plan.trains] if proximal else []
     return AppliedPlan(
         ridge,
         tuple((_parameter(parameters, entry.raw), entry) for entry in group),
         proximal,
-        tuple((parameters[e.raw], e, came.model[e.name]) for e in trained if e.raw in parameters),
+        tuple((parameters[e.raw], e, content.model[e.name]) for e in trained if e.raw in parameters),
     )
 
 
 def frozen_rows(parameter: nn.Parameter) -> bool:
-    """Whether a plan freezes some rows of this parameter, but not all."""
+    """Return whether a plan freezes some, but not all, rows of this parameter."""
     return hasattr(parameter, _ROWS)
 
 
 @contextmanager
 def plan_lifted(model: nn.Module) -> Iterator[None]:
-    """Within it, norms whose running statistics a plan froze run in the mode of the model."""
-    held = [getattr(module, _STATISTICS) for module in model.modules() if hasattr(module, _STATISTICS)]
-    for statistics in held:
+    """Return a context in which norms with frozen running statistics follow the mode of the model."""
+    frozen = [getattr(module, _STATISTICS) for module in model.modules() if hasattr(module, _STATISTICS)]
+    for statistics in frozen:
         statistics.lifted = True
     try:
         yield
     finally:
-        for statistics in held:
+        for statistics in frozen:
             statistics.lifted = False
 
 
 class _FrozenRows:
-    """Rows of a parameter that must stay as they were received while its other rows train."""
+    """Rows of a parameter that keep their received values while the other rows are trained."""
 
     def __init__(self, parameter: nn.Parameter, rows: list[tuple[Entry, np.ndarray]]) -> None:
         self.rows = [(entry.index, torch.from_numpy(np.array(value))) for entry, value in rows]
@@ -150,9 +156,9 @@ class _FrozenRows:
 
 
 class _FrozenStatistics:
-    """A norm that runs as in eval mode while its statistics are frozen.
+    """Hooks that run a norm in eval mode while its statistics are frozen.
 
-    The mode is changed for the forward pass alone, as training code calls `model.train()` after the plan is applied.
+    The mode is changed during the forward pass only, because training code calls `model.train()` after `apply_plan`.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -182,7 +188,7 @@ class _FrozenStatistics:
 
 
 def _release(parameter: nn.Parameter) -> None:
-    """Undo what an earlier plan did: a model outlives its plan where a process serves several messages."""
+    """Undo an earlier plan: a process may use one model for several messages."""
     if hasattr(parameter, _FROZEN):
         delattr(parameter, _FROZEN)
         parameter.requires_grad_(True)
@@ -194,8 +200,8 @@ def _release(parameter: nn.Parameter) -> None:
 def _parameter(parameters: dict[str, nn.Parameter], name: str) -> nn.Parameter:
     if name not in parameters:
         raise ValueError(
-            f"the plan speaks of {name!r}, and the model has no parameter of this name: give apply_plan the model "
-            "whose state_dict the app loads and returns, not one that wraps it"
+            f"the plan names the entry {name!r}, but the model has no such parameter: give apply_plan the model whose "
+            "state_dict the app loads and returns, not a wrapper of it"
         )
     return parameters[name]
 
@@ -211,6 +217,6 @@ def _parameters(optimizer: Optimizer) -> Iterator[nn.Parameter]:
         yield from group["params"]
 
 
-# For all optimizers of the process, because an app makes its own and apply_plan does not see it; a parameter without
-# frozen rows costs one attribute lookup a step.
+# For all optimizers of the process, because apply_plan does not know the optimizer that the app creates. A parameter
+# without frozen rows costs one attribute lookup per step.
 register_optimizer_step_post_hook(_restore_after_step)

@@ -1,4 +1,4 @@
-"""Local training and scoring on one client. It knows batches and a model, and nothing of federated learning."""
+"""Local training and scoring of a model on batches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tepal.training.tasks import Tally, Task
 
 @dataclass(frozen=True)
 class Batches:
-    """Examples on one device, handed out in batches whose order depends on (seed, epoch) alone."""
+    """Examples on one device, in batches whose order depends only on (seed, epoch)."""
 
     inputs: Tensor
     labels: Tensor
@@ -35,11 +35,12 @@ class Batches:
 
     @property
     def per_epoch(self) -> int:
+        """Number of batches in an epoch."""
         return len(_cuts(len(self), self.batch_size))
 
     def epoch(self, number: int) -> Iterator[Batch]:
-        """Every example once, shuffled. The last batch may be smaller, or larger by one: none is of one example alone,
-        which has no variance for a BatchNorm."""
+        """Yield every example once, shuffled. The last batch may be smaller, or larger by one: no batch has a single
+        example, for which BatchNorm has no variance."""
         # NumPy's generator, not torch's: its permutation is the same on every device and platform.
         order = np.random.default_rng([self.seed, number]).permutation(len(self))
         for part in _cuts(len(self), self.batch_size):
@@ -48,11 +49,11 @@ class Batches:
 
 
 Batch = tuple[Tensor, Tensor]
-"""Inputs and labels."""
+"""Inputs (n, …) and labels (n,) or, in a regression, (n, outputs)."""
 
 
 def _cuts(count: int, size: int) -> list[slice]:
-    """Parts of at most `size`; a last one of a single example is joined to the one before it."""
+    """Return slices of at most `size`; a last slice of a single example is merged with the one before it."""
     ends = [*range(size, count, size), count]
     if len(ends) > 1 and size > 1 and count - ends[-2] == 1:
         del ends[-2]
@@ -61,7 +62,7 @@ def _cuts(count: int, size: int) -> list[slice]:
 
 @dataclass(frozen=True)
 class Fitted:
-    """What local training did: number of steps, the mean loss over them (ridge and the like included), and its time."""
+    """The result of local training: number of steps, mean loss over the steps (with penalties), duration in seconds."""
 
     steps: int
     loss: float
@@ -69,12 +70,13 @@ class Fitted:
 
     @property
     def step_seconds(self) -> float:
+        """Mean duration of a step."""
         return self.seconds / max(self.steps, 1)
 
 
 @dataclass(frozen=True)
 class Score:
-    """Mean loss over `examples` examples, share of correct labels (None in a regression), and the task's figures."""
+    """Mean loss over `examples` examples, accuracy (None in a regression), and the task's other metrics by name."""
 
     loss: float
     accuracy: float | None
@@ -83,9 +85,10 @@ class Score:
 
 
 def device_of(setting: str | None) -> torch.device:
-    """The device that a node's config names (`device="cuda:1"`), else a GPU when there is one, else the CPU.
+    """Return the device that a node's config names (`device="cuda:1"`); by default a GPU if there is one, else the CPU.
 
-    Raises ValueError for a device that this machine does not have.
+    Raises:
+        ValueError: the device is not available on this machine.
     """
     if setting is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -94,17 +97,17 @@ def device_of(setting: str | None) -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
-        raise ValueError(f"this node's config says device={setting!r}, which cannot be used here: {reason}") from error
+        raise ValueError(f"this node's config has device={setting!r}, which is not available: {reason}") from error
     return device
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Name → parameter of what is not frozen as a whole; a shared one once."""
+    """Return name → parameter, for parameters that are not frozen as a whole; a shared one once."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def optimizer_for(trained: Iterable[Tensor], config: TrainingConfig) -> Optimizer:
-    """A fresh optimizer over what trains. Fused: one call for all tensors, a fifth of the time for small models."""
+    """Return a new optimizer. Fused, it takes one call for all tensors, and a fifth of the time for small models."""
     trained = list(trained)
     if config.optimizer == "sgd":
         return SGD(
@@ -123,18 +126,21 @@ def fit(
     task: Task = tasks.IMAGES,
     correct: Callable[[], None] = lambda: None,
 ) -> Fitted:
-    """Train in place: `local_steps` steps, or `local_epochs` epochs.
+    """Train a model in place for `local_steps` steps, or `local_epochs` epochs.
 
     Args:
-        model: on the batches' device; entries with `requires_grad` False do not train.
+        model: on the batches' device; entries with `requires_grad` False are not trained.
         batches: inputs and labels of this client.
         config: see TrainingConfig.
-        penalty: a scalar that is added to every batch's loss, such as a ridge or a proximal term.
-        task: says how the model is called, and its loss.
-        correct: is called before every step, and may change the gradients, which are in the parameters' `grad`.
+        penalty: returns a scalar that is added to every batch's loss, such as a ridge or proximal term.
+        task: how the model is called, and its loss.
+        correct: called before every optimizer step; may change the gradients in the parameters' `grad`.
+
+    Returns:
+        Steps, mean loss and duration.
 
     Raises:
-        FloatingPointError: the loss is NaN or infinite; nothing sensible could be returned to the server.
+        FloatingPointError: the loss is NaN or infinite.
     """
     trained = list(trained_parameters(model).values())
     optimizer = optimizer_for(trained, config)
@@ -161,7 +167,7 @@ def fit(
 def descend(
     model: nn.Module, batches: Batches, config: TrainingConfig, step: Callable[[Iterator[Batch]], Tensor]
 ) -> Fitted:
-    """Call `step` as often as the config says: it takes its batches, changes the model, and returns its loss, detached.
+    """Call `step` for every local step: it takes its batches, updates the model, and returns its detached loss.
 
     Raises FloatingPointError as `fit` does.
     """
@@ -169,47 +175,54 @@ def descend(
     steps = steps_of(batches, config)
     stream = endless(batches)
     total = torch.zeros((), device=batches.labels.device)
-    begun = time.perf_counter()
+    start = time.perf_counter()
     with recomputed_layers(model) if config.gradient_checkpointing else nullcontext():
         for number in range(steps):
             total += step(stream)
-            if number % 100 == 0:  # not every time: on a GPU the look waits for all work queued
+            if number % 100 == 0:  # rarely: on a GPU the check waits for all queued work
                 _require_finite(total, config)
-    return fitted(steps, total, time.perf_counter() - begun, config)
+    return fitted(steps, total, time.perf_counter() - start, config)
 
 
 def steps_of(batches: Batches, config: TrainingConfig) -> int:
-    """How many steps a client takes in a round."""
+    """Return the number of local steps in a round."""
     return config.local_steps or config.local_epochs * batches.per_epoch
 
 
 def fitted(steps: int, total: Tensor, seconds: float, config: TrainingConfig) -> Fitted:
-    """What steps with this sum of losses came to. Raises FloatingPointError where the sum is NaN or infinite."""
+    """Return the result of steps whose losses sum to `total`. Raises FloatingPointError if that is NaN or infinite."""
     _require_finite(total, config)
     return Fitted(steps, float(total) / max(steps, 1), seconds)
 
 
 def accumulation(config: TrainingConfig, steps: int, proximal: float = 0.0) -> float:
-    """‖a‖₁ of FedNova (Wang et al. 2020, arXiv:2007.07481, section 4): a way of `steps` local steps is −η·Σ_k a_k·g_k.
+    """Return ‖a‖₁ of FedNova, where τ local steps change the model by −η·Σ_k a_k·g_k.
 
-    SGD: the number of steps. With momentum ρ: a_k = (1 − ρ^(τ−k))/(1 − ρ). With a proximal term μ (and no momentum):
-    a_k = (1 − ημ)^(τ−1−k). It is found by taking the steps with g = 1, so that both together count right, too. An
-    optimizer that is no SGD has no such vector: its steps are counted.
+    For plain SGD it is the number of steps. With momentum ρ: a_k = (1 − ρ^(τ−k))/(1 − ρ). With a proximal term μ and no
+    momentum: a_k = (1 − ημ)^(τ−1−k). It is computed by taking the steps with g = 1, which covers both together. Other
+    optimizers have no such vector, and the number of steps is returned.
+
+    Args:
+        config: optimizer, learning rate η and momentum ρ.
+        steps: τ, the number of local steps.
+        proximal: μ of the proximal term.
+
+    Source: Wang et al. 2020, arXiv:2007.07481, section 4.
     """
     if config.optimizer != "sgd":
         return float(steps)
-    way = velocity = 0.0
+    change = velocity = 0.0
     for _ in range(steps):
-        velocity = config.momentum * velocity + 1.0 - config.learning_rate * proximal * way
-        way += velocity
-    return way
+        velocity = config.momentum * velocity + 1.0 - config.learning_rate * proximal * change
+        change += velocity
+    return change
 
 
 def pieces(batch: Batch, config: TrainingConfig) -> Iterator[tuple[Tensor, Tensor, float]]:
-    """A batch in parts that fit into memory, and each one's share of the examples.
+    """Yield a batch in micro-batches: inputs, labels, and the share of the batch's examples.
 
-    The gradient of the mean loss is the sum of the parts', by their shares. What a layer takes from all examples of a
-    pass together, as BatchNorm's statistics, it takes from a part.
+    The gradient of the batch's mean loss is the sum of the micro-batches' gradients, weighted by their shares.
+    BatchNorm's statistics are those of a micro-batch.
     """
     inputs, labels = batch
     size = config.micro_batch_size or len(labels)
@@ -218,22 +231,24 @@ def pieces(batch: Batch, config: TrainingConfig) -> Iterator[tuple[Tensor, Tenso
 
 
 def clip(trained: Iterable[Tensor], config: TrainingConfig) -> None:
-    """Bring the gradients of all trained entries together to the norm that the config allows."""
+    """Clip the norm of the gradient over all trained entries to `clip_norm`."""
     if config.clip_norm:
         nn.utils.clip_grad_norm_(trained, config.clip_norm)
 
 
 MOST_AT_ONCE = 512
+"""Most examples in a pass without gradients."""
 MOST_TOKENS = 2**15
+"""Most tokens in a pass without gradients, if a training batch has fewer."""
 
 
 def at_once(inputs: Tensor, config: TrainingConfig, task: Task) -> int:
-    """How many examples go through the model in one pass without gradients: what memory is there for in training.
+    """Return the number of examples in a pass without gradients, which must fit into the memory of a training pass.
 
-    At most 512; where the run says what fits in one pass, `micro-batch-size`; of a vast task as many as in a training
-    pass; of texts so many that there are not more than 2¹⁵ tokens, or as many as in a training pass.
+    At most `MOST_AT_ONCE`; `micro-batch-size` if it is set; a training batch for a task with outputs for every token;
+    for texts at most `MOST_TOKENS` tokens, or a training batch.
     """
-    if config.micro_batch_size or task.vast:
+    if config.micro_batch_size or task.outputs_per_token:
         return min(config.micro_batch_size or config.batch_size, MOST_AT_ONCE)
     if inputs.is_floating_point() or not len(inputs):
         return MOST_AT_ONCE
@@ -242,7 +257,7 @@ def at_once(inputs: Tensor, config: TrainingConfig, task: Task) -> int:
 
 @torch.no_grad()
 def score(model: nn.Module, inputs: Tensor, labels: Tensor, config: TrainingConfig, task: Task = tasks.IMAGES) -> Score:
-    """Loss and figures over all examples, in passes of `at_once`."""
+    """Score a model on all examples, in evaluation mode and in passes of `at_once`."""
     model.eval()
     tally = Tally(task)
     size = at_once(inputs, config, task)
@@ -254,7 +269,7 @@ def score(model: nn.Module, inputs: Tensor, labels: Tensor, config: TrainingConf
 
 
 def endless(batches: Batches) -> Iterator[Batch]:
-    """Batches of one epoch after the other."""
+    """Yield the batches of epoch after epoch, without end."""
     epoch = 0
     while True:
         yield from batches.epoch(epoch)
@@ -262,7 +277,7 @@ def endless(batches: Batches) -> Iterator[Batch]:
 
 
 def autocast(config: TrainingConfig, device: torch.device) -> AbstractContextManager[Any]:
-    """Within it, the forward pass computes in the dtype that the config says."""
+    """Return a context in which the forward pass uses the config's dtype."""
     if config.autocast == "no":
         return nullcontext()
     return torch.autocast(device.type, torch.bfloat16 if config.autocast == "bf16" else torch.float16)

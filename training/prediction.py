@@ -1,8 +1,8 @@
-"""Prediction by the mean over an ensemble's members, and figures that tell how far the members differ.
+"""Prediction with the mean of an ensemble's members, and measures of how much the members differ.
 
-Fed-ensemble (Shi et al., arXiv 2107.10663) predicts with the mean over its K models: of their class probabilities, or
-in a regression of their outputs. One model object takes the members' weights in turn, so that memory holds one model
-whatever K is. A single model is an ensemble of one.
+Fed-ensemble (Shi et al., arXiv 2107.10663) predicts with the mean over its K models of their class probabilities or, in
+a regression, of their outputs. The members' weights are loaded into one model object in turn, so that one model is in
+memory for any K. A single model is an ensemble of one.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ from tepal.training.tasks import Task, check_shapes, counts_by_class, macro_f1
 
 @dataclass(frozen=True, eq=False)
 class Predictions:
-    """What an ensemble of K members says of n examples. All tensors are on the CPU, numbers are float64.
+    """Predictions of an ensemble of K members for n examples. Tensors are on the CPU, floating-point ones are float64.
 
-    outputs: the members' mean probabilities (n, classes), or in a regression the mean of their outputs (n, …).
-    log_probabilities: logarithms of the mean probabilities, finite also where these are too small for a number;
-        None in a regression.
-    member_labels: the label that each member gives on its own (K, n); None in a regression.
-    variance: of the K outputs around their mean, divided by K, in the shape of `outputs`; None in a classification.
+    outputs: the members' mean probabilities (n, classes); in a regression the mean of their outputs (n, …).
+    log_probabilities: logarithms of the mean probabilities, finite also if these underflow; None in a regression.
+    member_labels: the label that each member alone predicts (K, n); None in a regression.
+    variance: population variance of the K outputs, in the shape of `outputs`; None in a classification.
     """
 
     outputs: Tensor
@@ -39,28 +38,29 @@ class Predictions:
 
     @property
     def labels(self) -> Tensor:
-        """The ensemble's own labels (n,): the classes with the highest mean probability."""
-        return _of_classes(self.log_probabilities).argmax(dim=1)
+        """The ensemble's labels (n,): the classes with the highest mean probability."""
+        return _classification_only(self.log_probabilities).argmax(dim=1)
 
     @property
     def entropy(self) -> Tensor:
-        """Entropy of each example's mean probabilities (n,), in nats: 0 is certain, log(classes) is a mere guess."""
-        _of_classes(self.log_probabilities)
+        """Entropy of each example's mean probabilities (n,), in nats, from 0 (certain) to log(classes) (uniform)."""
+        _classification_only(self.log_probabilities)
         return torch.special.entr(self.outputs).sum(dim=1)
 
     @property
     def dissent(self) -> Tensor:
-        """Share of the members whose label is not the ensemble's (n,)."""
-        return (_of_classes(self.member_labels) != self.labels).double().mean(dim=0)
+        """Share of the members whose label differs from the ensemble's (n,)."""
+        return (_classification_only(self.member_labels) != self.labels).double().mean(dim=0)
 
 
 @dataclass(frozen=True)
 class Diversity:
-    """How far the members of a classifying ensemble differ.
+    """Measures of how much the members of a classifying ensemble differ.
 
-    lowest_accuracy, highest_accuracy: of a member on its own.
-    entropy: of the mean probabilities, in nats, mean over the examples.
-    disagreement: share of examples on which two members give different labels, mean over all pairs; 0 for one member.
+    lowest_accuracy, highest_accuracy: accuracies of the worst and the best single member.
+    entropy: entropy of the mean probabilities in nats, mean over the examples.
+    disagreement: share of examples for which two members predict different labels, mean over all pairs; 0 for one
+        member.
     """
 
     lowest_accuracy: float
@@ -71,14 +71,14 @@ class Diversity:
 
 @dataclass(frozen=True)
 class EnsembleScore:
-    """How well an ensemble predicts `examples` examples, and how far its members differ.
+    """Score of an ensemble on `examples` examples.
 
-    loss: mean negative logarithm of the true class's mean probability; in a regression the mean squared error of the
-        mean output.
+    loss: mean negative log of the true class's mean probability; in a regression the mean squared error of the mean
+        output.
     accuracy: share of correct labels; None in a regression.
-    figures: those of the task, by name.
-    diversity: of a classification, else None.
-    variance: over the members, of a regression, mean over all numbers put out; else None.
+    figures: the task's other metrics, by name.
+    diversity: how much the members differ; None in a regression.
+    variance: variance over the members, mean over all output elements; None in a classification.
     """
 
     loss: float
@@ -90,7 +90,7 @@ class EnsembleScore:
 
     @property
     def apart(self) -> dict[str, float]:
-        """How far the members differ, by the names of metrics."""
+        """Measures of how much the members differ, by the names of metrics."""
         if self.diversity is None:
             return {} if self.variance is None else {"variance-over-members": self.variance}
         return {name.replace("_", "-"): value for name, value in vars(self.diversity).items()}
@@ -103,14 +103,17 @@ def predict(
     config: TrainingConfig | None,
     task: Task = tasks.IMAGES,
 ) -> Predictions:
-    """The mean prediction of the members.
+    """Predict with the mean of the members.
 
     Args:
-        model: takes each member's weights in turn, and has the last one's afterwards; in evaluation mode.
+        model: loads each member's weights in turn; afterwards it has the last member's, in evaluation mode.
         states: the members' state_dicts; an iterator that reads them one by one keeps one in memory.
         inputs: (n, …), on the model's device.
-        config: its `autocast` holds, and what fits in a pass (see `training.at_once`); None: the usual.
-        task: says how the model is called, and whether probabilities or outputs are averaged.
+        config: gives `autocast` and the size of a pass (see `loop.at_once`); None: no autocast and default settings.
+        task: how the model is called, and whether probabilities or outputs are averaged.
+
+    Returns:
+        Predictions for the n inputs, on the CPU.
 
     Raises:
         ValueError: there is no member.
@@ -127,18 +130,24 @@ def score_ensemble(
     config: TrainingConfig | None,
     task: Task = tasks.IMAGES,
 ) -> EnsembleScore:
-    """Score an ensemble; with one member, loss, accuracy and figures are those of `training.score`.
+    """Score an ensemble; with one member, loss, accuracy and figures are those of `loop.score`.
 
-    Args as for `predict`; `labels` (n,) are class numbers, in a regression numbers of the outputs' shape. Raises
-    ValueError for no member, for no example, and where labels do not fit inputs or outputs.
+    Args:
+        model, states, inputs, config, task: see `predict`.
+        labels: class numbers (n,); in a regression targets in the outputs' shape.
+
+    Raises:
+        ValueError: there is no member or no example, or the labels do not fit the inputs or outputs.
     """
     if len(inputs) != len(labels) or not len(labels):
-        raise ValueError(f"{len(inputs)} inputs and {len(labels)} labels: a score needs one label for each input")
+        raise ValueError(
+            f"{len(inputs)} inputs and {len(labels)} labels: give one label for each input, and at least one"
+        )
     predictions = predict(model, states, inputs, config, task)
     labels = labels.cpu()
     if task.regression:
         return _score_regression(predictions, labels)
-    log_probabilities, predicted = _of_classes(predictions.log_probabilities), predictions.labels
+    log_probabilities, predicted = _classification_only(predictions.log_probabilities), predictions.labels
     loss = -float(log_probabilities.gather(1, labels[:, None]).mean())
     figures = {}
     if task.macro_f1:
@@ -149,8 +158,8 @@ def score_ensemble(
 
 
 def diversity(predictions: Predictions, labels: Tensor) -> Diversity:
-    """How far the members differ on examples with these labels (n,)."""
-    member_labels = _of_classes(predictions.member_labels)
+    """Measure how much the members differ on examples with these labels (n,)."""
+    member_labels = _classification_only(predictions.member_labels)
     accuracies = [_share(member == labels) for member in member_labels]
     return Diversity(
         lowest_accuracy=min(accuracies),
@@ -172,10 +181,10 @@ def _score_regression(predictions: Predictions, targets: Tensor) -> EnsembleScor
 def _outputs(
     model: nn.Module, state: Mapping[str, Tensor], inputs: Tensor, config: TrainingConfig | None, task: Task
 ) -> Tensor:
-    """One member's outputs (n, …).
+    """Return one member's outputs (n, …).
 
-    In double precision, where logits that differ still differ after log_softmax: a member alone has the accuracy that
-    `training.score` finds. On the CPU, since not every accelerator has double precision.
+    In double precision, so that different logits remain different after log_softmax, and a single member has the
+    accuracy of `loop.score`. On the CPU, because not every accelerator has double precision.
     """
     model.load_state_dict(state)
     model.eval()
@@ -189,7 +198,7 @@ def _outputs(
 
 def _classify(members: Iterator[Tensor]) -> Predictions:
     logits = _first(members)
-    total = logits.log_softmax(dim=1)  # the logarithm of the sum of probabilities: no probability is lost to underflow
+    total = logits.log_softmax(dim=1)  # log of the sum of probabilities: none underflows
     member_labels = [logits.argmax(dim=1)]
     for logits in members:
         total = torch.logaddexp(total, logits.log_softmax(dim=1))
@@ -204,30 +213,32 @@ def _regress(members: Iterator[Tensor]) -> Predictions:
     count = 1
     # Welford's update: the difference of two large sums of squares would lose the small variance between them.
     for count, outputs in enumerate(members, start=2):
-        apart = outputs - mean
-        mean = mean + apart / count
-        squares += apart * (outputs - mean)
+        difference = outputs - mean
+        mean = mean + difference / count
+        squares += difference * (outputs - mean)
     return Predictions(mean, variance=squares / count)
 
 
 def _first(members: Iterator[Tensor]) -> Tensor:
     first = next(members, None)
     if first is None:
-        raise ValueError("an ensemble without a member cannot predict: give at least one state_dict")
+        raise ValueError("an ensemble without members cannot predict: give at least one state_dict")
     return first
 
 
-def _of_classes(of_classification: Tensor | None) -> Tensor:
-    if of_classification is None:
-        raise ValueError("predictions of a regression have no labels, no entropy and no disagreement")
-    return of_classification
+def _classification_only(found: Tensor | None) -> Tensor:
+    if found is None:
+        raise ValueError(
+            "predictions of a regression have no labels, entropy or disagreement: use outputs and variance"
+        )
+    return found
 
 
 def _disagreement(member_labels: Tensor, classes: int) -> float:
     members, examples = member_labels.shape
     if members == 1:
         return 0.0
-    # Counted by class, K·n steps instead of K²·n: c members with one label are c(c−1) ordered pairs that agree.
+    # By counts per class, in K·n steps instead of K²·n: c members with one label are c(c−1) ordered agreeing pairs.
     votes = torch.zeros(examples, classes, dtype=torch.float64)
     votes.scatter_add_(1, member_labels.T, torch.ones(examples, members, dtype=torch.float64))
     agreeing = (votes * (votes - 1)).sum(dim=1) / (members * (members - 1))

@@ -1,8 +1,8 @@
-"""What a client measures before the server chooses its layers: one number a layer, and what training it costs.
+"""Layer scores and training times, which a client measures before the server selects its layers.
 
-Selective layer fine-tuning (arXiv:2408.15600) asks every client for the squared norm ‖g_l‖² of the mean gradient of
-each layer, over one batch or more; the baselines of the same paper ask for other figures of the same gradient. Nothing
-here trains: the gradient is taken at stand-ins for the model's parameters and buffers, so the model is only read.
+Selective layer fine-tuning (arXiv:2408.15600) asks every client for the squared norm ‖g_l‖² of each layer's mean
+gradient over one or more batches; the paper's baselines use other statistics of the same gradient. The model is not
+changed: gradients are computed with respect to stand-ins for its parameters and buffers.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 Kind = Literal["gradient", "snr", "rgn"]
 
-_SHORTEST = 1e-3  # milliseconds: no layer is for nothing, and a cost of 0 would make every budget endless
+_SHORTEST = 1e-3  # milliseconds: with a cost of 0 a layer would be free under any budget
 _HEAD = -1
 
 
 @dataclass(frozen=True)
 class LayerScores:
-    """Figures of L layers, in the order in which the layers were given."""
+    """Scores and durations of L layers, in the order in which the layers were given."""
 
     scores: list[float]
     milliseconds: list[float]
-    """Duration of each layer's backward pass over the last batch: positive and finite."""
+    """Duration of each layer's backward pass over the last batch, positive and finite."""
     examples: int
     loss: float
-    """Mean over the examples."""
+    """Mean loss over the examples."""
 
 
 def cross_entropy(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy of a classifier that returns logits."""
+    """Return the mean cross-entropy of a classifier that returns logits."""
     return F.cross_entropy(model(inputs), labels)
 
 
@@ -74,34 +74,37 @@ def layer_scores(
     """Score every layer by g_l, the gradient of the mean loss over all examples of `batches` (arXiv:2408.15600).
 
     - "gradient": ‖g_l‖², the squared norm over all elements of the layer (its problem P1)
-    - "snr": mean² / variance (of the population) of the gradient's elements, per tensor, summed over the layer's
-      tensors. A tensor whose elements are all equal, such as one of a single element, has no variance: it adds 0.
-    - "rgn": ‖g_l‖ / ‖w_l‖. It is 0 for a layer whose weights are all 0: there is nothing to be relative to.
+    - "snr": mean² / population variance of the gradient's elements, per tensor, summed over the layer's tensors. A
+      tensor whose elements are all equal, such as one with a single element, contributes 0.
+    - "rgn": ‖g_l‖ / ‖w_l‖, or 0 for a layer whose weights are all 0.
 
-    The gradient is taken as local training would take it: in train mode, with the statistics of the batch in batch
-    norms and with dropout, regardless of what an earlier `apply_plan` froze. Dropout draws from a fixed seed, so equal
-    models and batches give equal scores. Weights, buffers, `.grad`, `requires_grad`, modes and the global random number
-    generators are the same afterwards, also after an error.
+    The gradient is computed as in local training: in train mode, with batch statistics and with dropout, regardless of
+    what an earlier `apply_plan` froze. Dropout uses a fixed seed, so equal models and batches have equal scores.
+    Weights, buffers, `.grad`, `requires_grad`, modes and the global random number generators are unchanged afterwards,
+    also after an error.
 
     Args:
         model: on the device of the batches.
-        batches: inputs and labels; the batches count by their sizes.
-        layers: names of entries of each layer, from input to output. Buffers have no gradient and do not count; a
-            parameter that the loss does not depend on has gradient 0. Parameters in neither a layer nor `head` need no
-            gradient, so the backward pass ends at the lowest layer.
-        layout: of `model`, with all these names.
-        score: which figure; see above.
+        batches: inputs and labels; batches are weighted by their sizes.
+        layers: names of entries of each layer, from input to output. Buffers are ignored; a parameter that the loss
+            does not depend on has gradient 0. Parameters in neither a layer nor `head` need no gradient, so the
+            backward pass ends at the lowest layer.
+        layout: the layout of `model`, with all these names.
+        score: the statistic; see above.
         loss: the objective of local training.
-        head: entries that always train. Their part of the backward pass is counted to no layer.
-        timed: whether `milliseconds` will be used. One pass over the first batch then goes ahead and is thrown away,
+        head: entries that are always trained. Their part of the backward pass is attributed to no layer.
+        timed: whether `milliseconds` will be used. The first batch is then processed once before the measurement,
             because the first pass of a process is slow.
+
+    Returns:
+        Scores, durations, number of examples and mean loss.
 
     Raises:
         ValueError: an unknown score, no batch, or a name that the layout or the model does not have.
         FloatingPointError: the loss or a layer's gradient is NaN or infinite.
     """
     if score not in get_args(Kind):
-        raise ValueError(f"score={score!r}: expected one of {', '.join(get_args(Kind))}")
+        raise ValueError(f"score={score!r}: choose one of {', '.join(get_args(Kind))}")
     probe = _Probe(model, layers, head, layout, loss)
     examples, mean = 0, 0.0
     with plan_lifted(model), _in_train_mode(model), random_numbers_apart(model):
@@ -113,15 +116,15 @@ def layer_scores(
             share = len(labels) / examples
             mean += share * (probe.add(inputs, labels, share) - mean)
     if not examples:
-        raise ValueError("no examples to score the layers with: give at least one batch")
+        raise ValueError("there are no examples to score the layers with: give at least one batch")
     return LayerScores(probe.scores(score), probe.milliseconds, examples, mean)
 
 
 class _Probe:
-    """Stand-ins for a model's parameters and buffers, and the gradients that gather in them.
+    """Stand-ins for a model's parameters and buffers, in which gradients accumulate.
 
-    Those of parameters share the parameters' memory, but have a `.grad`, a `requires_grad` and hooks of their own.
-    Those of buffers are copies, because a batch norm writes into its buffers.
+    Stand-ins of parameters share their memory, but have their own `.grad`, `requires_grad` and hooks. Stand-ins of
+    buffers are copies, because batch norms write into their buffers.
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[Names], head: Names, layout: Layout, loss: Loss) -> None:
@@ -143,25 +146,30 @@ class _Probe:
                 tensor.register_post_accumulate_grad_hook(self._clock(owner))
 
     def _slices(self, names: Names, layout: Layout) -> list[tuple[Tensor, tuple[slice, ...]]]:
-        """Stand-in, and where the entry lies in it, for the entries that can have a gradient."""
+        """Return the stand-in, and the entry's index in it, for the entries that can have a gradient."""
         found = []
         for name in names:
             if name not in layout.by_name:
-                raise ValueError(f"a layer names the entry {name!r}, and the layout has none of this name")
+                raise ValueError(
+                    f"a layer names the entry {name!r}, which the layout does not have: give the model's own layout"
+                )
             entry = layout.by_name[name]
             if entry.raw in self.buffers:
                 continue
             if entry.raw not in self.by_name:
                 raise ValueError(
-                    f"a layer names {entry.raw!r}, and the model has no parameter of this name: give the model that "
-                    "the layout was made from, not one that wraps it"
+                    f"a layer names {entry.raw!r}, but the model has no such parameter: give the model that the "
+                    "layout was made from, not a wrapper of it"
                 )
             if self.by_name[entry.raw].is_floating_point():
                 found.append((self.by_name[entry.raw], entry.index))
         return found
 
     def add(self, inputs: Tensor, labels: Tensor, share: float) -> float:
-        """Give this batch `share` of the mean gradient, and what came before it the rest. Returns the batch's loss."""
+        """Add a batch with weight `share` to the mean gradient, and scale the earlier ones.
+
+        Returns the batch's loss.
+        """
         for tensor in self.stand_ins.values():
             if tensor.grad is not None:
                 tensor.grad.mul_(1 - share)
@@ -170,7 +178,7 @@ class _Probe:
         if not math.isfinite(value):
             raise FloatingPointError(
                 f"the layers cannot be scored: the loss of a batch of {len(labels)} is {value}. The model has "
-                "diverged; lower the learning rate or set clip-norm"
+                "diverged: lower learning-rate or set clip-norm"
             )
         self.events.clear()
         start = _now(inputs.device)
@@ -190,8 +198,8 @@ class _Probe:
             if not math.isfinite(squared):
                 raise FloatingPointError(
                     f"layer {number + 1} of {len(self.layers)} ({self.names[number][0]}, …) cannot be scored: its "
-                    "gradient is NaN or infinite. The model has diverged, or its dtype is too narrow; lower the "
-                    "learning rate, set clip-norm, or use autocast bf16 or no"
+                    "gradient is NaN or infinite. The model has diverged, or its dtype is too narrow: lower "
+                    "learning-rate, set clip-norm, or use autocast bf16 or no"
                 )
             if kind == "gradient":
                 scores.append(squared)
@@ -207,8 +215,8 @@ class _Probe:
         return lambda tensor: self.events.append((owner, _now(tensor.device)))
 
     def _durations(self, start: float) -> list[float]:
-        """From the end of what was finished before it to the layer's own end, so that layers may interleave."""
-        last = dict(self.events)  # the last gradient of each
+        """Return each layer's time since the previous layer finished, which allows layers to interleave."""
+        last = dict(self.events)  # the time of the last gradient of each
         milliseconds = [_SHORTEST] * len(self.layers)
         before = start
         for owner, moment in sorted(last.items(), key=lambda item: item[1]):
@@ -219,7 +227,7 @@ class _Probe:
 
 
 class _Objective(nn.Module):
-    """A loss as a module, because `functional_call` calls modules."""
+    """A loss as a module, as `functional_call` requires."""
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         super().__init__()
@@ -234,12 +242,12 @@ def _snr(gradient: Tensor, eps: float) -> float:
     if not gradient.numel():
         return 0.0
     mean, variance = float(gradient.mean()), float(gradient.var(correction=0))
-    # Elements that differ by rounding alone are equal: what is left of their variance would make any number.
+    # Elements that differ only by rounding count as equal: the ratio to their variance would be arbitrary.
     return mean**2 / variance if variance > (eps * mean) ** 2 else 0.0
 
 
 def _now(device: torch.device) -> float:
-    """Seconds; on a GPU once the work queued so far is done."""
+    """Return the time in seconds, on a GPU after the queued work is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -258,10 +266,10 @@ def _in_train_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def random_numbers_apart(model: nn.Module, seed: int = 0) -> Iterator[None]:
-    """Random numbers from a seed of their own; the global generators go on afterwards where they were."""
+    """Return a context with random numbers from `seed`; the global generators are restored afterwards."""
     devices = sorted({parameter.device.index or 0 for parameter in model.parameters() if parameter.is_cuda})
     with torch.random.fork_rng(devices):
-        # Not torch.manual_seed: it would also seed GPUs that are not forked here.
+        # torch.manual_seed would also seed GPUs whose state is not saved here.
         torch.default_generator.manual_seed(seed)
         for device in devices:
             torch.cuda.default_generators[device].manual_seed(seed)
@@ -271,22 +279,25 @@ def random_numbers_apart(model: nn.Module, seed: int = 0) -> Iterator[None]:
 def probe_layers(
     model: nn.Module, msg: Message, batches: Iterable[tuple[Tensor, Tensor]], *, loss: Loss = cross_entropy
 ) -> dict[str, list[float]]:
-    """What an app answers a probe with: metrics of this client's layers, a number each, as the server asked for.
+    """Return the metrics with which an app replies to a probe: one number per layer, as requested by the server.
 
     Args:
-        model: the torch module whose `state_dict` the message carries, loaded.
-        msg: the message that the function `@app.train("probe")` got.
-        batches: inputs and labels of this client, on the model's device; as many are read as the server asked for.
+        model: the torch module, with the message's `state_dict` loaded.
+        msg: the message that the function `@app.train("probe")` received.
+        batches: inputs and labels of this client, on the model's device; as many are read as the server requests.
         loss: the objective of local training.
 
+    Returns:
+        Name of a metric → one number per layer.
+
     Raises:
-        ValueError: a message that is no probe, or a model without the entries that it names.
+        ValueError: the message is not a probe, or the model lacks entries that it names.
         FloatingPointError: the loss or a layer's gradient is NaN or infinite.
     """
-    came = received(msg)
-    if came is None or came.plan.action != PROBE:
-        raise ValueError("this message is no probe: `probe_layers` belongs into a function `@app.train('probe')`")
-    groups, options = came.plan.groups, came.plan.options
+    content = received(msg)
+    if content is None or content.plan.action != PROBE:
+        raise ValueError("this message is not a probe: call `probe_layers` in a function with `@app.train('probe')`")
+    groups, options = content.plan.groups, content.plan.options
     score, timed = options.get(PROBE_SCORE, NO_SCORE), bool(options.get(PROBE_TIMED))
     if score == NO_SCORE and not timed:
         return {}
@@ -294,7 +305,7 @@ def probe_layers(
         model,
         islice(batches, int(options.get(PROBE_BATCHES, 1)) or None),
         [groups[f"layer/{number}"] for number in range(sum(name.startswith("layer/") for name in groups))],
-        came.layout,
+        content.layout,
         score="gradient" if score == NO_SCORE else cast(Kind, score),
         loss=loss,
         head=groups.get("head", ()),

@@ -1,38 +1,38 @@
-"""What a client learns from: data sets, how they are divided among clients, and each client's own train/test split.
+"""Data sets, their partitions among clients, and each client's train/test split.
 
-    DataConfig  --->  dataset_info(config)            the server builds its model from it   text_info
-                --->  held_out(config)                the server scores the global model    held_out_texts
-                --->  unlabelled(config)              what it trains on unlabelled (FedBE)  unlabelled_texts
-                --->  load_client(config, node, ...)  one client's examples                 load_client_texts
+    DataConfig  --->  dataset_info(config)            sizes for the server's model           text_info
+                --->  held_out(config)                the server's test set                  held_out_texts
+                --->  unlabelled(config)              the server's unlabelled set (FedBE)    unlabelled_texts
+                --->  load_client(config, node, ...)  one client's examples                  load_client_texts
 
-A client's examples come from its own `data-path` (a deployment), or are one partition of a named dataset (a
-simulation). Partitions are made by flwr-datasets. Everything is numpy, images are float32 in 0..1 and channel-first;
-training normalises them (`normalise`) and turns them into tensors. All randomness derives from (`seed`, purpose,
-client), so that every process computes the same partition and the same split.
+A client's examples come from its own `data-path` (deployment), or are one partition of a named dataset (simulation).
+Partitions are made by flwr-datasets. Everything is numpy; images are float32 in 0..1 and channel-first, and are
+normalised (`normalise`) and converted to tensors for training. All randomness derives from (`seed`, purpose, client),
+so that every process computes the same partition and the same split.
 
-What can be read at a `data-path`, and as the run's `dataset` (each format's file here says more):
+Formats of a `data-path` and of the run's `dataset` (each module has the details):
 
     data.npz                          arrays: images, labels and groups            npz.py
     root/<class>/<file>               images, also root/<group>/<class>/<file>     folders.py
     root/train-images-idx3-ubyte, …   MNIST's family, also .gz                     idx.py
     root/data_batch_1, …              CIFAR-10 and CIFAR-100, python and binary    cifar.py
-    table.csv, .jsonl, .parquet       images or texts, in columns by the config    tables.py
+    table.csv, .jsonl, .parquet       images or texts, columns named by the config  tables.py
     plays.txt                         running text by speaker                      texts.py
     data.json, train/*.json, …        LEAF's FEMNIST and Shakespeare               leaf.py
 
-Numbers to regress on are read from .npz files and tables, by functions of their own again (`number_info`,
-`held_out_numbers`, `load_client_numbers`; numbers.py).
+Numbers for regression are read from .npz files and tables, by separate functions (`number_info`, `held_out_numbers`,
+`load_client_numbers`; numbers.py).
 
-Data sets that are known by name (known.py) have layouts and columns of their own:
+Data sets known by name (known.py) may have their own layouts and columns:
 
     <domain>_train.txt, …             DomainNet, and FedScale's OpenImage          lists.py
     xglue.nc.<language>.train, …      XGLUE's news, and 20 Newsgroups              articles.py
     ARC-Easy-Train.jsonl, …           tables of questions and others               named.py
 
-Text files may be compressed (.gz, .xz). Of texts, callers get `Texts`, by functions of their own; numbers are made of
-them by an `Encoder` (a tokenizer; `CharVocabulary` for characters).
+Text files may be compressed (.gz, .xz). Texts are returned as `Texts`, by separate functions; an `Encoder` (a
+tokenizer, or `CharVocabulary` for characters) converts them to ids.
 
-A `.npz` file holds images and labels under one of these pairs of names (the first pair found is read):
+A `.npz` file has images and labels under one of these pairs of names (the first pair found is used):
 
     images, labels            all examples
     x, y                      all examples
@@ -41,11 +41,10 @@ A `.npz` file holds images and labels under one of these pairs of names (the fir
     train_images, train_labels  (and test_images, test_labels)
 
 Its images are N x H x W, N x C x H x W or N x H x W x C, either integers 0..255 (scaled to 0..1) or floats 0..1; labels
-are N integers from 0 on. Where data brings a test set, that is the test set: the server's if it is the run's `dataset`
-(`held-out-fraction` does not apply), the client's own if it is a client's `data-path` (`test-fraction` does not apply).
-Where classes have names, a class's label is the position of its name in `class-names`, else among the sorted names.
-Images of all formats are brought to `image-shape`, where it is given. Groups (writer, domain, site) are kept with the
-examples.
+are N integers from 0 on. If the data has a test set, it is the server's for the run's `dataset` (`held-out-fraction`
+does not apply), and the client's own for its `data-path` (`test-fraction` does not apply). If classes have names, a
+class's label is the position of its name in `class-names`, or else among the sorted names. Images of all formats are
+converted to `image-shape`, if it is given. Groups (writer, domain, site) are kept with the examples.
 """
 
 from tepal.training.data.checks import checked_arrays

@@ -1,4 +1,4 @@
-"""What is checked of images and labels, whatever file they come from."""
+"""Checks of images and labels from files of all formats."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from tepal.training.data.examples import ImageArrays, Source
 from tepal.training.data.formats.images import resized
 
 Arrays = tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None]
-"""Images, labels and groups (None: there are none), as they are in a file."""
+"""Images, labels and groups (None for no groups), as in a file."""
 
 
 def checked_source(
     arrays: Mapping[str, Arrays], origin: str, reading: Reading, *, classes: int = 0, names: tuple[str, ...] = ()
 ) -> Source[ImageArrays]:
-    """Check the train part and, if there is one, the test part (in this order), keyed by what to call them.
+    """Check the training set and, if there is one, the test set.
 
     Args:
-        arrays: one or two parts.
-        origin: where they come from, in words.
-        reading: what the run says of shape and classes.
-        classes: how many there are by other signs than the labels, where the run does not say.
-        names: the classes', where they have names.
+        arrays: name of a part for messages → its arrays; the training set first.
+        origin: description of the source, for messages.
+        reading: the run's settings, with shape and classes.
+        classes: number of classes known from other information than the labels, if the run has none.
+        names: the class names, if there are any.
 
     Raises:
         DataError: see `checked_arrays`; or the parts have different shapes.
@@ -42,7 +42,7 @@ def checked_source(
     if test is not None and test.images.shape[1:] != train.images.shape[1:]:
         raise DataError(
             f"{origin}: train images are {written(train.images.shape[1:])}, test images "
-            f"{written(test.images.shape[1:])}: they must have one shape"
+            f"{written(test.images.shape[1:])}: resize one of them"
         )
     return Source(train, test, limit or 1 + max(int(part.labels.max()) for part in parts), origin, names)
 
@@ -56,25 +56,25 @@ def checked_arrays(
     resize: bool = False,
     groups: NDArray[Any] | None = None,
 ) -> ImageArrays:
-    """Channel-first images (a view where possible), as uint8 or float32 in 0..1, int64 labels, and groups as text.
+    """Return channel-first images (a view if possible), uint8 or float32 in 0..1, int64 labels, and groups as text.
 
-    `resize`: images of another size, or grey ones where colour is wanted, are brought to `shape`.
-    Raises DataError for anything that cannot be used; its text begins with `where`.
+    With `resize`, images of another size or another number of channels are converted to `shape`.
+    Raises DataError for invalid arrays; its message begins with `where`.
     """
     if labels.ndim == 2 and labels.shape[1] == 1:
         labels = labels[:, 0]
     if labels.ndim != 1 or labels.dtype.kind not in "iu":
         raise DataError(
-            f"{where}: labels are {labels.dtype} of shape {labels.shape}; one whole number for each image is needed"
+            f"{where}: labels are {labels.dtype} of shape {labels.shape}; give one whole number for each image"
         )
     if images.ndim not in (3, 4):
         raise DataError(
             f"{where}: images have shape {images.shape}; allowed are (n, H, W), (n, C, H, W) and (n, H, W, C)"
         )
     if len(images) != len(labels):
-        raise DataError(f"{where}: {len(images):,} images but {len(labels):,} labels; each image needs one label")
+        raise DataError(f"{where}: {len(images):,} images but {len(labels):,} labels: give one label for each image")
     if images.size == 0:
-        raise DataError(f"{where}: no examples (images have shape {images.shape}); at least one is needed")
+        raise DataError(f"{where}: no examples (images have shape {images.shape}): give at least one")
     check_labels(labels, classes, where)
     if groups is not None:
         groups = checked_groups(groups, len(labels), where)
@@ -82,7 +82,7 @@ def checked_arrays(
 
 
 def check_labels(labels: NDArray[Any], classes: int, where: str) -> None:
-    """Raise DataError for a label that is no class of the run (`classes` 0: any number from 0 on)."""
+    """Raise DataError for a label outside 0 … classes - 1 (`classes` 0: any number from 0 on)."""
     limit = classes or np.iinfo(np.int64).max
     wrong = np.flatnonzero((labels < 0) | (labels >= limit))
     if len(wrong):
@@ -94,17 +94,17 @@ def check_labels(labels: NDArray[Any], classes: int, where: str) -> None:
 
 
 def checked_groups(groups: NDArray[Any], count: int, where: str) -> NDArray[np.str_]:
-    """One group for each of `count` examples, as text. DataError."""
+    """Return one group for each of `count` examples, as text. Raises DataError."""
     if groups.shape != (count,) or groups.dtype.kind not in "iuUS":
         raise DataError(
-            f"{where}: groups are {groups.dtype} of shape {groups.shape}; one number or name for each of {count:,} "
-            "examples is needed"
+            f"{where}: groups are {groups.dtype} of shape {groups.shape}; give one number or name for each of "
+            f"{count:,} examples"
         )
     return groups.astype(np.str_)
 
 
 def _scalable(images: NDArray[Any], where: str) -> NDArray[Any]:
-    """uint8 for integers 0..255, float32 for floats 0..1."""
+    """Return uint8 for integers 0..255, float32 for floats 0..1. Raises DataError for other values."""
     if images.dtype.kind == "f":
         finite = np.isfinite(images)
         if not finite.all():
@@ -127,7 +127,7 @@ def _scalable(images: NDArray[Any], where: str) -> NDArray[Any]:
 
 
 def _channel_first(images: NDArray[Any], shape: Shape | None, where: str, resize: bool) -> NDArray[Any]:
-    """(n, C, H, W). The run's shape decides where the channels are; without it, 1 or 3 are taken for channels."""
+    """Return images (n, C, H, W). The run's shape determines the channel axis; without it, the one of size 1 or 3."""
     layouts = [images, np.moveaxis(images, -1, 1)] if images.ndim == 4 else [images[:, None]]
     possible = " or ".join(written(layout.shape[1:]) for layout in layouts) + " (CxHxW)"
     for layout in layouts:
@@ -135,20 +135,23 @@ def _channel_first(images: NDArray[Any], shape: Shape | None, where: str, resize
             return layout
     if shape and not resize:
         raise DataError(
-            f"{where}: images are {possible}, but the run's are {written(shape)} (by image-shape, else by its dataset)"
+            f"{where}: images are {possible}, but the run's are {written(shape)} (by image-shape, else by its "
+            "dataset): resize "
+                "them, or set image-shape"
         )
     fitting = [layout for layout in layouts if layout.shape[1] in (1, 3)]
     if shape and shape[0] not in (1, 3):
         fitting = [layout for layout in layouts if layout.shape[1] == shape[0]]
         if not fitting:
-            raise DataError(f"{where}: images are {possible}, but the run's are {written(shape)} (by image-shape)")
+            raise DataError(f"{where}: images are {possible}, but the run's are {written(shape)}: correct image-shape")
     if len(fitting) != 1:
         raise DataError(
-            f"{where}: images of shape {images.shape}: where the channels are is not clear, {possible}: "
+            f"{where}: images of shape {images.shape}: the channel axis is ambiguous, {possible}: "
             "set image-shape to the right one"
         )
     return resized(fitting[0], shape) if shape else fitting[0]
 
 
 def written(shape: tuple[int, ...]) -> str:
+    """Return a shape as text, such as "3x32x32"."""
     return "x".join(map(str, shape))

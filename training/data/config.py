@@ -1,4 +1,4 @@
-"""The run config's keys about data, and the error that says what is wrong with data."""
+"""The run config's keys about data, and `DataError`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 Shape = tuple[int, int, int]
-"""Of an image: channels, height, width."""
+"""Shape of an image: channels, height, width."""
 
 DIGITS = "digits"
 LOCAL = "local"
 
 
 class DataError(ValueError):
-    """Data that cannot be used: what is wrong, where (client, file, key), what is allowed and what to do."""
+    """Raised for data that cannot be found, read or used; the message names client, file or key, and what to do."""
 
 
 class DataConfig(BaseModel):
@@ -35,31 +35,31 @@ class DataConfig(BaseModel):
         ".parquet), to text by speaker (.txt) or to LEAF's json; a name: mnist, fashion-mnist, emnist, femnist, "
         "cifar-10, cifar-100, pacs, domainnet, openimage, 20newsgroups, xglue-nc, shakespeare, arc-easy, "
         "arc-challenge, openbookqa, piqa or sciq (its files at dataset-path, else from the Hugging Face hub: "
-        'docs/data.md); "hub:<name>" (fetched from the hub); or "local": every client reads its own data-path (from '
+        'docs/data.md); "hub:<name>" (downloaded from the hub); or "local": every client reads its own data-path (from '
         "its node config)",
     )
     dataset_path: str = Field(
         default="",
         description="file or folder of a dataset that is given by its name, such as mnist; "
-        '"": it is fetched from the Hugging Face hub, where it is there',
+        '"": downloaded from the Hugging Face hub, if it is there',
     )
     partitioner: Literal["iid", "dirichlet", "pathological", "natural"] = Field(
         default="dirichlet",
         description='how a named dataset is divided among clients: "iid" (at random, equal sizes), "dirichlet" (each '
-        'class divided by a draw from a Dirichlet distribution), "pathological" (few classes a client), "natural" '
-        "(by the data's groups, such as writers: a group a client, or whole groups dealt to fewer clients)",
+        'class divided by a draw from a Dirichlet distribution), "pathological" (few classes per client), '
+        '"natural" (by groups, such as writers: one group per client, or several whole groups with fewer clients)',
     )
     dirichlet_alpha: float = Field(
         default=0.5,
         gt=0,
         allow_inf_nan=False,
-        description="concentration of the dirichlet partitioner: the smaller, the more the clients differ",
+        description="concentration of the dirichlet partitioner: with smaller values clients differ more",
     )
     min_partition_size: int = Field(
-        default=10, ge=1, description="fewest examples a client may get; partitions are drawn again until it is reached"
+        default=10, ge=1, description="fewest examples of a client; partitions are drawn again until it is reached"
     )
     classes_per_client: int = Field(
-        default=2, ge=1, description="classes at each client under the pathological partitioner"
+        default=2, ge=1, description="classes of each client under the pathological partitioner"
     )
     test_fraction: float = Field(
         default=0.2, gt=0, lt=1, description="share of each client's examples that is its own test split"
@@ -69,7 +69,7 @@ class DataConfig(BaseModel):
         ge=0,
         lt=1,
         description="share of a named dataset that no client gets and on which the server scores the global model "
-        "(0: none; not applied to data that has a test set of its own)",
+        "(0: none; not used if the data has a test set)",
     )
     server_share: float = Field(
         default=0.0,
@@ -81,7 +81,7 @@ class DataConfig(BaseModel):
     image_shape: str = Field(
         default="",
         description='shape of an image as "CxHxW" (channels, height, width), e.g. "1x8x8"; images of other '
-        'sizes are resized to it, and made grey or coloured; "": as in the dataset (required for dataset="local")',
+        'sizes are resized, and converted to grey or colour; "": as in the dataset (required for dataset="local")',
     )
     classes: int = Field(
         default=0, ge=0, description='number of classes; 0: as in the dataset (required for dataset="local")'
@@ -89,19 +89,19 @@ class DataConfig(BaseModel):
     features: int = Field(
         default=0,
         ge=0,
-        description="of a regression: numbers of an input, or of one place of a sequence; 0: as in the dataset, or as "
-        'many as feature-columns (one of them is required for dataset="local")',
+        description="size of a regression's input, or of one position of a sequence; 0: as in the dataset, or the "
+        'number of feature-columns (one of them is required for dataset="local")',
     )
     outputs: int = Field(
         default=0,
         ge=0,
-        description='of a regression: numbers of a target; 0: as in the dataset (for dataset="local" it is required, '
-        "unless feature-columns is set: then as many as label-column names)",
+        description='size of a regression\'s target; 0: as in the dataset (required for dataset="local", unless '
+        "feature-columns is set: then the number of columns in label-column)",
     )
     class_names: str = Field(
         default="",
         description='names of the classes, separated by commas, in the order of their labels; "": the names found, '
-        "sorted (clients with a data-path of their own need the same names then)",
+        "sorted (clients with their own data-path then need the same names)",
     )
     image_column: str = Field(
         default="image",
@@ -112,44 +112,43 @@ class DataConfig(BaseModel):
         default="", description='column of a table with texts; "": the table has images (image-column)'
     )
     second_text_column: str = Field(
-        default="", description='column of a table with second texts, where examples are pairs; "": there is none'
+        default="", description='column of a table with the second text of pairs; "": none'
     )
     choices_column: str = Field(
         default="",
         description="column of a table with the choices of a question (text-column), or several columns with one each, "
-        "separated by commas; label-column tells the right one: its place from 0 on, letter, label or text",
+        "separated by commas; label-column gives the right one: its position from 0 on, letter, label or text",
     )
     feature_columns: str = Field(
         default="",
-        description="columns of a table with the numbers that a regression's inputs are, separated by commas",
+        description="columns of a table with a regression's inputs, separated by commas",
     )
     label_column: str = Field(
         default="label",
-        description='column of a table with the labels: class names, or whole numbers; "": there are none, since the '
-        "texts are running text, whose next characters are learned; in a regression the column with the targets, or "
-        "several, separated by commas",
+        description='column of a table with the labels: class names, or whole numbers; "": running text without '
+        "labels, whose next characters are the targets; in a regression the column with the targets, or several, "
+        "separated by commas",
     )
     group_column: str = Field(
         default="",
-        description="column of a table (or several, separated by commas), or array of a .npz file, that says to which "
-        'group (writer, site, domain) an example belongs; "": in a .npz file the one named group, groups or writer, if '
-        "there is one",
+        description="column of a table (or several, separated by commas), or array of a .npz file, with the group of "
+        'each example (writer, site, domain); "": in a .npz file the array group, groups or writer, if there is one',
     )
     split_column: str = Field(
-        default="", description='column of a table that says "train" or "test"; "": the table has no test set'
+        default="", description='column of a table with "train" or "test"; "": the table has no test set'
     )
     normalise: str = Field(
         default="",
-        description="images are brought to mean 0 and standard deviation 1 of this data set (mnist, fashion-mnist, "
-        "cifar-10, cifar-100; pacs, domainnet, openimage: by ImageNet's) or by numbers as \"mean/std\", such as "
-        '"0.5/0.25", with commas between channels; "": none',
+        description="scale images to mean 0 and standard deviation 1 by the statistics of this data set (mnist, "
+        "fashion-mnist, cifar-10, cifar-100; pacs, domainnet, openimage: by ImageNet's) or by numbers as "
+        '"mean/std", such as "0.5/0.25", with commas between channels; "": none',
     )
     unreadable_images: float = Field(
         default=0.01,
         ge=0,
         lt=1,
-        description="share of the images that may be unreadable (at least one may, but for 0); they are named and left "
-        "out, and with more of them the data is refused",
+        description="share of the images that may be unreadable (at least one image, unless it is 0); they are logged "
+        "and left out, and with more of them the data is an error",
     )
     seed: int = Field(default=42, ge=0, description="seed of the held-out set, the partition and the train/test splits")
 
@@ -158,7 +157,7 @@ class DataConfig(BaseModel):
     def _is_shape(cls, text: str) -> str:
         text = text.strip().lower()
         if text and not re.fullmatch(r"[1-9][0-9]*(x[1-9][0-9]*){2}", text):
-            raise ValueError('allowed is "CxHxW" with three whole numbers from 1 on, e.g. "1x8x8", or ""')
+            raise ValueError('write "CxHxW" with three whole numbers from 1 on, e.g. "1x8x8", or ""')
         return text
 
     @field_validator("class_names")
@@ -166,14 +165,14 @@ class DataConfig(BaseModel):
     def _are_names(cls, text: str, info: ValidationInfo) -> str:
         names = separated(text)
         if len(set(names)) < len(names):
-            raise ValueError("a name is there twice")
+            raise ValueError("a name occurs twice: leave one out")
         if names and info.data.get("classes") not in (0, None, len(names)):
-            raise ValueError(f"{len(names)} names, but classes={info.data['classes']}")
+            raise ValueError(f"{len(names)} names, but classes={info.data['classes']}: give as many names as classes")
         return text
 
     @classmethod
     def from_run_config(cls, run_config: Mapping[str, Any]) -> Self:
-        """Read the data keys of a run config; keys that are not about data are left alone.
+        """Read the data keys of a run config; other keys are ignored.
 
         Raises:
             DataError: a value is out of range; the message has the key, the value and what is allowed.
@@ -189,7 +188,7 @@ class DataConfig(BaseModel):
 
     @property
     def shape(self) -> Shape | None:
-        """`image_shape` as (channels, height, width), None if it is left to the dataset."""
+        """`image_shape` as (channels, height, width); None if the dataset determines it."""
         if not self.image_shape:
             return None
         channels, height, width = (int(size) for size in self.image_shape.split("x"))
@@ -197,38 +196,38 @@ class DataConfig(BaseModel):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """`class_names` one by one; none if they are left to the dataset."""
+        """`class_names` as a tuple; empty if the dataset determines them."""
         return separated(self.class_names)
 
     @property
     def feature_count(self) -> int:
-        """How many features the run says an input has, by `features` or `feature_columns`; 0 if it does not."""
+        """Features of an input by `features` or `feature_columns`; 0 if the dataset determines them."""
         return self.features or len(separated(self.feature_columns))
 
     @property
     def output_count(self) -> int:
-        """How many numbers the run says a target has; 0 if that is left to the dataset."""
+        """Outputs of a target by `outputs` or `label_column`; 0 if the dataset determines them."""
         return self.outputs or (len(separated(self.label_column)) if self.feature_columns else 0)
 
     @property
     def class_count(self) -> int:
-        """How many classes the run says it has, by `classes` or `class_names`; 0 if that is left to the dataset."""
+        """Number of classes by `classes` or `class_names`; 0 if the dataset determines it."""
         return self.classes or len(self.names)
 
 
 def separated(text: str) -> tuple[str, ...]:
-    """The names in a value of the run config that are separated by commas."""
+    """Split a value of the run config at its commas."""
     return tuple(name.strip() for name in text.split(",")) if text.strip() else ()
 
 
 @dataclass(frozen=True)
 class Reading:
-    """All that a run says of how files are read. `shape` None and `classes` 0: as in the file."""
+    """Settings of a run for reading files. `shape` None and `classes` 0: as in the file."""
 
     shape: Shape | None = None
     classes: int = 0
     resize: bool = False
-    """Whether images of other sizes are resized to `shape`: where `image-shape` says it, and not the run's dataset."""
+    """Whether images of other sizes are resized to `shape`: if it comes from `image-shape`, not from the dataset."""
     class_names: tuple[str, ...] = ()
     image_column: str = "image"
     text_column: str = ""
@@ -242,13 +241,13 @@ class Reading:
     features: int = 0
     outputs: int = 0
     numbers: bool = False
-    """Whether numbers to regress on are read, not images or texts."""
+    """Whether numbers for regression are read instead of images or texts."""
     name: str = ""
-    """Of a data set that is known by its name."""
+    """Name of a known data set; "" for others."""
 
     @classmethod
     def of(cls, config: DataConfig, *, shape: Shape | None = None, classes: int = 0) -> Reading:
-        """As the config says; `shape` and `classes` are for what it leaves open."""
+        """Return the config's settings; `shape` and `classes` are defaults for those that it leaves open."""
         return cls(
             config.shape or shape,
             config.class_count or classes,

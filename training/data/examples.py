@@ -1,4 +1,4 @@
-"""Examples: what callers get, and how they are kept in memory before that."""
+"""Containers of examples: in memory, and as callers receive them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Examples:
-    """Images (n, C, H, W), float32 in 0..1, and their labels (n,), int64. Arrays are the caller's own to change."""
+    """Images (n, C, H, W), float32 in 0..1, and their labels (n,), int64. The caller may change the arrays."""
 
     images: NDArray[np.float32]
     labels: NDArray[np.int64]
@@ -27,10 +27,13 @@ class Examples:
 
 @dataclass(frozen=True, eq=False)
 class Texts:
-    """Texts (n), and what belongs to each: as they are kept in memory, and as callers get them.
+    """n texts, in memory and as callers receive them.
 
-    `labels` are class numbers (n,), int64; None for running text, whose next characters are what is learned.
-    `seconds` are second texts (n), where examples are pairs; `choices` those of questions, and labels their right ones.
+    labels: class numbers (n,), int64, or positions of the right choices; None for running text, whose next characters
+        are the targets.
+    groups: one group for each text.
+    seconds: second texts of pairs.
+    choices: choices of questions.
     """
 
     texts: tuple[str, ...]
@@ -52,16 +55,13 @@ class Texts:
         )
 
     def encoded(self, encoder: Encoder) -> NDArray[np.int64]:
-        """What a model takes for these texts (and second texts), (n, length)."""
+        """Return the model's inputs for these texts (and second texts), (n, length)."""
         return encoder.encode(self.texts, self.seconds)
 
 
 @dataclass(frozen=True, eq=False)
 class Numbers:
-    """Numbers, float32, as they are kept in memory, and as callers get them: what a regression learns from.
-
-    `inputs` are (n, features) or (n, length, features), `targets` (n, outputs).
-    """
+    """Examples of a regression, float32: inputs (n, features) or (n, length, features), targets (n, outputs)."""
 
     inputs: NDArray[np.float32]
     targets: NDArray[np.float32]
@@ -81,19 +81,16 @@ class Numbers:
 
 
 class Encoder(Protocol):
-    """Makes numbers of texts: a tokenizer, or a vocabulary of characters."""
+    """Converts texts to ids: a tokenizer, or a vocabulary of characters."""
 
     def encode(self, texts: Sequence[str], seconds: Sequence[str] | None = None) -> NDArray[np.int64]:
-        """Numbers (n, length) of n texts, or of n pairs of texts; all rows have one length."""
+        """Return ids (n, length) of n texts, or of n pairs of texts."""
         ...
 
 
 @dataclass(frozen=True)
 class TextInfo:
-    """What a model must know about texts: the number of classes, and their names where they have names.
-
-    0 classes: running text, whose next characters are what is learned.
-    """
+    """Sizes of a model for texts: the number of classes (0: running text), and their names if they have names."""
 
     classes: int
     class_names: tuple[str, ...] = ()
@@ -101,7 +98,7 @@ class TextInfo:
 
 @dataclass(frozen=True)
 class NumberInfo:
-    """What a model must know about numbers: of an input (of one place in a sequence), and of a target."""
+    """Sizes of a regression model: features of an input (or of one position of a sequence), outputs of a target."""
 
     features: int
     outputs: int
@@ -109,7 +106,7 @@ class NumberInfo:
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """What a model must know about the data: an image's shape (channels, height, width) and the number of classes."""
+    """Sizes of an image model: an image's shape (channels, height, width) and the number of classes."""
 
     shape: Shape
     classes: int
@@ -117,7 +114,7 @@ class DatasetInfo:
 
 @dataclass(frozen=True, eq=False)
 class ClientData:
-    """One client's examples. `name` is the client's, `origin` says in words where its examples come from."""
+    """One client's examples. `name` is the client's; `origin` describes the source of the examples."""
 
     train: Examples
     test: Examples
@@ -129,7 +126,7 @@ class ClientData:
 
 @dataclass(frozen=True, eq=False)
 class ClientTexts:
-    """One client's texts; the rest as in `ClientData`."""
+    """One client's texts; see `ClientData`."""
 
     train: Texts
     test: Texts
@@ -141,7 +138,7 @@ class ClientTexts:
 
 @dataclass(frozen=True, eq=False)
 class ClientNumbers:
-    """One client's numbers; the rest as in `ClientData`."""
+    """One client's numbers; see `ClientData`."""
 
     train: Numbers
     test: Numbers
@@ -152,12 +149,12 @@ class ClientNumbers:
 
 @dataclass(frozen=True, eq=False)
 class ImageArrays:
-    """Examples as they are kept in memory: images (n, C, H, W), uint8 (a quarter of the size) or float32 in 0..1."""
+    """Examples in memory: images (n, C, H, W), uint8 (a quarter of the size) or float32 in 0..1."""
 
     images: NDArray[Any]
     labels: NDArray[np.int64]
     groups: NDArray[np.str_] | None = None
-    """To whom or what each example belongs (writer, site, domain), where the data says so."""
+    """Group of each example (writer, site, domain); None if the data has none."""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -174,7 +171,7 @@ Kind = TypeVar("Kind", ImageArrays, Texts, Numbers)
 
 @dataclass(frozen=True, eq=False)
 class Source(Generic[Kind]):
-    """A dataset that was read and checked. Hashed by identity, so that partitions can be cached by it."""
+    """A dataset after reading and checks. It is hashed by identity, so that partitions can be cached by it."""
 
     train: Kind
     test: Kind | None

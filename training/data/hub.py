@@ -1,4 +1,4 @@
-"""Data sets of the Hugging Face hub, by flwr-datasets: fetched once, and kept where that library keeps them."""
+"""Data sets of the Hugging Face hub, downloaded once into the cache of flwr-datasets."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from tepal.training.data.formats.named import PLAIN, Tables
 from tepal.training.data.formats.tables import Rows, check_columns, source_of
 
 HUB = "hub:"
-"""What a dataset of the hub begins with in the run config."""
+"""Prefix of a dataset of the hub in the run config."""
 
 
 @lru_cache(maxsize=4)
 def load_hub(name: str, reading: Reading, subset: str = "", tables: Tables = PLAIN) -> AnySource:
-    """The splits "train" and, where there is one, "test" of a dataset of the hub, read as tables are.
+    """Read the splits "train" and, if there is one, "test" of a dataset of the hub, as tables.
 
     Args:
-        name: on the hub, without "hub:".
-        reading: names the columns, where `tables` does not.
-        subset: of it, "" for the only one.
-        tables: what is known of its columns.
+        name: name on the hub, without "hub:".
+        reading: names the columns that `tables` does not name.
+        subset: configuration of the dataset; "" for the only one.
+        tables: its known columns.
 
     Raises:
-        DataError: it cannot be fetched, for example without a network (the text says which files to put where), or
-            it is not what the run config says.
+        DataError: it cannot be downloaded, for example without a network (the message says which files to put where),
+            or it does not have the columns or classes of the run config.
     """
     try:
         from datasets import ClassLabel, Image
@@ -38,17 +38,17 @@ def load_hub(name: str, reading: Reading, subset: str = "", tables: Tables = PLA
         ) from error
     origin = f'dataset="{reading.name or HUB + name}"'
     parts: dict[str, Rows] = {}
-    fetched = FederatedDataset(dataset=name, partitioners={}, shuffle=False, **({"subset": subset} if subset else {}))
+    dataset = FederatedDataset(dataset=name, partitioners={}, shuffle=False, **({"subset": subset} if subset else {}))
     for part in ("train", "test"):
         try:
-            split = fetched.load_split(part)
+            split = dataset.load_split(part)
         except Exception as error:  # the hub's own errors, and those of the network
             if parts and isinstance(error, ValueError):
-                break  # there is no such split
+                break  # the split does not exist
             raise DataError(
-                f"{origin}: cannot be fetched ({error}). Without a network: fetch it on another machine (hf download "
-                f"--repo-type dataset {name}), put its files train-….parquet and test-….parquet into one folder, and "
-                f"set {'dataset-path' if reading.name else 'dataset'} to that folder"
+                f"{origin}: cannot be downloaded ({error}). Without a network: download it on another machine (hf "
+                f"download --repo-type dataset {name}), put its files train-….parquet and test-….parquet into one "
+                f"folder, and set {'dataset-path' if reading.name else 'dataset'} to that folder"
             ) from error
         if not parts:
             reading = tables.fitted(reading, split.column_names)

@@ -1,11 +1,11 @@
-"""What a model takes, made of a data set's examples: images and numbers as they are, texts as numbers.
+"""Model inputs from a data set's examples: images and numbers unchanged, texts as ids.
 
-    InputConfig  --->  sizes(config)              what the model is built with
-                 --->  held_out_inputs(config)    what the server scores it on
-                 --->  client_inputs(config, …)   what one client trains and scores it on
+    InputConfig  --->  sizes(config)              arguments of `models.build`
+                 --->  held_out_inputs(config)    the server's test set
+                 --->  client_inputs(config, …)   one client's training and test set
 
-Texts become token ids by the model's own tokenizer, or characters and the one that follows. Numbers are kept small, and
-widened where a model is called (`tasks`).
+Texts become token ids by the model's own tokenizer, or contexts and next characters. Ids are stored in the smallest
+dtype and widened when a model is called (`tasks`).
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from tepal.training.data.tokens import TokenizerError, Tokens, load_tokenizer
 
 AUTO = "auto"
 TOKENS = 128
-"""Of a text, where the run config does not say."""
+"""Default for `text-length` of token models."""
 
 
 class InputConfig(DataConfig):
-    """The run config's keys about data, and those that say what is made of it for the model."""
+    """The run config's keys about data, and those about its conversion to model inputs."""
 
     model: str = "tiny-vit"
     task: Literal[
@@ -57,34 +57,34 @@ class InputConfig(DataConfig):
         "sequence-regression",
     ] = Field(
         default="auto",
-        description='what a model of one\'s own (package.module:function) is for; "auto": images, and of a model that '
-        "has a name what it is known to be for",
+        description='task of a custom model (package.module:function); "auto": image classification, or the task of a '
+        "model with a name",
     )
     tokenizer: str = Field(
         default="",
-        description='tokenizer of texts: a directory as save_pretrained leaves it, or a name on the hub; "": the '
+        description='tokenizer of texts: a directory written by save_pretrained, or a name on the hub; "": the '
         "model's own, by the model's name or directory",
     )
     text_length: int = Field(
         default=0,
         ge=0,
-        description="tokens of a text, longer ones are cut (0: 128); characters before the one to foretell (0: 80)",
+        description="tokens of a text, longer texts are cut (0: 128); characters before the target character (0: 80)",
     )
 
     @property
     def kind(self) -> str:
-        """What the model is for. Raises ModelError for one that is unknown, or for something else than `task` says."""
+        """Kind of the model. Raises ModelError for an unknown model, or one for another task than `task`."""
         found = models.find(self.model).kind
         if found == models.ANYTHING:
             return models.IMAGES if self.task == AUTO else self.task
         if self.task not in (AUTO, found):
-            raise models.ModelError(f"{self.model} does {found}, and task={self.task!r}: leave it at {AUTO!r}")
+            raise models.ModelError(f"{self.model} is a model for {found}, but task={self.task!r}: set it to {AUTO!r}")
         return found
 
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """What a model takes (n, …), and the labels (n,) int64, which in a regression are targets (n, outputs) float32."""
+    """Model inputs (n, …) with labels (n,), int64, or targets of a regression (n, outputs), float32."""
 
     values: NDArray[Any]
     labels: NDArray[np.int64] | NDArray[np.float32]
@@ -95,7 +95,7 @@ class Inputs:
 
 @dataclass(frozen=True, eq=False)
 class ClientInputs:
-    """One client's inputs; `origin` says in words where they come from, `sizes` what its model is built with."""
+    """One client's inputs; `origin` describes their source, `sizes` are the arguments of `models.build`."""
 
     train: Inputs
     test: Inputs
@@ -104,13 +104,13 @@ class ClientInputs:
 
 
 def sizes(config: InputConfig) -> dict[str, Any]:
-    """Arguments of `models.build` that the data decides. Raises DataError where it cannot be read, or does not say."""
+    """Return the arguments of `models.build` that the data determines. Raises DataError if it cannot."""
     if config.kind == SEQUENCES:
         return vars(number_info(config))
     if config.feature_columns:
         raise DataError(
-            f"model={config.model!r} does {config.kind}, and feature-columns={config.feature_columns!r} are for a "
-            f'regression: leave it empty, or choose a model for one (of your own with task="{SEQUENCES}")'
+            f"model={config.model!r} is for {config.kind}, but feature-columns={config.feature_columns!r} is for "
+            f'regression: leave it empty, or choose a regression model (a custom one with task="{SEQUENCES}")'
         )
     if config.kind == IMAGES:
         info = dataset_info(config)
@@ -119,7 +119,7 @@ def sizes(config: InputConfig) -> dict[str, Any]:
 
 
 def written_sizes(sizes: Mapping[str, Any]) -> dict[str, str]:
-    """The same as text, as it stands in a model file's metadata: image-shape="1x8x8", classes="10"."""
+    """Return the sizes as text for a model file's metadata: image-shape="1x8x8", classes="10"."""
     return {
         name.replace("_", "-"): "x".join(map(str, size)) if isinstance(size, tuple) else str(size)
         for name, size in sizes.items()
@@ -127,30 +127,29 @@ def written_sizes(sizes: Mapping[str, Any]) -> dict[str, str]:
 
 
 FOUND_NAMES = "class-names-found"
-"""Key with which the server tells the clients what the classes are called in the run's dataset: a site with data of its
-own may have some of them, and no other."""
+"""Key under which the server sends the class names of the run's dataset: a client's own data may have a subset."""
 
 
 def written_names(config: InputConfig) -> dict[str, str]:
-    """The classes' names as they stand in a model file's metadata; nothing where there are none. Raises DataError."""
+    """Return the class names for a model file's metadata; an empty dict if there are none. Raises DataError."""
     names = class_names(config) if config.kind in (IMAGES, TEXTS) else ()
     return {"class-names": ",".join(names)} if names and not any("," in name for name in names) else {}
 
 
 def held_out_inputs(config: InputConfig) -> Inputs | None:
-    """The server's test set; None where it has none. Raises DataError, TokenizerError."""
+    """Return the server's test set; None if it has none. Raises DataError, TokenizerError."""
     if config.kind == IMAGES:
         images = held_out(config)
-        return None if images is None else _of_images(images, config)
+        return None if images is None else _image_inputs(images, config)
     if config.kind == SEQUENCES:
         numbers = held_out_numbers(config)
-        return None if numbers is None else _of_numbers(numbers)
+        return None if numbers is None else _number_inputs(numbers)
     texts = held_out_texts(config)
-    return None if texts is None else _of(texts, config)
+    return None if texts is None else _text_inputs(texts, config)
 
 
 def unlabelled_inputs(config: InputConfig) -> NDArray[Any] | None:
-    """What the server trains on without labels (n, …), `server-share` of the training examples; None where it has none.
+    """Return the server's unlabelled inputs (n, …), `server-share` of the training examples; None if it has none.
 
     Raises DataError, TokenizerError.
     """
@@ -158,53 +157,54 @@ def unlabelled_inputs(config: InputConfig) -> NDArray[Any] | None:
         images = unlabelled(config)
         return None if images is None else normalise(images, config.normalise)
     texts = unlabelled_texts(config)
-    return None if texts is None else _of(texts, config).values
+    return None if texts is None else _text_inputs(texts, config).values
 
 
 def client_inputs(config: InputConfig, node_config: Mapping[str, Any], *, client: str) -> ClientInputs:
-    """One client's inputs; see `data.load_client`. Raises DataError, TokenizerError."""
+    """Return one client's inputs; see `data.load_client`. Raises DataError, TokenizerError."""
     if config.kind == IMAGES:
         images = load_client(config, node_config, client=client)
-        of_images = {"image_shape": images.shape, "classes": images.classes}
-        return ClientInputs(_of_images(images.train, config), _of_images(images.test, config), of_images, images.origin)
+        train, test = (_image_inputs(examples, config) for examples in (images.train, images.test))
+        return ClientInputs(train, test, {"image_shape": images.shape, "classes": images.classes}, images.origin)
     if config.kind == SEQUENCES:
         numbers = load_client_numbers(config, node_config, client=client)
-        return ClientInputs(_of_numbers(numbers.train), _of_numbers(numbers.test), vars(numbers.info), numbers.origin)
+        train, test = _number_inputs(numbers.train), _number_inputs(numbers.test)
+        return ClientInputs(train, test, vars(numbers.info), numbers.origin)
     texts = load_client_texts(config, node_config, client=client)
-    of_texts = _sizes_of_texts(texts.classes, config)
-    return ClientInputs(_of(texts.train, config), _of(texts.test, config), of_texts, texts.origin)
+    train, test = _text_inputs(texts.train, config), _text_inputs(texts.test, config)
+    return ClientInputs(train, test, _sizes_of_texts(texts.classes, config), texts.origin)
 
 
-def _of_images(examples: Examples, config: InputConfig) -> Inputs:
+def _image_inputs(examples: Examples, config: InputConfig) -> Inputs:
     return Inputs(normalise(examples.images, config.normalise), examples.labels)
 
 
-def _of_numbers(numbers: Numbers) -> Inputs:
+def _number_inputs(numbers: Numbers) -> Inputs:
     return Inputs(numbers.inputs, numbers.targets)
 
 
-def _of(texts: Texts, config: InputConfig) -> Inputs:
+def _text_inputs(texts: Texts, config: InputConfig) -> Inputs:
     if config.kind == CHARACTERS and texts.labels is None:  # else they are windows already, as in LEAF
         windows, following = _vocabulary(config).windows(texts.texts)
-        return Inputs(_small(windows), following)
+        return Inputs(_smallest_dtype(windows), following)
     values = encoded(texts, config)
     assert texts.labels is not None, "running text has no classes"
     return Inputs(values, texts.labels)
 
 
 def encoded(texts: Texts, config: InputConfig) -> NDArray[Any]:
-    """What a model takes for each text (n, …), whether they have labels or not. Raises DataError, TokenizerError."""
+    """Return the model's inputs for texts with or without labels (n, …). Raises DataError, TokenizerError."""
     if config.kind == CHARACTERS:
-        return _small(texts.encoded(_vocabulary(config)))
+        return _smallest_dtype(texts.encoded(_vocabulary(config)))
     if (texts.choices is not None) != (config.kind == CHOICES):
         raise DataError(
-            f"model={config.model!r} does {config.kind}, and these texts have "
+            f"model={config.model!r} is for {config.kind}, but these texts have "
             f"{'no choices: set choices-column' if texts.choices is None else 'choices: leave choices-column empty'}"
         )
     tokens, length = tokens_of(config), config.text_length or TOKENS
     if texts.choices is not None:
-        return _small(tokens.choices(texts.texts, texts.choices, length))
-    return _small(tokens.texts(texts.texts, length, texts.seconds))
+        return _smallest_dtype(tokens.choices(texts.texts, texts.choices, length))
+    return _smallest_dtype(tokens.texts(texts.texts, length, texts.seconds))
 
 
 def _vocabulary(config: InputConfig) -> CharVocabulary:
@@ -212,34 +212,34 @@ def _vocabulary(config: InputConfig) -> CharVocabulary:
 
 
 def tokens_of(config: InputConfig) -> Tokens:
-    """The tokenizer. Raises TokenizerError where it is not the model's, as far as the model's configuration tells."""
-    tokens, told = load_tokenizer(config.tokenizer or config.model), models.find(config.model).config
-    if (known := told.get("vocab_size")) is not None and tokens.vocabulary > known:
+    """Return the tokenizer. Raises TokenizerError if it does not match the model's configuration."""
+    tokens, model = load_tokenizer(config.tokenizer or config.model), models.find(config.model).config
+    if (known := model.get("vocab_size")) is not None and tokens.vocabulary > known:
         raise TokenizerError(
-            f"tokenizer={tokens.name!r} has {tokens.vocabulary:,} tokens, and model={config.model!r} knows {known:,}: "
+            f"tokenizer={tokens.name!r} has {tokens.vocabulary:,} tokens, but model={config.model!r} has {known:,}: "
             "set tokenizer to the model's own"
         )
-    if (padding := told.get("pad_token_id")) is not None and tokens.padding != padding:
+    if (padding := model.get("pad_token_id")) is not None and tokens.padding != padding:
         raise TokenizerError(
-            f"tokenizer={tokens.name!r} fills up with token {tokens.padding}, and model={config.model!r} takes "
-            f"{padding} for what is filled up: set tokenizer to the model's own"
+            f"tokenizer={tokens.name!r} pads with token {tokens.padding}, but model={config.model!r} uses "
+            f"{padding} for padding: set tokenizer to the model's own"
         )
     return tokens
 
 
 def _sizes_of_texts(classes: int, config: InputConfig) -> dict[str, Any]:
-    """0 classes are running text."""
+    """Return the sizes of a text model; 0 classes: running text. Raises DataError."""
     if config.kind == CHARACTERS:
         return {"vocabulary": len(CharVocabulary())}
     if not classes:
         raise DataError(
-            f"model={config.model!r} does {config.kind}, and these texts are running text, without labels: set "
-            "label-column, or choose a model of the next character, such as char-lstm"
+            f"model={config.model!r} is for {config.kind}, but these texts are running text, without labels: set "
+            "label-column, or choose a next-character model, such as char-lstm"
         )
     return {"classes": classes} if config.kind == TEXTS else {}
 
 
-def _small(numbers: NDArray[np.int64]) -> NDArray[Any]:
-    """The same numbers in the smallest type: a text's eight bytes a token are mostly zeros."""
+def _smallest_dtype(numbers: NDArray[np.int64]) -> NDArray[Any]:
+    """Return the ids in the smallest dtype that fits them."""
     most = int(numbers.max(initial=0))
     return numbers.astype(np.uint8 if most < 2**8 else np.int16 if most < 2**15 else np.int32)

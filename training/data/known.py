@@ -1,8 +1,8 @@
-"""Data sets that are known by name: what a run may know of them before a file is read, and how they come.
+"""Data sets known by name: their sizes, files and columns.
 
-One more is one more entry of `KNOWN`. Mean and standard deviation are those of the training images' values in 0..1,
-channel by channel, as they are commonly used; of pacs, domainnet and openimage those of ImageNet, for models that were
-trained on it. LEAF's FEMNIST and EMNIST (whose parts differ) have none here: give numbers.
+A new data set is a new entry of `KNOWN`. Mean and standard deviation are the common statistics of the training images
+in 0..1, per channel; for pacs, domainnet and openimage those of ImageNet, for pretrained models. FEMNIST and EMNIST
+(whose parts differ) have none: set `normalise` to numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tepal.training.data.config import DIGITS, DataConfig, DataError, Reading, S
 from tepal.training.data.examples import AnySource
 from tepal.training.data.formats.articles import is_newsgroups, is_xglue, read_newsgroups, read_xglue
 from tepal.training.data.formats.lists import is_domainnet, is_openimage, read_domainnet, read_openimage
-from tepal.training.data.formats.named import JSON, SUFFIXES, Made, Tables, has_tables, read_named
+from tepal.training.data.formats.named import JSON, SUFFIXES, DerivedColumn, Tables, has_tables, read_named
 
 Channels = tuple[float, ...]
 
@@ -34,16 +34,16 @@ _PART = "train-….parquet and test-….parquet, or .jsonl"
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of a data set.
+    """Properties of a known data set.
 
-    of: what its examples are.
-    files: which it comes in, in words.
-    shape, classes, class_names: None, 0 and (): as in the files.
-    group: what examples are grouped by, in words.
-    tables: its columns, where it comes in tables.
-    own: a layout of files that no other data set has: whether a path has it, and what reads it.
-    within: folders of a path that may have the files in its place.
-    hub, subset: what it is called on the Hugging Face hub; "": it is not there in files that can be read.
+    of: kind of its examples.
+    files: its files, in words.
+    shape, classes, class_names: None, 0 and () if the files determine them.
+    group: meaning of its groups, in words.
+    tables: its columns, if it is published in tables.
+    own: check and reader of a file layout that only this data set has.
+    within: subfolders of a path that may contain the files.
+    hub, subset: name and configuration on the Hugging Face hub; "" if it is not there in a readable format.
     """
 
     of: Literal["images", "texts", "questions", "characters"]
@@ -61,7 +61,7 @@ class Known:
     subset: str = ""
 
     def reader(self, path: Path) -> tuple[Callable[[Path, Reading], AnySource], Path] | None:
-        """What reads the files at a path, and where they are; None where no layout of its own is there."""
+        """Return the reader for the files at a path, and their folder; None if they have a general format."""
         for place in (path, *(path / name for name in self.within)):
             if place.exists():
                 if self.own and self.own[0](place):
@@ -71,12 +71,12 @@ class Known:
         return None
 
     def place(self, path: Path) -> Path:
-        """The folder of a path that has the files, where one is known to have them."""
+        """Return the subfolder of a path that contains the files, if there is one, else the path."""
         return next((path / name for name in self.within if (path / name).is_dir()), path)
 
 
 def _one_of_four(question: str, right: str, *wrong: str) -> tuple[str, ...]:
-    """The choices of SciQ, in an order that the question alone decides."""
+    """Return the choices of a question of SciQ, in an order derived from the question."""
     place = zlib.crc32(question.encode()) % (len(wrong) + 1)
     return (*wrong[:place], right, *wrong[place:])
 
@@ -92,7 +92,7 @@ def _supported(support: str, question: str) -> str:
 def _category(category: object) -> object:
     if str(category).strip().isdecimal():
         raise DataError(
-            f"news_category {category} is a number, and which category that is no table says: write them by name "
+            f"news_category {category} is a number, which has no defined category: write categories by name "
             f"({', '.join(_CATEGORIES)})"
         )
     return category
@@ -173,7 +173,8 @@ KNOWN: Mapping[str, Known] = {
     ),
     "xglue-nc": Known(
         TEXTS, "xglue.nc.<language>.train, .dev and .test", classes=10, class_names=_CATEGORIES, group="language",
-        tables=Tables((_NEWS | {"group_column": "language"}, _NEWS), {"category": Made(("news_category",), _category)}),
+        tables=Tables((_NEWS | {"group_column": "language"}, _NEWS),
+                      {"category": DerivedColumn(("news_category",), _category)}),
         own=(is_xglue, read_xglue), within=("NC", "xglue_full_dataset/NC"),
     ),
     "shakespeare": Known(
@@ -200,9 +201,9 @@ KNOWN: Mapping[str, Known] = {
         tables=Tables(
             ({"text_column": "supported", "choices_column": "choices", "label_column": "place"},),
             made={
-                "supported": Made(("support", "question"), _supported),
-                "choices": Made(_SCIQ, _one_of_four),
-                "place": Made(_SCIQ, _place_of_right),
+                "supported": DerivedColumn(("support", "question"), _supported),
+                "choices": DerivedColumn(_SCIQ, _one_of_four),
+                "place": DerivedColumn(_SCIQ, _place_of_right),
             },
             suffixes=(*SUFFIXES, JSON),
         ),
@@ -214,7 +215,7 @@ _DIGITS = Known(IMAGES, "", (1, 8, 8), 10)
 
 
 def reading_of(config: DataConfig) -> Reading:
-    """What is known of a run's shape and classes, by its config or the name of its dataset, before a file is read."""
+    """Return the run's settings for reading, with shape and classes of a known dataset, without reading files."""
     known = _DIGITS if config.dataset == DIGITS else KNOWN.get(config.dataset)
     if not known:
         return Reading.of(config)
@@ -225,8 +226,8 @@ def reading_of(config: DataConfig) -> Reading:
 
 
 def listed_names() -> str:
-    """The known data sets as a table in Markdown, for docs/data.md."""
-    lines = ["| name | what it has | groups | files at `dataset-path` | on the hub |", "|---|---|---|---|---|"]
+    """Return the known data sets as a table in Markdown, for docs/data.md."""
+    lines = ["| name | contents | groups | files at `dataset-path` | name on the hub |", "|---|---|---|---|---|"]
     for name, known in KNOWN.items():
         shape = f" {'x'.join(map(str, known.shape))}" if known.shape else ""
         classes = f", {known.classes} classes" if known.classes else ""

@@ -1,4 +1,4 @@
-"""What the server and the clients load: the functions that others call."""
+"""Loading of the server's and the clients' examples."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from tepal.training.data.splits import hold_out, keep_at_server, split
 
 
 def dataset_info(config: DataConfig) -> DatasetInfo:
-    """The shape of an image and the number of classes, for building the model on the server.
+    """Return the shape of an image and the number of classes, for building the model on the server.
 
     Raises:
-        DataError: the dataset cannot be read, or it is "local" and `image-shape` or `classes` is not set; or
-            `normalise` does not fit the images.
+        DataError: the dataset cannot be read; it is "local" and `image-shape` or `classes` is not set; or `normalise`
+            does not fit the images.
     """
     if config.dataset == LOCAL:
         unset = [key for key, value in (("image-shape", config.shape), ("classes", config.class_count)) if not value]
         if config.shape is None or unset:
             raise DataError(
-                f'dataset="{LOCAL}": the server sees no data, so the run config must say what the clients have: set '
+                f'dataset="{LOCAL}": the server has no data, so the run config must give the sizes: set '
                 f'{" and ".join(unset)} (for example image-shape="1x28x28" and classes=10)'
             )
         info = DatasetInfo(config.shape, config.class_count)
@@ -57,7 +57,7 @@ def dataset_info(config: DataConfig) -> DatasetInfo:
 
 
 def held_out(config: DataConfig) -> Examples | None:
-    """The server's test set: a named dataset's own, else `held-out-fraction` of it, drawn by `seed`.
+    """Return the server's test set: a named dataset's own, or else `held-out-fraction` of it, drawn by `seed`.
 
     None for dataset="local" (the server has no data) and for `held-out-fraction`=0.
 
@@ -68,10 +68,10 @@ def held_out(config: DataConfig) -> Examples | None:
 
 
 def unlabelled(config: DataConfig) -> NDArray[np.float32] | None:
-    """The server's examples for training without labels, (n, C, H, W): `server-share` of the training examples.
+    """Return the server's unlabelled images, (n, C, H, W): `server-share` of the training examples.
 
-    They are drawn by `seed` from what is not held out, and no client has them. None for dataset="local" (the server has
-    no data) and for `server-share`=0.
+    They are drawn by `seed` from the examples that are not held out, and no client has them. None for dataset="local"
+    (the server has no data) and for `server-share`=0.
 
     Raises:
         DataError: the dataset cannot be read.
@@ -89,23 +89,23 @@ def _kept(source: AnySource, config: DataConfig) -> Indices:
 
 
 def load_client(config: DataConfig, node_config: Mapping[str, Any], *, client: str) -> ClientData:
-    """One client's train and test examples.
+    """Return one client's train and test examples.
 
     Args:
         config: the run's data keys.
-        node_config: the node's own. `data-path` (a file or folder in any of the formats) wins; else `partition-id` and
-            `num-partitions` (set by Flower's simulation) choose a part of the run's named dataset.
+        node_config: the node's config. `data-path` (a file or folder in any of the formats) takes precedence; otherwise
+            `partition-id` and `num-partitions` (set by Flower's simulation) select a part of the run's named dataset.
         client: the client's name. The train/test split derives from it and from `seed`, so it must be the same in every
-            run: a registered name, or in a simulation one made from the partition id. (Flower's node ids are not: an
-            example that was trained on would be tested on after a restart.)
+            run: a registered name, or in a simulation one derived from the partition id. (Flower's node ids change at a
+            restart: training examples would become test examples.)
 
     Raises:
-        DataError: what is wrong with this client's data, and what to do about it.
+        DataError: this client's data cannot be found, read or used.
     """
-    own, train, test, origin = _own(config, node_config, client)
+    own, train, test, origin = _client_source(config, node_config, client)
     source = _images(own)
     tests = source.train.take(test) if test is not None else _held_out(source, config)
-    assert tests is not None, "without indices for tests there is a test set"
+    assert tests is not None, "the source has a test set if there are no indices for tests"
     return ClientData(source.train.take(train), tests, source.shape, source.classes, client, origin)
 
 
@@ -113,15 +113,15 @@ def load_client(config: DataConfig, node_config: Mapping[str, Any], *, client: s
 
 
 def text_info(config: DataConfig) -> TextInfo:
-    """The number of classes of texts, and their names, for building the model on the server.
+    """Return the number of classes of texts, and their names, for building the model on the server.
 
     Raises:
-        DataError: the dataset cannot be read or is no texts, or it is "local" and the run config does not say.
+        DataError: the dataset cannot be read or has no texts, or it is "local" and the run config has no sizes.
     """
     if config.dataset == LOCAL:
         if config.label_column and not config.class_count:
             raise DataError(
-                f'dataset="{LOCAL}": the server sees no data, so the run config must say what the clients have: set '
+                f'dataset="{LOCAL}": the server has no data, so the run config must give the sizes: set '
                 'classes or class-names, or label-column="" for running text'
             )
         return TextInfo(config.class_count if config.label_column else 0, config.names)
@@ -130,16 +130,19 @@ def text_info(config: DataConfig) -> TextInfo:
 
 
 def class_names(config: DataConfig) -> tuple[str, ...]:
-    """The names of the run's classes in the order of their labels; none where they have none, or nobody says.
+    """Return the names of the run's classes in the order of their labels; empty if they are not known.
 
-    Raises DataError where the dataset cannot be read.
+    Raises DataError if the dataset cannot be read.
     """
     names = reading_of(config).class_names
     return names if names or config.dataset == LOCAL else named_source(config).class_names
 
 
 def asked_texts(config: DataConfig, path: Path) -> tuple[Texts, bool]:
-    """The texts of a table that a run's model is asked about, and whether they have labels. Raises DataError."""
+    """Read texts to predict from a table, with the run's columns; returns them and whether they have labels.
+
+    Raises DataError.
+    """
     known = KNOWN.get(config.dataset)
     return read_asked(path, reading_of(config), known.tables or PLAIN if known else PLAIN)
 
@@ -150,7 +153,7 @@ def held_out_texts(config: DataConfig) -> Texts | None:
 
 
 def unlabelled_texts(config: DataConfig) -> Texts | None:
-    """As `unlabelled`, for texts: those that have labels have them still, which tell what kind of texts they are."""
+    """As `unlabelled`, for texts, whose labels are kept because they distinguish the kinds of texts."""
     if config.dataset == LOCAL or not config.server_share:
         return None
     source = _texts(named_source(config))
@@ -159,10 +162,10 @@ def unlabelled_texts(config: DataConfig) -> Texts | None:
 
 def load_client_texts(config: DataConfig, node_config: Mapping[str, Any], *, client: str) -> ClientTexts:
     """As `load_client`, for texts."""
-    own, train, test, origin = _own(config, node_config, client)
+    own, train, test, origin = _client_source(config, node_config, client)
     source = _texts(own)
     tests = source.train.take(test) if test is not None else source.test
-    assert tests is not None, "without indices for tests there is a test set"
+    assert tests is not None, "the source has a test set if there are no indices for tests"
     return ClientTexts(source.train.take(train), tests, source.classes, source.class_names, client, origin)
 
 
@@ -170,16 +173,16 @@ def load_client_texts(config: DataConfig, node_config: Mapping[str, Any], *, cli
 
 
 def number_info(config: DataConfig) -> NumberInfo:
-    """How many numbers inputs and targets have, for building the model on the server.
+    """Return the sizes of inputs and targets, for building the model on the server.
 
     Raises:
-        DataError: the dataset cannot be read or is no numbers, or it is "local" and the run config does not say.
+        DataError: the dataset cannot be read or has no numbers, or it is "local" and the run config has no sizes.
     """
     if config.dataset == LOCAL:
         info = NumberInfo(config.feature_count, config.output_count)
         if not (info.features and info.outputs):
             raise DataError(
-                f'dataset="{LOCAL}": the server sees no data, so the run config must say what the clients have: set '
+                f'dataset="{LOCAL}": the server has no data, so the run config must give the sizes: set '
                 "features and outputs (for example features=12 and outputs=1), or for tables feature-columns and "
                 "label-column"
             )
@@ -194,10 +197,10 @@ def held_out_numbers(config: DataConfig) -> Numbers | None:
 
 def load_client_numbers(config: DataConfig, node_config: Mapping[str, Any], *, client: str) -> ClientNumbers:
     """As `load_client`, for numbers."""
-    own, train, test, origin = _own(config, node_config, client, numbers=True)
+    own, train, test, origin = _client_source(config, node_config, client, numbers=True)
     source = _numbers(own)
     tests = source.train.take(test) if test is not None else _held_out(source, config)
-    assert tests is not None, "without indices for tests there is a test set"
+    assert tests is not None, "the source has a test set if there are no indices for tests"
     return ClientNumbers(source.train.take(train), tests, source.train.info, client, origin)
 
 
@@ -205,9 +208,9 @@ def load_client_numbers(config: DataConfig, node_config: Mapping[str, Any], *, c
 
 
 def check_partition(config: DataConfig, clients: int, *, numbers: bool = False) -> None:
-    """See that the run's dataset can be divided among so many clients. Raises DataError where it cannot.
+    """Check that the run's dataset can be divided among a number of clients; with `numbers` for regression.
 
-    `numbers`: it is for a regression.
+    Raises DataError if it cannot.
     """
     if config.dataset != LOCAL:
         divide(named_source(config, numbers=numbers), Scheme.of(config, clients))
@@ -215,14 +218,16 @@ def check_partition(config: DataConfig, clients: int, *, numbers: bool = False) 
 
 def _images(source: AnySource) -> Source[ImageArrays]:
     if isinstance(source.train, Texts | Numbers):
-        raise DataError(f"{source.origin}: has texts, and what is needed are images: choose other data or a text model")
+        raise DataError(
+            f"{source.origin}: has texts, but the model needs images: choose other data or a text model"
+        )
     return source
 
 
 def _numbers(source: AnySource) -> Source[Numbers]:
     if not isinstance(source.train, Numbers):
         raise DataError(
-            f"{source.origin}: has {'texts' if isinstance(source.train, Texts) else 'images'}, and what is needed are "
+            f"{source.origin}: has {'texts' if isinstance(source.train, Texts) else 'images'}, but the model needs "
             "numbers: choose a .npz file or a table (feature-columns), or another model"
         )
     return source
@@ -231,8 +236,8 @@ def _numbers(source: AnySource) -> Source[Numbers]:
 def _texts(source: AnySource) -> Source[Texts]:
     if not isinstance(source.train, Texts):
         raise DataError(
-            f"{source.origin}: has images, and what is needed are texts: choose other data or an image model, or, for "
-            "a table, name its text-column"
+            f"{source.origin}: has images, but the model needs texts: choose other data or an image model, or, for a "
+            "table, set text-column"
         )
     return source
 
@@ -251,9 +256,9 @@ def _held_out(source: AnySource, config: DataConfig) -> Examples | Texts | Numbe
 
 
 def own_stamp(node_config: Mapping[str, Any]) -> str:
-    """What differs when the files at a node's own `data-path` have changed.
+    """Return a digest that changes with the files at a node's `data-path`.
 
-    "" where it has none, and where they cannot be looked at now, as when a disk is away for a while.
+    It is "" without `data-path`, and if the files cannot be read now, for example because a disk is not mounted.
     """
     path = node_config.get("data-path")
     try:
@@ -262,12 +267,12 @@ def own_stamp(node_config: Mapping[str, Any]) -> str:
         return ""
 
 
-def _own(
+def _client_source(
     config: DataConfig, node_config: Mapping[str, Any], client: str, *, numbers: bool = False
 ) -> tuple[AnySource, Indices, Indices | None, str]:
-    """A client's source, its indices there for training and for tests, and where its examples come from, in words.
+    """Return a client's source, its indices for training and for tests, and a description of its origin.
 
-    No indices for tests: they are the source's own test set.
+    Indices for tests are None if the source has a test set.
     """
     if path := node_config.get("data-path"):
         try:
@@ -292,7 +297,7 @@ def _split(indices: Indices, config: DataConfig, client: str, origin: str) -> tu
 
 
 def _partition_of(config: DataConfig, node_config: Mapping[str, Any]) -> tuple[int, int]:
-    """The node's (partition-id, num-partitions), checked."""
+    """Return the node's (partition-id, num-partitions). Raises DataError if they are missing or invalid."""
     if config.dataset == LOCAL:
         raise DataError(
             f'dataset="{LOCAL}" needs data-path in the node config: start the node with '
@@ -310,7 +315,7 @@ def _partition_of(config: DataConfig, node_config: Mapping[str, Any]) -> tuple[i
     partition, partitions = (node_config[key] for key in keys)
     for key, value in zip(keys, (partition, partitions), strict=True):
         if isinstance(value, bool) or not isinstance(value, int):
-            raise DataError(f"node config: {key}={value!r} is not a whole number")
+            raise DataError(f"node config: {key}={value!r} is not a whole number: set both as whole numbers")
     if not 0 <= partition < partitions:
         raise DataError(
             f"node config: partition-id={partition} with num-partitions={partitions}: "

@@ -1,4 +1,4 @@
-"""Images brought to mean 0 and standard deviation 1 of a data set, once, when examples become tensors."""
+"""Scaling of images to mean 0 and standard deviation 1 by the statistics of a data set."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from tepal.training.data.known import KNOWN, Channels
 
 
 def statistics(by: str) -> tuple[Channels, Channels]:
-    """Mean and standard deviation of each channel (or one for all) that a value of `normalise` names.
+    """Return mean and standard deviation of each channel (or one for all) for a value of `normalise`.
 
-    Raises DataError for what is neither a data set with known ones nor numbers as "mean/std".
+    Raises DataError if it is neither a data set with known statistics nor "mean/std".
     """
     if (known := KNOWN.get(by.strip())) and known.mean:
         return known.mean, known.std
@@ -21,27 +21,27 @@ def statistics(by: str) -> tuple[Channels, Channels]:
     except ValueError as error:
         names = ", ".join(name for name, one in KNOWN.items() if one.mean)
         raise DataError(
-            f"normalise={by!r}: known are {names}; or give numbers as mean/std, with commas between channels, for "
+            f"normalise={by!r}: choose one of {names}, or numbers as mean/std, with commas between channels, for "
             'example "0.5/0.25" or "0.49,0.48,0.45/0.25,0.24,0.26"; or "" for none'
         ) from error
     if len(mean) != len(std) or not np.isfinite([mean, std]).all() or min(std) <= 0:
         raise DataError(
-            f"normalise={by!r}: needs as many means as standard deviations, finite, and standard deviations above 0"
+            f"normalise={by!r}: give as many means as standard deviations, all finite, and standard deviations above 0"
         )
     return mean, std
 
 
 def check_normalise(by: str, channels: int) -> None:
-    """Raise DataError where `normalise` cannot be applied to images of as many channels."""
+    """Raise DataError if `normalise` does not fit the number of channels."""
     if by and (numbers := len(statistics(by)[0])) not in (1, channels):
         raise DataError(
-            f"normalise={by!r} has {numbers} channels, but images have {channels}: give one number for all channels, "
-            "or one for each"
+            f"normalise={by!r} has {numbers} values, but images have {channels} channels: give one value for all "
+            "channels, or one for each"
         )
 
 
 def normalise(images: NDArray[np.float32], by: str) -> NDArray[np.float32]:
-    """Normalise images (n, C, H, W) in place, and return them; "" leaves them as they are. Raises DataError."""
+    """Normalise images (n, C, H, W) in place, and return them; with "" they are unchanged. Raises DataError."""
     if not by:
         return images
     check_normalise(by, images.shape[1])

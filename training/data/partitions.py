@@ -1,4 +1,4 @@
-"""How a dataset is divided among clients: by the partitioners of flwr-datasets, drawn again until all is met."""
+"""Partitions of a dataset among clients, by flwr-datasets; drawn again until all conditions are met."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from tepal.training.data.config import DataConfig, DataError
 from tepal.training.data.examples import AnySource, Indices, Numbers
 from tepal.training.data.splits import hold_out, keep_at_server, seed_sequence
 
-# How many seeds are tried until a partition meets the minimum and uses every class. For each of them Flower's
-# Dirichlet partitioner draws up to eleven times; the pathological one draws once.
+# Number of seeds that are tried until a partition has the minimum size and every class. With each of them Flower's
+# Dirichlet partitioner draws up to eleven times, the pathological one once.
 ATTEMPTS = {"iid": 1, "dirichlet": 20, "pathological": 100, "natural": 20}
 
 BY_LABEL = ("dirichlet", "pathological")
-"""Partitioners that divide by classes."""
+"""Partitioners that divide by class."""
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """All that a partition of a dataset depends on."""
+    """All settings that determine a partition of a dataset."""
 
     clients: int
     partitioner: str
@@ -38,6 +38,7 @@ class Scheme:
 
     @classmethod
     def of(cls, config: DataConfig, clients: int) -> Scheme:
+        """Return the run config's scheme for a number of clients."""
         return cls(
             clients,
             config.partitioner,
@@ -52,7 +53,11 @@ class Scheme:
 
 @lru_cache(maxsize=16)
 def divide(source: AnySource, scheme: Scheme) -> tuple[Indices, ...]:
-    """Every client's indices into `source.train`: disjoint, together all that is not held out or the server's."""
+    """Return every client's indices into `source.train`.
+
+    They are disjoint, and together all that are neither held out nor the server's. Raises DataError if there is no
+    partition that meets the conditions.
+    """
     _, training = hold_out(source, scheme.held_out_fraction, scheme.seed)
     _, pool = keep_at_server(training, scheme.server_share)
     labels = _labels(source, scheme)[pool]
@@ -71,9 +76,9 @@ def divide(source: AnySource, scheme: Scheme) -> tuple[Indices, ...]:
     }
     cures = {
         "dirichlet": "raise dirichlet-alpha, lower min-partition-size, use fewer clients or a larger dataset",
-        "pathological": "change classes-per-client, lower min-partition-size, or use more clients (with as many as "
-        "there are classes, none is left out)",
-        "natural": "lower min-partition-size, or use fewer clients, so that each gets more groups",
+        "pathological": "change classes-per-client, lower min-partition-size, or use more clients (with at least as "
+        "many clients as classes, every class is used)",
+        "natural": "lower min-partition-size, or use fewer clients, so that each has more groups",
     }
     raise DataError(
         f"{source.origin}: no {scheme.partitioner} partition of {len(labels):,} examples over {scheme.clients} clients "
@@ -83,7 +88,7 @@ def divide(source: AnySource, scheme: Scheme) -> tuple[Indices, ...]:
 
 
 def _check_possible(source: AnySource, scheme: Scheme, labels: NDArray[np.int64]) -> None:
-    """What no draw could reach, or needs what is not installed, is said at once."""
+    """Raise DataError if no draw can meet the conditions, or a package is missing."""
     try:
         import datasets  # noqa: F401
         import flwr_datasets.partitioner  # noqa: F401
@@ -95,7 +100,7 @@ def _check_possible(source: AnySource, scheme: Scheme, labels: NDArray[np.int64]
     if needed > len(labels):
         raise DataError(
             f"{source.origin}: {scheme.clients} clients with min-partition-size={scheme.minimum} need {needed:,} "
-            f"examples, but the clients' part has {len(labels):,}: lower min-partition-size or the number of clients, "
+            f"examples, but {len(labels):,} are available: lower min-partition-size or the number of clients, "
             "or use a larger dataset"
         )
     if scheme.partitioner != "pathological":
@@ -115,7 +120,7 @@ def _check_possible(source: AnySource, scheme: Scheme, labels: NDArray[np.int64]
 
 
 def _labels(source: AnySource, scheme: Scheme) -> NDArray[np.int64]:
-    """The labels that a partitioner divides by; those that divide by no label need none."""
+    """Return the labels to divide by; zeros for partitioners that do not use labels. Raises DataError."""
     labels = None if isinstance(source.train, Numbers) else source.train.labels
     if labels is not None:
         return labels
@@ -129,21 +134,21 @@ def _labels(source: AnySource, scheme: Scheme) -> NDArray[np.int64]:
 
 
 def _groups(source: AnySource, scheme: Scheme, pool: Indices) -> list[Indices]:
-    """Each group's positions in `pool`, in the order of the groups' names, by flwr-datasets."""
+    """Return each group's positions in `pool`, in the order of the groups' names. Raises DataError."""
     from datasets import Dataset
     from flwr_datasets.partitioner import NaturalIdPartitioner
 
     if source.train.groups is None:
         raise DataError(
-            f"{source.origin}: the natural partitioner divides by groups (writers, sites, domains), and this data has "
-            "none: set group-column, or choose another partitioner"
+            f"{source.origin}: the natural partitioner divides by groups (writers, sites, domains), but this data "
+            "has none: set group-column, or choose another partitioner"
         )
     partitioner = NaturalIdPartitioner("group")
     partitioner.dataset = Dataset.from_dict({"group": source.train.groups[pool], "position": np.arange(len(pool))})
     if partitioner.num_partitions < scheme.clients:
         raise DataError(
-            f"{source.origin}: {scheme.clients} clients, but the clients' part of the data has only "
-            f"{partitioner.num_partitions} groups, and a group is not divided: use at most as many clients as groups, "
+            f"{source.origin}: {scheme.clients} clients, but the data has only "
+            f"{partitioner.num_partitions} groups, which are not divided: use at most as many clients as groups, "
             "or another partitioner"
         )
     with redirect_stderr(StringIO()):  # a progress bar
@@ -154,9 +159,10 @@ def _groups(source: AnySource, scheme: Scheme, pool: Indices) -> list[Indices]:
 
 
 def deal(groups: list[Indices], scheme: Scheme, seed: int) -> tuple[list[Indices], str]:
-    """Whole groups dealt to clients like cards, shuffled by `seed`; as many clients as groups: client i has group i.
+    """Assign whole groups to clients in rotation, shuffled by `seed`; with equal numbers, client i has group i.
 
-    Each client's positions, and what is wrong with them ("": nothing).
+    Returns:
+        Each client's positions, and the condition that they violate, in words ("" for none).
     """
     dealt = len(groups) > scheme.clients
     order = np.random.default_rng(seed).permutation(len(groups)) if dealt else np.arange(len(groups))
@@ -168,7 +174,11 @@ def deal(groups: list[Indices], scheme: Scheme, seed: int) -> tuple[list[Indices
 
 
 def draw(labels: NDArray[np.int64], scheme: Scheme, seed: int) -> tuple[list[Indices], str]:
-    """One partition by flwr-datasets: each client's positions in `labels`, and what is wrong with it ("": nothing)."""
+    """Draw one partition by flwr-datasets.
+
+    Returns:
+        Each client's positions in `labels`, and the condition that they violate, in words ("" for none).
+    """
     from datasets import Dataset
     from flwr_datasets import partitioner as flower
 
@@ -184,7 +194,7 @@ def draw(labels: NDArray[np.int64], scheme: Scheme, seed: int) -> tuple[list[Ind
             scheme.clients, "label", scheme.classes_per_client, class_assignment_mode="first-deterministic", seed=seed
         )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # one for each draw that is repeated
+        warnings.simplefilter("ignore")  # one per repeated draw
         partitioner.dataset = Dataset.from_dict({"label": labels, "position": np.arange(len(labels))})
         try:
             parts = [
@@ -192,7 +202,7 @@ def draw(labels: NDArray[np.int64], scheme: Scheme, seed: int) -> tuple[list[Ind
                 for client in range(scheme.clients)
             ]
         except ValueError as error:
-            # The Dirichlet partitioner gives up after eleven draws, and says so without the numbers.
+            # The Dirichlet partitioner fails after eleven draws, with a message that lacks the numbers.
             return [], "a client had too few examples" if scheme.partitioner == "dirichlet" else str(error)
     positions = np.concatenate(parts)
     unused = np.setdiff1d(labels, labels[positions])

@@ -1,4 +1,4 @@
-"""Which reader reads a dataset: by its name, or by what is found at a path. What was read is kept."""
+"""Reading a dataset by its name, or by the files at a path. Results are cached."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ EXPECTED = (
     "a .npz file, a table (.csv, .jsonl, .parquet), text by speaker (.txt), LEAF's json, or a folder: of images as "
     "root/<class name>/<file>, of idx files (MNIST), of CIFAR's batches, of LEAF's json, or of tables train and test"
 )
-"""What can be read at a path, in words."""
+"""Formats that can be read at a path, in words."""
 
-_DIGITS_FILE = "sklearn/datasets/data/digits.csv.gz"  # in scikit-learn
-_MOST_FILES = 20_000  # that are looked at one by one
-_DEEPEST = 4  # levels of folders that are looked into: links may lead round in circles
+_DIGITS_FILE = "sklearn/datasets/data/digits.csv.gz"  # path in scikit-learn
+_MOST_FILES = 20_000  # files whose times are read one by one
+_DEEPEST = 4  # levels of folders that are read, because links may be circular
 
 Reader = Callable[[Path, Reading], AnySource]
 
 
 def named_source(config: DataConfig, *, numbers: bool = False) -> AnySource:
-    """The run's dataset: a known name, else a path; `numbers`: for a regression. Raises DataError."""
+    """Read the run's dataset, a known name or a path; with `numbers` for regression. Raises DataError."""
     reading = replace(reading_of(config), numbers=numbers)
     if config.dataset_path and config.dataset not in KNOWN:
         raise DataError(
-            f"dataset-path={config.dataset_path!r} and dataset={config.dataset!r}: a dataset-path is for a dataset "
-            f"that is given by its name ({', '.join(KNOWN)}); set dataset to the path itself"
+            f"dataset-path={config.dataset_path!r} and dataset={config.dataset!r}: dataset-path is for a dataset "
+            f"that is given by its name ({', '.join(KNOWN)}): set dataset to the path itself"
         )
     if config.dataset in KNOWN:
-        return path_source(config.dataset_path, reading) if config.dataset_path else _fetched(reading)
+        return path_source(config.dataset_path, reading) if config.dataset_path else _download(reading)
     if config.dataset.startswith(HUB):
         return load_hub(config.dataset.removeprefix(HUB), reading)
     if config.dataset == DIGITS:
@@ -67,15 +67,15 @@ def named_source(config: DataConfig, *, numbers: bool = False) -> AnySource:
     return path_source(config.dataset, reading)
 
 
-def _fetched(reading: Reading) -> AnySource:
-    """A known data set of the hub. DataError says which files to put where."""
+def _download(reading: Reading) -> AnySource:
+    """Read a known data set from the hub. The DataError says which files to put where."""
     known = KNOWN[reading.name]
     files = (
-        f"set dataset-path to a folder that has its files as they are handed out ({known.files}), or to a "
+        f"set dataset-path to a folder with its files as published ({known.files}), or to a "
         f"{'.npz file or a ' if known.of == IMAGES else ''}table of them"
     )
     if not known.hub:
-        raise DataError(f"dataset={reading.name!r} is read from files: {files}")
+        raise DataError(f"dataset={reading.name!r} is not on the hub: {files}")
     try:
         return load_hub(known.hub, reading, known.subset, known.tables or PLAIN)
     except DataError as error:
@@ -83,25 +83,25 @@ def _fetched(reading: Reading) -> AnySource:
 
 
 def path_source(text: str, reading: Reading) -> AnySource:
-    """Read what is at a path, in whichever format it is. Raises DataError."""
+    """Read a file or folder in any of the formats. Raises DataError."""
     path = Path(text).expanduser().absolute()
     try:
         return load_path(path, stamp(path), reading)
     except FileNotFoundError as error:
         known = KNOWN.get(reading.name)
         expected = f"for {reading.name}: {known.files}" if known else f"is {EXPECTED}"
-        raise DataError(f"{path}: no such file or folder (expected {expected})") from error
+        raise DataError(f"{path}: no such file or folder (expected {expected}): correct the path") from error
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error}") from error
+        raise DataError(f"{path}: cannot be read: {error}: check permissions and disk") from error
 
 
 def stamp(path: Path) -> str:
-    """What differs when a file at or below the path has changed: of names, times and sizes. Raises OSError.
+    """Return a digest of names, times and sizes at and below a path, which changes with the files. Raises OSError.
 
-    Of more than 20,000 files only the folders' times count, which tell that a file came or went, and not that one was
-    written over: a look at all would cost a second and more.
+    With more than 20,000 files only the folders' times are used, which change when a file is added or removed but not
+    when one is overwritten: reading all times would take more than a second.
     """
-    seen, files = [_seen(path)], 0
+    seen, files = [_file_state(path)], 0
     folders = [(path, 1)] if path.is_dir() else []
     while folders:
         folder, depth = folders.pop()
@@ -109,29 +109,29 @@ def stamp(path: Path) -> str:
             if entry.name.startswith("."):
                 continue
             if entry.is_dir():
-                seen.append(_seen(entry))
+                seen.append(_file_state(entry))
                 folders += [(Path(entry.path), depth + 1)] if depth < _DEEPEST else []
             else:
                 files += 1
                 if files <= _MOST_FILES:
-                    seen.append(_seen(entry))
+                    seen.append(_file_state(entry))
     if files > _MOST_FILES:
         seen = [one for one in seen if one[0]]
     return hashlib.blake2b(repr(sorted(seen)).encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
 
-def _seen(entry: Path | os.DirEntry[str]) -> tuple[bool, str, int, int]:
-    """Whether it is a folder, its name, and when it was written and how large it is."""
+def _file_state(entry: Path | os.DirEntry[str]) -> tuple[bool, str, int, int]:
+    """Return whether it is a folder, its path, time of modification and size."""
     try:
         now = entry.stat()
     except OSError:
-        now = entry.stat(follow_symlinks=False)  # of a link to nowhere
+        now = entry.stat(follow_symlinks=False)  # a broken link
     return stat.S_ISDIR(now.st_mode), os.fspath(entry), now.st_mtime_ns, now.st_size
 
 
 @lru_cache(maxsize=16)
 def load_path(path: Path, stamped: str, reading: Reading) -> AnySource:
-    """Kept for the process; the `stamp` is part of the key, so that a changed file is read anew."""
+    """Read a path; cached for the process under path and `stamp`, so that changed files are read again."""
     if (known := KNOWN.get(reading.name)) is None:
         return _reader(path)(path, reading)
     if found := known.reader(path):
@@ -140,7 +140,7 @@ def load_path(path: Path, stamped: str, reading: Reading) -> AnySource:
     place = known.place(path)
     reader = _reader(place)
     if reader is read_folder and (known.of != IMAGES or not class_folders(place)):
-        raise DataError(f"{path}: has no files of {reading.name}; expected are {known.files}")
+        raise DataError(f"{path}: has no files of {reading.name}: expected {known.files}")
     return reader(place, reading)
 
 
@@ -150,7 +150,7 @@ def _reader(path: Path) -> Reader:
             return read_tables
         if reader := _BY_SUFFIX.get(suffix_of(path)):
             return reader
-        raise DataError(f"{path}: this kind of file is not read; expected is {EXPECTED}")
+        raise DataError(f"{path}: this kind of file is not supported: give {EXPECTED}")
     names = {file.name for file in path.iterdir() if file.is_file()}
     by_names: tuple[tuple[Callable[[set[str]], bool], Reader], ...] = (
         (is_idx, read_idx),
@@ -166,9 +166,9 @@ _BY_SUFFIX: Mapping[str, Reader] = {".npz": read_npz, ".npy": read_npz, ".json":
 
 @lru_cache(maxsize=16)
 def load_digits(reading: Reading) -> Source[ImageArrays]:
-    """The file that `sklearn.datasets.load_digits` reads: 64 pixels of 0..16 and a label on each line.
+    """Read the file of `sklearn.datasets.load_digits`: 64 pixels of 0..16 and a label on each line.
 
-    It is read from where scikit-learn is installed, because importing scikit-learn takes seconds of each process.
+    The file is read directly, because importing scikit-learn takes seconds in each process.
     """
     try:
         table = np.loadtxt(str(distribution("scikit-learn").locate_file(_DIGITS_FILE)), delimiter=",")

@@ -1,4 +1,4 @@
-"""What is drawn by (`seed`, purpose, client): orders, the server's part, and a client's train and test part."""
+"""Splits drawn by (`seed`, purpose, client): held-out set, the server's share, a client's train and test split."""
 
 from __future__ import annotations
 
@@ -11,17 +11,21 @@ from tepal.training.data.examples import AnySource, Indices
 
 
 def seed_sequence(*words: object) -> np.random.SeedSequence:
-    """A seed that depends on the words alone; Python's own hash() differs between processes."""
+    """Return a seed that depends only on the words, in every process (unlike Python's hash())."""
     text = "\x1f".join(map(str, words))
     return np.random.SeedSequence(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "big"))
 
 
 def permutation(count: int, *words: object) -> Indices:
+    """Return a permutation of 0 … count - 1 that depends only on the words."""
     return np.random.default_rng(seed_sequence(*words)).permutation(count)
 
 
 def split(indices: Indices, test_fraction: float, seed: int, client: str) -> tuple[Indices, Indices]:
-    """(train, test): both non-empty, a function of (indices, fraction, seed, client's name)."""
+    """Return (train, test), both non-empty, as a function of (indices, fraction, seed, client's name).
+
+    Raises DataError for fewer than two examples.
+    """
     count = len(indices)
     if count < 2:
         raise DataError(
@@ -34,9 +38,9 @@ def split(indices: Indices, test_fraction: float, seed: int, client: str) -> tup
 
 
 def hold_out(source: AnySource, fraction: float, seed: int) -> tuple[Indices, Indices]:
-    """(held out, for training): indices into `source.train`, both in random order.
+    """Return (held out, for training): indices into `source.train`, both in random order.
 
-    The order matters for the clients' part: files are often sorted, and the iid partitioner cuts without shuffling.
+    The order matters for training: files are often sorted, and the iid partitioner does not shuffle.
     """
     count = len(source.train)
     shuffled = permutation(count, seed, "held out")
@@ -45,6 +49,6 @@ def hold_out(source: AnySource, fraction: float, seed: int) -> tuple[Indices, In
 
 
 def keep_at_server(training: Indices, share: float) -> tuple[Indices, Indices]:
-    """(the server's, the clients'): of indices in random order; the clients' are all of them for a share of 0."""
+    """Divide indices in random order into (the server's, the clients'); with a share of 0 the server has none."""
     kept = max(round(len(training) * share), 1) if share else 0
     return training[:kept], training[kept:]

@@ -1,7 +1,7 @@
 """Texts as token ids, by the tokenizer that a model was trained with.
 
-A tokenizer is a directory as transformers' `save_pretrained` leaves it (tokenizer.json, tokenizer_config.json, …), or a
-name on the hub: then it is looked for among what was downloaded before, and downloaded only where that is allowed.
+A tokenizer is a directory as transformers' `save_pretrained` writes it (tokenizer.json, tokenizer_config.json, …), or a
+name on the hub, which is read from the local cache of the hub, or downloaded if that is allowed.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from numpy.typing import NDArray
 from tepal.models import ModelError
 
 PADDING, CONTEXT, CHOICE = 0, 1, 2
-"""Parts of a sequence in multiple choice: what is not there, what is the same for all choices, what is the choice."""
+"""Roles of tokens in multiple choice: padding, the context that all choices share, and the choice."""
 
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
 class TokenizerError(ValueError):
-    """A tokenizer that is not there, or does not fit: what is wrong, and what to do."""
+    """Raised for a tokenizer that is missing, unreadable, or not the model's own."""
 
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """A tokenizer. `padding` is the id that fills up short sequences, `vocabulary` the number of ids there are."""
+    """A tokenizer. `padding` is the id of padding tokens, `vocabulary` the number of ids."""
 
     name: str
     padding: int
@@ -38,9 +38,9 @@ class Tokens:
     _tokenizer: Any
 
     def texts(self, texts: Sequence[str], length: int, seconds: Sequence[str] | None = None) -> NDArray[np.int64]:
-        """Token ids (n, length) of texts, or of pairs of them, cut at `length` and filled up on the right.
+        """Return token ids (n, length) of texts, or of pairs, truncated to `length` and padded on the right.
 
-        What the tokenizer adds to a sequence (its start, its end, what is between a pair) is added.
+        They include the tokenizer's special tokens (start, end, separator of a pair).
         """
         encoded = self._tokenizer(
             list(texts),
@@ -49,16 +49,16 @@ class Tokens:
             max_length=length,
             return_attention_mask=False,
         )["input_ids"]
-        return self._filled(encoded, length)
+        return self._padded(encoded, length)
 
     def choices(self, contexts: Sequence[str], choices: Sequence[Sequence[str]], length: int) -> NDArray[np.int64]:
-        """Every context with each of its choices, for scoring by a causal language model.
+        """Encode every context with each of its choices, for scoring by a causal language model.
 
-        Where both do not fit into `length`, the beginning of the context goes, and of a choice that is alone too long
-        the end. Questions have as many choices as the one with the most; those that are not there have no tokens.
+        If both do not fit into `length`, the beginning of the context is cut, and the end of a choice that is too long
+        alone. Questions are padded to the largest number of choices with choices that have no tokens.
 
         Returns:
-            (n, choices, 2, length): token ids, and of each whether it is `PADDING`, `CONTEXT` or `CHOICE`.
+            (n, choices, 2, length): token ids and their roles, `PADDING`, `CONTEXT` or `CHOICE`.
         """
         most = max(map(len, choices))
         encoded = np.full((len(contexts), most, 2, length), PADDING, np.int64)
@@ -70,7 +70,7 @@ class Tokens:
             for place in range(len(each)):
                 after = next(afters)[: length - 1]
                 room = length - len(after) - len(start)
-                # Without a place before it a choice's first token could not be foretold.
+                # A choice's first token needs a token before it, at whose position it is predicted.
                 kept = [*start, *before[max(len(before) - room, 0) :]] or [self.padding]
                 ids = [*kept, *after]
                 encoded[n, place, 0, : len(ids)] = ids
@@ -81,18 +81,18 @@ class Tokens:
         encoded = self._tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)
         return list(encoded["input_ids"])
 
-    def _filled(self, sequences: Sequence[Sequence[int]], length: int) -> NDArray[np.int64]:
-        filled = np.full((len(sequences), length), self.padding, np.int64)
-        for row, ids in zip(filled, sequences, strict=True):
+    def _padded(self, sequences: Sequence[Sequence[int]], length: int) -> NDArray[np.int64]:
+        padded = np.full((len(sequences), length), self.padding, np.int64)
+        for row, ids in zip(padded, sequences, strict=True):
             row[: len(ids)] = ids
-        return filled
+        return padded
 
 
 @lru_cache(maxsize=4)
 def load_tokenizer(name: str) -> Tokens:
-    """The tokenizer `name`, a directory or a name on the hub; kept for the process.
+    """Load the tokenizer `name`, a directory or a name on the hub; it is cached for the process.
 
-    Raises TokenizerError where there is none, or transformers is not installed.
+    Raises TokenizerError if it cannot be loaded, or transformers is not installed.
     """
     from tepal.models.libraries import import_transformers
 
@@ -107,15 +107,15 @@ def load_tokenizer(name: str) -> Tokens:
         reason = str(error).partition("\n")[0]
         if path.is_dir():
             raise TokenizerError(
-                f"{path}: no tokenizer that can be read ({reason}); expected are the files that save_pretrained writes"
+                f"{path}: no readable tokenizer ({reason}): give a directory written by save_pretrained"
             ) from error
         offline = f" ({' or '.join(_OFFLINE)} is set)" if any(os.environ.get(key) for key in _OFFLINE) else ""
         raise TokenizerError(
-            f"tokenizer={name!r} is no directory here, was not downloaded before, and cannot be now{offline}: "
-            f"{reason}. Set tokenizer to a directory that AutoTokenizer.from_pretrained(…).save_pretrained(directory) "
-            "wrote on a machine with a connection"
+            f"tokenizer={name!r} is not a local directory, is not in the hub's cache, and cannot be "
+            f"downloaded{offline}: {reason}. Set tokenizer to a directory that "
+            "AutoTokenizer.from_pretrained(…).save_pretrained(directory) wrote on a machine with a network"
         ) from error
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     if padding is None:
-        raise TokenizerError(f"tokenizer={name!r} has neither a padding nor an end token: give it a pad_token")
+        raise TokenizerError(f"tokenizer={name!r} has neither a padding nor an end token: set its pad_token")
     return Tokens(name, int(padding), len(tokenizer), tokenizer)

@@ -1,4 +1,4 @@
-"""Characters as numbers: LEAF's 80 characters of Shakespeare, windows of 80 of them, and the character that follows.
+"""Character ids: LEAF's 80 characters of Shakespeare, windows of 80 characters, and the next character.
 
 Caldas et al., LEAF: A Benchmark for Federated Settings (arXiv:1812.01097).
 """
@@ -18,9 +18,9 @@ SHAKESPEARE = "\n !\"&'(),-." + string.digits + ":;>?" + string.ascii_uppercase 
 
 @dataclass(frozen=True)
 class CharVocabulary:
-    """A character's number is its position in `characters`; one that is not there counts as a space.
+    """A character's id is its position in `characters`; unknown characters count as spaces.
 
-    `length` is how many characters a model sees at once. Where fewer come before, spaces stand for the others.
+    `length` is the number of characters in a model's input; shorter contexts are padded with spaces on the left.
     """
 
     characters: str = SHAKESPEARE
@@ -30,22 +30,19 @@ class CharVocabulary:
         return len(self.characters)
 
     def numbers(self, text: str) -> NDArray[np.int64]:
-        """The characters of a text as numbers, (characters,)."""
+        """Return the ids of a text's characters, (characters,)."""
         space = self.characters.index(" ")
         places = {character: place for place, character in enumerate(self.characters)}
         return np.array([places.get(character, space) for character in text], dtype=np.int64)
 
     def encode(self, texts: Sequence[str], seconds: Sequence[str] | None = None) -> NDArray[np.int64]:
-        """The last `length` characters of each text, (n, length); of a pair, those of both together."""
+        """Return the ids of each text's last `length` characters, (n, length); pairs are concatenated."""
         whole = texts if seconds is None else [text + second for text, second in zip(texts, seconds, strict=True)]
         last = "".join(text[-self.length :].rjust(self.length) for text in whole)
         return self.numbers(last).reshape(len(texts), self.length)
 
     def windows(self, texts: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """For each character of the texts but the first of each: the `length` before it in its text, and itself.
-
-        Returns (n, length) and (n,).
-        """
+        """Return contexts (n, length) and next characters (n,), for every character after the first of each text."""
         before, after = [np.empty((0, self.length), np.int64)], [np.empty(0, np.int64)]
         for text in texts:
             padded = self.numbers(" " * (self.length - 1) + text)

@@ -67,7 +67,7 @@ def test_sites_have_the_classes_that_the_servers_data_has_by_name(tmp_path, monk
     assert sorted(said) == ["client-2", "client-3"]
     for client in said:
         where = f"client {client}: {paths[int(client[-1])]}"
-        assert said[client].startswith(f"{where}: class folders gnu not among the run's class-names (cat, cow, dog)")
+        assert said[client].startswith(f"{where}: class folders gnu are not in the run's class-names (cat, cow, dog)")
 
 
 def test_names_that_are_none_of_the_runs_are_refused_with_the_site_and_its_file(tmp_path, monkeypatch):
@@ -76,11 +76,11 @@ def test_names_that_are_none_of_the_runs_are_refused_with_the_site_and_its_file(
         tmp_path, monkeypatch, paths, dataset="local", image_shape="1x8x8", class_names="cat,dog", classes=2
     )
     assert list(said) == ["client-1"]
-    assert said["client-1"].startswith(f"client client-1: {paths[1]}: class folders cow not among the run's")
+    assert said["client-1"].startswith(f"client client-1: {paths[1]}: class folders cow are not in the run's")
     rows = [{"text": "a", "label": label} for label in ("cat", "cow")]
     (tmp_path / "t.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     config = InputConfig.from_run_config({"dataset": "local", "text-column": "text", "class-names": "cat,dog"})
-    with pytest.raises(DataError, match=f"^client ward: {tmp_path}/t.jsonl: names in column label cow not among"):
+    with pytest.raises(DataError, match=f"^client ward: {tmp_path}/t.jsonl: names in column label cow are not in"):
         site.client_inputs(config, {"data-path": str(tmp_path / "t.jsonl")}, client="ward")
 
 

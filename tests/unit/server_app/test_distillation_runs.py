@@ -92,5 +92,5 @@ def test_a_tokenizer_that_is_not_there_is_said_before_the_run(texts, tmp_path):
     values = {**texts, "strategy": "fedbe", "server-share": 0.2, "tokenizer": str(tmp_path / "nowhere")}
     config = read_run_config(values)
     _, blocks = build_model(config)
-    with pytest.raises(ConfigError, match="nowhere' is no directory here"):
+    with pytest.raises(ConfigError, match="nowhere' is not a local directory"):
         build_strategy(config, blocks)

@@ -228,7 +228,7 @@ def test_a_message_of_another_strategy_freezes_nothing():
 
 
 def test_a_model_that_wraps_the_sent_one_is_named(message_for):
-    with pytest.raises(ValueError, match=r"'blocks\.0\.attention\.qkv.*not one that wraps it"):
+    with pytest.raises(ValueError, match=r"'blocks\.0\.attention\.qkv.*not a wrapper of it"):
         apply_plan(nn.Sequential(model()), message_for(model(), find_blocks(model()).query_key))
 
 

@@ -219,7 +219,7 @@ def test_a_regression_averages_outputs():
 
 def test_what_has_no_answer_is_refused():
     inputs, labels = examples()
-    with pytest.raises(ValueError, match="without a member"):
+    with pytest.raises(ValueError, match="without members"):
         predict(network(), [], inputs, None)
     with pytest.raises(ValueError, match="37 inputs and 36 labels"):
         score_ensemble(network(), states(1), inputs, labels[:-1], None)

@@ -331,26 +331,26 @@ def test_a_diverged_model_is_an_error_that_names_the_cure(kind):
     model = vit()
     with torch.no_grad():
         model.blocks[0].mlp[0].weight.fill_(math.nan)
-    with pytest.raises(FloatingPointError, match=r"loss of a batch of 12 is nan.*lower the learning rate"):
+    with pytest.raises(FloatingPointError, match=r"loss of a batch of 12 is nan.*lower learning-rate"):
         scores(model, [images()], score=kind)
 
     def steep(model, inputs, labels):  # a finite loss, at a point where its slope is infinite
         return torch.sqrt((model.head(model.norm(model.blocks[2].mlp[2].bias)) * 0).square().sum())
 
-    with pytest.raises(FloatingPointError, match=r"layer 3 of 3 \(blocks\.2.*NaN or infinite.*lower the learning rate"):
+    with pytest.raises(FloatingPointError, match=r"layer 3 of 3 \(blocks\.2.*NaN or infinite.*lower learning-rate"):
         scores(vit(), [images()], score=kind, loss=steep)
 
 
 def test_mistakes_are_named():
     model, batch = vit(), images()
     blocks = find_blocks(model)
-    with pytest.raises(ValueError, match=r"score='norm': expected one of gradient, snr, rgn"):
+    with pytest.raises(ValueError, match=r"score='norm': choose one of gradient, snr, rgn"):
         scores(model, [batch], score="norm")
     with pytest.raises(ValueError, match="at least one batch"):
         scores(model, [])
     with pytest.raises(ValueError, match=r"entry 'blocks\.9\.x'"):
         scores(model, [batch], [("blocks.9.x",)])
-    with pytest.raises(ValueError, match="not one that wraps it"):
+    with pytest.raises(ValueError, match="not a wrapper of it"):
         layer_scores(nn.Sequential(model), [batch], blocks.layers, blocks.layout)
 
 

@@ -1,11 +1,11 @@
-"""Articles in files of their publishers' own: XGLUE's news by language, and 20 Newsgroups by date.
+"""Articles in formats of their publishers: XGLUE's news by language, and 20 Newsgroups by date.
 
-XGLUE-NC: xglue.nc.<language>.train, .dev and .test have lines of title, body and category, with tabs between. Those of
-.train and .dev are trained on; a .test without categories is left out. The language is the group. Liang et al., XGLUE
+XGLUE-NC: xglue.nc.<language>.train, .dev and .test have lines of title, body and category, separated by tabs. The first
+two are the training set; a .test without categories is skipped. The language is the group. Liang et al., XGLUE
 (arXiv:2004.01401).
 
-20 Newsgroups: 20news-bydate-train/<newsgroup>/<file> and 20news-bydate-test/…, in Latin-1. What stands before a
-message's first empty line, its header, names the newsgroup, and is left out.
+20 Newsgroups: 20news-bydate-train/<newsgroup>/<file> and 20news-bydate-test/…, in Latin-1. A message's header, up to
+the first empty line, names the newsgroup, and is removed.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ _BY_DATE = {"train": "20news-bydate-train", "test": "20news-bydate-test"}
 
 
 def is_xglue(path: Path) -> bool:
-    """Also one file, such as a client's own language."""
+    """Return whether a folder has XGLUE's files, or the path is one of them, such as a client's language."""
     names = [file.name for file in path.iterdir()] if path.is_dir() else [path.name]
     return any((found := _XGLUE.fullmatch(name)) and (not path.is_dir() or found["part"] != "test") for name in names)
 
 
 def read_xglue(path: Path, reading: Reading) -> Source[Texts]:
-    """Titles, with bodies as second texts. DataError: a line is another, or a category is none of the classes."""
+    """Read titles, with bodies as second texts. Raises DataError for an invalid line or an unknown category."""
     rows: dict[str, list[tuple[str, str, str, str]]] = {"train": [], "test": []}
     for file in sorted(path.iterdir()) if path.is_dir() else [path]:
         if found := _XGLUE.fullmatch(file.name):
             part = "test" if found["part"] == "test" and path.is_dir() else "train"
             if part == "test" and not _has_categories(file):
-                log.warning("%s has no categories: it is left out.", file)
+                log.warning("%s has no categories and is skipped.", file)
                 continue
             rows[part] += [(*row, found["language"]) for row in _lines(file, reading)]
     parts = {part: some for part, some in rows.items() if some}
@@ -69,18 +69,19 @@ def _lines(file: Path, reading: Reading) -> Iterator[tuple[str, str, str]]:
             cells = line.rstrip("\r\n").split("\t")
             if len(cells) != 3 or (reading.class_names and cells[2].strip() not in reading.class_names):
                 raise DataError(
-                    f"{file}: line {number} has {len(cells)} columns, and the last is {cells[-1][:40]!r}; expected are "
-                    f"title, body and category ({', '.join(reading.class_names)}), with tabs between"
+                    f"{file}: line {number} has {len(cells)} columns, the last one {cells[-1][:40]!r}; expected are "
+                    f"title, body and category ({', '.join(reading.class_names)}), separated by tabs"
                 )
             yield cells[0], cells[1], cells[2].strip()
 
 
 def is_newsgroups(path: Path) -> bool:
+    """Return whether a folder has 20 Newsgroups by date."""
     return (path / _BY_DATE["train"]).is_dir()
 
 
 def read_newsgroups(root: Path, reading: Reading) -> Source[Texts]:
-    """The bodies of the messages. Raises DataError for newsgroups that are not the run's."""
+    """Read the bodies of the messages. Raises DataError for newsgroups that are not the run's."""
     folders = {part: root / name for part, name in _BY_DATE.items() if (root / name).is_dir()}
     by_group = {part: class_folders(folder) for part, folder in folders.items()}
     found = sorted({group.name for groups in by_group.values() for group in groups})

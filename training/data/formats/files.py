@@ -1,4 +1,4 @@
-"""Files as they lie on a disk: plain, or compressed as .gz or .xz."""
+"""Files on disk, plain or compressed (.gz, .xz)."""
 
 from __future__ import annotations
 
@@ -17,26 +17,28 @@ _OPEN: Mapping[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
 
 
 def suffix_of(path: Path) -> str:
-    """The suffix that tells the format: of "a.csv.gz" it is ".csv". Lower case."""
+    """Return the suffix of the format in lower case: ".csv" for "a.csv.gz"."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     return next((suffix for suffix in reversed(suffixes) if suffix not in _OPEN), "")
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[IO[bytes]]:
-    """A file's content, decompressed by its name. Raises DataError, also for what goes wrong while it is read."""
+    """Open a file, decompressed by its suffix. Raises DataError, also for errors while it is read."""
     try:
         with _OPEN.get(path.suffix.lower(), open)(path, "rb") as content:
             yield content
     except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
-        raise DataError(f"{path}: cannot be decompressed ({error}): it is cut off or damaged; copy it again") from error
+        raise DataError(
+            f"{path}: cannot be decompressed ({error}): it is truncated or damaged, copy it again"
+        ) from error
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error}") from error
+        raise DataError(f"{path}: cannot be read: {error}: check permissions and disk") from error
 
 
 @contextmanager
 def opened_text(path: Path) -> Iterator[IO[str]]:
-    """A file's content as UTF-8 text, line ends as they are. Raises DataError."""
+    """Open a file as UTF-8 text with unchanged line ends. Raises DataError."""
     try:
         with opened(path) as content, TextIOWrapper(content, encoding="utf-8-sig", newline="") as text:
             yield text

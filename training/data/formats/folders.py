@@ -1,4 +1,4 @@
-"""Images in folders: `root/<class>/<file>`, or `root/<group>/<class>/<file>` where they come by domain or uploader."""
+"""Images in folders: `root/<class>/<file>`, or `root/<group>/<class>/<file>` with groups such as domains."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from tepal.training.data.formats.images import IMAGE_SUFFIXES, read_image, read_
 from tepal.training.data.labels import numbers_of
 
 Entry = tuple[Path, str, str]
-"""A file, its class, and its group ("" where there are none)."""
+"""A file, its class, and its group ("" for none)."""
 
 
 def class_folders(root: Path) -> list[Path]:
+    """Return the folders in a folder, sorted, without hidden ones."""
     return sorted(item for item in root.iterdir() if item.is_dir() and not item.name.startswith("."))
 
 
 def read_folder(root: Path, reading: Reading) -> Source[ImageArrays]:
-    """Images by class, or by group and class. Groups "train" and "test" are a training and a test set.
+    """Read images by class, or by group and class. Groups "train" and "test" are a training and a test set.
 
     A label is the position of the class among `class-names`, else among the sorted names of the class folders; an empty
     class folder counts.
 
     Raises:
-        DataError: no images, too many that cannot be read, or classes that are not the run's.
+        DataError: there are no images, too many cannot be read, or the classes are not the run's.
     """
     names, entries = _entries(root)
     numbers = numbers_of(names, reading, f"{root}", "class folders")
@@ -40,7 +41,7 @@ def read_folder(root: Path, reading: Reading) -> Source[ImageArrays]:
 
 
 def _entries(root: Path) -> tuple[list[str], list[Entry]]:
-    """The classes' names, sorted, and the images."""
+    """Return the class names, sorted, and the images. Raises DataError."""
     expected = (
         "expected are images as root/<class name>/<file> or root/<group>/<class name>/<file>, with "
         f"{', '.join(IMAGE_SUFFIXES)}"

@@ -1,9 +1,9 @@
-"""idx files, as MNIST and its family come: a folder with train-images-idx3-ubyte, train-labels-idx1-ubyte, and t10k-…
+"""idx files of MNIST and related data sets: a folder with train-images-idx3-ubyte, train-labels-idx1-ubyte, and t10k-…
 
-The files may be compressed (.gz), and their names may have a dot in place of the hyphen before "idx". EMNIST's begin
-with emnist-<part>-; its images are transposed in the files, which is put right here, and the labels of
-emnist-letters, which count from 1 there, count from 0. The format: two zero bytes, the kind of number (8: unsigned
-bytes), the number of dimensions, each dimension as four bytes, the highest first, then the numbers.
+The files may be compressed (.gz), and their names may have a dot instead of the hyphen before "idx". EMNIST's names
+begin with emnist-<part>-; its images are transposed in the files, and the labels of emnist-letters count from 1; both
+are corrected here. The format: two zero bytes, the type of numbers (8: unsigned
+bytes), the number of dimensions, each dimension as four big-endian bytes, then the numbers.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ _UNSIGNED_BYTES = 8
 
 
 def is_idx(names: set[str]) -> bool:
+    """Return whether a folder with these files has idx files."""
     return any(map(_NAME.fullmatch, names))
 
 
 def read_idx(folder: Path, reading: Reading) -> Source[ImageArrays]:
-    """Training images and, where they are there, test images. Raises DataError, also for a file that is cut off."""
+    """Read training images and, if they exist, test images. Raises DataError, also for a truncated file."""
     files: dict[tuple[str, str, str], Path] = {}
-    for file in sorted(folder.iterdir(), reverse=True):  # of a plain file and its .gz, the plain one
+    for file in sorted(folder.iterdir(), reverse=True):  # a plain file takes precedence over its .gz
         if found := _NAME.fullmatch(file.name):
             part = "train" if found["part"] == "train" else "test"
             files[found["family"] or "", part, found["what"]] = file
@@ -50,11 +51,11 @@ def read_idx(folder: Path, reading: Reading) -> Source[ImageArrays]:
         if images and labels:
             arrays[part] = (*_pair(images, labels, family), None)
         elif images or labels or part == "train":
-            there = images or labels
+            other = images or labels
             raise DataError(
                 f"{folder}: the {part} {'labels' if images else 'images'} are missing"
-                + (f" beside {there.name}" if there else " and so are its labels")
-                + f": expected are {family}{part}-images-idx3-ubyte and {family}{part}-labels-idx1-ubyte, or .gz"
+                + (f" for {other.name}" if other else ", and so are its labels")
+                + f": add {family}{part}-images-idx3-ubyte and {family}{part}-labels-idx1-ubyte, or .gz"
             )
     return checked_source(arrays, str(folder), reading)
 
@@ -65,7 +66,7 @@ def _pair(images: Path, labels: Path, family: str) -> tuple[NDArray[np.uint8], N
         pixels = pixels.transpose(0, 2, 1)
     if family == "emnist-letters-":
         if len(numbers) and numbers.min() < 1:
-            raise DataError(f"{labels}: label 0, but the labels of emnist-letters count from 1")
+            raise DataError(f"{labels}: label 0, but labels of emnist-letters count from 1: use the original file")
         numbers = numbers - 1
     return pixels, numbers
 
@@ -76,13 +77,13 @@ def _array(file: Path, dimensions: int) -> NDArray[np.uint8]:
     if len(data) < 4 or data[:2] != b"\0\0" or data[2] != _UNSIGNED_BYTES or data[3] != dimensions:
         raise DataError(
             f"{file}: not an idx file of unsigned bytes with {dimensions} dimension{'s' * (dimensions > 1)} (it begins "
-            f"with {data[:4].hex(' ') or 'nothing'}, expected is 00 00 08 0{dimensions}): copy it again"
+            f"with {data[:4].hex(' ') or 'nothing'}, expected 00 00 08 0{dimensions}): copy it again"
         )
     start = 4 + 4 * dimensions
     shape = tuple(int.from_bytes(data[at : at + 4], "big") for at in range(4, min(start, len(data)), 4))
     if len(data) != start + math.prod(shape):
         raise DataError(
-            f"{file}: {len(data):,} bytes, but its head announces {start + math.prod(shape):,} "
-            f"({' x '.join(map(str, shape))}): it is cut off or damaged; copy it again"
+            f"{file}: {len(data):,} bytes, but its header gives {start + math.prod(shape):,} "
+            f"({' x '.join(map(str, shape))}): it is truncated or damaged, copy it again"
         )
     return np.frombuffer(data, np.uint8, offset=start).reshape(shape)

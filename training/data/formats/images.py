@@ -1,4 +1,4 @@
-"""Images, decoded and brought to one shape: (channels, height, width), uint8 or float32 in 0..1."""
+"""Decoding of images, and conversion to one shape: (channels, height, width), uint8 or float32 in 0..1."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ T = TypeVar("T")
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp")
 
-_NAMED = 5  # unreadable images that a message names
-_GREY = (0.299, 0.587, 0.114)  # of red, green and blue (ITU-R BT.601), as Pillow has them
+_NAMED = 5  # most unreadable images in a message
+_GREY = (0.299, 0.587, 0.114)  # of red, green and blue (ITU-R BT.601), as in Pillow
 
 
 def read_image(file: Path | BytesIO, shape: Shape | None, name: str = "") -> NDArray[np.uint8]:
-    """One image as (C, H, W), uint8: converted and resized to `shape`, else 1 channel if it is grey, 3 if not.
+    """Read an image as (C, H, W), uint8, converted to `shape`, or else with 1 channel if it is grey and 3 if not.
 
-    Raises DataError for what is no image of 8 bits a channel; its text begins with `name`, by default the file's.
+    Raises DataError if it is not an image of 8 bits per channel; the message begins with `name`, by default the file's.
     """
     name = name or str(file)
     try:
@@ -37,7 +37,7 @@ def read_image(file: Path | BytesIO, shape: Shape | None, name: str = "") -> NDA
         with Image.open(file) as image:
             if image.mode.startswith(("I", "F")):
                 raise DataError(
-                    f"{name}: more than 8 bits a channel (mode {image.mode}), which would be cut off: convert the "
+                    f"{name}: more than 8 bits per channel (mode {image.mode}), which would be truncated: convert the "
                     "images to 8 bits, or save them as floats 0..1 in a .npz file"
                 )
             channels = shape[0] if shape else 1 if image.mode in ("1", "L", "LA", "La") else 3
@@ -54,21 +54,23 @@ def read_image(file: Path | BytesIO, shape: Shape | None, name: str = "") -> NDA
 def read_images(
     items: Sequence[T], read: Callable[[T], NDArray[np.uint8]], where: str, shape: Shape | None, unreadable: float
 ) -> tuple[NDArray[np.uint8], list[int]]:
-    """Read each item; the images (n, C, H, W), and the positions of those that could be read.
+    """Read each item; returns the images (n, C, H, W), and the positions of those that could be read.
 
     Args:
-        items: at least one.
-        read: an item's image, (C, H, W). Raises DataError that names it.
-        where: the file or folder that they are of, for messages.
-        shape: what `read` resizes to, if it does. Grey and coloured images together become coloured without it.
-        unreadable: share of the items that may be unreadable; at least one may, but for a share of 0.
+        items: at least one item.
+        read: returns an item's image, (C, H, W), or raises a DataError that names it.
+        where: the file or folder, for messages.
+        shape: the shape to which `read` resizes; None if it does not. Grey images among coloured ones are then
+            converted to colour.
+        unreadable: share of the items that may be unreadable; at least one item, unless it is 0.
 
     Raises:
-        DataError: more are unreadable (the first ones are named), none is readable, or their sizes differ.
+        DataError: more items are unreadable (the first ones are named), none is readable, or their sizes differ.
     """
     if shape is not None and shape[0] not in (1, 3):
         raise DataError(
-            f"{where}: image files are read with 1 (grey) or 3 (colour) channels, image-shape has {shape[0]}"
+            f"{where}: image files are read with 1 (grey) or 3 (colour) channels, but image-shape has {shape[0]}: use "
+            "arrays in a .npz file"
         )
     allowed = max(1, int(unreadable * len(items))) if unreadable else 0
     images: list[NDArray[np.uint8]] = []
@@ -81,7 +83,7 @@ def read_images(
         except DataError as error:
             failures.append(str(error))
             if len(failures) > max(allowed, _NAMED):
-                break  # it will be refused: the rest need not be read
+                break  # enough for the error below
     if len(failures) > allowed or not images:
         at_least = "at least " if len(images) + len(failures) < len(items) else ""
         raise DataError(
@@ -89,25 +91,25 @@ def read_images(
             f"out (unreadable-images={unreadable:g}): {'; '.join(failures[:_NAMED])}"
         )
     for failure in failures:
-        log.warning("An image is left out: %s", failure)
+        log.warning("Image left out: %s", failure)
     for position, image in zip(positions, images, strict=True):
         if image.shape[1:] != images[0].shape[1:]:
             raise DataError(
-                f"{where}: {_called(items[position])}: {image.shape[2]}x{image.shape[1]} pixels, but "
-                f"{_called(items[positions[0]])} has {images[0].shape[2]}x{images[0].shape[1]}: set image-shape, and "
-                "all images are resized to it"
+                f"{where}: {_item_name(items[position])}: {image.shape[2]}x{image.shape[1]} pixels, but "
+                f"{_item_name(items[positions[0]])} has {images[0].shape[2]}x{images[0].shape[1]}: set image-shape to "
+                "resize all images"
             )
     channels = max(len(image) for image in images)
     return np.stack([np.broadcast_to(image, (channels, *image.shape[1:])) for image in images]), positions
 
 
-def _called(item: object) -> str:
-    """A file by its path; a row of a table by its number."""
+def _item_name(item: object) -> str:
+    """Return a file's path, or the number of a table's row."""
     return str(item[0] if isinstance(item, tuple) else item)
 
 
 def resized(images: NDArray[Any], shape: Shape) -> NDArray[Any]:
-    """Images (n, C, H, W), uint8 or float32, brought to `shape`: grey to colour or back, then bilinear to the size."""
+    """Convert images (n, C, H, W), uint8 or float32, to `shape`: grey to colour or back, then bilinear resizing."""
     if images.shape[1] == 3 and shape[0] == 1:
         grey = np.einsum("nchw,c->nhw", images, np.array(_GREY, np.float32), dtype=np.float32)[:, None]
         images = np.rint(grey).astype(np.uint8) if images.dtype == np.uint8 else grey.clip(0, 1)

@@ -1,8 +1,8 @@
-"""LEAF's json: {"users": […], "user_data": {user: {"x": […], "y": […]}}}, each user a group.
+"""LEAF's JSON: {"users": […], "user_data": {user: {"x": […], "y": […]}}}, each user a group.
 
 A file, or a folder of files, or a folder with the folders train and test. FEMNIST: x are 784 floats in 0..1, an image
-row by row. Shakespeare: x are 80 characters, y is the one that follows (a number by `CharVocabulary`). Other texts: y
-is a label. Caldas et al., LEAF: A Benchmark for Federated Settings (arXiv:1812.01097).
+row by row. Shakespeare: x are 80 characters, y is the next character (an id of `CharVocabulary`). Other texts: y is a
+label. Caldas et al., LEAF: A Benchmark for Federated Settings (arXiv:1812.01097).
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from tepal.training.data.vocabulary import CharVocabulary
 
 FEMNIST_CLASSES = 62  # digits, upper-case and lower-case letters
 
-_LAYOUT = 'expected is LEAF\'s {"users": […], "user_data": {user: {"x": […], "y": […]}}}'
+_LAYOUT = 'expected LEAF\'s {"users": […], "user_data": {user: {"x": […], "y": […]}}}'
 
 Users = dict[str, tuple[list[Any], list[Any]]]
-"""User → x and y."""
+"""User → x and y of that user."""
 
 
 def is_leaf(folder: Path) -> bool:
+    """Return whether a folder has LEAF's files."""
     return bool((_files(folder) and not class_folders(folder)) or _files(folder / "train"))
 
 
@@ -40,7 +41,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def read_leaf(path: Path, reading: Reading) -> AnySource:
-    """The images or texts of all users. Raises DataError for what is not in LEAF's layout, with the file and user."""
+    """Read the images or texts of all users. Raises DataError, with file and user, for another layout."""
     if path.is_dir() and not _files(path):
         parts = {part: _files(path / part) for part in ("train", "test") if _files(path / part)}
     else:
@@ -49,7 +50,7 @@ def read_leaf(path: Path, reading: Reading) -> AnySource:
     texts: dict[str, list[Texts]] = {}
     characters = False
     for part, files in parts.items():
-        for file in files:  # one by one: as lists of Python's numbers, pixels take eight times the memory
+        for file in files:  # one by one: pixels as Python floats take eight times the memory
             users = {user: xy for user, xy in _users(file).items() if xy[0]}
             x, y = next(iter(users.values()), ([], []))
             if x and isinstance(x[0], str):
@@ -58,7 +59,7 @@ def read_leaf(path: Path, reading: Reading) -> AnySource:
             elif x:
                 images.setdefault(part, []).append(_images(users, file))
     if bool(texts) == bool(images):
-        raise DataError(f"{path}: has {'both images and texts' if texts else 'no example of any user'}; {_LAYOUT}")
+        raise DataError(f"{path}: has {'both images and texts' if texts else 'no examples'}: {_LAYOUT}")
     if texts:
         classes = len(CharVocabulary()) if characters else 0
         return checked_texts({part: _joined(some) for part, some in texts.items()}, str(path), reading, classes=classes)
@@ -72,14 +73,16 @@ def _users(file: Path) -> Users:
         try:
             content = json.load(text)
         except ValueError as error:
-            raise DataError(f"{file}: not JSON ({error}): it is cut off, damaged, or JSON lines (.jsonl)") from error
+            raise DataError(
+                f"{file}: not JSON ({error}): it is truncated or damaged, or JSON lines (rename it to .jsonl)"
+            ) from error
     try:
         users = {str(user): (list(data["x"]), list(data["y"])) for user, data in content["user_data"].items()}
     except (KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{file}: {_LAYOUT} (missing or of another kind: {error})") from error
+        raise DataError(f"{file}: {_LAYOUT} (missing or invalid: {error})") from error
     for user, (x, y) in users.items():
         if len(x) != len(y):
-            raise DataError(f"{file}: user {user} has {len(x):,} x and {len(y):,} y; each x needs one y")
+            raise DataError(f"{file}: user {user} has {len(x):,} x and {len(y):,} y: give one y for each x")
     return users
 
 
@@ -89,21 +92,24 @@ def _images(users: Users, file: Path) -> Arrays:
     side = math.isqrt(pixels)
     for user, (x, _) in users.items():
         if not all(isinstance(image, list) and len(image) == pixels for image in x):
-            raise DataError(f"{file}: user {user}: an x is no list of as many numbers as the others; {_LAYOUT}")
+            raise DataError(f"{file}: user {user}: x must be lists of equal length: {_LAYOUT}")
     if not pixels or side * side != pixels:
-        raise DataError(f"{file}: x have {pixels} numbers; expected are the pixels of a square image, row by row")
+        raise DataError(f"{file}: x have {pixels} numbers, expected the pixels of a square image, row by row")
     try:
         flat = np.concatenate([np.array(x, dtype=np.float32) for x, _ in users.values()])
         labels = np.concatenate([np.array(y) for _, y in users.values()])
     except (TypeError, ValueError) as error:
-        raise DataError(f"{file}: x are not lists of numbers ({error}); {_LAYOUT}") from error
+        raise DataError(f"{file}: x are not lists of numbers ({error}): {_LAYOUT}") from error
     return flat.reshape(-1, side, side), labels, _groups(users)
 
 
 def _stacked(arrays: list[Arrays], path: Path) -> Arrays:
-    """The arrays of several files, one after the other."""
+    """Concatenate the arrays of several files. Raises DataError for images of different sizes."""
     if len(shapes := {images.shape[1:] for images, _, _ in arrays}) > 1:
-        raise DataError(f"{path}: its files have images of several sizes: {', '.join(map(str, sorted(shapes)))}")
+        raise DataError(
+            f"{path}: its files have images of several sizes, {', '.join(map(str, sorted(shapes)))}: use one "
+            "folder for each"
+        )
     images, labels, groups = (np.concatenate(column) for column in zip(*arrays, strict=True))
     return images, labels, groups
 
@@ -112,28 +118,28 @@ def _texts(users: Users, file: Path) -> Texts:
     labels: list[int] = []
     for user, (x, y) in users.items():
         if (other := next((text for text in x if not isinstance(text, str)), None)) is not None:
-            raise DataError(f"{file}: user {user}: an x is {type(other).__name__}, and others are text")
+            raise DataError(f"{file}: user {user}: an x is {type(other).__name__}, but others are text")
         labels += [_label(label, user, file) for label in y]
     texts = tuple(text for x, _ in users.values() for text in x)
     return Texts(texts, np.array(labels, dtype=np.int64), _groups(users))
 
 
 def _joined(texts: list[Texts]) -> Texts:
-    """The texts of several files, one after the other."""
+    """Concatenate the texts of several files."""
     labels = np.concatenate([one.labels for one in texts if one.labels is not None])
     groups = np.concatenate([one.groups for one in texts if one.groups is not None])
     return Texts(tuple(text for one in texts for text in one.texts), labels, groups)
 
 
 def _label(label: object, user: str, file: Path) -> int:
-    """A class number, also of a character."""
+    """Return a class number, or the id of a character. Raises DataError."""
     characters = CharVocabulary().characters
     if isinstance(label, str) and len(label) == 1 and label in characters:
         return characters.index(label)
     if isinstance(label, bool) or not isinstance(label, int):
         raise DataError(
-            f"{file}: user {user}: y={label!r} is no class number and none of the {len(characters)} characters of "
-            "LEAF's Shakespeare"
+            f"{file}: user {user}: y={label!r} is neither a class number nor one of the {len(characters)} characters "
+            "of LEAF's Shakespeare"
         )
     return label
 

@@ -1,6 +1,6 @@
-"""Tables of data sets that are known by name: their files, their columns, and columns that are made of others.
+"""Tables of data sets known by name: their files, their columns, and columns derived from others.
 
-A column may lie within another: "question.stem" is `stem` of what is in `question`.
+A column may be nested: "question.stem" is `stem` of the values in `question`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from tepal.training.data.formats.tables import (
 )
 
 JSON = ".json"
-"""Suffix of a table that is one list of objects."""
+"""Suffix of a table that is one JSON list of objects."""
 SUFFIXES = (".parquet", ".jsonl", ".ndjson", ".csv")
 
-_LABELS = "-labels.lst"  # ends the name of a file with a table's labels, one a line, beside it
+_LABELS = "-labels.lst"  # suffix of a file with a table's labels, one per line
 _COLUMNS = (
     "image_column", "text_column", "second_text_column", "choices_column", "label_column", "group_column",
     "split_column",
@@ -40,8 +40,8 @@ _COLUMNS = (
 
 
 @dataclass(frozen=True)
-class Made:
-    """A column that is made of others, row by row."""
+class DerivedColumn:
+    """A column that is derived from others, row by row."""
 
     of: tuple[str, ...]
     make: Callable[..., Any]
@@ -49,22 +49,22 @@ class Made:
 
 @dataclass(frozen=True, eq=False)
 class Tables:
-    """How a data set comes in tables.
+    """The tables of a data set.
 
-    columns: what the run config's columns are where it does not name them, by the names of `Reading`. Several, where
-        the data set is handed out in several ways: the first one counts whose columns are all there.
-    made: columns that are in no file, by their names.
-    test: words that tell a file of the test set by its name.
-    suffixes: of its files; of a folder those with the first of them that a table for training has.
+    columns: defaults of the column settings of `Reading`. If the data set is published with several sets of columns,
+        the first one that is complete in a file is used.
+    made: name → derived column.
+    test: words in the names of files of the test set.
+    suffixes: suffixes of its files; in a folder, the first one that a training table has is used.
     """
 
     columns: tuple[Mapping[str, str], ...]
-    made: Mapping[str, Made] = field(default_factory=dict)
+    made: Mapping[str, DerivedColumn] = field(default_factory=dict)
     test: tuple[str, ...] = ("test",)
     suffixes: tuple[str, ...] = SUFFIXES
 
     def fitted(self, reading: Reading, there: Sequence[str]) -> Reading:
-        """The reading with these columns, but for those that the run config names."""
+        """Return the settings with these columns, except those that the run config names."""
         usual = Reading()
         own = {name: value for name in _COLUMNS if (value := getattr(reading, name)) != getattr(usual, name)}
         ways = [replace(reading, **{**columns, **own}) for columns in self.columns]  # type: ignore[arg-type]
@@ -72,14 +72,14 @@ class Tables:
         return next((way for way in ways if set(self.needed(way, there)) <= set(there)), ways[0])
 
     def needed(self, reading: Reading, there: Sequence[str] = ()) -> list[str]:
-        """The columns of a file that are needed, where it has the columns `there`."""
+        """Return the required columns of a file that has the columns `there`."""
         needed: list[str] = []
         for name in needed_columns(reading):
             needed += self._of(name, there)
         return list(dict.fromkeys(needed))
 
     def rows(self, table: Rows, reading: Reading) -> dict[str, Column]:
-        """The columns that a reading names, of those of a file."""
+        """Return the columns that the settings name, read or derived from a file's columns."""
         there = list(table)
         found: dict[str, Column] = {}
         for name in needed_columns(reading):
@@ -99,25 +99,25 @@ class Tables:
 
 
 PLAIN = Tables(())
-"""Of a data set that is not known: the run config names the columns."""
+"""Tables of an unknown data set, whose columns the run config names."""
 
 
 def has_tables(path: Path, tables: Tables) -> bool:
-    """Whether there is a table at the path, or one for training in the folder."""
+    """Return whether the path is a table, or a folder with a training table."""
     if path.is_dir():
         return any(_part_of(file, tables) == "train" for file in path.iterdir())
     return suffix_of(path) in tables.suffixes
 
 
 def read_named(path: Path, reading: Reading, tables: Tables) -> AnySource:
-    """The texts or images of a table, or of a folder of tables. Raises DataError as `read_tables` does."""
+    """Read the texts or images of a table, or of a folder of tables. Raises DataError as `read_tables` does."""
     files = [path]
     if path.is_dir():
         found = sorted(file for file in path.iterdir() if _part_of(file, tables))
         train = {suffix_of(file) for file in found if _part_of(file, tables) == "train"}
         first = next(suffix for suffix in tables.suffixes if suffix in train)
         files = [file for file in found if suffix_of(file) == first]
-    reading = tables.fitted(reading, _there(files[0]))
+    reading = tables.fitted(reading, _columns_in(files[0]))
     parts: dict[str, dict[str, Column]] = {}
     for file in sorted(files, key=lambda file: _part_of(file, tables), reverse=True):  # train, then test
         part = _part_of(file, tables) if path.is_dir() else ""
@@ -140,19 +140,19 @@ def read_named(path: Path, reading: Reading, tables: Tables) -> AnySource:
 
 
 def read_asked(path: Path, reading: Reading, tables: Tables) -> tuple[Texts, bool]:
-    """The texts of a table that a model is asked about, and whether they have labels: their column may be missing.
+    """Read texts to predict from a table; returns them and whether they have labels, whose column may be missing.
 
     Raises:
-        DataError: a column of texts is missing, or what is there is wrong.
+        DataError: a column of texts is missing or invalid.
     """
-    there = _there(path)
+    there = _columns_in(path)
     reading = tables.fitted(replace(reading, group_column="", split_column=""), there)
     labelled = bool(reading.label_column) and set(tables.needed(reading, there)) <= set(there)
     if not labelled:
         reading = tables.fitted(replace(reading, group_column="", split_column="", label_column=""), there)
     reading = replace(reading, group_column="", split_column="")
     if not reading.text_column:
-        raise DataError(f"{path}: the model's run config names no column of texts: text-column is empty")
+        raise DataError(f"{path}: the model's run config names no column of texts: set text-column")
     rows = tables.rows(_read(path, tables, reading), reading)
     if labelled:
         source = source_of({"": rows}, str(path), path.parent, reading)
@@ -170,7 +170,7 @@ def read_asked(path: Path, reading: Reading, tables: Tables) -> tuple[Texts, boo
 
 
 def _part_of(file: Path, tables: Tables) -> str:
-    """ "train" or "test" for one of a folder's tables, else ""."""
+    """Return "train" or "test" for a table of a folder, else ""."""
     if suffix_of(file) not in tables.suffixes:
         return ""
     words = re.split(r"[^a-z]+", file.name.lower())
@@ -179,13 +179,13 @@ def _part_of(file: Path, tables: Tables) -> str:
     return "test" if set(words) & set(tables.test) else ""
 
 
-def _there(file: Path) -> list[str]:
-    """The columns of a table; none where it cannot be read, which is said when it is."""
+def _columns_in(file: Path) -> list[str]:
+    """Return the columns of a table; empty if it cannot be read, which reading the table reports."""
     try:
         names = _names(file)
     except (DataError, ImportError, OSError, StopIteration, ValueError, csv.Error):
         return []
-    return [*names, "label"] if _labels_beside(file).exists() else names
+    return [*names, "label"] if _labels_file(file).exists() else names
 
 
 def _names(file: Path) -> list[str]:
@@ -202,22 +202,22 @@ def _names(file: Path) -> list[str]:
 
 
 def _read(file: Path, tables: Tables, reading: Reading) -> dict[str, Column]:
-    columns = tables.needed(reading, _there(file))
-    beside = _labels_beside(file)
-    if "label" not in columns or not beside.exists():
+    columns = tables.needed(reading, _columns_in(file))
+    labels_file = _labels_file(file)
+    if "label" not in columns or not labels_file.exists():
         return _table(file, columns)
     read = _table(file, [name for name in columns if name != "label"])
-    with opened_text(beside) as text:
+    with opened_text(labels_file) as text:
         labels = text.read().split()
     if any(len(values) != len(labels) for values in read.values()):
         raise DataError(
-            f"{beside}: {len(labels):,} labels, and {file.name} has {len(next(iter(read.values()))):,} rows: each row "
-            "needs one"
+            f"{labels_file}: {len(labels):,} labels, but {file.name} has {len(next(iter(read.values()))):,} rows: give "
+            "one label for each row"
         )
     return {**read, "label": list(labels)}
 
 
-def _labels_beside(file: Path) -> Path:
+def _labels_file(file: Path) -> Path:
     return file.with_name(file.name.partition(".")[0] + _LABELS)
 
 
@@ -235,9 +235,9 @@ def _objects(file: Path) -> list[dict[str, Any]]:
         try:
             content = json.load(text)
         except ValueError as error:
-            raise DataError(f"{file}: not JSON ({error}): it is cut off or damaged; copy it again") from error
+            raise DataError(f"{file}: not JSON ({error}): it is truncated or damaged, copy it again") from error
     if not isinstance(content, list) or not content or not all(isinstance(row, dict) for row in content):
-        raise DataError(f"{file}: expected is a list of JSON objects, one for each example")
+        raise DataError(f"{file}: expected a list of JSON objects, one for each example")
     return content
 
 

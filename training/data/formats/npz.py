@@ -1,4 +1,4 @@
-"""Images and labels in a .npz file, or inputs and targets of a regression; and arrays out of one for others."""
+"""Images and labels, or inputs and targets of a regression, in a .npz file."""
 
 from __future__ import annotations
 
@@ -26,14 +26,17 @@ GROUP_NAMES = ("group", "groups", "writer")
 
 
 def read_npz(path: Path, reading: Reading) -> Source[ImageArrays] | Source[Numbers]:
-    """The first pair of `NPZ_PAIRS` that is there, its test set, and groups (see `group-column`). DataError."""
+    """Read the first pair of `NPZ_PAIRS` in the file, its test set, and groups (see `group-column`).
+
+    Raises DataError.
+    """
     what = "inputs and targets" if reading.numbers else "images and labels"
     with open_npz(path) as archive:
         train = next((pair for pair in NPZ_PAIRS if set(pair) <= set(archive.files)), None)
         if train is None:
             raise DataError(
-                f"{path}: has no pair of arrays for {what}; it has {listed(archive.files)}, and one of "
-                f"these pairs is needed: {'; '.join(' and '.join(pair) for pair in NPZ_PAIRS)}"
+                f"{path}: has no pair of arrays for {what}; it has {listed(archive.files)}; name one of "
+                f"these pairs: {'; '.join(' and '.join(pair) for pair in NPZ_PAIRS)}"
             )
         pairs = [train]
         test = (train[0].replace("train", "test"), train[1].replace("train", "test"))
@@ -41,7 +44,7 @@ def read_npz(path: Path, reading: Reading) -> Source[ImageArrays] | Source[Numbe
         if test != train and found:
             if len(found) == 1:
                 missing = (set(test) - found).pop()
-                raise DataError(f"{path}: has {found.pop()} but no {missing}: a test set needs both, add or remove one")
+                raise DataError(f"{path}: has {found.pop()} but no {missing}: add or remove one")
             pairs.append(test)
         arrays = {
             " and ".join(pair): (
@@ -55,10 +58,17 @@ def read_npz(path: Path, reading: Reading) -> Source[ImageArrays] | Source[Numbe
 
 
 def npz_examples(path: Path, what: str) -> tuple[NDArray[Any], NDArray[Any] | None, str]:
-    """Examples to predict: a test set goes before the training set beside it, as everywhere in Tepal.
+    """Read examples to predict: the test set if there is one, else the training set.
 
-    Returns what models take, what is known of them (None: nothing), and the arrays' names. Raises DataError, which says
-    `what` is not there.
+    Args:
+        path: the file.
+        what: kind of the inputs, for messages.
+
+    Returns:
+        Inputs, labels or targets (None if there are none), and the names of the arrays.
+
+    Raises:
+        DataError: the file cannot be read, or has no inputs.
     """
     pairs = [
         (inputs.replace("train", part), labels.replace("train", part))
@@ -69,7 +79,7 @@ def npz_examples(path: Path, what: str) -> tuple[NDArray[Any], NDArray[Any] | No
         pair = next((pair for pair in pairs if pair[0] in archive.files), None)
         if pair is None:
             raise DataError(
-                f"{path}: has no array of {what}; it has {listed(archive.files)}, and one of these is needed: "
+                f"{path}: has no array of {what}; it has {listed(archive.files)}; name one of these: "
                 f"{', '.join(dict.fromkeys(inputs for inputs, _ in pairs))}"
             )
         labels = npz_array(archive, pair[1], path) if pair[1] in archive.files else None
@@ -78,7 +88,7 @@ def npz_examples(path: Path, what: str) -> tuple[NDArray[Any], NDArray[Any] | No
 
 
 def _groups(archive: np.lib.npyio.NpzFile, part: str, path: Path, reading: Reading) -> NDArray[Any] | None:
-    """The groups of a part ("train", "" for all examples): by the name that is asked for, else by a usual one."""
+    """Return the groups of a part ("train", or "" for all): by `group-column`, or else by a common name. DataError."""
     names = [reading.group_column] if reading.group_column else list(GROUP_NAMES)
     possible = [form for name in names for form in ((f"{name}_{part}", f"{part}_{name}", name) if part else (name,))]
     found = next((name for name in possible if name in archive.files), None)
@@ -91,7 +101,7 @@ def _groups(archive: np.lib.npyio.NpzFile, part: str, path: Path, reading: Readi
 
 
 def open_npz(path: Path) -> np.lib.npyio.NpzFile:
-    """A .npz file, to be closed. Raises DataError."""
+    """Open a .npz file; the caller closes it. Raises DataError."""
     try:
         archive = np.load(path, allow_pickle=False)
     except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
@@ -102,15 +112,17 @@ def open_npz(path: Path) -> np.lib.npyio.NpzFile:
 
 
 def listed(names: list[str]) -> str:
+    """Return the names of arrays as text."""
     return ", ".join(sorted(names)) or "no array"
 
 
 def npz_array(archive: np.lib.npyio.NpzFile, key: str, path: Path) -> NDArray[Any]:
+    """Return an array of a .npz file. Raises DataError."""
     try:
         array = archive[key]
     except (OSError, EOFError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
         hint = (
-            "arrays of Python objects are not read, since reading them can run code; save numbers instead"
+            "arrays of Python objects are not read, because reading them can run code; save numbers instead"
             if "Object arrays" in str(error)
             else "the file is damaged; copy or write it again"
         )

@@ -1,8 +1,7 @@
-"""Numbers: inputs and what is regressed on them, from arrays, and from the columns of a table.
+"""Inputs and targets of a regression, from arrays and from the columns of a table.
 
-Inputs are (n, features), or sequences of them (n, length, features); targets (n, outputs), where (n,) is one output.
-Both are float32. They are taken as they are: who wants them scaled does it in the data, with the same numbers at every
-site.
+Inputs are (n, features), or sequences (n, length, features); targets are (n, outputs), or (n,) for one output. Both are
+converted to float32 and not scaled: scale them in the data, with the same factors at every site.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from tepal.training.data.examples import Numbers, Source
 
 
 def checked_numbers(arrays: Mapping[str, Arrays], origin: str, reading: Reading) -> Source[Numbers]:
-    """Check the train part and, if there is one, the test part (in this order), keyed by what to call them.
+    """Check the training set and, if there is one, the test set (in this order), by names for messages.
 
-    Raises DataError for arrays of other shapes or no numbers, for NaN and infinity, for parts that differ, and where
-    there are not as many features or outputs as the run has.
+    Raises DataError for invalid shapes or dtypes, NaN or infinite values, different shapes in training and test set,
+    and other numbers of features or outputs than the run's.
     """
     parts = [
         _checked(inputs, targets, f"{origin}: {part}" if part else origin, reading, groups)
@@ -33,8 +32,8 @@ def checked_numbers(arrays: Mapping[str, Arrays], origin: str, reading: Reading)
         of_train, of_test = (getattr(part, what).shape[1:] for part in (train, test))
         if of_train != of_test:
             raise DataError(
-                f"{origin}: train {what} are {written(of_train)}, test {what} {written(of_test)}: they must have one "
-                "shape"
+                f"{origin}: train {what} are {written(of_train)}, test {what} {written(of_test)}: use "
+                "one shape"
             )
     return Source(train, test, 0, origin)
 
@@ -51,22 +50,22 @@ def _checked(
     if targets.ndim != 2 or not targets.shape[1]:
         raise DataError(f"{where}: targets have shape {targets.shape}; allowed are (n,) and (n, outputs)")
     if len(inputs) != len(targets):
-        raise DataError(f"{where}: {len(inputs):,} inputs but {len(targets):,} targets; each input needs its own")
+        raise DataError(f"{where}: {len(inputs):,} inputs but {len(targets):,} targets: give one target for each input")
     if not len(inputs):
-        raise DataError(f"{where}: no examples (inputs have shape {inputs.shape}); at least one is needed")
+        raise DataError(f"{where}: no examples (inputs have shape {inputs.shape}): give at least one")
     for what, found, expected in (
         ("features", inputs.shape[-1], reading.features),
         ("outputs", targets.shape[1], reading.outputs),
     ):
         if expected and found != expected:
-            raise DataError(f"{where}: has {found} {what}, and the run's examples have {expected} (by {what})")
+            raise DataError(f"{where}: has {found} {what}, but the run has {expected}: correct {what}")
     groups = None if groups is None else checked_groups(groups, len(targets), where)
     return Numbers(_finite(inputs, where, "input"), _finite(targets, where, "target"), groups)
 
 
 def _finite(array: NDArray[Any], where: str, what: str) -> NDArray[np.float32]:
     if array.dtype.kind not in "biuf":
-        raise DataError(f"{where}: {what}s are {array.dtype}; they must be numbers")
+        raise DataError(f"{where}: {what}s are {array.dtype}: save numbers")
     with np.errstate(over="ignore"):
         numbers = array.astype(np.float32)
     wrong = np.flatnonzero(~np.isfinite(numbers).reshape(len(numbers), -1).all(axis=1))
@@ -79,7 +78,7 @@ def _finite(array: NDArray[Any], where: str, what: str) -> NDArray[np.float32]:
 
 
 def numbers_in(table: Mapping[str, Sequence[Any]], columns: Sequence[str], where: str) -> NDArray[np.float32]:
-    """Columns of a table side by side, (n, len(columns)). DataError for a cell that is no finite number."""
+    """Return columns of a table as (n, len(columns)). Raises DataError for a cell that is not a finite number."""
     return np.stack([_column(table[name], name, where) for name in columns], axis=1)
 
 
@@ -89,16 +88,16 @@ def _column(cells: Sequence[Any], name: str, where: str) -> NDArray[np.float32]:
         try:
             read.append(float(cell))
         except (TypeError, ValueError, OverflowError) as error:
-            said = "nothing" if cell is None or cell == "" else repr(cell)
+            found = "nothing" if cell is None or cell == "" else repr(cell)
             raise DataError(
-                f"{where}: row {row + 1} has {said} in column {name}, which is no number: repair or remove the row"
+                f"{where}: row {row + 1} has {found} in column {name}, which is not a number: repair or remove the row"
             ) from error
     with np.errstate(over="ignore"):
         numbers = np.array(read).astype(np.float32)
     wrong = np.flatnonzero(~np.isfinite(numbers))
     if len(wrong):
         raise DataError(
-            f"{where}: row {wrong[0] + 1} has {read[wrong[0]]:g} in column {name} ({len(wrong):,} such in all), which "
+            f"{where}: row {wrong[0] + 1} has {read[wrong[0]]:g} in column {name} ({len(wrong):,} in all), which "
             "is NaN, infinite or too large for float32: repair or remove the row"
         )
     return numbers

@@ -1,8 +1,8 @@
-"""Tables: .csv, JSON lines (.jsonl) and .parquet, with images, texts or numbers in columns by the run config.
+"""Tables: .csv, JSON lines (.jsonl) and .parquet, with images, texts or numbers in columns named by the run config.
 
 Images are encoded bytes (as in the parquet files of dataset hubs, also as {"bytes": …, "path": …}), or paths relative
-to the table's folder. A table's test set is what `split-column` calls "test"; or the table is a folder with files
-train*.<suffix> and test*.<suffix>, all in one format.
+to the table's folder. A table's test set are the rows with "test" in `split-column`; or the table is a folder with
+files train*.<suffix> and test*.<suffix>, all in one format.
 """
 
 from __future__ import annotations
@@ -38,29 +38,28 @@ _LONGEST_CELL = 2**27  # characters; the csv module's own limit is 131,072
 
 
 def is_tables(names: set[str]) -> bool:
+    """Return whether a folder with these files has a training table."""
     return any(_part_of(Path(name)) == "train" for name in names)
 
 
 def _part_of(file: Path) -> str:
-    """ "train" or "test" for one of a folder's tables, else ""."""
+    """Return "train" or "test" for a table of a folder, else ""."""
     if suffix_of(file) not in TABLE_SUFFIXES:
         return ""
     return next((part for part in ("train", "test") if file.name.lower().startswith(part)), "")
 
 
 def read_tables(path: Path, reading: Reading) -> AnySource:
-    """The images of a table, or of a folder of tables; its texts, where the run config names a column of texts.
-
-    For a regression its numbers.
+    """Read a table, or a folder of tables: numbers for regression, texts with `text-column`, else images.
 
     Raises:
-        DataError: a column is missing, a label is no class of the run, or too many images cannot be read.
+        DataError: a column is missing, a label is not one of the run's classes, or too many images cannot be read.
     """
     return source_of(read_parts(path, reading), str(path), path if path.is_dir() else path.parent, reading)
 
 
 def needed_columns(reading: Reading) -> list[str]:
-    """The columns that are read of a table, wherever it comes from; the first one has examples."""
+    """Return the columns to read from a table; the first one has examples. Raises DataError."""
     if reading.numbers:
         examples = [*_columns_of_numbers(reading)]
     else:
@@ -71,13 +70,13 @@ def needed_columns(reading: Reading) -> list[str]:
 
 
 def source_of(tables: Mapping[str, Rows], origin: str, folder: Path, reading: Reading) -> AnySource:
-    """The images, texts or numbers of the rows of one part ("") or two ("train", "test").
+    """Return the source for the rows of one part ("") or two ("train", "test").
 
-    Paths are relative to `folder`. Raises DataError as `read_tables` does; its text begins with `origin`.
+    Paths are relative to `folder`. Raises DataError as `read_tables` does; the message begins with `origin`.
     """
     for part, table in tables.items():
         if not table[needed_columns(reading)[0]]:
-            raise DataError(f"{origin}: has no {part + ' ' if part else ''}row: at least one is needed")
+            raise DataError(f"{origin}: has no {part + ' ' if part else ''}row: give at least one")
     if reading.numbers:
         return _numbers(tables, origin, reading)
     return _texts(tables, origin, reading) if reading.text_column else _images(tables, origin, folder, reading)
@@ -95,15 +94,17 @@ def _numbers(tables: Mapping[str, Rows], origin: str, reading: Reading) -> Sourc
 
 
 def _columns_of_numbers(reading: Reading) -> tuple[str, ...]:
-    """Those of inputs and targets. Raises DataError where the run config does not name them."""
+    """Return the columns of inputs and targets. Raises DataError if the run config does not name them."""
     for key, columns in (("feature-columns", reading.feature_columns), ("label-column", reading.label_column)):
         if not columns:
             raise DataError(
-                f"a regression on a table needs to know its columns: set {key} (feature-columns names the inputs, "
-                "label-column the targets, with commas between several)"
+                f"{key} is empty, and regression on a table needs it: set it (feature-columns names the inputs, "
+                "label-column the targets, separated by commas)"
             )
     if both := sorted({*separated(reading.feature_columns)} & {*separated(reading.label_column)}):
-        raise DataError(f"column {both[0]} is in feature-columns and in label-column: what is foretold is no input")
+        raise DataError(
+            f"column {both[0]} is in feature-columns and in label-column: remove the target from the inputs"
+        )
     return *separated(reading.feature_columns), *separated(reading.label_column)
 
 
@@ -122,7 +123,7 @@ def _images(tables: Mapping[str, Rows], origin: str, folder: Path, reading: Read
 
 
 def _texts(tables: Mapping[str, Rows], origin: str, reading: Reading) -> Source[Texts]:
-    """Texts with labels, or, without a column of labels, running text, in passages."""
+    """Return texts with labels or, without `label-column`, passages of running text. Raises DataError."""
     for table in tables.values():
         for name in filter(None, (reading.text_column, reading.second_text_column)):
             check_text(table[name], name, origin)
@@ -143,7 +144,7 @@ def _texts(tables: Mapping[str, Rows], origin: str, reading: Reading) -> Source[
 
 def _questions(tables: Mapping[str, Rows], origin: str, reading: Reading) -> Source[Texts]:
     if not reading.label_column:
-        raise DataError(f"{origin}: questions need to say which choice is right: set label-column")
+        raise DataError(f"{origin}: questions need a column with the right choice: set label-column")
     parts = {}
     for part, table in tables.items():
         columns = [table[name] for name in separated(reading.choices_column)]
@@ -155,16 +156,18 @@ def _questions(tables: Mapping[str, Rows], origin: str, reading: Reading) -> Sou
 
 
 def check_text(values: Column, name: str, origin: str) -> None:
-    """Raise DataError for a value that is no text."""
+    """Raise DataError for a value that is not text."""
     for row, value in enumerate(values):
         if not isinstance(value, str):
-            raise DataError(f"{origin}: row {row + 1}: {type(value).__name__} in column {name} is no text")
+            raise DataError(
+                f"{origin}: row {row + 1}: {type(value).__name__} in column {name} is not text: repair the row"
+            )
 
 
 def _labels(
     tables: Mapping[str, Rows], origin: str, reading: Reading
 ) -> tuple[dict[str, NDArray[np.int64]], tuple[str, ...]]:
-    """Each part's labels, and the class names of all, where there are names."""
+    """Return each part's labels, and the class names of all parts, if there are names."""
     columns = {part: table[reading.label_column] for part, table in tables.items()}
     labels, names = labels_of([value for column in columns.values() for value in column], reading, origin)
     ends = np.cumsum([len(column) for column in columns.values()])
@@ -179,11 +182,11 @@ def _image(cell: tuple[str, Any], folder: Path, reading: Reading) -> NDArray[np.
         return read_image(BytesIO(value), reading.shape, row)
     if isinstance(value, str) and value:
         return read_image(folder / value, reading.shape, f"{row} ({value})")
-    raise DataError(f"{row}: {type(value).__name__} in column {reading.image_column} is no image and no path of one")
+    raise DataError(f"{row}: {type(value).__name__} in column {reading.image_column} is neither an image nor a path")
 
 
 def _groups(table: Rows, reading: Reading, rows: Sequence[int]) -> NDArray[np.str_] | None:
-    """The groups of some rows, where the run names a column of groups."""
+    """Return the groups of some rows; None if the run names no column of groups."""
     if not reading.group_column:
         return None
     columns = [table[name] for name in separated(reading.group_column)]
@@ -191,7 +194,7 @@ def _groups(table: Rows, reading: Reading, rows: Sequence[int]) -> NDArray[np.st
 
 
 def read_parts(path: Path, reading: Reading) -> dict[str, Rows]:
-    """The rows of a table, or of a folder of tables: {"": all}, or {"train": …, "test": …} where there is a test set.
+    """Read the rows of a table or a folder of tables: {"": all}, or {"train": …, "test": …} if there is a test set.
 
     Raises:
         DataError: a file cannot be read, or a column is missing.
@@ -209,12 +212,12 @@ def read_parts(path: Path, reading: Reading) -> dict[str, Rows]:
 
 
 def by_split(table: Rows, path: Path, column: str) -> dict[str, Rows]:
-    """A table by what a column says of its rows: {"train": …}, and "test" where there is one. DataError."""
+    """Divide a table by a column with "train" and "test": {"train": …}, and "test" if it occurs. Raises DataError."""
     kinds = {str(value) for value in table[column]}
     if not {"train"} <= kinds <= {"train", "test"}:
         raise DataError(
             f"{path}: column {column} (split-column) has {', '.join(sorted(kinds)[:5])}; allowed are train and test, "
-            "and there must be rows for training"
+            "and at least one row must be train"
         )
     parts: dict[str, Rows] = {}
     for part in sorted(kinds, reverse=True):  # train, then test
@@ -224,7 +227,7 @@ def by_split(table: Rows, path: Path, column: str) -> dict[str, Rows]:
 
 
 def read_columns(file: Path, columns: Sequence[str]) -> dict[str, Column]:
-    """Some columns of a .csv, .jsonl or .parquet file. Raises DataError: one is missing, or the file is damaged."""
+    """Read columns of a .csv, .jsonl or .parquet file. Raises DataError if one is missing, or the file is damaged."""
     suffix = suffix_of(file)
     if suffix == ".parquet":
         return _parquet(file, columns)
@@ -241,10 +244,12 @@ def _csv(file: Path, columns: Sequence[str]) -> dict[str, Column]:
             for row in rows:
                 for name in columns:
                     if row[name] is None:
-                        raise DataError(f"{file}: line {rows.line_num} has no value for column {name}: it is too short")
+                        raise DataError(
+                            f"{file}: line {rows.line_num} has no value for column {name}: it is too short, repair it"
+                        )
                     read[name].append(row[name])
         except csv.Error as error:
-            raise DataError(f"{file}: line {rows.line_num} is no CSV ({error}): repair it") from error
+            raise DataError(f"{file}: line {rows.line_num} is not CSV ({error}): repair it") from error
     return read
 
 
@@ -259,7 +264,7 @@ def _json_lines(file: Path, columns: Sequence[str]) -> dict[str, Column]:
             except ValueError as error:
                 raise DataError(f"{file}: line {number} is not JSON ({error}): repair it") from error
             if not isinstance(row, dict):
-                raise DataError(f"{file}: line {number} is not a JSON object: each line must be one")
+                raise DataError(f"{file}: line {number} is not a JSON object: write one object per line")
             check_columns(f"{file}: line {number}", columns, row)
             for name in columns:
                 read[name].append(row[name])
@@ -276,14 +281,17 @@ def _parquet(file: Path, columns: Sequence[str]) -> dict[str, Column]:
             check_columns(file, columns, content.schema_arrow.names)
             table = content.read(columns=list(columns))
     except (ArrowException, OSError) as error:
-        raise DataError(f"{file}: not a readable parquet file ({error}): it is cut off or damaged") from error
+        raise DataError(
+            f"{file}: not a readable parquet file ({error}): it is truncated or damaged, copy it again"
+        ) from error
     return {name: table[name].to_pylist() for name in columns}
 
 
 def check_columns(where: object, columns: Sequence[str], there: Sequence[str] | Mapping[str, Any]) -> None:
+    """Raise DataError for columns that are not there."""
     if missing := [name for name in columns if name not in there]:
         raise DataError(
             f"{where}: has no column {' and no column '.join(missing)}; it has {', '.join(map(str, there)) or 'none'}: "
-            "name the right ones in the run config (image-column, text-column, second-text-column, choices-column, "
+            "set the right names in the run config (image-column, text-column, second-text-column, choices-column, "
             "feature-columns, label-column, group-column, split-column)"
         )

@@ -1,8 +1,8 @@
-"""Texts: what is checked of them, and running text by speaker, cut into passages.
+"""Checks of texts, and running text by speaker, divided into passages.
 
-Running text has no labels: its next characters are what is learned (`CharVocabulary.windows`). An example is a passage,
-so that no part of a text that is tested on is trained on. A file of plain text (.txt) has speeches by speaker: a line
-`NAME:` after an empty line, then what is said. All that a speaker says is one text, and the speaker is its group.
+Running text has no labels: its next characters are the targets (`CharVocabulary.windows`). An example is a passage, so
+that test passages are not part of the training text. A plain text file (.txt) has speeches by speaker: a line `NAME:`
+after an empty line, followed by the speech. All speeches of a speaker are one text, and the speaker is its group.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tepal.training.data.examples import Source, Texts
 from tepal.training.data.formats.files import opened_text
 
 LONGEST_PASSAGE = 400
-"""Characters; passages end at the ends of lines, where there are any."""
+"""Longest passage in characters; passages end at line ends if possible."""
 
 _SPEAKER = re.compile(r"(?:\A|\n[ \t]*\n)\s*(?P<name>[^\s:][^\n:]*):[ \t]*(?=\n|\Z)")
 
@@ -29,13 +29,13 @@ def checked_texts(
 ) -> Source[Texts]:
     """Check the labels of the training texts and, if there are any, the test texts (in this order).
 
-    Raises DataError for no text, and for a label that is no class of the run.
+    Raises DataError if there is no text, or a label is not one of the run's classes.
     """
     limit = reading.classes or classes
     for part, texts in parts.items():
         where = f"{origin}: {part}" if part else origin
         if not len(texts):
-            raise DataError(f"{where}: no texts; at least one is needed")
+            raise DataError(f"{where}: no texts: give at least one")
         if texts.labels is not None:
             check_labels(texts.labels, limit, where)
     train, test = [*parts.values(), None][:2]
@@ -46,13 +46,13 @@ def checked_texts(
 
 
 def running_text(texts: Iterable[tuple[str, str]]) -> Texts:
-    """Passages of running texts, which are given as (group, text)."""
+    """Return the passages of running texts, given as (group, text)."""
     cut = [(group, passage) for group, text in texts for passage in passages(text)]
     return Texts(tuple(passage for _, passage in cut), None, np.array([group for group, _ in cut], dtype=np.str_))
 
 
 def passages(text: str, longest: int = LONGEST_PASSAGE) -> list[str]:
-    """A text cut into pieces of at most `longest` characters, at the ends of lines where that can be."""
+    """Divide a text into passages of at most `longest` characters, at line ends if possible."""
     found, piece = [], ""
     for line in text.splitlines(keepends=True):
         if piece and len(piece) + len(line) > longest:
@@ -66,17 +66,17 @@ def passages(text: str, longest: int = LONGEST_PASSAGE) -> list[str]:
 
 
 def read_speakers(path: Path, reading: Reading) -> Source[Texts]:
-    """Plain text with lines `NAME:` before what is said. Raises DataError where there is none."""
+    """Read plain text with lines `NAME:` before speeches. Raises DataError if there is none."""
     with opened_text(path) as content:
         text = content.read().replace("\r\n", "\n")
     names = list(_SPEAKER.finditer(text))
     if not names:
-        raise DataError(f"{path}: no speaker; expected are lines NAME: at the start or after an empty line")
+        raise DataError(f"{path}: no speaker found: write lines NAME: at the start or after an empty line")
     if before := text[: names[0].start()].strip():
-        raise DataError(f"{path}: begins with {before[:40]!r}, before the first line NAME:; remove what nobody says")
+        raise DataError(f"{path}: begins with {before[:40]!r} before the first line NAME: remove this text")
     ends = [*(name.start() for name in names[1:]), len(text)]
-    said: dict[str, list[str]] = {}
+    speeches_of: dict[str, list[str]] = {}
     for name, end in zip(names, ends, strict=True):
-        said.setdefault(name["name"].strip(), []).append(text[name.end() : end].strip("\n"))
-    spoken = running_text((name, "\n".join(filter(None, speeches))) for name, speeches in said.items())
+        speeches_of.setdefault(name["name"].strip(), []).append(text[name.end() : end].strip("\n"))
+    spoken = running_text((name, "\n".join(filter(None, speeches))) for name, speeches in speeches_of.items())
     return checked_texts({"": spoken}, str(path), reading)

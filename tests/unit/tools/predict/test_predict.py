@@ -178,7 +178,7 @@ def test_numbers_without_targets_are_predicted_and_what_does_not_fit_is_named(sa
     np.testing.assert_allclose([row.outputs for row in rows], said[0], rtol=1e-5)
     assert {row.targets for row in rows} == {None} and error_of(rows) is None
     for name, file, message in (
-        ("b.npz", {"x": inputs[..., :3]}, "has 3 features, and the run's examples have 4"),
+        ("b.npz", {"x": inputs[..., :3]}, "has 3 features, but the run has 4"),
         ("c.npz", {"z": inputs}, "has no array of inputs; it has z"),
     ):
         with pytest.raises(ValueError, match=f"{name}: .*{message}"):

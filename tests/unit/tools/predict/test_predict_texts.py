@@ -130,9 +130,9 @@ def test_lines_without_text_are_passed_over_and_a_folder_is_all_its_files(tmp_pa
 @pytest.mark.parametrize(
     ("write", "message"),
     [
-        (lambda to: table(to / "t.csv", [{"text": "a"}]), r"t\.csv: has no column said; it has text: name the right"),
-        (lambda to: table(to / "t.jsonl", [{"said": 3}]), r"t\.jsonl: row 1: int in column said is no text"),
-        (lambda to: table(to / "t.csv", [{"said": "a", "kind": "icy"}]), r"t\.csv: names in column kind icy not among"),
+        (lambda to: table(to / "t.csv", [{"text": "a"}]), r"t\.csv: has no column said; it has text: set the right"),
+        (lambda to: table(to / "t.jsonl", [{"said": 3}]), r"t\.jsonl: row 1: int in column said is not text"),
+        (lambda to: table(to / "t.csv", [{"said": "a", "kind": "icy"}]), r"t\.csv: names in column kind icy are not"),
         (lambda to: table(to / "t.csv", [{"said": "a", "kind": 3}]), r"t\.csv: label 3 .*allowed are 0 to 2"),
         (lambda to: (to / "t.txt").write_text("\n") and to / "t.txt", r"t\.txt: no text"),
         (lambda to: (to / "t.png").write_text("a") and to / "t.png", r"t\.png: this model takes texts; read are \.csv"),
@@ -149,7 +149,7 @@ def test_files_without_what_the_model_takes_are_named(tmp_path, bert, write, mes
 def test_a_tokenizer_that_is_not_there_is_said_before_a_file_is_read(tmp_path):
     folder = model_folder(tmp_path, BERT)
     path, _ = saved(tmp_path, folder, (0,), {"classes": 2}, classes=2, tokenizer=str(tmp_path / "nowhere"))
-    with pytest.raises(ValueError, match=r"model\.safetensors: tokenizer='.*nowhere' is no directory here"):
+    with pytest.raises(ValueError, match=r"model\.safetensors: tokenizer='.*nowhere' is not a local directory"):
         load_predictor(path)
 
 

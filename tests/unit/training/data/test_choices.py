@@ -81,12 +81,12 @@ def test_each_choice_may_have_a_column(tmp_path):
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
-        ({"answer": 2}, r"row 2: the answer 2 is none of its 2 choices"),
-        ({"answer": "C"}, r"row 2: the answer 'C' is none of its 2 choices: allowed are places from 0 to 1, letters"),
-        ({"choices": ["one"]}, r"row 2: needs two choices or more.*\['one'\]"),
-        ({"choices": ["one", 2]}, r"row 2: needs two choices or more, all of them texts"),
-        ({"choices": "one"}, r"row 2: needs two choices or more"),
-        ({"question": 7}, r"row 2: int in column question is no text"),
+        ({"answer": 2}, r"row 2: the answer 2 is not among its 2 choices"),
+        ({"answer": "C"}, r"row 2: the answer 'C' is not among its 2 choices: allowed are positions from 0 to 1"),
+        ({"choices": ["one"]}, r"row 2: has the choices .*\['one'\]"),
+        ({"choices": ["one", 2]}, r"row 2: has the choices .*: give at least two texts"),
+        ({"choices": "one"}, r"row 2: has the choices"),
+        ({"question": 7}, r"row 2: int in column question is not text"),
     ],
 )
 def test_a_question_that_cannot_be_used_is_named(tmp_path, row, expected):
@@ -97,7 +97,7 @@ def test_a_question_that_cannot_be_used_is_named(tmp_path, row, expected):
 
 def test_questions_say_which_choice_is_right(tmp_path):
     good = {"question": "the sky is ?", "choices": ["green", "blue"], "answer": 1}
-    with pytest.raises(DataError, match="questions need to say which choice is right: set label-column"):
+    with pytest.raises(DataError, match="questions need a column with the right choice: set label-column"):
         read(lines(tmp_path / "qa.jsonl", [good] * 3), **{"label-column": ""})
 
 
@@ -128,7 +128,7 @@ def test_a_causal_model_takes_every_question_with_each_choice(questions):
 
 
 def test_questions_and_other_texts_are_not_mixed_up(questions):
-    with pytest.raises(DataError, match="does multiple-choice, and these texts have no choices: set choices-column"):
+    with pytest.raises(DataError, match="is for multiple-choice, but these texts have no choices: set choices-column"):
         held_out_inputs(InputConfig.from_run_config({**questions, "choices-column": ""}))
 
 

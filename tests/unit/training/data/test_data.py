@@ -110,8 +110,8 @@ def test_run_config_keys_are_read_by_their_hyphenated_names_and_others_left_alon
         ("held-out-fraction", -0.1, "greater than or equal to 0"),
         ("server-share", -0.1, "greater than or equal to 0"),
         ("server-share", 0.51, "less than or equal to 0.5"),
-        ("image-shape", "8x8", 'allowed is "CxHxW"'),
-        ("image-shape", "0x8x8", 'allowed is "CxHxW"'),
+        ("image-shape", "8x8", 'write "CxHxW"'),
+        ("image-shape", "0x8x8", 'write "CxHxW"'),
         ("classes", -1, "greater than or equal to 0"),
         ("seed", "abc", "valid integer"),
     ],
@@ -329,7 +329,7 @@ def test_groups_are_dealt_again_until_every_client_has_the_minimum(npz: WriteNpz
 
 def test_a_natural_partition_that_cannot_be_is_refused(npz: WriteNpz) -> None:
     path = grouped(npz, {"a": 20, "b": 20, "c": 4})
-    with pytest.raises(DataError, match="4 clients, but the clients' part of the data has only 3 groups"):
+    with pytest.raises(DataError, match="4 clients, but the data has only 3 groups"):
         all_clients(natural(path), 4)
     with pytest.raises(
         DataError,
@@ -339,7 +339,7 @@ def test_a_natural_partition_that_cannot_be_is_refused(npz: WriteNpz) -> None:
         all_clients(natural(path), 3)
     with pytest.raises(DataError, match="was found with 20 seeds; with the last one, a client had 20 examples"):
         all_clients(natural(path, **{"min-partition-size": 21}), 2)
-    with pytest.raises(DataError, match=r"divides by groups .writers, sites, domains., and this data has none"):
+    with pytest.raises(DataError, match=r"divides by groups .writers, sites, domains., but this data has none"):
         all_clients(DataConfig(partitioner="natural"), 2)
 
 
@@ -442,7 +442,7 @@ def test_dividing_without_flwr_datasets_names_the_extra(monkeypatch: pytest.Monk
             r"no dirichlet partition of 1,438 examples over 50 clients \(dirichlet-alpha=0.02, min-partition-size=20\)"
             ".*raise dirichlet-alpha, lower min-partition-size",
         ),
-        ({}, 144, r"144 clients with min-partition-size=10 need 1,440 examples, but the clients' part has 1,438"),
+        ({}, 144, r"144 clients with min-partition-size=10 need 1,440 examples, but 1,438 are available"),
         ({"partitioner": "iid", "min-partition-size": 720}, 2, r"need 1,440 examples.*lower min-partition-size"),
         (
             {"partitioner": "pathological", "classes-per-client": 11},
@@ -613,7 +613,7 @@ def test_image_layouts_become_channel_first(
 def test_channels_that_are_not_clear_are_asked_for(npz: WriteNpz) -> None:
     for shape in ((4, 5, 6), (3, 6, 3)):
         first, last = "x".join(map(str, shape)), f"{shape[2]}x{shape[0]}x{shape[1]}"
-        with pytest.raises(DataError, match=f"channels are is not clear, {first} or {last}.*set image-shape"):
+        with pytest.raises(DataError, match=f"channel axis is ambiguous, {first} or {last}.*set image-shape"):
             own(npz(x=np.zeros((2, *shape)), y=np.zeros(2, int)))
 
 
@@ -644,7 +644,7 @@ NAN[2, 1, 1] = np.nan
         ({"x": IMAGES, "y": LABELS - 1}, r"label -1 \(example 0; 1 in all\) is out of range: allowed are 0 to 3"),
         ({"x": IMAGES, "y": LABELS + 2}, r"label 4 \(example 2; 2 in all\) is out of range: allowed are 0 to 3"),
         ({"x": IMAGES, "y": LABELS.astype(np.uint64) + np.uint64(2**63)}, "label 9223372036854775808"),
-        ({"x": IMAGES, "y": LABELS / 2}, r"labels are float64 of shape \(4,\); one whole number"),
+        ({"x": IMAGES, "y": LABELS / 2}, r"labels are float64 of shape \(4,\); give one whole number"),
         ({"x": IMAGES, "y": np.eye(4, dtype=int)}, r"labels are int64 of shape \(4, 4\)"),
         ({"x": IMAGES, "y": np.array(list("abcd"))}, "labels are <U1"),
         ({"x": NAN, "y": LABELS}, "image 2 has a value that is NaN or infinite"),
@@ -654,7 +654,7 @@ NAN[2, 1, 1] = np.nan
         ({"x": IMAGES.astype(int) + 256 * np.eye(2, dtype=int), "y": LABELS}, "integers from 0 to 256; integers must"),
         ({"x": IMAGES.astype(bool), "y": LABELS}, "images are bool; allowed are integers 0..255 and floats 0..1"),
         ({"x": IMAGES.reshape(4, 4), "y": LABELS}, r"images have shape \(4, 4\); allowed are \(n, H, W\)"),
-        ({"x": np.zeros((4, 4, 5, 6), np.uint8), "y": LABELS}, "where the channels are is not clear, 4x5x6 or 6x4x5"),
+        ({"x": np.zeros((4, 4, 5, 6), np.uint8), "y": LABELS}, "the channel axis is ambiguous, 4x5x6 or 6x4x5"),
         ({"x": IMAGES[:1], "y": LABELS[:1]}, "1 example cannot be split.*at least 2"),
     ],
 )
@@ -731,7 +731,7 @@ def test_images_of_several_sizes_are_resized_to_image_shape_or_refused(tmp_path:
     np.testing.assert_allclose([means[0], means[1]], [[1, 0, 0], [0.4, 0.4, 0.4]], atol=1e-6)
     with pytest.raises(DataError, match=r"b/0.png: 9x7 pixels, but .*a/0.png has 6x3: set image-shape"):
         own(tmp_path)
-    with pytest.raises(DataError, match=r"1 .grey. or 3 .colour. channels, image-shape has 2"):
+    with pytest.raises(DataError, match=r"1 .grey. or 3 .colour. channels, but image-shape has 2"):
         own(tmp_path, **{"image-shape": "2x4x4"})
 
 
@@ -766,7 +766,7 @@ def test_an_unreadable_image_is_named(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=f"{bad}: not a readable image.*remove or replace"):
             own(tmp_path, **{"unreadable-images": 0})
     Image.fromarray(np.full((4, 4), 60_000, np.uint16)).save(bad)
-    with pytest.raises(DataError, match=f"{bad}: more than 8 bits a channel"):
+    with pytest.raises(DataError, match=f"{bad}: more than 8 bits per channel"):
         own(tmp_path, **{"unreadable-images": 0})
 
 

@@ -107,10 +107,10 @@ def test_idx_files_that_are_cut_off_or_missing_are_named(tmp_path: Path) -> None
     images = tmp_path / "train-images-idx3-ubyte"
     whole = images.read_bytes()
     for content, message in (
-        (whole[:-1], r"51 bytes, but its head announces 52 \(4 x 3 x 3\): it is cut off"),
-        (whole + b"\0", "53 bytes, but its head announces 52"),
-        (whole[:9], "9 bytes, but its head announces"),
-        (b"", "it begins with nothing, expected is 00 00 08 03"),
+        (whole[:-1], r"51 bytes, but its header gives 52 \(4 x 3 x 3\): it is truncated"),
+        (whole + b"\0", "53 bytes, but its header gives 52"),
+        (whole[:9], "9 bytes, but its header gives"),
+        (b"", "it begins with nothing, expected 00 00 08 03"),
         (
             b"\0\0\x0d\x03" + whole[4:],
             "not an idx file of unsigned bytes with 3 dimensions .it begins with 00 00 0d 03",
@@ -124,11 +124,11 @@ def test_idx_files_that_are_cut_off_or_missing_are_named(tmp_path: Path) -> None
     with pytest.raises(DataError, match="3 images but 4 labels"):
         read(tmp_path)
     images.unlink()
-    with pytest.raises(DataError, match="the train images are missing beside train-labels-idx1-ubyte: expected are"):
+    with pytest.raises(DataError, match="the train images are missing for train-labels-idx1-ubyte: add"):
         read(tmp_path)
     packed = tmp_path / "train-images-idx3-ubyte.gz"
     packed.write_bytes(gzip.compress(whole)[:-10])
-    with pytest.raises(DataError, match=f"^{packed}: cannot be decompressed .*cut off or damaged"):
+    with pytest.raises(DataError, match=f"^{packed}: cannot be decompressed .*truncated or damaged"):
         read(tmp_path)
 
 
@@ -199,7 +199,7 @@ def test_cifar_10s_binary_batches_and_their_cut_off_ones(tmp_path: Path) -> None
     assert np.array_equal(source.train.images, images) and source.train.labels.tolist() == [1, 2, 3]
     assert source.test is None and source.classes == 10
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(DataError, match=f"^{file}: 9,218 bytes are no whole number of records of 3,073 bytes"):
+    with pytest.raises(DataError, match=f"^{file}: 9,218 bytes are not a multiple of a record's 3,073 bytes"):
         read(tmp_path)
     (tmp_path / "data_batch_1").write_bytes(batch(images, [1, 2, 3]))
     with pytest.raises(DataError, match="pickled and binary"):
@@ -231,11 +231,11 @@ def test_cifar_batches_in_disorder_are_named(tmp_path: Path) -> None:
     file = tmp_path / "data_batch_1"
     whole = batch(images, [0, 1, 2])
     for content, message in (
-        (whole[:-100], "not a readable pickle .*cut off or damaged"),
+        (whole[:-100], "not a readable pickle .*truncated or damaged"),
         (whole[:1000], "not a readable pickle"),
         (b"", "not a readable pickle"),
         (b"PK\x03\x04", "not a readable pickle"),
-        (pickle.dumps([1, 2]), "has no data and labels .or fine_labels.; it has none by name"),
+        (pickle.dumps([1, 2]), "has no data and labels .or fine_labels.; it has no names"),
         (pickle.dumps({b"images": 1}), "it has images"),
         (batch(images, [0, 1]), r"data is uint8 of shape \(3, 3072\) with 2 labels"),
         (batch(images[:, :1], [0, 1, 2]), r"shape \(3, 1024\)"),
@@ -283,7 +283,7 @@ def test_class_names_fix_the_labels_of_sites_with_different_folders(tmp_path: Pa
     ) == [1, 3]
     assert own(tmp_path, **names).classes == 4
     assert dataset_info(DataConfig.model_validate({"dataset": "local", **names})).classes == 4
-    with pytest.raises(DataError, match=r"class folders dog not among the run's class-names .ant, cat.: rename"):
+    with pytest.raises(DataError, match=r"class folders dog are not in the run's class-names .ant, cat.: rename"):
         own(tmp_path, **{"class-names": "ant,cat"})
     with pytest.raises(DataError, match="class-names='a,b': 2 names, but classes=3"):
         DataConfig.from_run_config({"classes": 3, "class-names": "a,b"})
@@ -354,7 +354,7 @@ def test_an_npz_files_groups_are_found_by_their_usual_names_or_the_one_given(tmp
     ):
         read(file, **{"group-column": "ward"})
     np.savez(file, x=pixels(4, 2, 2), y=np.arange(4), groups=np.arange(3))
-    with pytest.raises(DataError, match=r"groups are int64 of shape \(3,\); one number or name for each of 4 examples"):
+    with pytest.raises(DataError, match=r"groups are int64 of shape \(3,\); give one number or name for each of 4"):
         read(file)
 
 
@@ -473,12 +473,12 @@ def test_a_split_column_makes_the_test_set(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("picture,label\na.png,1\n", "has no column image; it has picture, label: name the right ones.*image-column"),
+        ("picture,label\na.png,1\n", "has no column image; it has picture, label: set the right names.*image-column"),
         ("image,kind\na.png,1\n", "has no column label"),
         ("", "has no column image and no column label; it has none"),
-        ("image,label\n", "has no row: at least one"),
+        ("image,label\n", "has no row: give at least one"),
         ("image,label\n0.png,1\n0.png\n", "line 3 has no value for column label: it is too short"),
-        ('image,label\n0.png,"1\n', "line [0-9] is no CSV"),
+        ('image,label\n0.png,"1\n', "line [0-9] is not CSV"),
         ("image,label\n0.png,1\n0.png,\n", "row 2 has no label .column label."),
         ("image,label\n0.png,1\n0.png,7\n", "label 7 .example 1; 1 in all. is out of range: allowed are 0 to 2"),
         ("image,label\n0.png,1\n0.png,-1\n", "label -1"),
@@ -512,7 +512,7 @@ def test_json_lines_and_parquet_in_disorder_are_refused(tmp_path: Path) -> None:
         ('{"image": "a", "label": 1}\n{"image": "a"', "line 2 is not JSON"),
         ('{"image": "a", "label": 1}\n\n{"image": "a"}', "line 3: has no column label; it has image"),
         ("[1, 2]", "line 1 is not a JSON object"),
-        ('{"image": 5, "label": 1}', "1 of 1 images.*row 1: int in column image is no image"),
+        ('{"image": 5, "label": 1}', "1 of 1 images.*row 1: int in column image is neither"),
         ('{"image": "a", "label": 0.5}', "row 1: label 0.5"),
     ):
         lines.write_text(content)
@@ -531,7 +531,7 @@ def test_json_lines_and_parquet_in_disorder_are_refused(tmp_path: Path) -> None:
 
 def test_what_is_no_format_gets_the_list_of_formats(tmp_path: Path) -> None:
     (tmp_path / "a.doc").write_text("no data")
-    with pytest.raises(DataError, match=r"a.doc: this kind of file is not read; expected is a .npz file, a table"):
+    with pytest.raises(DataError, match=r"a.doc: this kind of file is not supported: give a .npz file, a table"):
         read(tmp_path / "a.doc")
     with pytest.raises(DataError, match=r"no such file or folder .expected is a .npz file, a table"):
         read("none.parquet")

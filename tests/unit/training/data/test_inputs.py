@@ -134,17 +134,17 @@ def test_a_text_model_tells_what_data_it_cannot_take(table, bert, tmp_path):
     path.write_text(PLAY)
     with pytest.raises(DataError, match="these texts are running text"):
         sizes(config(dataset=str(path), model=bert))
-    with pytest.raises(DataError, match="has images, and what is needed are texts"):
+    with pytest.raises(DataError, match="has images, but the model needs texts"):
         sizes(config(model=bert))
-    with pytest.raises(DataError, match="has texts, and what is needed are images"):
+    with pytest.raises(DataError, match="has texts, but the model needs images"):
         sizes(config(dataset=table, text_column="said", label_column="colour"))
 
 
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [
-        ({"vocab_size": 5}, "has 12 tokens, and model=.* knows 5"),
-        ({"pad_token_id": 3}, "fills up with token 0, and model=.* takes 3"),
+        ({"vocab_size": 5}, "has 12 tokens, but model=.* has 5"),
+        ({"pad_token_id": 3}, "pads with token 0, but model=.* uses 3"),
     ],
 )
 def test_a_tokenizer_of_another_model_is_refused(table, bert, changed, expected):
@@ -156,17 +156,17 @@ def test_a_tokenizer_of_another_model_is_refused(table, bert, changed, expected)
 
 def test_a_tokenizer_that_is_not_there_is_refused_at_the_site(table, bert, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(TokenizerError, match=r"tokenizer='nobody/none' is no directory here"):
+    with pytest.raises(TokenizerError, match=r"tokenizer='nobody/none' is not a local directory"):
         client_inputs(of_texts(table, bert, tokenizer="nobody/none"), node(0), client="c0")
 
 
 def test_what_a_model_is_for_is_its_own_or_said():
     own = config(model="mine:net", task="next-character")
     assert own.kind == "next-character" and config(model="mine:net").kind == "image-classification"
-    with pytest.raises(ModelError, match="tiny-vit does image-classification, and task='next-character'"):
+    with pytest.raises(ModelError, match="tiny-vit is a model for image-classification, but task='next-character'"):
         _ = config(task="next-character").kind
     for model in ("Qwen/Qwen2.5-0.5B", "char-lstm", "bert-base-uncased"):
-        with pytest.raises(ConfigError, match="has images, and what is needed are texts"):
+        with pytest.raises(ConfigError, match="has images, but the model needs texts"):
             read_run_config({"model": model})
 
 

@@ -74,7 +74,7 @@ def test_a_client_of_a_named_dataset_brings_its_own_files(tmp_path: Path) -> Non
 @pytest.mark.parametrize("name", KNOWN)
 def test_a_named_dataset_without_its_files_says_which_to_put_where(name: str) -> None:
     files = re.escape(KNOWN[name].files)
-    with pytest.raises(DataError, match=f"dataset=['\"]{name}['\"].*set dataset-path to a folder that has .*{files}"):
+    with pytest.raises(DataError, match=f"dataset=['\"]{name}['\"].*to a folder with its files .*{files}"):
         dataset_info(config_of(name))
 
 
@@ -83,7 +83,7 @@ def test_what_does_not_fit_a_named_dataset_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"images are 1x32x32 .CxHxW., but the run's are 1x28x28"):
         dataset_info(config_of("mnist", **{"dataset-path": path}))
     with pytest.raises(
-        DataError, match=r"a dataset-path is for a dataset that is given by its name .mnist, .*path itself"
+        DataError, match=r"dataset-path is for a dataset that is given by its name .mnist, .*path itself"
     ):
         dataset_info(config_of(path, **{"dataset-path": path}))
     with pytest.raises(DataError, match=r"'mnits' is not known .did you mean 'mnist'.*sciq .with dataset-path"):
@@ -106,15 +106,15 @@ def test_images_are_normalised_channel_by_channel_in_place() -> None:
 @pytest.mark.parametrize(
     ("by", "message"),
     [
-        ("minst", "known are mnist, fashion-mnist, cifar-10, cifar-100, pacs, domainnet, openimage; or give"),
-        ("femnist", "or give numbers"),
-        ("0.5", "or give numbers"),
-        ("0.5/0.5/0.5", "or give numbers"),
+        ("minst", "choose one of mnist, fashion-mnist, cifar-10, cifar-100, pacs, domainnet, openimage, or numbers"),
+        ("femnist", "or numbers as mean/std"),
+        ("0.5", "or numbers as mean/std"),
+        ("0.5/0.5/0.5", "or numbers as mean/std"),
         ("0.5/0", "standard deviations above 0"),
         ("0.5/-1", "standard deviations above 0"),
         ("nan/1", "finite"),
         ("0.5,0.5/1", "as many means"),
-        ("cifar-10", "has 3 channels, but images have 1: give one number for all channels"),
+        ("cifar-10", "has 3 values, but images have 1 channels: give one value for all channels"),
     ],
 )
 def test_what_cannot_normalise_is_refused_before_the_run(by: str, message: str) -> None:
@@ -218,7 +218,7 @@ def test_without_a_network_the_hubs_error_says_which_files_to_put_where(monkeypa
     hub(monkeypatch, {"train": ConnectionError("Couldn't reach the Hub")})
     with pytest.raises(
         DataError,
-        match=r'dataset="hub:someone/pictures": cannot be fetched .Couldn\'t reach the Hub.*hf download --repo-type '
+        match=r'dataset="hub:someone/pictures": cannot be downloaded .Couldn\'t reach the Hub.*hf download --repo-type '
         r"dataset someone/pictures.*train-….parquet and test-….parquet into one folder, and set dataset to that folder",
     ):
         dataset_info(config_of("hub:someone/pictures"))
@@ -226,7 +226,7 @@ def test_without_a_network_the_hubs_error_says_which_files_to_put_where(monkeypa
 
 def test_flwr_datasets_offline_is_told_in_the_same_words() -> None:
     assert os.environ["HF_HUB_OFFLINE"] == "1"
-    with pytest.raises(DataError, match=r"cannot be fetched .*put its files train-….parquet"):
+    with pytest.raises(DataError, match=r"cannot be downloaded .*put its files train-….parquet"):
         dataset_info(config_of("hub:tepal-nobody/no-such-dataset"))
 
 

@@ -123,17 +123,17 @@ def test_what_divides_by_classes_is_refused(tmp_path: Path, partitioner: str) ->
         ({"x": INPUTS[:0], "y": TARGETS[:0]}, r"no examples"),
         ({"x": INPUTS[:, :0], "y": TARGETS}, r"inputs have shape \(40, 0, 3\)"),
         ({"x": INPUTS[..., :0], "y": TARGETS}, r"inputs have shape \(40, 5, 0\)"),
-        ({"x": INPUTS.astype(str), "y": TARGETS}, r"inputs are <U\d+; they must be numbers"),
-        ({"x": INPUTS + 1j, "y": TARGETS}, r"inputs are complex128; they must be numbers"),
+        ({"x": INPUTS.astype(str), "y": TARGETS}, r"inputs are <U\d+: save numbers"),
+        ({"x": INPUTS + 1j, "y": TARGETS}, r"inputs are complex128: save numbers"),
         ({"x": np.where(np.arange(40)[:, None, None] > 37, np.nan, INPUTS), "y": TARGETS},
          r"input 38 \(2 in all\) has .* NaN"),
         ({"x": INPUTS, "y": np.where(np.arange(40)[:, None] == 4, 1e60, TARGETS)},
          r"target 4 \(1 in all\) .* too large"),
         ({"x": INPUTS}, r"has no pair of arrays for inputs and targets; it has x"),
         ({"x_train": INPUTS, "y_train": TARGETS, "x_test": INPUTS[:, :4], "y_test": TARGETS},
-         r"train inputs are 5x3, test inputs 4x3: they must have one shape"),
-        ({"x": INPUTS[..., :2], "y": TARGETS}, r"has 2 features, and the run's examples have 3 \(by features\)"),
-        ({"x": INPUTS, "y": TARGETS[:, 0]}, r"has 1 outputs, and the run's examples have 2 \(by outputs\)"),
+         r"train inputs are 5x3, test inputs 4x3: use one shape"),
+        ({"x": INPUTS[..., :2], "y": TARGETS}, r"has 2 features, but the run has 3: correct features"),
+        ({"x": INPUTS, "y": TARGETS[:, 0]}, r"has 1 outputs, but the run has 2: correct outputs"),
     ],
 )  # fmt: skip
 def test_arrays_that_cannot_be_used_are_named(tmp_path: Path, arrays: dict[str, np.ndarray], said: str) -> None:
@@ -177,13 +177,13 @@ def test_a_site_may_have_a_table_and_the_run_says_its_sizes_by_the_columns(tmp_p
     ("changed", "config", "said"),
     [
         ({}, {"feature-columns": "dose,weight"}, "has no column weight; it has age, dose, .*feature-columns"),
-        ({}, {"feature-columns": ""}, "set feature-columns"),
-        ({}, {"label-column": ""}, "set label-column"),
+        ({}, {"feature-columns": ""}, "feature-columns is empty"),
+        ({}, {"label-column": ""}, "label-column is empty"),
         ({}, {"label-column": "age"}, "column age is in feature-columns and in label-column"),
-        ({}, {"feature-columns": "dose,site"}, "row 1 has 's0' in column site, which is no number: repair or remove"),
-        ({"dose": "x"}, {}, "row 4 has 'x' in column dose, which is no number"),
+        ({}, {"feature-columns": "dose,site"}, "row 1 has 's0' in column site, which is not a number: repair"),
+        ({"dose": "x"}, {}, "row 4 has 'x' in column dose, which is not a number"),
         ({"dose": ""}, {}, "row 4 has nothing in column dose"),
-        ({"rise": "nan"}, {}, r"row 4 has nan in column rise \(1 such in all\), which is NaN, infinite"),
+        ({"rise": "nan"}, {}, r"row 4 has nan in column rise \(1 in all\), which is NaN, infinite"),
         ({"rise": "1e39"}, {}, r"row 4 has 1e\+39 in column rise .* too large for float32"),
     ],
 )  # fmt: skip
@@ -201,11 +201,11 @@ def test_a_cell_that_is_no_number_is_named(
 
 
 def test_numbers_images_and_texts_are_not_taken_for_each_other(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r'dataset="digits": has images, and what is needed are numbers'):
+    with pytest.raises(DataError, match=r'dataset="digits": has images, but the model needs numbers'):
         number_info(config_of("digits"))
     play = tmp_path / "play.txt"
     play.write_text("ANNE:\nall is well\n\nBERT:\nall is lost\n")
-    with pytest.raises(DataError, match="has texts, and what is needed are numbers"):
+    with pytest.raises(DataError, match="has texts, but the model needs numbers"):
         number_info(config_of(play))
     file = npz(tmp_path / "a.npz", x=INPUTS, y=TARGETS)
     with pytest.raises(DataError, match="labels are float64"):

@@ -137,9 +137,9 @@ def test_texts_are_divided_among_clients_by_label_and_by_group(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("rows", "config", "message"),
     [
-        ([{"body": "a", "label": 0}], {}, "line 1: has no column text; it has body, label: name .*text-column"),
+        ([{"body": "a", "label": 0}], {}, "line 1: has no column text; it has body, label: set .*text-column"),
         ([{"text": "a", "label": 0}], {"second-text-column": "b"}, "has no column b"),
-        ([{"text": 3, "label": 0}], {}, "row 1: int in column text is no text"),
+        ([{"text": 3, "label": 0}], {}, "row 1: int in column text is not text"),
         ([{"text": "a", "label": 0}, {"text": "b", "label": 2}], {}, r"label 2 \(example 1; 1 in all\).*0 to 1"),
         ([{"text": "a", "label": "x"}], {}, r"1 names in column label \(x\), but the run has 2 classes.*class-names"),
         ([{"text": "a", "label": 0}], {}, "1 example cannot be split"),
@@ -157,11 +157,11 @@ def test_texts_in_disorder_are_refused_with_the_site_and_the_file(
 def test_texts_where_images_are_wanted_and_the_reverse(tmp_path: Path) -> None:
     file = json_lines(tmp_path / "t.jsonl", [{"text": "a", "label": 0}, {"text": "b", "label": 1}])
     config = config_of(file, **{"text-column": "text"})
-    with pytest.raises(DataError, match=f"{file}: has texts, and what is needed are images"):
+    with pytest.raises(DataError, match=f"{file}: has texts, but the model needs images"):
         dataset_info(config)
-    with pytest.raises(DataError, match="has texts, and what is needed are images"):
+    with pytest.raises(DataError, match="has texts, but the model needs images"):
         load_client(config_of("local", **{"text-column": "text"}), {"data-path": str(file)}, client="ward-3")
-    with pytest.raises(DataError, match='dataset="digits": has images, and what is needed are texts'):
+    with pytest.raises(DataError, match='dataset="digits": has images, but the model needs texts'):
         text_info(DataConfig())
 
 
@@ -207,7 +207,7 @@ def test_what_a_speaker_says_is_one_text_and_the_speaker_its_group(tmp_path: Pat
 def test_text_without_speakers_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "play.txt"
     for content, message in (
-        ("Once upon\na time.", "no speaker; expected"),
+        ("Once upon\na time.", "no speaker found: write"),
         ("A play\n\n" + PLAY, "begins with 'A play'"),
     ):
         file.write_text(content)
@@ -302,7 +302,7 @@ def test_leafs_files_must_have_one_kind_of_example(tmp_path: Path) -> None:
     leaf(tmp_path / "train" / "a.json", {"a": ([[0.5] * 4], [0]), "nobody": ([], [])})
     assert read(tmp_path).train.groups is not None and read(tmp_path).train.groups.tolist() == ["a"]
     leaf(tmp_path / "train" / "b.json", {"b": ([[0.5] * 9], [0])})
-    with pytest.raises(DataError, match=r"images of several sizes: \(2, 2\), \(3, 3\)"):
+    with pytest.raises(DataError, match=r"images of several sizes, \(2, 2\), \(3, 3\)"):
         read(tmp_path)
     leaf(tmp_path / "train" / "b.json", {"b": (["text"], [0])})
     sources.load_path.cache_clear()
@@ -315,16 +315,16 @@ def test_leafs_files_must_have_one_kind_of_example(tmp_path: Path) -> None:
     [
         ('{"users": [', "not JSON"),
         ('{"a": 1}\n{"a": 2}', "not JSON .*or JSON lines"),
-        ('{"users": []}', "expected is LEAF's"),
-        ('{"user_data": {"a": {"x": [1]}}}', "expected is LEAF's .*'y'"),
-        ('{"user_data": {}}', "has no example of any user"),
+        ('{"users": []}', "expected LEAF's"),
+        ('{"user_data": {"a": {"x": [1]}}}', "expected LEAF's .*'y'"),
+        ('{"user_data": {}}', "has no examples"),
         ('{"user_data": {"a": {"x": ["a", "b"], "y": [1]}}}', "user a has 2 x and 1 y"),
-        ('{"user_data": {"a": {"x": ["a"], "y": ["ab"]}}}', "user a: y='ab' is no class number"),
-        ('{"user_data": {"a": {"x": ["a", 5], "y": [1, 1]}}}', "user a: an x is int, and others are text"),
-        ('{"user_data": {"a": {"x": [[0.1, 0.2, 0.3]], "y": [1]}}}', "x have 3 numbers; expected are the pixels"),
-        ('{"user_data": {"a": {"x": [[0.1], [0.2, 0.3]], "y": [1, 1]}}}', "user a: an x is no list of as many"),
+        ('{"user_data": {"a": {"x": ["a"], "y": ["ab"]}}}', "user a: y='ab' is neither a class number"),
+        ('{"user_data": {"a": {"x": ["a", 5], "y": [1, 1]}}}', "user a: an x is int, but others are text"),
+        ('{"user_data": {"a": {"x": [[0.1, 0.2, 0.3]], "y": [1]}}}', "x have 3 numbers, expected the pixels"),
+        ('{"user_data": {"a": {"x": [[0.1], [0.2, 0.3]], "y": [1, 1]}}}', "user a: x must be lists of equal length"),
         ('{"user_data": {"a": {"x": [[]], "y": [1]}}}', "x have 0 numbers"),
-        ('{"user_data": {"a": {"x": [5], "y": [1]}}}', "user a: an x is no list"),
+        ('{"user_data": {"a": {"x": [5], "y": [1]}}}', "user a: x must be lists"),
         ('{"user_data": {"a": {"x": [["b"]], "y": [1]}}}', "x are not lists of numbers"),
         ('{"user_data": {"a": {"x": [[0.5]], "y": [62]}}}', r"label 62 .* 0 to 61"),
     ],

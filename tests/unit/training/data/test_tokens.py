@@ -65,7 +65,7 @@ def test_a_start_token_comes_first_and_an_end_token_can_be_padding(tmp_path):
 def test_one_that_is_not_there_is_said_with_what_to_do(tmp_path, monkeypatch, empty):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     name = str(tmp_path) if empty else "nobody/has-this-tokenizer"
-    expected = "no tokenizer that can be read" if empty else "cannot be now.*save_pretrained"
+    expected = "no readable tokenizer" if empty else "cannot be downloaded.*save_pretrained"
     with pytest.raises(TokenizerError, match=expected):
         load_tokenizer(name)
 
