@@ -120,8 +120,8 @@ def connect(home: Path, address: str, root_certificates: Path | None = None) -> 
 def stage_app(app: Path, target: Path) -> list[Path]:
     """Copy the files of the app's bundle from `app` to `target`; return their relative paths.
 
-    Flower makes a bundle by walking the whole folder, with virtual environments and run directories, while somebody may
-    be editing it. The copy has the files of the types that Flower takes that `fab-include` names and `.gitignore` does
+    Flower makes a bundle by walking the whole folder, with virtual environments and run directories, while files may
+    change. The copy has the files of the types that Flower takes that `fab-include` names and `.gitignore` does
     not, so Flower makes the same bundle from it.
     """
     table = _app_table(app)

@@ -24,7 +24,7 @@ COMMANDS = {
     "compare": ("compare", "Run several strategies in turn and compare accuracy and bytes."),
     "strategies": ("strategies", "List the strategies, or the options of some."),
     "reproduce": ("reproduce", "Run a named experiment of a paper."),
-    "report": ("report", "Write the report of a run or comparison anew, or its figures as files."),
+    "report": ("report", "Write the report of a run or comparison again, or its figures as files."),
     "runs": ("runs", "List runs and comparisons."),
     "show": ("runs", "Show one run or comparison in full."),
     "dashboard": ("dashboard", "Show runs in a browser, while they go on and afterwards."),

@@ -82,7 +82,7 @@ def run_once(
         for line in follow_metrics(run / METRICS, done.is_set):
             progress.update(line)
 
-    def hear(kind: str, text: str) -> None:
+    def on_event(kind: str, text: str) -> None:
         if verbose:
             console.print(text, markup=False, highlight=False)
         if kind == "stage" and not found and text:
@@ -98,7 +98,7 @@ def run_once(
     try:
         start(
             run_config={**config.flat, "runs": str(runs), "resume": str(resumed or "")},
-            on_event=hear,
+            on_event=on_event,
             log=log,
         )
     except RunError as error:

@@ -183,14 +183,14 @@ class RunQueue:
 
     def look_after(self, watch: Watch, status: RunStatus, runs: Runs) -> bool:
         """Record the progress of a run. Returns whether the run has ended."""
-        self.hear(watch)
+        self.record_directory(watch)
         if watch.lost and status.status == "finished":
             watch.end = status.ended, status.details
         if watch.end is not None:
             self.conclude(watch, *watch.end)
             watch.leave()
             return True
-        run = look_at(watch.kept) if watch.heard and watch.kept else None
+        run = look_at(watch.kept) if watch.recorded and watch.kept else None
         if run is None or run.in_use or run.ended or status.status == "finished":
             watch.free_since = None
             if run is not None and self.journal.run.get("directory") == str(run.path):
@@ -206,11 +206,11 @@ class RunQueue:
         watch.leave()
         return True
 
-    def hear(self, watch: Watch) -> None:
+    def record_directory(self, watch: Watch) -> None:
         """Record the directory of a run."""
-        if watch.kept is None or watch.heard:
+        if watch.kept is None or watch.recorded:
             return
-        watch.heard = True
+        watch.recorded = True
         due = watch.ours
         if due is None:
             # A person started or resumed it: the earlier record does not count any more.

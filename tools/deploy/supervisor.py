@@ -189,7 +189,7 @@ class Supervisor:
             raise
         finally:
             for watch in watches.values():
-                self.queue.hear(watch)
+                self.queue.record_directory(watch)
                 if watch.end:
                     self.queue.conclude(watch, *watch.end)
                 watch.leave()

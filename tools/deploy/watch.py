@@ -70,14 +70,14 @@ class Watch:
         self.ours = ours
         self.kept: Path | None = None
         """The run directory, once it is in the log."""
-        self.heard = False
+        self.recorded = False
         """Whether the queue has recorded the run directory."""
         self.end: tuple[str, str] | None = None
         """Flower's final status and explanation."""
         self.free_since: float | None = None
         """The time since when no process runs in the run directory."""
         self.pending_since = time.monotonic()
-        self._clock = Clock(self._hear, None)
+        self._clock = Clock(self._on_event, None)
         self._thread = threading.Thread(
             target=self._follow, args=(control, superlink, root_certificates), name=f"run-{run_id}", daemon=True
         )
@@ -90,7 +90,7 @@ class Watch:
         with contextlib.suppress(ProcessError, OSError, ValueError, KeyError):
             self.end = follow(self.run_id, control, superlink, self._clock, self.log, root_certificates)
 
-    def _hear(self, kind: str, text: str) -> None:
+    def _on_event(self, kind: str, text: str) -> None:
         from tepal.records.run_directory import KEPT_IN
 
         if kind != "log":

@@ -1,6 +1,6 @@
 """Simulate a Flower app on this machine. An engine starts the processes and removes them afterwards.
 
-    ProcessEngine   a process that imports the app, and forks the ServerApp and a worker for each client at work
+    ProcessEngine   a process that imports the app, and forks the ServerApp and a worker for each client that trains
     RayEngine       Flower's simulation runtime: a SuperLink, Ray, and an actor for each client that trains
 
 An engine runs one app any number of times, one run after another, with the same processes: they keep their imports and

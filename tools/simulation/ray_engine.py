@@ -1,4 +1,4 @@
-"""The engine with Ray: Flower's simulation runtime, with a SuperLink and an actor for each client at work."""
+"""The engine with Ray: Flower's simulation runtime, with a SuperLink and an actor for each client that trains."""
 
 from __future__ import annotations
 

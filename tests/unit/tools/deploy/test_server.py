@@ -296,7 +296,7 @@ class FakeWatch:
     """A run that has ended, as `Watch` sees it."""
 
     def __init__(self, log, kept=None, ours=None):
-        self.run_id, self.kept, self.ours, self.heard, self.end = 7, kept, ours, False, None
+        self.run_id, self.kept, self.ours, self.recorded, self.end = 7, kept, ours, False, None
         self.log, self.lost, self.free_since = log, False, None
 
     def leave(self):
@@ -348,7 +348,7 @@ def test_a_run_whose_process_died_goes_on_whoever_started_it(queue, new_run, tmp
     run = new_run("a", 2).path
     made = queue()
     watch = FakeWatch(tmp_path / "none.log", run, Due(run, 0) if ours else None)
-    made.hear(watch)
+    made.record_directory(watch)
     made.conclude(watch, "lost", "its process died")
     assert [due.directory for due in made.due] == [run]
     assert made.journal.run["state"] == "unfinished"
@@ -358,14 +358,14 @@ def test_a_run_that_a_person_stopped_stays_stopped_until_a_person_resumes_it(que
     run = new_run("a", 2).path
     made = queue()
     watch = FakeWatch(tmp_path / "none.log", run)
-    made.hear(watch)
+    made.record_directory(watch)
     made.conclude(watch, "stopped", "")
     assert made.due == [] and planned(made) == []
     made.journal.write()
     again = queue()
     again.journal = Journal.read(made.journal.path)
     assert planned(again) == [], "after a restart, too"
-    again.hear(FakeWatch(tmp_path / "none.log", run))
+    again.record_directory(FakeWatch(tmp_path / "none.log", run))
     assert planned(again) == [run]
 
 
