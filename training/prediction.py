@@ -133,7 +133,7 @@ def score_ensemble(
     """Score an ensemble; with one member, loss, accuracy and figures are those of `loop.score`.
 
     Args:
-        model, states, inputs, config, task: see `predict`.
+        model: see `predict`, as for `states`, `inputs`, `config` and `task`.
         labels: class numbers (n,); in a regression targets in the outputs' shape.
 
     Raises:

@@ -44,9 +44,9 @@ class Watch(PartialExchange):
         if RECORD in msg.content:
             manifest = Manifest.from_content(msg.content)
             names = {name for parcel in manifest.parcels for name in parcel.sent}
-            self.sent.append((manifest.round, client, manifest.action, names))
-            if manifest.action == "train":
-                self.returned.append({name for names in manifest.returns.values() for name in names})
+            self.sent.append((manifest.plan.round, client, manifest.plan.action, names))
+            if manifest.plan.action == "train":
+                self.returned.append({name for names in manifest.plan.returns.values() for name in names})
         return super().__call__(msg, context, app)
 
 
