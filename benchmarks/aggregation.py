@@ -39,7 +39,7 @@ from tepal.host.flower.objects import fetch
 from tepal.strategies.aggregate import WeightedMean
 from tepal.strategies.fedavg import ModelMerger, ModelState
 
-STEPS = ("chunks put together", "entries unpacked, looked through for NaN", "seal checked", "merged", "finished")
+STEPS = ("chunks put together", "entries unpacked, looked through for NaN", "checksum verified", "merged", "finished")
 
 Models = list[dict[str, np.ndarray]]
 
@@ -107,7 +107,7 @@ def whole_way(replies: Models, repeats: int) -> dict[str, list[float]]:
         contents = {each: one.deflate() for each, one in get_all_nested_objects(answer).items()}
         came.append((exchange, answer.object_id, contents))
     seconds: dict[str, list[float]] = {step: [] for step in STEPS}
-    with stopwatch(seconds, manifest.Header, "seal_of", "seal checked"):
+    with stopwatch(seconds, manifest.Header, "checksum_of", "checksum verified"):
         for _ in range(repeats):
             for step in STEPS:
                 seconds[step].append(0.0)
@@ -117,14 +117,14 @@ def whole_way(replies: Models, repeats: int) -> dict[str, list[float]]:
                 message: Any = fetch(object_id, contents.__getitem__, at_once)
                 message.metadata.__dict__["_message_id"] = object_id
                 put_together = time.perf_counter()
-                sealed = seconds["seal checked"][-1]
+                verified = seconds["checksum verified"][-1]
                 read = sends.read(exchange, message)
                 checked = time.perf_counter()
                 assert isinstance(read, Reply)
                 merger.add(read)
                 merged = time.perf_counter()
                 seconds["chunks put together"][-1] += put_together - begun
-                seconds[STEPS[1]][-1] += checked - put_together - (seconds["seal checked"][-1] - sealed)
+                seconds[STEPS[1]][-1] += checked - put_together - (seconds["checksum verified"][-1] - verified)
                 seconds["merged"][-1] += merged - checked
                 del message, read
             seconds["finished"][-1] += clocked(merger.finish)

@@ -231,11 +231,11 @@ def planning(clients: int, runs: int) -> dict[str, float]:
         ) -> tuple[Any, list[Plan]]:  # fmt: skip
             drawn = cohorts.draw(share, report, 0, TRAIN)
             state, cohort = method.cohort(state, drawn.names, drawn.size, drawn.rng)
-            heard: dict[str, Reply] = {}
+            probe_replies: dict[str, Reply] = {}
             for phase in method.phases:
-                plans = method.plan(state, 2, phase, sorted(cohort), heard)
+                plans = method.plan(state, 2, phase, sorted(cohort), probe_replies)
                 if phase == PROBE:
-                    heard = {plan.client: reply(plan.client, plan, entries, layers) for plan in plans}
+                    probe_replies = {plan.client: reply(plan.client, plan, entries, layers) for plan in plans}
             method.record(state, plans)
             return state, plans
 

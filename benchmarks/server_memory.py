@@ -123,7 +123,7 @@ class Stub:
             parts=parts,
             metrics=("metrics",),
         )
-        content[RECORD] = header.sealed(content).to_record()
+        content[RECORD] = header.with_checksum(content).to_record()
         return content
 
 

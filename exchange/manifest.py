@@ -5,9 +5,9 @@ entry), so they carry everything that is needed to complete and to strip an app'
 shared between server and client but the values themselves.
 
 An **exchange** is one message and its answer. Its id is the digest of the manifest and the app's settings, which no two
-messages share. It goes down with the message, so that a client sees what was altered on its way, and comes back with
-the answer, which was then made from this very message and from none of another round or attempt. The answer is
-**sealed** with a digest of all that it carries.
+messages share. It goes down with the message, so that a client detects damage, and comes back with the answer, which
+was then made from this very message and from none of another round or attempt. The answer carries a **checksum** of its
+content. Both only detect damage: TLS and the nodes' keys authenticate.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ID = "id"
 
 _LIMIT = 64_000_000  # bytes of decompressed JSON
 _KNOWN = "_tepal_digests"
-_PIECE = 1 << 22  # bytes of a packed part that are hashed at a time: part of what a seal is
+_PIECE = 1 << 22  # bytes of a packed part that are hashed at a time: a step of a checksum
 _HEADER, _HEADER_PER_ENTRY = 1_000_000, 1000  # of a header: a client must not be able to fill the server's memory
 
 
@@ -90,13 +90,13 @@ def exchange_id(content: Mapping[str, Any]) -> str:
     return known.hexdigest()[: 2 * DIGEST_BYTES]
 
 
-def sign(content: Mapping[str, Any]) -> str:
+def write_id(content: Mapping[str, Any]) -> str:
     """Write the exchange's id into a message's complete content, and return it."""
     content[RECORD][_ID] = exchange_id(content)
     return str(content[RECORD][_ID])
 
 
-def signed(content: Mapping[str, Any]) -> str:
+def verified_id(content: Mapping[str, Any]) -> str:
     """The id of the exchange that a message which has arrived begins. Raises ProtocolError for one that was altered."""
     found = exchange_id(content)
     if content[RECORD].get(_ID) != found:
@@ -253,18 +253,18 @@ class Header:
     notes: Names = ()
     """What went wrong on the way to a result, for the server's log."""
     metrics: Names = ()
-    """The MetricRecords that are sealed. A mod outside of the exchange may add others."""
-    seal: str = ""
-    """See `seal_of`."""
+    """The MetricRecords that the checksum covers. A mod outside of the exchange may add others."""
+    checksum: str = ""
+    """See `checksum_of`."""
 
-    def sealed(self, content: Mapping[str, Any]) -> Header:
-        """This header with the seal of an answer's content."""
-        return replace(self, seal=self.seal_of(content))
+    def with_checksum(self, content: Mapping[str, Any]) -> Header:
+        """This header with the checksum of an answer's content."""
+        return replace(self, checksum=self.checksum_of(content))
 
-    def seal_of(self, content: Mapping[str, Any]) -> str:
-        """Digest of an answer: this header without its seal, the metrics that it names, and the digests of the packed
-        parts' pieces, several of which are hashed at once."""
-        known = hashlib.sha256(_to_text(replace(self, seal="")._to_json()))
+    def checksum_of(self, content: Mapping[str, Any]) -> str:
+        """Digest of an answer: this header without its checksum, the metrics that it names, and the digests of the
+        packed parts' pieces, several of which are hashed at once."""
+        known = hashlib.sha256(_to_text(replace(self, checksum="")._to_json()))
         for name in self.metrics:
             record = content.get(name)
             known.update(repr(sorted(record.items()) if isinstance(record, MetricRecord) else None).encode())
@@ -291,7 +291,7 @@ class Header:
             "refused": self.refused,
             "notes": list(self.notes),
             "metrics": list(self.metrics),
-            "seal": self.seal,
+            "checksum": self.checksum,
         }
 
     @staticmethod
@@ -312,7 +312,7 @@ class Header:
                         raise ValueError(f"entry {name!r} has a shape of {shape!r}")
                     items.append((name, dtype, tuple(shape)))
                 parts[tree] = tuple(items)
-            texts = [data[key] for key in ("experiment", "client", "action", "answers", "refused", "seal")]
+            texts = [data[key] for key in ("experiment", "client", "action", "answers", "refused", "checksum")]
             texts += [text for key in ("holds", "notes", "metrics") for text in data[key]]
             texts += [name for names in data["missing"].values() for name in names]
             if not all(isinstance(text, str) for text in texts) or type(data["round"]) is not int:
@@ -329,7 +329,7 @@ class Header:
                 refused=data["refused"],
                 notes=tuple(data["notes"]),
                 metrics=tuple(data["metrics"]),
-                seal=data["seal"],
+                checksum=data["checksum"],
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"its header cannot be read ({error})") from error

@@ -20,7 +20,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from tepal.exchange.cache import DEFAULT_LIMIT, ClientCache, default_root
 from tepal.exchange.encodings import EncodingError, Wire, add_difference
 from tepal.exchange.layout import Arrays, Layout, Names
-from tepal.exchange.manifest import PARTS, RECORD, Header, Manifest, signed
+from tepal.exchange.manifest import PARTS, RECORD, Header, Manifest, verified_id
 from tepal.exchange.parts import Part, digest, pack, shapes_of, unpack_checked, unpacked
 from tepal.exchange.personal import PersonalState
 from tepal.exchange.plan import INTRODUCE, TRAIN, Plan, Tree
@@ -125,7 +125,7 @@ class _Exchange:
     def __init__(self, msg: Message, context: Context) -> None:
         self.msg = msg
         self.context = context
-        self.id = signed(msg.content)
+        self.id = verified_id(msg.content)
         self.manifest = Manifest.from_content(msg.content)
         self.plan = self.manifest.plan
         self.client = self.plan.client or own_name(context)
@@ -313,7 +313,7 @@ class _Exchange:
             notes=(*self.cache.notes, *filter(None, [self.personal.lost])),
             metrics=tuple(carried.metric_records),
         )
-        carried[RECORD] = header.sealed(carried).to_record()
+        carried[RECORD] = header.with_checksum(carried).to_record()
         return Message(carried, reply_to=self.msg)
 
 

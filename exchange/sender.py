@@ -15,7 +15,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 
 from tepal.exchange.encodings import PLAIN, Encoding, Wire, add_difference
 from tepal.exchange.layout import Arrays, Layout, Names
-from tepal.exchange.manifest import PARTS, RECORD, Header, Manifest, Parcel, ProtocolError, sign
+from tepal.exchange.manifest import PARTS, RECORD, Header, Manifest, Parcel, ProtocolError, write_id
 from tepal.exchange.parts import Digests, Part, digest, pack, shapes_of, unpacked
 from tepal.exchange.plan import INTRODUCE, Outgoing, Plan, Reply, Tree
 
@@ -109,7 +109,7 @@ class Sender:
 
     Args:
         layout: of the model; all trees share it.
-        blocks: label → entries, disjoint and complete: the grain in which parts are sent and kept.
+        blocks: label → entries, disjoint and complete: parts are sent and cached by these.
         experiment: id of the experiment, which outlives a run that is resumed.
         record: name of the ArrayRecord under which the app expects its model.
         settings_record: name of the ConfigRecord under which it expects its settings.
@@ -205,7 +205,7 @@ class Sender:
             content[PARTS] = record
         content[self.settings_record] = ConfigRecord(dict(outgoing.settings))
         sent_entries = tuple(parcel.sent for parcel in parcels if parcel.sent)
-        return content, Exchange(sign(content), outgoing, sent_entries, frozenset(rounded))
+        return content, Exchange(write_id(content), outgoing, sent_entries, frozenset(rounded))
 
     def _part(
         self, tree: Tree, block: str, names: Names, values: Arrays, plan: Plan, known: Collection[str]
@@ -270,8 +270,8 @@ class Sender:
         metrics, vectors, not_finite = _metrics(content, header.metrics)
         parts = {} if no_result else self._parts(exchange, header, content)
         examples = 0 if no_result or plan.action == INTRODUCE else _examples(metrics, weighted_by)
-        if header.seal != header.seal_of(content):
-            raise BadReply("it was altered on its way: its seal does not fit what it carries")
+        if header.checksum != header.checksum_of(content):
+            raise BadReply("its checksum does not match its content: it was damaged or altered on its way")
         if header.missing:
             return Missing(header.missing, header.holds, header.notes)
         if header.refused:
@@ -342,15 +342,15 @@ class Sender:
 MOST_EXAMPLES = 10**15
 """Largest weight of a reply: beyond it float64 no longer counts the examples of a round one by one."""
 
-def _metrics(content: RecordDict, sealed: Names) -> tuple[dict[str, float], dict[str, tuple[float, ...]], Names]:
+def _metrics(content: RecordDict, covered: Names) -> tuple[dict[str, float], dict[str, tuple[float, ...]], Names]:
     """An answer's metrics: numbers, lists, names of those not finite. A NaN loss is no reason to refuse weights.
 
-    A metric in one of the sealed records goes before one of the same name in another.
+    A metric in a record that the checksum covers goes before one of the same name in another.
     """
     numbers: dict[str, float] = {}
     lists: dict[str, tuple[float, ...]] = {}
     not_finite: list[str] = []
-    for _, record in sorted(content.metric_records.items(), key=lambda item: item[0] in sealed):
+    for _, record in sorted(content.metric_records.items(), key=lambda item: item[0] in covered):
         for name, value in record.items():
             if isinstance(value, int | float) and np.isfinite(value):
                 numbers[name] = value

@@ -86,7 +86,7 @@ class RoundRecord:
         if not server.keys().isdisjoint(_SCORES):
             accuracy_of = "server"
         elif any(clients[name] is not None for name in _SCORES):
-            accuracy_of = "clients" if report.scored == "received" else "personal"
+            accuracy_of = "clients" if report.train_metrics_of == "received" else "personal"
         scored: Mapping[str, float | None] = server if accuracy_of == "server" else clients
         loss = scored.get("loss")
         return RoundRecord(
@@ -144,11 +144,11 @@ def _of_result(report: RoundReport) -> dict[str, float | None]:
     `accuracy` and `loss` as they are averaged (by test examples, but for personal models); `mean` of the accuracy over
     the clients, each counted alike, or of the root mean squared error `rmse`, and its `spread`.
     """
-    measured, of = report.evaluate_metrics, f"{report.judged}-"
+    measured, of = report.evaluate_metrics, f"{report.eval_metrics_of}-"
     if measured.keys().isdisjoint(f"{of}{name}" for name in _SCORES):
         # Without an evaluation, what was measured in training; an app of one's own may say "accuracy" and no more.
-        own, plain = report.scored != "received", report.judged == "received"
-        measured, of = (report.train_metrics, f"{report.scored}-") if own else (measured if plain else {}, "")
+        own, plain = report.train_metrics_of != "received", report.eval_metrics_of == "received"
+        measured, of = (report.train_metrics, f"{report.train_metrics_of}-") if own else (measured if plain else {}, "")
     rmse, spread = report.over_clients.get(f"{of}rmse", (None, None))
     mean, spread = report.over_clients.get(f"{of}accuracy", (measured.get("accuracy"), spread))
     return {

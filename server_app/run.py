@@ -145,7 +145,7 @@ def _start(
             timeout=config.rounds.round_timeout,
             train_config=settings,
             evaluate_config=settings,
-            evaluate_fn=None if strategy.method.judged == "personal" else server_evaluation(config, model),
+            evaluate_fn=None if strategy.method.eval_metrics_of == "personal" else server_evaluation(config, model),
         )
         return result, None
     except (CheckpointError, MethodError) as error:

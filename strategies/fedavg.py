@@ -48,7 +48,7 @@ class GlobalModel(Method[State]):
     """The base of methods with one global model that travels whole. Subclasses begin and merge it."""
 
     def plan(
-        self, state: State, round: int, phase: str, cohort: Sequence[str], heard: Mapping[str, Reply]
+        self, state: State, round: int, phase: str, cohort: Sequence[str], probe_replies: Mapping[str, Reply]
     ) -> list[Plan]:
         names = tuple(state.entries)
         return [

@@ -61,7 +61,7 @@ class Ensembling(Method[EnsembleState]):
         self.weighting = weighting
         self.assign = assign
         self.phases = member.phases
-        self.judged = "ensemble" if modes > 1 else "received"
+        self.eval_metrics_of = "ensemble" if modes > 1 else "received"
         self._seed: int
 
     def init(self, model: ServerModel, seed: int) -> EnsembleState:
@@ -74,8 +74,8 @@ class Ensembling(Method[EnsembleState]):
         starts = [replace(model, starts=(start,)) for start in model.starts]
         return EnsembleState(tuple(self.member.init(start, seed) for start in starts))
 
-    def grain(self, model: ServerModel) -> Mapping[str, Names]:
-        return self.member.grain(model)
+    def transfer_blocks(self, model: ServerModel) -> Mapping[str, Names]:
+        return self.member.transfer_blocks(model)
 
     # ---- who gets which mode ------------------------------------------------------------------------------------
 
@@ -130,7 +130,7 @@ class Ensembling(Method[EnsembleState]):
     # ---- what travels -------------------------------------------------------------------------------------------
 
     def plan(
-        self, state: EnsembleState, round: int, phase: str, cohort: Sequence[str], heard: Mapping[str, Reply]
+        self, state: EnsembleState, round: int, phase: str, cohort: Sequence[str], probe_replies: Mapping[str, Reply]
     ) -> list[Plan]:
         clients_of: dict[int, list[str]] = {}
         for client in cohort:
@@ -138,7 +138,7 @@ class Ensembling(Method[EnsembleState]):
         plans = {
             plan.client: _of_mode(plan, mode)
             for mode, clients in clients_of.items()
-            for plan in self.member.plan(state.modes[mode], round, phase, clients, heard)
+            for plan in self.member.plan(state.modes[mode], round, phase, clients, probe_replies)
         }
         # Not mode by mode: who is asked last may be dropped, and that must not always be the same mode.
         return [plans[client] for client in cohort if client in plans]
@@ -153,7 +153,7 @@ class Ensembling(Method[EnsembleState]):
             for k, mode in enumerate(state.modes)
         ]
         # An app that scores only the first model, because it knows no other, does not say that it is the ensemble's.
-        options = {SCORED_AS: self.judged}
+        options = {SCORED_AS: self.eval_metrics_of}
         return [
             replace(
                 plans[0], needs=_joined(p.needs for p in plans), keeps=_joined(p.keeps for p in plans), options=options

@@ -54,7 +54,7 @@ class Freezing(PartialAveraging):
         self._blocks = attention_blocks(model)
         return super().init(model, seed)
 
-    def grain(self, model: ServerModel) -> Mapping[str, Names]:
+    def transfer_blocks(self, model: ServerModel) -> Mapping[str, Names]:
         blocks = attention_blocks(model)
         return {"query_key": blocks.query_key, "value": blocks.value}
 
@@ -65,9 +65,9 @@ class Freezing(PartialAveraging):
         return self._blocks.value if self.frozen(state) else tuple(state.entries)
 
     def plan(
-        self, state: ModelState, round: int, phase: str, cohort: Sequence[str], heard: Mapping[str, Reply]
+        self, state: ModelState, round: int, phase: str, cohort: Sequence[str], probe_replies: Mapping[str, Reply]
     ) -> list[Plan]:
-        plans = super().plan(state, round, phase, cohort, heard)
+        plans = super().plan(state, round, phase, cohort, probe_replies)
         if not self.ridge:
             return plans
         groups = {"value_projection": self._blocks.value_projection}

@@ -110,16 +110,16 @@ class Method(Protocol[State]):
     phases: tuple[str, ...] = ("train",)
     """Actions of one round's exchanges, in order; the replies to the last one are merged."""
 
-    scored: str = "received"
+    train_metrics_of: str = "received"
     """Which of the models that clients score as they train is the method's: the "received" or the "trained" one."""
 
-    judged: str = "received"
+    eval_metrics_of: str = "received"
     """How the metrics of an evaluation are named, by the model they are of: "received", "ensemble" or "personal"."""
 
     def init(self, model: ServerModel, seed: int) -> State:
         """The first state. Raises MethodError for a model that the method cannot train."""
 
-    def grain(self, model: ServerModel) -> Mapping[str, Names]:
+    def transfer_blocks(self, model: ServerModel) -> Mapping[str, Names]:
         """Label → entries, disjoint and complete: the blocks in which entries are sent, kept and recorded."""
         return {"model": model.layout.names}
 
@@ -133,9 +133,9 @@ class Method(Protocol[State]):
         return state, [available[k] for k in rng.choice(len(available), size, replace=False)]
 
     def plan(
-        self, state: State, round: int, phase: str, cohort: Sequence[str], heard: Mapping[str, Reply]
+        self, state: State, round: int, phase: str, cohort: Sequence[str], probe_replies: Mapping[str, Reply]
     ) -> list[Plan]:
-        """What each client of the cohort is asked. `heard`: replies of this round's earlier phase, by client."""
+        """Plan what each client of the cohort is asked. `probe_replies`: of the round's earlier phase, by client."""
 
     def progress(self, state: State, plan: Plan, rounds: int) -> tuple[int, int]:
         """(t, T): this plan is round t of T for the model that it trains; the learning rate's schedule goes by it."""

@@ -31,13 +31,13 @@ class PartialAveraging(Averaging):
         """The entries that train in a round which starts from this state."""
 
     def plan(
-        self, state: ModelState, round: int, phase: str, cohort: Sequence[str], heard: Mapping[str, Reply]
+        self, state: ModelState, round: int, phase: str, cohort: Sequence[str], probe_replies: Mapping[str, Reply]
     ) -> list[Plan]:
         trained, frozen = self.trained(state), self._frozen(state)
         kept = {MODEL: frozen} if frozen else {}
         return [
             replace(plan, trains=trained, returns={MODEL: trained}, keeps=kept, exact=frozen)
-            for plan in super().plan(state, round, phase, cohort, heard)
+            for plan in super().plan(state, round, phase, cohort, probe_replies)
         ]
 
     def evaluation(self, state: ModelState, round: int, cohort: Sequence[str], *, more_rounds: bool) -> list[Plan]:
@@ -70,7 +70,7 @@ class TrainingByName(PartialAveraging):
     def trained(self, state: ModelState) -> Names:
         return self._trained
 
-    def grain(self, model: ServerModel) -> Mapping[str, Names]:
+    def transfer_blocks(self, model: ServerModel) -> Mapping[str, Names]:
         trained = set(self._trained)
         frozen = tuple(name for name in model.layout.names if name not in trained)
         return {"trained": self._trained, "frozen": frozen} if frozen else {"trained": self._trained}

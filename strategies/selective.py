@@ -110,15 +110,15 @@ class Selecting(PartialAveraging):
         elif not 0 < budget < float("inf"):
             raise ValueError(f"a budget of {budget:g} {self.costs}: it must be a positive number")
 
-    def grain(self, model: ServerModel) -> Mapping[str, Names]:
+    def transfer_blocks(self, model: ServerModel) -> Mapping[str, Names]:
         assert model.blocks is not None
         blocks = {"embedding": model.blocks.embedding, **_layer_groups(model.blocks), "head": model.blocks.head}
         return {label: names for label, names in {**blocks, "rest": model.blocks.rest}.items() if names}
 
     def plan(
-        self, state: ModelState, round: int, phase: str, cohort: Sequence[str], heard: Mapping[str, Reply]
+        self, state: ModelState, round: int, phase: str, cohort: Sequence[str], probe_replies: Mapping[str, Reply]
     ) -> list[Plan]:
-        plans = super().plan(state, round, phase, cohort, heard)
+        plans = super().plan(state, round, phase, cohort, probe_replies)
         groups = {**_layer_groups(self._blocks), "head": self._blocks.head}
         if phase == PROBE:
             options: dict[str, Scalar] = {
@@ -133,7 +133,7 @@ class Selecting(PartialAveraging):
             ]
         if not plans:
             return []
-        chosen = self._choose([heard[plan.client] for plan in plans])
+        chosen = self._choose([probe_replies[plan.client] for plan in plans])
         trained = [self._trained(mask) for mask in chosen]
         return [
             replace(plan, trains=names, returns={MODEL: names}, keeps=plan.needs)

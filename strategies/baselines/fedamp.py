@@ -86,9 +86,9 @@ class AttentiveMixing(PersonalMixing):
         self.sigma, self.alpha, self.lam = sigma, alpha, lam
 
     def plan(
-        self, state: PersonalModels, round: int, phase: str, cohort: Sequence[str], heard: Mapping[str, Reply]
+        self, state: PersonalModels, round: int, phase: str, cohort: Sequence[str], probe_replies: Mapping[str, Reply]
     ) -> list[Plan]:
-        plans = super().plan(state, round, phase, cohort, heard)
+        plans = super().plan(state, round, phase, cohort, probe_replies)
         # λ/(2α)·‖w − u‖² is the client's (μ/2)·‖w − w_received‖².
         return [replace(plan, options={PROXIMAL: self.lam / self.alpha}) for plan in plans] if self.lam else plans
 

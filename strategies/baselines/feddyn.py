@@ -62,9 +62,9 @@ class FedDynMethod(GlobalModel[FedDynState]):
         return super().cohort(state, available, size, rng)
 
     def plan(
-        self, state: FedDynState, round: int, phase: str, cohort: Sequence[str], heard: Mapping[str, Reply]
+        self, state: FedDynState, round: int, phase: str, cohort: Sequence[str], probe_replies: Mapping[str, Reply]
     ) -> list[Plan]:
-        plans = super().plan(state, round, phase, cohort, heard)
+        plans = super().plan(state, round, phase, cohort, probe_replies)
         return [replace(plan, objective="feddyn", options={ALPHA: self.alpha}) for plan in plans]
 
     def merger(self, state: FedDynState, round: int) -> FedDynMerger:

@@ -23,9 +23,9 @@ class Proximal(Averaging):
         self.mu = mu
 
     def plan(
-        self, state: ModelState, round: int, phase: str, cohort: Sequence[str], heard: Mapping[str, Reply]
+        self, state: ModelState, round: int, phase: str, cohort: Sequence[str], probe_replies: Mapping[str, Reply]
     ) -> list[Plan]:
-        plans = super().plan(state, round, phase, cohort, heard)
+        plans = super().plan(state, round, phase, cohort, probe_replies)
         return [replace(plan, options={**plan.options, PROXIMAL: self.mu}) for plan in plans]
 
     def describe(self) -> Mapping[str, str | int | float]:

@@ -54,7 +54,7 @@ class Controlled(GlobalModel[ControlledState]):
         return replace(state, control=control, clients=known), cohort
 
     def plan(
-        self, state: ControlledState, round: int, phase: str, cohort: Sequence[str], heard: Mapping[str, Reply]
+        self, state: ControlledState, round: int, phase: str, cohort: Sequence[str], probe_replies: Mapping[str, Reply]
     ) -> list[Plan]:
         of_control = tuple(state.control)
         return [
@@ -64,7 +64,7 @@ class Controlled(GlobalModel[ControlledState]):
                 returns={**plan.returns, CONTROL: of_control},
                 objective=SCAFFOLD,
             )
-            for plan in super().plan(state, round, phase, cohort, heard)
+            for plan in super().plan(state, round, phase, cohort, probe_replies)
         ]
 
     def values(self, state: ControlledState, client: str, tree: Tree) -> Arrays:

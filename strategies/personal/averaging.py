@@ -15,8 +15,8 @@ COMMON_MODEL = "the common model, of which every client makes one of its own"
 class Personalised(Averaging):
     """FedAvg on the global model; each client has its own by the objective, and that is what is scored."""
 
-    scored = "personal"
-    judged = "personal"
+    train_metrics_of = "personal"
+    eval_metrics_of = "personal"
     objective: str
 
     def options(self) -> Mapping[str, Scalar]:
@@ -24,13 +24,13 @@ class Personalised(Averaging):
         return {}
 
     def plan(
-        self, state: ModelState, round: int, phase: str, cohort: Sequence[str], heard: Mapping[str, Reply]
+        self, state: ModelState, round: int, phase: str, cohort: Sequence[str], probe_replies: Mapping[str, Reply]
     ) -> list[Plan]:
-        plans = super().plan(state, round, phase, cohort, heard)
+        plans = super().plan(state, round, phase, cohort, probe_replies)
         return [replace(plan, objective=self.objective, options=self.options()) for plan in plans]
 
     def evaluation(self, state: ModelState, round: int, cohort: Sequence[str], *, more_rounds: bool) -> list[Plan]:
-        options = {**self.options(), SCORED_AS: self.judged}
+        options = {**self.options(), SCORED_AS: self.eval_metrics_of}
         plans = super().evaluation(state, round, cohort, more_rounds=more_rounds)
         return [replace(plan, objective=self.objective, options=options) for plan in plans]
 

@@ -66,8 +66,8 @@ class PersonalModels:
 class PersonalMixing(Method[PersonalModels]):
     """A method in which clients start from mixtures of their models. Subclasses say how the models are mixed."""
 
-    scored = "trained"
-    judged = "personal"
+    train_metrics_of = "trained"
+    eval_metrics_of = "personal"
 
     name: str
     """Of the strategy, in errors."""
@@ -152,7 +152,7 @@ class PersonalMixing(Method[PersonalModels]):
     # ---- the round --------------------------------------------------------------------------------------------------
 
     def plan(
-        self, state: PersonalModels, round: int, phase: str, cohort: Sequence[str], heard: Mapping[str, Reply]
+        self, state: PersonalModels, round: int, phase: str, cohort: Sequence[str], probe_replies: Mapping[str, Reply]
     ) -> list[Plan]:
         self._mix(state, cohort)
         names = tuple(state.initial)
@@ -171,7 +171,7 @@ class PersonalMixing(Method[PersonalModels]):
     def evaluation(self, state: PersonalModels, round: int, cohort: Sequence[str], *, more_rounds: bool) -> list[Plan]:
         """Each client scores the model that it returned last; who has not trained has none."""
         needs = {PERSONAL: tuple(state.initial)}
-        options = {SCORED_AS: self.judged}
+        options = {SCORED_AS: self.eval_metrics_of}
         return [
             Plan(client=client, round=round, action=EVALUATE, needs=needs, keeps=needs, options=options)
             for client in cohort

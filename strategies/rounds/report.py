@@ -144,8 +144,8 @@ class RoundReport:
     server_metrics: Mapping[str, float] = field(default_factory=dict)
     over_clients: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Of metrics that clients measured on their own test examples: mean and standard deviation over the clients."""
-    scored: str = "received"
-    judged: str = "received"
+    train_metrics_of: str = "received"
+    eval_metrics_of: str = "received"
     """See `Method`."""
     seconds: float = 0.0
     seconds_train: float = 0.0
@@ -205,7 +205,7 @@ class RoundReport:
         `of`: the model that clients scored, as in the names of the metrics.
         """
         self.over_clients = {**self.over_clients, **over_clients(metrics.values())}
-        personal = self.scored != "received"
+        personal = self.train_metrics_of != "received"
         for name in ("accuracy", "rmse") if personal else ():
             # `scored` clients, and the `accuracy` (or `rmse`) of each one's personal model on its own test examples.
             found = {c: own[f"{of}-{name}"] for c, (own, _) in sorted(metrics.items()) if f"{of}-{name}" in own}

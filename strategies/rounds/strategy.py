@@ -232,7 +232,7 @@ class MethodStrategy(WithoutHooks):
         self._ledger = ClientLedger(self.checkpoints.keep if self.checkpoints else 0)
         self._sender = Sender(
             model.layout,
-            self.method.grain(model),
+            self.method.transfer_blocks(model),
             experiment=self.experiment,
             record=self.arrayrecord_key,
             settings_record=self.configrecord_key,
@@ -252,9 +252,10 @@ class MethodStrategy(WithoutHooks):
     # ---- one round -----------------------------------------------------------------------------------------------
 
     def _begin(self, state: Any, number: int, rounds: int, train_config: ConfigRecord, timeout: float) -> Round:
+        method = self.method
         report = RoundReport(
-            number, self.method.phase_name(state), scored=self.method.scored, judged=self.method.judged,
-            travel=Travel(self._layout, self._cells),
+            number, method.phase_name(state), train_metrics_of=method.train_metrics_of,
+            eval_metrics_of=method.eval_metrics_of, travel=Travel(self._layout, self._cells),
         )  # fmt: skip
         if self._trouble:
             report.notes.append((SERVER, self._trouble))
@@ -304,16 +305,16 @@ class MethodStrategy(WithoutHooks):
     def _prepare(self, state: Any, this: Round, cohort: Sequence[str]) -> list[Plan]:
         """All phases but the last, and the plans of the last one."""
         report = this.report
-        heard: dict[str, Reply] = {}
+        probe_replies: dict[str, Reply] = {}
         this.phases_left = len(self.method.phases)
         this.deadline = time.monotonic() + this.timeout
         for phase in self.method.phases[:-1]:
-            plans = self._plans(state, this, phase, cohort, heard)
+            plans = self._plans(state, this, phase, cohort, probe_replies)
             report.asked = [plan.client for plan in plans]
-            heard = {reply.client: reply for reply in self._ask(state, plans, this)}
+            probe_replies = {reply.client: reply for reply in self._ask(state, plans, this)}
             # A cohort that has become too small has its next attempt at once.
-            cohort = sorted(heard) if len(heard) >= self.min_replies else []
-        plans = self._plans(state, this, self.method.phases[-1], cohort, heard)
+            cohort = sorted(probe_replies) if len(probe_replies) >= self.min_replies else []
+        plans = self._plans(state, this, self.method.phases[-1], cohort, probe_replies)
         report.asked = [plan.client for plan in plans] or report.asked
         report.record = self.method.record(state, plans)
         report.learning_rate = self._mean_rate(state, plans, this)
@@ -342,17 +343,17 @@ class MethodStrategy(WithoutHooks):
         report.fedavg_up += len(report.replied)
         if len(metrics) < self.min_replies:
             return None
-        report.train_metrics = report.mean_of(metrics, report.scored, self.weighted_by_key)
+        report.train_metrics = report.mean_of(metrics, report.train_metrics_of, self.weighted_by_key)
         merged = merger.finish()
         report.record = {**report.record, **self.method.change(state, merged)}
         self._ledger.merged(exchanges)
         return merged
 
     def _plans(
-        self, state: Any, this: Round, phase: str, cohort: Sequence[str], heard: Mapping[str, Reply]
+        self, state: Any, this: Round, phase: str, cohort: Sequence[str], probe_replies: Mapping[str, Reply]
     ) -> list[Plan]:
         try:
-            return self.method.plan(state, this.number, phase, cohort, heard)
+            return self.method.plan(state, this.number, phase, cohort, probe_replies)
         except OSError as error:  # of a method that keeps models on disk
             raise RoundFailed(f"round {this.number} cannot be planned: {error}") from error
 
@@ -374,7 +375,7 @@ class MethodStrategy(WithoutHooks):
                 plans = [replace(plan, options={**plan.options, FINAL: True}) for plan in plans]
             metrics = {reply.client: (reply.metrics, reply.examples) for reply in self._ask(state, plans, this)}
             report.fedavg_down += len(plans)
-            report.evaluate_metrics = report.mean_of(metrics, report.judged, self.weighted_by_key)
+            report.evaluate_metrics = report.mean_of(metrics, report.eval_metrics_of, self.weighted_by_key)
         if evaluate_fn is not None:
             report.server_metrics = _scalars(evaluate_fn(this.number, joined(self.method.models(state), self._layout)))
 

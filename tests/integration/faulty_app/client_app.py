@@ -36,7 +36,7 @@ def forging(msg, context, call_next):
         arrays["backdoor"] = np.ones(3, np.float32)
     shaped = tuple((name, array.dtype.name, array.shape) for name, array in arrays.items())
     reply.content[PARTS] = ArrayRecord({"model": pack(arrays, arrays)})
-    reply.content[RECORD] = replace(header, parts={"model": shaped}).sealed(reply.content).to_record()
+    reply.content[RECORD] = replace(header, parts={"model": shaped}).with_checksum(reply.content).to_record()
     return reply
 
 

@@ -57,31 +57,31 @@ def test_header_survives_its_record():
         refused="no",
         notes=("its disk is full",),
         metrics=("metrics",),
-        seal="1" * 32,
+        checksum="1" * 32,
     )
     assert Header.from_content({RECORD: header.to_record()}) == header
 
 
-def test_a_seal_is_of_every_byte_of_what_is_hashed_in_pieces():
+def test_a_checksum_is_of_every_byte_of_what_is_hashed_in_pieces():
     rng = np.random.default_rng(0)
     data = rng.bytes(3 * 2**22 + 5)  # three pieces and a rest, in threads
 
-    def seal(**parts):
+    def checksum(**parts):
         packed = {
             name: Array(dtype="uint8", shape=(len(value),), stype=STYPE, data=value) for name, value in parts.items()
         }
         header = Header(experiment="e", client="site-1", round=1, action="train", answers="0" * 32)
-        return header.seal_of({PARTS: ArrayRecord(packed)})
+        return header.checksum_of({PARTS: ArrayRecord(packed)})
 
-    assert seal(model=data) == seal(model=bytes(bytearray(data)))
+    assert checksum(model=data) == checksum(model=bytes(bytearray(data)))
     others = [data[: 2**22], data[2**22 : 2**23] + data[: 2**22] + data[2**23 :], data + b"\0", data[:-1]]
     for place in [0, 2**22 - 1, 2**22, 3 * 2**22, len(data) - 1]:
         changed = bytearray(data)
         changed[place] ^= 1
         others.append(bytes(changed))
-    seals = {seal(model=data), seal(other=data), *(seal(model=other) for other in others)}
-    seals |= {seal(model=data[:7], other=data[7:]), seal(model=data[:8], other=data[8:])}
-    assert len(seals) == len(others) + 4
+    checksums = {checksum(model=data), checksum(other=data), *(checksum(model=other) for other in others)}
+    checksums |= {checksum(model=data[:7], other=data[7:]), checksum(model=data[:8], other=data[8:])}
+    assert len(checksums) == len(others) + 4
 
 
 def test_a_manifest_of_many_entries_is_small():

@@ -167,7 +167,7 @@ def harm_of(kind):
             return Message(Error(4, "the reply has expired"), reply_to=message)
         if kind == "refused":
             header = replace(Header.from_content(reply.content), round=99)
-            reply.content[RECORD] = header.sealed(reply.content).to_record()
+            reply.content[RECORD] = header.with_checksum(reply.content).to_record()
         if kind == "altered":
             reply.content["metrics"]["num-examples"] = 1000
         return reply

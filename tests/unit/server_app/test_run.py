@@ -479,7 +479,7 @@ def test_a_metric_that_nobody_asked_for_does_not_become_the_runs_accuracy():
     report = RoundReport(1, "train", evaluate_metrics=measured, over_clients=over_clients)
     line = RoundRecord.of(report, 1, tasks.IMAGES).to_line()
     assert (line["accuracy"], line["clients_accuracy"], line["clients_spread"]) == (0.5, 0.4, 0.1)
-    of_ensemble = RoundReport(1, "train", judged="ensemble", evaluate_metrics={"accuracy": 0.9})
+    of_ensemble = RoundReport(1, "train", eval_metrics_of="ensemble", evaluate_metrics={"accuracy": 0.9})
     line = RoundRecord.of(of_ensemble, 1, tasks.IMAGES)
     assert line.accuracy is None, "it is of one mode, from an app that knows no ensembles"
 

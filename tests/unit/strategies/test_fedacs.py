@@ -510,7 +510,7 @@ def test_a_score_is_the_plain_mean_over_clients_with_its_spread(scores):
     accuracies = [score_of(model) for model in seen.held[2].values()]
     report = seen.reports[2]
     mean = sum(accuracies) / 5
-    assert report.scored == "trained"
+    assert report.train_metrics_of == "trained"
     assert report.evaluate_metrics["personal-accuracy"] == pytest.approx(mean)
     assert seen.history["evaluate_metrics_clientapp"][2]["personal-accuracy"] == pytest.approx(mean)
     deviation = math.sqrt(sum((a - mean) ** 2 for a in accuracies) / 5)
@@ -541,7 +541,7 @@ def loses(node, message, reply):
 
 
 def breaks(node, message, reply):
-    reply.content["metrics"]["num-examples"] = 99  # the seal does not fit any more
+    reply.content["metrics"]["num-examples"] = 99  # the checksum does not match any more
     return reply
 
 

@@ -40,18 +40,18 @@ class Selecting(Averaging):
 
     phases = ("probe", "train")
 
-    def grain(self, model):
+    def transfer_blocks(self, model):
         return {name: (name,) for name in model.layout.names}
 
-    def plan(self, state, round, phase, cohort, heard):
+    def plan(self, state, round, phase, cohort, probe_replies):
         names = tuple(state.entries)
         if phase == "probe":
             return [Plan(client=c, round=round, action="probe", needs={MODEL: names}, keeps={MODEL: names})
                     for c in cohort]  # fmt: skip
-        most = max(heard, key=lambda client: heard[client].metrics["norm"])
-        trains = {client: ("second",) if client == most else ("first",) for client in heard}
+        most = max(probe_replies, key=lambda client: probe_replies[client].metrics["norm"])
+        trains = {client: ("second",) if client == most else ("first",) for client in probe_replies}
         return [Plan(client=c, round=round, needs={MODEL: names}, trains=trains[c], returns={MODEL: trains[c]})
-                for c in heard]  # fmt: skip
+                for c in probe_replies]  # fmt: skip
 
 
 def selecting_app(mods):
@@ -115,7 +115,7 @@ class WithControl(Averaging):
     def init(self, model, seed):
         return Controlled(model.entries, {"first": np.full(4, 5, np.float32)})
 
-    def plan(self, state, round, phase, cohort, heard):
+    def plan(self, state, round, phase, cohort, probe_replies):
         both = {MODEL: tuple(state.entries), "control": ("first",)}
         return [Plan(client=c, round=round, needs=both, trains=both[MODEL], returns=both) for c in cohort]
 
@@ -188,12 +188,12 @@ class TwoModes(Averaging):
     def init(self, model, seed):
         return {f"mode/{k}": {name: array + np.float32(k) for name, array in model.entries.items()} for k in range(2)}
 
-    def plan(self, state, round, phase, cohort, heard):
+    def plan(self, state, round, phase, cohort, probe_replies):
         tree = f"mode/{round % 2}"
         return [Plan(client=c, round=round, needs={tree: tuple(START)}, keeps={tree: ("first",)}, trains=("second",),
                      returns={tree: ("second",)}) for c in cohort]  # fmt: skip
 
-    def grain(self, model):
+    def transfer_blocks(self, model):
         return {"frozen": ("first",), "rest": ("second",)}
 
     def values(self, state, client, tree):

@@ -616,7 +616,7 @@ def test_a_refused_reply_leaves_no_client_ahead_of_the_server(problem, monkeypat
     def spoil(node, message, reply):
         if message.metadata.group_id == "2" and node.config["partition-id"] == 1 and reply.has_content():
             spoiled.append(reply)
-            reply.content["metrics"]["num-examples"] = 7  # not what was sealed
+            reply.content["metrics"]["num-examples"] = 7  # not what the checksum is of
         return reply
 
     grid = problem.grid(monkeypatch, tmp_path, spoil=spoil)

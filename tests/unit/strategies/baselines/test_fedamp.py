@@ -166,7 +166,7 @@ def test_what_is_scored_is_w_and_not_u():
         assert clients.scored[k, 4]["w"].tobytes() == clients.returned[k, 4]["w"].tobytes()
     mean = np.mean([clients.returned[k, 4]["w"].sum() for k in range(3)])
     assert reports[4].evaluate_metrics["personal-accuracy"] == pytest.approx(mean)
-    assert (reports[4].scored, reports[4].judged) == ("trained", "personal")
+    assert (reports[4].train_metrics_of, reports[4].eval_metrics_of) == ("trained", "personal")
 
 
 def test_with_some_of_the_clients_a_round_late_ones_start_from_the_initial_model():

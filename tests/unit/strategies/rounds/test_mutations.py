@@ -79,8 +79,8 @@ class FreezingWithControl(Freezing):
     def init(self, model, seed):
         return Controlled(super().init(model, seed).entries, control=CONTROL)
 
-    def plan(self, state, round, phase, cohort, heard):
-        plans = super().plan(state, round, phase, cohort, heard)
+    def plan(self, state, round, phase, cohort, probe_replies):
+        plans = super().plan(state, round, phase, cohort, probe_replies)
         return [
             replace(p, needs={**p.needs, "control": VALUE}, returns={**p.returns, "control": VALUE}) for p in plans
         ]
@@ -572,21 +572,21 @@ def header_entries_swapped(content, rng):
 
 
 def forged(change):
-    """As `change` does, by one who knows how a seal is made."""
+    """As `change` does, by one who knows how a checksum is made."""
 
     def forge(content, rng):
         change(content, rng)
         value = to_json(content[RECORD]["header"])
-        content[RECORD]["header"] = to_bytes({**value, "seal": seal_of(value, content)})
+        content[RECORD]["header"] = to_bytes({**value, "checksum": checksum_of(value, content)})
 
     return forge
 
 
-def seal_of(value, content):
-    """The seal of an answer whose header is this JSON."""
-    readable = {**value, "seal": ""}
+def checksum_of(value, content):
+    """The checksum of an answer whose header is this JSON."""
+    readable = {**value, "checksum": ""}
     header = Header.from_content({RECORD: ConfigRecord({"header": to_bytes(readable)})})
-    return header.seal_of(content)
+    return header.checksum_of(content)
 
 
 def header_value(field, *values):
@@ -679,7 +679,7 @@ WEIGHTS = (0, -1, 1.5, -(2.0**60), 2.0**60, 10**16, 1e300, float("nan"), float("
 REPLIES = {
     "header: bytes": header_bytes,
     "header: anything": header_field(),
-    "header: who and when": header_field("experiment", "client", "round", "action", "answers", "seal"),
+    "header: who and when": header_field("experiment", "client", "round", "action", "answers", "checksum"),
     "header: what lies in it": header_field("parts"),
     "header: claims": header_field("holds", "missing", "refused", "notes", "metrics"),
     "header: entries swapped": header_entries_swapped,
@@ -916,7 +916,7 @@ def test_an_introduction_that_fails_leaves_the_others_to_train(error):
     assert [report.replied for report in run.history] == [["client-0", "client-2"]] * 2
 
 
-def test_metrics_outside_of_the_seal_do_not_outweigh_those_in_it():
+def test_metrics_outside_of_the_checksum_do_not_outweigh_those_in_it():
     """A mod may add a record of its own to an answer; neither weight nor metrics of the app may change by it."""
 
     def more(content, rng):

@@ -168,7 +168,7 @@ def spoil_partition(partition, change, action="train"):
 def with_header(reply, header, **changes):
     from dataclasses import replace
 
-    reply.content[RECORD] = replace(header, **changes).sealed(reply.content).to_record()
+    reply.content[RECORD] = replace(header, **changes).with_checksum(reply.content).to_record()
     return reply
 
 
