@@ -64,7 +64,7 @@ main = commands("tepal", cls=_Group, no_args_is_help=True)
 
 @main.callback()
 def tepal() -> None:
-    """Federated learning that moves only the parts of a model that a round needs."""
+    """Federated learning that transfers only the parts of a model that a round needs."""
 
 
 if __name__ == "__main__":
