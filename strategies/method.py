@@ -8,10 +8,11 @@ the exchange knows that it need not be sent again.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -101,10 +102,10 @@ class Merger(Protocol[NextState]):
         """The method's next state."""
 
 
-class Method(Protocol[State]):
+class Method(ABC, Generic[State]):
     """The parts of a round that differ between methods. A state is what `init` returned or a merger finished.
 
-    A method is a subclass of `Method[ItsState]`; what has a body here need not be written.
+    A method is a subclass of `Method[ItsState]`. It must define what is abstract here; all else has a default.
     """
 
     phases: tuple[str, ...] = ("train",)
@@ -116,6 +117,7 @@ class Method(Protocol[State]):
     eval_metrics_of: str = "received"
     """How the metrics of an evaluation are named, by the model they are of: "received", "ensemble" or "personal"."""
 
+    @abstractmethod
     def init(self, model: ServerModel, seed: int) -> State:
         """The first state. Raises MethodError for a model that the method cannot train."""
 
@@ -132,6 +134,7 @@ class Method(Protocol[State]):
         """
         return state, [available[k] for k in rng.choice(len(available), size, replace=False)]
 
+    @abstractmethod
     def plan(
         self, state: State, round: int, phase: str, cohort: Sequence[str], probe_replies: Mapping[str, Reply]
     ) -> list[Plan]:
@@ -145,15 +148,19 @@ class Method(Protocol[State]):
         """Raises ValueError, with the reason, for a reply that fits the plan and is still of no use to this method."""
         return None
 
+    @abstractmethod
     def evaluation(self, state: State, round: int, cohort: Sequence[str], *, more_rounds: bool) -> list[Plan]:
         """What each client of the cohort is asked to score. `more_rounds`: what it gets now is worth keeping."""
 
+    @abstractmethod
     def values(self, state: State, client: str, tree: Tree) -> Arrays:
         """The values that this client gets of this tree."""
 
+    @abstractmethod
     def merger(self, state: State, round: int) -> Merger[State]:
         """Merges the replies of the round's last phase."""
 
+    @abstractmethod
     def models(self, state: State) -> tuple[Arrays, ...]:
         """All entries of what the run delivers: the global model, or every mode of an ensemble."""
 

@@ -279,7 +279,7 @@ class MethodStrategy(WithoutHooks):
 
     def _train(self, state: Any, this: Round) -> Any:
         """Sampling, all phases, merge. Returns the next state; the old one is untouched when it fails."""
-        report = this.report
+        report, attempt = this.report, 0
         for attempt in range(ATTEMPTS):
             send = partial(self._exchange, report)
             self._cohorts.wait(report, this.config, this.timeout, send)
