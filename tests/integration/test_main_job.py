@@ -175,7 +175,7 @@ def test_a_partition_that_cannot_be_drawn_fails_the_run_before_its_first_round(t
         ('optimizer="sdg"', ["optimizer='sdg'", "did you mean 'sgd'?"]),
         ('model="cnn"', ["strategy='fedfrozen' with model='cnn'", "CNN", "model with attention"]),
         ('model="linear-attention"', ["model='linear-attention'", "partitioner='dirichlet'", "classes"]),
-        ('image-shape="1x9"', ["image-shape='1x9'", 'allowed is "CxHxW"']),
+        ('image-shape="1x9"', ["image-shape='1x9'", 'write "CxHxW"']),
         ("strategy=fedavg", ["strategy=fedavg", "text needs quotes"]),
         ("no-such-file.toml", ["no-such-file.toml", "cannot be read"]),
         ("seed=-1 local-epochs=-1", ["seed=-1", "local-epochs=-1"]),

@@ -80,7 +80,7 @@ class DataConfig(BaseModel):
     )
     image_shape: str = Field(
         default="",
-        description='shape of an image as "CxHxW" (channels, height, width), e.g. "1x8x8"; images of other '
+        description='shape of an image as "CxHxW" (channels, height, width), such as "1x8x8"; images of other '
         'sizes are resized, and converted to grey or colour; "": as in the dataset (required for dataset="local")',
     )
     classes: int = Field(
