@@ -54,10 +54,11 @@ from tepal.models import build
 from tepal.strategies import FedACS, FedAvg, FedEnsemble, FedFrozen, SelectiveLayers, join_modes
 from tepal.strategies.fedensemble import EnsembleState
 from tepal.strategies.in_process import InProcessGrid, Node
+from tepal.strategies.method import Run
 from tepal.strategies.rounds.checkpoint import Checkpoint, Checkpoints
 from tepal.strategies.rounds.cohort import Cohorts, Rules
 from tepal.strategies.rounds.flower import server_model
-from tepal.strategies.rounds.ledger import ClientLedger, Standing
+from tepal.strategies.rounds.ledger import ClientLedger
 from tepal.strategies.rounds.nodes import Nodes
 from tepal.strategies.rounds.report import RoundReport
 from tepal.strategies.rounds.strategy import MethodStrategy
@@ -202,20 +203,19 @@ def reply(client: str, plan: Plan, arrays: Any, layers: int) -> Reply:
 def planning(clients: int, runs: int) -> dict[str, float]:
     """Seconds from the list of nodes to the plans of a cohort, by strategy; and of the list alone."""
     nodes, taken = meeting(clients)
-    standing = Standing(until=dict.fromkeys(names_of(clients)[:: int(1 / FAILING)], 10))
+    until = dict.fromkeys(names_of(clients)[:: int(1 / FAILING)], 10)
     model = build("tiny-vit", image_shape=(1, 8, 8), classes=10, seed=0)
     record = ArrayRecord({name: Array(tensor.numpy()) for name, tensor in model.state_dict().items()})
     for name, strategy in strategies().items():
         start = join_modes([record] * MODES) if name == "FedEnsemble" else record
         begins = server_model(start, strategy.blocks)
         method = strategy.method
-        state = method.init(begins, 0)
-        method.open(None, 0)
+        state = method.init(begins, Run())
         layers = len(strategy.blocks.layers) if strategy.blocks else 0
         ledger = ClientLedger()
-        ledger.standing = standing
-        share = min(1.0, COHORT / (clients - len(standing.until)) + 1e-9)
-        cohorts = Cohorts(Rules(share, 2, "min_available_nodes", 1, 0, False), list, ledger)
+        ledger.restore(held={}, current={}, standing={"until": until}, versions=[])
+        share = min(1.0, COHORT / (clients - len(until)) + 1e-9)
+        cohorts = Cohorts(Rules(fraction_train=share), list, ledger)
         cohorts._nodes = nodes
         report = RoundReport(2, "train")
         if name == "FedACS":  # the clients that have reported: no more than took part in a round
@@ -243,7 +243,8 @@ def planning(clients: int, runs: int) -> dict[str, float]:
         if name == "FedEnsemble":  # once every client has its stratum
             state, _ = one()
             taken[name] = seconds(lambda one=one, state=state: one(state=state), runs)  # type: ignore[misc]
-        method.close()
+        if method.storage:
+            method.storage.close()
     return taken
 
 

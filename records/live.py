@@ -19,7 +19,7 @@ from typing import Any
 
 from tepal.records.run_directory import BLOCKS, CLIENTS, NOW, as_json, read_json, write_whole
 from tepal.strategies.rounds.report import RoundReport
-from tepal.strategies.rounds.travel import Cell
+from tepal.strategies.rounds.travel import Segment
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Live:
         known = read_json(path / CLIENTS) or {}
         self._totals: dict[str, dict[str, Any]] = {name: dict(each) for name, each in known.items()}
 
-    def model(self, cells: Sequence[Cell]) -> None:
+    def model(self, cells: Sequence[Segment]) -> None:
         """Tell what the model is made of."""
         told = [{"stage": cell.stage, "kind": cell.kind, "bytes": cell.nbytes} for cell in cells]
         self._write(BLOCKS, lambda: told, whenever=True)

@@ -31,7 +31,7 @@ from tepal.server_app.grid import prompt
 from tepal.server_app.trackers import TrackerError, Trackers, check_trackers, open_trackers
 from tepal.strategies import STRATEGIES, MethodError, MethodStrategy, NoAttentionError, RoundFailed, RoundReport
 from tepal.strategies.rounds.checkpoint import CheckpointError, Checkpoints
-from tepal.strategies.rounds.travel import cells
+from tepal.strategies.rounds.travel import segments
 from tepal.training.data import DataError
 from tepal.training.data.inputs import FOUND_NAMES, held_out_inputs, unlabelled_inputs, written_names, written_sizes
 from tepal.training.data.tokens import TokenizerError
@@ -124,7 +124,7 @@ def _start(
     model_bytes = strategy.blocks.layout.nbytes()
     task = TASKS[config.data.kind]
     live = Live(directory.path, config.rounds.num_server_rounds)
-    live.model(cells(strategy.blocks.layout, strategy.blocks))
+    live.model(segments(strategy.blocks.layout, strategy.blocks))
     strategy.on_progress = live.progress
 
     def keep(report: RoundReport) -> None:

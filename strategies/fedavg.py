@@ -9,7 +9,7 @@ from typing import Generic, TypeVar, Unpack
 from tepal.exchange.layout import Arrays
 from tepal.exchange.plan import EVALUATE, MODEL, Plan, Reply, Tree
 from tepal.strategies.aggregate import WeightedMean
-from tepal.strategies.method import Merger, Method, MethodError, ServerModel
+from tepal.strategies.method import Merger, Method, MethodError, Run, ServerModel
 from tepal.strategies.options import RoundOptions, listed
 from tepal.strategies.rounds.strategy import MethodStrategy
 
@@ -74,7 +74,7 @@ class GlobalModel(Method[State]):
 class Averaging(GlobalModel[ModelState]):
     """The method of FedAvg."""
 
-    def init(self, model: ServerModel, seed: int) -> ModelState:
+    def init(self, model: ServerModel, run: Run) -> ModelState:
         return ModelState(only_start(model))
 
     def merger(self, state: ModelState, round: int) -> Merger[ModelState]:

@@ -18,7 +18,6 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Annotated, Any, Literal, Unpack
 
 import numpy as np
@@ -27,9 +26,8 @@ from pydantic import BaseModel, Field
 from tepal.exchange.layout import Arrays, Names
 from tepal.exchange.plan import MODEL, SCORED_AS, Plan, Reply, Tree
 from tepal.strategies.fedavg import Averaging, ModelState
-from tepal.strategies.method import Merger, Method, MethodError, ServerModel
+from tepal.strategies.method import Merger, Method, MethodError, Run, ServerModel
 from tepal.strategies.options import RoundOptions, listed
-from tepal.strategies.rounds.cohort import cohort_size
 from tepal.strategies.rounds.strategy import MethodStrategy
 from tepal.strategies.schedule import mode_of, rounds_of
 
@@ -62,17 +60,17 @@ class Ensembling(Method[EnsembleState]):
         self.assign = assign
         self.phases = member.phases
         self.eval_metrics_of = "ensemble" if modes > 1 else "received"
-        self._seed: int
+        self._run: Run
 
-    def init(self, model: ServerModel, seed: int) -> EnsembleState:
+    def init(self, model: ServerModel, run: Run) -> EnsembleState:
         if len(model.starts) != self.modes:
             raise MethodError(
                 f"{self.modes} modes start from {self.modes} models that were initialised independently, and the "
                 f"initial arrays are of {len(model.starts)}: join_modes([...]) makes one record of several"
             )
-        self._seed = seed
+        self._run = run
         starts = [replace(model, starts=(start,)) for start in model.starts]
-        return EnsembleState(tuple(self.member.init(start, seed) for start in starts))
+        return EnsembleState(tuple(self.member.init(start, run) for start in starts))
 
     def transfer_blocks(self, model: ServerModel) -> Mapping[str, Names]:
         return self.member.transfer_blocks(model)
@@ -110,7 +108,7 @@ class Ensembling(Method[EnsembleState]):
 
     def mode_of(self, state: EnsembleState, client: str, round: int) -> int:
         """The mode that this client trains in this round."""
-        scheduled = mode_of(state.strata[client], self.modes, round, self._seed)
+        scheduled = mode_of(state.strata[client], self.modes, round, self._run.seed)
         if self.assign == "schedule":
             return scheduled
         losses = state.losses.get(client, [math.inf] * self.modes)
@@ -124,7 +122,7 @@ class Ensembling(Method[EnsembleState]):
         if self.assign != "schedule":
             return plan.round, rounds
         mode = _mode(plan.model)
-        total = rounds_of(mode, state.count, self.modes, rounds, self._seed)
+        total = rounds_of(mode, state.count, self.modes, rounds, self._run.seed)
         return min(state.modes[mode].merges + 1, total), total
 
     # ---- what travels -------------------------------------------------------------------------------------------
@@ -274,11 +272,10 @@ class FedEnsemble(MethodStrategy):
             round_options["model"] = member.blocks
         ensembling = Ensembling(modes, strata, member=method, weighting=weighting, assign=assign)
         super().__init__(ensembling, **round_options)
-        size = partial(cohort_size, fraction=self.fraction_train, min_replies=self.min_replies)
-        enough = next(n for n in itertools.count(max(strata, 1)) if size(n) >= strata)
-        if enough > self.min_available_nodes:
-            self.min_available_nodes = enough
-            self.needed_by = f"strata={strata}"
+        rules = self.rules
+        enough = next(n for n in itertools.count(max(strata, 1)) if rules.size(n, rules.fraction_train) >= strata)
+        if enough > rules.needed:
+            self.rules = replace(rules, min_available_nodes=enough, needed_by=f"strata={strata}")
 
 
 def _of_mode(plan: Plan, mode: int) -> Plan:

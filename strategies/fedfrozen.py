@@ -24,7 +24,7 @@ from tepal.exchange.layout import Arrays, Names
 from tepal.exchange.plan import Plan, Reply
 from tepal.exchange.threads import in_threads
 from tepal.strategies.fedavg import ModelState
-from tepal.strategies.method import MethodError, ModelBlocks, ServerModel
+from tepal.strategies.method import MethodError, ModelBlocks, Run, ServerModel
 from tepal.strategies.options import NonNegative, RoundOptions, listed
 from tepal.strategies.partial import PartialAveraging
 from tepal.strategies.rounds.strategy import MethodStrategy
@@ -50,9 +50,9 @@ class Freezing(PartialAveraging):
         self.ridge = ridge
         self._blocks: ModelBlocks
 
-    def init(self, model: ServerModel, seed: int) -> ModelState:
+    def init(self, model: ServerModel, run: Run) -> ModelState:
         self._blocks = attention_blocks(model)
-        return super().init(model, seed)
+        return super().init(model, run)
 
     def transfer_blocks(self, model: ServerModel) -> Mapping[str, Names]:
         blocks = attention_blocks(model)

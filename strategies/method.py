@@ -1,8 +1,8 @@
-"""What a method is: its mathematics and what it sends, without Flower. `strategies.base` runs the rounds around it.
+"""The interface of a method: its mathematics and what it sends, without Flower.
 
-A method's memory is an explicit state: a dataclass of arrays and scalars. Arrays in a state are never changed in
-place; an entry that a round does not touch stays the very same array, which is how "bit-identical" is kept and how
-the exchange knows that it need not be sent again.
+`MethodStrategy` (`strategies/rounds/strategy.py`) runs the rounds around it. What a method remembers between rounds is
+an explicit state: a dataclass of arrays and scalars. Arrays in a state are never changed in place. An entry that a
+round does not change stays the same array object: it is bit-identical without a comparison, and is not sent again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class MethodError(ValueError):
 
 
 def check_number(name: str, value: float, good: bool, allowed: str) -> None:
-    """Raises ValueError unless `good`, and for NaN and infinity; `allowed` says what is."""
+    """Check an option. Raises ValueError unless `good`, and for NaN and infinity; `allowed` describes good values."""
     if not (good and math.isfinite(value)):
         raise ValueError(f"{name} is {value}; it must be {allowed}")
 
@@ -61,26 +61,38 @@ class ModelBlocks(Protocol):
 
 @dataclass(frozen=True)
 class ServerModel:
-    """What a run starts from, as a method sees it."""
+    """The model that a run starts from."""
 
     name: str
     layout: Layout
     starts: tuple[Arrays, ...]
-    """Entries of every model that the run was given: one, or one for each mode of an ensemble."""
+    """Entries of each initial model: of one model, or of one for each mode of an ensemble."""
     blocks: ModelBlocks | None
-    """None when the strategy was given no model: then every tensor is one entry, and no block is known."""
+    """None if the strategy was given no model: then every tensor is one entry, and no block is known."""
 
     @property
     def entries(self) -> Arrays:
         return self.starts[0]
 
 
+@dataclass(frozen=True)
+class Run:
+    """What a run gives its method."""
+
+    seed: int = 0
+    """All random numbers of the method derive from it, the round and the clients' names."""
+    folder: Path | None = None
+    """The folder of the checkpoints; None if the run saves none."""
+    keep: int = 0
+    """The number of checkpoints that are kept: the run may return to the states of the last `keep` that were saved."""
+
+
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
-"""How names of buffers end, BatchNorm's, where no model says what is a buffer."""
+"""The last parts of the names of BatchNorm's buffers, used where no model is given."""
 
 
 def parameters_of(model: ServerModel) -> Names:
-    """Entries that are trained: floating-point numbers that are no buffer's. In the order of the layout."""
+    """The entries that can be trained, in the order of the layout: floating-point entries that are not buffers."""
     buffers = (
         {name for name in model.layout.names if name.rpartition(".")[2] in BUFFERS}
         if model.blocks is None
@@ -94,7 +106,7 @@ def parameters_of(model: ServerModel) -> Names:
 
 
 class Merger(Protocol[NextState]):
-    """Takes the replies of one round one by one, and holds none of them."""
+    """Merges the replies of one round one by one, without keeping them."""
 
     def add(self, reply: Reply) -> None: ...
 
@@ -102,35 +114,63 @@ class Merger(Protocol[NextState]):
         """The method's next state."""
 
 
-class Method(ABC, Generic[State]):
-    """The parts of a round that differ between methods. A state is what `init` returned or a merger finished.
+class Storage(Protocol[State]):
+    """Values outside of a method's state, such as the clients' models, that are too large for a checkpoint every round.
 
-    A method is a subclass of `Method[ItsState]`. It must define what is abstract here; all else has a default.
+    A state refers to them. They must stay unchanged as long as the run may return to such a state.
+    """
+
+    def restore(self, state: State, older: Iterable[State]) -> State:
+        """Check what the state of a checkpoint refers to, and return the state without what is lost.
+
+        Args:
+            state: of the checkpoint with which the run is resumed.
+            older: states of earlier checkpoints to which the run may return as well, read one by one.
+        """
+
+    def flush(self) -> None:
+        """Wait until everything is on disk: the current state is about to be saved. Raises OSError."""
+
+    def saved(self, state: State) -> None:
+        """A checkpoint with this state was written; the run may return to it until `Run.keep` more are written."""
+
+    def close(self) -> None:
+        """Release files and memory: the run has ended."""
+
+
+class Method(ABC, Generic[State]):
+    """The parts of a round that differ between methods. A state is the result of `init` or of a merger's `finish`.
+
+    A method is a subclass of `Method[ItsState]`. It must define the abstract functions; the others have a default.
     """
 
     phases: tuple[str, ...] = ("train",)
     """Actions of one round's exchanges, in order; the replies to the last one are merged."""
 
     train_metrics_of: str = "received"
-    """Which of the models that clients score as they train is the method's: the "received" or the "trained" one."""
+    """The model that the clients' metrics of training describe: the "received" or the "trained" one."""
 
     eval_metrics_of: str = "received"
-    """How the metrics of an evaluation are named, by the model they are of: "received", "ensemble" or "personal"."""
+    """The model that the metrics of an evaluation describe, as in their names: "received", "ensemble" or "personal"."""
+
+    storage: Storage[State] | None = None
+    """Values outside of the state, if the method has any; made by `init`."""
 
     @abstractmethod
-    def init(self, model: ServerModel, seed: int) -> State:
-        """The first state. Raises MethodError for a model that the method cannot train."""
+    def init(self, model: ServerModel, run: Run) -> State:
+        """Return the first state. Raises MethodError for a model that the method cannot train."""
 
     def transfer_blocks(self, model: ServerModel) -> Mapping[str, Names]:
-        """Label → entries, disjoint and complete: the blocks in which entries are sent, kept and recorded."""
+        """Label → entries, disjoint and complete: the blocks in which entries are sent, cached and recorded."""
         return {"model": model.layout.names}
 
     def cohort(
         self, state: State, available: Sequence[str], size: int, rng: np.random.Generator
     ) -> tuple[State, Sequence[str]]:
-        """Who trains in a round: `size` of the available clients (sorted). A state that remembers clients may change.
+        """Draw the clients that train in a round: `size` of the available clients (sorted).
 
-        Raises MethodError where the method needs other clients than there are.
+        A method that remembers which clients it has drawn returns a changed state. Raises MethodError if the available
+        clients do not suffice.
         """
         return state, [available[k] for k in rng.choice(len(available), size, replace=False)]
 
@@ -138,66 +178,46 @@ class Method(ABC, Generic[State]):
     def plan(
         self, state: State, round: int, phase: str, cohort: Sequence[str], probe_replies: Mapping[str, Reply]
     ) -> list[Plan]:
-        """Plan what each client of the cohort is asked. `probe_replies`: of the round's earlier phase, by client."""
+        """Make a plan for each client of the cohort. `probe_replies`: replies to the round's earlier phase, by client.
+        """
 
     def progress(self, state: State, plan: Plan, rounds: int) -> tuple[int, int]:
-        """(t, T): this plan is round t of T for the model that it trains; the learning rate's schedule goes by it."""
+        """(t, T): this plan is round t of T for the model that it trains. The learning rate's schedule depends on it.
+        """
         return plan.round, rounds
 
     def accept(self, plan: Plan, reply: Reply) -> None:
-        """Raises ValueError, with the reason, for a reply that fits the plan and is still of no use to this method."""
+        """Check a reply that fits its plan. Raises ValueError, with the reason, if the method cannot use it."""
         return None
 
     @abstractmethod
     def evaluation(self, state: State, round: int, cohort: Sequence[str], *, more_rounds: bool) -> list[Plan]:
-        """What each client of the cohort is asked to score. `more_rounds`: what it gets now is worth keeping."""
+        """Make the plans of an evaluation. `more_rounds`: parts that are sent now are worth caching."""
 
     @abstractmethod
     def values(self, state: State, client: str, tree: Tree) -> Arrays:
-        """The values that this client gets of this tree."""
+        """The values of a tree that this client is sent."""
 
     @abstractmethod
     def merger(self, state: State, round: int) -> Merger[State]:
-        """Merges the replies of the round's last phase."""
+        """The merger of the replies to the round's last phase."""
 
     @abstractmethod
     def models(self, state: State) -> tuple[Arrays, ...]:
-        """All entries of what the run delivers: the global model, or every mode of an ensemble."""
+        """All entries of the run's result: of the global model, or of each mode of an ensemble."""
 
     def phase_name(self, state: State) -> str:
-        """What a round that starts from this state is called in logs and reports."""
+        """The name of a round that starts from this state, in logs and reports."""
         return "train"
 
     def describe(self) -> Mapping[str, str | int | float]:
-        """Name → value of the method's options, for the log at the start of a run."""
+        """Option → value, logged at the start of a run. A run is resumed only with the same options."""
         return {}
 
     def record(self, state: State, plans: Sequence[Plan]) -> Mapping[str, np.ndarray]:
-        """What there is to know of a round beside its metrics, from its plans: name → array of numbers or text."""
+        """Arrays (of numbers or text) that describe a round's plans, for the run directory: name → array."""
         return {}
 
     def change(self, before: State, after: State) -> Mapping[str, np.ndarray]:
-        """What there is to know of how a round changed the state: name → array, added to the record."""
+        """Arrays that describe how a round changed the state, added to those of `record`."""
         return {}
-
-    # What a method keeps outside of its state, because it is too large for a checkpoint a round.
-
-    def open(self, folder: Path | None, keep: int) -> None:
-        """A run begins. `folder`: where it keeps its last `keep` checkpoints; None when it has none."""
-        return None
-
-    def resume(self, state: State, older: Iterable[State]) -> State:
-        """The state of a checkpoint, made ready. `older`: further states that the run may go back to, read lazily."""
-        return state
-
-    def settle(self, state: State) -> None:
-        """All that this state refers to must be on disk when this returns: it is about to be saved."""
-        return None
-
-    def saved(self, state: State) -> None:
-        """The run may go back to this state, until it has been saved `keep` times more."""
-        return None
-
-    def close(self) -> None:
-        """The run has ended."""
-        return None

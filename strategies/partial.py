@@ -18,7 +18,7 @@ from typing import Unpack
 from tepal.exchange.layout import Names
 from tepal.exchange.plan import MODEL, Plan, Reply
 from tepal.strategies.fedavg import Averaging, ModelState
-from tepal.strategies.method import MethodError, ServerModel
+from tepal.strategies.method import MethodError, Run, ServerModel
 from tepal.strategies.options import RoundOptions
 from tepal.strategies.rounds.strategy import MethodStrategy
 
@@ -58,14 +58,14 @@ class TrainingByName(PartialAveraging):
         self.patterns = tuple(patterns)
         self._trained: Names
 
-    def init(self, model: ServerModel, seed: int) -> ModelState:
+    def init(self, model: ServerModel, run: Run) -> ModelState:
         names = model.layout.names
         for pattern in self.patterns:
             if not any(fnmatchcase(name, pattern) for name in names):
                 known = f"{', '.join(names[:12])}{', …' if len(names) > 12 else ''}"
                 raise MethodError(f"trains: no entry of {model.name} matches {pattern!r}; its entries are {known}")
         self._trained = tuple(name for name in names if any(fnmatchcase(name, each) for each in self.patterns))
-        return super().init(model, seed)
+        return super().init(model, run)
 
     def trained(self, state: ModelState) -> Names:
         return self._trained

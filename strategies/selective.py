@@ -39,7 +39,7 @@ from tepal.exchange.plan import (
 )
 from tepal.strategies.fedavg import ModelState
 from tepal.strategies.layer_selection import choose, drawn_budget
-from tepal.strategies.method import MethodError, ModelBlocks, ServerModel
+from tepal.strategies.method import MethodError, ModelBlocks, Run, ServerModel
 from tepal.strategies.options import NonNegative, Positive, RoundOptions, listed
 from tepal.strategies.partial import PartialAveraging
 from tepal.strategies.rounds.strategy import MethodStrategy
@@ -75,20 +75,20 @@ class Selecting(PartialAveraging):
         self.probe_batches = probe_batches
         self._blocks: ModelBlocks
         self._costs: np.ndarray | None
-        self._seed: int
+        self._run: Run
 
-    def init(self, model: ServerModel, seed: int) -> ModelState:
+    def init(self, model: ServerModel, run: Run) -> ModelState:
         if model.blocks is None:
             raise MethodError(
                 "SelectiveLayers must know the model's layers, and names alone do not tell: give it the model, "
                 "SelectiveLayers(budget=..., model=model)."
             )
         self.check(model.blocks)
-        self._blocks, self._seed = model.blocks, seed
+        self._blocks, self._run = model.blocks, run
         entries = model.layout.by_name
         sizes = [sum(entries[name].nbytes for name in layer) for layer in model.blocks.layers]
         self._costs = np.array(sizes, float) if self.costs == BYTES else None
-        return super().init(model, seed)
+        return super().init(model, run)
 
     def check(self, blocks: ModelBlocks) -> None:
         """Raises MethodError for a model without layers, and for a budget that does not fit it."""
@@ -161,7 +161,7 @@ class Selecting(PartialAveraging):
         if LAYER_BUDGET in probe.metrics:
             return probe.metrics[LAYER_BUDGET]
         if isinstance(self.budget, str):
-            return min(drawn_budget(self._seed, probe.client), len(self._blocks.layers))
+            return min(drawn_budget(self._run.seed, probe.client), len(self._blocks.layers))
         return self.budget
 
     def _trained(self, mask: np.ndarray) -> Names:

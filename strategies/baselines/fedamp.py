@@ -94,7 +94,8 @@ class AttentiveMixing(PersonalMixing):
 
     def compared(self, models: Models, state: PersonalModels) -> Models:
         """The models' way from the initial one: distances are the same, and less is lost by rounding."""
-        return _Moved(models, np.concatenate([*self._rows.pieces(state.initial)]).astype(self._rows.dtype))
+        rows = self.storage.rows
+        return _Moved(models, np.concatenate([*rows.pieces(state.initial)]).astype(rows.dtype))
 
     def weights(self, state: PersonalModels, rows: Sequence[int]) -> np.ndarray:
         return attention_weights(squared_distances(state.gram), self.sigma, self.alpha, rows)

@@ -24,7 +24,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Annotated, Literal, Unpack
 
 import numpy as np
@@ -33,7 +32,7 @@ from pydantic import BaseModel, Field
 from tepal.exchange.layout import Arrays
 from tepal.exchange.plan import MODEL, Reply
 from tepal.strategies.fedavg import Averaging, ModelMerger, ModelState
-from tepal.strategies.method import MethodError, ServerModel
+from tepal.strategies.method import MethodError, Run, ServerModel
 from tepal.strategies.mixing import Models, weighted_rows
 from tepal.strategies.options import Positive, RoundOptions, listed
 from tepal.strategies.personal.store import ModelStore, RowLayout
@@ -123,16 +122,12 @@ class BayesianEnsemble(Averaging):
         self.concentration = concentration
         self.distil = distil
         self.rows: RowLayout
-        self.folder: Path | None = None
-        self.seed: int
+        self.run: Run
 
-    def init(self, model: ServerModel, seed: int) -> ModelState:
+    def init(self, model: ServerModel, run: Run) -> ModelState:
         self.rows = RowLayout.of(model, needed_for="FedBE draws")
-        self.seed = seed
-        return super().init(model, seed)
-
-    def open(self, folder: Path | None, keep: int) -> None:
-        self.folder = folder
+        self.run = run
+        return super().init(model, run)
 
     def merger(self, state: ModelState, round: int) -> EnsembleDistiller:
         return EnsembleDistiller(self, state, round)
@@ -161,7 +156,7 @@ class EnsembleDistiller(ModelMerger[ModelState]):
     def _store(self) -> ModelStore:
         # Made at the first reply, where a disk that is full costs that reply and not the run.
         rows = self._method.rows
-        return ModelStore(None, rows.width, rows.dtype, folder=self._method.folder)
+        return ModelStore(None, rows.width, rows.dtype, folder=self._method.run.folder)
 
     def add(self, reply: Reply) -> None:
         part, rows = reply.parts[MODEL], self._method.rows
@@ -193,7 +188,7 @@ class EnsembleDistiller(ModelMerger[ModelState]):
     def _draw(self, distribution: GaussianModels | DirichletModels, mean: Arrays, number: int) -> dict[str, np.ndarray]:
         """A model whose parameters are drawn, and whose other entries are the mean's."""
         rows = self._method.rows
-        drawn = distribution.draw(np.random.default_rng([self._method.seed, self._round, _DRAWS, number]))
+        drawn = distribution.draw(np.random.default_rng([self._method.run.seed, self._round, _DRAWS, number]))
         return {**mean, **rows.entries_of(drawn[: rows.counted])}
 
     def _ensemble(self, distribution: GaussianModels | DirichletModels, mean: Arrays) -> Iterator[Arrays]:

@@ -30,7 +30,7 @@ from tepal.exchange.layout import Arrays, Names
 from tepal.exchange.plan import ALPHA, Plan, Reply
 from tepal.strategies.aggregate import with_joiners
 from tepal.strategies.fedavg import GlobalModel, ModelMerger, ModelState, only_start
-from tepal.strategies.method import ServerModel, parameters_of
+from tepal.strategies.method import Run, ServerModel, parameters_of
 from tepal.strategies.options import Positive, RoundOptions, listed
 from tepal.strategies.rounds.strategy import MethodStrategy
 
@@ -50,7 +50,7 @@ class FedDynMethod(GlobalModel[FedDynState]):
     def __init__(self, alpha: float) -> None:
         self.alpha = alpha
 
-    def init(self, model: ServerModel, seed: int) -> FedDynState:
+    def init(self, model: ServerModel, run: Run) -> FedDynState:
         entries = only_start(model)
         return FedDynState(entries, h={name: np.zeros_like(entries[name]) for name in parameters_of(model)})
 

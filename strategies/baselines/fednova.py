@@ -19,7 +19,7 @@ from tepal.exchange.layout import Names
 from tepal.exchange.plan import ACCUMULATION, MODEL, TRAIN, Plan, Reply
 from tepal.strategies.aggregate import WeightedMean
 from tepal.strategies.fedavg import Averaging, ModelState
-from tepal.strategies.method import ServerModel, parameters_of
+from tepal.strategies.method import Run, ServerModel, parameters_of
 from tepal.strategies.options import RoundOptions, listed
 from tepal.strategies.rounds.strategy import MethodStrategy
 
@@ -27,9 +27,9 @@ from tepal.strategies.rounds.strategy import MethodStrategy
 class Normalised(Averaging):
     """The method of FedNova."""
 
-    def init(self, model: ServerModel, seed: int) -> ModelState:
+    def init(self, model: ServerModel, run: Run) -> ModelState:
         self._parameters = parameters_of(model)
-        return super().init(model, seed)
+        return super().init(model, run)
 
     def accept(self, plan: Plan, reply: Reply) -> None:
         if plan.action == TRAIN and not reply.metrics.get(ACCUMULATION, 0) > 0:

@@ -23,7 +23,7 @@ import numpy as np
 
 from tepal.exchange.layout import Arrays, Names
 from tepal.strategies.fedavg import GlobalModel, ModelMerger, ModelState, only_start
-from tepal.strategies.method import ServerModel, parameters_of
+from tepal.strategies.method import Run, ServerModel, parameters_of
 from tepal.strategies.options import Decay, Positive, RoundOptions, listed
 from tepal.strategies.rounds.strategy import MethodStrategy
 
@@ -43,7 +43,7 @@ class ServerOptimizer(GlobalModel[OptimizerState]):
         self.learning_rate = learning_rate
         self._parameters: Names
 
-    def init(self, model: ServerModel, seed: int) -> OptimizerState:
+    def init(self, model: ServerModel, run: Run) -> OptimizerState:
         self._parameters = parameters_of(model)
         return OptimizerState(only_start(model))
 

@@ -17,7 +17,7 @@ from pydantic import Field
 from tepal.exchange.layout import Names
 from tepal.exchange.plan import INNER_RATE, INNER_STEPS, LAMBDA, PFEDME, Scalar
 from tepal.strategies.fedavg import ModelMerger, ModelState
-from tepal.strategies.method import ServerModel, parameters_of
+from tepal.strategies.method import Run, ServerModel, parameters_of
 from tepal.strategies.options import Positive, RoundOptions, listed
 from tepal.strategies.personal.averaging import COMMON_MODEL, Personalised
 from tepal.strategies.rounds.strategy import MethodStrategy
@@ -31,9 +31,9 @@ class MoreauEnvelope(Personalised):
     def __init__(self, lam: float, inner_steps: int, inner_learning_rate: float, beta: float) -> None:
         self.lam, self.inner_steps, self.inner_learning_rate, self.beta = lam, inner_steps, inner_learning_rate, beta
 
-    def init(self, model: ServerModel, seed: int) -> ModelState:
+    def init(self, model: ServerModel, run: Run) -> ModelState:
         self._parameters = parameters_of(model)
-        return super().init(model, seed)
+        return super().init(model, run)
 
     def options(self) -> Mapping[str, Scalar]:
         return {LAMBDA: self.lam, INNER_STEPS: self.inner_steps, INNER_RATE: self.inner_learning_rate}

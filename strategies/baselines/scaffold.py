@@ -21,7 +21,7 @@ from tepal.exchange.layout import Arrays, Names
 from tepal.exchange.plan import CONTROL, MODEL, SCAFFOLD, Plan, Reply, Tree
 from tepal.strategies.aggregate import WeightedMean, with_joiners
 from tepal.strategies.fedavg import GlobalModel, ModelState, only_start
-from tepal.strategies.method import ServerModel, parameters_of
+from tepal.strategies.method import Run, ServerModel, parameters_of
 from tepal.strategies.options import Positive, RoundOptions, listed
 from tepal.strategies.rounds.strategy import MethodStrategy
 
@@ -41,7 +41,7 @@ class Controlled(GlobalModel[ControlledState]):
     def __init__(self, learning_rate: float) -> None:
         self.learning_rate = learning_rate
 
-    def init(self, model: ServerModel, seed: int) -> ControlledState:
+    def init(self, model: ServerModel, run: Run) -> ControlledState:
         entries = only_start(model)
         return ControlledState(entries, control={name: np.zeros_like(entries[name]) for name in parameters_of(model)})
 

@@ -102,7 +102,8 @@ class ModelStore:
                 raise ValueError(f"a piece of a model has the shape {piece.shape}; it must be 1-D")
             if written + piece.size > self.width:
                 raise ValueError(f"a model has {written + piece.size} numbers or more; a row has {self.width}")
-            self._write_at(slot * self._row_bytes + written * self.dtype.itemsize, self._cast(piece, written))
+            offset = slot * self._row_bytes + written * self.dtype.itemsize
+            write_at(self._file.fileno(), offset, self._cast(piece, written))
             written += piece.size
         if written != self.width:
             raise ValueError(f"a model has {written} numbers; a row has {self.width}")
@@ -182,12 +183,6 @@ class ModelStore:
         self._map_file()
         self._free = list(range(slots, slots + step))
 
-    def _write_at(self, offset: int, values: np.ndarray) -> None:
-        left = memoryview(values.view(np.uint8))  # type: ignore[arg-type]
-        while left:
-            written = os.pwrite(self._file.fileno(), left, offset)
-            left, offset = left[written:], offset + written
-
     def _cast(self, piece: np.ndarray, before: int) -> np.ndarray:
         with np.errstate(over="ignore", invalid="ignore"):
             values = np.ascontiguousarray(piece, self.dtype)
@@ -262,6 +257,14 @@ class RowLayout:
             found[entry.name] = row[start : start + entry.size].astype(entry.dtype, copy=False).reshape(entry.shape)
             start += entry.size
         return found
+
+
+def write_at(handle: int, offset: int, values: np.ndarray) -> None:
+    """Write all of an array at an offset of an open file. Raises OSError."""
+    left = memoryview(np.ascontiguousarray(values).view(np.uint8))  # type: ignore[arg-type]
+    while left:
+        written = os.pwrite(handle, left, offset)
+        left, offset = left[written:], offset + written
 
 
 def _reserve(handle: int, before: int, size: int) -> None:

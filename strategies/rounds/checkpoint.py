@@ -1,11 +1,11 @@
-"""Checkpoints: what a server must remember to go on with a run, on disk after every round.
+"""Checkpoints: all that a server needs to resume a run, written to disk after every round.
 
     <folder>/round-000007/state.safetensors     the arrays of the method's state
-    <folder>/round-000007/checkpoint.json       all else, and where in the state each array belongs
+    <folder>/round-000007/checkpoint.json       all else, and the place of each array in the state
 
-A checkpoint is written beside and renamed, so it is there as a whole or not at all, and it is checked when it is read:
-where the newest is damaged, the one before it is taken. A method's state may consist of dataclasses, dicts, lists,
-tuples, numbers, text, None and numpy arrays, in any nesting; an array that stands in it twice is written once.
+A checkpoint is written under a temporary name and renamed, so it exists as a whole or not at all. It is checked when it
+is read; if the newest is damaged, the one before it is used. A method's state may consist of dataclasses, dicts, lists,
+tuples, numbers, text, None and numpy arrays, in any nesting; an array that occurs twice in it is written once.
 """
 
 from __future__ import annotations
@@ -39,41 +39,41 @@ _PREFIX, _BESIDE = "round-", ".writing-"
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that this run cannot go on from; the text says why and what to do."""
+    """A checkpoint from which this run cannot be resumed; the text says why and what to do."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A run after one of its rounds."""
+    """The state of a run after one of its rounds."""
 
     round: int
     experiment: str
     seed: int
-    """All randomness derives from it, the round and the clients' names: there is no other state of it."""
+    """All random numbers derive from it, the round and the clients' names: no generator has a state of its own."""
     method: Mapping[str, Any]
-    """Name and options of the strategy."""
+    """Name and options of the method."""
     layout: str
     """Digest of the model's layout."""
     state: Any
-    """The method's."""
+    """The state of the method."""
     held: Mapping[str, Names] = field(default_factory=dict)
-    """Client → ids of the parts that it holds."""
+    """Client → ids of the parts in its cache."""
     current: Mapping[str, str] = field(default_factory=dict)
-    """Client → id of the exchange whose personal state counts."""
+    """Client → id of the exchange from which its current personal state is."""
     standing: Mapping[str, Any] = field(default_factory=dict)
-    """Which clients have failed how often, and who is left out until when."""
+    """`failures`: client → exchanges in a row without a good reply; `until`: client → round of its next plan."""
     clients: Names = ()
-    """Who could take part in the round."""
+    """The available clients of the round."""
     history: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
-    """The rounds' metrics so far, as Flower's `Result` has them: kind → round → metric → value."""
+    """Metrics of all rounds so far, as in Flower's `Result`: kind → round → metric → value."""
 
 
 class Checkpoints:
     """The checkpoints of one run, in a folder of its own.
 
     Args:
-        folder: made when the first checkpoint is written.
-        keep: how many of the last ones stay, at least 1.
+        folder: created when the first checkpoint is written.
+        keep: how many of the newest checkpoints are kept, at least 1.
     """
 
     def __init__(self, folder: Path | str, keep: int = 3) -> None:
@@ -82,18 +82,18 @@ class Checkpoints:
         self.folder = Path(folder)
         self.keep = keep
         self.digests = Digests()
-        """Of the arrays of states that were saved; who sends them has no need to hash them again."""
+        """Digests of the arrays that were saved, so that the sender does not compute them again."""
 
     def rounds(self) -> list[int]:
-        """Rounds of which there is a checkpoint, in their order."""
+        """Rounds that have a checkpoint, ascending."""
         found = (path.name.removeprefix(_PREFIX) for path in self.folder.glob(f"{_PREFIX}*"))
         return sorted(int(number) for number in found if number.isdigit())
 
     def save(self, checkpoint: Checkpoint) -> None:
-        """Write a checkpoint, then remove those that are not kept any more.
+        """Write a checkpoint, then remove those that need not be kept.
 
-        Where the disk is full, all but the newest that is whole make room for it. Raises OSError when that is not
-        enough; that one is still there.
+        If the disk is full, all but the newest whole checkpoint are removed to make room. Raises OSError if that does
+        not suffice; that checkpoint still exists then.
         """
         try:
             self._write(checkpoint)
@@ -104,19 +104,19 @@ class Checkpoints:
                 raise
             self._remove(number for number in others if number != whole)
             self._write(checkpoint)
-        # Those of later rounds were damaged, else this run would have gone on from them.
+        # Checkpoints of later rounds are damaged: else the run would have been resumed from them.
         self._remove(number for number in self.rounds() if number > checkpoint.round)
         self._remove(self.rounds()[: -self.keep])
 
     def saved_state(self, number: int) -> Any:
-        """The state of a checkpoint that this process has just written, its arrays as the file has them.
+        """The state of a checkpoint that this process has just written, its arrays mapped from the file.
 
-        See `map_arrays`: they take no memory that the system could not have back. Raises OSError and DamagedFile.
+        The system can release the memory of mapped arrays, see `map_arrays`. Raises OSError and DamagedFile.
         """
         return self._mapped(self._path(number), _read_facts(self._path(number) / FACTS)["state"])
 
     def on_disk(self, state: Any) -> Any:
-        """A state with its arrays in a file of this folder that has no name, as `saved_state`. Raises OSError."""
+        """A state with its arrays mapped from an unnamed file in this folder. Raises OSError."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=self.folder, prefix=_BESIDE) as beside:
             arrays: dict[str, np.ndarray] = {}
@@ -125,15 +125,15 @@ class Checkpoints:
             return self._mapped(Path(beside), facts)
 
     def latest(self) -> Checkpoint | None:
-        """The newest checkpoint that is whole; None when there is none. Damaged ones are passed over, and said."""
+        """The newest whole checkpoint, or None. Damaged ones are logged and skipped."""
         return next((checkpoint for _, checkpoint in self._readable()), None)
 
     def versions(self) -> list[Mapping[str, str]]:
-        """`current` of all checkpoints that are whole, the oldest first."""
+        """`current` of all whole checkpoints, the oldest first."""
         return [checkpoint.current for _, checkpoint in self._readable()][::-1]
 
     def states(self, *, before: int) -> Iterator[Any]:
-        """States of the checkpoints of earlier rounds that are whole, the newest first, read one by one."""
+        """States of the whole checkpoints of earlier rounds, the newest first, read one by one."""
         return (checkpoint.state for number, checkpoint in self._readable() if number < before)
 
     def _readable(self) -> Iterator[tuple[int, Checkpoint]]:
@@ -148,7 +148,7 @@ class Checkpoints:
 
     def _write(self, checkpoint: Checkpoint) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        for torn in self.folder.glob(f"{_BESIDE}*"):  # of a server that was killed
+        for torn in self.folder.glob(f"{_BESIDE}*"):  # left by a server that was killed
             shutil.rmtree(torn, ignore_errors=True)
         beside = Path(tempfile.mkdtemp(dir=self.folder, prefix=_BESIDE))
         try:
@@ -158,7 +158,7 @@ class Checkpoints:
             write_arrays(beside / STATE, arrays, digests=self.digests)
             _write_facts(beside / FACTS, facts)
             path = self._path(checkpoint.round)
-            if path.exists():  # a round that a resumed run repeats, because its checkpoint was damaged
+            if path.exists():  # the round is repeated, because its checkpoint was damaged
                 shutil.rmtree(path)
             os.replace(beside, path)
             sync_folder(self.folder)
@@ -185,9 +185,9 @@ def layout_digest(layout: Layout) -> str:
 
 
 def to_json(value: Any, arrays: dict[str, np.ndarray]) -> Any:
-    """`value` as JSON, in which arrays are references; the arrays go into `arrays`.
+    """`value` as JSON, in which arrays are references; the arrays are added to `arrays`.
 
-    Raises TypeError for what a state must not hold.
+    Raises TypeError for a value that a state must not contain.
     """
     known = {id(array): name for name, array in arrays.items()}
 
@@ -196,7 +196,7 @@ def to_json(value: Any, arrays: dict[str, np.ndarray]) -> Any:
             return value
         if type(value) in (np.ndarray, np.memmap):
             if value.dtype.name not in _DTYPES:
-                raise TypeError(f"a method's state holds an array of {value.dtype}, which no checkpoint can keep")
+                raise TypeError(f"a method's state has an array of {value.dtype}, which no checkpoint can have")
             name = known.setdefault(id(value), str(len(known)))
             arrays[name] = value
             return {"array": name}
@@ -208,15 +208,15 @@ def to_json(value: Any, arrays: dict[str, np.ndarray]) -> Any:
         if type(value) in (tuple, list):
             return {type(value).__name__: [encode(inner) for inner in value]}
         raise TypeError(
-            f"a method's state holds a {type(value).__name__}, which no checkpoint can keep; it may hold dataclasses "
-            "that are defined in a module, dicts, lists, tuples, numbers, text, None and numpy arrays"
+            f"a method's state has a {type(value).__name__}, which cannot be saved in a checkpoint; a state may have "
+            "dataclasses defined in a module, dicts, lists, tuples, numbers, text, None and numpy arrays"
         )
 
     return encode(value)
 
 
 def from_json(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
-    """The value that `to_json` encoded. Raises DamagedFile, and CheckpointError for a type that is not known here."""
+    """The value that `to_json` encoded. Raises DamagedFile, and CheckpointError for an unknown type."""
     if not isinstance(value, dict):
         return value
     match value:
@@ -243,7 +243,7 @@ _MOVED = {
     "tepal.strategies.scaffold": "tepal.strategies.baselines.scaffold",
     "tepal.strategies.personal_models": "tepal.strategies.personal.models",
 }
-"""Modules as checkpoints of earlier versions name them → where they are now."""
+"""Modules as named in checkpoints of earlier versions → their present names."""
 
 
 def _name_of(kind: type) -> str:
@@ -251,7 +251,7 @@ def _name_of(kind: type) -> str:
 
 
 def _can_come_back(kind: type) -> bool:
-    """Whether a dataclass is found by its name, and made from its fields."""
+    """Whether a dataclass can be found by its name and made from its fields."""
     try:
         return _class_of(_name_of(kind)) is kind and all(item.init for item in dataclasses.fields(kind))
     except CheckpointError:
@@ -259,7 +259,7 @@ def _can_come_back(kind: type) -> bool:
 
 
 def _class_of(name: str) -> Any:
-    """The dataclass of this name, of a module that is already imported: a checkpoint does not run code."""
+    """The dataclass of this name. Its module must be imported already: reading a checkpoint imports no code."""
     module, _, qualified = name.partition(":")
     found: Any = sys.modules.get(_MOVED.get(module, module))
     for part in qualified.split("."):
@@ -283,11 +283,11 @@ def _read(path: Path) -> Checkpoint:
         facts["clients"] = tuple(facts["clients"])
         return Checkpoint(**facts)
     except (AttributeError, KeyError, TypeError) as error:
-        raise DamagedFile(f"it does not say all that it must ({error!r})") from error
+        raise DamagedFile(f"fields are missing or wrong ({error!r})") from error
 
 
 def _write_facts(path: Path, facts: Mapping[str, Any]) -> None:
-    text = json.dumps(facts)  # once: of many clients it has megabytes
+    text = json.dumps(facts)  # encoded once: with many clients it has megabytes
     digest = hashlib.sha256(text.encode()).hexdigest()
     with path.open("x", encoding="utf-8") as file:
         file.write(f'{{"format": {FORMAT}, "sha256": "{digest}", "facts": {text}}}')

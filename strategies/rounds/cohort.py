@@ -1,4 +1,4 @@
-"""Who takes part in a round: nodes introduce themselves, and a cohort is drawn from the available clients."""
+"""The clients that take part in a round: nodes introduce themselves, and a cohort is drawn from those available."""
 
 from __future__ import annotations
 
@@ -19,56 +19,78 @@ from tepal.strategies.rounds.report import Answered, Failure, RoundFailed, Round
 
 log = getLogger("flwr")
 
-_INTRODUCTION = 300.0  # seconds that a new node is given to introduce itself
-_INTRODUCED = 1000, 4  # nodes at a time, and times a round's cohort, whichever is more: many thousands take rounds
+_INTRODUCTION = 300.0  # seconds within which a new node must introduce itself
+_INTRODUCED = 1000, 4  # at most so many nodes before a round, or so many times a cohort, whichever is more
 _LOG_AGAIN, _ASK_AGAIN = 15.0, 3.0  # seconds
-_RETURN = 300.0  # seconds that a deterministic run which is resumed waits for the clients that it had
+_RETURN = 300.0  # seconds for which a resumed deterministic run waits for its earlier clients
 
 Send = Callable[[Iterable[Outgoing], float], Iterator[Answered | Failure]]
-"""Sends these messages, and yields what came of each within so many seconds."""
+"""Sends these messages, and yields the result of each within this many seconds."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Rules:
-    """How many clients take part, and how they are drawn. See `MethodStrategy`."""
+    """How many clients take part in a round, and how they are drawn. The fields are options of `MethodStrategy`."""
 
-    fraction_train: float
-    min_available_nodes: int
-    needed_by: str
-    """The option that `min_available_nodes` comes from."""
-    min_replies: int
-    seed: int
-    deterministic: bool
+    fraction_train: float = 1.0
+    fraction_evaluate: float = 1.0
+    min_available_nodes: int = 2
+    min_replies: int = 1
+    max_replies: int | None = None
+    seed: int = 0
+    deterministic: bool = False
+    needed_by: str = "min_available_nodes"
+    """The option from which `min_available_nodes` follows, for errors."""
+
+    def __post_init__(self) -> None:
+        check("fraction_train", self.fraction_train, 0 < self.fraction_train <= 1, "in (0, 1]")
+        check("fraction_evaluate", self.fraction_evaluate, 0 <= self.fraction_evaluate <= 1, "in [0, 1]")
+        check("min_available_nodes", self.min_available_nodes, self.min_available_nodes >= 1, "at least 1")
+        check("min_replies", self.min_replies, self.min_replies >= 1, "at least 1")
+        enough = self.max_replies is None or self.max_replies >= self.min_replies
+        check("max_replies", self.max_replies, enough, "at least min_replies")
+
+    @property
+    def needed(self) -> int:
+        """Clients that must be available before a round starts."""
+        return max(self.min_available_nodes, self.min_replies)
 
     def size(self, available: int, fraction: float) -> int:
-        """How many of the available clients a round takes."""
-        return cohort_size(available, fraction, self.min_replies)
+        """The size of a cohort drawn from so many available clients."""
+        return min(available, max(int(available * fraction), self.min_replies))
 
 
-def cohort_size(available: int, fraction: float, min_replies: int) -> int:
-    """How many of the available clients a round takes."""
-    return min(available, max(int(available * fraction), min_replies))
+def check(name: str, value: object, good: bool, allowed: str) -> None:
+    """Check an option. Raises ValueError unless `good`; `allowed` describes good values."""
+    if not good:
+        raise ValueError(f"{name} is {value!r}; it must be {allowed}")
 
 
 class Cohorts:
-    """The clients of a run.
+    """The available clients of a run, and the cohorts drawn from them.
 
     Args:
-        rules: how many take part.
-        list_nodes: the connected nodes, as the grid lists them.
+        rules: how many clients take part.
+        list_nodes: lists the connected nodes.
         ledger: what is known of each client.
+        awaited: clients for which the first round waits: a resumed deterministic run needs those that it had.
     """
 
-    def __init__(self, rules: Rules, list_nodes: Callable[[], list[NodeInfo]], ledger: ClientLedger) -> None:
+    def __init__(
+        self,
+        rules: Rules,
+        list_nodes: Callable[[], list[NodeInfo]],
+        ledger: ClientLedger,
+        awaited: Iterable[str] = (),
+    ) -> None:
         self.rules = rules
-        self.awaited: set[str] = set()
-        """Clients that a resumed run waits for."""
+        self._awaited = set(awaited)
         self._list_nodes = list_nodes
         self._ledger = ledger
         self._nodes = Nodes()
 
     def available(self) -> tuple[str, ...]:
-        """Names of the clients that can take part, sorted."""
+        """Names of the available clients, sorted."""
         return tuple(self._nodes.available())
 
     def node_of(self, client: str) -> int:
@@ -76,79 +98,79 @@ class Cohorts:
         return self._nodes.node_of()[client]
 
     def wait(self, report: RoundReport, settings: Mapping[str, Any], timeout: float, send: Send) -> None:
-        """Wait until enough clients are available; new nodes introduce themselves.
+        """Wait until enough clients are available. New nodes introduce themselves.
 
         Raises:
-            RoundFailed: there are too few after `timeout` seconds, or of those connected too few can take part.
+            RoundFailed: too few clients are available after `timeout` seconds, or too many of those connected cannot
+                take part.
         """
-        rules = self.rules
+        needed, needed_by = self.rules.needed, self.rules.needed_by
         begun = time.monotonic()
         deadline = begun + timeout
-        log_again = ask_again = begun  # when it is logged what is waited for; when silent nodes are asked again
+        log_again = ask_again = begun  # when the wait is logged next; when silent nodes are asked next
         while True:
             looked = time.monotonic()
             try:
                 self._nodes.update(self._list_nodes())
             except Exception as error:  # a SuperLink that is busy or starting; it is asked again until the deadline
-                log.warning("The SuperLink does not say which nodes are there: %s", error)
-            too_few = len(self._nodes.available()) < rules.min_available_nodes
+                log.warning("The SuperLink does not list its nodes: %s", error)
+            too_few = len(self._nodes.available()) < needed
             silent_too = too_few and time.monotonic() >= ask_again
             if asked := dict(self._nodes.take_new(report.round, silent_too=silent_too, most=self._at_once())):
-                self._meet(asked, report, settings, min(timeout, _INTRODUCTION), send)
+                self._introduce(asked, report, settings, min(timeout, _INTRODUCTION), send)
                 ask_again = time.monotonic() + _ASK_AGAIN
             available, refusals = len(self._nodes.available()), self._nodes.refusals()
-            self.awaited -= {*self._nodes.available()}
-            if self.awaited and time.monotonic() > min(begun + _RETURN, deadline):
+            self._awaited -= {*self._nodes.available()}
+            if self._awaited and time.monotonic() > min(begun + _RETURN, deadline):
                 log.warning(
-                    "%s took part before the run was resumed and did not come back: the run goes on without them, and "
-                    "will not end as it would have.", ", ".join(sorted(self.awaited)),
+                    "%s took part before the run was resumed and did not reconnect: the run continues without them, "
+                    "and its results will differ from those of an uninterrupted run.", ", ".join(sorted(self._awaited)),
                 )  # fmt: skip
-                self.awaited.clear()
-            if available >= rules.min_available_nodes and not self.awaited:
+                self._awaited.clear()
+            if available >= needed and not self._awaited:
                 return
-            if available < rules.min_available_nodes <= available + len(refusals) and not self._nodes.waiting():
+            if available < needed <= available + len(refusals) and not self._nodes.waiting():
                 raise RoundFailed(
-                    f"only {available} of {available + len(refusals)} clients can take part, and "
-                    f"{rules.min_available_nodes} are needed ({rules.needed_by}). The others say: "
-                    + "; ".join(sorted(set(refusals)))
+                    f"only {available} of {available + len(refusals)} clients can take part; {needed} are needed "
+                    f"({needed_by}). The others report: " + "; ".join(sorted(set(refusals)))
                 )
             if time.monotonic() > deadline:
                 raise RoundFailed(
-                    f"{available} clients are there after {timeout:g} s, and {rules.min_available_nodes} are "
-                    f"needed: start more SuperNodes, or set {rules.needed_by} lower" + report.reasons()
+                    f"{available} clients are connected after {timeout:g} s; {needed} are needed: start more "
+                    f"SuperNodes, or lower {needed_by}" + report.reasons()
                 )
             if time.monotonic() >= log_again:
                 log_again = time.monotonic() + _LOG_AGAIN
-                if available < rules.min_available_nodes:
-                    log.info("Waiting for clients: %d are there, %d are needed.", available, rules.min_available_nodes)
+                if available < needed:
+                    log.info("Waiting for clients: %d are connected, %d are needed.", available, needed)
                 else:
-                    log.info("Waiting for %s, as the run was resumed.", ", ".join(sorted(self.awaited)))
+                    log.info("Waiting for the earlier clients of a resumed run: %s.", ", ".join(sorted(self._awaited)))
             # A list of many thousands of nodes must not keep the SuperLink busy.
             time.sleep(max(0.5, time.monotonic() - looked))
 
     def draw(self, fraction: float, report: RoundReport, attempt: int, action: str) -> Draw:
-        """What this attempt at a round draws its cohort from."""
+        """The clients from which an attempt at a round draws its cohort, and the generator that it draws with."""
         available = self._nodes.available()
-        left_out = self._ledger.standing.out(self._nodes.node_of(), report.round)
+        left_out = self._ledger.left_out(self._nodes.node_of(), report.round)
         if len(available) - len(left_out) < self.rules.min_replies:
-            left_out = []  # better those than none
+            left_out = []  # too few are left without them
         out = set(left_out)
         names = tuple(name for name in available if name not in out)
-        # A share of all that are connected, also while most of them have not introduced themselves yet.
+        # A share of all connected clients, even while most of them have not introduced themselves yet.
         size = min(len(names), self.rules.size(len(names) + self._nodes.waiting(), fraction))
         rng = np.random.default_rng([self.rules.seed, report.round, attempt, zlib.crc32(action.encode())])
         return Draw(names, size, rng, left_out)
 
     def _at_once(self) -> int | None:
-        """How many new nodes introduce themselves before a round; None for all of them."""
+        """The most new nodes that introduce themselves before a round; None for all of them."""
         rules = self.rules
-        if rules.deterministic:  # which of them come first is not the same in another run
+        if rules.deterministic:  # their order differs from run to run
             return None
         least, times = _INTRODUCED
         connected = len(self._nodes.available()) + self._nodes.waiting()
-        return max(least, times * rules.size(connected, rules.fraction_train), rules.min_available_nodes)
+        return max(least, times * rules.size(connected, rules.fraction_train), rules.needed)
 
-    def _meet(
+    def _introduce(
         self,
         asked: Mapping[int, str],
         report: RoundReport,
@@ -156,7 +178,7 @@ class Cohorts:
         timeout: float,
         send: Send,
     ) -> None:
-        """Ask new nodes (node id → registered name or "") who they are, what they hold, and whether they can train."""
+        """Ask new nodes (id → registered name or "") for their name and cached parts, and whether they can train."""
         settings = {**settings, "server-round": report.round}
         introductions = [
             Outgoing(Plan(client=name, round=report.round, action=INTRODUCE, needs={}), _nothing, settings, node_id)
@@ -178,23 +200,23 @@ class Cohorts:
             if (counts := reply.vectors.get(LABEL_COUNTS)) and min(counts) >= 0:
                 report.label_counts[name] = counts
         for name in self._nodes.returned(names.values()):
-            self._ledger.standing.good(name)
+            self._ledger.good(name)
 
 
 @dataclass(frozen=True)
 class Draw:
-    """What a cohort is drawn from."""
+    """The candidates of a cohort, and its size."""
 
     names: tuple[str, ...]
     """Clients, sorted."""
     size: int
     rng: np.random.Generator
-    """Of this draw alone."""
+    """A generator for this draw alone."""
     left_out: list[str]
-    """Clients that are available and not asked, because they failed several times in a row."""
+    """Available clients that are not candidates, because they failed several times in a row."""
 
     def at_random(self) -> list[str]:
-        """A cohort of which every client is as likely as any other, sorted."""
+        """A cohort drawn uniformly, sorted."""
         return sorted(self.names[k] for k in self.rng.choice(len(self.names), self.size, replace=False))
 
 

@@ -1,4 +1,4 @@
-"""Between Flower's records and a method's arrays; and the hooks of Flower's strategies, which these have not."""
+"""Conversions between Flower's records and a method's arrays, and a Flower strategy without hooks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def blocks_of(model: nn.Module | ModelBlocks | None) -> ModelBlocks | None:
-    """A model's blocks, found in a torch module where it is one."""
+    """The blocks of a torch module, or the given blocks."""
     if model is None or (hasattr(model, "query_key") and hasattr(model, "layout")):
         return model  # type: ignore[return-value]
     from tepal.models.blocks import find_blocks
@@ -29,7 +29,7 @@ def blocks_of(model: nn.Module | ModelBlocks | None) -> ModelBlocks | None:
 
 
 def server_model(initial_arrays: ArrayRecord, blocks: ModelBlocks | None) -> ServerModel:
-    """What a run starts from. Raises ValueError for arrays that are not those of the blocks' model."""
+    """The model that a run starts from. Raises ValueError for arrays of another model than the blocks'."""
     models: list[dict[str, np.ndarray]] = []
     for record in modes_of(initial_arrays):
         models.append({name: array.numpy() for name, array in record.items()})
@@ -45,12 +45,12 @@ def server_model(initial_arrays: ArrayRecord, blocks: ModelBlocks | None) -> Ser
 
 
 def joined(models: Iterable[Arrays], layout: Layout) -> ArrayRecord:
-    """What a run delivers, as Flower and apps know it: a raw `state_dict`, or those of an ensemble's modes."""
+    """The result of a run as an ArrayRecord: a raw `state_dict`, or those of an ensemble's modes."""
     return join_modes(record_of(layout.join(entries)) for entries in models)
 
 
 class WithoutHooks(Strategy):
-    """A Flower strategy that is its `start` alone."""
+    """A Flower strategy that overrides `start` and has no hooks."""
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -72,7 +72,7 @@ class WithoutHooks(Strategy):
 
 
 _HOOKS = (
-    "Tepal's strategies stream replies and talk with one client more than once a round, which Flower's hooks "
-    "(configure_train, aggregate_train, …) cannot express: call start(), and override the method's functions "
+    "Tepal's strategies merge replies as they arrive and may send a client several messages in a round, which Flower's "
+    "hooks (configure_train, aggregate_train, …) do not allow: call start(), and override the method's functions "
     "(plan, values, merger) to change what is sent and merged."
 )

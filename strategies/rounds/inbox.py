@@ -1,4 +1,4 @@
-"""Replies as they come, pulled beside the round's own work."""
+"""Pulls replies in threads, while the round does its work."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from collections.abc import Iterable
 from flwr.app import Message
 from flwr.serverapp import Grid
 
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5  # seconds between two looks for replies:
-_PAUSE = 1 / 8  # of the time since the last reply, so that none is seen much later than it came
-_STUCK = 1.0  # seconds that a pull may take before another thread looks for the other replies
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5  # seconds between two requests for replies:
+_PAUSE = 1 / 8  # of the time since the last reply, so that the delay stays small in proportion
+_STUCK = 1.0  # seconds after which another thread pulls the other replies
 _MOST_THREADS = 16
 
 
 class Inbox:
-    """Pulls the replies to messages whose ids it was told.
+    """Pulls the replies to the messages that it expects.
 
-    Flower announces a reply before its arrays have arrived, and a pull then waits for them: for minutes where a network
-    is slow or cut. A round must neither miss its deadline for one such client nor keep the others waiting. So pulls run
-    in threads: in one, and in a further one whenever all that there are have been at one reply for a second, and a grid
-    that knows (`moved_at`) says that nothing of it has come meanwhile. None is begun before the reply that was taken
-    last is done with, so that where all goes well, one reply is in memory.
+    Flower announces a reply before its arrays have arrived, and a pull then waits for them: for minutes if a network is
+    slow or cut. One such client must neither delay the others nor the end of the round. So pulls run in threads: one at
+    first, and another one whenever all threads have been pulling one reply for a second without progress (`moved_at` of
+    a grid that measures it). A pull starts only after the reply that was taken last has been processed, so that
+    normally one reply is in memory.
     """
 
     def __init__(self, grid: Grid) -> None:
@@ -32,42 +32,42 @@ class Inbox:
         self._came: queue.Queue[tuple[str, Message | Exception]] = queue.Queue(maxsize=1)
         self._lock = threading.Lock()
         self._expected: set[str] = set()
-        self._to_look: deque[str] = deque()  # expected ids at which no thread looks now
+        self._to_look: deque[str] = deque()  # expected ids that no thread is pulling
         self._pulling: set[str] = set()
         self._failing: dict[str, float] = {}
-        self._looking: dict[int, float] = {}  # thread → since when it is at one id
-        self._room = threading.Event()  # no reply waits to be taken, or is being worked on
+        self._looking: dict[int, float] = {}  # thread → since when it has been pulling one id
+        self._room = threading.Event()  # no reply waits to be taken or is being processed
         self._room.set()
         self._closed = threading.Event()
 
     def expect(self, message_ids: Iterable[str]) -> None:
-        """Pull the replies to these messages, from the next `take` on."""
+        """Pull the replies to these messages from the next `take` on."""
         with self._lock:
             new = [message_id for message_id in message_ids if message_id not in self._expected]
             self._expected.update(new)
             self._to_look.extend(message_id for message_id in new if message_id not in self._pulling)
 
     def forget(self) -> None:
-        """Expect nothing any more. A reply that is being pulled now still comes out of a later `take`."""
+        """Expect no more replies. One that is being pulled now is still returned by a later `take`."""
         with self._lock:
             self._expected.clear()
             self._to_look.clear()
 
     def close(self) -> None:
-        """Forget everything, and let the threads end; a reply that one of them has is dropped."""
+        """Expect no more replies and let the threads end; a reply that one of them has is dropped."""
         self._closed.set()
         self.forget()
 
     def take(self, timeout: float) -> tuple[str, Message | Exception] | None:
-        """(id of the message, its reply or what went wrong in pulling it), or None after `timeout` seconds.
+        """(message id, its reply or the error of pulling it), or None after `timeout` seconds.
 
-        The caller is done with the reply that it took before, and keeps nothing of it.
+        The caller must have processed the reply that it took before, and keep no reference to it.
         """
         deadline = time.monotonic() + timeout
         if self._came.empty():
             self._room.set()
         while True:
-            self._have_somebody_look()
+            self._ensure_puller()
             left = deadline - time.monotonic()
             try:
                 message_id, reply = self._came.get(timeout=max(min(left, 0.2), 0))
@@ -80,22 +80,22 @@ class Inbox:
             return message_id, reply
 
     def failing_since(self, message_id: str) -> float:
-        """Since when (`time.monotonic`) every pull of this message's reply has failed."""
+        """The time (`time.monotonic`) since which every pull of this message's reply has failed."""
         with self._lock:
             return self._failing.get(message_id, time.monotonic())
 
-    def _have_somebody_look(self) -> None:
+    def _ensure_puller(self) -> None:
         with self._lock:
             stuck = time.monotonic() - _STUCK
             free = any(max(since, getattr(self._grid, "moved_at", 0.0)) > stuck for since in self._looking.values())
             if not self._to_look or free or len(self._looking) >= _MOST_THREADS:
                 return
-            thread = threading.Thread(target=self._look, name="inbox", daemon=True)
-            # Entered before it runs, so that the next look does not start a second one.
+            thread = threading.Thread(target=self._pull, name="inbox", daemon=True)
+            # Entered before it runs, so that the next call does not start a second one.
             self._looking[id(thread)] = time.monotonic()
             thread.start()
 
-    def _look(self) -> None:
+    def _pull(self) -> None:
         me = id(threading.current_thread())
         since, in_vain = time.monotonic(), 0
         while True:
@@ -111,10 +111,10 @@ class Inbox:
             reply: Message | Exception | None
             try:
                 reply = next(iter(self._grid.pull_messages([message_id])), None)
-            except Exception as error:  # the caller decides whether it is worth another try
+            except Exception as error:  # the caller decides whether to try again
                 reply = error
             with self._lock:
-                # Who has a reply that waits to be taken, or pauses, is not stuck.
+                # A thread that waits for its reply to be taken, or pauses, is not stuck.
                 self._looking[me] = time.monotonic() + 3600
                 self._pulling.discard(message_id)
                 if isinstance(reply, Exception):

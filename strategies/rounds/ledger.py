@@ -1,9 +1,8 @@
-"""What the server remembers of each client from round to round. Nothing else keeps any of it."""
+"""What the server remembers of each client from round to round. Nothing else writes any of it."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
 from logging import getLogger
 from typing import Any
 
@@ -13,58 +12,31 @@ from tepal.exchange.sender import ClientRecord
 log = getLogger("flwr")
 
 FAILURES = 3
-"""After so many exchanges in a row without a good reply a client is left out."""
+"""A client is left out after this many exchanges in a row without a good reply."""
 LEFT_OUT = 5
-"""For so many rounds. Should it fail again after them, it is left out again at once."""
-
-
-@dataclass
-class Standing:
-    """Who has failed how often in a row: a client that gives no result three times is left out for some rounds.
-
-    Failing is a reply that was refused, and no reply. A reply that was merged clears it, and a restart of the client's
-    node; a good answer to another question does not.
-    """
-
-    failures: dict[str, int] = field(default_factory=dict)
-    """Client → exchanges in a row without a good reply."""
-    until: dict[str, int] = field(default_factory=dict)
-    """Client → the first round in which it is asked again."""
-
-    def good(self, client: str) -> None:
-        self.failures.pop(client, None)
-        self.until.pop(client, None)
-
-    def failed(self, client: str, round: int) -> None:
-        self.failures[client] = self.failures.get(client, 0) + 1
-        if self.failures[client] >= FAILURES:
-            self.until[client] = round + 1 + LEFT_OUT
-            log.warning(
-                "%s has given no result %d times in a row; it is left out until round %d.",
-                client, self.failures[client], self.until[client],
-            )  # fmt: skip
-
-    def out(self, clients: Collection[str], round: int) -> list[str]:
-        """Which of these clients are left out of this round, sorted. `clients` is asked for those alone."""
-        return sorted(client for client, until in self.until.items() if until > round and client in clients)
+"""The number of rounds for which it is left out. If it fails again after them, it is left out again at once."""
 
 
 class ClientLedger:
-    """Of every client by its name: which parts it has cached, which personal state counts, how it has done.
+    """For every client, by name: the parts in its cache, its current personal state, and its failures in a row.
+
+    A failure is a reply that was refused, or no reply. A merged reply clears a client's failures, and so does a restart
+    of its node; a good reply to another exchange does not.
 
     Args:
-        keep: how many checkpoints the run may go back to.
+        keep: how many checkpoints the run keeps.
     """
 
     def __init__(self, keep: int = 0) -> None:
-        self.standing = Standing()
         self._keep = keep
         self._held: dict[str, frozenset[str]] = {}
         self._current: dict[str, str] = {}
         self._restorable: list[Mapping[str, str]] = []  # `_current` at each checkpoint, the oldest first
+        self._failures: dict[str, int] = {}  # client → exchanges in a row without a good reply
+        self._until: dict[str, int] = {}  # client → the first round in which it is asked again
 
     def record(self, client: str) -> ClientRecord:
-        """What a message to this client goes by."""
+        """What the sender must know of a client to make a message for it."""
         return ClientRecord(
             held=self._held.get(client, frozenset()),
             current=self._current.get(client, ""),
@@ -72,15 +44,34 @@ class ClientLedger:
         )
 
     def cached(self, client: str, parts: Iterable[str]) -> None:
-        """The client reports that these parts, by their ids, are in its cache, and no others."""
+        """Enter a client's report of what is in its cache: these parts, by their ids, and no others."""
         self._held[client] = frozenset(parts)
 
+    def good(self, client: str) -> None:
+        """Clear a client's failures."""
+        self._failures.pop(client, None)
+        self._until.pop(client, None)
+
+    def failed(self, client: str, round: int) -> None:
+        """Enter an exchange without a good reply; after `FAILURES` of them the client is left out for some rounds."""
+        self._failures[client] = self._failures.get(client, 0) + 1
+        if self._failures[client] >= FAILURES:
+            self._until[client] = round + 1 + LEFT_OUT
+            log.warning(
+                "%s has failed %d times in a row; it is left out until round %d.",
+                client, self._failures[client], self._until[client],
+            )  # fmt: skip
+
+    def left_out(self, clients: Collection[str], round: int) -> list[str]:
+        """Those of these clients that are left out of this round, sorted."""
+        return sorted(client for client, until in self._until.items() if until > round and client in clients)
+
     def merged(self, exchanges: Mapping[str, str]) -> None:
-        """The replies of these clients were merged, and stay so (client → id of the exchange)."""
+        """Enter a merge (client → id of the exchange): the personal states of these exchanges are current now."""
         self._current.update(exchanges)
 
     def saved(self) -> None:
-        """There is a checkpoint now of how things stand."""
+        """Enter that a checkpoint of the present state exists."""
         self._restorable = [*self._restorable, dict(self._current)][-self._keep :] if self._keep else []
 
     def to_facts(self) -> dict[str, Any]:
@@ -88,18 +79,18 @@ class ClientLedger:
         return {
             "held": {client: tuple(sorted(parts)) for client, parts in sorted(self._held.items()) if parts},
             "current": dict(self._current),
-            "standing": {"failures": self.standing.failures, "until": self.standing.until},
+            "standing": {"failures": dict(self._failures), "until": dict(self._until)},
         }
 
     def restore(
         self,
         held: Mapping[str, Names],
         current: Mapping[str, str],
-        standing: Mapping[str, Any],
+        standing: Mapping[str, Mapping[str, int]],
         versions: Iterable[Mapping[str, str]],
     ) -> None:
-        """Take over what a checkpoint has. `versions`: `current` of every checkpoint, the oldest first."""
+        """Restore from a checkpoint's facts. `versions`: `current` of every checkpoint, the oldest first."""
         self._held = {client: frozenset(parts) for client, parts in held.items()}
         self._current = dict(current)
         self._restorable = list(versions)
-        self.standing = Standing(**standing)
+        self._failures, self._until = dict(standing.get("failures", {})), dict(standing.get("until", {}))

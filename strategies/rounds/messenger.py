@@ -1,7 +1,7 @@
-"""One exchange with many clients over Flower's grid: plans go out, and what comes of them is handed on as it happens.
+"""One exchange with many clients over Flower's grid: messages are sent, and replies are yielded as they arrive.
 
-What a client lacks is sent to it in the same exchange, and a client that was restarted is asked again. Replies are
-handed on one by one and not kept.
+Entries that a client lacks are sent in the same exchange, and a client that was restarted is sent its message again.
+Replies are yielded one by one and not kept.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from tepal.strategies.rounds.report import LEFT_BEHIND, LOST, REFUSED, Answered,
 log = getLogger("flwr")
 
 RESENDS = 2
-"""How often a client is sent something again in one round: what it lacks, or all, because it was restarted."""
+"""How often a client is sent entries again in one round: those that it lacks, or all after a restart."""
 
-_LATE = 60.0  # seconds after the deadline during which a reply still comes through, to be recognised and dropped
-_LOOK_AROUND = 5.0  # seconds between two looks whether nodes that are waited for were restarted, and no less than
-_LOOKS = 20  # times what a look takes: the SuperLink then lists all its nodes, which may be many thousands
-_GIVE_UP = 60.0  # seconds during which pulling one reply may fail
-_LONGEST_REASON = 2000  # characters of what a client says: it goes into logs and metrics
+_LATE = 60.0  # seconds after the deadline in which a reply is still delivered, to be recognised and dropped
+_LOOK_AROUND = 5.0  # seconds between two checks whether nodes were restarted; at least
+_LOOKS = 20  # times the duration of a check, for which the SuperLink lists all its nodes, perhaps many thousands
+_GIVE_UP = 60.0  # seconds for which pulling a reply is repeated when it fails
+_LONGEST_REASON = 2000  # characters of a client's text, which is written to logs and metrics
 
 
 @dataclass(frozen=True)
 class _Waiting:
-    """A message whose answer is waited for."""
+    """A message that has no answer yet."""
 
     exchange: Exchange
     resends: int
     begun: float
-    """When (`time.monotonic`) the client was first sent something in this exchange."""
+    """When (`time.monotonic`) the client was first sent a message in this exchange."""
     ends: float
-    """When the SuperLink takes no reply to it any more."""
+    """When (`time.monotonic`) the SuperLink stops accepting replies to it."""
 
     @property
     def outgoing(self) -> Outgoing:
@@ -52,7 +52,7 @@ class _Waiting:
 
 
 class RejectedByMethod(BadReply):
-    """A reply of `client` that fits the plan and is of no use to the method."""
+    """A reply of `client` that fits the plan and that the method cannot use."""
 
     def __init__(self, client: str, reason: str) -> None:
         super().__init__(reason)
@@ -63,11 +63,11 @@ class Messenger:
     """Sends plans and reads replies.
 
     Args:
-        grid: Flower's.
-        sender: makes messages of plans.
+        grid: Flower's grid.
+        sender: makes messages from plans, and reads the replies.
         ledger: what is known of each client.
-        weighted_by_key: metric that a reply's weight is taken from.
-        accept: raises ValueError for a good reply that is of no use.
+        weighted_by_key: the metric that is a reply's weight.
+        accept: raises ValueError for a reply that the method cannot use.
     """
 
     def __init__(
@@ -85,15 +85,15 @@ class Messenger:
         self.weighted_by_key = weighted_by_key
         self.accept = accept
         self._inbox = Inbox(grid)
-        self._waiting: dict[str, _Waiting] = {}  # message id → what it asks; of this exchange
-        self._late: dict[str, _Waiting] = {}  # of earlier ones
+        self._waiting: dict[str, _Waiting] = {}  # by message id; of this exchange
+        self._late: dict[str, _Waiting] = {}  # of earlier exchanges
         self._sessions: dict[int, str] = {}  # node id → when the node was started
 
     def exchange(self, messages: Iterable[Outgoing], *, timeout: float, limit: int | None = None) -> Iterator[Event]:
-        """Send these messages, and yield what happens until all clients have answered, or `timeout` seconds are over.
+        """Send these messages, and yield events until all clients have answered or `timeout` seconds have passed.
 
-        Every client has one `Answered` or one `Failure`. With `limit`, so many good replies end it; those of the
-        others are dropped when they come.
+        Each client has exactly one `Answered` or one `Failure`. With a `limit`, the exchange ends after that many good
+        replies; later replies are dropped.
         """
         begun = time.monotonic()
         deadline = begun + timeout
@@ -105,7 +105,7 @@ class Messenger:
         self._inbox.expect(self._late)
         good = 0
         while self._waiting and (limit is None or good < limit) and time.monotonic() < deadline:
-            # A reply may be as large as the model: nothing of one may be left here while the next one comes.
+            # A reply may be as large as the model: no reference to one may be left while the next one arrives.
             came = message = event = None
             came = self._inbox.take(min(deadline, look_around) - time.monotonic())
             if came is not None and (asked := self._waiting.pop(came[0], None)) is not None:
@@ -130,9 +130,9 @@ class Messenger:
                 look_around = time.monotonic() + max(_LOOK_AROUND, _LOOKS * (time.monotonic() - looked))
                 for message_id, asked in list(self._waiting.items()):
                     if asked.outgoing.node_id in restarted and asked.resends < RESENDS:
-                        # What it had been sent went with its process.
+                        # Its process had the message, and has ended.
                         outgoing = asked.outgoing
-                        log.warning("%s was restarted in round %d, and is asked again.", outgoing.name,
+                        log.warning("%s was restarted in round %d; its message is sent again.", outgoing.name,
                                     outgoing.plan.round)  # fmt: skip
                         self._late[message_id] = self._waiting.pop(message_id)
                         yield self._send(outgoing, deadline, asked.resends + 1, asked.begun)
@@ -143,19 +143,19 @@ class Messenger:
                 yield Failure(outgoing, outgoing.name, LEFT_BEHIND)
             else:
                 yield _lost(outgoing, f"it did not answer within {round(timeout, 2):g} s")
-        # Those that were looked for in vain since no reply can come any more are given up.
+        # Messages to which the SuperLink accepts no reply any more are forgotten.
         self._late = {number: asked for number, asked in self._late.items() if asked.ends > begun} | self._waiting
         self._waiting = {}
         self._inbox.forget()
 
     def nodes(self) -> list[NodeInfo]:
-        """The connected nodes. `exchange` compares with them as they were when last looked at."""
+        """List the connected nodes, and remember when each was started: `exchange` notices later restarts."""
         nodes = list(self.grid.get_nodes())
         self._sessions.update((node.node_id, node.last_activated_at) for node in nodes)
         return nodes
 
     def close(self) -> None:
-        """End the threads that pull replies: none is taken any more."""
+        """End the threads that pull replies."""
         self._inbox.close()
 
     def _send(
@@ -172,10 +172,10 @@ class Messenger:
         left = max(deadline - now, 1.0)
         message = Message(content, outgoing.node_id, message_type(plan), ttl=left + _LATE, group_id=str(plan.round))
         try:
-            # One at a time: a push that fails is then known to be this client's.
+            # One at a time, so that a push that fails is known to be this client's.
             ids = [message_id for message_id in self.grid.push_messages([message]) if message_id]
             reason = ""
-        except Exception as error:  # whatever the grid raises for one message is no reason to lose the others
+        except Exception as error:  # an error of one message must not lose the others
             ids, reason = [], f": {type(error).__name__}: {error}"
         if not ids:
             return _lost(outgoing, "its message could not be sent" + reason)
@@ -184,7 +184,7 @@ class Messenger:
         return Sent(outgoing, Traffic.of(content), exchange.sent, again=resends > 0)
 
     def _read(self, asked: _Waiting, message: Message, deadline: float) -> Iterator[Event]:
-        """What an answer brings: a good reply, a failure with its reason, or that something must be sent again."""
+        """Read an answer: yield a good reply, a failure with its reason, or the entries that must be sent again."""
         outgoing = asked.outgoing
         client, number = outgoing.plan.client, outgoing.plan.round
         if message.has_error() and (outgoing.plan.action != INTRODUCE or not _app_raised(message)):
@@ -199,29 +199,29 @@ class Messenger:
             return
         notes = tuple(note[:_LONGEST_REASON] for note in answer.notes)
         for note in notes:
-            log.warning("%s says in round %d: %s", outgoing.name, number, note)
+            log.warning("%s reports in round %d: %s", outgoing.name, number, note)
         yield Arrived(outgoing, traffic, notes)
         if isinstance(answer, Reply):
             yield Answered(outgoing, answer, time.monotonic() - asked.begun)
             return
-        log.info("%s lacks entries in round %d; they are sent.", outgoing.name, number)
+        log.info("%s lacks entries in round %d; they are sent again.", outgoing.name, number)
         resends = asked.resends + 1
-        full = resends == RESENDS  # its cache has no room: what it kept may be gone by the time that the rest arrives
+        full = resends == RESENDS  # its cache is full: parts may be evicted before the rest arrives
         if full:
             self.ledger.cached(client, ())
         yield self._send(outgoing, deadline, resends, asked.begun, None if full else answer.entries)
 
     def _checked(self, asked: _Waiting, message: Message) -> Reply | Missing:
-        """The answer, which can be merged or tells what is missing. Raises BadReply."""
+        """The answer: a reply that can be merged, or a list of missing entries. Raises BadReply."""
         plan = asked.outgoing.plan
         if message.has_error():
-            # The mod answers an introduction itself; only an app without it gets to see one, and fails on it.
+            # The mod answers an introduction itself; only an app without the mod sees one, and fails.
             raise NoMod(_reason(message).splitlines()[-1])
         try:
             answer = self.sender.read(asked.exchange, message, self.weighted_by_key)
         except BadReply:
             raise
-        except Exception as error:  # it is somebody else's data: whatever it does to us, it is refused alone
+        except Exception as error:  # the data is a client's: whatever it causes, only this reply is refused
             log.debug("An answer of %s cannot be read.", asked.outgoing.name, exc_info=True)
             raise BadReply(f"it cannot be read ({type(error).__name__}: {error})") from error
         if plan.client:
@@ -232,13 +232,13 @@ class Messenger:
             except ValueError as error:
                 raise RejectedByMethod(answer.client, str(error)) from error
         elif asked.resends == RESENDS:
-            raise BadReply("it lacks entries again after they were sent")
+            raise BadReply("it lacks entries although they were sent again")
         return answer
 
     def _refused(self, outgoing: Outgoing, error: BadReply) -> Failure:
         by_client = isinstance(error, ClientRefuses)
         name = error.client if isinstance(error, ClientRefuses | RejectedByMethod) else outgoing.name
-        said, reason = "gives no result" if by_client else "is refused", str(error)[:_LONGEST_REASON]
+        said, reason = "returned no result" if by_client else "is refused", str(error)[:_LONGEST_REASON]
         if isinstance(error, ClientRefuses) and outgoing.plan.client:
             self.ledger.cached(outgoing.plan.client, error.holds)
         log.warning("%s %s in round %d: %s", name, said, outgoing.plan.round, reason)
@@ -246,30 +246,30 @@ class Messenger:
         return Failure(outgoing, name, REFUSED, reason, lasting=lasting, by_client=by_client)
 
     def _dropped(self, message_id: str, message: Message | Exception) -> Late | None:
-        """A reply that comes after its round is pulled and dropped: else it stays in the SuperLink's memory."""
+        """Drop a reply that arrives after its round; it was pulled because it would stay in the SuperLink's memory."""
         asked = self._late.pop(message_id, None)
         if asked is None or isinstance(message, Exception) or message.has_error():
             return None
         late = Late(asked.outgoing.name, asked.outgoing.plan.round)
-        log.warning("%s answers round %d too late; its reply is dropped.", late.client, late.round)
+        log.warning("%s answered round %d too late; its reply is dropped.", late.client, late.round)
         return late
 
     def _restarted(self) -> set[int]:
-        """Nodes that were restarted since they were last looked at."""
+        """Ids of nodes that were restarted since they were last listed."""
         before = dict(self._sessions)
         try:
             now = {node.node_id: node.last_activated_at for node in self.nodes()}
         except Exception as error:
-            log.warning("The SuperLink does not say which nodes are there: %s", error)
+            log.warning("The SuperLink does not list its nodes: %s", error)
             return set()
         return {node for node, session in now.items() if before.get(node, session) != session}
 
 
 def message_type(plan: Plan) -> str:
-    """Flower's name of an action: an app has its functions by these. Further phases are `@app.train("<action>")`."""
+    """Flower's name of an action, by which an app registers a function. Further phases are `@app.train("<action>")`."""
     if plan.action in (TRAIN, EVALUATE):
         return plan.action
-    # The mod answers an introduction, and sees only messages that the app has a function for: every app can train.
+    # The mod answers introductions, but sees only messages for which the app has a function: every app has `train`.
     return TRAIN if plan.action == INTRODUCE else f"{TRAIN}.{plan.action}"
 
 

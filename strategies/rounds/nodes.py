@@ -1,6 +1,6 @@
-"""Which nodes are connected, and under which names their clients go.
+"""The connected nodes, and the names of their clients.
 
-A client's name outlives its node id, which changes at every restart.
+A client keeps its name when its node is restarted; the node's id changes.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ log = getLogger("flwr")
 
 
 class Nodes:
-    """Connected nodes, by what is known of them.
+    """The connected nodes and their states.
 
     A node is *new* until it has introduced itself; then it is *available* under its name, or *refused* with a reason.
-    A node from which no introduction came is *silent*; it is asked again after 1, 2, 4, … rounds, because every time
-    the others may have to wait for it, and at once when there are too few others.
+    A node that did not answer is *silent*. It is asked again after 1, 2, 4, … rounds, because the others may have to
+    wait for it every time, and at once if there are too few others.
     """
 
     def __init__(self) -> None:
@@ -29,13 +29,13 @@ class Nodes:
         self._silent: dict[int, int] = {}  # node id → the round in which it is asked again
         self._tries: dict[int, int] = {}
         self._names: dict[int, str] = {}
-        self._node_of: dict[str, int] = {}  # the same, the other way round
-        self._available: list[str] | None = None  # sorted; None: not known any more
+        self._node_of: dict[str, int] = {}  # the inverse
+        self._available: list[str] | None = None  # sorted; None: must be computed
         self._refused: dict[int, str] = {}
         self._met: set[str] = set()
 
     def update(self, nodes: Iterable[NodeInfo]) -> None:
-        """Enter who is connected. A node that was restarted is new again: it may have lost what it held."""
+        """Enter the connected nodes. A node that was restarted is new again: its cache may be lost."""
         now = {node.node_id: (node.last_activated_at, node.name) for node in nodes}
         changed = [node_id for node_id, session in now.items() if self._sessions.get(node_id) != session]
         for node_id in {*(self._sessions.keys() - now.keys()), *changed}:
@@ -47,9 +47,9 @@ class Nodes:
         self._new.update(dict.fromkeys(sorted(changed)))
 
     def take_new(self, round: int, *, silent_too: bool = False, most: int | None = None) -> list[tuple[int, str]]:
-        """(node id, registered name or "") of nodes that are to introduce themselves now.
+        """(node id, registered name or "") of the nodes that must introduce themselves now.
 
-        Of more than `most`, so many of them, at random; the others have their turn at a later call.
+        With more than `most`, that many are drawn at random; the others follow in later calls.
         """
         chosen = [*self._new, *(node_id for node_id, due in self._silent.items() if silent_too or due <= round)]
         if most is not None and len(chosen) > most:
@@ -60,23 +60,30 @@ class Nodes:
         return [(node_id, self._sessions[node_id][1]) for node_id in chosen]
 
     def waiting(self) -> int:
-        """How many nodes have had no turn yet to introduce themselves."""
+        """The number of nodes that have not been asked to introduce themselves yet."""
         return len(self._new)
 
     def settle(
         self, introduced: Mapping[int, str], refused: Mapping[int, str], asked: Mapping[int, str], round: int
     ) -> dict[int, str]:
-        """Enter the outcome of introductions: node id → name, node id → reason; all others of `asked` are silent.
+        """Enter the results of introductions.
 
-        Returns under which name each of those introduced goes from now on.
+        Args:
+            introduced: node id → the client's name.
+            refused: node id → the reason.
+            asked: all nodes that were asked; the others of them are silent.
+            round: the current round.
+
+        Returns:
+            Node id → the name that the client has from now on.
         """
         names: dict[int, str] = {}
         for node_id, name in sorted(introduced.items()):
             if (other := self._node_of.get(name)) is not None:
                 registered = self._sessions[other][1] == name != self._sessions[node_id][1]
-                if other in introduced or registered:  # a name that a key is registered under is not for others
+                if other in introduced or registered:  # no other client may use the name of a registered key
                     taken, name = name, f"{name}@{node_id}"
-                    log.warning("Two nodes call themselves %r; node %d goes by %r. Give each its own `name`.",
+                    log.warning("Two nodes have the name %r; node %d is now called %r. Give each its own `name`.",
                                 taken, node_id, name)  # fmt: skip
                 else:
                     self._unname(other)
@@ -99,13 +106,13 @@ class Nodes:
             self._available = None
 
     def returned(self, names: Collection[str]) -> set[str]:
-        """Which of these, just introduced, had been met before: their nodes were restarted."""
+        """Those of these clients, just introduced, that were known before: their nodes were restarted."""
         back = self._met.intersection(names)
         self._met.update(names)
         return back
 
     def available(self) -> Sequence[str]:
-        """Names of the clients that can take part, sorted."""
+        """Names of the available clients, sorted."""
         if self._available is None:
             self._available = sorted(self._node_of)
         return self._available
@@ -115,5 +122,5 @@ class Nodes:
         return self._node_of
 
     def refusals(self) -> list[str]:
-        """Why nodes that are connected cannot take part."""
+        """The reasons for which connected nodes cannot take part."""
         return list(self._refused.values())

@@ -1,4 +1,4 @@
-"""What happens in an exchange, as events, and the report of a round, which is made from them."""
+"""The events of an exchange, and the report of a round, which is made from them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tepal.strategies.aggregate import mean_metrics, over_clients
 from tepal.strategies.rounds.travel import Travel
 
 SERVER = "server"
-"""Whose note it is, in a report, when it is not a client's."""
+"""Stands in a report where a client's name would, for a note of the server itself."""
 
 ASKED, REPLIED, REFUSED, LOST, LEFT_BEHIND = "asked", "replied", "refused", "lost", "not waited for"
-"""States of a client in a round. Between the first and the others it is at what it was sent (`DOING`)."""
+"""States of a client in a round. After the first, and before one of the others, its state is its task (`DOING`)."""
 DOING: Mapping[str, str] = {TRAIN: "training", EVALUATE: "scoring", PROBE: "probing"}
 
 
 class RoundFailed(RuntimeError):
-    """Too few clients. Nothing that was learned before is lost: `result` has the model of the last finished round."""
+    """A round failed, usually for too few clients. `result` has the model of the last finished round."""
 
     def __init__(self, message: str, result: Result | None = None) -> None:
         super().__init__(message)
@@ -32,55 +32,55 @@ class RoundFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Sent:
-    """A message went out."""
+    """A message was sent."""
 
     outgoing: Outgoing
     traffic: Traffic
     entries: tuple[Names, ...]
-    """Of each part that travelled."""
+    """The entries of each part that it carries."""
     again: bool
-    """The client was sent something before, and lacked entries or was restarted."""
+    """The client had been sent a message before, and lacked entries or was restarted."""
 
 
 @dataclass(frozen=True)
 class Arrived:
-    """An answer of any kind came in."""
+    """An answer of any kind arrived."""
 
     outgoing: Outgoing
     traffic: Traffic
     notes: Names
-    """What went wrong at the client on the way to it, in the client's words."""
+    """Errors from which the client recovered, in its words."""
 
 
 @dataclass(frozen=True)
 class Answered:
-    """A client gave a good reply."""
+    """A client sent a good reply."""
 
     outgoing: Outgoing
     reply: Reply
     seconds: float
-    """Since the client was sent the plan."""
+    """Time since the client was sent the plan."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A client from which this exchange has no reply."""
+    """A client without a good reply in this exchange."""
 
     outgoing: Outgoing
     client: str
-    """The name that it goes by, or calls itself."""
+    """Its name, or the name that it gave itself."""
     state: str
-    """REFUSED: its answer must not be merged. LOST: none came. LEFT_BEHIND: enough others had answered."""
+    """REFUSED: its answer must not be merged. LOST: it did not answer. LEFT_BEHIND: enough others had answered."""
     reason: str = ""
     lasting: bool = False
-    """It would answer so again: it says itself that it cannot, its app lacks the mod, or the method cannot use it."""
+    """It would fail again: it reports that it cannot answer, its app lacks the mod, or the method cannot use it."""
     by_client: bool = False
-    """The client itself says why it gives no result."""
+    """The reason is the client's own."""
 
 
 @dataclass(frozen=True)
 class Late:
-    """An answer to an earlier exchange came, and was dropped."""
+    """An answer to an earlier exchange arrived and was dropped."""
 
     client: str
     round: int
@@ -91,59 +91,59 @@ Event = Sent | Arrived | Answered | Failure | Late
 
 @dataclass
 class ClientReport:
-    """A client's part in a round, as far as it has come."""
+    """A client's progress in a round."""
 
     state: str = ASKED
     examples: int | None = None
-    """That its reply is weighted with."""
+    """The weight of its reply."""
     budget: float | None = None
-    """Of layers, where it declared one."""
+    """Its budget of layers, if it declared one."""
     bytes_down: int = 0
     bytes_up: int = 0
-    """Payload."""
+    """Payload bytes to and from the client."""
     seconds: float = 0.0
-    """From its being sent something until its answer was read, over the exchanges of the round."""
+    """Time from sending to reading the answer, summed over the exchanges of the round."""
 
 
 @dataclass
 class RoundReport:
-    """What happened in one round; every figure in it was measured."""
+    """What happened in one round. All figures are measured."""
 
     round: int
     phase: str
     asked: list[str] = field(default_factory=list)
     replied: list[str] = field(default_factory=list)
     refused: list[tuple[str, str]] = field(default_factory=list)
-    """(client, reason): its answer came and was not merged."""
+    """(client, reason): its answer was not merged."""
     refused_by_client: set[str] = field(default_factory=set)
-    """Clients, of those refused, that themselves said why they give no result."""
+    """Refused clients that gave the reason themselves."""
     lost: list[tuple[str, str]] = field(default_factory=list)
-    """(client, reason): no answer came."""
+    """(client, reason): it did not answer."""
     late: list[tuple[str, int]] = field(default_factory=list)
-    """(client, round): its answer to that round came now, and was dropped."""
+    """(client, round): its answer to that round arrived in this one, and was dropped."""
     left_out: list[str] = field(default_factory=list)
-    """Clients that are connected and were not asked, because they failed several times in a row."""
+    """Connected clients that were not asked, because they failed several times in a row."""
     notes: list[tuple[str, str]] = field(default_factory=list)
-    """(client or SERVER, what went wrong and was recovered from)."""
+    """(client or SERVER, an error from which it recovered)."""
     down: Traffic = field(default_factory=Traffic)
     up: Traffic = field(default_factory=Traffic)
     fedavg_down: int = 0
-    """How often the full model would have gone down, had the same exchanges been FedAvg's."""
+    """How many times FedAvg would have sent the full model down in the same exchanges; `fedavg_up`: up."""
     fedavg_up: int = 0
     resent: int = 0
     learning_rate: float | None = None
     label_counts: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    """By client, of those that introduced themselves and reported it: how many of its examples each class has."""
+    """Client → number of examples per class, for clients that introduced themselves with it in this round."""
     clients: dict[str, ClientReport] = field(default_factory=dict)
-    """By client, of those asked."""
+    """By client, for those asked."""
     travel: Travel | None = None
     record: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """What the method records of the round (`Method.record`), and what travelled (`Travel.shares`)."""
+    """The method's arrays (`Method.record`), and how often each segment travelled (`Travel.shares`)."""
     train_metrics: Mapping[str, float] = field(default_factory=dict)
     evaluate_metrics: Mapping[str, float] = field(default_factory=dict)
     server_metrics: Mapping[str, float] = field(default_factory=dict)
     over_clients: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """Of metrics that clients measured on their own test examples: mean and standard deviation over the clients."""
+    """Metric on the clients' test examples → mean and standard deviation over the clients."""
     train_metrics_of: str = "received"
     eval_metrics_of: str = "received"
     """See `Method`."""
@@ -151,12 +151,12 @@ class RoundReport:
     seconds_train: float = 0.0
 
     def ask(self, plan: Plan) -> None:
-        """A client is about to be sent this plan."""
+        """Enter that a client is about to be sent this plan."""
         if plan.action != INTRODUCE:
             self.clients.setdefault(plan.client, ClientReport()).state = ASKED
 
     def add(self, event: Event) -> None:
-        """Enter what has happened. Nothing of the event's arrays is kept."""
+        """Enter an event. No reference to its arrays is kept."""
         client = None if isinstance(event, Late) else self.clients.get(event.outgoing.plan.client)
         match event:
             case Sent(outgoing, traffic, entries, again):
@@ -200,9 +200,12 @@ class RoundReport:
     def mean_of(
         self, metrics: Mapping[str, tuple[Mapping[str, float], int]], of: str, weighted_by: str
     ) -> dict[str, float]:
-        """The mean of clients' metrics (client → metrics, weight); what the mean does not show is entered here.
+        """The mean of clients' metrics. Their spread, and each personal model's score, are entered into the report.
 
-        `of`: the model that clients scored, as in the names of the metrics.
+        Args:
+            metrics: client → its metrics and weight.
+            of: the model that the clients scored, as in the metrics' names.
+            weighted_by: the metric that is the weight.
         """
         self.over_clients = {**self.over_clients, **over_clients(metrics.values())}
         personal = self.train_metrics_of != "received"
@@ -214,7 +217,7 @@ class RoundReport:
         return mean_metrics(metrics.values(), weighted_by, alike=personal)
 
     def reasons(self) -> str:
-        """Every reason for which a client was refused or lost once, with the clients that gave it; "" for none."""
+        """Each reason for which clients were refused or lost, once, with their names; "" for none."""
         by_reason: dict[str, list[str]] = {}
         own = [note for note in self.notes if note[0] == SERVER]
         for client, reason in [*self.refused, *self.lost, *own]:
@@ -225,7 +228,7 @@ class RoundReport:
         return ". " + "; ".join(said[-3:]) if said else ""
 
     def in_a_line(self, rounds: int) -> str:
-        """The round for those who follow the log: `flwr run --stream`, or a file of it."""
+        """The round as a line of the log."""
         figures = [
             f"{len(self.replied)} of {len(self.asked)} clients", f"{self.down.payload / 1e6:.3g} MB down",
             f"{self.up.payload / 1e6:.3g} MB up", f"{self.seconds:.1f} s",

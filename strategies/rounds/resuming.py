@@ -1,4 +1,4 @@
-"""From a checkpoint to a run that goes on, and from a round to its checkpoint."""
+"""Resuming a run from its newest checkpoint, and saving a checkpoint after each round."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _HISTORY = ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_m
 
 @dataclass(frozen=True)
 class Resuming:
-    """The checkpoints of one run of a method on a model."""
+    """Saves and resumes one run of a method on a model."""
 
     checkpoints: Checkpoints
     method: Method[Any]
@@ -33,22 +33,22 @@ class Resuming:
     layout: Layout
 
     def latest(self, *, resume: bool) -> Checkpoint | None:
-        """The checkpoint to go on from; None for a run from the beginning.
+        """The checkpoint from which the run is resumed; None if it starts at round 1.
 
         Raises:
-            CheckpointError: of another method, seed or model; or one that is in the way of a new run.
+            CheckpointError: it is of another method, seed or model, or would be overwritten by a new run.
         """
         folder = self.checkpoints.folder
         if not resume:
             if rounds := self.checkpoints.rounds():
                 raise CheckpointError(
-                    f"{folder} has a checkpoint of round {rounds[-1]}: go on from it with resume=True, or choose "
+                    f"{folder} has a checkpoint of round {rounds[-1]}: resume that run with resume=True, or choose "
                     "another folder"
                 )
             return None
         checkpoint = self.checkpoints.latest()
         if checkpoint is None:
-            log.info("%s has no checkpoint: the run begins at round 1.", folder)
+            log.info("%s has no checkpoint: the run starts at round 1.", folder)
             return None
         for what, then, now in (
             ("strategy", checkpoint.method, self._identity()),
@@ -58,30 +58,31 @@ class Resuming:
             if then != now:
                 raise CheckpointError(
                     f"the checkpoint of round {checkpoint.round} in {folder} is of another {what} "
-                    f"({then}; this run has {now}): resume with what the run was started with"
+                    f"({then}; this run has {now}): resume with the settings that the run was started with"
                 )
         return checkpoint
 
-    def go_on(self, checkpoint: Checkpoint, ledger: ClientLedger, result: Result) -> Any:
-        """The method's state of a checkpoint; what else it remembers goes into the ledger and the result."""
+    def restore(self, checkpoint: Checkpoint, ledger: ClientLedger, result: Result) -> Any:
+        """Return the method's state of a checkpoint, and restore the ledger and the result from it."""
         log.info("Resumed after round %d, from %s.", checkpoint.round, self.checkpoints.folder)
         ledger.restore(checkpoint.held, checkpoint.current, checkpoint.standing, self.checkpoints.versions())
         for kind, rounds in checkpoint.history.items():
             getattr(result, kind).update({int(number): MetricRecord(dict(m)) for number, m in rounds.items()})
-        return self.method.resume(checkpoint.state, self.checkpoints.states(before=checkpoint.round))
+        storage, state = self.method.storage, checkpoint.state
+        return storage.restore(state, self.checkpoints.states(before=checkpoint.round)) if storage else state
 
     def on_disk(self, state: Any) -> Any:
-        """The state that a run begins with, out of the way of what its first round needs memory for."""
-        with contextlib.suppress(OSError):  # it then stays in memory
+        """The first state with its arrays in a file, so that the first round has the memory to itself."""
+        with contextlib.suppress(OSError):  # the state then stays in memory
             return self.checkpoints.on_disk(state)
         return state
 
     def save(
         self, state: Any, round: int, experiment: str, ledger: ClientLedger, clients: Collection[str], result: Result
     ) -> tuple[Any, str]:
-        """Write a checkpoint. Where it cannot be written, the run goes on.
+        """Write a checkpoint. The run continues if it cannot be written.
 
-        Returns the state, its arrays in that file, where the system can drop them; and what went wrong, "" for nothing.
+        Returns the state, with its arrays mapped from the checkpoint's file, and the error's text or "".
         """
         checkpoint = Checkpoint(
             round=round,
@@ -99,15 +100,17 @@ class Resuming:
         )
         trouble = ""
         try:
-            self.method.settle(state)
+            if self.method.storage:
+                self.method.storage.flush()
             self.checkpoints.save(checkpoint)
         except OSError as error:
             trouble = f"no checkpoint of round {round} could be written: {error}"
-            log.error("%s. The run goes on; should it be killed, it resumes after an earlier round.", trouble)
+            log.error("%s. The run continues; if it is killed now, it is resumed after an earlier round.", trouble)
             if round not in self.checkpoints.rounds():
                 return state, trouble
-            # It is there and may be all that there is, though the disk did not say that it will outlive a power cut.
-        self.method.saved(state)
+            # The checkpoint was written and may be the only one, although the disk has not confirmed it.
+        if self.method.storage:
+            self.method.storage.saved(state)
         ledger.saved()
         try:
             state = self.checkpoints.saved_state(round)

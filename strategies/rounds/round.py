@@ -1,4 +1,4 @@
-"""The round that goes on: its number, settings, report, and the time that is left."""
+"""The current round: its number, settings, report, and remaining time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tepal.strategies.rounds.report import RoundReport
 
 @dataclass
 class Round:
-    """What all exchanges of one round share."""
+    """What the exchanges of one round have in common."""
 
     number: int
     rounds: int
@@ -21,11 +21,11 @@ class Round:
     report: RoundReport
     started: float = field(default_factory=time.monotonic)
     deadline: float = 0.0
-    """Of the attempt's exchanges that are left; each gets its share of the time until then."""
+    """When (`time.monotonic`) the attempt's exchanges must have ended; they share the time until then."""
     phases_left: int = 0
 
     def share(self) -> float:
-        """Seconds for the next exchange: a silent client in an early phase must not take the time of the others."""
+        """Seconds for the next exchange: a silent client in an early phase must not use up the time of later phases."""
         if not self.phases_left:  # an evaluation
             return self.timeout
         seconds = max(self.deadline - time.monotonic(), 0.0) / self.phases_left

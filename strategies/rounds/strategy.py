@@ -1,7 +1,7 @@
-"""The round, in one place: who takes part, what is sent, what comes back, what is merged and scored.
+"""The round: choose a cohort, plan, send, merge the replies, score, record.
 
-`MethodStrategy` is a Flower `Strategy` that drives any `Method`. It streams: replies are merged as they arrive and
-dropped, so that its memory does not grow with the number of clients.
+`MethodStrategy` is a Flower `Strategy` that runs any `Method`. Replies are merged as they arrive and then dropped, so
+that the server's memory does not grow with the number of clients.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from logging import getLogger
 from pathlib import Path
@@ -25,16 +25,16 @@ from tepal.exchange.layout import Layout
 from tepal.exchange.plan import EVALUATE, FINAL, TRAIN, Outgoing, Plan, Reply
 from tepal.exchange.sender import Sender
 from tepal.strategies.aggregate import ON_TESTS
-from tepal.strategies.method import Method, ModelBlocks, ServerModel
-from tepal.strategies.rounds.checkpoint import Checkpoints
-from tepal.strategies.rounds.cohort import Cohorts, Rules
+from tepal.strategies.method import Method, ModelBlocks, Run, ServerModel
+from tepal.strategies.rounds.checkpoint import Checkpoint, Checkpoints
+from tepal.strategies.rounds.cohort import Cohorts, Rules, check
 from tepal.strategies.rounds.flower import WithoutHooks, blocks_of, joined, server_model
 from tepal.strategies.rounds.ledger import ClientLedger
 from tepal.strategies.rounds.messenger import Messenger
 from tepal.strategies.rounds.report import LEFT_BEHIND, SERVER, Answered, Failure, RoundFailed, RoundReport
 from tepal.strategies.rounds.resuming import Resuming
 from tepal.strategies.rounds.round import Round
-from tepal.strategies.rounds.travel import Cell, Travel, cells
+from tepal.strategies.rounds.travel import Segment, Travel, segments
 
 if TYPE_CHECKING:
     from torch import nn
@@ -45,39 +45,42 @@ SCHEDULES: Mapping[str, Callable[[int, int], float]] = {
     "constant": lambda round, rounds: 1.0,
     "cosine": lambda round, rounds: 0.5 * (1 + math.cos(math.pi * (round - 1) / rounds)),
 }
-"""Factor of the learning rate in round t of T, counted from 1."""
+"""Name → factor of the learning rate in round t of T, counted from 1."""
 
 ATTEMPTS = 3
-"""How often a round with too few replies is tried, each time with a new cohort."""
+"""How often a round with too few replies is attempted, each time with a new cohort."""
 
 
 class MethodStrategy(WithoutHooks):
-    """A Flower strategy that drives a method over Tepal's exchange.
+    """A Flower strategy that runs a method over Tepal's exchange.
 
     Args:
-        method: what is planned, sent and merged.
+        method: the method that plans the rounds and merges the replies.
         model: torch module, or its blocks from `find_blocks`. Without it every tensor of the initial arrays is one
-            entry, which is enough for methods that know no blocks.
+            entry, which suffices for methods that use no blocks.
         fraction_train: share of the available clients that train in a round, in (0, 1]; at least `min_replies` clients.
-        fraction_evaluate: share that scores the global model where clients do not score it while they train, and after
-            the last round; 0 skips it.
-        min_available_nodes: nodes that must be connected before a round starts.
-        min_replies: fewer good replies than this, and the round is repeated with another cohort.
-        max_replies: as soon as this many good replies are merged the round ends; later ones are dropped.
-        schedule: of the learning rate over the rounds, "constant" or "cosine"; it scales `learning-rate` and `lr` of
-            the train config, where that has them.
-        seed: of everything the server draws.
+        fraction_evaluate: share of the available clients that score the model in rounds in which clients do not score
+            it as they train, and after the last round, in [0, 1]; 0: none.
+        min_available_nodes: clients that must be available before a round starts.
+        min_replies: a round with fewer good replies is repeated with another cohort.
+        max_replies: a round ends as soon as this many good replies are merged; later replies are dropped.
+        schedule: learning rate schedule over the rounds, "constant" or "cosine"; it scales `learning-rate` and `lr` of
+            the train config, if they are set.
+        seed: seed of all random numbers of the server.
         deterministic: merge in the order of client names, so that the same replies give the same bits.
-        encoding: how values travel: in fewer bytes than they have, or as they are.
-        experiment: id under which clients keep what they hold; a new one by default, and the checkpoint's own where a
-            run is resumed.
+        encoding: how values are encoded on their way down and up; by default they are not.
+        experiment: id under which clients cache parts; a new one by default, and the checkpoint's own if a run is
+            resumed.
         checkpoints: folder, or Checkpoints, where the run is saved after every round; None: it cannot be resumed.
-        resume: go on from the newest checkpoint there; from the beginning when there is none.
+        resume: resume from the newest checkpoint there; start at round 1 if there is none.
         weighted_by_key: the metric by which replies are weighted, as in Flower's FedAvg.
         arrayrecord_key: name of the record with the model in messages, as in Flower's FedAvg.
         configrecord_key: name of the record with the settings in messages, as in Flower's FedAvg.
         on_round: called with a `RoundReport` after the initial evaluation (round 0) and after every round.
-        on_progress: called with the report of the round that goes on, whenever a client was sent something or answered.
+        on_progress: called with the current round's report whenever a message was sent to a client or answered.
+
+    Raises:
+        ValueError: an option out of range.
     """
 
     def __init__(
@@ -103,24 +106,19 @@ class MethodStrategy(WithoutHooks):
         on_round: Callable[[RoundReport], None] | None = None,
         on_progress: Callable[[RoundReport], None] | None = None,
     ) -> None:
-        _check("fraction_train", fraction_train, 0 < fraction_train <= 1, "in (0, 1]")
-        _check("fraction_evaluate", fraction_evaluate, 0 <= fraction_evaluate <= 1, "in [0, 1]")
-        _check("min_available_nodes", min_available_nodes, min_available_nodes >= 1, "at least 1")
-        _check("min_replies", min_replies, min_replies >= 1, "at least 1")
-        _check("max_replies", max_replies, max_replies is None or max_replies >= min_replies, "at least min_replies")
-        _check("schedule", schedule, schedule in SCHEDULES, f"one of {sorted(SCHEDULES)}")
+        check("schedule", schedule, schedule in SCHEDULES, f"one of {sorted(SCHEDULES)}")
+        self.rules = Rules(
+            fraction_train=fraction_train,
+            fraction_evaluate=fraction_evaluate,
+            min_available_nodes=min_available_nodes,
+            min_replies=min_replies,
+            max_replies=max_replies,
+            seed=seed,
+            deterministic=deterministic,
+        )
         self.method = method
         self.blocks = blocks_of(model)
-        self.fraction_train = fraction_train
-        self.fraction_evaluate = fraction_evaluate
-        self.min_available_nodes = max(min_available_nodes, min_replies)
-        self.needed_by = "min_available_nodes"
-        """The option that `min_available_nodes` comes from."""
-        self.min_replies = min_replies
-        self.max_replies = max_replies
         self.schedule = schedule
-        self.seed = seed
-        self.deterministic = deterministic
         self.encoding = encoding or Encoding(seed=seed)
         self.experiment = experiment or uuid.uuid4().hex[:12]
         self.checkpoints = Checkpoints(checkpoints) if isinstance(checkpoints, Path | str) else checkpoints
@@ -132,29 +130,20 @@ class MethodStrategy(WithoutHooks):
         self.configrecord_key = configrecord_key
         self.on_round = on_round or (lambda report: None)
         self.on_progress = on_progress or (lambda report: None)
-        # Of one run; `start` makes them.
+        # Parts of one run, made by `start`.
         self._layout: Layout
-        self._cells: tuple[Cell, ...]
+        self._segments: tuple[Segment, ...]
         self._ledger: ClientLedger
         self._sender: Sender
         self._messenger: Messenger
         self._cohorts: Cohorts
-        self._trouble: str  # the server's own, for the next report
+        self._trouble: str  # an error of the server itself, for the next report
 
     def summary(self) -> None:
-        """Log what is in force."""
-        options = {
-            **self.method.describe(),
-            "fraction_train": self.fraction_train,
-            "fraction_evaluate": self.fraction_evaluate,
-            "min_available_nodes": self.min_available_nodes,
-            "min_replies": self.min_replies,
-            "max_replies": self.max_replies,
-            "schedule": self.schedule,
-            "seed": self.seed,
-            "deterministic": self.deterministic,
-            "encoding": str(self.encoding),
-        }
+        """Log the options of the strategy and its method."""
+        rules = {**asdict(self.rules), "min_available_nodes": self.rules.needed}
+        del rules["needed_by"]
+        options = {**self.method.describe(), **rules, "schedule": self.schedule, "encoding": str(self.encoding)}
         log.info("%s: %s", type(self).__name__, ", ".join(f"{name} {value}" for name, value in options.items()))
 
     def start(
@@ -169,40 +158,36 @@ class MethodStrategy(WithoutHooks):
     ) -> Result:
         """Run all rounds. Arguments and result are those of Flower's `Strategy.start`.
 
-        `timeout` is the deadline of a round's training exchanges, which share it, and of an evaluation, in seconds; and
-        the longest wait for `min_available_nodes`.
+        `timeout`, in seconds, is the deadline for all training exchanges of a round together, for an evaluation, and
+        for the wait for `min_available_nodes`.
 
         Raises:
-            RoundFailed: fewer good replies than `min_replies` in several attempts at a round, or too few clients that
-                can take part. The exception carries the result so far.
-            CheckpointError: a checkpoint of another model, method or seed; or one that is in the way of a new run.
-            ValueError: initial arrays that are not those of the model, or a model that the method cannot train.
+            RoundFailed: fewer good replies than `min_replies` in several attempts at a round, or too few available
+                clients. The exception has the result so far.
+            CheckpointError: the checkpoint is of another model, method or seed, or would be overwritten by a new run.
+            ValueError: initial arrays of another model, or a model that the method cannot train.
         """
-        _check("num_rounds", num_rounds, num_rounds >= 1, "at least 1")
-        _check("timeout", timeout, timeout > 0, "positive")
-        model = server_model(initial_arrays, self.blocks)
-        state = self.method.init(model, self.seed)
-        resuming = Resuming(self.checkpoints, self.method, self.seed, model.layout) if self.checkpoints else None
+        check("num_rounds", num_rounds, num_rounds >= 1, "at least 1")
+        check("timeout", timeout, timeout > 0, "positive")
+        model, saved = server_model(initial_arrays, self.blocks), self.checkpoints
+        resuming = Resuming(saved, self.method, self.rules.seed, model.layout) if saved else None
         checkpoint = resuming.latest(resume=self.resume) if resuming else None
-        if checkpoint is not None:
-            self.experiment = checkpoint.experiment
-        self._prepare_run(grid, model)
+        run = Run(self.rules.seed, saved.folder, saved.keep) if saved else Run(self.rules.seed)
+        state = self.method.init(model, run)
+        self._prepare_run(grid, model, run, checkpoint)
         self.summary()
         result = Result()
         first = 1
         train_config, evaluate_config = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
-        folder, keep = (self.checkpoints.folder, self.checkpoints.keep) if self.checkpoints else (None, 0)
-        self.method.open(folder, keep)
         try:
             if resuming and checkpoint is not None:
                 first = checkpoint.round + 1
-                self._cohorts.awaited = set(checkpoint.clients) if self.deterministic else set()
-                state, checkpoint = resuming.go_on(checkpoint, self._ledger, result), None
+                state, checkpoint = resuming.restore(checkpoint, self._ledger, result), None
             elif evaluate_fn is not None:
                 report = RoundReport(0, "initial", server_metrics=_scalars(evaluate_fn(0, initial_arrays)))
                 result.evaluate_metrics_serverapp[0] = MetricRecord(dict(report.server_metrics))
                 self.on_round(report)
-            del initial_arrays, model  # what they hold goes with them, where the caller has not kept it
+            del initial_arrays, model  # their memory is released, unless the caller has kept them
             if resuming:
                 state = resuming.on_disk(state)
             for number in range(first, num_rounds + 1):
@@ -225,11 +210,13 @@ class MethodStrategy(WithoutHooks):
             return result
         finally:
             self._messenger.close()
-            self.method.close()
+            if self.method.storage:
+                self.method.storage.close()
 
-    def _prepare_run(self, grid: Grid, model: ServerModel) -> None:
-        self._layout, self._cells, self._trouble = model.layout, cells(model.layout, self.blocks), ""
-        self._ledger = ClientLedger(self.checkpoints.keep if self.checkpoints else 0)
+    def _prepare_run(self, grid: Grid, model: ServerModel, run: Run, checkpoint: Checkpoint | None) -> None:
+        self._layout, self._segments, self._trouble = model.layout, segments(model.layout, self.blocks), ""
+        self.experiment = checkpoint.experiment if checkpoint else self.experiment
+        self._ledger = ClientLedger(run.keep)
         self._sender = Sender(
             model.layout,
             self.method.transfer_blocks(model),
@@ -243,11 +230,8 @@ class MethodStrategy(WithoutHooks):
         self._messenger = Messenger(
             grid, self._sender, self._ledger, weighted_by_key=self.weighted_by_key, accept=self.method.accept
         )
-        rules = Rules(
-            self.fraction_train, self.min_available_nodes, self.needed_by, self.min_replies, self.seed,
-            self.deterministic,
-        )  # fmt: skip
-        self._cohorts = Cohorts(rules, self._messenger.nodes, self._ledger)
+        awaited = checkpoint.clients if checkpoint and self.rules.deterministic else ()
+        self._cohorts = Cohorts(self.rules, self._messenger.nodes, self._ledger, awaited)
 
     # ---- one round -----------------------------------------------------------------------------------------------
 
@@ -255,7 +239,7 @@ class MethodStrategy(WithoutHooks):
         method = self.method
         report = RoundReport(
             number, method.phase_name(state), train_metrics_of=method.train_metrics_of,
-            eval_metrics_of=method.eval_metrics_of, travel=Travel(self._layout, self._cells),
+            eval_metrics_of=method.eval_metrics_of, travel=Travel(self._layout, self._segments),
         )  # fmt: skip
         if self._trouble:
             report.notes.append((SERVER, self._trouble))
@@ -278,12 +262,12 @@ class MethodStrategy(WithoutHooks):
         self.on_round(report)
 
     def _train(self, state: Any, this: Round) -> Any:
-        """Sampling, all phases, merge. Returns the next state; the old one is untouched when it fails."""
-        report, attempt = this.report, 0
+        """Draw a cohort, run all phases and merge. Returns the next state; a failure leaves the old one unchanged."""
+        report, rules, attempt = this.report, self.rules, 0
         for attempt in range(ATTEMPTS):
             send = partial(self._exchange, report)
             self._cohorts.wait(report, this.config, this.timeout, send)
-            drawn = self._cohorts.draw(self.fraction_train, report, attempt, TRAIN)
+            drawn = self._cohorts.draw(rules.fraction_train, report, attempt, TRAIN)
             report.left_out = drawn.left_out
             state, cohort = self.method.cohort(state, drawn.names, drawn.size, drawn.rng)
             plans = self._prepare(state, this, sorted(cohort))
@@ -292,18 +276,18 @@ class MethodStrategy(WithoutHooks):
                 return merged
             log.warning(
                 "Round %d has %d good replies of %d asked, and needs %d (attempt %d of %d).",
-                this.number, len(report.replied), len(plans), self.min_replies, attempt + 1, ATTEMPTS,
+                this.number, len(report.replied), len(plans), rules.min_replies, attempt + 1, ATTEMPTS,
             )  # fmt: skip
             report.replied.clear()
             if report.refused_by_client.issuperset(report.asked):
-                break  # not transient: they would refuse again
+                break  # not transient: these clients would refuse again
         raise RoundFailed(
-            f"round {this.number} got fewer than min_replies={self.min_replies} good replies in {attempt + 1} attempts"
+            f"round {this.number} got fewer than min_replies={rules.min_replies} good replies in {attempt + 1} attempts"
             + report.reasons()
         )
 
     def _prepare(self, state: Any, this: Round, cohort: Sequence[str]) -> list[Plan]:
-        """All phases but the last, and the plans of the last one."""
+        """Run all phases but the last, and return the plans of the last one."""
         report = this.report
         probe_replies: dict[str, Reply] = {}
         this.phases_left = len(self.method.phases)
@@ -311,37 +295,40 @@ class MethodStrategy(WithoutHooks):
         for phase in self.method.phases[:-1]:
             plans = self._plans(state, this, phase, cohort, probe_replies)
             report.asked = [plan.client for plan in plans]
-            probe_replies = {reply.client: reply for reply in self._ask(state, plans, this)}
-            # A cohort that has become too small has its next attempt at once.
-            cohort = sorted(probe_replies) if len(probe_replies) >= self.min_replies else []
+            replies = self._ask(self._outgoing(state, plans, this), this)
+            probe_replies = {reply.client: reply for reply in replies}
+            # With too few replies the last phase has no plans, and the next attempt follows at once.
+            cohort = sorted(probe_replies) if len(probe_replies) >= self.rules.min_replies else []
         plans = self._plans(state, this, self.method.phases[-1], cohort, probe_replies)
         report.asked = [plan.client for plan in plans] or report.asked
         report.record = self.method.record(state, plans)
-        report.learning_rate = self._mean_rate(state, plans, this)
         return plans
 
     def _merge(self, state: Any, this: Round, plans: list[Plan]) -> Any | None:
-        """The next state, merged of the replies as they come; None for too few."""
+        """Send the last phase and merge the replies as they arrive. Returns the next state; None for too few replies.
+        """
         report = this.report
-        replies = self._ask(state, plans, this, self.max_replies)
+        messages = self._outgoing(state, plans, this)
+        report.learning_rate = _mean_rate(messages)
+        replies = self._ask(messages, this, self.rules.max_replies)
         merger = self.method.merger(state, this.number)
         metrics: dict[str, tuple[Mapping[str, float], int]] = {}
         exchanges: dict[str, str] = {}
-        for reply in sorted(replies, key=lambda reply: reply.client) if self.deterministic else replies:
+        for reply in sorted(replies, key=lambda reply: reply.client) if self.rules.deterministic else replies:
             try:
                 merger.add(reply)
-            except OSError as error:  # of a method that keeps models on disk
-                report.notes.append((SERVER, f"the reply of {reply.client} cannot be kept: {error}"))
-                log.error("The reply of %s in round %d cannot be kept: %s", reply.client, this.number, error)
+            except OSError as error:  # of a method that stores models on disk
+                report.notes.append((SERVER, f"the reply of {reply.client} cannot be stored: {error}"))
+                log.error("The reply of %s in round %d cannot be stored: %s", reply.client, this.number, error)
                 continue
-            self._ledger.standing.good(reply.client)
+            self._ledger.good(reply.client)
             metrics[reply.client] = reply.metrics, reply.examples
             exchanges[reply.client] = reply.exchange
             report.replied.append(reply.client)
             del reply  # see `_ask`
         report.fedavg_down += len(plans)
         report.fedavg_up += len(report.replied)
-        if len(metrics) < self.min_replies:
+        if len(metrics) < self.rules.min_replies:
             return None
         report.train_metrics = report.mean_of(metrics, report.train_metrics_of, self.weighted_by_key)
         merged = merger.finish()
@@ -354,7 +341,7 @@ class MethodStrategy(WithoutHooks):
     ) -> list[Plan]:
         try:
             return self.method.plan(state, this.number, phase, cohort, probe_replies)
-        except OSError as error:  # of a method that keeps models on disk
+        except OSError as error:  # of a method that stores models on disk
             raise RoundFailed(f"round {this.number} cannot be planned: {error}") from error
 
     def _score(
@@ -365,23 +352,25 @@ class MethodStrategy(WithoutHooks):
         *,
         last: bool,
     ) -> None:
-        """Score the global model: by a cohort on its own test examples, unless clients do it as they train; here."""
-        report = this.report
+        """Score the model: by a cohort on its test examples, unless clients do so as they train, and by `evaluate_fn`.
+        """
+        report, fraction = this.report, self.rules.fraction_evaluate
         report.seconds_train = time.monotonic() - this.started
-        if self.fraction_evaluate and (last or not any(key.startswith(ON_TESTS) for key in report.train_metrics)):
-            cohort = self._cohorts.draw(self.fraction_evaluate, report, 0, EVALUATE).at_random()
+        if fraction and (last or not any(key.startswith(ON_TESTS) for key in report.train_metrics)):
+            cohort = self._cohorts.draw(fraction, report, 0, EVALUATE).at_random()
             plans = self.method.evaluation(state, this.number, cohort, more_rounds=not last)
             if last:
                 plans = [replace(plan, options={**plan.options, FINAL: True}) for plan in plans]
-            metrics = {reply.client: (reply.metrics, reply.examples) for reply in self._ask(state, plans, this)}
+            replies = self._ask(self._outgoing(state, plans, this), this)
+            metrics = {reply.client: (reply.metrics, reply.examples) for reply in replies}
             report.fedavg_down += len(plans)
             report.evaluate_metrics = report.mean_of(metrics, report.eval_metrics_of, self.weighted_by_key)
         if evaluate_fn is not None:
             report.server_metrics = _scalars(evaluate_fn(this.number, joined(self.method.models(state), self._layout)))
 
-    def _ask(self, state: Any, plans: list[Plan], this: Round, limit: int | None = None) -> Iterator[Reply]:
-        """Send every plan to its client, and yield the good replies as they come."""
-        messages = [
+    def _outgoing(self, state: Any, plans: list[Plan], this: Round) -> list[Outgoing]:
+        """Each plan with its client's values, the app's settings and the client's node."""
+        return [
             Outgoing(
                 plan,
                 partial(self.method.values, state, plan.client),
@@ -390,22 +379,25 @@ class MethodStrategy(WithoutHooks):
             )
             for plan in plans
         ]
+
+    def _ask(self, messages: list[Outgoing], this: Round, limit: int | None = None) -> Iterator[Reply]:
+        """Send these messages, and yield the good replies as they arrive."""
         try:
             for answer in self._exchange(this.report, messages, this.share(), limit):
                 if isinstance(answer, Answered):
                     reply = answer.reply
-                    del answer  # it may be as large as the model, and the next one comes now
+                    del answer  # it may be as large as the model, and the next one arrives now
                     yield reply
                     del reply
                 elif answer.state != LEFT_BEHIND:
-                    self._ledger.standing.failed(answer.client, this.number)
+                    self._ledger.failed(answer.client, this.number)
         except EncodingError as error:
             raise RoundFailed(f"round {this.number} cannot be sent: {error}") from error
 
     def _exchange(
         self, report: RoundReport, messages: Iterable[Outgoing], timeout: float, limit: int | None = None
     ) -> Iterator[Answered | Failure]:
-        """Send these messages; what happens is entered in the report, and what came of each is yielded."""
+        """Send these messages, enter all events into the report, and yield each client's answer or failure."""
         messages = list(messages)
         for outgoing in messages:
             report.ask(outgoing.plan)
@@ -416,10 +408,8 @@ class MethodStrategy(WithoutHooks):
                 yield event
             del event
 
-    # ---- settings --------------------------------------------------------------------------------------------------
-
     def _settings(self, state: Any, plan: Plan, this: Round) -> Mapping[str, Any]:
-        """The app's settings for a plan: the round's number, and the learning rate scheduled."""
+        """The app's settings for a plan: its config, the round's number, and the scheduled learning rate."""
         settings = {**this.config, "server-round": plan.round}
         if plan.action != TRAIN:
             return settings
@@ -428,16 +418,12 @@ class MethodStrategy(WithoutHooks):
         scaled = {key: rate * factor for key, rate in rates.items() if isinstance(rate, int | float)}
         return {**settings, **scaled}
 
-    def _mean_rate(self, state: Any, plans: list[Plan], this: Round) -> float | None:
-        """The learning rate of a round, for its report; None where the app has another setting for it."""
-        told = (self._settings(state, plan, this) for plan in plans)
-        rates = [rate for of in told if isinstance(rate := of.get("lr", of.get("learning-rate")), int | float)]
-        return sum(rates) / len(rates) if rates else None
 
-
-def _check(name: str, value: object, good: bool, allowed: str) -> None:
-    if not good:
-        raise ValueError(f"{name} is {value!r}; it must be {allowed}")
+def _mean_rate(messages: list[Outgoing]) -> float | None:
+    """The mean learning rate of a round's messages; None if the app has another setting for it."""
+    rates = [outgoing.settings.get("lr", outgoing.settings.get("learning-rate")) for outgoing in messages]
+    known = [rate for rate in rates if isinstance(rate, int | float)]
+    return sum(known) / len(known) if known else None
 
 
 def _scalars(record: MetricRecord | None) -> dict[str, float]:

@@ -159,4 +159,4 @@ def test_sites_train_on_their_own_data_under_their_own_names(tmp_path):
     assert {line["accuracy_of"] for line in rounds} == {"clients"}, "the server has no data"
     refused = [reply for line in rounds for reply in line["refused"]]
     assert [reply["client"] for reply in refused] == ["west"] and str(tmp_path / "nothing") in refused[0]["reason"]
-    assert "west gives no result in round 1" in log
+    assert "west returned no result in round 1" in log

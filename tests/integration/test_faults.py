@@ -241,7 +241,7 @@ def test_nor_does_one_that_is_gone_for_half_a_minute(tmp_path):
 
 def test_a_damaged_cache_is_healed_by_a_resend_in_the_same_round(faulty):
     assert any(who == "site-4" and "drops block 'query_key'" in note for who, note in faulty.rounds[3]["notes"])
-    assert faulty.rounds[3]["resent"] == 1 and "site-4 lacks entries in round 3; they are sent." in faulty.log
+    assert faulty.rounds[3]["resent"] == 1 and "site-4 lacks entries in round 3; they are sent again." in faulty.log
 
 
 def test_what_clients_hold_is_not_sent_again(faulty, deployment):
@@ -257,13 +257,14 @@ def test_a_full_disk_at_a_client_is_said_and_costs_only_bytes(faulty, deployment
     for number in (2, 3):
         notes = [note for who, note in faulty.rounds[number]["notes"] if who == "site-5"]
         assert len(notes) == 1 and "keeps nothing of block 'query_key'" in notes[0] and "No space left" in notes[0]
-        assert f"site-5 says in round {number}: {notes[0]}" in faulty.log
+        assert f"site-5 reports in round {number}: {notes[0]}" in faulty.log
 
 
 def test_a_full_disk_at_checkpoint_time_is_said_and_the_run_goes_on(faulty, deployment):
     if not deployment.small_disks:
         pytest.skip("no right to mount a small disk")
-    assert "no checkpoint of round 2 could be written: " in faulty.log and "The run goes on; should it be" in faulty.log
+    assert "no checkpoint of round 2 could be written: " in faulty.log
+    assert "The run continues; if it is killed now" in faulty.log
     assert ["server", "No space left" in faulty.rounds[3]["notes"][0][1]] == [faulty.rounds[3]["notes"][0][0], True]
 
 
@@ -291,7 +292,7 @@ def test_a_round_ends_at_its_deadline(slow):
 
 def test_a_late_reply_is_recognised_and_dropped(slow):
     assert ["site-2", 1] in slow.rounds[2]["late"]
-    assert "site-2 answers round 1 too late; its reply is dropped." in slow.log
+    assert "site-2 answered round 1 too late; its reply is dropped." in slow.log
 
 
 def test_the_model_has_nothing_of_who_was_late(slow):

@@ -199,7 +199,7 @@ def test_the_servers_log_has_the_facts_of_the_run_each_in_a_line(observed):
     the_one(told, f"This run is kept in {observed.run}")
     [refused] = lines[1]["refused"]
     assert "/nowhere: no such file or folder" in refused["reason"]
-    assert the_one(told, f"site-2 gives no result in round 1: {refused['reason']}")["level"] == "warning"
+    assert the_one(told, f"site-2 returned no result in round 1: {refused['reason']}")["level"] == "warning"
     the_one(told, f"Accuracy {lines[-1]['accuracy']} after {ROUNDS} rounds.")
     the_one(told, f"Report: {observed.run / 'report.html'}")
     the_one(told, f"{observed.run} has ended.")

@@ -73,7 +73,7 @@ def test_the_further_options_are_options(written):
     names = {"model": RowReader()}
     exec(snippets_of("own-app.md")[0], names)
     strategy = names["strategy"]
-    assert isinstance(strategy, FedFrozen) and (strategy.fraction_train, strategy.resume) == (0.5, True)
+    assert isinstance(strategy, FedFrozen) and (strategy.rules.fraction_train, strategy.resume) == (0.5, True)
     assert strategy.encoding == Encoding(up="int8")
 
 

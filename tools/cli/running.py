@@ -34,7 +34,7 @@ def check_clients(config: RunConfig, clients: int, *, parts: bool = True) -> Non
     from tepal.training.data import DataError, check_partition
 
     _, blocks = build_model(config)
-    needed = build_strategy(config, blocks).min_available_nodes
+    needed = build_strategy(config, blocks).rules.needed
     if needed > clients:
         rounds, said = config.rounds, ""
         if rounds.strategy == "fedensemble":

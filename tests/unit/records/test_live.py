@@ -10,7 +10,7 @@ from tepal.exchange.layout import Layout
 from tepal.records.live import Live
 from tepal.strategies import FedAvg
 from tepal.strategies.rounds.report import ClientReport, RoundReport
-from tepal.strategies.rounds.travel import OTHER, QUERY_KEY, Cell, Travel, cells
+from tepal.strategies.rounds.travel import OTHER, QUERY_KEY, Segment, Travel, segments
 from tests.unit.strategies.rounds.test_round import grid_of, numpy_app, reply_of, start
 
 ARRAYS = {"embedding": (2, 3), "q0": (4,), "v0": (6,), "q1": (4,), "v1": (6,), "norm": (2,), "head": (5,)}
@@ -28,18 +28,18 @@ def read(path, name):
 
 
 def test_cells_are_the_stages_from_input_to_output_and_hold_every_entry_once():
-    found = cells(Blocks.layout, Blocks)
+    found = segments(Blocks.layout, Blocks)
     assert [(cell.stage, cell.kind, cell.names, cell.nbytes) for cell in found] == [
         ("embedding", OTHER, ("embedding",), 24), ("layer 1", QUERY_KEY, ("q0",), 16), ("layer 1", OTHER, ("v0",), 24),
         ("layer 2", QUERY_KEY, ("q1",), 16), ("layer 2", OTHER, ("v1",), 24), ("rest", OTHER, ("norm",), 8),
         ("head", OTHER, ("head",), 20),
     ]  # fmt: skip
-    [whole] = cells(Blocks.layout, None)
+    [whole] = segments(Blocks.layout, None)
     assert (whole.stage, set(whole.names), whole.nbytes) == ("model", {*ARRAYS}, 132)
 
 
 def test_shares_are_of_the_clients_that_were_asked():
-    travel = Travel(Blocks.layout, cells(Blocks.layout, Blocks))
+    travel = Travel(Blocks.layout, segments(Blocks.layout, Blocks))
     for _ in range(4):
         travel.sent(("embedding", "v0", "v1", "norm", "head"))
         travel.asked(("v0", "head"))
@@ -140,7 +140,7 @@ def test_a_disk_that_takes_nothing_is_said_once_and_stops_no_run(tmp_path, caplo
     live = Live(tmp_path / "gone", 5)
     for number in (1, 2):
         live.end_round(report_of(number, a=ClientReport("replied")))
-    live.model([Cell("model", OTHER, ("w",), 4)])
+    live.model([Segment("model", OTHER, ("w",), 4)])
     said = [record.getMessage() for record in caplog.records]
     assert sum("now.json" in text for text in said) == 1 and all("The run goes on without." in text for text in said)
 

@@ -29,10 +29,11 @@ from tepal.models.tiny_vit import TinyViT
 from tepal.strategies import FedACS, FedAvg, MethodError, RoundFailed
 from tepal.strategies.fedacs import Mixing
 from tepal.strategies.in_process import InProcessGrid, Node
-from tepal.strategies.method import ServerModel
-from tepal.strategies.personal import models as personal_models
+from tepal.strategies.method import Run, ServerModel
+from tepal.strategies.personal import storage as personal_storage
 from tepal.strategies.personal import store as model_store
-from tepal.strategies.personal.models import STORE, ModelKeeper
+from tepal.strategies.personal.models import PersonalMerger
+from tepal.strategies.personal.storage import STORE, PersonalStorage
 from tepal.strategies.personal.store import ModelStore
 from tepal.strategies.rounds import checkpoint
 from tepal.strategies.rounds.checkpoint import STATE, CheckpointError, Checkpoints
@@ -776,16 +777,16 @@ def dies(owner, name, count, after=False):
 
 
 DEATHS = {
-    "between two replies of round 1": (ModelKeeper, "add", 2, False),
-    "between two replies of round 3": (ModelKeeper, "add", 8, False),
-    "between two replies of round 5": (ModelKeeper, "add", 14, False),
-    "after the last reply of round 3": (ModelKeeper, "add", 9, True),
-    "after the merge of round 4": (ModelKeeper, "finish", 4, True),
-    "before the store is flushed": (Mixing, "settle", 3, False),
+    "between two replies of round 1": (PersonalMerger, "add", 2, False),
+    "between two replies of round 3": (PersonalMerger, "add", 8, False),
+    "between two replies of round 5": (PersonalMerger, "add", 14, False),
+    "after the last reply of round 3": (PersonalMerger, "add", 9, True),
+    "after the merge of round 4": (PersonalMerger, "finish", 4, True),
+    "before the store is flushed": (PersonalStorage, "flush", 3, False),
     "before the checkpoint of round 2": (Checkpoints, "save", 2, False),
     "after the checkpoint of round 2": (Checkpoints, "save", 2, True),
     "after the checkpoint of round 4": (Checkpoints, "save", 4, True),
-    "as the mixtures are written": (personal_models, "write_at", 7, False),
+    "as the mixtures are written": (personal_storage, "write_at", 7, False),
 }
 
 
@@ -857,7 +858,7 @@ def test_where_the_newest_checkpoints_are_damaged_the_models_of_the_one_before_a
         flip(tmp_path / "checkpoints" / f"round-{number:06d}" / STATE)
     resumed = run_in(tmp_path, keep=keep, resume=True)
     assert sorted(resumed.reports) == list(range(5 - damaged, 6))
-    assert "begin anew" not in caplog.text
+    assert "are damaged" not in caplog.text
     assert end_of(tmp_path, resumed) == reference[1]
 
 
@@ -877,7 +878,7 @@ def test_checkpoints_that_were_kept_before_can_be_gone_back_to_though_fewer_are_
     assert in_child(child)[0] and Checkpoints(tmp_path / "checkpoints").rounds() == [2, 3, 4]
     flip(tmp_path / "checkpoints" / "round-000004" / STATE)
     resumed = run_in(tmp_path, keep=1, resume=True)
-    assert "begin anew" not in caplog.text
+    assert "are damaged" not in caplog.text
     assert end_of(tmp_path, resumed) == reference[1]
 
 
@@ -903,7 +904,7 @@ def test_all_checkpoints_that_are_there_can_be_gone_back_to_when_later_ones_foun
     for number in (2, 3):
         flip(tmp_path / "checkpoints" / f"round-{number:06d}" / STATE)
     resumed = run_in(tmp_path, resume=True)
-    assert sorted(resumed.reports) == [2, 3, 4, 5] and "begin anew" not in caplog.text
+    assert sorted(resumed.reports) == [2, 3, 4, 5] and "are damaged" not in caplog.text
     assert end_of(tmp_path, resumed) == reference[1]
 
 
@@ -918,7 +919,7 @@ def test_a_run_that_was_resumed_can_go_back_to_before_it_was(reference, tmp_path
     for number in (3, 4):
         flip(tmp_path / "checkpoints" / f"round-{number:06d}" / STATE)
     resumed = run_in(tmp_path, resume=True)
-    assert sorted(resumed.reports) == [3, 4, 5] and "begin anew" not in caplog.text
+    assert sorted(resumed.reports) == [3, 4, 5] and "are damaged" not in caplog.text
     assert end_of(tmp_path, resumed) == reference[1]
 
 
@@ -930,7 +931,7 @@ def test_the_last_checkpoint_that_could_be_written_still_resumes_rounds_later(re
     assert "no checkpoint of round 3 could be written" in dict(seen.reports[4].notes)[SERVER]
     assert Checkpoints(tmp_path / "checkpoints").rounds() == [1, 2][-keep:]
     resumed = run_in(tmp_path, keep=keep, resume=True)
-    assert sorted(resumed.reports) == [3, 4, 5] and "begin anew" not in caplog.text
+    assert sorted(resumed.reports) == [3, 4, 5] and "are damaged" not in caplog.text
     assert end_of(tmp_path, resumed) == reference[1]
 
 
@@ -946,7 +947,7 @@ def test_a_checkpoint_whose_folder_could_not_be_synchronised_still_resumes_round
     failing.clear()
     assert Checkpoints(tmp_path / "checkpoints").rounds() == [3]
     resumed = run_in(tmp_path, keep=keep, resume=True)
-    assert "begin anew" not in caplog.text
+    assert "are damaged" not in caplog.text
     assert end_of(tmp_path, resumed) == reference[1]
 
 
@@ -992,7 +993,7 @@ def test_a_damaged_model_begins_anew_alone_and_is_named(tmp_path, caplog):
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte ^ 1]))
     resumed = run_in(tmp_path, rounds=6, keep=2, resume=True)
-    assert "The models of client-3 in models.bin are damaged, and begin anew" in caplog.text
+    assert "The models of client-3 in models.bin are damaged: these clients start from the initial model" in caplog.text
     simulation = Simulation(QUANTILE)
     simulation.models = {client: model for client, model in seen.held[4].items() if client != "client-3"}
     assert list(resumed.reports[5].record["clients"]) == [client for client in state.clients if client != "client-3"]
@@ -1013,7 +1014,7 @@ def test_a_store_that_was_cut_off_loses_what_is_behind(tmp_path, lost, caplog, m
     simulation = Simulation(QUANTILE)
     simulation.models = {client: seen.held[4][client] for client in state.clients if state.slots[client] < left}
     assert len(simulation.models) == 5 - lost
-    assert "begin anew" in caplog.text
+    assert "are damaged" in caplog.text
     assert_simulated(resumed, simulation)
     assert_tidy(tmp_path, [6, 7, 8])
 
@@ -1025,7 +1026,7 @@ def test_a_damaged_model_can_be_resumed_from_twice(tmp_path, caplog):
     run_in(tmp_path, rounds=4, resume=True)
     caplog.clear()
     again = run_in(tmp_path, rounds=6, resume=True)
-    assert "begin anew" not in caplog.text
+    assert "are damaged" not in caplog.text
     scored_as_held(again, 6, [int(client[-1]) for client in again.held[6]])
 
 
@@ -1087,7 +1088,7 @@ def test_a_disk_that_stays_full_ends_the_run_with_what_was_learned(monkeypatch):
 
 
 def test_a_disk_without_room_for_the_mixtures_ends_the_run_with_what_was_learned(monkeypatch):
-    write, calls = personal_models.write_at, []
+    write, calls = personal_storage.write_at, []
 
     def full(*args):
         calls.append(1)
@@ -1095,7 +1096,7 @@ def test_a_disk_without_room_for_the_mixtures_ends_the_run_with_what_was_learned
             _fail(errno.ENOSPC)
         write(*args)
 
-    monkeypatch.setattr(personal_models, "write_at", full)
+    monkeypatch.setattr(personal_storage, "write_at", full)
     with pytest.raises(RoundFailed, match="No space left") as failure:
         run(FedACS(quantile=0.4), rounds=4)
     assert set(failure.value.result.train_metrics_clientapp) == {1, 2}
@@ -1128,7 +1129,7 @@ def test_a_model_with_nothing_to_compare_is_refused(start, tmp_path):
 
 
 def test_the_models_of_an_ensemble_are_no_start():
-    with pytest.raises(MethodError, match="of 2 models, and FedACS starts from one"):
+    with pytest.raises(MethodError, match="of 2 models; FedACS starts from one"):
         FedACS(quantile=0.5).start(InProcessGrid([]), join_modes(record_of(START) for _ in range(2)))
 
 
@@ -1166,13 +1167,13 @@ def test_a_run_that_is_resumed_with_the_model_reads_its_models_right_or_says_why
 
 
 def test_a_reply_is_let_go_of_when_it_is_stored(monkeypatch, quick_gc):
-    add, alive = ModelKeeper.add, []
+    add, alive = PersonalMerger.add, []
 
     def watched(keeper, reply):
         alive.extend(weakref.ref(array) for part in reply.parts.values() for array in part.values())
         add(keeper, reply)
 
-    monkeypatch.setattr(ModelKeeper, "add", watched)
+    monkeypatch.setattr(PersonalMerger, "add", watched)
     left = []
 
     def count(report, network, app):
@@ -1242,14 +1243,13 @@ def test_attempts_that_fail_leave_nothing_in_the_store():
     """Of 60 clients each, in a store that has room for 64."""
     method = Mixing(0.5)
     layout = Layout.of_arrays({"w": np.zeros(4, np.float32)})
-    state = method.init(ServerModel("a model", layout, ({"w": np.zeros(4, np.float32)},), None), 0)
-    method.open(None, 0)
+    state = method.init(ServerModel("a model", layout, ({"w": np.zeros(4, np.float32)},), None), Run())
     for attempt in range(4):
         merger = method.merger(state, 1)
         for k in range(60):
             part = {"w": np.full(4, attempt + k, np.float32)}
             merger.add(Reply(client=f"client-{k}", parts={"mixture": part}, examples=1, metrics={}))
-    assert len(method._store) == 64
+    assert len(method.storage._store) == 64
     state = merger.finish()
     assert method.personal(state, "client-7")["w"].tolist() == [10, 10, 10, 10]
-    method.close()
+    method.storage.close()

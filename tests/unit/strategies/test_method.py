@@ -112,7 +112,7 @@ class Controlled:
 class WithControl(Averaging):
     """A second tree travels beside the model, both ways, as SCAFFOLD's variate does."""
 
-    def init(self, model, seed):
+    def init(self, model, run):
         return Controlled(model.entries, {"first": np.full(4, 5, np.float32)})
 
     def plan(self, state, round, phase, cohort, probe_replies):
@@ -185,7 +185,7 @@ def test_clients_may_get_different_values_of_one_tree():
 class TwoModes(Averaging):
     """Two models take turns, each with a frozen part: what a client holds of one mode survives the other's rounds."""
 
-    def init(self, model, seed):
+    def init(self, model, run):
         return {f"mode/{k}": {name: array + np.float32(k) for name, array in model.entries.items()} for k in range(2)}
 
     def plan(self, state, round, phase, cohort, probe_replies):

@@ -87,7 +87,7 @@ def test_the_constructor_names_the_option_the_value_and_what_is_allowed(declared
 def test_the_constructor_takes_what_is_in_range_and_hands_on_the_rest(declared):
     strategy = declared[0](width=64, size="all", fraction_train=0.25)
     assert strategy.method.options == {"width": 64, "lam": 0.5, "kind": "sign", "size": "all"}
-    assert strategy.fraction_train == 0.25
+    assert strategy.rules.fraction_train == 0.25
     with pytest.raises(TypeError, match="widht"):
         declared[0](widht=3)
 
@@ -150,7 +150,7 @@ def test_drawn_budgets_can_be_asked_for_in_two_ways():
 
 def test_the_calls_of_before_go_on_working():
     strategy = FedFrozen(warmup_rounds=2, ridge=1, fraction_train=0.5)
-    assert (strategy.method.warmup_rounds, strategy.method.ridge, strategy.fraction_train) == (2, 1, 0.5)
+    assert (strategy.method.warmup_rounds, strategy.method.ridge, strategy.rules.fraction_train) == (2, 1, 0.5)
 
 
 def test_the_keys_that_flower_knows_are_those_of_the_code():

@@ -27,7 +27,7 @@ from tepal.server_app.run import run as run_config
 from tepal.strategies import FedEnsemble, MethodError, RoundFailed, SelectiveLayers, join_modes, modes_of
 from tepal.strategies.in_process import InProcessGrid, Node
 from tepal.strategies.layer_selection import choose
-from tepal.strategies.method import ServerModel
+from tepal.strategies.method import Run, ServerModel
 from tepal.strategies.selective import Selecting
 from tepal.training.probing import probe_layers
 from tests.packages import ROOT
@@ -338,7 +338,7 @@ def test_the_order_of_replies_does_not_change_the_merge():
         replies.append(Reply(client=f"client-{k}", parts={MODEL: part}, examples=10**k, metrics={}))
     merged = []
     for order in itertools.permutations(replies):
-        merger = method.merger(method.init(model, 0), 1)
+        merger = method.merger(method.init(model, Run()), 1)
         for reply in order:
             merger.add(reply)
         merged.append(merger.finish().entries)
@@ -938,7 +938,7 @@ def test_uploads_of_clip_are_the_published_shares_of_the_full_model(clip, budget
 
     method = Selecting(budget)
     zeros = {entry.name: np.broadcast_to(np.float32(0), entry.shape) for entry in blocks.layout.entries}
-    state = method.init(ServerModel("CLIP", blocks.layout, (zeros,), blocks), seed=0)
+    state = method.init(ServerModel("CLIP", blocks.layout, (zeros,), blocks), Run())
     probe = Reply(client="a", parts={}, examples=1, metrics={}, vectors={"layer-scores": tuple(range(12))})
     (plan,) = method.plan(state, 1, "train", ["a"], {"a": probe})
     assert blocks.layout.nbytes(plan.returns[MODEL]) == 4 * (budget * layer + head)

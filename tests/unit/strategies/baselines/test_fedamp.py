@@ -307,7 +307,7 @@ def test_errors_name_fedamp():
     start = ArrayRecord({"ids": Array(np.arange(3))})
     with pytest.raises(MethodError, match="no floating-point parameters, which FedAMP compares"):
         FedAMP(sigma=1.0, alpha=1.0).start(InProcessGrid([]), start)
-    with pytest.raises(MethodError, match="of 2 models, and FedAMP starts from one"):
+    with pytest.raises(MethodError, match="of 2 models; FedAMP starts from one"):
         FedAMP(sigma=1.0, alpha=1.0).start(InProcessGrid([]), join_modes([start, start]))
 
 

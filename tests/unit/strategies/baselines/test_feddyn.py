@@ -1,5 +1,7 @@
 """FedDyn against its paper's equations in NumPy, and its limit against the minimiser in closed form."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -140,7 +142,7 @@ def test_the_limit_is_the_minimiser_of_the_mean_loss_where_fedavg_ends_elsewhere
     ends = {}
     for name, strategy in (("feddyn", FedDyn(alpha=3.0, fraction_train=fraction)), ("fedavg", FedAvg())):
         grid = Quadratic(sizes).grid(monkeypatch, tmp_path / name)
-        strategy.fraction_evaluate = 0.0
+        strategy.rules = replace(strategy.rules, fraction_evaluate=0.0)
         _, models = start(strategy, grid, 60, first=np.zeros((1, 3)), **whole)
         ends[name] = np.abs(models[60] - Quadratic(sizes).minimiser()).max()
     assert ends["feddyn"] < 1e-8 and ends["fedavg"] > 0.05, ends

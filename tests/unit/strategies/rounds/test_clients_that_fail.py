@@ -23,7 +23,7 @@ from tepal.strategies import FedAvg, RoundFailed
 from tepal.strategies.fedavg import ModelMerger
 from tepal.strategies.in_process import InProcessGrid, Node
 from tepal.strategies.rounds import messenger
-from tepal.strategies.rounds.ledger import FAILURES, LEFT_OUT, Standing
+from tepal.strategies.rounds.ledger import FAILURES, LEFT_OUT, ClientLedger
 
 START = ArrayRecord({"w": Array(np.zeros(1))})
 
@@ -123,7 +123,7 @@ def test_who_gives_no_result_three_times_in_a_row_is_left_out_for_some_rounds_an
 
 def test_who_is_left_out_is_said_in_the_log(trained, caplog):
     run(InProcessGrid(nodes_of(trained.app(lambda client, number: client == "b"))), 3)
-    assert "b has given no result 3 times in a row; it is left out until round 9" in caplog.text
+    assert "b has failed 3 times in a row; it is left out until round 9" in caplog.text
 
 
 def test_failures_that_do_not_come_in_a_row_are_forgiven(trained):
@@ -225,21 +225,22 @@ def test_a_good_score_does_not_make_up_for_training_that_fails(trained):
 
 
 def test_standing_counts_each_client_alone():
-    standing = Standing()
+    ledger = ClientLedger()
     for number in (1, 2, 3):
-        standing.failed("a", number)
-        standing.failed("b", number)
-        standing.good("c")
+        ledger.failed("a", number)
+        ledger.failed("b", number)
+        ledger.good("c")
         if number == 2:
-            standing.good("b")
-    assert standing.out(["a", "b", "c"], 4) == ["a"]
-    assert standing.out(["b", "c"], 4) == []
-    again = Standing(dict(standing.failures), dict(standing.until))
-    assert [again.out(["a"], number) for number in range(3, 11)] == [["a"]] * 6 + [[]] * 2
+            ledger.good("b")
+    assert ledger.left_out(["a", "b", "c"], 4) == ["a"]
+    assert ledger.left_out(["b", "c"], 4) == []
+    again = ClientLedger()
+    again.restore(**ledger.to_facts(), versions=[])
+    assert [again.left_out(["a"], number) for number in range(3, 11)] == [["a"]] * 6 + [[]] * 2
     again.failed("a", 9)
-    assert again.out(["a"], 10) == ["a"] and again.out(["a"], 15) == []
+    assert again.left_out(["a"], 10) == ["a"] and again.left_out(["a"], 15) == []
     again.good("a")
-    assert again.out(["a"], 10) == []
+    assert again.left_out(["a"], 10) == []
 
 
 # ---- who answers late ------------------------------------------------------------------------------------------------
@@ -270,7 +271,7 @@ def test_a_late_reply_is_dropped_and_said_and_never_merged(trained, caplog):
     reports, models = run(grid, 3, timeout=3, on_round=lambda report: grid.release.set())
     assert reports[1].lost == [("b", "it did not answer within 3 s")] and sorted(reports[1].replied) == ["a", "c"]
     assert [report.late for report in reports.values()] == [[], [("b", 1)], []]
-    assert "b answers round 1 too late; its reply is dropped" in caplog.text
+    assert "b answered round 1 too late; its reply is dropped" in caplog.text
     assert sorted(reports[2].replied) == sorted(reports[3].replied) == ["a", "b", "c"]
     for number, clients in ((1, "ac"), (2, "abc"), (3, "abc")):
         assert models[number] == pytest.approx(mean_of(clients, number))
@@ -328,7 +329,7 @@ def test_a_node_that_is_restarted_is_asked_again_in_the_same_round_and_merged_on
     assert [sorted(report.replied) for report in reports.values()] == [["a", "b", "c"]] * 3
     assert [report.resent for report in reports.values()] == [0, times, 0]
     assert not any(report.lost or report.refused or report.left_out for report in reports.values())
-    assert "b was restarted in round 2, and is asked again" in caplog.text
+    assert "b was restarted in round 2; its message is sent again" in caplog.text
     for number in (1, 2, 3):
         assert models[number] == pytest.approx(mean_of("abc", number))
     assert trained.rounds("a") == [1, 2, 3]
@@ -361,7 +362,7 @@ def test_a_superlink_that_does_not_say_who_is_there_costs_nobody(trained, monkey
     grid = Silent(nodes_of(trained.app()))
     reports, _ = run(grid, 2)
     assert sorted(reports[2].replied) == ["a", "b", "c"] and reports[2].resent == 1
-    assert "does not say which nodes are there: busy" in caplog.text
+    assert "does not list its nodes: busy" in caplog.text
 
 
 # ---- what Flower's grid raises and says ------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Rounds whose values travel encoded. Clients move what they get by steps that follow from partition and round."""
 
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -65,7 +66,7 @@ def moving_app(seen=None, scale=1e-2):
 def start(strategy, app, clients=1, rounds=1, arrays=START, **options):
     history = []
     strategy.on_round = history.append
-    strategy.min_available_nodes = 1
+    strategy.rules = replace(strategy.rules, min_available_nodes=1)
     grid = InProcessGrid([Node(app, {"partition-id": k}) for k in range(clients)], **options)
     initial = ArrayRecord({name: Array(array) for name, array in arrays.items()})
     result = strategy.start(grid, initial, num_rounds=rounds)
@@ -153,7 +154,7 @@ def test_a_reply_that_was_refused_leaves_nothing_behind(cache_folder):
 def test_the_same_seed_gives_the_same_bits_whoever_replies_first():
     def run(order, seed=7):
         strategy = FedAvg(encoding=Encoding("bfloat16", "int8", seed=seed), deterministic=True)
-        strategy.min_available_nodes = 3
+        strategy.rules = replace(strategy.rules, min_available_nodes=3)
         grid = InProcessGrid([Node(moving_app(), {"partition-id": k}) for k in order])
         initial = ArrayRecord({name: Array(array) for name, array in START.items()})
         return strategy.start(grid, initial, num_rounds=3).arrays["w"].numpy()

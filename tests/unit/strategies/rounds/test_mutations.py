@@ -76,8 +76,8 @@ class Controlled(ModelState):
 class FreezingWithControl(Freezing):
     """FedFrozen's method, and a tree "control" of the value block that travels both ways beside the model."""
 
-    def init(self, model, seed):
-        return Controlled(super().init(model, seed).entries, control=CONTROL)
+    def init(self, model, run):
+        return Controlled(super().init(model, run).entries, control=CONTROL)
 
     def plan(self, state, round, phase, cohort, probe_replies):
         plans = super().plan(state, round, phase, cohort, probe_replies)

@@ -336,7 +336,7 @@ def test_a_client_that_cannot_take_part_says_why_before_the_first_round():
 
 
 def test_waiting_for_clients_ends_with_advice():
-    with pytest.raises(RoundFailed, match=r"1 clients are there after 0\.3 s, and 2 are needed: start more SuperNodes"):
+    with pytest.raises(RoundFailed, match=r"1 clients are connected after 0\.3 s; 2 are needed: start more SuperNodes"):
         start(FedAvg(), grid_of(1), timeout=0.3)
 
 
