@@ -234,7 +234,7 @@ class Thing:
 )
 def test_what_a_state_must_not_hold_is_refused_with_its_type(value):
     for state in (value, {"a": [1, (value,)]}, Global({"w": value}), {("key", 2): Outer(value)}):
-        with pytest.raises(TypeError, match=f"holds a {type(value).__name__},"):
+        with pytest.raises(TypeError, match=f"has a {type(value).__name__},"):
             to_json(state, {})
 
 
