@@ -16,7 +16,8 @@ from pydantic import Field
 
 from tepal.strategies.mixing import cosine, mixing_weights, threshold
 from tepal.strategies.options import RoundOptions, listed
-from tepal.strategies.personal.models import MEAN_MODEL, PersonalMixing, PersonalModels
+from tepal.strategies.personal.models import MEAN_MODEL, PersonalMixing
+from tepal.strategies.personal.storage import PersonalModels
 from tepal.strategies.rounds.strategy import MethodStrategy
 
 

@@ -112,6 +112,7 @@ class Merger(Protocol[NextState]):
 
     def finish(self) -> NextState:
         """The method's next state."""
+        ...
 
 
 class Storage(Protocol[State]):
@@ -127,6 +128,7 @@ class Storage(Protocol[State]):
             state: of the checkpoint with which the run is resumed.
             older: states of earlier checkpoints to which the run may return as well, read one by one.
         """
+        ...
 
     def flush(self) -> None:
         """Wait until everything is on disk: the current state is about to be saved. Raises OSError."""

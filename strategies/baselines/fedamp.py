@@ -23,7 +23,8 @@ from tepal.exchange.plan import PROXIMAL, Plan, Reply
 from tepal.strategies.method import check_number
 from tepal.strategies.mixing import Models
 from tepal.strategies.options import NonNegative, Positive, RoundOptions, listed
-from tepal.strategies.personal.models import MEAN_MODEL, PersonalMixing, PersonalModels
+from tepal.strategies.personal.models import MEAN_MODEL, PersonalMixing
+from tepal.strategies.personal.storage import PersonalModels
 from tepal.strategies.rounds.strategy import MethodStrategy
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -22,34 +22,13 @@ from tepal.exchange.layout import Arrays
 from tepal.exchange.plan import EVALUATE, SCORED_AS, Plan, Reply, Tree
 from tepal.strategies.method import Method, MethodError, Run, ServerModel
 from tepal.strategies.mixing import Models, update_gram
-from tepal.strategies.personal.storage import PersonalStorage
+from tepal.strategies.personal.storage import PersonalModels, PersonalStorage
 
 MIXTURE: Tree = "mixture"
 PERSONAL: Tree = "personal"
 
 MEAN_MODEL = "the mean of the clients' personal models, which no client uses"
 """The global model of such a run, for reports."""
-
-
-@dataclass(frozen=True)
-class PersonalModels:
-    """The state: the n clients that have replied. Their models are in the `PersonalStorage`."""
-
-    initial: Arrays
-    order: tuple[str, ...]
-    """Entries in the order in which a row of the file contains them."""
-    counted: int
-    """How many of the numbers in a row are compared."""
-    clients: tuple[str, ...] = ()
-    """In the order of the rows of `gram`."""
-    slots: Mapping[str, int] = field(default_factory=dict)
-    """Client → slot of its model in the file."""
-    digests: Mapping[str, str] = field(default_factory=dict)
-    """Client → digest of its model's row."""
-    counters: Mapping[str, Arrays] = field(default_factory=dict)
-    """Client → its entries that are not floating-point numbers; they are not mixed."""
-    gram: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
-    """(n, n) dot products of the models."""
 
 
 class PersonalMixing(Method[PersonalModels]):

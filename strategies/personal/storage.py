@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from logging import getLogger
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -15,15 +15,33 @@ from tepal.strategies.method import MethodError, Run, ServerModel
 from tepal.strategies.mixing import weighted_rows
 from tepal.strategies.personal.store import ModelStore, RowLayout, StoredModels, write_at
 
-if TYPE_CHECKING:
-    from tepal.strategies.personal.models import PersonalModels
-
 log = getLogger("flwr")
 
 T = TypeVar("T")
 
 STORE = "models.bin"
 """File of the clients' models, in the folder of the checkpoints."""
+
+
+@dataclass(frozen=True)
+class PersonalModels:
+    """The state: the n clients that have replied. Their models are in a `PersonalStorage`."""
+
+    initial: Arrays
+    order: tuple[str, ...]
+    """Entries in the order in which a row of the file contains them."""
+    counted: int
+    """How many of the numbers in a row are compared."""
+    clients: tuple[str, ...] = ()
+    """In the order of the rows of `gram`."""
+    slots: Mapping[str, int] = field(default_factory=dict)
+    """Client → slot of its model in the file."""
+    digests: Mapping[str, str] = field(default_factory=dict)
+    """Client → digest of its model's row."""
+    counters: Mapping[str, Arrays] = field(default_factory=dict)
+    """Client → its entries that are not floating-point numbers; they are not mixed."""
+    gram: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
+    """(n, n) dot products of the models."""
 
 
 class PersonalStorage:

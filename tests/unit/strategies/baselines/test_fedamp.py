@@ -15,7 +15,7 @@ from tepal.strategies import FedACS, FedAMP, FedAvg, MethodError, join_modes
 from tepal.strategies.baselines.fedamp import attention_weights, squared_distances
 from tepal.strategies.in_process import InProcessGrid, Node
 from tepal.strategies.mixing import weighted_rows
-from tepal.strategies.personal.models import PersonalModels
+from tepal.strategies.personal.storage import PersonalModels
 from tepal.strategies.rounds.checkpoint import CheckpointError, Checkpoints, from_json, to_json
 from tests.quiet import quiet  # noqa: F401
 
@@ -319,6 +319,6 @@ def test_a_checkpoint_of_fedacs_from_before_there_was_a_common_base_can_be_read(
     state = PersonalModels({"w": np.ones(2)}, ("w",), 2, clients=("a",), slots={"a": 0}, gram=np.eye(1))
     arrays = {}
     kept = to_json(state, arrays)
-    assert kept["type"] == "tepal.strategies.personal.models:PersonalModels"
+    assert kept["type"] == "tepal.strategies.personal.storage:PersonalModels"
     kept["type"] = "tepal.strategies.fedacs:PersonalModels"
     assert from_json(kept, arrays) == state
