@@ -3,7 +3,7 @@
 The K models, called modes, w_1 … w_K are initialised independently; clients are divided into Q strata once.
 
     round   the clients of stratum q train mode P[q, r]; r is the round's number in its age (`schedule.py`)
-    merge   w_k = mean over the clients that trained k in this round; a mode that none trained does not change
+    merge   w_k = mean over the clients that trained k in this round (Remark 3.1); other modes do not change
     predict mean over the K models, of probabilities or outputs
 
 One mode is sent down and up for each client and round: FedAvg's bytes. All K modes are sent to be scored by the
@@ -246,8 +246,8 @@ class FedEnsemble(MethodStrategy):
         modes: K, models in the ensemble. 1 is the member alone.
         strata: Q, groups of clients; 0: as many as clients train in a round, one of each stratum.
         member: strategy with which a mode is trained, by default FedAvg; only the options of its method are used.
-        weighting: weights of the clients that trained the same mode: uniform (the paper's), or their numbers of
-            examples.
+        weighting: weights of the clients that trained the same mode: uniform (the paper's, Remark 3.1), or their
+            numbers of examples.
         assign: mode that a client trains: by the schedule, in rotation, or the one with the highest loss on the
             client's test examples when it last received it, after those that it has not received.
         round_options: see `MethodStrategy`. `model` is by default the member's. `min_available_nodes` is raised to
