@@ -1,4 +1,4 @@
-"""Weighted means over clients, as the replies come in: no list of models is ever held."""
+"""Weighted means over clients, updated with each reply, so that no reply needs to be stored."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ import numpy as np
 
 from tepal.exchange.threads import in_threads
 
-_CHUNK = 1 << 17  # elements: what one step works on stays in the processor's cache
-_PIECE = 1 << 20  # elements that a thread takes at a time
-_BLOCK = 1 << 24  # elements that are allocated at once: in large blocks the system gives memory by larger pages, sooner
+_CHUNK = 1 << 17  # elements that one operation processes: they fit into the processor's cache
+_PIECE = 1 << 20  # elements that a thread processes at a time
+_BLOCK = 1 << 24  # elements that are allocated together: large blocks are faster, as their pages are larger
 _GROUP = 50
-"""Parts whose float32 mean is taken step by step. Each step rounds once; of so many, in any order, less than 1e-6 is
-left of the values. Of more, the means of groups are averaged likewise, for which there is a second array."""
+"""Parts in a group, whose float32 mean is updated part by part. Each update rounds once; the error of 50 updates, in
+any order, is less than 1e-6 of the values. The means of several groups are averaged likewise, in a second array."""
 
-_SMALL = 1 << 16  # elements up to which an entry's mean is float64, which costs nothing there
+_SMALL = 1 << 16  # elements up to which an entry's mean is float64, which takes no time or memory worth saving
 
 _Step = tuple[np.ndarray, np.ndarray, float]
-"""(mean, values, share): mean ← mean + share·(values − mean); with share 1 whatever was in it is overwritten."""
+"""(mean, values, share) of the update mean ← mean + share·(values − mean); share 1 overwrites the mean."""
 
 
 class WeightedMean:
-    """Per-entry weighted mean Σ_k w_k·x_k / Σ_k w_k over the parts that have the entry, taken as they come:
+    """Weighted mean Σ_k w_k·x_k / Σ_k w_k of each entry over the parts that have it, updated with each part:
 
-        m ← m + w_k/W·(x_k − m)            W: sum of the weights so far, w_k among them
+        m ← m + w_k/W·(x_k − m)            W: sum of the weights so far, including w_k
 
-    so that nothing overflows, and what is equal in all parts stays as it is, bit for bit. Of a large float32 or float16
-    entry there is one float32 array (over 50 parts, a second one), and the order of the parts shows by less than 1e-6
-    of the values; of all others there is a float64 array, and it shows by 1e-15. An entry that no part has is not in
-    the result. Means of integer entries (counters) are rounded to the nearest integer and keep their dtype, means of
-    bool entries are the majority.
+    so that nothing overflows, and values that are equal in all parts are unchanged, bit for bit. A large float32 or
+    float16 entry has one float32 array (with more than 50 parts, two), and its mean depends on the order of the parts
+    by less than 1e-6 of the values; every other entry has a float64 array, and depends on it by 1e-15. An entry that is
+    in no part is not in the result. Means of integer entries (counters) are rounded to the nearest integer and keep
+    their dtype; the mean of a bool entry is the majority.
     """
 
     def __init__(self) -> None:
-        self._means: dict[str, _Mean] = {}
+        self._means: dict[str, _EntryMean] = {}
 
     def add(self, part: Mapping[str, np.ndarray], weight: float) -> None:
         """Add the entries of one client.
@@ -49,29 +49,29 @@ class WeightedMean:
             ValueError: a weight that is not positive and finite, or an entry of another shape or dtype than before.
         """
         if not (np.isfinite(weight) and weight > 0):
-            raise ValueError(f"a weight must be positive and finite, and is {weight}")
+            raise ValueError(f"weight is {weight}; it must be positive and finite")
         for name, array in part.items():
             mean = self._means.get(name)
             if mean is not None and (array.shape, array.dtype) != (mean.values.shape, mean.dtype):
                 raise ValueError(
-                    f"entry {name!r} is {array.dtype}{list(array.shape)}, and was "
-                    f"{mean.dtype}{list(mean.values.shape)} before"
+                    f"entry {name!r} is {array.dtype}{list(array.shape)}; it must be "
+                    f"{mean.dtype}{list(mean.values.shape)}, as in earlier parts"
                 )
         new = {name: array for name, array in part.items() if name not in self._means}
         for (name, array), values in zip(new.items(), _empty(new.values()), strict=True):
-            self._means[name] = _Mean(values, array.dtype)
+            self._means[name] = _EntryMean(values, array.dtype)
         means = [self._means[name] for name in part]
-        _take([mean.end_group() for mean in means if mean.count == _GROUP])
-        _take([(mean.values, array, mean.share(weight)) for mean, array in zip(means, part.values(), strict=True)])
+        _update([mean.end_group() for mean in means if mean.count == _GROUP])
+        _update([(mean.values, array, mean.share(weight)) for mean, array in zip(means, part.values(), strict=True)])
 
     def result(self) -> dict[str, np.ndarray]:
-        """Entry name → mean, read-only, in the dtype of the parts. It ends this mean: the arrays are its own."""
+        """Entry name → mean, read-only, in the dtype of the parts. Call it once, after the last part."""
         means, self._means = self._means, {}
-        _take([mean.end_group() for mean in means.values() if mean.groups is not None])
+        _update([mean.end_group() for mean in means.values() if mean.groups is not None])
         return {name: mean.result() for name, mean in means.items()}
 
 
-class _Mean:
+class _EntryMean:
     """The mean of one entry."""
 
     def __init__(self, values: np.ndarray, dtype: np.dtype) -> None:
@@ -79,17 +79,17 @@ class _Mean:
         self.dtype = dtype  # of the parts
         self.weight, self.count = 0.0, 0
         self.groups: np.ndarray | None = None
-        """Mean of the groups that have ended."""
+        """Mean of the groups that are complete."""
         self.weight_of_groups = 0.0
 
     def share(self, weight: float) -> float:
-        """The share of the next part in the mean of its group."""
+        """Share of the next part in the mean of its group."""
         self.weight += weight
         self.count += 1
         return weight / self.weight
 
     def end_group(self) -> _Step:
-        """The step that takes the group's mean into that of the groups."""
+        """End the group. Returns the update by which its mean enters the mean of the groups."""
         if self.groups is None:
             self.groups = np.empty_like(self.values)
         self.weight_of_groups += self.weight
@@ -109,7 +109,7 @@ class _Mean:
 
 
 def _empty(entries: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-    """Arrays for the means of these entries."""
+    """Allocate the arrays for the means of these entries."""
     arrays = list(entries)
     narrow = [array.size > _SMALL and array.dtype in (np.float16, np.float32) for array in arrays]
     left = sum(array.size for array, is_narrow in zip(arrays, narrow, strict=True) if is_narrow)
@@ -125,15 +125,16 @@ def _empty(entries: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
         left -= array.size
 
 
-def _take(steps: list[_Step]) -> None:
+def _update(steps: list[_Step]) -> None:
+    """Do these updates of means, in place, in several threads."""
     pieces: list[_Step] = []
     for mean, values, share in steps:
         mean, values = mean.reshape(-1), values.reshape(-1)
         pieces += [(mean[k : k + _PIECE], values[k : k + _PIECE], share) for k in range(0, mean.size, _PIECE)]
-    in_threads(_take_piece, pieces, sum(values.nbytes for _, values, _ in pieces))
+    in_threads(_update_piece, pieces, sum(values.nbytes for _, values, _ in pieces))
 
 
-def _take_piece(step: _Step) -> None:
+def _update_piece(step: _Step) -> None:
     mean, values, share = step
     if share == 1:
         np.copyto(mean, values)
@@ -147,34 +148,43 @@ def _take_piece(step: _Step) -> None:
         np.add(m, difference, out=m)
 
 
-def with_joiners(mean: Mapping[str, np.ndarray], before: int, now: int) -> dict[str, np.ndarray]:
-    """A mean over clients after more of them joined, each with zero: the sum stays.
+def with_joiners(
+    mean: Mapping[str, np.ndarray], clients: Iterable[str], available: Iterable[str]
+) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
+    """A mean over all clients, after new ones joined with the value zero: the sum does not change.
 
     Args:
-        mean: entry name → mean over the clients of before.
-        before, now: how many clients there were and are; with none before, the mean is zero and stays.
+        mean: entry name → mean over `clients`; zero if there are none.
+        clients: all clients so far.
+        available: clients that are available now; those that are not among `clients` join.
+
+    Returns:
+        The mean over all clients, and their names, sorted. Without new clients the arrays are the same objects.
     """
-    if now == before or not before:
-        return dict(mean)
-    return {name: (values * (before / now)).astype(values.dtype) for name, values in mean.items()}
+    before = tuple(clients)
+    known = tuple(sorted({*before, *available}))
+    if not before or len(known) == len(before):
+        return dict(mean), known
+    share = len(before) / len(known)
+    return {name: (values * share).astype(values.dtype) for name, values in mean.items()}, known
 
 
 ON_TESTS = ("received-", "trained-", "personal-", "ensemble-")
-"""How the names of metrics begin that a client measures on its own test examples: the model they are of."""
+"""Prefixes of metrics that a client measures on its own test examples: they name the model that is measured."""
 
 
 def mean_metrics(
     replies: Iterable[tuple[Mapping[str, float], int]], weighted_by: str, *, alike: bool = False
 ) -> dict[str, float]:
-    """Weighted mean of the metrics of several clients.
+    """Weighted means of the metrics of several clients.
 
-    Metrics that are measured on test examples, which is what a name with a prefix `received-`, `trained-` or
-    `personal-` says, weigh by the client's `test-examples`; all others by its weight.
+    Metrics that are measured on test examples, whose names begin with one of `ON_TESTS`, are weighted by the client's
+    `test-examples`; all others by its weight.
 
     Args:
-        replies: (metrics, weight) of each client. A metric that a client does not have leaves that client out.
-        weighted_by: the metric that the weight was taken from; it and `test-examples` are summed, not averaged.
-        alike: what is measured on test examples counts alike for every client, as personalised models are judged.
+        replies: (metrics, weight) of each client. A mean is over the clients that have the metric.
+        weighted_by: the metric from which the weight was taken; it and `test-examples` are summed, not averaged.
+        alike: for metrics on test examples, all clients have the same weight, as is usual for personal models.
     """
     terms: dict[str, list[float]] = {}
     weights: dict[str, list[float]] = {}
@@ -188,13 +198,13 @@ def mean_metrics(
             w = (1.0 if alike else on_tests) if name.startswith(ON_TESTS) else weight
             terms.setdefault(name, []).append(w * value)
             weights.setdefault(name, []).append(w)
-    # Exact sums, so that the order in which clients answer does not show.
+    # Exact sums: the result does not depend on the order of the replies.
     totals = {name: math.fsum(each) for name, each in weights.items()}
     return {name: math.fsum(each) / totals[name] for name, each in terms.items() if totals[name]}
 
 
 def over_clients(replies: Iterable[tuple[Mapping[str, float], int]]) -> dict[str, tuple[float, float]]:
-    """Mean and standard deviation over clients, all counted alike, of what they measured on their own test examples."""
+    """Mean and standard deviation over clients, with uniform weights, of their metrics on their own test examples."""
     values: dict[str, list[float]] = {}
     for metrics, _ in replies:
         for name, value in metrics.items():

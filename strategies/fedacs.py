@@ -1,9 +1,9 @@
-"""FedACS: every client has a model of its own, mixed by how much the models point the same way (arXiv:2312.15148).
+"""FedACS: a personal model for each client, mixed with the models of similar clients (arXiv:2312.15148, eq. 4).
 
     s_ij = cos(w_i, w_j)        δ = p-quantile of all s_ij        u_i = Σ_{j: s_ij > δ} s_ij·w_j / Σ_{j: s_ij > δ} s_ij
 
-Client i gets its mixture u_i, trains it, and returns w_i: FedAvg's bytes. The mathematics is in `mixing/`; where the
-models lie, and who gets what, in `personal/models.py`.
+Client i receives its mixture u_i, trains it, and returns w_i: FedAvg's bytes. The mathematics is in `mixing/`;
+`personal/models.py` stores the models and sends the mixtures.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tepal.strategies.personal.storage import PersonalModels
 from tepal.strategies.rounds.strategy import MethodStrategy
 
 
-class Mixing(PersonalMixing):
+class FedACSMethod(PersonalMixing):
     """The method of FedACS. Arguments are those of `FedACS`."""
 
     name = "FedACS"
@@ -35,7 +35,7 @@ class Mixing(PersonalMixing):
         return mixing_weights(similarity, threshold(similarity, self.quantile), rows, alpha=self.alpha)
 
     def measures(self, state: PersonalModels) -> Mapping[str, np.ndarray]:
-        """The `similarity` S (n, n) of the clients' models, and its `threshold` δ."""
+        """Cosine `similarity` S (n, n) of the clients' models, and its `threshold` δ."""
         similarity = cosine(state.gram)
         return {
             "similarity": similarity.astype(np.float32),
@@ -56,15 +56,16 @@ class Mixing(PersonalMixing):
 class FedACS(MethodStrategy):
     """FedACS over Tepal's exchange.
 
-    The result's arrays are the mean of the clients' models; each client's own is in the store, and with the client.
+    The result's arrays are the mean of the clients' models. Each personal model is in the server's store and in its
+    client's cache.
 
     Args:
-        quantile: p, the share of the similarities that are too small to count. From 1 − 1/n on every client trains
+        quantile: p, the share of the similarities that are below the threshold. From 1 − 1/n on every client trains
             alone.
-        alpha: α, how far a client goes from its own model to the mixture; 1 is the paper's.
-        round_options: see `MethodStrategy`. `model` says what is a buffer and is not compared; a model whose only
-            buffers are BatchNorm's need not be given. The store of models lies in the folder of the checkpoints;
-            without one it is a temporary file.
+        alpha: α of the start (1 − α)·w_i + α·u_i; 1 is the paper's.
+        round_options: see `MethodStrategy`. `model` defines which entries are buffers, which are not compared; a model
+            with no buffers but BatchNorm's need not be given. The store of models is a file in the folder of the
+            checkpoints; without checkpoints, a temporary file.
 
     Raises:
         ValueError: an option out of range.
@@ -77,4 +78,4 @@ class FedACS(MethodStrategy):
         alpha: Annotated[float, Field(gt=0, le=1)] = 1.0,
         **round_options: Unpack[RoundOptions],
     ) -> None:
-        super().__init__(Mixing(quantile, alpha), **round_options)
+        super().__init__(FedACSMethod(quantile, alpha), **round_options)

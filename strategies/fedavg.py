@@ -1,13 +1,17 @@
-"""FedAvg: everything travels, both ways, every round (McMahan et al. 2017, arXiv:1602.05629, algorithm 1)."""
+"""FedAvg: the weighted mean of the clients' models (McMahan et al. 2017, arXiv:1602.05629, algorithm 1).
+
+The whole model is sent down and up in every round. This module also has the base classes of the other methods with one
+global model.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar, Unpack
+from typing import Any, Generic, TypeVar, Unpack
 
 from tepal.exchange.layout import Arrays
-from tepal.exchange.plan import EVALUATE, MODEL, Plan, Reply, Tree
+from tepal.exchange.plan import EVALUATE, MODEL, Plan, Reply, Scalar, Tree
 from tepal.strategies.aggregate import WeightedMean
 from tepal.strategies.method import Merger, Method, MethodError, Run, ServerModel
 from tepal.strategies.options import RoundOptions, listed
@@ -16,7 +20,7 @@ from tepal.strategies.rounds.strategy import MethodStrategy
 
 @dataclass(frozen=True)
 class ModelState:
-    """A global model and how often it was merged."""
+    """A global model, and how many rounds were merged into it."""
 
     entries: Arrays
     merges: int = 0
@@ -26,40 +30,64 @@ State = TypeVar("State", bound=ModelState)
 
 
 class ModelMerger(Generic[State]):
-    """w ← Σ_k (n_k / Σ n) w_k over the replies, entry by entry; entries that nobody returned stay as they are.
+    """Merge the replies of a round into their weighted mean: w ← Σ_k (n_k / Σ n)·w_k for each entry.
 
-    `alike`: every client counts alike, whatever its n_k.
+    Entries that no client returned stay as they are.
+
+    Args:
+        state: of the method before the round.
+        uniform: all clients have the same weight, whatever their numbers of examples n_k.
     """
 
-    def __init__(self, state: State, *, alike: bool = False) -> None:
+    def __init__(self, state: State, *, uniform: bool = False) -> None:
         self._state = state
-        self._alike = alike
+        self._uniform = uniform
         self._mean = WeightedMean()
 
     def add(self, reply: Reply) -> None:
-        self._mean.add(reply.parts[MODEL], 1.0 if self._alike else reply.examples)
+        self._mean.add(reply.parts[MODEL], 1.0 if self._uniform else reply.examples)
 
     def finish(self) -> State:
-        merged = {**self._state.entries, **self._mean.result()}
-        return replace(self._state, entries=merged, merges=self._state.merges + 1)
+        return self._next_state(self._mean.result())
+
+    def _next_state(self, entries: Arrays, **fields: Any) -> State:
+        """The state after the round, in which these entries and fields are replaced."""
+        merged = {**self._state.entries, **entries}
+        return replace(self._state, entries=merged, merges=self._state.merges + 1, **fields)
 
 
-class GlobalModel(Method[State]):
-    """The base of methods with one global model that travels whole. Subclasses begin and merge it."""
+class GlobalModelMethod(Method[State]):
+    """Base class of methods with one global model that is sent as a whole. Subclasses define `init` and `merger`."""
+
+    objective: str = ""
+    """Name of the clients' objective of local training; "" is the loss of their app."""
+
+    def options(self) -> Mapping[str, Scalar]:
+        """Options of a plan for training: what the objective and `apply_plan` read there."""
+        return {}
 
     def plan(
         self, state: State, round: int, phase: str, cohort: Sequence[str], probe_replies: Mapping[str, Reply]
     ) -> list[Plan]:
         names = tuple(state.entries)
+        entries, options = {MODEL: names}, self.options()
         return [
-            Plan(client=client, round=round, needs={MODEL: names}, trains=names, returns={MODEL: names})
+            Plan(
+                client=client,
+                round=round,
+                needs=entries,
+                trains=names,
+                returns=entries,
+                objective=self.objective,
+                options=options,
+            )
             for client in cohort
         ]
 
     def evaluation(self, state: State, round: int, cohort: Sequence[str], *, more_rounds: bool) -> list[Plan]:
         needs = {MODEL: tuple(state.entries)}
         return [
-            # The next round starts from the model that is scored now: a client that keeps it needs no second copy.
+            # The next round starts from the model that is scored now: a client that caches it does not need it again.
             Plan(client=client, round=round, action=EVALUATE, needs=needs, keeps=needs if more_rounds else {})
             for client in cohort
         ]
@@ -71,8 +99,8 @@ class GlobalModel(Method[State]):
         return (state.entries,)
 
 
-class Averaging(GlobalModel[ModelState]):
-    """The method of FedAvg."""
+class FedAvgMethod(GlobalModelMethod[ModelState]):
+    """The method of FedAvg, and the base class of methods that differ from it in a few functions."""
 
     def init(self, model: ServerModel, run: Run) -> ModelState:
         return ModelState(only_start(model))
@@ -81,8 +109,12 @@ class Averaging(GlobalModel[ModelState]):
         return ModelMerger(state)
 
 
+Averaging = FedAvgMethod
+"""Earlier name of `FedAvgMethod`."""
+
+
 def only_start(model: ServerModel) -> Arrays:
-    """The entries of the one model that a run starts from. Raises MethodError where it was given several."""
+    """Entries of the one model that a run starts from. Raises MethodError if the run was given several models."""
     if len(model.starts) > 1:
         raise MethodError(
             f"the initial arrays are of {len(model.starts)} models, and this method trains one: give it those of "
@@ -101,4 +133,4 @@ class FedAvg(MethodStrategy):
     """Federated averaging over Tepal's exchange. Takes the keyword arguments of `MethodStrategy` and no others."""
 
     def __init__(self, **round_options: Unpack[RoundOptions]) -> None:
-        super().__init__(Averaging(), **round_options)
+        super().__init__(FedAvgMethod(), **round_options)

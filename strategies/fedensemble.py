@@ -1,14 +1,14 @@
-"""Fed-ensemble: K models travel in rotation, one to a client and round (arXiv:2107.10663, section 3).
+"""Fed-ensemble: K models are trained in rotation, one by each client in a round (arXiv:2107.10663, section 3).
 
-K modes w_1 … w_K are initialised independently; clients are split into Q strata once.
+The K models, called modes, w_1 … w_K are initialised independently; clients are divided into Q strata once.
 
-    round   the clients of stratum q get mode P[q, r], r the round's place in its age (`schedule.py`), and return it
-    merge   w_k = mean over the clients that had k in this round; a mode that nobody had stays as it is
+    round   the clients of stratum q train mode P[q, r]; r is the round's number in its age (`schedule.py`)
+    merge   w_k = mean over the clients that trained k in this round (Remark 3.1); other modes do not change
     predict mean over the K models, of probabilities or outputs
 
-One mode goes down and one comes up for each client and round: FedAvg's bytes. All K travel when they are scored at the
-clients: after the last round, or after each one with apps that do not score what they train. A mode is trained with any
-method of one global model, which keeps a state of its own for each mode.
+One mode is sent down and up for each client and round: FedAvg's bytes. All K modes are sent to be scored by the
+clients: after the last round, or after each round if the app does not score the models that it trains. A mode is
+trained with any method of one global model (the member), which has a separate state for each mode.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pydantic import BaseModel, Field
 
 from tepal.exchange.layout import Arrays, Names
 from tepal.exchange.plan import MODEL, SCORED_AS, Plan, Reply, Tree
-from tepal.strategies.fedavg import Averaging, ModelState
+from tepal.strategies.fedavg import FedAvgMethod, ModelState
 from tepal.strategies.method import Merger, Method, MethodError, Run, ServerModel
 from tepal.strategies.options import RoundOptions, listed
 from tepal.strategies.rounds.strategy import MethodStrategy
@@ -36,22 +36,22 @@ _TREE = "mode/"
 
 @dataclass(frozen=True)
 class EnsembleState:
-    """K member states, who belongs to which stratum, and what each mode's loss was where it was last seen."""
+    """The member's states for the K modes, the clients' strata, and the modes' last known losses at the clients."""
 
     modes: tuple[ModelState, ...]
     count: int = 0
-    """Q; 0 before the first cohort. Where it is as many as take part in a round, it grows with them."""
+    """Q; 0 before the first cohort. If it is the number of clients in a round, it grows with that."""
     strata: Mapping[str, int] = field(default_factory=dict)
-    """Client → stratum, for good."""
+    """Client → stratum, which never changes."""
     losses: Mapping[str, list[float]] = field(default_factory=dict)
-    """Client → loss of each mode on its test examples, infinite for one that it has not had."""
+    """Client → loss of each mode on its test examples, infinite for a mode that it has not received."""
 
 
-class Ensembling(Method[EnsembleState]):
+class FedEnsembleMethod(Method[EnsembleState]):
     """The method of Fed-ensemble. Arguments are those of `FedEnsemble`, `member` as a method."""
 
     def __init__(
-        self, modes: int, strata: int = 0, *, member: Averaging, weighting: str = "uniform", assign: str = "schedule"
+        self, modes: int, strata: int = 0, *, member: FedAvgMethod, weighting: str = "uniform", assign: str = "schedule"
     ) -> None:
         self.modes = modes
         self.strata = strata
@@ -75,17 +75,17 @@ class Ensembling(Method[EnsembleState]):
     def transfer_blocks(self, model: ServerModel) -> Mapping[str, Names]:
         return self.member.transfer_blocks(model)
 
-    # ---- who gets which mode ------------------------------------------------------------------------------------
+    # ---- which client trains which mode --------------------------------------------------------------------------
 
     def cohort(
         self, state: EnsembleState, available: Sequence[str], size: int, rng: np.random.Generator
     ) -> tuple[EnsembleState, Sequence[str]]:
-        """Clients of all strata in turn, at least one of each; joiners go to the smallest stratum."""
+        """Choose clients of all strata in turn, at least one of each; new clients join the smallest stratum."""
         count = self.strata or max(state.count, size)
         if not state.count and count > size:
             raise MethodError(
-                f"strata={count}: every stratum gives at least one client a round, and {size} of {len(available)} "
-                "clients train in one; set fewer strata, or a larger fraction_train"
+                f"strata={count}: at least one client of every stratum must train in a round, and {size} of "
+                f"{len(available)} clients do; set fewer strata, or a larger fraction_train"
             )
         strata = dict(state.strata)
         sizes = np.bincount(np.array([*strata.values()], int), minlength=count)
@@ -101,7 +101,7 @@ class Ensembling(Method[EnsembleState]):
             waiting[strata[available[k]]].append(available[k])
         order = [q for q in rng.permutation(count).tolist() if waiting[q]]
         cohort: list[str] = []
-        while len(cohort) < size:  # `size` is at most the number of clients that are there
+        while len(cohort) < size:  # `size` is at most the number of available clients
             cohort += [waiting[q].pop() for q in order[: size - len(cohort)]]
             order = [q for q in order if waiting[q]]
         return replace(state, count=count, strata=strata), cohort
@@ -112,20 +112,18 @@ class Ensembling(Method[EnsembleState]):
         if self.assign == "schedule":
             return scheduled
         losses = state.losses.get(client, [math.inf] * self.modes)
-        highest = max(losses)
-        # Of several that are equal, such as those it has never had, the one that comes next in the schedule.
-        in_turn = (k % self.modes for k in range(scheduled, scheduled + self.modes))
-        return next(k for k in in_turn if losses[k] == highest)
+        # Of several with the highest loss, such as those it has never received, the next one from the scheduled on.
+        return max((k % self.modes for k in range(scheduled, scheduled + self.modes)), key=losses.__getitem__)
 
     def progress(self, state: EnsembleState, plan: Plan, rounds: int) -> tuple[int, int]:
-        """A mode's own count: its merges so far, of the rounds in which the schedule has it trained."""
+        """(t, T) of the plan's mode: its merges, of the rounds in which the schedule has the mode trained."""
         if self.assign != "schedule":
             return plan.round, rounds
         mode = _mode(plan.model)
         total = rounds_of(mode, state.count, self.modes, rounds, self._run.seed)
         return min(state.modes[mode].merges + 1, total), total
 
-    # ---- what travels -------------------------------------------------------------------------------------------
+    # ---- what is sent -------------------------------------------------------------------------------------------
 
     def plan(
         self, state: EnsembleState, round: int, phase: str, cohort: Sequence[str], probe_replies: Mapping[str, Reply]
@@ -138,19 +136,19 @@ class Ensembling(Method[EnsembleState]):
             for mode, clients in clients_of.items()
             for plan in self.member.plan(state.modes[mode], round, phase, clients, probe_replies)
         }
-        # Not mode by mode: who is asked last may be dropped, and that must not always be the same mode.
+        # Not sorted by mode: with `max-replies` the last ones may be dropped, which must not always be the same mode.
         return [plans[client] for client in cohort if client in plans]
 
     def accept(self, plan: Plan, reply: Reply) -> None:
         self.member.accept(plan, reply)
 
     def evaluation(self, state: EnsembleState, round: int, cohort: Sequence[str], *, more_rounds: bool) -> list[Plan]:
-        """All K modes go to each client: what is scored is their mean."""
+        """Send all K modes to each client, which scores their mean prediction."""
         of_modes = [
             [_of_mode(plan, k) for plan in self.member.evaluation(mode, round, cohort, more_rounds=more_rounds)]
             for k, mode in enumerate(state.modes)
         ]
-        # An app that scores only the first model, because it knows no other, does not say that it is the ensemble's.
+        # The option tells apps that know ensembles which name the score has; others score the first model only.
         options = {SCORED_AS: self.eval_metrics_of}
         return [
             replace(
@@ -168,7 +166,7 @@ class Ensembling(Method[EnsembleState]):
     def models(self, state: EnsembleState) -> tuple[Arrays, ...]:
         return tuple(mode.entries for mode in state.modes)
 
-    # ---- what is said -------------------------------------------------------------------------------------------
+    # ---- what is logged and recorded ----------------------------------------------------------------------------
 
     def phase_name(self, state: EnsembleState) -> str:
         names = [self.member.phase_name(mode) for mode in state.modes]
@@ -176,14 +174,17 @@ class Ensembling(Method[EnsembleState]):
         return names[0] if len(counts) == 1 else ", ".join(f"{name} {count}" for name, count in counts.items())
 
     def describe(self) -> Mapping[str, str | int | float]:
-        own = {"modes": self.modes, "strata": self.strata or "as clients in a round"}
-        member = {f"member {key}": value for key, value in self.member.describe().items()}
         return {
-            **own, "weighting": self.weighting, "assign": self.assign, "member": type(self.member).__name__, **member
-        }  # fmt: skip
+            "modes": self.modes,
+            "strata": self.strata or "as clients in a round",
+            "weighting": self.weighting,
+            "assign": self.assign,
+            "member": type(self.member).__name__,
+            **{f"member {key}": value for key, value in self.member.describe().items()},
+        }
 
     def record(self, state: EnsembleState, plans: Sequence[Plan]) -> Mapping[str, np.ndarray]:
-        """`clients` (n,), `modes` (n,) and `strata` (n,): who trains which mode; and what the member says."""
+        """`clients` (n,), and their `modes` (n,) and `strata` (n,); and the member's record."""
         return {
             "clients": np.array([plan.client for plan in plans], str),
             "modes": np.array([_mode(plan.model) for plan in plans], int),
@@ -193,9 +194,9 @@ class Ensembling(Method[EnsembleState]):
 
 
 class EnsembleMerger:
-    """A merger of the member for each mode that comes back."""
+    """Merge the replies with a merger of the member for each mode that is returned."""
 
-    def __init__(self, method: Ensembling, state: EnsembleState, round: int) -> None:
+    def __init__(self, method: FedEnsembleMethod, state: EnsembleState, round: int) -> None:
         self._method = method
         self._state = state
         self._round = round
@@ -222,34 +223,35 @@ class EnsembleMerger:
 
 
 class Member(BaseModel):
-    """The key of the run config for `member`: the server app makes this strategy by its own keys."""
+    """Key of the run config for `member`: the server app creates that strategy with its own keys."""
 
-    member: Literal["fedavg", "fedfrozen", "selective"] = Field("fedavg", description="what a mode is trained with")
+    member: Literal["fedavg", "fedfrozen", "selective"] = Field("fedavg", description="strategy that trains a mode")
 
 
 @listed(
     "fedensemble",
     title="Fed-ensemble",
-    does="K models in rotation, which predict together",
+    does="K models, trained in rotation, whose predictions are averaged",
     paper="arXiv:2107.10663",
-    travels="P down, P up; K·P down where the result is scored",
+    transfers="P down, P up; K·P down to score the ensemble",
     further=Member,
 )
 class FedEnsemble(MethodStrategy):
     """Fed-ensemble over Tepal's exchange.
 
-    The initial arrays are those of K models, each initialised on its own: `join_modes([model.state_dict(), …])`. The
-    result's arrays are the K modes in the same form; `modes_of` takes them apart.
+    The initial arrays are those of K independently initialised models: `join_modes([model.state_dict(), …])`. The
+    result's arrays are the K modes in the same form; `modes_of` separates them.
 
     Args:
         modes: K, models in the ensemble. 1 is the member alone.
-        strata: Q, groups of clients; 0: as many as clients take part in a round, so that each is of another stratum.
-        member: the strategy that a mode is trained with, by default FedAvg; of its options those of its method count.
-        weighting: of the clients that had a mode in a round: alike (the paper's), or by their numbers of examples.
-        assign: which mode a client gets: in rotation, or that which had the highest loss on its test examples when it
-            had it last, and first those that it has not had.
+        strata: Q, groups of clients; 0: as many as clients train in a round, one of each stratum.
+        member: strategy with which a mode is trained, by default FedAvg; only the options of its method are used.
+        weighting: weights of the clients that trained the same mode: uniform (the paper's, Remark 3.1), or their
+            numbers of examples.
+        assign: mode that a client trains: by the schedule, in rotation, or the one with the highest loss on the
+            client's test examples when it last received it, after those that it has not received.
         round_options: see `MethodStrategy`. `model` is by default the member's. `min_available_nodes` is raised to
-            what the strata need.
+            the number that the strata need.
 
     Raises:
         ValueError: an option out of range, or a member that is not a method of one global model.
@@ -265,12 +267,15 @@ class FedEnsemble(MethodStrategy):
         assign: Literal["schedule", "highest-loss"] = "schedule",
         **round_options: Unpack[RoundOptions],
     ) -> None:
-        method = Averaging() if member is None else member.method
-        if not isinstance(method, Averaging):
-            raise ValueError(f"a mode is one global model, and {type(member).__name__} trains others; choose FedAvg, …")
+        method = FedAvgMethod() if member is None else member.method
+        if not isinstance(method, FedAvgMethod):
+            raise ValueError(
+                f"member is {type(member).__name__}, but a mode must be one global model: choose FedAvg, FedProx, "
+                "FedFrozen or SelectiveLayers"
+            )
         if round_options.get("model") is None and member is not None:
             round_options["model"] = member.blocks
-        ensembling = Ensembling(modes, strata, member=method, weighting=weighting, assign=assign)
+        ensembling = FedEnsembleMethod(modes, strata, member=method, weighting=weighting, assign=assign)
         super().__init__(ensembling, **round_options)
         rules = self.rules
         enough = next(n for n in itertools.count(max(strata, 1)) if rules.size(n, rules.fraction_train) >= strata)
@@ -279,7 +284,7 @@ class FedEnsemble(MethodStrategy):
 
 
 def _of_mode(plan: Plan, mode: int) -> Plan:
-    """A member's plan, for one of the ensemble's modes."""
+    """A member's plan, with the tree of one of the ensemble's modes in place of the model."""
     trees = {tree: f"{_TREE}{mode}" if tree == MODEL else tree for tree in plan.needs}
 
     def renamed(names: Mapping[Tree, Names]) -> dict[Tree, Names]:

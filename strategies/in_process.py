@@ -1,4 +1,4 @@
-"""A Flower `Grid` whose nodes are ClientApps in this process: for trying a method out, for tests and measurements."""
+"""A Flower `Grid` whose nodes are ClientApps in this process, for trying out a method, for tests and measurements."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
-from types import TracebackType
 from typing import Any, Self
 
 from flwr.app import Context, Error, Message, RecordDict
@@ -18,38 +17,41 @@ from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
-_AHEAD = 4  # messages that are begun beside those at work, at least
+_AHEAD = 4  # messages, at least, that wait for a thread in addition to those that run
 
 NodeConfig = Mapping[str, str | int | float | bool]
 
 
 Answers = ClientApp | Callable[[Message, Context], Message]
-"""What answers a client's messages: its app, or what hands them on to it."""
+"""What replies to a client's messages: its ClientApp, or a function that passes them on to one."""
 
 
 @dataclass
 class Node:
-    """One simulated machine: its app, and the context that Flower would give it."""
+    """One simulated node: its app, and the context that Flower would give it."""
 
     app: Answers
     config: NodeConfig
     name: str = ""
-    """Under which its key would be registered at the server; "" for none."""
+    """Name under which its key would be registered at the SuperLink; "" if it is not registered."""
     context: Context = field(init=False)
 
 
 class InProcessGrid(Grid):
-    """Runs a message's ClientApp when its reply is pulled, in the order of the pulls; several at once run ahead of it.
+    """A Flower `Grid` that runs ClientApps in this process.
+
+    The app of a message runs when its reply is pulled, in the order of the pulls. With `at_once` > 1, apps of further
+    messages run before their replies are pulled.
 
     Args:
-        nodes: the clients; more may be added, and any removed, between rounds.
-        run_config: of the run, as the apps' contexts show it.
-        spoil: called with (node, message, reply) for every reply; what it returns is delivered in its place, and None
-            means that nothing ever comes. For tests of faults.
-        at_once: so many clients are at work at once, each in a thread. Their apps must allow it: this project's has a
+        nodes: the clients; nodes may be added and removed between rounds.
+        run_config: of the run, as the apps' contexts have it.
+        spoil: function of (node, message, reply) that is called for every reply; its result is delivered in place of
+            the reply, or nothing at all if it is None. For tests of faults.
+        at_once: number of clients that run at once, each in a thread. Their apps must allow it: this project's has a
             model for each thread.
-        gathering: is called with the number of clients that begin together; what it returns is called with (function,
-            argument) for each, in its thread.
+        gathering: function of the number of clients that start together; its result is called with (function, argument)
+            for each of them, in the client's thread.
     """
 
     def __init__(
@@ -68,9 +70,9 @@ class InProcessGrid(Grid):
         self._next_id = 1
         self.at_once = at_once
         self.gathering = gathering
-        # Threads of its own, whoever pulls: an app may keep what is dear by the thread, as a model.
+        # The same threads, whichever thread pulls: an app may keep objects for each thread, such as a model.
         self._threads = ThreadPoolExecutor(at_once, "client")
-        self._answers: dict[str, Future[Message | None]] = {}  # begun, and not pulled yet
+        self._answers: dict[str, Future[Message | None]] = {}  # started and not pulled yet
         self._lock = threading.Lock()
         TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1  # a Message outside a task needs them
         for node in nodes:
@@ -79,10 +81,8 @@ class InProcessGrid(Grid):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """End its threads, and what they keep with them; nothing more is answered."""
+    def __exit__(self, *_: object) -> None:
+        """End the threads, and free what they keep; further messages get no reply."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def add(self, node: Node) -> int:
@@ -124,10 +124,10 @@ class InProcessGrid(Grid):
         return replies
 
     def _begin(self, message_id: str) -> None:
-        """Have this message answered, and with several at once those that were sent after it.
+        """Start the app of this message, and with several at once those of messages that were sent after it.
 
-        So many are begun ahead that all threads have work while a slow client is waited for, and so few that the
-        replies which wait to be pulled are few. A gathering begins together, and not before the one before it is over.
+        Enough are started ahead that all threads are busy while a slow client's reply is awaited, and few enough that
+        few replies are in memory. The clients of a gathering start together, after the gathering before it has ended.
         """
         asked = [message_id] if message_id in self._sent else []
         if self.gathering:
@@ -147,12 +147,12 @@ class InProcessGrid(Grid):
         node = self.nodes[message.metadata.dst_node_id]
         try:
             reply = node.app(message, node.context)
-        except Exception as error:  # as Flower does: an app that raises answers with error code 2
+        except Exception as error:  # as in Flower: if an app raises, the reply is an error with code 2
             reply = Message(Error(2, f"{type(error).__name__}: {error}"), reply_to=message)
         return self.spoil(node, message, reply)
 
     def set_run(self, run: Run) -> None:
-        """There is only one run, 1."""
+        """Do nothing: this grid has one run, with the id 1."""
 
     @property
     def run(self) -> Run:

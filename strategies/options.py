@@ -1,9 +1,9 @@
-"""What a strategy declares, once: its options and its line in the catalogue.
+"""The declaration of a strategy's options, and its line in the catalogue.
 
 A strategy is a class with the decorator `listed`. Its options are the keyword-only arguments of its constructor whose
-defaults are numbers, truth values or texts: the annotation has the range, the signature the default, and the entry in
-the docstring's `Args` the help text. The constructor's checks, the keys of the run config, `tepal strategies` and two
-pages of the documentation follow from these.
+defaults are numbers, booleans or strings. Each is declared once: its range in the annotation, its default in the
+signature, its help text in the docstring's `Args`. The constructor's checks, the keys of the run config,
+`tepal strategies` and two pages of the documentation are derived from these.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ S = TypeVar("S", bound=MethodStrategy)
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
-"""Of a moment: a number in [0, 1)."""
+"""Decay rate of a moment, in [0, 1)."""
 
 
 class RoundOptions(TypedDict, total=False):
-    """The keywords of every strategy, which are those of `MethodStrategy`: see there."""
+    """Keyword arguments that every strategy has: those of `MethodStrategy`, where they are described."""
 
     model: nn.Module | ModelBlocks | None
     fraction_train: float
@@ -74,21 +74,22 @@ class RoundOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Listing:
-    """A strategy's line in the catalogue, and its section of the run config."""
+    """One strategy of the catalogue, and its section of the run config."""
 
     strategy: type[MethodStrategy]
     name: str
-    """Value of the key `strategy`; the strategy's own keys begin with it."""
+    """Value of the key `strategy`, and prefix of the strategy's own keys."""
     title: str
-    """Of the method, as its paper writes it."""
+    """Name of the method, as its paper writes it."""
     does: str
+    """What the method does, in some words."""
     paper: str
-    travels: str
-    """Payload bytes for one client and round, where P are the bytes of the model."""
+    transfers: str
+    """Payload bytes for one client and round; P are the bytes of the model."""
     result: str
-    """What a run's model is, where each client has a personal model; else ""."""
+    """What the resulting model of a run is, if each client has a personal model; else ""."""
     options: type[BaseModel]
-    """The section: a field for each option, with its key as alias, its default, range and help text."""
+    """The section of the run config: a field for each option, with its key as alias, default, range and help text."""
 
 
 LISTED: dict[type[MethodStrategy], Listing] = {}
@@ -100,22 +101,27 @@ def listed(
     title: str,
     does: str,
     paper: str,
-    travels: str = "P down, P up",
+    transfers: str = "P down, P up",
     result: str = "",
     further: type[BaseModel] | None = None,
 ) -> Callable[[type[S]], type[S]]:
-    """Class decorator: lists a strategy under a name, and has its constructor check the options.
+    """Class decorator that adds a strategy to the catalogue, and a check of the options to its constructor.
+
+    The constructor then raises ValueError for an option out of range, with its name, the value found, and what is
+    allowed.
 
     Args:
-        name, title, does, paper, travels, result: see `Listing`.
-        further: keys of the run config that are no options of the constructor. The server app reads them.
-
-    The decorated constructor raises ValueError for an option out of range, with its name, the value found, and what is
-    allowed.
+        name, title, does, paper, transfers, result: see `Listing`.
+        further: keys of the run config that are not options of the constructor. The server app reads them.
     """
 
     def declare(strategy: type[S]) -> type[S]:
-        options = _options_of(strategy)
+        annotations = get_type_hints(strategy.__init__, include_extras=True)
+        options = {
+            argument.name: (annotations[argument.name], argument.default)
+            for argument in inspect.signature(strategy.__init__).parameters.values()
+            if argument.kind is argument.KEYWORD_ONLY and isinstance(argument.default, bool | int | float | str)
+        }
         fields: dict[str, Any] = {
             option: (_alternatives(annotation)[0], Field(default, description=_help(strategy, option)))
             for option, (annotation, default) in options.items()
@@ -125,7 +131,7 @@ def listed(
             alias_generator=lambda option: f"{name}.{_key(option)}", populate_by_name=True, extra="ignore", frozen=True
         )
         section = create_model(f"{strategy.__name__}Options", __config__=config, **fields)
-        LISTED[strategy] = Listing(strategy, name, title, does, paper, travels, result, section)
+        LISTED[strategy] = Listing(strategy, name, title, does, paper, transfers, result, section)
         if "__init__" in vars(strategy):
             _check_in_constructor(strategy, {option: annotation for option, (annotation, _) in options.items()})
         return strategy
@@ -133,43 +139,25 @@ def listed(
     return declare
 
 
-def allowed(annotation: Any) -> str:
-    """What a value of an option may be, in words."""
-    return ", or ".join(map(_allowed_of_one, _alternatives(annotation)))
-
-
-def _options_of(strategy: type[MethodStrategy]) -> dict[str, tuple[Any, Any]]:
-    """Option → (annotation, default)."""
-    annotations = get_type_hints(strategy.__init__, include_extras=True)
-    return {
-        argument.name: (annotations[argument.name], argument.default)
-        for argument in inspect.signature(strategy.__init__).parameters.values()
-        if argument.kind is argument.KEYWORD_ONLY and isinstance(argument.default, bool | int | float | str)
-    }
-
-
 def _check_in_constructor(strategy: type[MethodStrategy], annotations: Mapping[str, Any]) -> None:
     init = strategy.__init__
 
     @wraps(init)
     def checked(self: MethodStrategy, *args: Any, **given: Any) -> None:
-        for option, annotation in annotations.items():
-            if option in given:
-                given[option] = _checked(option, given[option], annotation)
+        for option in filter(given.__contains__, annotations):
+            annotation, value = annotations[option], given[option]
+            try:
+                given[option] = TypeAdapter(annotation).validate_python(value)
+            except ValidationError as error:
+                allowed = ", or ".join(map(_allowed, _alternatives(annotation)))
+                raise ValueError(f"{option} is {value!r}; it must be {allowed}") from error
         init(self, *args, **given)
 
     strategy.__init__ = checked  # type: ignore[method-assign]
 
 
-def _checked(option: str, value: Any, annotation: Any) -> Any:
-    try:
-        return TypeAdapter(annotation).validate_python(value)
-    except ValidationError as error:
-        raise ValueError(f"{option} is {value!r}; it must be {allowed(annotation)}") from error
-
-
 def _alternatives(annotation: Any) -> tuple[Any, ...]:
-    """The types of a union; a run config can have values of the first one."""
+    """The types of a union, or the one type. In a run config, only values of the first one are possible."""
     return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
 
 
@@ -177,7 +165,8 @@ _KINDS = {bool: "True or False", int: "a whole number", float: "a number", str: 
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
-def _allowed_of_one(annotation: Any) -> str:
+def _allowed(annotation: Any) -> str:
+    """The values that a type allows, in words."""
     if get_origin(annotation) is Literal:
         values = get_args(annotation)
         return f"one of {', '.join(values)}" if len(values) > 1 else repr(values[0])
@@ -192,11 +181,11 @@ def _allowed_of_one(annotation: Any) -> str:
 
 
 def _key(option: str) -> str:
-    return "lambda" if option == "lam" else option.replace("_", "-")  # `lambda` can be no name in Python
+    return "lambda" if option == "lam" else option.replace("_", "-")  # Python does not allow `lambda` as a name
 
 
 def _help(strategy: type, option: str) -> str:
-    """The entry of an option in the `Args` of the strategy's docstring, or of that of a class above it."""
+    """Entry of an option in the `Args` of the docstring of the strategy, or else of one of its base classes."""
     entry = re.compile(rf"^    {option}: (.*(?:\n {{5,}}.*)*)", re.MULTILINE)
     for each in strategy.__mro__:
         if found := entry.search(inspect.cleandoc(each.__doc__ or "")):

@@ -1,10 +1,10 @@
-"""Partial training: the entries that match some patterns train and travel; all others are frozen.
+"""Partial training: the entries that match some patterns are trained and sent; all others are frozen.
 
-    θ = the entries that train, φ = all others
-    every round    FedAvg on θ, which alone travels both ways; φ stays as it is
+    θ = the trained entries, φ = all others
+    every round    FedAvg on θ; only θ is sent, both ways; φ does not change
 
-φ goes to each client once: the plan says that the client needs it and keeps it, and the exchange does the rest, for
-late joiners and restarted clients too. It goes as it is, whatever the encoding.
+φ is sent to each client once, exactly, whatever the encoding: the plan lists it among the entries that the client needs
+and caches. The exchange also sends it to late joiners and to clients that lost their cache.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from typing import Unpack
 
 from tepal.exchange.layout import Names
 from tepal.exchange.plan import MODEL, Plan, Reply
-from tepal.strategies.fedavg import Averaging, ModelState
+from tepal.strategies.fedavg import FedAvgMethod, ModelState
 from tepal.strategies.method import MethodError, Run, ServerModel
 from tepal.strategies.options import RoundOptions
 from tepal.strategies.rounds.strategy import MethodStrategy
 
 
-class PartialAveraging(Averaging):
-    """FedAvg on the entries that train; the base of methods that freeze some. Subclasses say which ones train."""
+class PartialAveraging(FedAvgMethod):
+    """FedAvg on some entries: the base class of methods that freeze the others. Subclasses define `trained`."""
 
     @abstractmethod
     def trained(self, state: ModelState) -> Names:
-        """The entries that train in a round which starts from this state."""
+        """Entries that are trained in a round which starts from this state."""
 
     def plan(
         self, state: ModelState, round: int, phase: str, cohort: Sequence[str], probe_replies: Mapping[str, Reply]
@@ -51,7 +51,7 @@ class PartialAveraging(Averaging):
         return tuple(name for name in state.entries if name not in trained)
 
 
-class TrainingByName(PartialAveraging):
+class PartialTrainingMethod(PartialAveraging):
     """The method of PartialTraining."""
 
     def __init__(self, patterns: Iterable[str]) -> None:
@@ -73,24 +73,25 @@ class TrainingByName(PartialAveraging):
     def transfer_blocks(self, model: ServerModel) -> Mapping[str, Names]:
         trained = set(self._trained)
         frozen = tuple(name for name in model.layout.names if name not in trained)
-        return {"trained": self._trained, "frozen": frozen} if frozen else {"trained": self._trained}
+        return {"trained": self._trained, **({"frozen": frozen} if frozen else {})}
 
     def describe(self) -> Mapping[str, str | int | float]:
         return {"trains": ", ".join(self.patterns)}
 
 
 class PartialTraining(MethodStrategy):
-    """FedAvg on a part of the model; the rest is frozen, and goes to each client once.
+    """FedAvg on some entries of the model; the others are frozen, and sent to each client once.
 
-    Clients call `apply_plan`, which freezes what does not train.
+    The clients' training function calls `apply_plan`, which freezes these entries.
 
     Args:
-        trains: patterns of entry names, as `fnmatch` has them ("head.*"), or names such as `find_blocks(model).head`.
-            One text may hold several, with commas between. Each must match an entry.
-        round_options: see `MethodStrategy`. With `model`, fused projections are three entries (`…qkv.weight:q`).
+        trains: names of the trained entries, such as `find_blocks(model).head`, or patterns in the syntax of `fnmatch`
+            ("head.*"); an iterable, or one string with commas between. Each must match an entry.
+        round_options: see `MethodStrategy`. With `model`, a fused projection is three entries (`…qkv.weight:q`).
 
     Raises:
-        ValueError: no pattern is given. MethodError, when the run starts: a pattern that matches no entry.
+        ValueError: no pattern is given.
+        MethodError: at the start of a run, a pattern matches no entry.
     """
 
     def __init__(self, *, trains: str | Iterable[str], **round_options: Unpack[RoundOptions]) -> None:
@@ -98,4 +99,4 @@ class PartialTraining(MethodStrategy):
         patterns = [pattern.strip() for pattern in given if pattern.strip()]
         if not patterns:
             raise ValueError(f"trains is {trains!r}; it must be one or more patterns of entry names")
-        super().__init__(TrainingByName(patterns), **round_options)
+        super().__init__(PartialTrainingMethod(patterns), **round_options)

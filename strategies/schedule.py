@@ -1,8 +1,8 @@
-"""Which mode of an ensemble each stratum of clients trains, and when (Fed-ensemble, arXiv:2107.10663, section 3).
+"""Schedule of Fed-ensemble: the mode that each stratum of clients trains in each round (arXiv:2107.10663, section 3).
 
-An age is K rounds. At its start every stratum draws its own permutation of the K modes; in the age's r-th round its
-clients train the r-th of them. So in one age every stratum trains every mode exactly once. The schedule is a function
-of (seed, age, stratum) alone: nothing that happens in a round shifts it.
+An age is K rounds. At its start every stratum q draws its own permutation P[q, ·] of the K modes; in the age's r-th
+round its clients train mode P[q, r]. In one age every stratum therefore trains every mode exactly once. The schedule
+is a function of (seed, age, stratum) alone, whatever fails in a round.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 
 def mode_schedule(strata: int, modes: int, age: int, seed: int) -> np.ndarray:
-    """The modes of one age.
+    """The schedule P of one age.
 
     Args:
         strata: Q, number of strata, at least 1.
@@ -22,14 +22,16 @@ def mode_schedule(strata: int, modes: int, age: int, seed: int) -> np.ndarray:
         seed: of the run.
 
     Returns:
-        (Q, K) integers. Row q is a permutation of 0 … K − 1, drawn for this stratum and age alone: row q is the same
-        however many strata there are.
+        (Q, K) integers. Row q is a permutation of 0 … K − 1, drawn for this stratum and age alone: it does not depend
+        on Q.
 
     Raises:
         ValueError: a number out of range.
     """
     if strata < 1 or modes < 1 or age < 0 or seed < 0:
-        raise ValueError(f"strata={strata}, modes={modes}: at least 1 each; age={age}, seed={seed}: 0 or more")
+        raise ValueError(
+            f"strata={strata} and modes={modes} must be at least 1; age={age} and seed={seed} must be at least 0"
+        )
     return np.array([_permutation(stratum, modes, age, seed) for stratum in range(strata)])
 
 
@@ -40,7 +42,7 @@ def mode_of(stratum: int, modes: int, round: int, seed: int) -> int:
 
 
 def rounds_of(mode: int, strata: int, modes: int, rounds: int, seed: int) -> int:
-    """In how many of the first `rounds` rounds some stratum trains this mode."""
+    """Number of rounds, of the first `rounds`, in which at least one stratum trains this mode."""
     return _rounds_of_all(strata, modes, rounds, seed)[mode]
 
 
@@ -49,10 +51,10 @@ def _rounds_of_all(strata: int, modes: int, rounds: int, seed: int) -> tuple[int
     counts = np.zeros(modes, int)
     places = np.arange(modes)
     for first in range(0, rounds, modes):
-        trained = np.zeros((modes, modes), bool)  # in the age's r-th round, mode k
+        trained = np.zeros((modes, modes), bool)  # [r, k]: mode k is trained in the age's r-th round
         for stratum in range(strata):
             trained[places, _permutation(stratum, modes, first // modes, seed)] = True
-            if trained.all():  # which is soon: K strata or a few times as many are enough
+            if trained.all():  # after a small multiple of K strata, also if there are many more
                 break
         counts += trained[: rounds - first].sum(axis=0)
     return tuple(counts.tolist())

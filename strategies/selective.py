@@ -2,13 +2,13 @@
 
 One round has two exchanges:
 
-    probe   client i gets what it lacks of θ^t, and answers with one number a layer: ‖g_{i,l}‖²
+    probe   client i receives the parts of θ^t that are not in its cache, and returns one number a layer, ‖g_{i,l}‖²
     select  masks m_i ∈ {0,1}^L with cost·m_i ≤ R_i, by problem (P1) or one of the simpler rules
-    train   client i trains its layers and the head, and returns only these; the message carries no model
-    merge   per layer, w_{i,l} = n_i / Σ_{j selected l} n_j   (eq. 7)
+    train   client i trains its layers and the head, and returns only these; no entries are sent down
+    merge   per layer, with the weights w_{i,l} = n_i / Σ_{j selected l} n_j   (eq. 7)
 
-Layers are the transformer blocks, or the stages of a network that has none. The head always trains, outside the
-budget. Embeddings, and what is in neither layer nor head, are never trained.
+Layers are the transformer blocks, or the stages of a network without any. The head is always trained, in addition to
+the budget. Embeddings, and entries that are neither in a layer nor in the head, are never trained.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ from tepal.strategies.rounds.strategy import MethodStrategy
 LAYERS, BYTES, MILLISECONDS = "layers", "bytes", "milliseconds"
 DRAWN = "drawn"
 
-_BY_SCORE = ("gradient", "snr", "rgn")  # the other selections look at no gradient
+_BY_SCORE = ("gradient", "snr", "rgn")  # the other selections need no gradients
 
 
-class Selecting(PartialAveraging):
+class SelectiveLayersMethod(PartialAveraging):
     """The method of selective layer fine-tuning. Arguments are those of `SelectiveLayers`."""
 
     phases = (PROBE, TRAIN)
@@ -91,24 +91,21 @@ class Selecting(PartialAveraging):
         return super().init(model, run)
 
     def check(self, blocks: ModelBlocks) -> None:
-        """Raises MethodError for a model without layers, and for a budget that does not fit it."""
+        """Raise MethodError for a model without layers, or with which the budget is not possible."""
         if not blocks.layers:
             raise MethodError(f"SelectiveLayers chooses among a model's layers, and {blocks.model} has none")
         if not isinstance(self.budget, str):
-            try:
-                self._check_budget(self.budget, blocks)
-            except ValueError as error:
-                raise MethodError(str(error)) from error
+            self._check_budget(self.budget, blocks)
 
     def _check_budget(self, budget: float, blocks: ModelBlocks) -> None:
         if self.costs == LAYERS:
             if not 1 <= budget <= len(blocks.layers) or budget != int(budget):
-                raise ValueError(
+                raise MethodError(
                     f"a budget of {budget:g} layers: it must be a whole number from 1 to {len(blocks.layers)}, the "
                     f"layers of {blocks.model}"
                 )
         elif not 0 < budget < float("inf"):
-            raise ValueError(f"a budget of {budget:g} {self.costs}: it must be a positive number")
+            raise MethodError(f"a budget of {budget:g} {self.costs}: it must be a positive number")
 
     def transfer_blocks(self, model: ServerModel) -> Mapping[str, Names]:
         assert model.blocks is not None
@@ -126,15 +123,14 @@ class Selecting(PartialAveraging):
                 PROBE_BATCHES: self.probe_batches,
                 PROBE_TIMED: self.costs == MILLISECONDS,
             }
-            # The model stays with the client, so that the second message needs to carry none.
+            # The client keeps the model, so that the second message does not need to contain it.
             return [
                 replace(p, action=PROBE, trains=(), returns={}, keeps=p.needs, groups=groups, options=options)
                 for p in plans
             ]
         if not plans:
             return []
-        chosen = self._choose([probe_replies[plan.client] for plan in plans])
-        trained = [self._trained(mask) for mask in chosen]
+        trained = map(self._trained, self._choose([probe_replies[plan.client] for plan in plans]))
         return [
             replace(plan, trains=names, returns={MODEL: names}, keeps=plan.needs)
             for plan, names in zip(plans, trained, strict=True)
@@ -152,12 +148,10 @@ class Selecting(PartialAveraging):
         if self.costs == MILLISECONDS:
             costs = np.array([probe.vectors[LAYER_MILLISECONDS] for probe in probes])
         budgets = np.array([self._budget(probe) for probe in probes])
-        return choose(
-            self.selection, scores, budgets, coupling=self.coupling, distance=self.distance, costs=costs
-        )
+        return choose(self.selection, scores, budgets, coupling=self.coupling, distance=self.distance, costs=costs)
 
     def _budget(self, probe: Reply) -> float:
-        """R_i: what the client declares, else what all have, else drawn by its name."""
+        """R_i: the budget that the client declares, otherwise the one for all, otherwise drawn by its name."""
         if LAYER_BUDGET in probe.metrics:
             return probe.metrics[LAYER_BUDGET]
         if isinstance(self.budget, str):
@@ -165,17 +159,18 @@ class Selecting(PartialAveraging):
         return self.budget
 
     def _trained(self, mask: np.ndarray) -> Names:
+        """Entries of the layers of a mask (L,), and of the head."""
         layers = (layer for layer, chosen in zip(self._blocks.layers, mask, strict=True) if chosen)
         names = {name for layer in layers for name in layer}.union(self._blocks.head)
         return tuple(name for name in self._blocks.layout.names if name in names)
 
     def accept(self, plan: Plan, reply: Reply) -> None:
         if LAYER_BUDGET in reply.not_finite:
-            raise ValueError(f"its node config declares, as {LAYER_BUDGET}, what is no finite number")
+            raise ValueError(f"its node config declares, as {LAYER_BUDGET}, a number that is not finite")
         if plan.action in (INTRODUCE, PROBE) and LAYER_BUDGET in reply.metrics:
             try:
                 self._check_budget(reply.metrics[LAYER_BUDGET], self._blocks)
-            except ValueError as error:
+            except MethodError as error:
                 raise ValueError(f"its node config declares, as {LAYER_BUDGET}, {error}") from error
         if plan.action != PROBE:
             return
@@ -194,7 +189,7 @@ class Selecting(PartialAveraging):
                 )
 
     def record(self, state: ModelState, plans: Sequence[Plan]) -> Mapping[str, np.ndarray]:
-        """`clients` (n,) and `masks` (n, L): who trains which layers."""
+        """`clients` (n,), and the `masks` (n, L) of the layers that they train."""
         masks = np.zeros((len(plans), len(self._blocks.layers)), bool)
         for mask, plan in zip(masks, plans, strict=True):
             trained = set(plan.trains)
@@ -217,30 +212,31 @@ class Selecting(PartialAveraging):
     title="Selective layers",
     does="each client trains the layers with the largest gradient norms",
     paper="arXiv:2408.15600",
-    travels="P down, the chosen layers and the head up; a number a layer up before",
+    transfers="P down; one number a layer, then the selected layers and the head up",
 )
 class SelectiveLayers(MethodStrategy):
     """Selective layer fine-tuning over Tepal's exchange.
 
-    A client may declare its own budget R_i in its node config, as `layer-budget`; that goes before `budget`. The app
-    answers the probe in a function `@app.train("probe")` (`tepal.training.probing` computes the scores).
+    A client can declare its own budget R_i in its node config, as `layer-budget`, which takes precedence over `budget`.
+    The app replies to the probe in a function `@app.train("probe")` (`tepal.training.probing` computes the scores).
 
     Args:
         budget: R of every client: a number of layers, bytes or milliseconds (see `costs`).
-        draw_budgets: each client has its own budget, from 1 to 4 layers, drawn by its name (in Python, too:
+        draw_budgets: each client has its own budget, from 1 to 4 layers, drawn by its name (in Python also:
             `budget="drawn"`).
-        selection: how a client's layers are chosen: "gradient" (P1); by each client's own scores "snr" or "rgn"; by
-            place "top" (nearest the output), "bottom", "both"; or "full", which trains every layer.
-        coupling: λ of (P1), how much it costs that clients choose differently. 0: each its own best layers.
-            The paper has 5 to 1000; what is much or little depends on the size of the gradients. Where budgets differ,
-            a large λ leaves some of them unused: a layer that only a few may train then costs more than it brings.
+        selection: rule by which a client's layers are selected: "gradient" (P1); each client's own scores "snr" or
+            "rgn"; the position "top" (nearest the output), "bottom" or "both"; or "full", which trains every layer.
+        coupling: λ of (P1), the penalty for clients that select different layers. 0: each its own best layers. The
+            paper has 5 to 1000, but λ is relative to the squared gradient norms. If budgets differ, a large λ leaves
+            some of them unused: a layer that only few clients can train then costs more than it adds.
         distance: of two masks in (P1): "hamming", as in the authors' code, or "squared", as in the paper's text.
-        costs: what a layer costs: 1 ("layers"), its "bytes", or the "milliseconds" that its client measured.
-        probe_batches: batches over which a client's gradient is taken; 0: all of them.
-        round_options: see `MethodStrategy`. `model` is needed: names alone do not tell what a layer is.
+        costs: cost of a layer: 1 ("layers"), its "bytes", or the "milliseconds" that its client measured.
+        probe_batches: batches over which a client's gradient is averaged; 0: all of them.
+        round_options: see `MethodStrategy`. `model` is required: the names of entries do not show what a layer is.
 
     Raises:
-        ValueError: an option out of range. MethodError: a budget that does not fit the model, a model without layers.
+        ValueError: an option out of range.
+        MethodError: a budget that is not possible with the model, or a model without layers.
     """
 
     def __init__(
@@ -255,7 +251,7 @@ class SelectiveLayers(MethodStrategy):
         probe_batches: Annotated[int, Field(ge=0)] = 1,
         **round_options: Unpack[RoundOptions],
     ) -> None:
-        method = Selecting(
+        method = SelectiveLayersMethod(
             DRAWN if draw_budgets else budget,
             coupling=coupling,
             distance=distance,
@@ -269,5 +265,5 @@ class SelectiveLayers(MethodStrategy):
 
 
 def _layer_groups(blocks: ModelBlocks) -> dict[str, Names]:
-    """ "layer/0", "layer/1", … from the input to the output."""
+    """Groups "layer/0", "layer/1", … from the input to the output."""
     return {f"layer/{number}": layer for number, layer in enumerate(blocks.layers)}

@@ -25,18 +25,19 @@ def reference() -> str:
 
 _STRATEGIES = """# Strategies
 
-Each is a value of the key `strategy`, and a class of `tepal.strategies`. What travels is for one client and round; P is
-the size of the model in bytes. A part that a client still holds does not travel again, under any of them; the models
-that are scored after the last round go down once more where clients do not hold them. `tepal strategies` prints this.
+Each is a value of the key `strategy`, and a class of `tepal.strategies`. Transfers are for one client and round;
+P is the size of the model in bytes. A part in a client's cache is not sent again, with any strategy; after the last
+round the models that are scored are sent to the clients that do not have them. `tepal strategies` prints this table.
 
-| strategy | what it does | travels | paper |
+| strategy | what it does | transfers | paper |
 |---|---|---|---|"""
 
 
 def strategies() -> str:
     """All strategies as a page of the documentation, docs/strategies.md: `docs/run_config.py` writes it."""
     lines = [_STRATEGIES]
-    lines += [f"| [`{name}`](#{name}) | {one.does} | {one.travels} | {one.paper} |" for name, one in STRATEGIES.items()]
+    for name, one in STRATEGIES.items():
+        lines.append(f"| [`{name}`](#{name}) | {one.does} | {one.transfers} | {one.paper} |")
     for name, one in STRATEGIES.items():
         lines += ["", f"## {name}", "", f"`{one.strategy.__name__}`: {one.does}. {one.paper}."]
         if fields := one.options.model_fields.values():

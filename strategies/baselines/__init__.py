@@ -1,1 +1,1 @@
-"""The baselines that the papers compare with, one file a method."""
+"""The baselines that the papers compare with: one module for each method."""

@@ -1,8 +1,8 @@
-"""APFL: each client mixes a model of its own with the global one (Deng et al. 2020, arXiv:2003.13461, algorithm 1).
+"""APFL: each client mixes a personal model with the global one (Deng et al. 2020, arXiv:2003.13461, algorithm 1).
 
-    v̄_i = α_i·v_i + (1 − α_i)·w        w as in FedAvg, every client counted alike; v_i is trained at the mixture
+    v̄_i = α_i·v_i + (1 − α_i)·w        w: as in FedAvg, with uniform weights; v_i: trained at the mixture v̄_i
 
-v_i and α_i stay with their client; v̄_i is what is scored. α = 0: FedAvg's model. α = 1: local training.
+v_i and α_i stay with their client; v̄_i is scored. α = 0 is FedAvg's model, α = 1 is local training.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tepal.strategies.personal.averaging import COMMON_MODEL, Personalised
 from tepal.strategies.rounds.strategy import MethodStrategy
 
 
-class Mixture(Personalised):
+class APFLMethod(Personalised):
     """The method of APFL."""
 
     objective = plan.APFL
@@ -29,7 +29,7 @@ class Mixture(Personalised):
         self.alpha, self.adaptive = alpha, adaptive
 
     def merger(self, state: ModelState, round: int) -> ModelMerger[ModelState]:
-        return ModelMerger(state, alike=True)
+        return ModelMerger(state, uniform=True)
 
     def options(self) -> Mapping[str, Scalar]:
         return {ALPHA: self.alpha, ADAPTIVE: self.adaptive}
@@ -46,8 +46,8 @@ class APFL(MethodStrategy):
     """APFL over Tepal's exchange.
 
     Args:
-        alpha: α of every client at the start: the share of its own model in the mixture.
-        adaptive: whether each client's α follows its gradient.
+        alpha: α of every client at the start: the share of its personal model in the mixture.
+        adaptive: whether each client's α is trained, by its gradient.
         round_options: see `MethodStrategy`.
     """
 
@@ -58,4 +58,4 @@ class APFL(MethodStrategy):
         adaptive: bool = True,
         **round_options: Unpack[RoundOptions],
     ) -> None:
-        super().__init__(Mixture(alpha, adaptive), **round_options)
+        super().__init__(APFLMethod(alpha, adaptive), **round_options)

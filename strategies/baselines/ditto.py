@@ -1,8 +1,8 @@
-"""Ditto: FedAvg, and beside it a personal model for each client (Li et al. 2021, arXiv:2012.04221, algorithm 1).
+"""Ditto: FedAvg, and a personal model for each client (Li et al. 2021, arXiv:2012.04221, algorithm 1).
 
-    v_k ← v_k − η·(∇F_k(v_k) + λ·(v_k − w^t))        w as in FedAvg
+    v_k ← v_k − η·(∇F_k(v_k) + λ·(v_k − w^t))        w: as in FedAvg
 
-v_k stays with its client. With λ = 0 it is local training.
+v_k stays with its client and is scored. λ = 0 is local training.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tepal.strategies.personal.averaging import COMMON_MODEL, Personalised
 from tepal.strategies.rounds.strategy import MethodStrategy
 
 
-class Regularised(Personalised):
+class DittoMethod(Personalised):
     """The method of Ditto."""
 
     objective = DITTO
@@ -39,9 +39,10 @@ class Ditto(MethodStrategy):
     """Ditto over Tepal's exchange.
 
     Args:
-        lam: λ, how near a personal model is held to the global one. The paper takes the best of 0.1, 1 and 2.
+        lam: λ of the proximal term that keeps personal models near the global one. The paper takes the best of 0.1, 1
+            and 2.
         round_options: see `MethodStrategy`.
     """
 
     def __init__(self, *, lam: NonNegative = 1.0, **round_options: Unpack[RoundOptions]) -> None:
-        super().__init__(Regularised(lam), **round_options)
+        super().__init__(DittoMethod(lam), **round_options)

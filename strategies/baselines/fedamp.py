@@ -1,14 +1,14 @@
-"""FedAMP: each client's model is drawn to the models near it (Huang et al. 2021, AAAI, arXiv:2007.03797).
+"""FedAMP: each client's model is mixed with the models near it (Huang et al. 2021, AAAI, arXiv:2007.03797).
 
-With the attention-inducing function A(x) = 1 − e^(−x/σ), whose derivative is A′(x) = e^(−x/σ)/σ, of the squared
-distances of the clients' models (sections "The general method" and "FedAMP"):
+With the attention-inducing function A(x) = 1 − e^(−x/σ) of the squared distances of the clients' models, and its
+derivative A′(x) = e^(−x/σ)/σ (sections "The general method" and "FedAMP"):
 
     ξ_ij = α·A′(‖w_i − w_j‖²) for j ≠ i, scaled down where Σ_j ξ_ij > 1
     u_i  = (1 − Σ_j ξ_ij)·w_i + Σ_j ξ_ij·w_j
     w_i  = argmin_w F_i(w) + λ/(2α)·‖w − u_i‖²
 
-Client i starts from u_i, trains with the proximal term, and returns w_i, which is its model: what is scored is w_i, not
-u_i. Where the models lie, and who gets what, is in `personal/models.py`. α is the same in all rounds.
+Client i starts from u_i, trains with the proximal term, and returns w_i, its personal model, which is scored. α is the
+same in all rounds. `personal/models.py` stores the models and sends the mixtures.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from tepal.strategies.rounds.strategy import MethodStrategy
 
 
 def squared_distances(gram: np.ndarray) -> np.ndarray:
-    """‖w_i − w_j‖² of all pairs of models, from their dot products: G_ii + G_jj − 2·G_ij, and 0 where that is below.
+    """Squared distances ‖w_i − w_j‖² of all pairs of models, from their dot products: G_ii + G_jj − 2·G_ij.
 
-    The result is off by the rounding of the dot products, which is relative to ‖w‖²: products of models that were
-    moved near the origin together give the same distances, and more of their digits.
+    Their error is that of the dot products, which is relative to ‖w‖²: subtract one vector near the models from all of
+    them to get more digits of the same distances.
 
     Args:
         gram: (n, n), dot products of all pairs.
 
     Returns:
-        (n, n) float64, at least 0, symmetric if `gram` is, with a diagonal of 0. A model that diverged, whose products
-        are not finite, is infinitely far from all others.
+        (n, n) float64, at least 0 (negative results of rounding are set to 0), symmetric if `gram` is, with a diagonal
+        of 0. A model that diverged, whose products are not finite, is infinitely far from all others.
     """
     squares = np.diagonal(gram)
     with np.errstate(invalid="ignore"):  # infinity − infinity
@@ -52,12 +52,12 @@ def squared_distances(gram: np.ndarray) -> np.ndarray:
 def attention_weights(
     distances: np.ndarray, sigma: float, alpha: float, rows: Sequence[int] | None = None
 ) -> np.ndarray:
-    """How much of each model goes into the next model of some clients: 1 − Σ_j ξ_ij of their own, ξ_ij of the others.
+    """Weights of all models in the mixtures of some clients: 1 − Σ_j ξ_ij of their own model, ξ_ij of the others.
 
     Args:
         distances: (n, n), squared, from `squared_distances`.
         sigma: σ of A, above 0, in the unit of the squared distances.
-        alpha: α, above 0, in the same unit: two equal models weigh α/σ in each other's mixture.
+        alpha: α, above 0, in the same unit: two equal models have the weight α/σ in each other's mixture.
         rows: the clients; default: all.
 
     Returns:
@@ -78,7 +78,7 @@ def attention_weights(
     return xi
 
 
-class AttentiveMixing(PersonalMixing):
+class FedAMPMethod(PersonalMixing):
     """The method of FedAMP. Arguments are those of `FedAMP`."""
 
     name = "FedAMP"
@@ -90,19 +90,19 @@ class AttentiveMixing(PersonalMixing):
         self, state: PersonalModels, round: int, phase: str, cohort: Sequence[str], probe_replies: Mapping[str, Reply]
     ) -> list[Plan]:
         plans = super().plan(state, round, phase, cohort, probe_replies)
-        # λ/(2α)·‖w − u‖² is the client's (μ/2)·‖w − w_received‖².
+        # λ/(2α)·‖w − u‖² is (μ/2)·‖w − w_received‖² with μ = λ/α.
         return [replace(plan, options={PROXIMAL: self.lam / self.alpha}) for plan in plans] if self.lam else plans
 
     def compared(self, models: Models, state: PersonalModels) -> Models:
-        """The models' way from the initial one: distances are the same, and less is lost by rounding."""
+        """The models' differences from the initial model: they have the same distances, with less rounding error."""
         rows = self.storage.rows
-        return _Moved(models, np.concatenate([*rows.pieces(state.initial)]).astype(rows.dtype))
+        return _Differences(models, np.concatenate([*rows.pieces(state.initial)]).astype(rows.dtype))
 
     def weights(self, state: PersonalModels, rows: Sequence[int]) -> np.ndarray:
         return attention_weights(squared_distances(state.gram), self.sigma, self.alpha, rows)
 
     def measures(self, state: PersonalModels) -> Mapping[str, np.ndarray]:
-        """The squared `distances` (n, n) of the clients' models."""
+        """Squared `distances` (n, n) of the clients' models."""
         return {"distances": squared_distances(state.gram).astype(np.float32)}
 
     def describe(self) -> Mapping[str, str | int | float]:
@@ -119,20 +119,19 @@ class AttentiveMixing(PersonalMixing):
 class FedAMP(MethodStrategy):
     """FedAMP over Tepal's exchange.
 
-    The result's arrays are the mean of the clients' models; each client's own is in the store, and with the client.
-
-    The client's training function must add the proximal term that the plan asks for; the project's own app does.
+    The result's arrays are the mean of the clients' models. Each personal model is in the server's store and in its
+    client's cache. The client's training function must add the plan's proximal term to the loss.
 
     Args:
-        sigma: σ, the squared distance of two models at which their weight has fallen to 1/e of that of equal models.
-            Squared distances grow with the number of parameters, the learning rate and the local steps, so it must be
-            chosen for the task: once or twice the median of the `distances` in an early round's record is a good start.
-        alpha: α, in the same unit: equal models weigh α/σ in each other's mixture. With σ/n, n equal clients start
-            from their mean.
+        sigma: σ, the squared distance at which the weight of a model is 1/e of that of an equal model. Squared
+            distances grow with the number of parameters, the learning rate and the local steps, so choose σ for the
+            task: start with one or two times the median of the `distances` in an early round's record.
+        alpha: α, in the same unit: equal models have the weight α/σ in each other's mixture. With σ/n, n equal clients
+            start from their mean.
         lam: λ of the proximal term λ/(2α)·‖w − u‖².
-        round_options: see `MethodStrategy`. `model` says what is a buffer and is not compared; a model whose only
-            buffers are BatchNorm's need not be given. The store of models lies in the folder of the checkpoints;
-            without one it is a temporary file.
+        round_options: see `MethodStrategy`. `model` defines which entries are buffers, which are not compared; a model
+            with no buffers but BatchNorm's need not be given. The store of models is a file in the folder of the
+            checkpoints; without checkpoints, a temporary file.
 
     Raises:
         ValueError: an option out of range.
@@ -146,11 +145,11 @@ class FedAMP(MethodStrategy):
         lam: NonNegative = 1.0,
         **round_options: Unpack[RoundOptions],
     ) -> None:
-        super().__init__(AttentiveMixing(sigma, alpha, lam), **round_options)
+        super().__init__(FedAMPMethod(sigma, alpha, lam), **round_options)
 
 
-class _Moved:
-    """Models with the same row taken off each of them."""
+class _Differences:
+    """Models less one row, which is subtracted from each of them."""
 
     def __init__(self, models: Models, row: np.ndarray) -> None:
         self._models = models
@@ -159,5 +158,4 @@ class _Moved:
 
     def block(self, start: int, stop: int) -> np.ndarray:
         with np.errstate(over="ignore"):  # a model that diverged
-            moved: np.ndarray = self._models.block(start, stop) - self._row[start:stop]
-        return moved
+            return np.asarray(self._models.block(start, stop) - self._row[start:stop])

@@ -1,4 +1,4 @@
-"""FedBE: a distribution over models is fitted to the clients' models, and its ensemble is distilled into one model.
+"""FedBE: an ensemble is drawn from a distribution over the clients' models, and distilled into one model.
 
 Chen & Chao, "FedBE: Making Bayesian Model Ensemble Applicable to Federated Learning", ICLR 2021, arXiv:2009.01974,
 sections 3 and 4. After a round in which K clients, with p_k = n_k / Σ n, returned w_1 … w_K:
@@ -7,16 +7,15 @@ sections 3 and 4. After a round in which K clients, with p_k = n_k / Σ n, retur
     Gaussian   w ~ N(w̄, diag Σ_k p_k·(w_k − w̄)²)
     Dirichlet  w = Σ_k γ_k·w_k, γ ~ Dir(c·K·p)
     ensemble   M models drawn from one of the two, w̄, and w_1 … w_K: the mean of their probabilities
-    next model w̄ as the student, distilled on the ensemble's predictions for unlabelled examples of the server's
+    next model w̄ as the student, distilled on the ensemble's predictions for the server's unlabelled examples
 
-For clients of equal size Dir(c·K·p) is the paper's symmetric Dir(c, …, c); for others the weights stand in the
-parameters, so that the draws' mean is w̄ as it is for the Gaussian.
+For clients with equal n_k, Dir(c·K·p) is the paper's symmetric Dir(c, …, c); otherwise the parameters contain the
+weights, so that the mean of the draws is w̄, as for the Gaussian.
 
 Without distillation ("random sampling to replace knowledge distillation") the next model is one draw.
 
-What is drawn are the parameters. Buffers, such as BatchNorm's statistics, are w̄'s in every drawn model. The clients'
-models of one round lie in a file; one model of the ensemble at a time is in memory. What is sent, both ways, is
-FedAvg's.
+Only parameters are drawn. Buffers, such as BatchNorm's statistics, are those of w̄ in every drawn model. The clients'
+models of a round are in a file; one model of the ensemble at a time is in memory. The bytes are FedAvg's.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from pydantic import BaseModel, Field
 
 from tepal.exchange.layout import Arrays
 from tepal.exchange.plan import MODEL, Reply
-from tepal.strategies.fedavg import Averaging, ModelMerger, ModelState
+from tepal.strategies.fedavg import FedAvgMethod, ModelMerger, ModelState
 from tepal.strategies.method import MethodError, Run, ServerModel
 from tepal.strategies.mixing import Models, weighted_rows
 from tepal.strategies.options import Positive, RoundOptions, listed
@@ -39,27 +38,27 @@ from tepal.strategies.personal.store import ModelStore, RowLayout
 from tepal.strategies.rounds.strategy import MethodStrategy
 
 Distil = Callable[[Iterable[Arrays], Arrays], Arrays]
-"""(entries of the ensemble's models, one by one; of the student) → entries of the student, trained."""
+"""(entries of one model of the ensemble after another; of the student) → entries of the trained student."""
 
-_BLOCK = 1 << 23  # numbers of all clients together that are in memory at a time
-_DRAWS = 0xFEDBE  # what a generator is for, beside (seed, round)
+_BLOCK = 1 << 23  # elements of all clients' models together that are in memory at a time
+_DRAWS = 0xFEDBE  # the purpose of a generator, which is seeded with it, the run's seed and the round
 
 
 @dataclass(frozen=True)
 class GaussianModels:
-    """N(mean, diag(deviation²)): means and standard deviations of P parameters."""
+    """The distribution N(mean, diag(deviation²)) of the P parameters of a model."""
 
     mean: np.ndarray
     deviation: np.ndarray
 
     @staticmethod
     def fit(models: Models, shares: np.ndarray, counted: int) -> GaussianModels:
-        """Weighted mean and variance, entry by entry, over the clients.
+        """Fit mean and variance of each parameter, weighted over the clients.
 
         Args:
             models: (K, ≥ counted).
             shares: (K,) p, at least 0, with the sum 1.
-            counted: P, how many of the first numbers are parameters.
+            counted: P, the number of parameters, which come first in a row.
         """
         mean, deviation = np.empty(counted), np.empty(counted)
         step = max(_BLOCK // len(shares), 1024)
@@ -67,12 +66,12 @@ class GaussianModels:
             block = models.block(start, min(start + step, counted)).astype(np.float64)
             center = shares @ block
             mean[start : start + step] = center
-            # Around the mean, not as E[w²] − E[w]²: clients differ by little, and that would lose it.
+            # Not E[w²] − E[w]²: the clients' models differ by little, and rounding would dominate the difference.
             deviation[start : start + step] = np.sqrt(shares @ np.square(block - center))
         return GaussianModels(mean, deviation)
 
     def draw(self, rng: np.random.Generator) -> np.ndarray:
-        """One model's parameters, (P,) float64."""
+        """Draw the parameters of one model, (P,) float64."""
         drawn: np.ndarray = rng.standard_normal(len(self.mean))
         drawn *= self.deviation
         drawn += self.mean
@@ -81,11 +80,12 @@ class GaussianModels:
 
 @dataclass(frozen=True)
 class DirichletModels:
-    """Convex combinations Σ_k γ_k·w_k of the clients' models, γ ~ Dir(c·K·p).
+    """Convex combinations Σ_k γ_k·w_k of the clients' models, with γ ~ Dir(c·K·p).
 
-    models: (K, …).
-    shares: (K,) p, above 0, with the sum 1.
-    concentration: c, above 0: the smaller it is, the nearer are the draws to single clients' models.
+    Args:
+        models: (K, …).
+        shares: (K,) p, above 0, with the sum 1.
+        concentration: c, above 0: the smaller, the nearer the draws are to single clients' models.
     """
 
     models: Models
@@ -93,15 +93,15 @@ class DirichletModels:
     concentration: float
 
     def gamma(self, rng: np.random.Generator) -> np.ndarray:
-        """One draw of γ (K,): at least 0, with the sum 1 and the mean p."""
+        """Draw γ, (K,): at least 0, with the sum 1 and the mean p."""
         return rng.dirichlet(self.concentration * len(self.shares) * self.shares)
 
     def draw(self, rng: np.random.Generator) -> np.ndarray:
-        """One model, all numbers of its row, in the dtype of the models."""
+        """Draw one model: its whole row, in the dtype of the models."""
         return np.concatenate([part for _, part in weighted_rows(self.models, self.gamma(rng)[None])])
 
 
-class BayesianEnsemble(Averaging):
+class FedBEMethod(FedAvgMethod):
     """The method of FedBE. Arguments are those of `FedBE`."""
 
     def __init__(
@@ -115,7 +115,7 @@ class BayesianEnsemble(Averaging):
             raise MethodError(
                 "FedBE distils its ensemble into the next global model on unlabelled examples, and none are given: "
                 "set distil to a function that does so, such as tepal.server_app.distillation.Distiller(model, layout, "
-                "inputs, ...), or distil=False for a random draw in its place"
+                "inputs, ...), or choose distil=False, with which the next model is a random draw"
             )
         self.distribution = distribution
         self.samples = samples
@@ -129,8 +129,8 @@ class BayesianEnsemble(Averaging):
         self.run = run
         return super().init(model, run)
 
-    def merger(self, state: ModelState, round: int) -> EnsembleDistiller:
-        return EnsembleDistiller(self, state, round)
+    def merger(self, state: ModelState, round: int) -> FedBEMerger:
+        return FedBEMerger(self, state, round)
 
     def describe(self) -> Mapping[str, str | int | float]:
         return {
@@ -141,10 +141,10 @@ class BayesianEnsemble(Averaging):
         }
 
 
-class EnsembleDistiller(ModelMerger[ModelState]):
-    """Puts each client's model into a file as it comes; at the end the ensemble is drawn from there, and distilled."""
+class FedBEMerger(ModelMerger[ModelState]):
+    """Store each client's model in a file as it arrives; at the end draw the ensemble from the file and distil it."""
 
-    def __init__(self, method: BayesianEnsemble, state: ModelState, round: int) -> None:
+    def __init__(self, method: FedBEMethod, state: ModelState, round: int) -> None:
         super().__init__(state)
         self._method = method
         self._round = round
@@ -154,7 +154,7 @@ class EnsembleDistiller(ModelMerger[ModelState]):
 
     @cached_property
     def _store(self) -> ModelStore:
-        # Made at the first reply, where a disk that is full costs that reply and not the run.
+        # Created with the first reply: if the disk is full, that reply is lost, but not the run.
         rows = self._method.rows
         return ModelStore(None, rows.width, rows.dtype, folder=self._method.run.folder)
 
@@ -174,7 +174,7 @@ class EnsembleDistiller(ModelMerger[ModelState]):
 
     @property
     def _clients(self) -> list[str]:
-        return sorted(self._slots)  # not in the order in which they replied, which the draws must not depend on
+        return sorted(self._slots)  # the draws must not depend on the order of the replies
 
     def _fit(self) -> GaussianModels | DirichletModels:
         method = self._method
@@ -186,13 +186,13 @@ class EnsembleDistiller(ModelMerger[ModelState]):
         return DirichletModels(models, shares, method.concentration)
 
     def _draw(self, distribution: GaussianModels | DirichletModels, mean: Arrays, number: int) -> dict[str, np.ndarray]:
-        """A model whose parameters are drawn, and whose other entries are the mean's."""
+        """A model with drawn parameters, and the other entries of the mean."""
         rows = self._method.rows
         drawn = distribution.draw(np.random.default_rng([self._method.run.seed, self._round, _DRAWS, number]))
         return {**mean, **rows.entries_of(drawn[: rows.counted])}
 
     def _ensemble(self, distribution: GaussianModels | DirichletModels, mean: Arrays) -> Iterator[Arrays]:
-        """The ensemble's models, made one by one: those drawn, the mean, and the clients' own."""
+        """The models of the ensemble, one after the other: the draws, the mean, and the clients' models."""
         for number in range(self._method.samples):
             yield self._draw(distribution, mean, number)
         yield mean
@@ -202,16 +202,16 @@ class EnsembleDistiller(ModelMerger[ModelState]):
 
 
 class Distillation(BaseModel):
-    """Keys of the run config that say how the server app distils, with a `Distiller` of its own as `distil`."""
+    """Keys of the run config for the `Distiller` that the server app passes as `distil`."""
 
     distil: bool = Field(
         True,
-        description="the ensemble is distilled into the next model, on the server's unlabelled examples "
+        description="distil the ensemble into the next model, on the server's unlabelled examples "
         "(server-share); false: the next model is one draw",
     )
     epochs: int = Field(20, ge=1, le=10_000, description="passes over these examples in one distillation")
     learning_rate: float = Field(
-        1e-3, gt=0, le=100, description="of the distillation's SGD; it falls to 0.4 of it in cycles of 25 steps"
+        1e-3, gt=0, le=100, description="of the distillation's SGD; it falls to 0.4 of this value in cycles of 25 steps"
     )
     batch_size: int = Field(128, ge=1, description="examples in a step of the distillation")
 
@@ -227,19 +227,20 @@ class FedBE(MethodStrategy):
     """FedBE over Tepal's exchange.
 
     Args:
-        distribution: fitted over the clients' models of each round.
-        samples: M, models drawn from it for the ensemble; the paper has 10.
-        concentration: c of the Dirichlet distribution: the smaller, the nearer to single clients' models. With 1, γ of
-            equally large clients is uniform on the simplex.
-        distil: trains the student on the ensemble's predictions, for example a `Distiller` of
-            `tepal.server_app.distillation`; it gets the entries of the ensemble's models, which it must take one by
-            one, and the student's, and returns the student's. False: the next global model is one draw.
-        round_options: see `MethodStrategy`. `model` says what is a buffer and is not drawn; a model whose only buffers
-            are BatchNorm's need not be given. The clients' models of a round lie in an unnamed file in the folder of
-            the checkpoints, or in that for temporary files.
+        distribution: distribution that is fitted to the clients' models of each round.
+        samples: M, models that are drawn from it for the ensemble; the paper has 10.
+        concentration: c of the Dirichlet distribution: the smaller, the nearer to single clients' models. With 1, and
+            clients with equal numbers of examples, γ is uniform on the simplex.
+        distil: function that trains the student on the ensemble's predictions, such as a `Distiller` of
+            `tepal.server_app.distillation`. Its arguments are an iterator over the entries of each model of the
+            ensemble, and the student's entries; it returns the trained entries. False: the next model is one draw.
+        round_options: see `MethodStrategy`. `model` defines which entries are buffers, which are not drawn; a model
+            with no buffers but BatchNorm's need not be given. The clients' models of a round are in an unnamed file in
+            the folder of the checkpoints; without checkpoints, in the folder for temporary files.
 
     Raises:
-        ValueError: an option out of range; as MethodError where nothing is given to distil with.
+        ValueError: an option out of range.
+        MethodError: `distil` is neither a function nor False.
     """
 
     def __init__(
@@ -251,4 +252,4 @@ class FedBE(MethodStrategy):
         distil: Distil | Literal[False] | None = None,
         **round_options: Unpack[RoundOptions],
     ) -> None:
-        super().__init__(BayesianEnsemble(distribution, samples, concentration, distil), **round_options)
+        super().__init__(FedBEMethod(distribution, samples, concentration, distil), **round_options)

@@ -1,4 +1,4 @@
-"""Server optimizers: the mean of the clients' changes is a pseudo-gradient, and the server takes a step along it.
+"""Server optimizers: FedAvgM, FedAdagrad, FedYogi and FedAdam take the mean of the clients' changes as a gradient.
 
     Δ_t = Σ_k (n_k / Σ n)·w_k − w_t
 
@@ -8,21 +8,22 @@
     FedAdam      v_t = β₂·v_{t−1} + (1 − β₂)·Δ_t²                   ⎭    m_t = β₁·m_{t−1} + (1 − β₁)·Δ_t
 
 FedAvgM: Hsu et al. 2019, arXiv:1909.06335, section 4.3. The others: Reddi et al. 2021, arXiv:2003.00295, algorithm 2,
-with v_{−1} = τ² and without a correction of the bias. (Flower's FedAvgM is the paper's. Its FedAdagrad, FedYogi and
-FedAdam start from v = 0, and its FedAdam corrects the bias.) Moments are of the parameters; buffers, such as a
-BatchNorm's statistics, are averaged as in FedAvg.
+with v_{−1} = τ² and without bias correction. (Flower's FedAvgM is the paper's. Its FedAdagrad, FedYogi and FedAdam
+start from v = 0, and its FedAdam corrects the bias.) Only parameters have moments; buffers, such as BatchNorm's
+statistics, are averaged as in FedAvg.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Unpack
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Unpack
 
 import numpy as np
 
 from tepal.exchange.layout import Arrays, Names
-from tepal.strategies.fedavg import GlobalModel, ModelMerger, ModelState, only_start
+from tepal.strategies.fedavg import GlobalModelMethod, ModelMerger, ModelState, only_start
 from tepal.strategies.method import Run, ServerModel, parameters_of
 from tepal.strategies.options import Decay, Positive, RoundOptions, listed
 from tepal.strategies.rounds.strategy import MethodStrategy
@@ -30,14 +31,14 @@ from tepal.strategies.rounds.strategy import MethodStrategy
 
 @dataclass(frozen=True)
 class OptimizerState(ModelState):
-    """A global model and the moments of its changes, by parameter; before the first round there are none."""
+    """A global model, and the moments m and v for each parameter; None before the first round."""
 
     first: Arrays | None = None
     second: Arrays | None = None
 
 
-class ServerOptimizer(GlobalModel[OptimizerState]):
-    """The methods of this file. `step` is what differs."""
+class ServerOptimizerMethod(GlobalModelMethod[OptimizerState]):
+    """Base class of the methods of this module. Subclasses define `step`."""
 
     def __init__(self, learning_rate: float) -> None:
         self.learning_rate = learning_rate
@@ -48,40 +49,39 @@ class ServerOptimizer(GlobalModel[OptimizerState]):
         return OptimizerState(only_start(model))
 
     def merger(self, state: OptimizerState, round: int) -> OptimizerMerger:
-        return OptimizerMerger(state, self._parameters, self.step)
+        return OptimizerMerger(self, state)
 
+    @abstractmethod
     def step(
         self, delta: np.ndarray, first: np.ndarray | None, second: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """(what is added to an entry, m_t, v_t) for its Δ_t, m_{t−1} and v_{t−1} (None before the first round)."""
-        raise NotImplementedError
+        """Step of one parameter: (w_{t+1} − w_t, m_t, v_t) from Δ_t, m_{t−1} and v_{t−1}, None in the first round."""
 
     def describe(self) -> Mapping[str, str | int | float]:
         return {"learning rate": self.learning_rate}
 
 
 class OptimizerMerger(ModelMerger[OptimizerState]):
-    """Averages as FedAvg, then steps."""
+    """Merge replies as FedAvg does, then step from the model before the round along the difference."""
 
-    def __init__(self, state: OptimizerState, parameters: Names, step: Callable[..., Any]) -> None:
+    def __init__(self, method: ServerOptimizerMethod, state: OptimizerState) -> None:
         super().__init__(state)
-        self._parameters = parameters
-        self._step = step
+        self._method = method
 
     def finish(self) -> OptimizerState:
-        state, mean = self._state, self._mean.result()
-        entries, first, second = {**state.entries, **mean}, dict(state.first or {}), dict(state.second or {})
-        for name in self._parameters:
+        state, entries = self._state, self._mean.result()
+        first, second = dict(state.first or {}), dict(state.second or {})
+        for name in self._method._parameters:
             w = state.entries[name]
-            change, m, v = self._step(mean[name] - w, first.get(name), second.get(name))
+            change, m, v = self._method.step(entries[name] - w, first.get(name), second.get(name))
             entries[name] = (w + change).astype(w.dtype, copy=False)
             first[name] = m.astype(w.dtype, copy=False)
             if v is not None:
                 second[name] = v.astype(w.dtype, copy=False)
-        return replace(state, entries=entries, merges=state.merges + 1, first=first, second=second)
+        return self._next_state(entries, first=first, second=second)
 
 
-class Momentum(ServerOptimizer):
+class FedAvgMMethod(ServerOptimizerMethod):
     """The method of FedAvgM."""
 
     def __init__(self, learning_rate: float, momentum: float) -> None:
@@ -98,8 +98,8 @@ class Momentum(ServerOptimizer):
         return {**super().describe(), "momentum": self.momentum}
 
 
-class Adaptive(ServerOptimizer):
-    """The methods of FedAdagrad, FedYogi and FedAdam; `second` is what differs."""
+class AdaptiveOptimizerMethod(ServerOptimizerMethod):
+    """Base class of the methods of FedAdagrad, FedYogi and FedAdam. Subclasses define `second`."""
 
     def __init__(self, learning_rate: float, beta1: float, beta2: float, tau: float) -> None:
         super().__init__(learning_rate)
@@ -112,35 +112,38 @@ class Adaptive(ServerOptimizer):
         v = self.second(np.full_like(delta, self.tau**2) if second is None else second, np.square(delta))
         return self.learning_rate * m / (np.sqrt(v) + self.tau), m, v
 
+    @abstractmethod
     def second(self, v: np.ndarray, squared: np.ndarray) -> np.ndarray:
-        """v_t from v_{t−1} and Δ_t²."""
-        raise NotImplementedError
+        """Second moment v_t, from v_{t−1} and Δ_t²."""
 
     def describe(self) -> Mapping[str, str | int | float]:
         return {**super().describe(), "beta1": self.beta1, "beta2": self.beta2, "tau": self.tau}
 
 
-class Adagrad(Adaptive):
+class FedAdagradMethod(AdaptiveOptimizerMethod):
+    """The method of FedAdagrad."""
+
     def second(self, v: np.ndarray, squared: np.ndarray) -> np.ndarray:
-        total: np.ndarray = v + squared
-        return total
+        return np.asarray(v + squared)
 
 
-class Yogi(Adaptive):
+class FedYogiMethod(AdaptiveOptimizerMethod):
+    """The method of FedYogi."""
+
     def second(self, v: np.ndarray, squared: np.ndarray) -> np.ndarray:
-        moved: np.ndarray = v - (1 - self.beta2) * squared * np.sign(v - squared)
-        return moved
+        return np.asarray(v - (1 - self.beta2) * squared * np.sign(v - squared))
 
 
-class Adam(Adaptive):
+class FedAdamMethod(AdaptiveOptimizerMethod):
+    """The method of FedAdam."""
+
     def second(self, v: np.ndarray, squared: np.ndarray) -> np.ndarray:
-        mean: np.ndarray = self.beta2 * v + (1 - self.beta2) * squared
-        return mean
+        return np.asarray(self.beta2 * v + (1 - self.beta2) * squared)
 
 
 @listed("fedavgm", title="FedAvgM", does="momentum on the server", paper="Hsu et al. 2019, arXiv:1909.06335")
 class FedAvgM(MethodStrategy):
-    """FedAvg with momentum at the server.
+    """FedAvgM: momentum at the server.
 
     Args:
         learning_rate: η of the server; 1 without momentum is FedAvg.
@@ -151,17 +154,17 @@ class FedAvgM(MethodStrategy):
     def __init__(
         self, *, learning_rate: Positive = 1.0, momentum: Decay = 0.9, **round_options: Unpack[RoundOptions]
     ) -> None:
-        super().__init__(Momentum(learning_rate, momentum), **round_options)
+        super().__init__(FedAvgMMethod(learning_rate, momentum), **round_options)
 
 
 @listed("fedadagrad", title="FedAdagrad", does="Adagrad on the server", paper="Reddi et al. 2021, arXiv:2003.00295")
 class FedAdagrad(MethodStrategy):
-    """Adagrad at the server.
+    """FedAdagrad: Adagrad at the server.
 
     Args:
         learning_rate: η of the server.
         beta1: β₁, of the first moment; the paper's experiments have 0.
-        tau: τ, how adaptive it is: the smaller, the more.
+        tau: τ, added to √v: the smaller, the more adaptive.
         round_options: see `MethodStrategy`.
     """
 
@@ -173,22 +176,22 @@ class FedAdagrad(MethodStrategy):
         tau: Positive = 1e-3,
         **round_options: Unpack[RoundOptions],
     ) -> None:
-        super().__init__(Adagrad(learning_rate, beta1, 0.0, tau), **round_options)
+        super().__init__(FedAdagradMethod(learning_rate, beta1, 0.0, tau), **round_options)
 
 
 @listed("fedadam", title="FedAdam", does="Adam on the server", paper="Reddi et al. 2021, arXiv:2003.00295")
 class FedAdam(MethodStrategy):
-    """Adam at the server, without bias correction.
+    """FedAdam: Adam at the server, without bias correction.
 
     Args:
         learning_rate: η of the server.
         beta1: β₁, of the first moment.
         beta2: β₂, of the second moment.
-        tau: τ, how adaptive it is: the smaller, the more.
+        tau: τ, added to √v: the smaller, the more adaptive.
         round_options: see `MethodStrategy`.
     """
 
-    _method: type[Adaptive] = Adam
+    _method: type[AdaptiveOptimizerMethod] = FedAdamMethod
 
     def __init__(
         self,
@@ -204,6 +207,6 @@ class FedAdam(MethodStrategy):
 
 @listed("fedyogi", title="FedYogi", does="Yogi on the server", paper="Reddi et al. 2021, arXiv:2003.00295")
 class FedYogi(FedAdam):
-    """Yogi at the server: as `FedAdam`, but v changes by no more than (1 − β₂)·Δ_t², whichever way."""
+    """FedYogi: Yogi at the server, which is Adam with a v that changes by at most (1 − β₂)·Δ_t² in a round."""
 
-    _method = Yogi
+    _method = FedYogiMethod

@@ -1,4 +1,7 @@
-"""Local training alone: the common initial model goes down once, and nothing else ever travels."""
+"""Local training: each client trains its own model from the common initial one, and returns nothing.
+
+The initial model is sent to each client once.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,13 @@ from dataclasses import replace
 from typing import Unpack
 
 from tepal.exchange.plan import LOCAL, Plan, Reply
-from tepal.strategies.fedavg import ModelState
+from tepal.strategies.fedavg import ModelMerger, ModelState
 from tepal.strategies.options import RoundOptions, listed
 from tepal.strategies.personal.averaging import Personalised
 from tepal.strategies.rounds.strategy import MethodStrategy
 
 
-class Alone(Personalised):
+class LocalMethod(Personalised):
     """The method of LocalOnly."""
 
     objective = LOCAL
@@ -28,21 +31,15 @@ class Alone(Personalised):
         plans = super().evaluation(state, round, cohort, more_rounds=more_rounds)
         return [replace(plan, keeps=plan.needs) for plan in plans]
 
-    def merger(self, state: ModelState, round: int) -> NullMerger:
+    def merger(self, state: ModelState, round: int) -> ModelMerger[ModelState]:
         return NullMerger(state)
 
 
-class NullMerger:
-    """Clients return nothing."""
-
-    def __init__(self, state: ModelState) -> None:
-        self._state = state
+class NullMerger(ModelMerger[ModelState]):
+    """Merge nothing: clients return no entries. Only the number of merges grows."""
 
     def add(self, reply: Reply) -> None:
         return None
-
-    def finish(self) -> ModelState:
-        return replace(self._state, merges=self._state.merges + 1)
 
 
 @listed(
@@ -50,11 +47,11 @@ class NullMerger:
     title="Local training",
     does="each client trains alone",
     paper="the lower bound of personalisation",
-    travels="P down once, nothing up",
+    transfers="P down once, nothing up",
     result="the initial model, from which every client trained its own",
 )
 class LocalOnly(MethodStrategy):
-    """Each client trains alone, from the common initial model on. Takes the keyword arguments of `MethodStrategy`."""
+    """Local training from the common initial model. Takes the keyword arguments of `MethodStrategy` and no others."""
 
     def __init__(self, **round_options: Unpack[RoundOptions]) -> None:
-        super().__init__(Alone(), **round_options)
+        super().__init__(LocalMethod(), **round_options)

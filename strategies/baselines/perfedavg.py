@@ -1,8 +1,8 @@
-"""Per-FedAvg: a global model from which one step of a client makes a good one (Fallah et al. 2020, arXiv:2002.07948).
+"""Per-FedAvg: a global model that one local step personalises (Fallah et al. 2020, arXiv:2002.07948).
 
-    F_i(w) = f_i(w − α·∇f_i(w))        w ← mean of the clients' w_i after local steps along ∇F_i
+    F_i(w) = f_i(w − α·∇f_i(w))        w ← weighted mean of the clients' w_i after local steps along ∇F_i
 
-What is scored is what each client makes of the global model by its one step of size α.
+Each client scores the global model after its step, w − α·∇f_i(w).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tepal.strategies.personal.averaging import COMMON_MODEL, Personalised
 from tepal.strategies.rounds.strategy import MethodStrategy
 
 
-class MetaLearning(Personalised):
+class PerFedAvgMethod(Personalised):
     """The method of Per-FedAvg."""
 
     objective = PERFEDAVG
@@ -31,7 +31,7 @@ class MetaLearning(Personalised):
 @listed(
     "perfedavg",
     title="Per-FedAvg",
-    does="an initial model that one local step makes personal",
+    does="an initial model that one local step personalises",
     paper="Fallah et al. 2020, arXiv:2002.07948",
     result=COMMON_MODEL,
 )
@@ -39,9 +39,9 @@ class PerFedAvg(MethodStrategy):
     """Per-FedAvg over Tepal's exchange.
 
     Args:
-        alpha: α, the size of a client's own step.
-        gradient: of F_i: "first-order" leaves the second derivative out, "hessian-free" takes it from a difference of
-            gradients.
+        alpha: α, the size of the personalising step.
+        gradient: how ∇F_i is computed: "first-order" omits the second derivative, "hessian-free" approximates it by a
+            difference of gradients.
         delta: δ, the step of that difference, in units of the gradient.
         round_options: see `MethodStrategy`.
     """
@@ -54,4 +54,4 @@ class PerFedAvg(MethodStrategy):
         delta: Positive = 1e-3,
         **round_options: Unpack[RoundOptions],
     ) -> None:
-        super().__init__(MetaLearning(alpha, gradient, delta), **round_options)
+        super().__init__(PerFedAvgMethod(alpha, gradient, delta), **round_options)

@@ -1,14 +1,13 @@
 """pFedMe: the global model minimises the clients' Moreau envelopes (Dinh et al. 2020, arXiv:2006.08848, algorithm 1).
 
-    F_i(w) = min_θ f_i(θ) + (λ/2)·‖θ − w‖²        w ← (1 − β)·w + β·(mean of the clients' w_i, each counted alike)
+    F_i(w) = min_θ f_i(θ) + (λ/2)·‖θ − w‖²        w ← (1 − β)·w + β·(unweighted mean of the clients' w_i)
 
-θ̃_i, which the client finds for the w that it got, stays with it and is what is scored.
+θ̃_i, the client's approximate minimiser for the w that it received, stays with the client and is scored.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Annotated, Unpack
 
 import numpy as np
@@ -23,7 +22,7 @@ from tepal.strategies.personal.averaging import COMMON_MODEL, Personalised
 from tepal.strategies.rounds.strategy import MethodStrategy
 
 
-class MoreauEnvelope(Personalised):
+class PFedMeMethod(Personalised):
     """The method of pFedMe."""
 
     objective = PFEDME
@@ -38,18 +37,18 @@ class MoreauEnvelope(Personalised):
     def options(self) -> Mapping[str, Scalar]:
         return {LAMBDA: self.lam, INNER_STEPS: self.inner_steps, INNER_RATE: self.inner_learning_rate}
 
-    def merger(self, state: ModelState, round: int) -> RelaxedMerger:
-        return RelaxedMerger(state, self.beta, self._parameters)
+    def merger(self, state: ModelState, round: int) -> PFedMeMerger:
+        return PFedMeMerger(state, self.beta, self._parameters)
 
     def describe(self) -> Mapping[str, str | int | float]:
         return {**super().describe(), "beta": self.beta}
 
 
-class RelaxedMerger(ModelMerger[ModelState]):
-    """Parameters go β of the way to the clients' mean, or beyond it; buffers are averaged."""
+class PFedMeMerger(ModelMerger[ModelState]):
+    """Merge parameters into (1 − β)·w + β·mean(w_i), and buffers into their mean."""
 
     def __init__(self, state: ModelState, beta: float, parameters: Names) -> None:
-        super().__init__(state, alike=True)
+        super().__init__(state, uniform=True)
         self._beta, self._parameters = beta, parameters
 
     def finish(self) -> ModelState:
@@ -58,13 +57,13 @@ class RelaxedMerger(ModelMerger[ModelState]):
             name: np.asarray((1 - self._beta) * old[name] + self._beta * mean[name], dtype=old[name].dtype)
             for name in self._parameters
         }
-        return replace(self._state, entries={**old, **mean, **moved}, merges=self._state.merges + 1)
+        return self._next_state({**mean, **moved})
 
 
 @listed(
     "pfedme",
     title="pFedMe",
-    does="personal models by Moreau envelopes",
+    does="personal models that minimise Moreau envelopes",
     paper="Dinh et al. 2020, arXiv:2006.08848",
     result=COMMON_MODEL,
 )
@@ -72,10 +71,10 @@ class PFedMe(MethodStrategy):
     """pFedMe over Tepal's exchange. The clients' learning rate is η of w ← w − ηλ(w − θ̃).
 
     Args:
-        lam: λ, how near θ is held to w. The paper has 15 for most of its experiments.
-        inner_steps: K, steps of gradient descent that find θ̃ for one batch.
+        lam: λ, the larger, the nearer θ stays to w. The paper has 15 in most of its experiments.
+        inner_steps: K, steps of gradient descent that approximate θ̃ for one batch.
         inner_learning_rate: learning rate of these steps.
-        beta: β, how far the server goes to the clients' mean; 1: all the way.
+        beta: β of the server's step (1 − β)·w + β·mean(w_i); 1 is the mean.
         round_options: see `MethodStrategy`.
     """
 
@@ -88,4 +87,4 @@ class PFedMe(MethodStrategy):
         beta: Positive = 1.0,
         **round_options: Unpack[RoundOptions],
     ) -> None:
-        super().__init__(MoreauEnvelope(lam, inner_steps, inner_learning_rate, beta), **round_options)
+        super().__init__(PFedMeMethod(lam, inner_steps, inner_learning_rate, beta), **round_options)

@@ -1,4 +1,4 @@
-"""Ascent by rows: each client in turn takes a better row of the mask, the others fixed."""
+"""Coordinate ascent: each client in turn gets a better row of the mask, while the other rows are fixed."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from tepal.strategies.layer_selection.problem import LEAST_GAIN, Problem
 
 
 def ascend(problem: Problem, masks: Mask) -> bool:
-    """Better rows, in place, until no client gains by itself. Returns whether anything changed."""
+    """Improve the masks row by row, in place, until no single row can be improved. Returns whether any changed."""
     return _ascend_squared(problem, masks) if problem.distance == "squared" else _ascend_hamming(problem, masks)
 
 
 def _ascend_hamming(problem: Problem, masks: Mask) -> bool:
-    """Each client's best row given the others, in place, until nobody gains. Returns whether anything changed."""
+    """Replace each row by the best one, given the others: for the Hamming distance a knapsack problem."""
     others = problem.clients - 1
-    having = masks.sum(axis=0)
-    changed, still, i = False, 0, 0
-    while still < problem.clients:
-        # A layer that k of the n − 1 others have agrees with k and differs from n − 1 − k.
+    counts = masks.sum(axis=0)
+    changed, unchanged, i = False, 0, 0
+    while unchanged < problem.clients:
+        # A layer that k of the n − 1 others train agrees with k masks and differs from n − 1 − k.
         row = masks[i]
-        gains = problem.gains[i] + problem.coupling * (2 * (having - row) - others)
+        gains = problem.gains[i] + problem.coupling * (2 * (counts - row) - others)
         best = best_row(gains, problem.costs[i], int(problem.budgets[i]), bool(problem.unit[i]))
-        still += 1
+        unchanged += 1
         if (best != row).any() and gains[best].sum() - gains[row].sum() > LEAST_GAIN:
-            having += best.astype(np.int64) - row
+            counts += best.astype(np.int64) - row
             masks[i] = best
-            changed, still = True, 1
+            changed, unchanged = True, 1
         i = (i + 1) % problem.clients
     return changed
 
 
 def _ascend_squared(problem: Problem, masks: Mask) -> bool:
-    """As `_ascend_hamming`, but a row is improved by changing one or two layers at a time: it is not separable."""
+    """Change one or two layers of a row at a time: the squared distance is not a sum over layers."""
     signs = 1.0 - 2.0 * masks
     gram = signs.T @ signs
     clients, layers = masks.shape
     slack = problem.slack(masks)
-    changed, still, i = False, 0, 0
-    while still < clients:
+    changed, unchanged, i = False, 0, 0
+    while unchanged < clients:
         sign = signs[i]
-        # Changing layer a moves the distance to client j by s_ja = ±1. The square then grows by 2·d_j·s_ja + 1, and
-        # with layer b, too, by 2·s_ja·s_jb more.
+        # Changing layer a changes the distance d_j to client j by s_ja = ±1, and its square by 2·d_j·s_ja + 1.
+        # Changing layer b as well adds 2·s_ja·s_jb.
         apart = (layers - signs @ sign) / 2
         one = problem.gains[i] * sign - problem.coupling * (2 * sign * (apart @ signs) + clients - 1)
         two = one[:, None] + one - 2 * problem.coupling * (sign[:, None] * gram * sign - 1)
@@ -53,7 +53,7 @@ def _ascend_squared(problem: Problem, masks: Mask) -> bool:
         prices.flat[:: layers + 1] = price
         two[prices > slack[i]] = -np.inf
         flat = int(two.argmax())
-        still += 1
+        unchanged += 1
         if two.flat[flat] > LEAST_GAIN:
             gram -= np.outer(sign, sign)
             a, b = divmod(flat, layers)
@@ -62,7 +62,7 @@ def _ascend_squared(problem: Problem, masks: Mask) -> bool:
                 masks[i, layer] ^= True
                 sign[layer] *= -1
             gram += np.outer(sign, sign)
-            changed, still = True, 0
-            continue  # the same client again, until nothing more is to be gained from it
+            changed, unchanged = True, 0
+            continue  # with the same client, until its row cannot be improved
         i = (i + 1) % clients
     return changed

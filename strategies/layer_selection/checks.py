@@ -1,4 +1,4 @@
-"""The arguments of problem (P1), checked: scores, options, budgets and costs."""
+"""Checks of the arguments of problem (P1): scores, options, budgets and costs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DISTANCES = ("hamming", "squared")
 
 def checked_shape(array: NDArray[np.generic], name: str) -> tuple[int, int]:
     if array.ndim != 2 or 0 in array.shape:
-        raise ValueError(f"{name} have shape {array.shape}; it must be (clients, layers), at least one of each")
+        raise ValueError(f"{name} have shape {array.shape}; it must be (clients, layers), with at least one of each")
     return array.shape[0], array.shape[1]
 
 
@@ -41,11 +41,11 @@ def check_options(coupling: float, distance: str) -> None:
 
 
 def checked_budgets(budgets: ArrayLike, costs: ArrayLike | None, shape: tuple[int, ...]) -> tuple[Floats, Floats]:
-    """Budgets (n,) and costs (n, L)."""
+    """Budgets (n,), which are whole numbers if `costs` is None, and costs (n, L). Raises ValueError."""
     clients, layers = shape
     limits = np.asarray(budgets, dtype=np.float64)
     if limits.shape != (clients,):
-        raise ValueError(f"budgets have shape {limits.shape}; it must be ({clients},), one budget for each client")
+        raise ValueError(f"budgets have shape {limits.shape}; it must be ({clients},), with one budget for each client")
     for client, limit in enumerate(limits.tolist()):
         if costs is None and not 1 <= limit <= layers:
             raise ValueError(f"budget {limit:g} of client {client}: it must be between 1 and {layers} layers")
@@ -63,5 +63,6 @@ def checked_budgets(budgets: ArrayLike, costs: ArrayLike | None, shape: tuple[in
 
 
 def fits(prices: Floats, limit: float) -> bool:
-    # fsum rounds the exact sum once, and rounding keeps its sign: no cost over the budget is rounded away.
+    """Whether the sum of these costs is within the budget, exactly."""
+    # fsum rounds the exact sum once, which keeps its sign: a sum that exceeds the budget is never rounded to it.
     return limit == math.inf or math.fsum((*prices.tolist(), -limit)) <= 0

@@ -1,4 +1,4 @@
-"""The exact solver of (P1): a mixed-integer program, the reference that the fast solver is tested against."""
+"""The exact solver of (P1): a mixed-integer program, with which the fast solver is also tested."""
 
 from __future__ import annotations
 
@@ -6,31 +6,38 @@ import math
 
 import numpy as np
 
-from tepal.strategies.layer_selection.checks import Ints, Mask
+from tepal.strategies.layer_selection.checks import Mask
 from tepal.strategies.layer_selection.problem import Problem
 
-_EXACT_UP_TO = 160  # variables of the program, clients²·layers/2: there it takes a few milliseconds
-_LIKE = 1e4  # largest over smallest client's norm up to which the program's tolerance does no harm
-_CUTS = 20  # how often a set that is over budget is forbidden
+_EXACT_UP_TO = 160  # variables of the program, clients²·layers/2, that are solved in a few milliseconds
+_MAX_RATIO = 1e4  # of the largest to the smallest client's norm: beyond it the program's tolerance matters
+_CUTS = 20  # how many times solutions that exceed a budget are excluded
 
 
 def suits_exact(problem: Problem) -> bool:
-    """Whether the program is quick, and its tolerance small beside every client's norms."""
+    """Whether the program takes milliseconds, and its tolerance is small compared with every client's norms."""
     highest = problem.gains.max(axis=1)
     highest = highest[highest > 0]
     small = problem.clients**2 * problem.layers // 2 <= _EXACT_UP_TO
-    return small and bool(highest.size == 0 or highest.max() <= _LIKE * highest.min())
+    return small and bool(highest.size == 0 or highest.max() <= _MAX_RATIO * highest.min())
 
 
 def solve_exact(problem: Problem, time_limit: float = math.inf) -> tuple[Mask, float]:
-    """The optimum of (P1) as a linear mixed-integer program, and an upper bound on its value (that value, in time).
+    """Solve (P1) as a linear mixed-integer program.
 
-    Variables: the masks m; z_ijl ≥ |m_il − m_jl| for i < j, which is tight because λ > 0 pushes it down; for the
-    squared distance d = Σ_l z_ijl, and q_ij ≥ (2k + 1)·d − k·(k + 1) for every k, the lines through (k, k²) and
-    (k + 1, (k + 1)²): tight at whole numbers.
+    Variables: the masks m; z_ijl ≥ |m_il − m_jl| for i < j, with equality at the optimum, as λ > 0; for the squared
+    distance also q_ij ≥ (2k + 1)·d − k·(k + 1) for d = Σ_l z_ijl and every k, the lines through (k, k²) and
+    (k + 1, (k + 1)²), which at whole numbers d is q_ij ≥ d².
+
+    Args:
+        problem: (P1), scaled.
+        time_limit: in seconds.
+
+    Returns:
+        Masks (n, L), and an upper bound on the optimal value, which is their value unless time ran out.
 
     Raises:
-        TimeoutError: no masks within `time_limit` seconds.
+        TimeoutError: no masks were found within the time limit.
     """
     from scipy import sparse
     from scipy.optimize import Bounds, LinearConstraint, milp
@@ -38,13 +45,8 @@ def solve_exact(problem: Problem, time_limit: float = math.inf) -> tuple[Mask, f
     n, layers = problem.clients, problem.layers
     first, second = np.triu_indices(n, 1)
     pairs = len(first)
-    each = sparse.identity(layers, format="csr")
-
-    def of_pairs(columns: Ints) -> sparse.csr_matrix:
-        picks = sparse.csr_matrix((np.ones(pairs), (np.arange(pairs), columns)), shape=(pairs, n))
-        return sparse.kron(picks, each, format="csr")
-
-    differ = of_pairs(first) - of_pairs(second)
+    pair_signs = sparse.identity(n, format="csr")[first] - sparse.identity(n, format="csr")[second]
+    differ = sparse.kron(pair_signs, sparse.identity(layers), format="csr")
     z = sparse.identity(pairs * layers, format="csr")
     within = sparse.block_diag([row[None, :] for row in problem.costs / np.maximum(problem.budgets, 1)[:, None]])
     blocks = [[within, None], [differ, -z], [-differ, -z]]
@@ -74,10 +76,13 @@ def solve_exact(problem: Problem, time_limit: float = math.inf) -> tuple[Mask, f
         over = np.flatnonzero(problem.slack(masks) < 0)
         if not over.size:
             return masks, -float(result.mip_dual_bound)
-        # The program tolerates a budget exceeded by 1e-6 or so: forbid these sets of layers, and solve again.
+        # The program tolerates budgets exceeded by about 1e-6: exclude these sets of layers, and solve again.
         sets = np.zeros((len(over), len(weights)))
         for row, i in zip(sets, over, strict=True):
             row[i * layers : (i + 1) * layers] = masks[i]
         matrix = sparse.vstack((matrix, sparse.csr_matrix(sets)), format="csr")
         limits = np.append(limits, masks[over].sum(axis=1) - 1.0)
-    raise TimeoutError(f"{_CUTS} solutions of {n} clients × {layers} layers were over a budget by a hair")
+    raise TimeoutError(
+        f"{_CUTS} solutions of {n} clients × {layers} layers exceeded a budget by less than the program's tolerance: "
+        "choose another solver"
+    )

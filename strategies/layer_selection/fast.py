@@ -1,9 +1,8 @@
-"""The fast solver of (P1): ascent by rows and exchange of layers, from many degrees of consensus.
+"""The fast solver of (P1): a local search from several starts.
 
-The penalty rewards agreement, so (P1) has many local optima: clients that agree on a layer do not leave it one by one.
-The fast solver therefore starts from many degrees of consensus, improves row by row (a client against all others), and
-then layer by layer: every client that may exchange layer b for layer a is free to, and the best group of them does it
-at once.
+The penalty rewards agreement, so (P1) has many local optima: no single client gains by leaving a layer on which it
+agrees with others. The search therefore starts from several degrees of consensus, improves the masks row by row, one
+client at a time, and then swaps layers for groups of clients together.
 """
 
 from __future__ import annotations
@@ -15,17 +14,18 @@ import numpy as np
 
 from tepal.strategies.layer_selection.ascent import ascend
 from tepal.strategies.layer_selection.checks import Mask
-from tepal.strategies.layer_selection.exchange import exchange_layers
 from tepal.strategies.layer_selection.knapsack import best_rows
 from tepal.strategies.layer_selection.problem import Problem
+from tepal.strategies.layer_selection.swaps import swap_layers
 
-_STARTS = 9  # degrees of consensus, evenly spread when the budgets allow more
-_LEADERS = 12  # clients whose own best layers are tried as everybody's
-_OTHER_COUPLINGS = (0.5, 2.0)  # factors of λ under which the best result is moved
-_POLISHED = 2  # the best results of the row ascent go on to exchanges of layers
+_STARTS = 9  # degrees of consensus, evenly spaced if the budgets allow more
+_LEADERS = 12  # clients whose own best layers are tried for all clients
+_OTHER_COUPLINGS = (0.5, 2.0)  # factors of λ for which the best result is improved, to get further starts
+_POLISHED = 2  # results of the row ascent, the best ones, for which layers are swapped
 
 
 def solve_fast(problem: Problem) -> Mask:
+    """Find masks (n, L) with a high value of (P1); usually it is the optimum."""
     found: dict[bytes, tuple[float, Mask]] = {}
     for start in {masks.tobytes(): masks for masks in _starts(problem)}.values():
         ascend(problem, start)
@@ -33,26 +33,26 @@ def solve_fast(problem: Problem) -> Mask:
     best = sorted(found.values(), key=lambda item: -item[0])[:_POLISHED]
     top = max((_polished(problem, masks) for _, masks in best), key=problem.value)
     for factor in _OTHER_COUPLINGS:
-        # The optimum of a somewhat different problem is a start, too, and often from another valley.
+        # The optimum for another λ is a further start, and often leads to another local optimum.
         moved = _polished(replace(problem, coupling=factor * problem.coupling), top)
         top = max(top, _polished(problem, moved), key=problem.value)
     return top
 
 
 def _polished(problem: Problem, masks: Mask) -> Mask:
-    """A copy of the masks that neither a row nor an exchange of two layers improves."""
+    """Improve a copy of the masks until neither a change of a row nor a swap of two layers improves it."""
     masks = masks.copy()
     ascend(problem, masks)
-    while exchange_layers(problem, masks) and ascend(problem, masks):
+    while swap_layers(problem, masks) and ascend(problem, masks):
         pass
     return masks
 
 
 def _starts(problem: Problem) -> Iterator[Mask]:
-    """Consensus on t layers, with and without each client's own best of the rest, and on one client's best layers."""
+    """Starts: consensus on t layers, with and without each client's best other layers; one client's layers for all."""
     summed = problem.gains.sum(axis=0)
     consensus = (problem.layers - 1 - np.argsort(-summed[::-1], kind="stable")).tolist()
-    # How many layers the largest budget holds, which for unit costs is that budget.
+    # The number of layers that the largest budget allows, which for unit costs is that budget.
     cumulated = np.cumsum(np.sort(problem.costs, axis=1), axis=1)
     most = int((cumulated <= problem.budgets[:, None]).sum(axis=1).max())
     for t in _spread(most + 1, _STARTS):
@@ -65,7 +65,7 @@ def _starts(problem: Problem) -> Iterator[Mask]:
         yield alone
     everybody = np.broadcast_to(summed, problem.gains.shape)
     leaders = best_rows(problem, problem.gains, problem.budgets)
-    if not problem.unit.all():  # else these are among the consensus on t layers
+    if not problem.unit.all():  # for unit costs these masks are consensus on t layers
         leaders = np.concatenate((leaders, best_rows(problem, everybody, problem.budgets)))
     leaders = np.unique(leaders, axis=0)
     for k in _spread(len(leaders), _LEADERS):
@@ -73,5 +73,5 @@ def _starts(problem: Problem) -> Iterator[Mask]:
 
 
 def _spread(count: int, at_most: int) -> list[int]:
-    """0 … count − 1, or as many of these numbers as are wanted, evenly spread."""
+    """The numbers 0 … count − 1, or `at_most` of them, evenly spaced."""
     return sorted({round(k) for k in np.linspace(0, count - 1, min(count, at_most)).tolist()})

@@ -1,9 +1,10 @@
-"""Problem (P1) of selective layer fine-tuning (arXiv:2408.15600): its objective, and the form that is solved.
+"""Problem (P1) of selective layer fine-tuning (arXiv:2408.15600): its objective, and the scaled form for the solvers.
 
     (P1)  max  Σ_i Σ_l m_il·‖g_il‖² − (λ/2)·Σ_i Σ_{j≠i} dist(m_i, m_j)     such that  Σ_l cost_il·m_il ≤ R_i
 
-n clients, L layers (0 is next to the input), m a 0/1 mask per client, g_il the gradient of client i in layer l, R_i the
-client's budget. The paper prints dist = ‖m_i − m_j‖₁² ("squared"), its authors' code has ‖m_i − m_j‖₁ ("hamming").
+There are n clients and L layers (0 is next to the input); m_i ∈ {0,1}^L is the mask of client i, R_i its budget, and
+g_il its gradient in layer l. The paper prints dist = ‖m_i − m_j‖₁² ("squared"); its authors' code has ‖m_i − m_j‖₁
+("hamming").
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from numpy.typing import ArrayLike
 
 from tepal.strategies.layer_selection.checks import Floats, Ints, Mask, check_options, checked_scores, fits
 
-LEAST_GAIN = 1e-11  # what a step of a solver must add, relative to the largest squared norm: rounding alone does not
+LEAST_GAIN = 1e-11  # of a step of a solver, relative to the largest squared norm: more than rounding errors
 
 
 def objective(masks: ArrayLike, squared_norms: ArrayLike, coupling: float, *, distance: str = "hamming") -> float:
-    """The value of (P1), in units of the squared norms.
+    """Value of (P1), in units of the squared norms.
 
     Args:
         masks: (n, L) bool, the layers of each client.
@@ -42,7 +43,7 @@ def objective(masks: ArrayLike, squared_norms: ArrayLike, coupling: float, *, di
 
 @dataclass(frozen=True)
 class Problem:
-    """(P1) with squared norms of at most 1 and whole-number costs, so that sums of costs are exact."""
+    """(P1) with squared norms of at most 1, and integer costs, whose sums are exact."""
 
     gains: Floats  # (n, L)
     costs: Ints  # (n, L)
@@ -63,25 +64,26 @@ class Problem:
         return float(self.gains[masks].sum()) - self.coupling * _pair_sum(masks, self.distance)
 
     def slack(self, masks: Mask) -> Ints:
-        left: Ints = self.budgets - (self.costs * masks).sum(axis=1)
-        return left
+        """Remaining budget of each client, (n,)."""
+        return np.asarray(self.budgets - (self.costs * masks).sum(axis=1))
 
 
 def problem_of(norms: Floats, limits: Floats, prices: Floats, coupling: float, distance: str) -> Problem:
+    """Scale (P1) with these squared norms (n, L), budgets (n,), costs (n, L), λ and distance."""
     scale = float(norms.max()) or 1.0
     gains = norms / scale
     costs = np.ones(norms.shape, dtype=np.int64)
     budgets = np.empty(len(norms), dtype=np.int64)
     for i, (price, limit) in enumerate(zip(prices, limits.tolist(), strict=True)):
         costs[i], budgets[i] = _whole_costs(price, limit)
-    # One pair that differs in one layer then costs more than all norms together, so that nobody differs. A larger λ
-    # changes nothing but the rounding errors.
+    # A single difference then costs more than the sum of all norms, so that all masks are equal. A larger λ would only
+    # add rounding errors.
     strongest = 2.0 * gains.size
     return Problem(gains, costs, budgets, (costs == 1).all(axis=1), min(coupling / scale, strongest), distance)
 
 
 def _whole_costs(price: Floats, limit: float) -> tuple[Ints, int]:
-    """Costs and budget of one client as whole numbers: costs rounded up, the budget down, by less than 1 in 2^50."""
+    """Costs and budget of one client as integers: costs are rounded up, the budget down, by less than 1 in 2^50."""
     layers = len(price)
     if fits(price, limit):
         return np.ones(layers, dtype=np.int64), layers
@@ -95,9 +97,9 @@ def _whole_costs(price: Floats, limit: float) -> tuple[Ints, int]:
 
 
 def distances(masks: Mask) -> Floats:
-    """(n, n): in how many layers two clients differ."""
+    """Hamming distances (n, n) of the masks."""
     signs = 1.0 - 2.0 * masks
-    # Products of whole numbers are exact in float64, and much faster there than in integers.
+    # Products of small integers are exact in float64, and much faster than in an integer dtype.
     different: Floats = (masks.shape[1] - signs @ signs.T) / 2
     return different
 
@@ -105,6 +107,6 @@ def distances(masks: Mask) -> Floats:
 def _pair_sum(masks: Mask, distance: str) -> float:
     """Σ_{i<j} dist(m_i, m_j)."""
     if distance == "hamming":
-        having = masks.sum(axis=0)
-        return float((having * (len(masks) - having)).sum())
+        counts = masks.sum(axis=0)
+        return float((counts * (len(masks) - counts)).sum())
     return float((distances(masks) ** 2).sum()) / 2

@@ -1,4 +1,4 @@
-"""Models as an array or in a store, read by blocks of columns, and work on these blocks on all cores."""
+"""Models as an array or in a store, which are read and processed by blocks of columns, on all cores."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Protocol
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-_BLOCK = 1 << 24  # bytes: a block of this size is large enough for the matrix product and small beside any model
-_WORKERS = 8  # blocks in work at a time, on as many cores
-_CHUNK = 1 << 10, 1 << 16  # parameters: fewer make many short reads, more add up too much in float32
+_BLOCK = 1 << 24  # bytes of a block: enough for a fast matrix product, and little compared with n models
+_WORKERS = 8  # blocks that are processed at a time, on as many cores
+_CHUNK = 1 << 10, 1 << 16  # least and most parameters of a block: fewer need many reads, more lose digits in float32
 
 
 class Models(Protocol):
@@ -26,7 +26,7 @@ class Models(Protocol):
         ...
 
     def block(self, start: int, stop: int) -> np.ndarray:
-        """Columns start … stop−1 of all models, (n, stop − start). Several threads ask at once."""
+        """Columns start … stop−1 of all models, (n, stop − start). Called by several threads at once."""
         ...
 
 
@@ -35,7 +35,7 @@ class _InMemory:
 
     def __init__(self, array: np.ndarray) -> None:
         if array.ndim != 2:
-            raise ValueError(f"models have the shape {array.shape}; they must be 2-D, a row each")
+            raise ValueError(f"models have the shape {array.shape}; they must be 2-D, with one model a row")
         self._array = array
         self.shape: tuple[int, int] = array.shape
 
@@ -44,12 +44,13 @@ class _InMemory:
 
 
 def as_models(models: Models | np.ndarray) -> Models:
+    """Models with the interface `Models`. Raises ValueError if there are none, or if they are not floating-point."""
     if isinstance(models, np.ndarray):
         models = _InMemory(models)
     if not models.shape[0]:
         raise ValueError("there are 0 models; there must be at least 1")
     if dtype_of(models).kind != "f":
-        raise ValueError(f"models are {dtype_of(models)}; they must be floating-point, for means are")
+        raise ValueError(f"models are {dtype_of(models)}; they must be floating-point, as their means are")
     return models
 
 
@@ -58,11 +59,12 @@ def dtype_of(models: Models) -> np.dtype:
 
 
 def wide(block: np.ndarray) -> np.ndarray:
-    """What products are computed in: float16 would be slow and overflow."""
+    """The block in the dtype in which products are computed: float16 would be slow and overflow."""
     return block.astype(np.result_type(block.dtype, np.float32), copy=False)
 
 
 def chunk_of(models: Models, chunk: int | None) -> int:
+    """Parameters of a block: `chunk`, or as many as blocks of about 16 MB have. Raises ValueError if it is below 1."""
     if chunk is None:
         fitting = _BLOCK // (models.shape[0] * dtype_of(models).itemsize)
         return min(max(fitting, _CHUNK[0]), _CHUNK[1])
@@ -79,10 +81,10 @@ def chunks_of(models: Models, width: int, chunk: int | None) -> Iterator[tuple[i
 def in_order(
     work: Callable[[int, int], np.ndarray], chunks: Iterable[tuple[int, int]]
 ) -> Iterator[np.ndarray]:
-    """`work` of every chunk, in the order of the chunks, on all cores and a few chunks ahead.
+    """Results of `work` for every chunk, in the order of the chunks, computed on all cores and a few chunks ahead.
 
-    Each core has chunks of its own, and BLAS one thread: threads that share a product wait for each other at every step
-    of it, many times as long as it takes where something else runs on the machine.
+    Each core computes whole chunks, and BLAS uses one thread: threads that share a product wait for each other at every
+    step, which takes many times as long on a loaded machine.
     """
     workers = min(os.cpu_count() or 1, _WORKERS)
     with threadpool_limits(1, "blas"), ThreadPoolExecutor(workers, "mixing") as pool:

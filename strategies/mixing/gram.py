@@ -14,15 +14,15 @@ def gram_rows(
 ) -> np.ndarray:
     """Dot products of some models with all models.
 
-    Products of float16 and float32 models are float32 within a chunk of parameters and are added up in float64 over
-    chunks; wider models are multiplied as what they are. Squares must stay within range: numbers beyond ±1e18 or so
-    overflow in float32, and `cosine` takes such a model for a diverged one.
+    Products of float16 and float32 models are float32 within a chunk of parameters, and summed in float64 over chunks;
+    float64 models are multiplied in float64. Numbers beyond about ±1e18 have squares that overflow in float32, and
+    `cosine` then treats the model as diverged.
 
     Args:
         models: (n, P).
-        rows: which models, each in 0 … n−1.
-        counted: how many of the first parameters enter the products; default: all. What comes after them are buffers,
-            such as the statistics of BatchNorm: mixed like parameters, but not compared.
+        rows: indices of the models, each in 0 … n−1.
+        counted: the number of parameters, which come first in a row and are compared; default: P. The numbers after
+            them are buffers, such as the statistics of BatchNorm: they are mixed like parameters, but not compared.
         chunk: parameters at a time, n·chunk numbers in memory for each core; default: blocks of about 16 MB.
 
     Returns:
@@ -42,7 +42,7 @@ def gram_rows(
 
     def products(start: int, stop: int) -> np.ndarray:
         block = wide(models.block(start, stop))
-        with np.errstate(over="ignore", invalid="ignore"):  # a diverged model is for `cosine` to tell
+        with np.errstate(over="ignore", invalid="ignore"):  # `cosine` detects diverged models
             of_chunk: np.ndarray = block @ block[chosen].T
         return of_chunk
 
@@ -60,12 +60,12 @@ def update_gram(
     counted: int | None = None,
     chunk: int | None = None,
 ) -> np.ndarray:
-    """The dot products of all models, computed anew only for those that changed.
+    """Dot products of all models, of which only those of changed models are computed.
 
     Args:
-        gram: (m, m), of the first m models before the change, m ≤ n; it is left as it is. (0, 0) to begin with.
+        gram: (m, m), of the first m models before the change, m ≤ n; at first (0, 0). It is not modified.
         models: (n, P).
-        changed: the rows that are not what they were, among them all of the new ones m … n−1.
+        changed: indices of the models that changed, including all new ones, m … n−1.
         counted, chunk: see `gram_rows`.
 
     Returns:
@@ -79,7 +79,7 @@ def update_gram(
     n = models.shape[0]
     rows = np.unique(checked_rows(changed, n))
     if gram.ndim != 2 or gram.shape[0] != gram.shape[1] or gram.shape[0] > n:
-        raise ValueError(f"gram has the shape {gram.shape}; it must be square, with at most {n} rows: one a model")
+        raise ValueError(f"gram has the shape {gram.shape}; it must be square, with at most {n} rows, one a model")
     m = gram.shape[0]
     missing = np.setdiff1d(np.arange(m, n), rows)
     if missing.size:

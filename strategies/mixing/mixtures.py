@@ -11,7 +11,6 @@ from tepal.strategies.mixing.columns import (
     as_models,
     checked_counted,
     checked_rows,
-    chunk_of,
     chunks_of,
     dtype_of,
     in_order,
@@ -24,13 +23,13 @@ from tepal.strategies.mixing.weights import check_alpha, check_quantile, cosine,
 def mix(
     models: Models | np.ndarray, quantile: float, *, alpha: float = 1.0, counted: int | None = None
 ) -> tuple[np.ndarray, np.ndarray, float]:
-    """The next models of all clients, in memory (eq. 4). For models that are larger than memory see `mix_rows`.
+    """Mix the models of all clients in memory (eq. 4). For models that are larger than memory see `mix_rows`.
 
     Args:
         models: W, (n, P) floating-point.
         quantile: p, see `threshold`.
         alpha: α, see `mixing_weights`.
-        counted: how many of the first parameters are compared, see `gram_rows`; all are mixed.
+        counted: the number of parameters, which are compared (see `gram_rows`); the whole rows are mixed.
 
     Returns:
         U, (n, P) in the models' dtype; S, (n, n) float64; δ.
@@ -63,27 +62,26 @@ def mix_rows(
     counted: int | None = None,
     chunk: int | None = None,
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """The next models of some clients, a chunk of parameters at a time (eq. 4).
+    """Mix the models of some clients, a chunk of parameters at a time (eq. 4).
 
-    Chunks of the parameters come in order and, within a chunk, the rows in the order given: the chunks of one row, one
-    after the other, are its mixed model. What is mixed with nothing comes out bit by bit as it is stored. A chunk of
-    all rows is computed before its first row is handed out, so a caller may write it over the models themselves if
-    `similarity` is what it was before.
+    The chunks of the parameters are in order and, within a chunk, the rows are in the order given: the chunks of one
+    row, concatenated, are its mixed model. A model that is mixed with no other is returned bit for bit. A chunk is
+    computed for all rows before that of the first row is returned, so the caller may overwrite the models with it,
+    provided that `similarity` was computed before.
 
     Args:
         models: (n, P).
-        rows: whose models, each in 0 … n−1.
+        rows: indices of the clients, each in 0 … n−1.
         quantile: p, see `threshold`.
-        similarity: S, (n, n), if it is known, as from `update_gram` and `cosine`; by default it is computed, from all
-            models.
+        similarity: S, (n, n), from `update_gram` and `cosine`; by default it is computed from all models.
         alpha: α, see `mixing_weights`.
-        counted: how many of the first parameters are compared, see `gram_rows`; all are mixed.
+        counted: the number of parameters, which are compared (see `gram_rows`); the whole rows are mixed.
         chunk: parameters at a time, up to 2·(n + len(rows))·chunk numbers in memory for each core; default: blocks of
             about 16 MB.
 
     Returns:
-        An iterator of (row, chunk); a chunk is 1-D, in the models' dtype, and the caller's to keep or change. Keeping
-        one holds the memory of the whole block.
+        Iterator of (row, chunk); a chunk is 1-D, in the models' dtype, and may be modified. It is a view, which keeps
+        the chunk of all rows in memory.
 
     Raises:
         ValueError: at the call: an argument out of range, models that are not 2-D, have no rows or are not
@@ -95,11 +93,10 @@ def mix_rows(
     check_quantile(quantile)
     check_alpha(alpha)
     checked_counted(counted, width)
-    chunk_of(models, chunk)
     if similarity is None:
         similarity = _similarity(models, counted, chunk)
     elif similarity.shape != (n, n):
-        raise ValueError(f"similarity has the shape {similarity.shape}; {n} models need ({n}, {n})")
+        raise ValueError(f"similarity has the shape {similarity.shape}; for {n} models it must be ({n}, {n})")
     weights = mixing_weights(similarity, threshold(similarity, quantile), chosen, alpha=alpha)
     return ((int(chosen[k]), part) for k, part in weighted_rows(models, weights, chunk=chunk))
 
@@ -107,9 +104,9 @@ def mix_rows(
 def weighted_rows(
     models: Models | np.ndarray, weights: np.ndarray, *, chunk: int | None = None
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Weighted means of all models, a chunk of parameters at a time, whatever the weights come from.
+    """Weighted means of all models, a chunk of parameters at a time.
 
-    Order and chunks are those of `mix_rows`, and so is this: a mean of one model alone is that model, bit by bit.
+    Order and chunks are those of `mix_rows`. The mean of a single model is that model, bit for bit.
 
     Args:
         models: (n, P).
@@ -117,7 +114,7 @@ def weighted_rows(
         chunk: as in `mix_rows`.
 
     Returns:
-        An iterator of (k, chunk): of the k-th row of `weights`.
+        Iterator of (k, chunk), for the k-th row of `weights`.
 
     Raises:
         ValueError: at the call: models that are not 2-D, have no rows or are not floating-point; weights of another
@@ -126,11 +123,10 @@ def weighted_rows(
     models = as_models(models)
     n = models.shape[0]
     if weights.ndim != 2 or weights.shape[1] != n:
-        raise ValueError(f"weights have the shape {weights.shape}; those of {n} models are (…, {n})")
+        raise ValueError(f"weights have the shape {weights.shape}; for {n} models it must be (…, {n})")
     sums = weights.sum(axis=1)
     if not ((weights >= 0).all() and np.allclose(sums, 1, rtol=0, atol=1e-6)):
         raise ValueError(f"weights must be at least 0 and sum to 1; the least is {weights.min()}, the sums are {sums}")
-    chunk_of(models, chunk)
     return ((k, part) for block in _mixed_blocks(models, weights, chunk) for k, part in enumerate(block))
 
 
@@ -140,18 +136,16 @@ def _similarity(models: Models, counted: int | None, chunk: int | None) -> np.nd
 
 
 def _mixed_blocks(models: Models, weights: np.ndarray, chunk: int | None) -> Iterator[np.ndarray]:
-    """weights @ models by blocks of columns, (len(weights), at most chunk) each."""
+    """weights @ models by blocks of columns, (len(weights), at most chunk) each. Raises ValueError at the call."""
     n, width = models.shape
     dtype = dtype_of(models)
     narrow = weights.astype(np.result_type(dtype, np.float32))
     takes = narrow > 0
     alone = takes.sum(axis=1) == 1
-    # Models that nobody mixes are left out of the product: 0 times a NaN or an infinity of a diverged one is NaN.
+    # Models without weight are omitted from the product: 0 times a NaN or infinity of a diverged model is NaN.
     used = np.flatnonzero(takes[~alone].any(axis=0))
     factors = narrow[~alone][:, used]
     only = takes[alone].argmax(axis=1)
-    if not len(weights):
-        return
 
     def mixture(start: int, stop: int) -> np.ndarray:
         block = models.block(start, stop)
@@ -161,4 +155,4 @@ def _mixed_blocks(models: Models, weights: np.ndarray, chunk: int | None) -> Ite
             mixed[~alone] = factors @ wide(block if used.size == n else block[used])
         return mixed
 
-    yield from in_order(mixture, chunks_of(models, width, chunk))
+    return in_order(mixture, chunks_of(models, width if len(weights) else 0, chunk))

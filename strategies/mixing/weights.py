@@ -1,4 +1,4 @@
-"""Similarity of models, its threshold, and the weights of the mixtures (eq. 4), from dot products alone."""
+"""Similarity of models, its threshold, and the weights of the mixtures (eq. 4), computed from dot products."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from tepal.strategies.mixing.columns import checked_rows
 
 
 def cosine(gram: np.ndarray) -> np.ndarray:
-    """S, the cosine similarity of all pairs of models (s_ij of eq. 4).
+    """Cosine similarity S of all pairs of models (s_ij of eq. 4).
 
-    A model without a direction, which is one of zeros only or one that diverged (its norm is not finite), has
-    similarity 0 to all others: it is mixed into nobody's model, and nobody's into it.
+    A model that is all zeros, or that diverged (its norm is not finite), has no direction and similarity 0 to all
+    others: it is not mixed with any other model.
 
     Args:
         gram: (n, n), dot products of all pairs.
@@ -39,11 +39,11 @@ def cosine(gram: np.ndarray) -> np.ndarray:
 
 
 def threshold(similarity: np.ndarray, quantile: float) -> float:
-    """δ of eq. 4: the p-quantile, with linear interpolation, of all n² similarities as they are, negative ones too.
+    """Threshold δ of eq. 4: the p-quantile, with linear interpolation, of all n² similarities, including negative ones.
 
     Args:
         similarity: (n, n), from `cosine`.
-        quantile: p, between 0 and 1, both excluded. From 1 − 1/n on every client keeps its own model.
+        quantile: p, above 0 and below 1. From 1 − 1/n on every client keeps its own model.
 
     Raises:
         ValueError: a quantile out of range; similarities that are not square, empty or not finite.
@@ -56,15 +56,15 @@ def threshold(similarity: np.ndarray, quantile: float) -> float:
 def mixing_weights(
     similarity: np.ndarray, threshold: float, rows: Iterable[int] | None = None, *, alpha: float = 1.0
 ) -> np.ndarray:
-    """How much of each model goes into the next model of some clients (the fraction in eq. 4).
+    """Weights of all models in the mixtures of some clients (the fraction in eq. 4).
 
-    Client i weighs its own model with s_ii = 1 and every other model j with max(s_ij, 0) if s_ij > δ, else with 0; the
-    weights are divided by their sum. With `alpha`, they are then (1 − α)·e_i + α·weights.
+    In the mixture of client i, its own model has the weight s_ii = 1, and every other model j the weight max(s_ij, 0)
+    if s_ij > δ, else 0; the weights are divided by their sum. With `alpha` they are then (1 − α)·e_i + α·weights.
 
     Args:
         similarity: (n, n), from `cosine`.
         threshold: δ.
-        rows: the clients; default: all.
+        rows: indices of the clients; default: all.
         alpha: α, above 0 and at most 1; 1 is eq. 4.
 
     Returns:
@@ -104,4 +104,4 @@ def _check_square(array: np.ndarray, name: str) -> None:
 def _check_similarity(similarity: np.ndarray) -> None:
     _check_square(similarity, "similarity")
     if not np.isfinite(similarity).all():
-        raise ValueError("similarity has an element that is not finite; `cosine` gives numbers in [−1, 1]")
+        raise ValueError("similarity has an element that is not finite; all must be in [−1, 1], as from `cosine`")

@@ -245,6 +245,36 @@ _MOVED = {
 }
 """Modules as named in checkpoints of earlier versions → their present names."""
 
+_RENAMED = {
+    "Averaging": "FedAvgMethod",
+    "Freezing": "FedFrozenMethod",
+    "Selecting": "SelectiveLayersMethod",
+    "Ensembling": "FedEnsembleMethod",
+    "Mixing": "FedACSMethod",
+    "TrainingByName": "PartialTrainingMethod",
+    "Proximal": "FedProxMethod",
+    "Momentum": "FedAvgMMethod",
+    "Adagrad": "FedAdagradMethod",
+    "Yogi": "FedYogiMethod",
+    "Adam": "FedAdamMethod",
+    "Normalised": "FedNovaMethod",
+    "Controlled": "ScaffoldMethod",
+    "ControlledState": "ScaffoldState",
+    "BayesianEnsemble": "FedBEMethod",
+    "Alone": "LocalMethod",
+    "Regularised": "DittoMethod",
+    "MetaLearning": "PerFedAvgMethod",
+    "MoreauEnvelope": "PFedMeMethod",
+    "Mixture": "APFLMethod",
+    "AttentiveMixing": "FedAMPMethod",
+}
+"""Classes of methods and states as checkpoints of earlier versions name them → their names now."""
+
+
+def _current_names(method: Mapping[str, Any]) -> dict[str, Any]:
+    """Name and options of a strategy from a checkpoint, with the names that the classes of methods have now."""
+    return {key: _RENAMED.get(value, value) if key in ("name", "member") else value for key, value in method.items()}
+
 
 def _name_of(kind: type) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
@@ -263,7 +293,7 @@ def _class_of(name: str) -> Any:
     module, _, qualified = name.partition(":")
     found: Any = sys.modules.get(_MOVED.get(module, module))
     for part in qualified.split("."):
-        found = getattr(found, part, None)
+        found = getattr(found, part, None) or getattr(found, _RENAMED.get(part, part), None)
     if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
         raise CheckpointError(
             f"a checkpoint has a state of type {name}, which this version of Tepal does not have: resume the run with "
@@ -281,6 +311,7 @@ def _read(path: Path) -> Checkpoint:
         facts["state"] = from_json(facts["state"], read_arrays(path / STATE))
         facts["held"] = {client: tuple(ids) for client, ids in facts["held"].items()}
         facts["clients"] = tuple(facts["clients"])
+        facts["method"] = _current_names(facts["method"])
         return Checkpoint(**facts)
     except (AttributeError, KeyError, TypeError) as error:
         raise DamagedFile(f"fields are missing or wrong ({error!r})") from error

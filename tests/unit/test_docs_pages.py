@@ -131,7 +131,7 @@ def test_the_complete_method_of_the_page_takes_the_median(written, three_clients
 
 def test_the_objective_of_the_page_makes_weights_small(written, monkeypatch):
     from sparse import Sparse
-    from sparse_method import SparseAveraging
+    from sparse_method import SparseMethod
 
     monkeypatch.setitem(OBJECTIVES, "sparse", Sparse())
     run_config = {**defaults(), "model": "cnn", "local-steps": 4, "score-in-training": False}
@@ -140,7 +140,7 @@ def test_the_objective_of_the_page_makes_weights_small(written, monkeypatch):
     grid = InProcessGrid(nodes, {**run_config, "image-shape": "1x8x8", "classes": 10, "min-partition-size": 10})
 
     def trained(lam):
-        strategy = MethodStrategy(SparseAveraging(lam), model=model, fraction_evaluate=0)
+        strategy = MethodStrategy(SparseMethod(lam), model=model, fraction_evaluate=0)
         arrays = strategy.start(grid, ArrayRecord(model.state_dict()), num_rounds=1).arrays
         return sum(float(np.abs(array.numpy()).sum()) for array in arrays.values())
 

@@ -36,15 +36,15 @@ def _table(names: Sequence[str]) -> RenderableType:
 
     if not names:
         lines = Table(box=None, pad_edge=False)
-        for heading in ("strategy", "what it does", "travels, a client and round", "paper"):
+        for heading in ("strategy", "what it does", "transfers per client and round", "paper"):
             lines.add_column(heading)
         for name, listed in STRATEGIES.items():
-            lines.add_row(name, listed.does, listed.travels, listed.paper)
+            lines.add_row(name, listed.does, listed.transfers, listed.paper)
         return lines
     parts: list[RenderableType] = []
     for name in names:
         listed = STRATEGIES[name]
-        parts += [Text(f"{name}: {listed.does}", style="bold"), Text(f"{listed.paper}\n{listed.travels}")]
+        parts += [Text(f"{name}: {listed.does}", style="bold"), Text(f"{listed.paper}\n{listed.transfers}")]
         options = Table(box=None, pad_edge=False, show_header=False)
         for field in listed.options.model_fields.values():
             options.add_row(f"  {field.alias}", json.dumps(field.default), about(field))

@@ -521,12 +521,12 @@ def test_a_regressions_line_has_root_mean_squared_errors():
         (
             {"strategy": "fedensemble", "fedensemble.modes": 4, "fedensemble.strata": 2},
             FedEnsemble,
-            {"modes": 4, "strata": 2, "member": "Averaging", "assign": "schedule", "weighting": "uniform"},
+            {"modes": 4, "strata": 2, "member": "FedAvgMethod", "assign": "schedule", "weighting": "uniform"},
         ),
         (
             {"strategy": "fedensemble", "fedensemble.member": "fedfrozen", "fedfrozen.warmup-rounds": 3},
             FedEnsemble,
-            {"modes": 3, "member": "Freezing", "member warm-up rounds": 3},
+            {"modes": 3, "member": "FedFrozenMethod", "member warm-up rounds": 3},
         ),
         (
             {"strategy": "fedensemble", "fedensemble.assign": "highest-loss", "fedensemble.weighting": "examples"},

@@ -155,8 +155,8 @@ def test_metrics_weigh_by_what_they_were_measured_on():
 
 def test_joiners_come_with_zero_to_a_mean():
     of_two = {"w": np.mean([[3.0, 1.0], [6.0, 0.0]], axis=0, dtype=np.float32)}
-    of_three = with_joiners(of_two, 2, 3)["w"]
+    of_three = with_joiners(of_two, "ab", "bc")[0]["w"]
     assert of_three.dtype == np.float32
     np.testing.assert_allclose(of_three, np.mean([[3.0, 1.0], [6.0, 0.0], [0.0, 0.0]], axis=0), rtol=1e-6)
-    assert with_joiners(of_two, 2, 2)["w"] is of_two["w"]
-    assert with_joiners({"w": np.zeros(2)}, 0, 5)["w"].tolist() == [0, 0]
+    assert with_joiners(of_two, "ab", "b")[0]["w"] is of_two["w"]
+    assert with_joiners({"w": np.zeros(2)}, "", "abcde")[0]["w"].tolist() == [0, 0]

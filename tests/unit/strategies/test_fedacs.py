@@ -27,7 +27,7 @@ from tepal.exchange.plan import Reply
 from tepal.models.blocks import find_blocks
 from tepal.models.tiny_vit import TinyViT
 from tepal.strategies import FedACS, FedAvg, MethodError, RoundFailed
-from tepal.strategies.fedacs import Mixing
+from tepal.strategies.fedacs import FedACSMethod
 from tepal.strategies.in_process import InProcessGrid, Node
 from tepal.strategies.method import Run, ServerModel
 from tepal.strategies.personal import storage as personal_storage
@@ -1241,7 +1241,7 @@ def test_only_one_rounds_mixtures_take_room_on_the_disk(tmp_path, quick_gc):
 
 def test_attempts_that_fail_leave_nothing_in_the_store():
     """Of 60 clients each, in a store that has room for 64."""
-    method = Mixing(0.5)
+    method = FedACSMethod(0.5)
     layout = Layout.of_arrays({"w": np.zeros(4, np.float32)})
     state = method.init(ServerModel("a model", layout, ({"w": np.zeros(4, np.float32)},), None), Run())
     for attempt in range(4):

@@ -34,8 +34,8 @@ from tepal.strategies import (
     join_modes,
     modes_of,
 )
-from tepal.strategies.fedavg import Averaging
-from tepal.strategies.fedensemble import Ensembling
+from tepal.strategies.fedavg import FedAvgMethod
+from tepal.strategies.fedensemble import FedEnsembleMethod
 from tepal.strategies.in_process import InProcessGrid, Node
 from tepal.strategies.schedule import mode_schedule
 from tepal.training.data import DataConfig, load_client
@@ -851,8 +851,8 @@ BAD_OPTIONS = {
     "assign": ({"assign": "lowest-loss"}, "assign is 'lowest-loss'; it must be one of schedule, highest-loss"),
     "fraction": ({"fraction_train": 0}, "fraction_train is 0; it must be"),
     "schedule": ({"schedule": "linear"}, "schedule is 'linear'; it must be one of"),
-    "FedACS": ({"member": FedACS(quantile=0.5)}, "a mode is one global model, and FedACS trains others"),
-    "itself": ({"member": FedEnsemble(modes=2)}, "a mode is one global model, and FedEnsemble trains others"),
+    "FedACS": ({"member": FedACS(quantile=0.5)}, "member is FedACS, but a mode must be one global model"),
+    "itself": ({"member": FedEnsemble(modes=2)}, "member is FedEnsemble, but a mode must be one global model"),
 }
 
 
@@ -869,7 +869,7 @@ def test_a_member_that_cannot_train_the_model_says_so():
 
 
 def test_more_strata_than_clients_train_in_a_round_is_an_error_that_says_both_numbers():
-    method = Ensembling(2, strata=5, member=Averaging())
+    method = FedEnsembleMethod(2, strata=5, member=FedAvgMethod())
     strategy = MethodStrategy(method, fraction_train=0.5)
     with pytest.raises(MethodError, match=r"strata=5: .* 3 of 6 clients.* fewer strata, or a larger fraction_train"):
         start(strategy, "abcdef", rounds=1, initial=starts(2))

@@ -10,7 +10,7 @@ from tepal.exchange import MODEL, Plan, partial_exchange, received
 from tepal.exchange.manifest import PARTS, RECORD, Manifest
 from tepal.strategies import MethodStrategy
 from tepal.strategies.aggregate import WeightedMean
-from tepal.strategies.fedavg import Averaging
+from tepal.strategies.fedavg import FedAvgMethod
 from tepal.strategies.in_process import InProcessGrid, Node
 
 START = {"first": np.zeros(4, np.float32), "second": np.zeros(6, np.float32)}
@@ -35,7 +35,7 @@ def run(method, app, clients=3, rounds=1):
     return {name: array.numpy() for name, array in result.arrays.items()}, history, sent
 
 
-class Selecting(Averaging):
+class Selecting(FedAvgMethod):
     """Clients report a number in a first exchange; who said most trains `second`, the others `first`."""
 
     phases = ("probe", "train")
@@ -109,7 +109,7 @@ class Controlled:
     control: dict
 
 
-class WithControl(Averaging):
+class WithControl(FedAvgMethod):
     """A second tree travels beside the model, both ways, as SCAFFOLD's variate does."""
 
     def init(self, model, run):
@@ -159,7 +159,7 @@ def test_a_further_tree_travels_beside_the_model():
     assert [report.up.payload for report in history] == [3 * (40 + 16)] * 3 == [r.down.payload for r in history]
 
 
-class Own(Averaging):
+class Own(FedAvgMethod):
     """Every client gets a model of its own, as in personalised methods."""
 
     def values(self, state, client, tree):
@@ -182,7 +182,7 @@ def test_clients_may_get_different_values_of_one_tree():
     np.testing.assert_allclose(model["first"], (0 + 10 + 20) / 3)
 
 
-class TwoModes(Averaging):
+class TwoModes(FedAvgMethod):
     """Two models take turns, each with a frozen part: what a client holds of one mode survives the other's rounds."""
 
     def init(self, model, run):

@@ -11,12 +11,12 @@ from pydantic import Field
 from tepal.server_app.config import ConfigError, defaults, read_run_config
 from tepal.server_app.run import build_model, build_strategy
 from tepal.strategies import STRATEGIES, FedFrozen, FedProx, MethodStrategy, SelectiveLayers
-from tepal.strategies.fedavg import Averaging
+from tepal.strategies.fedavg import FedAvgMethod
 from tepal.strategies.options import LISTED, NonNegative, Positive, RoundOptions, listed
 from tests.packages import ROOT
 
 
-class Method(Averaging):
+class Method(FedAvgMethod):
     """Keeps what it was given."""
 
     def __init__(self, **options):
@@ -27,7 +27,7 @@ class Method(Averaging):
 def declared():
     """A strategy of its own, and its listing."""
 
-    @listed("sketch", title="Sketch", does="sends sketches", paper="nobody 2030", travels="S down, S up")
+    @listed("sketch", title="Sketch", does="sends sketches", paper="nobody 2030", transfers="S down, S up")
     class Sketch(MethodStrategy):
         """Sketches.
 

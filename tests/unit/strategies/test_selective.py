@@ -28,7 +28,7 @@ from tepal.strategies import FedEnsemble, MethodError, RoundFailed, SelectiveLay
 from tepal.strategies.in_process import InProcessGrid, Node
 from tepal.strategies.layer_selection import choose
 from tepal.strategies.method import Run, ServerModel
-from tepal.strategies.selective import Selecting
+from tepal.strategies.selective import SelectiveLayersMethod
 from tepal.training.probing import probe_layers
 from tests.packages import ROOT
 
@@ -327,7 +327,7 @@ def test_a_layer_is_the_mean_over_those_who_trained_it_weighted_by_their_example
 
 
 def test_the_order_of_replies_does_not_change_the_merge():
-    method = Selecting()
+    method = SelectiveLayersMethod()
     blocks = find_blocks(NET)
     model = ServerModel("Net", blocks.layout, ({n: t.numpy() for n, t in NET.state_dict().items()},), blocks)
     rng = np.random.default_rng(0)
@@ -936,7 +936,7 @@ def test_uploads_of_clip_are_the_published_shares_of_the_full_model(clip, budget
     assert blocks.layout.nbytes() == 4 * full and blocks.layout.nbytes(blocks.head) == 4 * head
     assert [blocks.layout.nbytes(names) for names in blocks.layers] == [4 * layer] * 12
 
-    method = Selecting(budget)
+    method = SelectiveLayersMethod(budget)
     zeros = {entry.name: np.broadcast_to(np.float32(0), entry.shape) for entry in blocks.layout.entries}
     state = method.init(ServerModel("CLIP", blocks.layout, (zeros,), blocks), Run())
     probe = Reply(client="a", parts={}, examples=1, metrics={}, vectors={"layer-scores": tuple(range(12))})

@@ -15,7 +15,7 @@ import signal
 import sys
 import traceback
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from hypothesis.extra import numpy as st_numpy
 
 from tepal.exchange import files, parts
 from tepal.exchange.parts import digest
+from tepal.strategies.baselines.scaffold import ScaffoldState
 from tepal.strategies.rounds import checkpoint as module
 from tepal.strategies.rounds.checkpoint import (
     FACTS,
@@ -61,7 +62,7 @@ def checkpoint_of(number, *state):
         round=number,
         experiment="e",
         seed=7,
-        method={"name": "Averaging", "ridge": 0.1},
+        method={"name": "FedAvgMethod", "ridge": 0.1},
         layout="digest",
         state=state[0] if state else Global({"w": np.full((3, 4), number, np.float32)}, number),
         held={"site 1": ("a", "b"), "ö": ()},
@@ -92,6 +93,16 @@ def assert_same(was, now, met=None):
         assert_same(vars(was), vars(now), met)
     else:
         assert was == now
+
+
+def test_classes_of_methods_and_states_are_found_under_their_earlier_names(tmp_path, monkeypatch):
+    state = ScaffoldState({"w": np.ones(2)}, control={"w": np.zeros(2)})
+    method = {"name": "Ensembling", "member": "Averaging", "assign": "schedule"}
+    monkeypatch.setattr(module, "_name_of", lambda kind: f"{kind.__module__}:ControlledState")
+    Checkpoints(tmp_path).save(replace(checkpoint_of(1, state), method=method))
+    read = Checkpoints(tmp_path).latest()
+    assert type(read.state) is ScaffoldState and read.state.control["w"].tolist() == [0, 0]
+    assert read.method == {"name": "FedEnsembleMethod", "member": "FedAvgMethod", "assign": "schedule"}
 
 
 def there_and_back(state, folder):

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from tepal.exchange import partial_exchange, received
 from tepal.exchange.manifest import Manifest
 from tepal.strategies import FedAvg
-from tepal.strategies.fedavg import Averaging
-from tepal.strategies.fedensemble import EnsembleState, Ensembling
+from tepal.strategies.fedavg import FedAvgMethod
+from tepal.strategies.fedensemble import EnsembleState, FedEnsembleMethod
 from tepal.strategies.in_process import InProcessGrid, Node
 from tepal.strategies.rounds import cohort, messenger
 from tepal.strategies.rounds.checkpoint import Checkpoints
@@ -222,7 +222,7 @@ def test_joiners_and_cohorts_are_those_of_a_plain_search(count, strata, known, s
     size = max(strata, count // 2)
     if size > count:
         return
-    method = Ensembling(2, strata, member=Averaging())
+    method = FedEnsembleMethod(2, strata, member=FedAvgMethod())
     state = EnsembleState((), strata, of_before)
     after, cohort = method.cohort(state, available, size, np.random.default_rng(seed))
 

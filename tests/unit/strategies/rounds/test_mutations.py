@@ -33,7 +33,7 @@ from tepal.exchange.parts import pack, unpack
 from tepal.strategies import MethodStrategy
 from tepal.strategies.aggregate import WeightedMean
 from tepal.strategies.fedavg import ModelState
-from tepal.strategies.fedfrozen import Freezing
+from tepal.strategies.fedfrozen import FedFrozenMethod
 from tepal.strategies.in_process import InProcessGrid, Node
 
 CLIENTS = 3
@@ -73,7 +73,7 @@ class Controlled(ModelState):
     control: dict | None = None
 
 
-class FreezingWithControl(Freezing):
+class FreezingWithControl(FedFrozenMethod):
     """FedFrozen's method, and a tree "control" of the value block that travels both ways beside the model."""
 
     def init(self, model, run):

@@ -396,7 +396,7 @@ def smaller_model():
         (lambda **o: FedFrozen(warmup_rounds=2, model=BLOCKS, seed=4, **o), "another seed .3; this run has 4."),
         (lambda **o: FedFrozen(warmup_rounds=3, model=BLOCKS, seed=3, **o), "another strategy .*warm-up rounds': 2"),
         (lambda **o: FedFrozen(warmup_rounds=2, ridge=0.1, model=BLOCKS, seed=3, **o), "another strategy .*ridge"),
-        (lambda **o: FedAvg(seed=3, **o), "another strategy .*Freezing.*Averaging"),
+        (lambda **o: FedAvg(seed=3, **o), "another strategy .*FedFrozenMethod.*FedAvgMethod"),
         (lambda **o: FedFrozen(warmup_rounds=2, model=smaller_model(), seed=3, **o), "another model"),
     ],
 )

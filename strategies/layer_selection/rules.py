@@ -1,4 +1,4 @@
-"""Selections of layers by other rules than (P1): own scores, positions, all layers."""
+"""Selections of layers by all rules: (P1), each client's own scores, the layers' positions, or all layers."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ def choose(
     distance: str = "hamming",
     costs: ArrayLike | None = None,
 ) -> Mask:
-    """The layers that each client trains, by any of `SELECTIONS`.
+    """Select the layers that each client trains, by any of `SELECTIONS`.
 
     Args:
         selection: "gradient": `select_layers` on the squared norms. "snr", "rgn": each client's own best scores
-            within its budget. "top": layers from the output inwards, "bottom": from the input outwards, "both":
-            bottom, top, bottom + 1, top − 1, …, each of them until the first layer that the budget does not hold.
-            "full": all layers, whatever the budget.
-        scores: (n, L), ≥ 0: squared gradient norms, signal-to-noise ratios, or relative gradient norms. Only their
-            shape matters to "top", "bottom", "both" and "full".
-        budgets, costs: as in `select_layers`; "full" does not look at them.
-        coupling, distance: of "gradient".
+            within its budget. "top": layers from the output on, "bottom": from the input on, "both": bottom, top,
+            bottom + 1, top − 1, …, each up to the first layer that exceeds the budget. "full": all layers, whatever
+            the budget.
+        scores: (n, L), ≥ 0: squared gradient norms, signal-to-noise ratios, or relative gradient norms. "top",
+            "bottom", "both" and "full" use their shape only.
+        budgets, costs: as in `select_layers`; "full" ignores them.
+        coupling, distance: as in `select_layers`; for "gradient" only.
 
     Returns:
         (n, L) bool.
 
     Raises:
-        ValueError: an unknown selection, or what `select_layers` raises.
+        ValueError: an unknown selection, or as `select_layers`.
     """
     if selection not in SELECTIONS:
         raise ValueError(f"selection is {selection!r}; it must be one of {', '.join(SELECTIONS)}")
