@@ -51,11 +51,8 @@ from tepal.training.data.checks import checked_arrays
 from tepal.training.data.config import LOCAL, DataConfig, DataError
 from tepal.training.data.examples import (
     ClientData,
-    ClientNumbers,
-    ClientTexts,
     DatasetInfo,
     Encoder,
-    Examples,
     ImageArrays,
     NumberInfo,
     Numbers,
@@ -71,8 +68,6 @@ from tepal.training.data.loading import (
     class_names,
     dataset_info,
     held_out,
-    held_out_numbers,
-    held_out_texts,
     load_client,
     load_client_numbers,
     load_client_texts,
@@ -80,7 +75,6 @@ from tepal.training.data.loading import (
     own_stamp,
     text_info,
     unlabelled,
-    unlabelled_texts,
 )
 from tepal.training.data.normalisation import check_normalise, normalise
 from tepal.training.data.partitions import BY_LABEL
@@ -92,13 +86,10 @@ __all__ = [
     "LOCAL",
     "CharVocabulary",
     "ClientData",
-    "ClientNumbers",
-    "ClientTexts",
     "DataConfig",
     "DataError",
     "DatasetInfo",
     "Encoder",
-    "Examples",
     "ImageArrays",
     "NumberInfo",
     "Numbers",
@@ -111,8 +102,6 @@ __all__ = [
     "class_names",
     "dataset_info",
     "held_out",
-    "held_out_numbers",
-    "held_out_texts",
     "load_client",
     "load_client_numbers",
     "load_client_texts",
@@ -125,5 +114,4 @@ __all__ = [
     "suffix_of",
     "text_info",
     "unlabelled",
-    "unlabelled_texts",
 ]

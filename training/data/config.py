@@ -220,6 +220,13 @@ def separated(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",")) if text.strip() else ()
 
 
+COLUMNS = (
+    "image_column", "text_column", "second_text_column", "choices_column", "label_column", "group_column",
+    "split_column",
+)  # fmt: skip
+"""Settings of `DataConfig` and of `Reading` that name columns of a table, except those of a regression's inputs."""
+
+
 @dataclass(frozen=True)
 class Reading:
     """Settings of a run for reading files. `shape` None and `classes` 0: as in the file."""
@@ -244,24 +251,3 @@ class Reading:
     """Whether numbers for regression are read instead of images or texts."""
     name: str = ""
     """Name of a known data set; "" for others."""
-
-    @classmethod
-    def of(cls, config: DataConfig, *, shape: Shape | None = None, classes: int = 0) -> Reading:
-        """Return the config's settings; `shape` and `classes` are defaults for those that it leaves open."""
-        return cls(
-            config.shape or shape,
-            config.class_count or classes,
-            config.shape is not None,
-            config.names,
-            config.image_column,
-            config.text_column,
-            config.second_text_column,
-            config.choices_column,
-            config.label_column,
-            config.group_column,
-            config.split_column,
-            config.unreadable_images,
-            config.feature_columns,
-            config.feature_count,
-            config.output_count,
-        )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tepal.training.data.config import DataError, Reading, separated
+from tepal.training.data.config import COLUMNS, DataError, Reading, separated
 from tepal.training.data.examples import AnySource, Texts
 from tepal.training.data.formats.choices import choices_of
 from tepal.training.data.formats.files import opened_text, suffix_of
@@ -33,10 +33,6 @@ JSON = ".json"
 SUFFIXES = (".parquet", ".jsonl", ".ndjson", ".csv")
 
 _LABELS = "-labels.lst"  # suffix of a file with a table's labels, one per line
-_COLUMNS = (
-    "image_column", "text_column", "second_text_column", "choices_column", "label_column", "group_column",
-    "split_column",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,7 +62,7 @@ class Tables:
     def fitted(self, reading: Reading, there: Sequence[str]) -> Reading:
         """Return the settings with these columns, except those that the run config names."""
         usual = Reading()
-        own = {name: value for name in _COLUMNS if (value := getattr(reading, name)) != getattr(usual, name)}
+        own = {name: value for name in COLUMNS if (value := getattr(reading, name)) != getattr(usual, name)}
         ways = [replace(reading, **{**columns, **own}) for columns in self.columns]  # type: ignore[arg-type]
         ways.append(reading)
         return next((way for way in ways if set(self.needed(way, there)) <= set(there)), ways[0])
