@@ -1,8 +1,7 @@
-"""The run config: every key with its default, what is allowed, and what it is for; checked before anything starts.
+"""The keys of the run config: their defaults, allowed values and descriptions, and checks of a whole run config.
 
-Keys are flat and kebab-case, as Flower's `[tool.flwr.app.config]` and `--run-config` have them; a method's own keys
-begin with its name (`fedfrozen.warmup-rounds`) and are declared in its file. Keys about data and local training are
-defined where they are used.
+Keys are flat and in kebab-case, as in Flower's `[tool.flwr.app.config]` and `--run-config`. A strategy's own keys begin
+with its name (`fedfrozen.warmup-rounds`) and are declared in its file, keys of data and local training in `training`.
 """
 
 from tepal.server_app.config.common import (

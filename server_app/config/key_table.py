@@ -1,4 +1,4 @@
-"""The keys of the run config as text for people: two pages of the documentation, and what a key is."""
+"""The keys of the run config and the strategies as pages of the documentation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tepal.strategies import STRATEGIES
 
 
 def reference() -> str:
-    """All keys as a page of the documentation, docs/run-config.md: `docs/run_config.py` writes it."""
+    """Return docs/run-config.md, a table of all keys. `docs/run_config.py` writes it."""
     lines = ["# The run config", "", "Set keys with `--run-config 'key=value …'` or in a TOML file. Text needs quotes."]
     seen: set[str | None] = set()
     for title, section in SECTIONS.values():
@@ -25,16 +25,17 @@ def reference() -> str:
 
 _STRATEGIES = """# Strategies
 
-Each is a value of the key `strategy`, and a class of `tepal.strategies`. What travels is for one client and round; P is
-the size of the model in bytes. A part that a client still holds does not travel again, under any of them; the models
-that are scored after the last round go down once more where clients do not hold them. `tepal strategies` prints this.
+Each strategy is a value of the key `strategy`, and a class of `tepal.strategies`. What is transferred is given for one
+client in one round; P is the size of the model in bytes. With every strategy, parts in a client's cache are not sent
+again; the models that are scored after the last round are sent to clients that do not have them. `tepal strategies`
+prints this table.
 
-| strategy | what it does | travels | paper |
+| strategy | what it does | transferred | paper |
 |---|---|---|---|"""
 
 
 def strategies() -> str:
-    """All strategies as a page of the documentation, docs/strategies.md: `docs/run_config.py` writes it."""
+    """Return docs/strategies.md, all strategies with their keys. `docs/run_config.py` writes it."""
     lines = [_STRATEGIES]
     lines += [f"| [`{name}`](#{name}) | {one.does} | {one.travels} | {one.paper} |" for name, one in STRATEGIES.items()]
     for name, one in STRATEGIES.items():
@@ -45,18 +46,14 @@ def strategies() -> str:
 
 
 def _table(fields: Iterable[FieldInfo]) -> Iterator[str]:
-    """Lines of a table in Markdown, with an empty one before it."""
-    yield from ("", "| key | default | what it is |", "|---|---|---|")
+    """Yield the lines of a table in Markdown, after an empty line."""
+    yield from ("", "| key | default | description |", "|---|---|---|")
     for field in fields:
-        yield f"| `{field.alias}` | `{json.dumps(field.default)}` | {_escaped(about(field))} |"
+        description = about(field).replace("|", "\\|")
+        yield f"| `{field.alias}` | `{json.dumps(field.default)}` | {description} |"
 
 
 def about(field: FieldInfo) -> str:
-    """What a key is, and which values are allowed where they can be listed."""
+    """Return a key's description, with its allowed values if they can be listed."""
     allowed = get_args(field.annotation)
     return (f"one of {', '.join(map(str, allowed))}: " if allowed else "") + (field.description or "")
-
-
-def _escaped(text: str) -> str:
-    """For a cell of a table in Markdown."""
-    return text.replace("|", "\\|")

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, Field, ValidationError, ValidationInfo, field_validator
+
+from tepal.training.config import keys
 
 Shape = tuple[int, int, int]
 """Shape of an image: channels, height, width."""
@@ -23,9 +25,7 @@ class DataError(ValueError):
 class DataConfig(BaseModel):
     """The run config's keys about data. In the run config they are written with hyphens (`dirichlet-alpha`)."""
 
-    model_config = ConfigDict(
-        alias_generator=lambda name: name.replace("_", "-"), populate_by_name=True, extra="ignore", frozen=True
-    )
+    model_config = keys()
 
     dataset: str = Field(
         default=DIGITS,

@@ -416,7 +416,7 @@ def test_a_model_of_ones_own_is_trained_with_the_blocks_that_the_config_names(sm
 
 def test_what_cannot_change_is_refused_on_resume(small_run, tmp_path):
     path = small_run(num_server_rounds=1)
-    with pytest.raises(ConfigError, match=r"leave out what cannot change: batch-size=7 \(it has 32\)"):
+    with pytest.raises(ConfigError, match=r"cannot change in a resumed run, leave them out: batch-size=7 \(the run has 32\)"):
         small_run(resume=str(path), batch_size=7)
     with pytest.raises(ConfigError, match="no run directory"):
         small_run(resume=str(tmp_path / "nowhere"))
