@@ -72,7 +72,7 @@ def find(name: str) -> Model:
     near = get_close_matches(name, MODELS, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ModelError(
-        f"unknown model {name!r}: {hint}known are {', '.join(names())}; or give a directory that contains a {CONFIG}, "
+        f"unknown model {name!r}: {hint}allowed are {', '.join(names())}; or give a directory with a {CONFIG}, "
         "or package.module:function for a custom model"
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any, get_args
 
@@ -53,9 +52,9 @@ def contradictions(config: RunConfig) -> list[str]:
     rounds = config.rounds
     found: list[str] = []
     try:
-        if config.data.kind == models.SEQUENCES:
-            found += _only_for_classes(config)
+        regression = config.data.kind == models.SEQUENCES
     except models.ModelError as error:
+        regression = False
         found.append(f"model: {error}")
     if rounds.max_replies and rounds.max_replies < rounds.min_replies:
         found.append(f"max-replies={rounds.max_replies} is less than min-replies={rounds.min_replies}")
@@ -78,7 +77,7 @@ def contradictions(config: RunConfig) -> list[str]:
             f"selective.draw-budgets=true and selective.costs={config.selective.costs!r}: drawn budgets are numbers of "
             "layers; set selective.costs='layers'"
         )
-    found += _nothing_to_distil_on(config)
+    found += _only_for_classes(config) if regression else _nothing_to_distil_on(config)
     if not found:
         try:
             sizes(config.data)
@@ -141,27 +140,21 @@ def _only_for_classes(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _nothing_to_distil_on(config: RunConfig) -> list[str]:
+def _nothing_to_distil_on(config: RunConfig) -> Iterator[str]:
+    """Yield a message if FedBE is to distil and the server has no unlabelled examples."""
     if config.rounds.strategy != "fedbe" or not config.fedbe.distil:
-        return []
+        return
     without = "or fedbe.distil=false (the next model is then a random draw)"
-    with suppress(models.ModelError):  # reported elsewhere
-        if (kind := config.data.kind) not in (models.IMAGES, models.TEXTS, models.CHARACTERS, models.CHOICES):
-            return [
-                f"strategy='fedbe' distils probabilities of classes, but model={config.rounds.model!r} is for {kind}: "
-                f"choose another strategy, {without}"
-            ]
     if config.data.dataset == LOCAL:
-        return [
+        yield (
             f"strategy='fedbe' distils on unlabelled examples, but with dataset={LOCAL!r} the server has none: set "
             f"dataset to one that the server can read, and server-share above 0, {without}"
-        ]
-    if not config.data.server_share:
-        return [
+        )
+    elif not config.data.server_share:
+        yield (
             "strategy='fedbe' distils on unlabelled examples, but with server-share=0.0 the server has none: set "
             f"server-share, for example to 0.2, {without}"
-        ]
-    return []
+        )
 
 
 def warnings(config: RunConfig) -> list[str]:

@@ -57,7 +57,7 @@ class RoundConfig(BaseModel):
     checkpoints: int = Field(3, ge=1, description="number of latest checkpoints that a run directory keeps")
     trackers: str = Field(
         "",
-        description='where rounds are recorded in addition to metrics.jsonl: tensorboard, mlflow, or both with a comma '
+        description="where rounds are recorded in addition to metrics.jsonl: tensorboard, mlflow, or both with a comma "
         'in between; "": nowhere (docs/runs.md)',
     )
     resume: str = Field("", description="run directory on the server (or a folder of them: the latest) to resume")

@@ -41,7 +41,7 @@ class DataConfig(BaseModel):
     dataset_path: str = Field(
         default="",
         description="file or folder of a dataset that is given by its name, such as mnist; "
-        '"": downloaded from the Hugging Face hub, if it is there',
+        '"": downloaded from the Hugging Face hub, if the hub has it',
     )
     partitioner: Literal["iid", "dirichlet", "pathological", "natural"] = Field(
         default="dirichlet",
@@ -111,9 +111,7 @@ class DataConfig(BaseModel):
     text_column: str = Field(
         default="", description='column of a table with texts; "": the table has images (image-column)'
     )
-    second_text_column: str = Field(
-        default="", description='column of a table with the second text of pairs; "": none'
-    )
+    second_text_column: str = Field(default="", description='column of a table with the second text of pairs; "": none')
     choices_column: str = Field(
         default="",
         description="column of a table with the choices of a question (text-column), or several columns with one each, "

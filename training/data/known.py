@@ -43,7 +43,7 @@ class Known:
     tables: its columns, if it is published in tables.
     own: check and reader of a file layout that only this data set has.
     within: subfolders of a path that may contain the files.
-    hub, subset: name and configuration on the Hugging Face hub; "" if it is not there in a readable format.
+    hub, subset: name and configuration on the Hugging Face hub; "" if the hub does not have it in a readable format.
     """
 
     of: Literal["images", "texts", "questions", "characters"]
@@ -200,7 +200,7 @@ KNOWN: Mapping[str, Known] = {
         QUESTIONS, f"train.json and test.json, or {_PART}",
         tables=Tables(
             ({"text_column": "supported", "choices_column": "choices", "label_column": "place"},),
-            made={
+            derived={
                 "supported": DerivedColumn(("support", "question"), _supported),
                 "choices": DerivedColumn(_SCIQ, _one_of_four),
                 "place": DerivedColumn(_SCIQ, _place_of_right),

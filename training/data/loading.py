@@ -28,7 +28,7 @@ from tepal.training.data.known import KNOWN, reading_of
 from tepal.training.data.normalisation import check_normalise
 from tepal.training.data.partitions import divide
 from tepal.training.data.sources import named_source, path_source, stamp
-from tepal.training.data.splits import hold_out, keep_at_server, split
+from tepal.training.data.splits import shares, split
 
 
 def dataset_info(config: DataConfig) -> DatasetInfo:
@@ -82,8 +82,7 @@ def unlabelled(
     if config.dataset == LOCAL or not config.server_share:
         return None
     source = _named(config, kind)
-    _, training = hold_out(source, config.held_out_fraction, config.seed)
-    kept, _ = keep_at_server(training, config.server_share)
+    _, kept, _ = shares(source, config)
     return source.train.take(kept)
 
 
@@ -210,7 +209,7 @@ def _of_kind(source: AnySource, kind: type[Kind]) -> Source[Kind]:
 def _held_out(source: Source[Kind], config: DataConfig) -> Kind | None:
     if source.test is not None:
         return source.test.take(np.arange(len(source.test)))
-    kept, _ = hold_out(source, config.held_out_fraction, config.seed)
+    kept, _, _ = shares(source, config)
     return source.train.take(kept) if len(kept) else None
 
 

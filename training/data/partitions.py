@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from tepal.training.data.config import DataConfig, DataError
 from tepal.training.data.examples import AnySource, Indices, Numbers
-from tepal.training.data.splits import hold_out, keep_at_server, seed_sequence
+from tepal.training.data.splits import seed_sequence, shares
 
 # Number of seeds that are tried until a partition has the minimum size and every class. With each of them Flower's
 # Dirichlet partitioner draws up to eleven times, the pathological one once.
@@ -29,8 +29,7 @@ def divide(source: AnySource, config: DataConfig, clients: int) -> tuple[Indices
     They are disjoint, and together all that are neither held out nor the server's. Raises DataError if there is no
     partition that meets the conditions.
     """
-    _, training = hold_out(source, config.held_out_fraction, config.seed)
-    _, pool = keep_at_server(training, config.server_share)
+    _, _, pool = shares(source, config)
     labels = _labels(source, config)[pool]
     _check_possible(source, config, clients, labels)
     groups = _groups(source, config, clients, pool) if config.partitioner == "natural" else []
@@ -41,20 +40,22 @@ def divide(source: AnySource, config: DataConfig, clients: int) -> tuple[Indices
         parts, failure = deal(groups, config, clients, seed) if groups else draw(labels, config, clients, seed)
         if not failure:
             return tuple(pool[part] for part in parts)
-    keys = {
-        "dirichlet": f"dirichlet-alpha={config.dirichlet_alpha:g}, ",
-        "pathological": f"classes-per-client={config.classes_per_client}, ",
-    }
-    cures = {
-        "dirichlet": "raise dirichlet-alpha, lower min-partition-size, use fewer clients or a larger dataset",
-        "pathological": "change classes-per-client, lower min-partition-size, or use more clients (with at least as "
-        "many clients as classes, every class is used)",
-        "natural": "lower min-partition-size, or use fewer clients, so that each has more groups",
-    }
+    key, cure = {
+        "dirichlet": (
+            f"dirichlet-alpha={config.dirichlet_alpha:g}, ",
+            "raise dirichlet-alpha, lower min-partition-size, use fewer clients or a larger dataset",
+        ),
+        "pathological": (
+            f"classes-per-client={config.classes_per_client}, ",
+            "change classes-per-client, lower min-partition-size, or use more clients (with at least as many as "
+            "there are classes, every class is used)",
+        ),
+        "natural": ("", "lower min-partition-size, or use fewer clients, so that each has more groups"),
+    }.get(config.partitioner, ("", ""))
     raise DataError(
         f"{source.origin}: no {config.partitioner} partition of {len(labels):,} examples over {clients} clients "
-        f"({keys.get(config.partitioner, '')}min-partition-size={config.min_partition_size}) was found with "
-        f"{attempts} seed{'s' * (attempts > 1)}; with the last one, {failure}: {cures.get(config.partitioner, '')}"
+        f"({key}min-partition-size={config.min_partition_size}) was found with "
+        f"{attempts} seed{'s' * (attempts > 1)}; with the last one, {failure}: {cure}"
     )
 
 

@@ -287,11 +287,12 @@ def _parquet(file: Path, columns: Sequence[str]) -> dict[str, Column]:
     return {name: table[name].to_pylist() for name in columns}
 
 
-def check_columns(where: object, columns: Sequence[str], there: Sequence[str] | Mapping[str, Any]) -> None:
-    """Raise DataError for columns that are not there."""
-    if missing := [name for name in columns if name not in there]:
+def check_columns(where: object, columns: Sequence[str], present: Sequence[str] | Mapping[str, Any]) -> None:
+    """Raise DataError if columns are missing from `present`."""
+    if missing := [name for name in columns if name not in present]:
+        listed = ", ".join(map(str, present)) or "none"
         raise DataError(
-            f"{where}: has no column {' and no column '.join(missing)}; it has {', '.join(map(str, there)) or 'none'}: "
+            f"{where}: has no column {' and no column '.join(missing)}; it has {listed}: "
             "set the right names in the run config (image-column, text-column, second-text-column, choices-column, "
             "feature-columns, label-column, group-column, split-column)"
         )
