@@ -25,7 +25,7 @@ from tepal.models.registry import (
     TRANSFORMERS,
     Model,
     ModelError,
-    described,
+    model_in,
 )
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def find(name: str) -> Model:
         return MODELS[name]
     folder = Path(name).expanduser()
     if name and (folder / CONFIG).is_file():
-        return described(folder)
+        return model_in(folder)
     if ":" in name:
         return Model(ANYTHING, name)
     near = get_close_matches(name, MODELS, n=1)

@@ -26,7 +26,7 @@ from tepal.training import tasks
 from tepal.training.config import TrainingConfig
 from tepal.training.loop import Batches, endless, pieces
 from tepal.training.prediction import predict
-from tepal.training.probing import random_numbers_apart
+from tepal.training.probing import CalledModel, random_numbers_apart
 from tepal.training.tasks import Task
 
 CYCLE = 25
@@ -125,20 +125,8 @@ class Distiller:
             if step % CYCLE == 0:
                 averaged.update_parameters(self.model)
         # The averaged weights were never used on examples: compute the statistics of their norms.
-        update_bn((inputs for inputs, _ in batches.epoch(0)), _Called(averaged.module, self.task))
+        update_bn((inputs for inputs, _ in batches.epoch(0)), CalledModel(averaged.module, self.task.outputs))
         return averaged.module
 
     def _state(self, entries: Arrays) -> dict[str, Tensor]:
         return {name: torch.from_numpy(np.array(array)) for name, array in self.layout.join(entries).items()}
-
-
-class _Called(nn.Module):
-    """A model that is called in the way of a task."""
-
-    def __init__(self, model: nn.Module, task: Task) -> None:
-        super().__init__()
-        self.model = model
-        self.task = task
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.task.outputs(self.model, inputs)

@@ -123,7 +123,7 @@ class _Probe:
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[Names], head: Names, layout: Layout, loss: Loss) -> None:
-        self.objective = _Objective(model, loss)
+        self.objective = CalledModel(model, loss)  # functional_call requires a module
         self.names = layers
         parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -221,16 +221,16 @@ class _Probe:
         return milliseconds
 
 
-class _Objective(nn.Module):
-    """A loss as a module, as `functional_call` requires."""
+class CalledModel(nn.Module):
+    """A function of a model and other arguments, as a module of these arguments."""
 
-    def __init__(self, model: nn.Module, loss: Loss) -> None:
+    def __init__(self, model: nn.Module, function: Callable[..., Tensor]) -> None:
         super().__init__()
         self.model = model
-        self.loss = loss
+        self.function = function
 
-    def forward(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        return self.loss(self.model, inputs, labels)
+    def forward(self, *args: Tensor) -> Tensor:
+        return self.function(self.model, *args)
 
 
 def _snr(gradient: Tensor, eps: float) -> float:

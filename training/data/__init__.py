@@ -51,7 +51,6 @@ from tepal.training.data.formats.files import opened_text, suffix_of
 from tepal.training.data.formats.images import IMAGE_SUFFIXES, read_image
 from tepal.training.data.formats.npz import npz_examples
 from tepal.training.data.loading import (
-    asked_texts,
     check_partition,
     class_names,
     dataset_info,
@@ -62,6 +61,7 @@ from tepal.training.data.loading import (
     number_info,
     own_stamp,
     text_info,
+    texts_to_predict,
     unlabelled,
 )
 from tepal.training.data.normalisation import check_normalise, normalise
@@ -83,7 +83,6 @@ __all__ = [
     "Numbers",
     "TextInfo",
     "Texts",
-    "asked_texts",
     "check_normalise",
     "check_partition",
     "checked_arrays",
@@ -101,5 +100,6 @@ __all__ = [
     "read_image",
     "suffix_of",
     "text_info",
+    "texts_to_predict",
     "unlabelled",
 ]

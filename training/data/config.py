@@ -117,10 +117,7 @@ class DataConfig(BaseModel):
         description="column of a table with the choices of a question (text-column), or several columns with one each, "
         "separated by commas; label-column gives the right one: its position from 0 on, letter, label or text",
     )
-    feature_columns: str = Field(
-        default="",
-        description="columns of a table with a regression's inputs, separated by commas",
-    )
+    feature_columns: str = Field("", description="columns of a table with a regression's inputs, separated by commas")
     label_column: str = Field(
         default="label",
         description='column of a table with the labels: class names, or whole numbers; "": running text without '

@@ -18,7 +18,8 @@ from tepal.training.data.config import COLUMNS, DIGITS, DataConfig, DataError, R
 from tepal.training.data.examples import AnySource
 from tepal.training.data.formats.articles import is_newsgroups, is_xglue, read_newsgroups, read_xglue
 from tepal.training.data.formats.lists import is_domainnet, is_openimage, read_domainnet, read_openimage
-from tepal.training.data.formats.named import JSON, SUFFIXES, DerivedColumn, Tables, has_tables, read_named
+from tepal.training.data.formats.named import SUFFIXES, DerivedColumn, Tables, has_tables, read_named
+from tepal.training.data.formats.tables import JSON
 
 Channels = tuple[float, ...]
 

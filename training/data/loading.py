@@ -23,12 +23,14 @@ from tepal.training.data.examples import (
     TextInfo,
     Texts,
 )
-from tepal.training.data.formats.named import PLAIN, read_asked
+from tepal.training.data.formats.named import PLAIN, read_to_predict
 from tepal.training.data.known import KNOWN, reading_of
 from tepal.training.data.normalisation import check_normalise
 from tepal.training.data.partitions import divide
 from tepal.training.data.sources import named_source, path_source, stamp
 from tepal.training.data.splits import shares, split
+
+_IMAGES: Any = ImageArrays  # the default kind of examples
 
 
 def dataset_info(config: DataConfig) -> DatasetInfo:
@@ -53,10 +55,7 @@ def dataset_info(config: DataConfig) -> DatasetInfo:
     return info
 
 
-def held_out(
-    config: DataConfig,
-    kind: type[Kind] = ImageArrays,  # type: ignore[assignment]
-) -> Kind | None:
+def held_out(config: DataConfig, kind: type[Kind] = _IMAGES) -> Kind | None:
     """Return the server's test set: a named dataset's own, or else `held-out-fraction` of it, drawn by `seed`.
 
     None for dataset="local" (the server has no data) and for `held-out-fraction`=0.
@@ -67,10 +66,7 @@ def held_out(
     return None if config.dataset == LOCAL else _held_out(_named(config, kind), config)
 
 
-def unlabelled(
-    config: DataConfig,
-    kind: type[Kind] = ImageArrays,  # type: ignore[assignment]
-) -> Kind | None:
+def unlabelled(config: DataConfig, kind: type[Kind] = _IMAGES) -> Kind | None:
     """Return the server's unlabelled examples: `server-share` of the training examples.
 
     They are drawn by `seed` from the examples that are not held out, and no client has them. None for dataset="local"
@@ -87,11 +83,7 @@ def unlabelled(
 
 
 def load_client(
-    config: DataConfig,
-    node_config: Mapping[str, Any],
-    *,
-    client: str,
-    kind: type[Kind] = ImageArrays,  # type: ignore[assignment]
+    config: DataConfig, node_config: Mapping[str, Any], *, client: str, kind: type[Kind] = _IMAGES
 ) -> ClientData[Kind]:
     """Return one client's train and test examples.
 
@@ -150,13 +142,13 @@ def class_names(config: DataConfig) -> tuple[str, ...]:
     return names if names or config.dataset == LOCAL else named_source(config).class_names
 
 
-def asked_texts(config: DataConfig, path: Path) -> tuple[Texts, bool]:
+def texts_to_predict(config: DataConfig, path: Path) -> tuple[Texts, bool]:
     """Read texts to predict from a table, with the run's columns; returns them and whether they have labels.
 
     Raises DataError.
     """
     known = KNOWN.get(config.dataset)
-    return read_asked(path, reading_of(config), known.tables or PLAIN if known else PLAIN)
+    return read_to_predict(path, reading_of(config), known.tables or PLAIN if known else PLAIN)
 
 
 def number_info(config: DataConfig) -> NumberInfo:

@@ -130,13 +130,9 @@ def resized(images: NDArray[Any], shape: Shape) -> NDArray[Any]:
     if images.shape[2:] != shape[1:]:
         from PIL import Image
 
-        def plane(pixels: NDArray[Any]) -> NDArray[Any]:
-            whole = Image.fromarray(np.ascontiguousarray(pixels))
-            return np.asarray(whole.resize((shape[2], shape[1]), Image.Resampling.BILINEAR))
-
         new = np.empty((*images.shape[:2], *shape[1:]), images.dtype)
-        for number, image in enumerate(images):
-            for channel, pixels in enumerate(image):
-                new[number, channel] = plane(pixels)
+        for place in np.ndindex(images.shape[:2]):
+            plane = Image.fromarray(np.ascontiguousarray(images[place]))
+            new[place] = plane.resize((shape[2], shape[1]), Image.Resampling.BILINEAR)
         images = new
     return np.broadcast_to(images, (len(images), *shape)) if len(images[0]) != shape[0] else images

@@ -6,7 +6,6 @@ A column may be nested: "question.stem" is `stem` of the values in `question`.
 from __future__ import annotations
 
 import csv
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,15 +20,13 @@ from tepal.training.data.formats.tables import (
     Column,
     Rows,
     by_split,
-    check_columns,
-    check_text,
+    check_texts,
+    json_rows,
     needed_columns,
     read_columns,
     source_of,
 )
 
-JSON = ".json"
-"""Suffix of a table that is one JSON list of objects."""
 SUFFIXES = (".parquet", ".jsonl", ".ndjson", ".csv")
 
 _LABELS = "-labels.lst"  # suffix of a file with a table's labels, one per line
@@ -127,7 +124,7 @@ def read_named(path: Path, reading: Reading, tables: Tables) -> AnySource:
     return source_of(parts, str(path), path if path.is_dir() else path.parent, reading)
 
 
-def read_asked(path: Path, reading: Reading, tables: Tables) -> tuple[Texts, bool]:
+def read_to_predict(path: Path, reading: Reading, tables: Tables) -> tuple[Texts, bool]:
     """Read texts to predict from a table; returns them and whether they have labels, whose column may be missing.
 
     Raises:
@@ -146,10 +143,8 @@ def read_asked(path: Path, reading: Reading, tables: Tables) -> tuple[Texts, boo
         source = source_of({"": rows}, str(path), path.parent, reading)
         assert isinstance(source.train, Texts)
         return source.train, True
+    check_texts(rows, reading, str(path))
     texts, seconds = rows[reading.text_column], rows.get(reading.second_text_column)
-    check_text(texts, reading.text_column, str(path))
-    if seconds is not None:
-        check_text(seconds, reading.second_text_column, str(path))
     choices = None
     if reading.choices_column:
         columns = [rows[name] for name in separated(reading.choices_column)]
@@ -177,24 +172,22 @@ def _columns_in(file: Path) -> list[str]:
 
 
 def _names(file: Path) -> list[str]:
-    if suffix_of(file) == JSON:
-        return list(_objects(file)[0])
     if suffix_of(file) == ".parquet":
         from pyarrow import parquet
 
         return list(parquet.ParquetFile(file).schema_arrow.names)
-    with opened_text(file) as text:
-        if suffix_of(file) == ".csv":
+    if suffix_of(file) == ".csv":
+        with opened_text(file) as text:
             return next(csv.reader(text))
-        return list(json.loads(next(line for line in text if line.strip())))
+    return list(next(json_rows(file))[1])
 
 
 def _read(file: Path, tables: Tables, reading: Reading) -> dict[str, Column]:
     columns = tables.needed(reading, _columns_in(file))
     labels_file = _labels_file(file)
     if "label" not in columns or not labels_file.exists():
-        return _table(file, columns)
-    read = _table(file, [name for name in columns if name != "label"])
+        return read_columns(file, columns)
+    read = read_columns(file, [name for name in columns if name != "label"])
     with opened_text(labels_file) as text:
         labels = text.read().split()
     if any(len(values) != len(labels) for values in read.values()):
@@ -207,26 +200,6 @@ def _read(file: Path, tables: Tables, reading: Reading) -> dict[str, Column]:
 
 def _labels_file(file: Path) -> Path:
     return file.with_name(file.name.partition(".")[0] + _LABELS)
-
-
-def _table(file: Path, columns: Sequence[str]) -> dict[str, Column]:
-    if suffix_of(file) != JSON:
-        return read_columns(file, columns)
-    rows = _objects(file)
-    for number, row in enumerate(rows, 1):
-        check_columns(f"{file}: object {number}", columns, row)
-    return {name: [row[name] for row in rows] for name in columns}
-
-
-def _objects(file: Path) -> list[dict[str, Any]]:
-    with opened_text(file) as text:
-        try:
-            content = json.load(text)
-        except ValueError as error:
-            raise DataError(f"{file}: not JSON ({error}): it is truncated or damaged, copy it again") from error
-    if not isinstance(content, list) or not content or not all(isinstance(row, dict) for row in content):
-        raise DataError(f"{file}: expected a list of JSON objects, one for each example")
-    return content
 
 
 def _within(value: Any, names: Sequence[str]) -> Any:
