@@ -1,4 +1,4 @@
-"""Write the page of all models by name.
+"""Write docs/models.md, the page of all models by name.
 
     python docs/model_table.py > docs/models.md
 
@@ -22,29 +22,32 @@ _KINDS = {
 
 _INTRODUCTION = f"""# Models by name
 
-`model = "…"` in the run config; each is built from its own configuration, without a download. What else it may name:
+The key `model` of the run config takes one of the names below; each model is built from its own configuration, without
+a download. It also takes
 
-- a directory with a config.json, as transformers' `save_pretrained` leaves it, at the same place on the server and on
+- a directory with a config.json, as written by transformers' `save_pretrained`, at the same path on the server and on
   every client;
-- `package.module:function`, a model of your own, which the server and every client can import (models/own.py). Its
-  blocks are found as those of all models, or named in the run config: `blocks.query-key`, `blocks.layers`, ….
+- `package.module:function`, a custom model, which the server and every client can import (models/own.py). Its blocks
+  are found automatically, or named in the run config: `blocks.query-key`, `blocks.layers`, ….
 
-`pretrained = "…"` names the weights that a run starts from: such a directory, a .safetensors, .pt or .pth file, or a
-repository on the hub, which the server downloads. Clients have them from the server. A head for other classes than the
-run's is drawn anew, which the server's log says; whatever else does not fit stops the run before it starts.
+The key `pretrained` names the initial weights: such a directory, a .safetensors, .pt or .pth file, or a repository on
+the hub, which the server downloads. The server sends them to the clients. If the head of the weights is for other
+classes than the run's, the model's head keeps random weights, which is logged; any other mismatch is an error before
+the run starts.
 
-torchvision's models (mobilenet, resnet but 20, shufflenet, vit) need the extra `vision`, those that are called as on
-the Hugging Face hub the extra `text`.
+Models of torchvision (mobilenet, resnet except resnet-20, shufflenet, vit) need the extra `vision`, and models named as
+on the Hugging Face hub the extra `text`.
 
-Figures are for images of 3x224x224 in 1000 classes and texts in 2 (cnn: 1x28x28 in 10, tiny-vit: 1x8x8 in 10,
+The numbers are for images of 3x224x224 in 1000 classes and texts in 2 (cnn: 1x28x28 in 10, tiny-vit: 1x8x8 in 10,
 resnet-20: 3x32x32 in 10, char-lstm and char-transformer: 80 characters, linear-attention: 64 features and 32 outputs),
 in float32. **Query/key** is the share of the parameters that FedFrozen freezes, the **value block** all other entries,
-and **cost** its upload relative to FedAvg's with {WARMUP} warm-up rounds of {ROUNDS}. A **layer** is a transformer
-block, or a stage of a model without; its bytes are those of the smallest and the largest."""
+and **cost** FedFrozen's upload relative to FedAvg's with {WARMUP} warm-up rounds of {ROUNDS}. A **layer** is a
+transformer block, or a stage of a model without transformer blocks; its bytes are given for the smallest and the
+largest."""
 
 
 def page() -> str:
-    """The page. Raises ModelError where a library is missing."""
+    """Return the page. Raises ModelError if a library is missing."""
     sections = [_INTRODUCTION]
     for kind, title in _KINDS.items():
         rows = [_row(name) for name in models.names() if models.MODELS[name].kind == kind]

@@ -1,9 +1,9 @@
-"""Write anew what follows from the declarations of the run config's keys and the strategies.
+"""Write docs/run-config.md, docs/strategies.md, and the defaults of all keys in pyproject.toml.
 
     python docs/run_config.py
 
-These are docs/run-config.md, docs/strategies.md, and the defaults of all keys in pyproject.toml, where Flower looks for
-them: it refuses a key of `--run-config` that is not there.
+They follow from the declarations of the run config's keys and of the strategies. Flower reads the defaults from
+pyproject.toml, and refuses a key of `--run-config` that is not there.
 """
 
 import json
@@ -17,7 +17,7 @@ BLOCK = re.compile(r"(?<=\[tool\.flwr\.app\.config\]\n).*?(?=# === End)", re.DOT
 
 
 def generated() -> dict[Path, str]:
-    """File → its text as it follows from the code."""
+    """Return file → its text."""
     pyproject = ROOT / "pyproject.toml"
     keys = "".join(f"{key} = {json.dumps(value)}\n" for key, value in defaults().items())
     return {

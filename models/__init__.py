@@ -25,7 +25,7 @@ from tepal.models.registry import (
     TRANSFORMERS,
     Model,
     ModelError,
-    described,
+    model_in,
 )
 
 if TYPE_CHECKING:
@@ -66,13 +66,13 @@ def find(name: str) -> Model:
         return MODELS[name]
     folder = Path(name).expanduser()
     if name and (folder / CONFIG).is_file():
-        return described(folder)
+        return model_in(folder)
     if ":" in name:
         return Model(ANYTHING, name)
     near = get_close_matches(name, MODELS, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ModelError(
-        f"unknown model {name!r}: {hint}known are {', '.join(names())}; or give a directory that contains a {CONFIG}, "
+        f"unknown model {name!r}: {hint}allowed are {', '.join(names())}; or give a directory with a {CONFIG}, "
         "or package.module:function for a custom model"
     )
 

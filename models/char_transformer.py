@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from tepal.models.tiny_vit import Block
+from tepal.models.tiny_vit import TransformerBlock
 
 
 class CharTransformer(nn.Module):
@@ -18,7 +18,7 @@ class CharTransformer(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
         nn.init.normal_(self.embedding.weight, std=0.02)
-        self.blocks = nn.ModuleList([Block(width, heads, fused=False) for _ in range(depth)])
+        self.blocks = nn.ModuleList([TransformerBlock(width, heads, fused=False) for _ in range(depth)])
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary)
 

@@ -93,16 +93,12 @@ def _image_side(name: str, image_shape: tuple[int, int, int], patch: Any) -> int
     _, height, width = image_shape
     size = patch if isinstance(patch, int) else int(patch[0])
     if height != width or height % size:
+        side = size * max(1, round(height / size))
         raise ModelError(
             f"{name} takes square images that divide into patches of {size} x {size} pixels, and these have {height} x "
-            f"{width}: choose an image-shape such as {image_shape[0]}x{_nearest_shape(height, size)}, or another model"
+            f"{width}: choose an image-shape such as {image_shape[0]}x{side}x{side}, or another model"
         )
     return height
-
-
-def _nearest_shape(height: int, patch: int) -> str:
-    side = patch * max(1, round(height / patch))
-    return f"{side}x{side}"
 
 
 def _logits(module: nn.Module, inputs: Any, output: Any) -> Any:

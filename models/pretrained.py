@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from tepal.exchange.layout import Names
 from tepal.models.blocks import Blocks
+from tepal.models.blocks.errors import few
 from tepal.models.registry import ModelError
 
 SAFETENSORS, INDEX, PICKLE = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
@@ -54,8 +55,8 @@ class Loaded:
     unused: Names
 
     def __str__(self) -> str:
-        fresh = f"; initialised by seed, as the file has none of this shape: {_few(self.fresh)}" if self.fresh else ""
-        unused = f"; not used: {_few(self.unused)}" if self.unused else ""
+        fresh = f"; initialised by seed, as the file has none of this shape: {few(self.fresh)}" if self.fresh else ""
+        unused = f"; not used: {few(self.unused)}" if self.unused else ""
         return f"{self.entries} tensors loaded from {self.file}{fresh}{unused}."
 
 
@@ -89,11 +90,14 @@ def load_pretrained(model: nn.Module, blocks: Blocks, source: str) -> Loaded:
     """
     file = find_weights(source)
     tensors = read_weights(file)
-    match = _by_transformers(model, tensors, file) if _from_transformers(model) else _by_name(model, blocks, tensors)
+    if hasattr(model, "from_pretrained") and hasattr(model, "config"):
+        match = _by_transformers(model, tensors, file)
+    else:
+        match = _by_name(model, blocks, tensors)
     _require_match(file, blocks, match)
     weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     if broken := [name for name, value in match.values.items() if name in weights and not value.isfinite().all()]:
-        raise ModelError(f"{file}: {_few(broken)} have NaN or infinite values: use another checkpoint")
+        raise ModelError(f"{file}: {few(broken)} have NaN or infinite values: use another checkpoint")
     state = model.state_dict()
     with torch.no_grad():
         for name, value in match.values.items():
@@ -167,8 +171,8 @@ def _torch(file: Path) -> dict[str, Tensor]:
     except (OSError, RuntimeError, EOFError, ValueError) as error:
         raise ModelError(f"{file}: not a readable file of torch.save ({error}): copy it again") from error
     if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
-        held = _few([str(key) for key in found]) if isinstance(found, Mapping) else type(found).__name__
-        raise ModelError(f"{file}: contains {held}, expected a state_dict of names and tensors: {save}")
+        content = few([str(key) for key in found]) if isinstance(found, Mapping) else type(found).__name__
+        raise ModelError(f"{file}: contains {content}, expected a state_dict of names and tensors: {save}")
     return dict(found)
 
 
@@ -181,9 +185,7 @@ def _download(name: str) -> Path:
         from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
     except ImportError as error:
-        raise ModelError(
-            f"{name!r} is not a local file, and downloading needs huggingface_hub: {instead}"
-        ) from error
+        raise ModelError(f"{name!r} is not a local file, and downloading needs huggingface_hub: {instead}") from error
     reason: Exception | None = None
     for file in FILES:
         try:
@@ -220,10 +222,6 @@ def _by_name(model: nn.Module, blocks: Blocks, tensors: Mapping[str, Tensor]) ->
         else:
             match.values[name] = tensors[name]
     return match
-
-
-def _from_transformers(model: nn.Module) -> bool:
-    return hasattr(model, "from_pretrained") and hasattr(model, "config")
 
 
 def _by_transformers(model: nn.Module, tensors: dict[str, Tensor], file: Path) -> _Match:
@@ -292,15 +290,11 @@ def _require_match(file: Path, blocks: Blocks, match: _Match) -> None:
     missing = [name for name in match.missing if name not in head and "pooler" not in name.split(".")]
     problems = []
     if missing:
-        problems.append(f"the file has no {_few(missing)}")
+        problems.append(f"the file has no {few(missing)}")
     if match.unknown:
-        problems.append(f"the model has no {_few(match.unknown)}")
+        problems.append(f"the model has no {few(match.unknown)}")
     if misshapen:
         shapes = [f"{name} ({there} in the file, {here} in the model)" for name, (there, here) in misshapen.items()]
-        problems.append(f"shapes differ in {_few(shapes)}")
+        problems.append(f"shapes differ in {few(shapes)}")
     if problems:
         raise ModelError(f"{file} does not fit {blocks.model}: {'; '.join(problems)}. Use weights of this architecture")
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

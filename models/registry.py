@@ -1,7 +1,8 @@
 """The registered models, each with the configuration its library needs to build it. No model library is imported here.
 
-To add a model of transformers, copy the relevant keys of its config.json on the hub; for one of torchvision, add the
-arguments that set its size. The image size and the number of classes are given when it is built.
+To add a model of transformers, copy the keys of its config.json on the hub that differ from the defaults of the
+library's configuration, and vocab_size and pad_token_id, with which a tokenizer is compared. To add one of torchvision,
+add the arguments that set its size. The image size and the number of classes are given when a model is built.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 IMAGES = "image-classification"  # (batch, channels, height, width) → (batch, classes)
@@ -46,18 +46,14 @@ class Model:
         """The package that must be installed: "tepal", "torchvision", "transformers", or a custom model's."""
         return self.where.partition(":")[0].partition(".")[0]
 
-    def does(self, kind: str) -> bool:
-        """Return whether the model can be used for a kind of task."""
-        return self.kind in (kind, ANYTHING)
-
 
 def _torchvision(function: str) -> Model:
     return Model(IMAGES, f"torchvision.models:{function}")
 
 
-def _vision_transformer(patch: int, *, width: int, heads: int, blocks: int = 12) -> Model:
+def _vision_transformer(patch: int, *, width: int, heads: int) -> Model:
     """Return a ViT whose MLP is four times as wide as its tokens (Dosovitskiy et al. 2021, table 1)."""
-    size = {"patch_size": patch, "hidden_dim": width, "mlp_dim": 4 * width, "num_heads": heads, "num_layers": blocks}
+    size = {"patch_size": patch, "hidden_dim": width, "mlp_dim": 4 * width, "num_heads": heads, "num_layers": 12}
     return Model(IMAGES, "torchvision.models:VisionTransformer", size)
 
 
@@ -75,10 +71,8 @@ def _sizes(width: int, heads: int, mlp: int, blocks: int = 12) -> dict[str, int]
     }
 
 
-_BERT = {"vocab_size": 30522, "max_position_embeddings": 512, "type_vocab_size": 2, "layer_norm_eps": 1e-12}
-_BERT |= {"pad_token_id": 0}
-_ROBERTA = {"max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
-_ROBERTA |= {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2}
+_BERT = {"vocab_size": 30522, "pad_token_id": 0}
+_ROBERTA = {"max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5, "pad_token_id": 1}
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 32.0,
@@ -87,128 +81,77 @@ _LLAMA3_ROPE = {
     "original_max_position_embeddings": 8192,
 }
 
-MODELS: Mapping[str, Model] = MappingProxyType(
-    {
-        "char-lstm": Model(CHARACTERS, "tepal.models.char_lstm:CharLSTM"),
-        "char-transformer": Model(CHARACTERS, "tepal.models.char_transformer:CharTransformer"),
-        "cnn": Model(IMAGES, "tepal.models.cnn:CNN"),
-        "linear-attention": Model(SEQUENCES, "tepal.models.linear_attention:regressor"),
-        "resnet-20": Model(IMAGES, "tepal.models.resnet20:ResNet20"),
-        "tiny-vit": Model(IMAGES, "tepal.models.tiny_vit:TinyViT"),
-        # torchvision
-        "mobilenet-v2": _torchvision("mobilenet_v2"),
-        "resnet-18": _torchvision("resnet18"),
-        "resnet-50": _torchvision("resnet50"),
-        "shufflenet-v2": _torchvision("shufflenet_v2_x1_0"),
-        "vit-b-16": _vision_transformer(16, width=768, heads=12),
-        "vit-b-32": _vision_transformer(32, width=768, heads=12),
-        "vit-small-16": _vision_transformer(16, width=384, heads=6),
-        # transformers, images
-        "facebook/deit-small-patch16-224": _transformers(
-            IMAGES, "vit", image_size=224, patch_size=16, **_sizes(384, 6, 1536)
-        ),
-        "google/vit-base-patch16-224": _transformers(
-            IMAGES, "vit", image_size=224, patch_size=16, **_sizes(768, 12, 3072)
-        ),
-        "microsoft/swin-tiny-patch4-window7-224": _transformers(
-            IMAGES,
-            "swin",
-            image_size=224,
-            patch_size=4,
-            window_size=7,
-            embed_dim=96,
-            depths=[2, 2, 6, 2],
-            num_heads=[3, 6, 12, 24],
-            drop_path_rate=0.1,
-        ),
-        "openai/clip-vit-base-patch32": _transformers(
-            IMAGES,
-            "clip",
-            projection_dim=512,
-            vision_config={"image_size": 224, "patch_size": 32, "projection_dim": 512, **_sizes(768, 12, 3072)},
-        ),
-        # transformers, texts
-        "bert-base-uncased": _transformers(TEXTS, "bert", **_sizes(768, 12, 3072), **_BERT),
-        "distilbert-base-uncased": _transformers(
-            TEXTS,
-            "distilbert",
-            vocab_size=30522,
-            dim=768,
-            n_heads=12,
-            n_layers=6,
-            hidden_dim=3072,
-            max_position_embeddings=512,
-            sinusoidal_pos_embds=False,
-            pad_token_id=0,
-        ),
-        "facebook/bart-base": _transformers(
-            TEXTS,
-            "bart",
-            vocab_size=50265,
-            d_model=768,
-            encoder_layers=6,
-            decoder_layers=6,
-            encoder_attention_heads=12,
-            decoder_attention_heads=12,
-            encoder_ffn_dim=3072,
-            decoder_ffn_dim=3072,
-            max_position_embeddings=1024,
-            attention_dropout=0.1,
-            activation_dropout=0.1,
-            bos_token_id=0,
-            pad_token_id=1,
-            eos_token_id=2,
-            decoder_start_token_id=2,
-        ),
-        "google/electra-small-discriminator": _transformers(
-            TEXTS, "electra", embedding_size=128, **_sizes(256, 4, 1024), **_BERT
-        ),
-        "roberta-base": _transformers(TEXTS, "roberta", vocab_size=50265, **_sizes(768, 12, 3072), **_ROBERTA),
-        "t5-small": _transformers(
-            TEXTS,
-            "t5",
-            vocab_size=32128,
-            d_model=512,
-            d_kv=64,
-            d_ff=2048,
-            num_layers=6,
-            num_decoder_layers=6,
-            num_heads=8,
-            pad_token_id=0,
-            eos_token_id=1,
-            decoder_start_token_id=0,
-        ),
-        "xlm-roberta-base": _transformers(TEXTS, "xlm-roberta", vocab_size=250002, **_sizes(768, 12, 3072), **_ROBERTA),
-        # transformers, multiple choice
-        "Qwen/Qwen2.5-0.5B": _transformers(
-            CHOICES,
-            "qwen2",
-            vocab_size=151936,
-            num_key_value_heads=2,
-            max_position_embeddings=32768,
-            rope_theta=1_000_000.0,
-            tie_word_embeddings=True,
-            bos_token_id=151643,
-            eos_token_id=151643,
-            **_sizes(896, 14, 4864, blocks=24),
-        ),
-        "meta-llama/Llama-3.2-1B": _transformers(
-            CHOICES,
-            "llama",
-            vocab_size=128256,
-            num_key_value_heads=8,
-            head_dim=64,
-            max_position_embeddings=131072,
-            rms_norm_eps=1e-5,
-            rope_theta=500_000.0,
-            rope_scaling=_LLAMA3_ROPE,
-            tie_word_embeddings=True,
-            bos_token_id=128000,
-            eos_token_id=128001,
-            **_sizes(2048, 32, 8192, blocks=16),
-        ),
-    }
-)
+MODELS: Mapping[str, Model] = {
+    "char-lstm": Model(CHARACTERS, "tepal.models.char_lstm:CharLSTM"),
+    "char-transformer": Model(CHARACTERS, "tepal.models.char_transformer:CharTransformer"),
+    "cnn": Model(IMAGES, "tepal.models.cnn:CNN"),
+    "linear-attention": Model(SEQUENCES, "tepal.models.linear_attention:regressor"),
+    "resnet-20": Model(IMAGES, "tepal.models.resnet20:ResNet20"),
+    "tiny-vit": Model(IMAGES, "tepal.models.tiny_vit:TinyViT"),
+    # torchvision
+    "mobilenet-v2": _torchvision("mobilenet_v2"),
+    "resnet-18": _torchvision("resnet18"),
+    "resnet-50": _torchvision("resnet50"),
+    "shufflenet-v2": _torchvision("shufflenet_v2_x1_0"),
+    "vit-b-16": _vision_transformer(16, width=768, heads=12),
+    "vit-b-32": _vision_transformer(32, width=768, heads=12),
+    "vit-small-16": _vision_transformer(16, width=384, heads=6),
+    # transformers, images
+    "facebook/deit-small-patch16-224": _transformers(IMAGES, "vit", **_sizes(384, 6, 1536)),
+    "google/vit-base-patch16-224": _transformers(IMAGES, "vit"),
+    "microsoft/swin-tiny-patch4-window7-224": _transformers(IMAGES, "swin"),
+    "openai/clip-vit-base-patch32": _transformers(IMAGES, "clip"),
+    # transformers, texts
+    "bert-base-uncased": _transformers(TEXTS, "bert", **_BERT),
+    "distilbert-base-uncased": _transformers(TEXTS, "distilbert", **_BERT),
+    "facebook/bart-base": _transformers(
+        TEXTS,
+        "bart",
+        vocab_size=50265,
+        d_model=768,
+        encoder_layers=6,
+        decoder_layers=6,
+        encoder_attention_heads=12,
+        decoder_attention_heads=12,
+        encoder_ffn_dim=3072,
+        decoder_ffn_dim=3072,
+        attention_dropout=0.1,
+        activation_dropout=0.1,
+        pad_token_id=1,
+    ),
+    "google/electra-small-discriminator": _transformers(TEXTS, "electra", **_BERT),
+    "roberta-base": _transformers(TEXTS, "roberta", vocab_size=50265, **_ROBERTA),
+    "t5-small": _transformers(TEXTS, "t5", vocab_size=32128, pad_token_id=0, decoder_start_token_id=0),
+    "xlm-roberta-base": _transformers(TEXTS, "xlm-roberta", vocab_size=250002, **_ROBERTA),
+    # transformers, multiple choice
+    "Qwen/Qwen2.5-0.5B": _transformers(
+        CHOICES,
+        "qwen2",
+        vocab_size=151936,
+        num_key_value_heads=2,
+        max_position_embeddings=32768,
+        rope_theta=1_000_000.0,
+        tie_word_embeddings=True,
+        bos_token_id=151643,
+        eos_token_id=151643,
+        **_sizes(896, 14, 4864, blocks=24),
+    ),
+    "meta-llama/Llama-3.2-1B": _transformers(
+        CHOICES,
+        "llama",
+        vocab_size=128256,
+        num_key_value_heads=8,
+        head_dim=64,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+        rope_theta=500_000.0,
+        rope_scaling=_LLAMA3_ROPE,
+        tie_word_embeddings=True,
+        bos_token_id=128000,
+        eos_token_id=128001,
+        **_sizes(2048, 32, 8192, blocks=16),
+    ),
+}
 
 # Ending of an architecture's class name in transformers → kind of model.
 _KIND_BY_ENDING = {
@@ -219,7 +162,7 @@ _KIND_BY_ENDING = {
 }
 
 
-def described(folder: Path) -> Model:
+def model_in(folder: Path) -> Model:
     """Return the model that a directory's config.json describes.
 
     Its kind follows from `architectures`; if they name a base model, or one with another head, it is the kind of the

@@ -20,7 +20,10 @@ class ResNet20(nn.Module):
         self.stem = nn.Conv2d(image_shape[0], 16, 3, padding=1, bias=False)
         self.norm = nn.BatchNorm2d(16)
         # The layers of selective layer fine-tuning.
-        self.stages = nn.ModuleList(_stage(*channels) for channels in ((16, 16), (16, 32), (32, 64)))
+        self.stages = nn.ModuleList(
+            nn.Sequential(ResidualBlock(before, width), *(ResidualBlock(width, width) for _ in range(2)))
+            for before, width in ((16, 16), (16, 32), (32, 64))
+        )
         self.head = nn.Linear(64, classes)
         for module in self.modules():  # He et al. 2015, arXiv:1502.01852, as in the paper
             if isinstance(module, nn.Conv2d):
@@ -33,7 +36,7 @@ class ResNet20(nn.Module):
         return cast(Tensor, self.head(maps.mean(dim=(2, 3))))
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     """Two 3x3 convolutions with a shortcut without parameters (the paper's option A).
 
     If the channels increase, the sides are halved: the shortcut takes every second pixel, and pads channels with zeros.
@@ -51,7 +54,3 @@ class Block(nn.Module):
         shortcut = F.pad(maps[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.added))
         maps = F.relu(self.norm1(self.conv1(maps)))
         return F.relu(self.norm2(self.conv2(maps)) + shortcut)
-
-
-def _stage(channels: int, new_channels: int) -> nn.Sequential:
-    return nn.Sequential(Block(channels, new_channels), *(Block(new_channels, new_channels) for _ in range(2)))

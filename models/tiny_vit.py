@@ -40,7 +40,7 @@ class TinyViT(nn.Module):
         self.patch_embedding = nn.Conv2d(channels, width, patch, stride=patch)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
         self.position_embedding = nn.Parameter(torch.randn(1, 1 + (height // patch) * (across // patch), width) * 0.02)
-        self.blocks = nn.ModuleList([Block(width, heads, fused=fused) for _ in range(depth)])
+        self.blocks = nn.ModuleList([TransformerBlock(width, heads, fused=fused) for _ in range(depth)])
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, classes)
 
@@ -52,13 +52,13 @@ class TinyViT(nn.Module):
         return cast(Tensor, self.head(self.norm(tokens[:, 0])))
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """(batch, tokens, width) → the same: attention, then a GELU MLP, each with pre-norm and a skip connection."""
 
     def __init__(self, width: int, heads: int, *, fused: bool) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(width)
-        self.attention = Attention(width, heads, fused=fused)
+        self.attention = SelfAttention(width, heads, fused=fused)
         self.mlp_norm = nn.LayerNorm(width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
@@ -67,7 +67,7 @@ class Block(nn.Module):
         return cast(Tensor, tokens + self.mlp(self.mlp_norm(tokens)))
 
 
-class Attention(nn.Module):
+class SelfAttention(nn.Module):
     """Multi-head self-attention: (batch, tokens, width) → the same."""
 
     def __init__(self, width: int, heads: int, *, fused: bool) -> None:

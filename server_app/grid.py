@@ -1,12 +1,12 @@
-"""Flower's Grid, told of a reply as soon as all of it is there, and never blocked by one that is still on its way.
+"""A Grid for Flower that returns each reply as soon as all of it has arrived, without waiting for incomplete ones.
 
-The SuperLink announces a reply before its arrays have arrived. Flower's grid then waits for them in place, at first one
-second, then two, four, eight; with many slow clients nothing else is looked for. Here an announced reply is pulled when
-its last object is there, and `pull_messages` comes back at once otherwise. Messages are taken apart and put together by
-`tepal.host.flower.objects`, with fewer copies.
+The SuperLink announces a reply before its arrays have arrived. Flower's grid then waits for them, first one second,
+then two, four and eight, and receives no other reply meanwhile. This grid pulls an announced reply when its last object
+has arrived; until then `pull_messages` returns without it. `tepal.host.flower.objects` converts messages with fewer
+copies.
 
-This uses names of Flower that are not public, of the version in `tepal.host.flower.patches`; with another version,
-and in simulation, `prompt` returns the grid as it is.
+It uses private names of Flower, in the version that `tepal.host.flower.patches` names; with another version, and in
+simulation, `prompt` returns the given grid.
 """
 
 from __future__ import annotations
@@ -43,55 +43,51 @@ try:
     from flwr.superlink.grid.http_grid import HttpGrid
 
     from tepal.host.flower.objects import LetGo, fetch, hash_chunks, push, tree_of
-except ImportError:  # another version of Flower: `prompt` says so
+except ImportError:  # another version of Flower: `prompt` logs it
     HttpGrid = object  # type: ignore[misc, assignment]
 
 log = getLogger("flwr")
 
 _ARENAS = -8  # M_ARENA_MAX
-_GIVE_BACK = 32_000_000  # bytes that are pulled before what they left behind is given back
-_FORGOTTEN = 60.0  # seconds after which a reply that nobody has asked for is not looked for any more
+_GIVE_BACK = 32_000_000  # bytes pulled between two calls that return freed memory to the system
+_FORGOTTEN = 60.0  # seconds after the last request for a reply, after which the SuperLink is no longer asked for it
 
 
 def prompt(grid: Grid) -> Grid:
-    """Return a grid over the same connection that pulls replies without waiting, where the installed Flower is known.
+    """Return a grid over the same connection that pulls replies without waiting, if it knows the installed Flower.
 
-    Use it where a strategy is started: `strategy.start(prompt(grid), …)`. The given grid stays usable.
+    Use it to start a strategy: `strategy.start(prompt(grid), …)`. The given grid remains usable.
     """
     if version("flwr") != FLOWER:
-        log.warning("Rounds take seconds longer: tepal.server_app.grid knows flwr %s, not %s.", FLOWER, version("flwr"))
+        log.warning(
+            "Rounds take seconds longer, because tepal.server_app.grid supports flwr %s, not %s.",
+            FLOWER,
+            version("flwr"),
+        )
         return grid
     return PromptGrid(grid) if type(grid) is HttpGrid else grid
 
 
-@dataclass(frozen=True)
-class _Announced:
-    """A reply that is on its way."""
-
-    reply_id: str
-    answers: str
-
-
 @dataclass
 class _Awaited:
-    """When a reply was last asked for, and last looked for at the SuperLink (`time.monotonic`)."""
+    """Times (`time.monotonic`) of the last request for a reply, and of the last request to the SuperLink for it."""
 
-    asked: float
-    looked: float = 0.0
+    requested: float
+    asked: float = 0.0
 
 
 class PromptGrid(HttpGrid):  # type: ignore[misc]
-    """See `prompt`."""
+    """Grid that pulls replies without waiting; see `prompt`."""
 
     def __init__(self, grid: Grid) -> None:
-        self.__dict__ = grid.__dict__  # one connection, whoever of the two opens or closes it
-        self._announced: dict[str, _Announced] = {}
+        self.__dict__ = grid.__dict__  # one connection, which either of the two opens and closes
+        self._announced: dict[str, str] = {}  # message's id → id of its announced reply
         self._awaited: dict[str, _Awaited] = {}
         self._lock = threading.Lock()
         self._pulled = 0
         self.moved_at = 0.0
-        """When an object of a reply last came (`time.monotonic`)."""
-        with contextlib.suppress(OSError, AttributeError):  # glibc: else every thread keeps memory of its own
+        """Time at which the last object of a reply arrived (`time.monotonic`)."""
+        with contextlib.suppress(OSError, AttributeError):  # glibc would otherwise keep freed memory for each thread
             ctypes.CDLL(None).mallopt(_ARENAS, 1)
 
     @property
@@ -102,7 +98,7 @@ class PromptGrid(HttpGrid):  # type: ignore[misc]
         return client
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
-        """As Flower's."""
+        """Push messages as Flower's grid does; returns their ids, "" for a message that was not accepted."""
         messages = list(messages)
         for message in messages:
             hash_chunks(message)
@@ -112,7 +108,7 @@ class PromptGrid(HttpGrid):  # type: ignore[misc]
         return pushed
 
     def _try_push_messages(self, run_id: int, messages: Iterable[Message]) -> list[str]:
-        """As Flower's, without hashing chunks again, and without a copy of all that waits to be sent."""
+        """Push as Flower's grid does, but hash no chunk twice, and copy nothing that waits to be sent."""
         protos, trees = [], []
         objects: dict[str, InflatableObject] = {}
         for message in messages:
@@ -130,57 +126,56 @@ class PromptGrid(HttpGrid):  # type: ignore[misc]
         return list(answer.message_ids)
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        """The replies to these messages that are there as a whole. May be called from several threads at once."""
-        asked = list(message_ids)
-        self._look_for(asked)
+        """Return the replies to these messages that have arrived completely. Threads may call it at the same time."""
+        requested = list(message_ids)
+        self._find_announced(requested)
         pulled = []
-        for message_id in asked:
+        for message_id in requested:
             with self._lock:
-                announced = self._announced.get(message_id)
-            if announced is not None and (reply := self._pull(announced)) is not None:
+                reply_id = self._announced.get(message_id)
+            if reply_id is not None and (reply := self._pull(message_id, reply_id)) is not None:
                 pulled.append(reply)
                 with self._lock:
                     self._announced.pop(message_id, None)
         return pulled
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
-        """Push messages, and return the replies that have come when all are there, or after `timeout` seconds."""
+        """Push messages, and return their replies when all have arrived, or after `timeout` seconds those that have."""
         waiting = {message_id for message_id in self.push_messages(messages) if message_id}
         end = None if timeout is None else time.monotonic() + timeout
         replies: list[Message] = []
         pause = SHORTEST_PAUSE
         while waiting and (end is None or time.monotonic() < end):
-            came = self.pull_messages(waiting)
-            waiting -= {reply.metadata.reply_to_message_id for reply in came}
-            replies += came
-            pause = SHORTEST_PAUSE if came else min(1.5 * pause, LONGEST_PAUSE)
+            received = self.pull_messages(waiting)
+            waiting -= {reply.metadata.reply_to_message_id for reply in received}
+            replies += received
+            pause = SHORTEST_PAUSE if received else min(1.5 * pause, LONGEST_PAUSE)
             if waiting:
                 time.sleep(pause)
         return replies
 
-    def _look_for(self, asked: Iterable[str]) -> None:
-        """Ask the SuperLink which replies there are, once for all that are awaited: callers ask for one at a time."""
+    def _find_announced(self, requested: Iterable[str]) -> None:
+        """Ask the SuperLink which replies exist, in one request for all awaited ones: callers name one at a time."""
         now = time.monotonic()
         with self._lock:
-            unannounced = [message_id for message_id in asked if message_id not in self._announced]
+            unannounced = [message_id for message_id in requested if message_id not in self._announced]
             for message_id in unannounced:
-                self._awaited.setdefault(message_id, _Awaited(now)).asked = now
-            if all(now - self._awaited[message_id].looked < SHORTEST_PAUSE for message_id in unannounced):
+                self._awaited.setdefault(message_id, _Awaited(now)).requested = now
+            if all(now - self._awaited[message_id].asked < SHORTEST_PAUSE for message_id in unannounced):
                 return
-            self._awaited = {key: each for key, each in self._awaited.items() if now - each.asked < _FORGOTTEN}
+            self._awaited = {key: each for key, each in self._awaited.items() if now - each.requested < _FORGOTTEN}
             awaited = list(self._awaited)
         answer = self._runtime_client.PullMessages(PullAppMessagesRequest(message_ids=awaited))
         with self._lock:
             for message_id in awaited:
                 if message_id in self._awaited:
-                    self._awaited[message_id].looked = now
+                    self._awaited[message_id].asked = now
             for proto in answer.messages_list:
-                answers = proto.metadata.reply_to_message_id
-                self._announced[answers] = _Announced(proto.metadata.message_id, answers)
-                self._awaited.pop(answers, None)
+                self._announced[proto.metadata.reply_to_message_id] = proto.metadata.message_id
+                self._awaited.pop(proto.metadata.reply_to_message_id, None)
 
-    def _pull(self, announced: _Announced) -> Message | None:
-        """The reply, None while it is on its way, or Flower's error message for one that will not come."""
+    def _pull(self, message_id: str, reply_id: str) -> Message | None:
+        """Return a reply, None if it is incomplete, or Flower's error message if its sender did not finish it."""
         pull_object = make_pull_object_fn_protobuf(self._runtime_client.PullObject, self.node, self.run.run_id)
 
         def pull(object_id: str) -> bytes:
@@ -194,8 +189,8 @@ class PromptGrid(HttpGrid):  # type: ignore[misc]
 
         _give_back_memory()
         try:
-            pull(announced.reply_id)  # it is sent last, and small: looking for it costs nothing
-            reply = cast(Message, fetch(announced.reply_id, pull, quick(pull_objects)))
+            pull(reply_id)  # the reply's last object, which is small: it fails quickly if the reply is incomplete
+            reply = cast(Message, fetch(reply_id, pull, quick(pull_objects)))
         except ObjectUnavailableError:
             return None
         except ObjectPullError as error:
@@ -208,20 +203,18 @@ class PromptGrid(HttpGrid):  # type: ignore[misc]
                 message_type=SYSTEM_MESSAGE_TYPE,
                 group_id="",
                 ttl=0,
-                reply_to_message_id=announced.answers,
+                reply_to_message_id=message_id,
                 created_at=time.time(),
             )
             return make_message(metadata=metadata, error=Error(ErrorCode.MESSAGE_UNAVAILABLE, reason))
         self._runtime_client.ConfirmMessageReceived(
-            ConfirmMessageReceivedRequest(
-                node=self.node, run_id=self.run.run_id, message_object_id=announced.reply_id
-            )
+            ConfirmMessageReceivedRequest(node=self.node, run_id=self.run.run_id, message_object_id=reply_id)
         )
-        reply.metadata.__dict__["_message_id"] = announced.reply_id
+        reply.metadata.__dict__["_message_id"] = reply_id
         return reply
 
 
 def _give_back_memory() -> None:
-    """Return to the system what was freed; glibc keeps some of it otherwise, beside all that a reply needs."""
+    """Return freed memory to the system; glibc would keep some of it in addition to what a reply needs."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

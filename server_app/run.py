@@ -1,4 +1,4 @@
-"""One run on the server: config → model → strategy → run directory. `app.py` calls it."""
+"""One run on the server: from run config, model and strategy to a run directory. Called by `app.py`."""
 
 from __future__ import annotations
 
@@ -36,44 +36,52 @@ from tepal.training.data import DataError
 from tepal.training.data.inputs import FOUND_NAMES, held_out_inputs, unlabelled_inputs, written_names, written_sizes
 from tepal.training.data.tokens import TokenizerError
 from tepal.training.prediction import score_ensemble
-from tepal.training.tasks import TASKS, Task
+from tepal.training.tasks import TASKS
 
 log = getLogger("flwr")
 
 T = TypeVar("T")
 
-GO_ON = "The run can go on, after what stopped it is mended, with "
-"""How a run's log says what to give to `flwr run` to resume it."""
-
 _NAME_THEM = (
-    "In the run config, patterns of entry names in blocks.query-key (and blocks.layers, blocks.embedding, blocks.head) "
-    "say what is what"
+    "Name the blocks in the run config, by patterns of entry names in blocks.query-key (and blocks.layers, "
+    "blocks.embedding, blocks.head)"
 )
-# Keys that are about this server, and no business of the clients.
+# Keys that concern this server only, and are not sent to the clients.
 _OWN = ("runs", "resume", "pretrained", "trackers", "mlflow.tracking-uri", "mlflow.experiment")
-_PATIENCE = 600.0  # seconds during which a result that cannot be written is tried again
-_TRY_AGAIN = 5.0
+_PATIENCE = 600.0  # seconds for which writing a result is tried again
+_TRY_AGAIN = 5.0  # seconds between two attempts
 
 
 def run(grid: Grid, values: Mapping[str, Any]) -> Path:
-    """Run the strategy that the run config names, or go on with the run that it resumes.
+    """Run the strategy that the run config names, or resume a run.
 
-    Everything is left in a run directory, which is returned. Raises ConfigError before anything starts, and RoundFailed
-    when clients give too few replies; the model of the last finished round is saved even then, and the run can be
-    resumed.
+    Args:
+        grid: Flower's connection to the clients.
+        values: key → value of the run config.
+
+    Returns:
+        The run directory, with all results.
+
+    Raises:
+        ConfigError: the run config is invalid, or cannot be used with this model and data; no client was contacted.
+        RoundFailed: a round had too few valid replies. The model of the last finished round is saved, and the run can
+            be resumed.
     """
     config, directory = open_run(values)
     model, blocks = build_model(config)
     strategy = build_strategy(config, blocks)
-    if directory is None:  # a run that goes on does so without its tracker, too
+    if directory is None:  # a resumed run continues even if its tracker is not available
         try:
             check_trackers(config)
         except TrackerError as error:
             raise ConfigError(str(error)) from error
     loaded = None
-    # A run that is resumed has its weights in its checkpoint: the file that it began with may be gone.
+    # A resumed run has its weights in its checkpoint: the file of its initial weights may no longer exist.
     if config.rounds.pretrained and (directory is None or not Checkpoints(directory.path / CHECKPOINTS).latest()):
-        loaded = load_weights(config, model, blocks)
+        try:
+            loaded = load_pretrained(model, blocks, config.rounds.pretrained)
+        except models.ModelError as error:
+            raise ConfigError(f"pretrained={config.rounds.pretrained!r}: {error}") from error
         log.info("%s", loaded)
     if directory is None:
         directory = RunDirectory.create(Path(config.rounds.runs).expanduser(), config.rounds.strategy, config.flat)
@@ -103,7 +111,7 @@ def run(grid: Grid, values: Mapping[str, Any]) -> Path:
         try:
             log.info("Report: %s", write_report(directory.path).resolve())
         except OSError as error:
-            log.error("%s. `tepal report %s` writes it, when there is room.", error, directory.path)
+            log.error("%s. After making space, write the report with `tepal report %s`.", error, directory.path)
         if failure is not None:
             raise failure
     return directory.path
@@ -119,24 +127,34 @@ def _start(
     directory: RunDirectory,
     trackers: Trackers,
 ) -> tuple[Result, RoundFailed | None]:
-    """All rounds; the result, and why there is no more of it, where the clients failed."""
+    """Run all rounds; return the result, and the error of a round with too few replies, if one ended the run."""
     assert strategy.blocks is not None
     model_bytes = strategy.blocks.layout.nbytes()
-    task = TASKS[config.data.kind]
     live = Live(directory.path, config.rounds.num_server_rounds)
     live.model(segments(strategy.blocks.layout, strategy.blocks))
     strategy.on_progress = live.progress
 
     def keep(report: RoundReport) -> None:
-        _keep(report, model_bytes, directory, trackers, task)
+        try:
+            if report.record:
+                directory.write_record(report.round, report.record)
+        except OSError as error:
+            log.error("%s. The run continues without it.", error)
+        try:
+            directory.add_label_counts(report.label_counts)
+        except OSError as error:
+            log.error("%s. The run continues without it.", error)
+        line = RoundRecord.of(report, model_bytes, TASKS[config.data.kind]).to_line()
+        directory.add(line)
+        trackers.add(line)
         live.end_round(report)
 
     strategy.on_round = keep
-    # Clients have the config of the Flower run. Where that is not this run's, because it is resumed, they are told.
-    told = {key: value for key, value in config.flat.items() if key not in _OWN and values.get(key, value) != value}
+    # Clients have the config of the Flower run, which differs from this run's if it is resumed.
+    changed = {key: value for key, value in config.flat.items() if key not in _OWN and values.get(key, value) != value}
     if not config.data.names and (names := written_names(config.data)):
-        told[FOUND_NAMES] = names["class-names"]
-    settings = ConfigRecord({**told, **config.training.model_dump(by_alias=True)})
+        changed[FOUND_NAMES] = names["class-names"]
+    settings = ConfigRecord({**changed, **config.training.model_dump(by_alias=True)})
     try:
         result = strategy.start(
             prompt(grid),
@@ -151,7 +169,8 @@ def _start(
     except (CheckpointError, MethodError) as error:
         raise ConfigError(str(error)) from error
     except RoundFailed as failure:
-        log.error("%sresume=%s", GO_ON, json.dumps(str(directory.path.resolve())))
+        path = json.dumps(str(directory.path.resolve()))
+        log.error("To resume the run after the problem is solved, set resume=%s in its run config.", path)
         if failure.result is None:
             raise
         return failure.result, failure
@@ -160,7 +179,7 @@ def _start(
 
 
 def _insist(write: Callable[[], T]) -> T:
-    """Write a result of the run: where that fails, say so and try again for some minutes; it is nowhere else."""
+    """Write a result of the run; if that fails, log it and try again for some minutes, as there is no other copy."""
     give_up = time.monotonic() + _PATIENCE
     while True:
         try:
@@ -168,14 +187,19 @@ def _insist(write: Callable[[], T]) -> T:
         except OSError as error:
             if time.monotonic() > give_up:
                 raise
-            log.error("%s. It is tried again for %d minutes.", error, _PATIENCE / 60)
+            log.error("%s. Trying again for up to %d minutes.", error, _PATIENCE / 60)
             time.sleep(_TRY_AGAIN)
 
 
 def build_model(config: RunConfig, seed: int | None = None) -> tuple[nn.Module, Blocks]:
-    """The run's model with its initial weights, and its blocks. Raises ConfigError for what does not fit together.
+    """Build the run's model with random weights, and find its blocks.
 
-    `seed`: of the weights, by default the run's.
+    Args:
+        config: the run config.
+        seed: seed of the weights; by default the run's.
+
+    Raises:
+        ConfigError: the data cannot be read, the model cannot be built for it, or its blocks cannot be found.
     """
     sizes = sizes_of(config)
     try:
@@ -186,24 +210,16 @@ def build_model(config: RunConfig, seed: int | None = None) -> tuple[nn.Module, 
     except models.ModelError as error:
         raise ConfigError(f"model={config.rounds.model!r}: {error}") from error
     except ValueError as error:
-        said = ", ".join(f"{name}={size}" for name, size in written_sizes(sizes).items())
-        raise ConfigError(f"model={config.rounds.model!r} with {said}: {error}") from error
+        written = ", ".join(f"{name}={size}" for name, size in written_sizes(sizes).items())
+        raise ConfigError(f"model={config.rounds.model!r} with {written}: {error}") from error
     return model, blocks
 
 
-def load_weights(config: RunConfig, model: nn.Module, blocks: Blocks) -> Loaded:
-    """Load the weights that the run config names. Raises ConfigError where they are missing or do not fit."""
-    try:
-        return load_pretrained(model, blocks, config.rounds.pretrained)
-    except models.ModelError as error:
-        raise ConfigError(f"pretrained={config.rounds.pretrained!r}: {error}") from error
-
-
 def build_strategy(config: RunConfig, blocks: Blocks) -> MethodStrategy:
-    """The run's strategy. Raises ConfigError where it cannot train the model."""
+    """Return the run's strategy for a model with these blocks. Raises ConfigError if it cannot train the model."""
     rounds = config.rounds
     if config.training.gradient_checkpointing and not blocks.layers:
-        raise ConfigError(f"gradient-checkpointing=true: model={rounds.model!r} has no layers; leave it off")
+        raise ConfigError(f"gradient-checkpointing=true: model={rounds.model!r} has no layers: set it to false")
     options: dict[str, Any] = {
         "model": blocks,
         "fraction_train": rounds.fraction_train,
@@ -237,7 +253,7 @@ def _strategy(name: str, config: RunConfig, options: Mapping[str, Any]) -> Metho
 
 
 def _with_distiller(config: RunConfig) -> dict[str, Any]:
-    """FedBE's own options, with what distils in the place of `distil`."""
+    """Return FedBE's options, with a `Distiller` as `distil`. Raises ConfigError if its data cannot be read."""
     own = config.fedbe.model_dump()
     training = {key: own.pop(key) for key in ("epochs", "learning_rate", "batch_size")}
     if own["distil"]:
@@ -245,17 +261,15 @@ def _with_distiller(config: RunConfig) -> dict[str, Any]:
             inputs = unlabelled_inputs(config.data)
         except (DataError, TokenizerError) as error:
             raise ConfigError(str(error)) from error
-        assert inputs is not None, "read_run_config checks that there are some"
+        assert inputs is not None, "read_run_config requires server-share above 0"
         model, blocks = build_model(config)
-        seed, deterministic = config.rounds.seed, config.training.deterministic
-        task = TASKS[config.data.kind]
         own["distil"] = Distiller(
             model,
             blocks.layout,
             inputs,
-            seed=seed,
-            deterministic=deterministic,
-            task=task,
+            seed=config.rounds.seed,
+            deterministic=config.training.deterministic,
+            task=TASKS[config.data.kind],
             micro_batch_size=config.training.micro_batch_size,
             **training,
         )
@@ -263,9 +277,9 @@ def _with_distiller(config: RunConfig) -> dict[str, Any]:
 
 
 def _starts(config: RunConfig, model: nn.Module, loaded: Loaded | None) -> Iterator[nn.Module]:
-    """The model, or the modes of an ensemble: the first is the model, the others are initialised independently.
+    """Yield the initial model, or those of an ensemble's modes: the first is `model`, the others have other seeds.
 
-    Of a model whose weights were loaded, they have them too, and differ in what is left to the seed: a new head.
+    If weights were loaded, all modes have them, and differ only in the entries that the file does not have.
     """
     yield model
     if config.rounds.strategy == "fedensemble":
@@ -278,29 +292,11 @@ def _starts(config: RunConfig, model: nn.Module, loaded: Loaded | None) -> Itera
             yield other
 
 
-def _keep(
-    report: RoundReport, model_bytes: int, directory: RunDirectory, trackers: Trackers, task: Task
-) -> None:
-    if report.record:
-        try:
-            directory.write_record(report.round, report.record)
-        except OSError as error:
-            log.error("%s. The run goes on without.", error)
-    try:
-        directory.add_label_counts(report.label_counts)
-    except OSError as error:
-        log.error("%s. The run goes on without.", error)
-    line = RoundRecord.of(report, model_bytes, task).to_line()
-    directory.add(line)
-    trackers.add(line)
+def server_evaluation(config: RunConfig, model: nn.Module) -> Callable[[int, ArrayRecord], MetricRecord | None] | None:
+    """Return a function that scores the global model, or an ensemble, on the held-out examples.
 
-
-def server_evaluation(
-    config: RunConfig, model: nn.Module
-) -> Callable[[int, ArrayRecord], MetricRecord | None] | None:
-    """Scores the global model, or an ensemble, on held-out examples, after those rounds that are asked for.
-
-    None where the server has none.
+    It takes the round and the arrays, and returns None in rounds without a score (`evaluate-every`). If the server has
+    no held-out examples, there is no function: None.
     """
     examples = held_out_inputs(config.data)
     if examples is None:

@@ -8,12 +8,17 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field
 
 
+def keys(prefix: str = "") -> ConfigDict:
+    """Return the configuration of a class whose keys in the run config are its fields in kebab-case, after a prefix."""
+    return ConfigDict(
+        alias_generator=lambda name: prefix + name.replace("_", "-"), populate_by_name=True, extra="ignore", frozen=True
+    )
+
+
 class TrainingConfig(BaseModel):
     """Settings of local training: keys of the run config, sent to the clients with every train message."""
 
-    model_config = ConfigDict(
-        alias_generator=lambda name: name.replace("_", "-"), populate_by_name=True, extra="ignore", frozen=True
-    )
+    model_config = keys()
 
     local_epochs: int = Field(5, ge=0, le=10_000, description="passes over a client's examples per round")
     local_steps: int = Field(0, ge=0, description="steps per round; if not 0, it replaces local-epochs")

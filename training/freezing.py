@@ -19,7 +19,7 @@ from tepal.exchange.mod import received
 from tepal.exchange.plan import PROXIMAL
 
 _FROZEN = "_tepal_frozen"  # on a Parameter that apply_plan froze as a whole
-_ROWS = "_tepal_frozen_rows"  # on a Parameter that holds frozen and trained entries: a _FrozenRows
+_ROWS = "_tepal_frozen_rows"  # on a Parameter with frozen and trained entries: a _FrozenRows
 _STATISTICS = "_tepal_frozen_statistics"  # on a module whose running statistics are frozen: a _FrozenStatistics
 
 
@@ -93,7 +93,9 @@ def apply_plan(model: nn.Module, msg: Message) -> AppliedPlan:
             # Selected by name: other buffers (position tables, an image's mean) do not change, and their modules may
             # use the train mode for something else.
             if name.startswith("running_") and buffers[raw].is_floating_point():
-                _FrozenStatistics.put(model.get_submodule(path))
+                norm = model.get_submodule(path)
+                if not hasattr(norm, _STATISTICS):
+                    setattr(norm, _STATISTICS, _FrozenStatistics(norm))
             continue
         parameter = _parameter(parameters, raw)
         if len(rows) == len(entries):
@@ -101,7 +103,8 @@ def apply_plan(model: nn.Module, msg: Message) -> AppliedPlan:
                 parameter.requires_grad_(False)
                 setattr(parameter, _FROZEN, True)
         else:
-            _FrozenRows.put(parameter, [(entry, content.model[entry.name]) for entry in rows])
+            values = [(entry, content.model[entry.name]) for entry in rows]
+            setattr(parameter, _ROWS, _FrozenRows(parameter, values))
     ridge = float(content.plan.options.get("ridge", 0.0))
     group = [layout.by_name[name] for name in content.plan.groups.get("value_projection", ())]
     proximal = float(content.plan.options.get(PROXIMAL, 0.0))
@@ -139,10 +142,6 @@ class _FrozenRows:
         self.rows = [(entry.index, torch.from_numpy(np.array(value))) for entry, value in rows]
         self.hook = parameter.register_hook(self.without_gradient)
 
-    @staticmethod
-    def put(parameter: nn.Parameter, rows: list[tuple[Entry, np.ndarray]]) -> None:
-        setattr(parameter, _ROWS, _FrozenRows(parameter, rows))
-
     def without_gradient(self, gradient: Tensor) -> Tensor:
         gradient = gradient.clone()
         for index, _ in self.rows:
@@ -168,11 +167,6 @@ class _FrozenStatistics:
             module.register_forward_pre_hook(self.before),
             module.register_forward_hook(self.after, always_call=True),
         ]
-
-    @staticmethod
-    def put(module: nn.Module) -> None:
-        if not hasattr(module, _STATISTICS):
-            setattr(module, _STATISTICS, _FrozenStatistics(module))
 
     def before(self, module: nn.Module, args: object) -> None:
         self.mode = module.training
@@ -207,14 +201,10 @@ def _parameter(parameters: dict[str, nn.Parameter], name: str) -> nn.Parameter:
 
 
 def _restore_after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    for parameter in _parameters(optimizer):
-        if frozen_rows(parameter):
-            getattr(parameter, _ROWS).restore(parameter)
-
-
-def _parameters(optimizer: Optimizer) -> Iterator[nn.Parameter]:
     for group in optimizer.param_groups:
-        yield from group["params"]
+        for parameter in group["params"]:
+            if frozen_rows(parameter):
+                getattr(parameter, _ROWS).restore(parameter)
 
 
 # For all optimizers of the process, because apply_plan does not know the optimizer that the app creates. A parameter

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from tepal.training import tasks
 from tepal.training.config import TrainingConfig
-from tepal.training.loop import at_once, autocast
+from tepal.training.loop import Score, at_once, autocast
 from tepal.training.tasks import Task, check_shapes, counts_by_class, macro_f1
 
 
@@ -70,7 +69,7 @@ class Diversity:
 
 
 @dataclass(frozen=True)
-class EnsembleScore:
+class EnsembleScore(Score):
     """Score of an ensemble on `examples` examples.
 
     loss: mean negative log of the true class's mean probability; in a regression the mean squared error of the mean
@@ -81,10 +80,6 @@ class EnsembleScore:
     variance: variance over the members, mean over all output elements; None in a classification.
     """
 
-    loss: float
-    accuracy: float | None
-    examples: int
-    figures: Mapping[str, float]
     diversity: Diversity | None = None
     variance: float | None = None
 
@@ -118,7 +113,7 @@ def predict(
     Raises:
         ValueError: there is no member.
     """
-    members = (_outputs(model, state, inputs, config, task) for state in states)
+    members = (_outputs(model, state, inputs, config or TrainingConfig(), task) for state in states)
     return _regress(members) if task.regression else _classify(members)
 
 
@@ -146,7 +141,11 @@ def score_ensemble(
     predictions = predict(model, states, inputs, config, task)
     labels = labels.cpu()
     if task.regression:
-        return _score_regression(predictions, labels)
+        check_shapes(predictions.outputs, labels)
+        assert predictions.variance is not None
+        loss = float((predictions.outputs - labels.double()).square().mean())
+        figures = {"rmse": math.sqrt(loss)}
+        return EnsembleScore(loss, None, len(labels), figures, variance=float(predictions.variance.mean()))
     log_probabilities, predicted = _classification_only(predictions.log_probabilities), predictions.labels
     loss = -float(log_probabilities.gather(1, labels[:, None]).mean())
     figures = {}
@@ -169,17 +168,9 @@ def diversity(predictions: Predictions, labels: Tensor) -> Diversity:
     )
 
 
-def _score_regression(predictions: Predictions, targets: Tensor) -> EnsembleScore:
-    check_shapes(predictions.outputs, targets)
-    assert predictions.variance is not None
-    loss = float((predictions.outputs - targets.double()).square().mean())
-    figures = {"rmse": math.sqrt(loss)}
-    return EnsembleScore(loss, None, len(targets), figures, variance=float(predictions.variance.mean()))
-
-
 @torch.no_grad()
 def _outputs(
-    model: nn.Module, state: Mapping[str, Tensor], inputs: Tensor, config: TrainingConfig | None, task: Task
+    model: nn.Module, state: Mapping[str, Tensor], inputs: Tensor, config: TrainingConfig, task: Task
 ) -> Tensor:
     """Return one member's outputs (n, …).
 
@@ -189,8 +180,8 @@ def _outputs(
     model.load_state_dict(state)
     model.eval()
     parts = []
-    for batch in inputs.split(at_once(inputs, config or TrainingConfig(), task)):
-        with autocast(config, batch.device) if config else nullcontext():
+    for batch in inputs.split(at_once(inputs, config, task)):
+        with autocast(config, batch.device):
             outputs = task.outputs(model, batch)
         parts.append(outputs.cpu().double())
     return torch.cat(parts)

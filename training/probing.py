@@ -16,7 +16,6 @@ from itertools import islice
 from typing import Literal, cast, get_args
 
 import torch
-import torch.nn.functional as F
 from flwr.app import Message
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -33,6 +32,7 @@ from tepal.exchange.plan import (
     PROBE_TIMED,
 )
 from tepal.training.freezing import plan_lifted
+from tepal.training.tasks import IMAGES
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 """(model, inputs, labels) → mean loss of the batch, a scalar."""
@@ -55,11 +55,6 @@ class LayerScores:
     """Mean loss over the examples."""
 
 
-def cross_entropy(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean cross-entropy of a classifier that returns logits."""
-    return F.cross_entropy(model(inputs), labels)
-
-
 def layer_scores(
     model: nn.Module,
     batches: Iterable[tuple[Tensor, Tensor]],
@@ -67,7 +62,7 @@ def layer_scores(
     layout: Layout,
     *,
     score: Kind = "gradient",
-    loss: Loss = cross_entropy,
+    loss: Loss = IMAGES.loss_of,
     head: Names = (),
     timed: bool = False,
 ) -> LayerScores:
@@ -91,7 +86,7 @@ def layer_scores(
             backward pass ends at the lowest layer.
         layout: the layout of `model`, with all these names.
         score: the statistic; see above.
-        loss: the objective of local training.
+        loss: the objective of local training; by default the mean cross-entropy of logits.
         head: entries that are always trained. Their part of the backward pass is attributed to no layer.
         timed: whether `milliseconds` will be used. The first batch is then processed once before the measurement,
             because the first pass of a process is slow.
@@ -128,7 +123,7 @@ class _Probe:
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[Names], head: Names, layout: Layout, loss: Loss) -> None:
-        self.objective = _Objective(model, loss)
+        self.objective = CalledModel(model, loss)  # functional_call requires a module
         self.names = layers
         parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -226,16 +221,16 @@ class _Probe:
         return milliseconds
 
 
-class _Objective(nn.Module):
-    """A loss as a module, as `functional_call` requires."""
+class CalledModel(nn.Module):
+    """A function of a model and other arguments, as a module of these arguments."""
 
-    def __init__(self, model: nn.Module, loss: Loss) -> None:
+    def __init__(self, model: nn.Module, function: Callable[..., Tensor]) -> None:
         super().__init__()
         self.model = model
-        self.loss = loss
+        self.function = function
 
-    def forward(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        return self.loss(self.model, inputs, labels)
+    def forward(self, *args: Tensor) -> Tensor:
+        return self.function(self.model, *args)
 
 
 def _snr(gradient: Tensor, eps: float) -> float:
@@ -277,7 +272,7 @@ def random_numbers_apart(model: nn.Module, seed: int = 0) -> Iterator[None]:
 
 
 def probe_layers(
-    model: nn.Module, msg: Message, batches: Iterable[tuple[Tensor, Tensor]], *, loss: Loss = cross_entropy
+    model: nn.Module, msg: Message, batches: Iterable[tuple[Tensor, Tensor]], *, loss: Loss = IMAGES.loss_of
 ) -> dict[str, list[float]]:
     """Return the metrics with which an app replies to a probe: one number per layer, as requested by the server.
 
@@ -285,7 +280,7 @@ def probe_layers(
         model: the torch module, with the message's `state_dict` loaded.
         msg: the message that the function `@app.train("probe")` received.
         batches: inputs and labels of this client, on the model's device; as many are read as the server requests.
-        loss: the objective of local training.
+        loss: the objective of local training; by default the mean cross-entropy of logits.
 
     Returns:
         Name of a metric → one number per layer.

@@ -26,7 +26,7 @@ class Attention:
     def attributes(self) -> dict[str, str]:
         """Attribute → roles, for the projections that this module has."""
         has = {**self.module._parameters, **self.module._modules}
-        roles = {**self.rule.holds, **self.rule.also}
+        roles = {**self.rule.projections, **self.rule.optional}
         return {attribute: roles[attribute] for attribute in roles if has.get(attribute) is not None}
 
 
@@ -43,14 +43,14 @@ def raw_of(attention: Attention, names: Iterable[str]) -> dict[str, tuple[str, i
     Raises BlocksError for a declared projection that is missing, empty or not just weight and bias.
     """
     found: dict[str, tuple[str, int]] = {}
-    if missing := attention.rule.holds.keys() - attention.attributes.keys():
+    if missing := attention.rule.projections.keys() - attention.attributes.keys():
         raise BlocksError(f"{attention.path}: tepal_projections names {few(sorted(missing))}, which the module lacks")
     for attribute, roles in attention.attributes.items():
         path = join(attention.path, attribute)
-        held = attention.module._modules.get(attribute)
+        submodule = attention.module._modules.get(attribute)
         mine = [name for name in names if name == path or name.startswith(path + ".")]
         direct = {path, path + ".weight", path + ".bias"}
-        if attribute in attention.rule.holds and not mine:
+        if attribute in attention.rule.projections and not mine:
             raise BlocksError(
                 f"{path}: this {attention.rule.family} projection has no tensor in the state_dict: load the model "
                 "without quantisation"
@@ -60,15 +60,20 @@ def raw_of(attention: Attention, names: Iterable[str]) -> dict[str, tuple[str, i
                 f"{path}: this fused projection has {few(mine)}, expected only weight and bias: name its entries"
             )
         for name in mine:
-            transposed = held is not None and is_a(held, "Conv1D") and name.endswith(".weight")
+            transposed = submodule is not None and is_a(submodule, "Conv1D") and name.endswith(".weight")
             found[name] = (roles, 1 if transposed else 0)
     return found
+
+
+def is_mha(attention: Attention) -> bool:
+    """Return whether the module is torch's `nn.MultiheadAttention`."""
+    return attention.rule.family.startswith("nn.MultiheadAttention")
 
 
 def rows_of(attention: Attention) -> dict[str, int]:
     """Return role → output features of its projection, for the roles whose size the configuration gives."""
     module, config = attention.module, attention.config
-    if attention.rule.family.startswith("nn.MultiheadAttention"):
+    if is_mha(attention):
         return dict.fromkeys("qkv", int(module.embed_dim))  # type: ignore[arg-type]
     hidden, heads = integer(config, "hidden_size", "n_embd"), integer(config, "num_attention_heads", "n_head")
     if hidden and heads:
@@ -76,8 +81,3 @@ def rows_of(attention: Attention) -> dict[str, int]:
         return {"q": heads * size} | dict.fromkeys("kv", size * (integer(config, "num_key_value_heads") or heads))
     heads, size = integer(module, "num_heads"), integer(module, "head_dim")
     return {"q": heads * size} if heads and size else {}
-
-
-def is_mha(attention: Attention) -> bool:
-    """Return whether the module is torch's `nn.MultiheadAttention`."""
-    return attention.rule.family.startswith("nn.MultiheadAttention")

@@ -104,6 +104,7 @@ def find_blocks(
         check_counts(model, stacks, paths)
     named = (numbered(model, layout, layers) if isinstance(layers, str) else layers, embedding, head)
     found_layers, found_embedding, found_head = parts_of(model, layout, stacks, *named)
+    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     return Blocks(
         model=name_of(model),
         layout=layout,
@@ -113,14 +114,9 @@ def find_blocks(
         layers=tuple(_in_order(layout, layer) for layer in found_layers),
         embedding=_in_order(layout, found_embedding),
         head=_in_order(layout, found_head),
-        buffers=_in_order(layout, _buffers(model, layout)),
+        buffers=tuple(entry.name for entry in layout.entries if entry.raw in buffers),
         attentions=len(attentions) if query_key is None else 0,
     )
-
-
-def _buffers(model: nn.Module, layout: Layout) -> set[str]:
-    named = {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    return {entry.name for entry in layout.entries if entry.raw in named}
 
 
 def _in_order(layout: Layout, names: set[str]) -> Names:

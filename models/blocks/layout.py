@@ -47,7 +47,12 @@ def layout_with(model: nn.Module, attentions: Sequence[Attention]) -> Layout:
                 sizes = _sizes(model, attention, name, roles, tensors[name].shape[axis])
                 split[owners[name]] = (roles, axis, sizes)
     raw = tuple(
-        RawTensor(name, tuple(tensor.shape), _dtype(tensor), owners[name] if owners[name] != name else "")
+        RawTensor(
+            name,
+            tuple(tensor.shape),
+            str(tensor.dtype).removeprefix("torch."),
+            owners[name] if owners[name] != name else "",
+        )
         for name, tensor in tensors.items()
     )
     entries: list[Entry] = []
@@ -109,10 +114,6 @@ def _split(raw: RawTensor, roles: str, axis: int, sizes: Sequence[int]) -> Itera
     for role, size, stop in zip(roles, sizes, accumulate(sizes), strict=True):
         shape = (*raw.shape[:axis], size, *raw.shape[axis + 1 :])
         yield Entry(f"{raw.name}:{role}", raw.name, shape, raw.dtype, axis, stop - size, stop)
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def entries_below(layout: Layout, path: str) -> set[str]:

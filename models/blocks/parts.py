@@ -125,7 +125,7 @@ def _embedding(model: nn.Module, layout: Layout) -> set[str]:
 
 
 def _head(model: nn.Module, layout: Layout, free: set[str]) -> set[str]:
-    found = {name for name in free if _is_head_name(_path_parts(name))}
+    found = {name for name in free if _is_head_name(name)}
     for path, module in model.named_modules():
         for name in class_names(module) & _HEAD_OF_CLASS.keys():
             found |= matching(model, layout, [join(path, pattern) for pattern in _HEAD_OF_CLASS[name]])
@@ -138,17 +138,11 @@ def _head(model: nn.Module, layout: Layout, free: set[str]) -> set[str]:
     return entries_below(layout, join(trunk, holders[-1][0]))
 
 
-def _is_head_name(parts: Sequence[str]) -> bool:
-    """Return whether a name is a head's.
-
-    Names within a list of modules are not: a gate in a block may be called `fc`.
-    """
+def _is_head_name(name: str) -> bool:
+    """Return whether a name is a head's. Names within a list of modules are not: a gate in a block may be `fc`."""
+    parts = name.split(":")[0].split(".")
     at = next((n for n, part in enumerate(parts) if _HEAD.fullmatch(part)), len(parts))
     return at < len(parts) and not any(part.isdigit() for part in parts[:at])
-
-
-def _path_parts(name: str) -> list[str]:
-    return name.split(":")[0].split(".")
 
 
 def _claim(free: set[str], names: set[str]) -> set[str]:

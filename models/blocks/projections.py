@@ -42,16 +42,14 @@ def value_weights(layout: Layout, attentions: Sequence[Attention], roles: Mappin
     """Return the value projections' matrices, without biases and `bias_v`, which is not a projection."""
     weights = set()
     for attention in attentions:
-        also = tuple(join(attention.path, attribute) for attribute in attention.rule.also)
+        optional = tuple(join(attention.path, attribute) for attribute in attention.rule.optional)
         for entry, role, raw in _entries_of(layout, attention):
-            if role == "v" and len(entry.shape) > 1 and raw not in also:
+            if role == "v" and len(entry.shape) > 1 and raw not in optional:
                 weights.add(entry.name)
     return weights
 
 
-def check_complete(
-    model: nn.Module, layout: Layout, attentions: Sequence[Attention], roles: Mapping[str, str]
-) -> None:
+def check_complete(model: nn.Module, layout: Layout, attentions: Sequence[Attention], roles: Mapping[str, str]) -> None:
     """Raise BlocksError for an unknown projection or attention module, which would silently be part of `value`."""
     cure = (
         "declare it on the module's class (tepal_projections = {attribute: 'q', 'k', 'v' or 'qkv'}), "
@@ -85,7 +83,7 @@ def check_shapes(model: nn.Module, layout: Layout, attentions: Sequence[Attentio
     for attention in attentions:
         rows, hidden = rows_of(attention), integer(attention.config, "hidden_size", "n_embd")
         axes = {raw: axis for raw, (_, axis) in raw_of(attention, [tensor.name for tensor in layout.raw]).items()}
-        own = {join(attention.path, attribute) for attribute in attention.rule.holds}
+        own = {join(attention.path, attribute) for attribute in attention.rule.projections}
         for entry, role, raw in _entries_of(layout, attention):
             if raw not in own and raw.rpartition(".")[0] not in own:
                 continue  # an adapter inside the projection, or bias_k: the configuration does not give its size

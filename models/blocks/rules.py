@@ -15,27 +15,27 @@ from tepal.models.blocks.modules import is_a
 class Rule:
     """The projections of a family's attention modules.
 
-    holds: attribute (submodule or parameter) → its role, "q", "k" or "v"; several for a fused one, in the order in
-        which they are stacked. All must exist for the rule to match.
-    also: likewise, for attributes that may exist.
+    projections: attribute (submodule or parameter) → its role, "q", "k" or "v"; several for a fused one, in the order
+        in which they are stacked. All must exist for the rule to match.
+    optional: likewise, for attributes that may exist.
     fused_in: class name of a fused submodule, which determines the axis along which its parts are stacked.
     unless: a module with one of these attributes does not match: its fused projection is stored head by head.
     """
 
     family: str
-    holds: Mapping[str, str]
-    also: Mapping[str, str] = field(default_factory=dict)
+    projections: Mapping[str, str]
+    optional: Mapping[str, str] = field(default_factory=dict)
     fused_in: str = "Linear"
     unless: Names = ()
 
 
-_MHA_ALSO = {"in_proj_bias": "qkv", "bias_k": "k", "bias_v": "v"}
+_MHA_OPTIONAL = {"in_proj_bias": "qkv", "bias_k": "k", "bias_v": "v"}
 RULES = (
-    Rule("nn.MultiheadAttention", {"in_proj_weight": "qkv"}, _MHA_ALSO),
+    Rule("nn.MultiheadAttention", {"in_proj_weight": "qkv"}, _MHA_OPTIONAL),
     Rule(
         "nn.MultiheadAttention with kdim or vdim",
         {"q_proj_weight": "q", "k_proj_weight": "k", "v_proj_weight": "v"},
-        _MHA_ALSO,
+        _MHA_OPTIONAL,
     ),
     Rule("ViT, CLIP, BART, LLaMA, Qwen, Mistral", {"q_proj": "q", "k_proj": "k", "v_proj": "v"}),
     Rule("BERT, RoBERTa, ELECTRA, Tepal's own", {"query": "q", "key": "k", "value": "v"}),
@@ -61,10 +61,10 @@ def rule_of(module: nn.Module) -> Rule | None:
 
 
 def _matches(rule: Rule, module: nn.Module) -> bool:
-    for attribute, roles in rule.holds.items():
-        held = module._modules.get(attribute)
-        if held is None and module._parameters.get(attribute) is None:
+    for attribute, roles in rule.projections.items():
+        submodule = module._modules.get(attribute)
+        if submodule is None and module._parameters.get(attribute) is None:
             return False
-        if held is not None and len(roles) > 1 and not is_a(held, rule.fused_in):
+        if submodule is not None and len(roles) > 1 and not is_a(submodule, rule.fused_in):
             return False
     return not any(hasattr(module, attribute) for attribute in rule.unless)

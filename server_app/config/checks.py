@@ -1,9 +1,8 @@
-"""What is wrong with a run config: unknown keys, wrong values, and contradictions between keys."""
+"""Checks of a run config, as messages: unknown keys, wrong values, and contradictions between keys."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any, get_args
 
@@ -17,58 +16,68 @@ from tepal.training.data.inputs import sizes
 
 
 def unknown(key: str) -> str:
-    """That a key does not exist, and which one may be meant."""
+    """Return the message for a key that does not exist; it suggests similar keys."""
     known = defaults()
     near = [name for name in known if name.rpartition(".")[2] == key] or get_close_matches(key, known, n=1)
     general = ", ".join(sorted(name for name in known if "." not in name))
-    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known are {general}; and <strategy>.<option>"
-    return f"{key!r} is no key of the run config: {hint}"
+    hint = f"allowed are {general}; and <strategy>.<option>"
+    if near:
+        hint = f"did you mean {' or '.join(map(repr, near))}?"
+    return f"{key!r} is not a key of the run config: {hint}"
 
 
 def explain(section: type[BaseModel], error: dict[str, Any]) -> str:
-    """What is wrong with one value, as pydantic found it, with what its key is for."""
+    """Return the message for a wrong value.
+
+    Args:
+        section: the class with the key.
+        error: one of pydantic's errors.
+    """
     key = str(error["loc"][0])
     field = next(
         (f for f in section.model_fields.values() if f.alias == key), section.model_fields.get(key.replace("-", "_"))
     )
     value = error["input"]
-    said = str(error["msg"]).removeprefix("Value error, ").removeprefix("Input ")
+    reason = str(error["msg"]).removeprefix("Value error, ").removeprefix("Input ")
     if error["type"] == "literal_error":
         allowed = [str(option) for option in get_args(field.annotation)] if field else []
         near = get_close_matches(str(value), allowed, n=1)
-        said = (f"did you mean {near[0]!r}? " if near else "") + f"known are {', '.join(allowed)}"
+        reason = (f"did you mean {near[0]!r}? " if near else "") + f"allowed are {', '.join(allowed)}"
     about = f" ({field.description.partition('. ')[0]})" if field and field.description else ""
-    return f"{key}={value!r}: {said}{about}"
+    return f"{key}={value!r}: {reason}{about}"
 
 
 def contradictions(config: RunConfig) -> list[str]:
-    """Why values that are allowed each by itself cannot be run together; [] where they can."""
+    """Return a message for each combination of allowed values that cannot be run together."""
     rounds = config.rounds
     found: list[str] = []
     try:
-        if config.data.kind == models.SEQUENCES:
-            found += _only_for_classes(config)
+        regression = config.data.kind == models.SEQUENCES
     except models.ModelError as error:
+        regression = False
         found.append(f"model: {error}")
     if rounds.max_replies and rounds.max_replies < rounds.min_replies:
         found.append(f"max-replies={rounds.max_replies} is less than min-replies={rounds.min_replies}")
     if config.training.deterministic and rounds.max_replies:
-        found.append("deterministic=true and max-replies do not go together: which replies are first is not determined")
+        found.append(
+            f"deterministic=true and max-replies={rounds.max_replies}: the order of replies differs between runs, and "
+            "so do the first ones; set max-replies=0"
+        )
     if not config.training.local_steps and not config.training.local_epochs:
         found.append("local-epochs=0 and local-steps=0: clients would not train; set one of them")
     found += _training_contradictions(config)
     found += _tracker_problems(config)
     if config.fedfrozen.ridge and config.blocks.query_key and not config.blocks.value_projection:
         found.append(
-            f"fedfrozen.ridge={config.fedfrozen.ridge:g} is about the value projections, and blocks.query-key is set "
-            "without blocks.value-projection: name them there"
+            f"fedfrozen.ridge={config.fedfrozen.ridge:g} applies to the value projections, but blocks.query-key is set "
+            "without blocks.value-projection: set it, too"
         )
     if "selective" in config.strategies and config.selective.draw_budgets and config.selective.costs != "layers":
         found.append(
             f"selective.draw-budgets=true and selective.costs={config.selective.costs!r}: drawn budgets are numbers of "
-            "layers"
+            "layers; set selective.costs='layers'"
         )
-    found += _nothing_to_distil_on(config)
+    found += _only_for_classes(config) if regression else _nothing_to_distil_on(config)
     if not found:
         try:
             sizes(config.data)
@@ -77,27 +86,27 @@ def contradictions(config: RunConfig) -> list[str]:
     return found
 
 
-_PLAIN_STEPS = ("perfedavg", "pfedme", "apfl")  # strategies whose clients take gradients otherwise than an optimizer
+_PLAIN_STEPS = ("perfedavg", "pfedme", "apfl")  # strategies whose clients take steps without an optimizer
 
 
 def _training_contradictions(config: RunConfig) -> Iterator[str]:
     strategy, training = config.rounds.strategy, config.training
     if strategy == "scaffold" and training.optimizer != "sgd":
         yield (
-            f"strategy='scaffold' and optimizer={training.optimizer!r}: a control variate is a mean gradient under "
-            "plain SGD alone; set optimizer='sgd' and a learning-rate for it"
+            f"strategy='scaffold' and optimizer={training.optimizer!r}: a control variate is a mean gradient "
+            "under plain SGD only; set optimizer='sgd' and a learning-rate for it"
         )
     if strategy in _PLAIN_STEPS and training.autocast == "fp16":
         yield f"strategy={strategy!r} and autocast='fp16': its gradients are not scaled; choose 'bf16' or 'no'"
     if strategy == "apfl" and training.gradient_checkpointing:
         yield (
-            "strategy='apfl' and gradient-checkpointing=true: its mixture is not there any more when activations are "
-            "computed again; leave gradient-checkpointing off (micro-batch-size saves memory, too)"
+            "strategy='apfl' and gradient-checkpointing=true: its mixture of models no longer exists when activations "
+            "are recomputed; set gradient-checkpointing=false (micro-batch-size saves memory, too)"
         )
     if strategy == "pfedme" and training.learning_rate * config.pfedme.lam >= 2:
         yield (
             f"pfedme.lambda={config.pfedme.lam:g} and learning-rate={training.learning_rate:g}: w ← w − ηλ(w − θ) "
-            "diverges where their product is 2 or more"
+            "diverges if their product is 2 or more; lower one of them"
         )
 
 
@@ -111,60 +120,54 @@ def _tracker_problems(config: RunConfig) -> Iterator[str]:
     yield from (f"trackers={given!r}: {problem}" for problem in missing(names))
     if with_password(config.mlflow.tracking_uri):
         yield (
-            "mlflow.tracking-uri has a password in it, and a run config is kept in files and told to the clients: give "
-            "the server $MLFLOW_TRACKING_URI, or $MLFLOW_TRACKING_USERNAME and $MLFLOW_TRACKING_PASSWORD"
+            "mlflow.tracking-uri contains a password, but a run config is saved in files and sent to the clients: set "
+            "$MLFLOW_TRACKING_URI on the server, or $MLFLOW_TRACKING_USERNAME and $MLFLOW_TRACKING_PASSWORD"
         )
 
 
 def _only_for_classes(config: RunConfig) -> Iterator[str]:
-    """What a regression has no use for."""
-    does = f"model={config.rounds.model!r} does {config.data.kind}, whose targets are numbers"
+    """Yield a message for each value that needs classes, which a regression does not have."""
+    does = f"model={config.rounds.model!r} is for {config.data.kind}, whose targets are numbers"
     if config.data.dataset != LOCAL and config.data.partitioner in BY_LABEL:
         yield (
-            f"partitioner={config.data.partitioner!r} divides examples by their classes, and {does}: set partitioner "
+            f"partitioner={config.data.partitioner!r} divides examples by their classes, but {does}: set partitioner "
             "to iid or natural (by groups)"
         )
     if config.rounds.strategy == "fedbe" and config.fedbe.distil:
         yield (
-            f"strategy='fedbe' distils probabilities of classes, and {does}: set fedbe.distil=false, and the next "
-            "model is a random draw"
+            f"strategy='fedbe' distils probabilities of classes, but {does}: set fedbe.distil=false (the next "
+            "model is then a random draw)"
         )
 
 
-def _nothing_to_distil_on(config: RunConfig) -> list[str]:
+def _nothing_to_distil_on(config: RunConfig) -> Iterator[str]:
+    """Yield a message if FedBE is to distil and the server has no unlabelled examples."""
     if config.rounds.strategy != "fedbe" or not config.fedbe.distil:
-        return []
-    without = "or fedbe.distil=false, and the next model is a random draw"
-    with suppress(models.ModelError):  # which is told elsewhere
-        if (kind := config.data.kind) not in (models.IMAGES, models.TEXTS, models.CHARACTERS, models.CHOICES):
-            return [
-                f"strategy='fedbe' distils probabilities of classes, and model={config.rounds.model!r} does {kind}: "
-                f"choose another strategy, {without}"
-            ]
+        return
+    without = "or fedbe.distil=false (the next model is then a random draw)"
     if config.data.dataset == LOCAL:
-        return [
-            f"strategy='fedbe' distils on unlabelled examples, and dataset={LOCAL!r} gives the server none: name a "
-            f"dataset that the server can read, with server-share above 0, {without}"
-        ]
-    if not config.data.server_share:
-        return [
-            "strategy='fedbe' distils on unlabelled examples, and server-share=0.0 gives the server none: set "
+        yield (
+            f"strategy='fedbe' distils on unlabelled examples, but with dataset={LOCAL!r} the server has none: set "
+            f"dataset to one that the server can read, and server-share above 0, {without}"
+        )
+    elif not config.data.server_share:
+        yield (
+            "strategy='fedbe' distils on unlabelled examples, but with server-share=0.0 the server has none: set "
             f"server-share, for example to 0.2, {without}"
-        ]
-    return []
+        )
 
 
 def warnings(config: RunConfig) -> list[str]:
-    """What a run will do that is hardly meant."""
+    """Return messages about settings that can be run but are probably not intended."""
     rounds = config.rounds
     if "fedfrozen" in config.strategies and config.fedfrozen.warmup_rounds >= rounds.num_server_rounds:
         return [
             f"fedfrozen.warmup-rounds={config.fedfrozen.warmup_rounds} and num-server-rounds="
-            f"{rounds.num_server_rounds}: nothing will ever be frozen, so this run is FedAvg."
+            f"{rounds.num_server_rounds}: nothing is ever frozen, so this run is FedAvg."
         ]
     if rounds.strategy == "scaffold" and config.training.momentum:
         return [
             f"strategy='scaffold' with momentum={config.training.momentum:g}: the control variates are mean gradients "
-            "under plain SGD alone, so this is not the paper's method."
+            "under plain SGD only, so this is not the paper's method."
         ]
     return []

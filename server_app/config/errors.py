@@ -1,7 +1,7 @@
-"""The error that is raised for a run config that cannot be run."""
+"""The error for an invalid run config."""
 
 from __future__ import annotations
 
 
 class ConfigError(ValueError):
-    """A run config that cannot be run; the text names every key that is wrong, its value, and what is allowed."""
+    """Raised for an invalid run config; the message names every wrong key, its value, and what is allowed."""

@@ -1,4 +1,4 @@
-"""The keys of the run config as text for people: two pages of the documentation, and what a key is."""
+"""The keys of the run config and the strategies as pages of the documentation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tepal.strategies import STRATEGIES
 
 
 def reference() -> str:
-    """All keys as a page of the documentation, docs/run-config.md: `docs/run_config.py` writes it."""
+    """Return docs/run-config.md, a table of all keys. `docs/run_config.py` writes it."""
     lines = ["# The run config", "", "Set keys with `--run-config 'key=value …'` or in a TOML file. Text needs quotes."]
     seen: set[str | None] = set()
     for title, section in SECTIONS.values():
@@ -34,7 +34,7 @@ round the models that are scored are sent to the clients that do not have them. 
 
 
 def strategies() -> str:
-    """All strategies as a page of the documentation, docs/strategies.md: `docs/run_config.py` writes it."""
+    """Return docs/strategies.md, all strategies with their keys. `docs/run_config.py` writes it."""
     lines = [_STRATEGIES]
     for name, one in STRATEGIES.items():
         lines.append(f"| [`{name}`](#{name}) | {one.does} | {one.transfers} | {one.paper} |")
@@ -46,18 +46,14 @@ def strategies() -> str:
 
 
 def _table(fields: Iterable[FieldInfo]) -> Iterator[str]:
-    """Lines of a table in Markdown, with an empty one before it."""
-    yield from ("", "| key | default | what it is |", "|---|---|---|")
+    """Yield the lines of a table in Markdown, after an empty line."""
+    yield from ("", "| key | default | description |", "|---|---|---|")
     for field in fields:
-        yield f"| `{field.alias}` | `{json.dumps(field.default)}` | {_escaped(about(field))} |"
+        description = about(field).replace("|", "\\|")
+        yield f"| `{field.alias}` | `{json.dumps(field.default)}` | {description} |"
 
 
 def about(field: FieldInfo) -> str:
-    """What a key is, and which values are allowed where they can be listed."""
+    """Return a key's description, with its allowed values if they can be listed."""
     allowed = get_args(field.annotation)
     return (f"one of {', '.join(map(str, allowed))}: " if allowed else "") + (field.description or "")
-
-
-def _escaped(text: str) -> str:
-    """For a cell of a table in Markdown."""
-    return text.replace("|", "\\|")

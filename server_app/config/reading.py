@@ -1,4 +1,4 @@
-"""Reading a run config: it is checked, and joined with that of a run that is resumed."""
+"""Reading and checking of a run config, also of a run that is resumed."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ log = getLogger("flwr")
 
 
 def read_run_config(values: Mapping[str, Any]) -> RunConfig:
-    """Check a run config: known keys, types, ranges, and what must hold between keys.
+    """Check a run config: its keys, their types and ranges, and combinations of keys.
 
     Args:
         values: key → value; keys that are left out have their defaults.
 
     Raises:
-        ConfigError: naming all keys that are wrong at once.
+        ConfigError: keys are wrong; the message names all of them.
     """
     problems = [unknown(key) for key in values if key not in defaults()]
     sections: dict[str, Any] = {}
@@ -44,7 +44,7 @@ def read_run_config(values: Mapping[str, Any]) -> RunConfig:
         problems = list(contradictions(config))
     if problems:
         unique = list(dict.fromkeys(problems))
-        raise ConfigError("\n".join(["the run config cannot be run:", *(f"  {problem}" for problem in unique)]))
+        raise ConfigError("\n".join(["the run config is invalid:", *(f"  {problem}" for problem in unique)]))
     for warning in warnings(config):
         log.warning(warning)
     return config
@@ -56,11 +56,11 @@ CHANGEABLE = (
     "checkpoints",
     "trackers", "mlflow.tracking-uri", "mlflow.experiment",
 )  # fmt: skip
-"""Keys that a resumed run may have other than it was started with."""
+"""Keys that may be changed when a run is resumed."""
 
 
 def open_run(values: Mapping[str, Any]) -> tuple[RunConfig, RunDirectory | None]:
-    """The checked config of a run, and its directory where it is one that is resumed. Raises ConfigError."""
+    """Return the checked config of a run, and its directory if it is resumed, else None. Raises ConfigError."""
     if not values.get("resume"):
         return read_run_config(values), None
     try:
@@ -71,16 +71,16 @@ def open_run(values: Mapping[str, Any]) -> tuple[RunConfig, RunDirectory | None]
 
 
 def _resumed(values: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
-    """The run config of a run that is resumed: as it was kept, but for what may change and is given anew.
+    """Return the run config of a resumed run: the saved one, with new values of keys in `CHANGEABLE`.
 
-    Flower fills in the defaults of all keys that a user leaves out, so a key that has its default counts as left out.
+    Flower adds the defaults of all keys that the user leaves out, so a key with its default counts as left out.
 
     Args:
-        values: of the Flower run that resumes.
+        values: run config of the Flower run that resumes.
         kept: the run directory's `config.toml`.
 
     Raises:
-        ConfigError: a key is given that cannot change any more.
+        ConfigError: a key that must not change has a new value.
     """
     usual = defaults()
     given = {
@@ -90,9 +90,9 @@ def _resumed(values: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, An
     }
     if fixed := [key for key in given if key not in CHANGEABLE]:
         raise ConfigError(
-            f"resume={values['resume']!r}: the run goes on as it was started, so leave out what cannot change: "
-            + ", ".join(f"{key}={given[key]!r} (it has {kept.get(key)!r})" for key in fixed)
-            + f". What may change: {', '.join(CHANGEABLE)}"
+            f"resume={values['resume']!r}: these keys cannot change in a resumed run, leave them out: "
+            + ", ".join(f"{key}={given[key]!r} (the run has {kept.get(key)!r})" for key in fixed)
+            + f". Keys that may change: {', '.join(CHANGEABLE)}"
         )
     for key, value in given.items():
         log.info("%s is now %r (it was %r).", key, value, kept.get(key))
@@ -100,7 +100,7 @@ def _resumed(values: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, An
 
 
 def sizes_of(config: RunConfig) -> dict[str, Any]:
-    """What the model is built with, as the run's data has it. Raises ConfigError when it cannot be read."""
+    """Return the arguments of `models.build` that the data determines. Raises ConfigError if it cannot be read."""
     try:
         return sizes(config.data)
     except (DataError, models.ModelError) as error:

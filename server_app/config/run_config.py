@@ -1,4 +1,4 @@
-"""All sections of the run config together, as one checked object, and the defaults of all keys."""
+"""The run config as one object with a section for each group of keys, and the defaults of all keys."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ GENERAL: Mapping[str, tuple[str, type[BaseModel]]] = {
     "rounds": ("Run and rounds", RoundConfig),
     "data": ("Data", InputConfig),
     "training": ("Local training", TrainingConfig),
-    "wire": ("How values travel", EncodingConfig),
-    "blocks": ("A model's blocks", BlocksConfig),
+    "wire": ("Encodings", EncodingConfig),
+    "blocks": ("Blocks of the model", BlocksConfig),
     "mlflow": ("MLflow", MLflowConfig),
 }
 """Field of `RunConfig` → title and keys."""
@@ -29,12 +29,12 @@ SECTIONS: Mapping[str, tuple[str, type[BaseModel]]] = {
     **GENERAL,
     **{name: (one.title, one.options) for name, one in STRATEGIES.items() if one.options.model_fields},
 }
-"""Those of the strategies too, each by its name, where it has keys of its own."""
+"""`GENERAL`, and each strategy that has keys: name → title and keys."""
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """A run config that was checked, by section; `flat` is the whole of it as key → value, defaults included."""
+    """A checked run config, by section."""
 
     rounds: RoundConfig
     data: InputConfig
@@ -47,7 +47,7 @@ class RunConfig:
 
     @classmethod
     def of(cls, sections: Mapping[str, Any]) -> RunConfig:
-        """From all of `SECTIONS`, by name."""
+        """Return the run config with these sections, all of `SECTIONS` by name."""
         general = {name: sections[name] for name in GENERAL}
         return cls(**general, options={name: sections[name] for name in sections if name not in GENERAL})
 
@@ -58,6 +58,7 @@ class RunConfig:
 
     @property
     def flat(self) -> dict[str, Value]:
+        """All keys with their values, including defaults."""
         values: dict[str, Value] = {}
         for section in (*(getattr(self, name) for name in GENERAL), *self.options.values()):
             values |= section.model_dump(by_alias=True)
@@ -65,11 +66,11 @@ class RunConfig:
 
     @property
     def strategies(self) -> tuple[str, ...]:
-        """The strategy, and what an ensemble's modes are trained with."""
+        """The strategy, followed by the one that trains the models of an ensemble."""
         name = self.rounds.strategy
         return (name, self.fedensemble.member) if name == "fedensemble" else (name,)
 
 
 def defaults() -> dict[str, Value]:
-    """Every key with its default."""
+    """Return every key with its default."""
     return RunConfig.of({name: section() for name, (_, section) in SECTIONS.items()}).flat

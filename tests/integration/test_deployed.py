@@ -109,8 +109,8 @@ def test_a_bad_run_config_fails_the_run_in_the_words_of_the_server_app(deploymen
     outcome = deployment.run(ROOT, {"strategy": "fedfrosen", "local-epochs": -1, "runs": str(tmp_path / "runs")})
     assert outcome.status == "failed"
     said = explain(outcome.log.read_text(), outcome.details)
-    assert "ConfigError: the run config cannot be run:" in said
-    assert "strategy='fedfrosen': did you mean 'fedfrozen'? known are fedavg, fedfrozen" in said
+    assert "ConfigError: the run config is invalid:" in said
+    assert "strategy='fedfrosen': did you mean 'fedfrozen'? allowed are fedavg, fedfrozen" in said
     assert "local-epochs=-1: " in said
     assert "(server_app/config/reading.py, line " in said, "the code that ran is the bundle's, not the checkout's"
     assert not (tmp_path / "runs").exists()

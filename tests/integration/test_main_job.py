@@ -163,7 +163,7 @@ def test_a_partition_that_cannot_be_drawn_fails_the_run_before_its_first_round(t
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ('strategy="fedfrosen"', ["strategy='fedfrosen'", "did you mean 'fedfrozen'?", "known are fedavg, fedfrozen"]),
+        ('strategy="fedfrosen"', ["strategy='fedfrosen'", "did you mean 'fedfrozen'?", "allowed are fedavg, fedfrozen"]),
         ('model="tiny-vti"', ["'tiny-vti'", "did you mean 'tiny-vit'?", "cnn"]),
         ('dataset="digit"', ["dataset='digit'", "did you mean 'digits'?"]),
         ("num-server-round=3", ["'num-server-round'", "did you mean 'num-server-rounds'?"]),

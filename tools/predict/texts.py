@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tepal import models
-from tepal.training.data import DataError, Texts, asked_texts, opened_text, suffix_of
+from tepal.training.data import DataError, Texts, opened_text, suffix_of, texts_to_predict
 from tepal.training.data.inputs import InputConfig, encoded
 
 TABLES = (".csv", ".jsonl", ".ndjson", ".parquet")
@@ -85,7 +85,7 @@ def text_batches(files: Sequence[Path], config: InputConfig, names: Sequence[str
 def _read(file: Path, config: InputConfig) -> tuple[Sequence[int], Texts, bool]:
     if suffix_of(file) == PLAIN:
         return *_lines(file, config), False
-    texts, labelled = asked_texts(config, file)
+    texts, labelled = texts_to_predict(config, file)
     return range(len(texts)), texts, labelled
 
 

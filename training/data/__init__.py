@@ -1,14 +1,15 @@
 """Data sets, their partitions among clients, and each client's train/test split.
 
-    DataConfig  --->  dataset_info(config)            sizes for the server's model           text_info
-                --->  held_out(config)                the server's test set                  held_out_texts
-                --->  unlabelled(config)              the server's unlabelled set (FedBE)    unlabelled_texts
-                --->  load_client(config, node, ...)  one client's examples                  load_client_texts
+    DataConfig  --->  dataset_info(config)            sizes for the server's model; text_info, number_info
+                --->  held_out(config, kind)          the server's test set
+                --->  unlabelled(config, kind)        the server's unlabelled set (FedBE)
+                --->  load_client(config, node, ...)  one client's examples
 
-A client's examples come from its own `data-path` (deployment), or are one partition of a named dataset (simulation).
-Partitions are made by flwr-datasets. Everything is numpy; images are float32 in 0..1 and channel-first, and are
-normalised (`normalise`) and converted to tensors for training. All randomness derives from (`seed`, purpose, client),
-so that every process computes the same partition and the same split.
+The kind of examples is `ImageArrays`, `Texts` or `Numbers`. A client's examples come from its own `data-path`
+(deployment), or are one partition of a named dataset (simulation). Partitions are made by flwr-datasets. Everything is
+numpy; images are float32 in 0..1 and channel-first, and are normalised (`normalise`) and converted to tensors for
+training. All randomness derives from (`seed`, purpose, client), so that every process computes the same partition and
+the same split.
 
 Formats of a `data-path` and of the run's `dataset` (each module has the details):
 
@@ -20,8 +21,7 @@ Formats of a `data-path` and of the run's `dataset` (each module has the details
     plays.txt                         running text by speaker                      texts.py
     data.json, train/*.json, …        LEAF's FEMNIST and Shakespeare               leaf.py
 
-Numbers for regression are read from .npz files and tables, by separate functions (`number_info`, `held_out_numbers`,
-`load_client_numbers`; numbers.py).
+Numbers for regression are read from .npz files and tables (numbers.py).
 
 Data sets known by name (known.py) may have their own layouts and columns:
 
@@ -29,33 +29,18 @@ Data sets known by name (known.py) may have their own layouts and columns:
     xglue.nc.<language>.train, …      XGLUE's news, and 20 Newsgroups              articles.py
     ARC-Easy-Train.jsonl, …           tables of questions and others               named.py
 
-Text files may be compressed (.gz, .xz). Texts are returned as `Texts`, by separate functions; an `Encoder` (a
-tokenizer, or `CharVocabulary` for characters) converts them to ids.
-
-A `.npz` file has images and labels under one of these pairs of names (the first pair found is used):
-
-    images, labels            all examples
-    x, y                      all examples
-    images_train, labels_train  (and images_test, labels_test)
-    x_train, y_train            (and x_test, y_test)
-    train_images, train_labels  (and test_images, test_labels)
-
-Its images are N x H x W, N x C x H x W or N x H x W x C, either integers 0..255 (scaled to 0..1) or floats 0..1; labels
-are N integers from 0 on. If the data has a test set, it is the server's for the run's `dataset` (`held-out-fraction`
-does not apply), and the client's own for its `data-path` (`test-fraction` does not apply). If classes have names, a
-class's label is the position of its name in `class-names`, or else among the sorted names. Images of all formats are
-converted to `image-shape`, if it is given. Groups (writer, domain, site) are kept with the examples.
+Text files may be compressed (.gz, .xz). An `Encoder` (a tokenizer, or `CharVocabulary` for characters) converts `Texts`
+to ids. If the data has a test set, it is the server's for the run's `dataset` (`held-out-fraction` does not apply), and
+the client's own for its `data-path` (`test-fraction` does not apply). Groups (writer, domain, site) are kept with the
+examples.
 """
 
 from tepal.training.data.checks import checked_arrays
 from tepal.training.data.config import LOCAL, DataConfig, DataError
 from tepal.training.data.examples import (
     ClientData,
-    ClientNumbers,
-    ClientTexts,
     DatasetInfo,
     Encoder,
-    Examples,
     ImageArrays,
     NumberInfo,
     Numbers,
@@ -66,21 +51,18 @@ from tepal.training.data.formats.files import opened_text, suffix_of
 from tepal.training.data.formats.images import IMAGE_SUFFIXES, read_image
 from tepal.training.data.formats.npz import npz_examples
 from tepal.training.data.loading import (
-    asked_texts,
     check_partition,
     class_names,
     dataset_info,
     held_out,
-    held_out_numbers,
-    held_out_texts,
     load_client,
     load_client_numbers,
     load_client_texts,
     number_info,
     own_stamp,
     text_info,
+    texts_to_predict,
     unlabelled,
-    unlabelled_texts,
 )
 from tepal.training.data.normalisation import check_normalise, normalise
 from tepal.training.data.partitions import BY_LABEL
@@ -92,27 +74,21 @@ __all__ = [
     "LOCAL",
     "CharVocabulary",
     "ClientData",
-    "ClientNumbers",
-    "ClientTexts",
     "DataConfig",
     "DataError",
     "DatasetInfo",
     "Encoder",
-    "Examples",
     "ImageArrays",
     "NumberInfo",
     "Numbers",
     "TextInfo",
     "Texts",
-    "asked_texts",
     "check_normalise",
     "check_partition",
     "checked_arrays",
     "class_names",
     "dataset_info",
     "held_out",
-    "held_out_numbers",
-    "held_out_texts",
     "load_client",
     "load_client_numbers",
     "load_client_texts",
@@ -124,6 +100,6 @@ __all__ = [
     "read_image",
     "suffix_of",
     "text_info",
+    "texts_to_predict",
     "unlabelled",
-    "unlabelled_texts",
 ]

@@ -135,9 +135,8 @@ def _channel_first(images: NDArray[Any], shape: Shape | None, where: str, resize
             return layout
     if shape and not resize:
         raise DataError(
-            f"{where}: images are {possible}, but the run's are {written(shape)} (by image-shape, else by its "
-            "dataset): resize "
-                "them, or set image-shape"
+            f"{where}: images are {possible}, but the run's are {written(shape)} (set by image-shape, or else by its "
+            "dataset): resize them, or set image-shape"
         )
     fitting = [layout for layout in layouts if layout.shape[1] in (1, 3)]
     if shape and shape[0] not in (1, 3):

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, Field, ValidationError, ValidationInfo, field_validator
+
+from tepal.training.config import keys
 
 Shape = tuple[int, int, int]
 """Shape of an image: channels, height, width."""
@@ -23,9 +25,7 @@ class DataError(ValueError):
 class DataConfig(BaseModel):
     """The run config's keys about data. In the run config they are written with hyphens (`dirichlet-alpha`)."""
 
-    model_config = ConfigDict(
-        alias_generator=lambda name: name.replace("_", "-"), populate_by_name=True, extra="ignore", frozen=True
-    )
+    model_config = keys()
 
     dataset: str = Field(
         default=DIGITS,
@@ -41,7 +41,7 @@ class DataConfig(BaseModel):
     dataset_path: str = Field(
         default="",
         description="file or folder of a dataset that is given by its name, such as mnist; "
-        '"": downloaded from the Hugging Face hub, if it is there',
+        '"": downloaded from the Hugging Face hub, if the hub has it',
     )
     partitioner: Literal["iid", "dirichlet", "pathological", "natural"] = Field(
         default="dirichlet",
@@ -111,18 +111,13 @@ class DataConfig(BaseModel):
     text_column: str = Field(
         default="", description='column of a table with texts; "": the table has images (image-column)'
     )
-    second_text_column: str = Field(
-        default="", description='column of a table with the second text of pairs; "": none'
-    )
+    second_text_column: str = Field(default="", description='column of a table with the second text of pairs; "": none')
     choices_column: str = Field(
         default="",
         description="column of a table with the choices of a question (text-column), or several columns with one each, "
         "separated by commas; label-column gives the right one: its position from 0 on, letter, label or text",
     )
-    feature_columns: str = Field(
-        default="",
-        description="columns of a table with a regression's inputs, separated by commas",
-    )
+    feature_columns: str = Field("", description="columns of a table with a regression's inputs, separated by commas")
     label_column: str = Field(
         default="label",
         description='column of a table with the labels: class names, or whole numbers; "": running text without '
@@ -220,6 +215,13 @@ def separated(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",")) if text.strip() else ()
 
 
+COLUMNS = (
+    "image_column", "text_column", "second_text_column", "choices_column", "label_column", "group_column",
+    "split_column",
+)  # fmt: skip
+"""Settings of `DataConfig` and of `Reading` that name columns of a table, except those of a regression's inputs."""
+
+
 @dataclass(frozen=True)
 class Reading:
     """Settings of a run for reading files. `shape` None and `classes` 0: as in the file."""
@@ -244,24 +246,3 @@ class Reading:
     """Whether numbers for regression are read instead of images or texts."""
     name: str = ""
     """Name of a known data set; "" for others."""
-
-    @classmethod
-    def of(cls, config: DataConfig, *, shape: Shape | None = None, classes: int = 0) -> Reading:
-        """Return the config's settings; `shape` and `classes` are defaults for those that it leaves open."""
-        return cls(
-            config.shape or shape,
-            config.class_count or classes,
-            config.shape is not None,
-            config.names,
-            config.image_column,
-            config.text_column,
-            config.second_text_column,
-            config.choices_column,
-            config.label_column,
-            config.group_column,
-            config.split_column,
-            config.unreadable_images,
-            config.feature_columns,
-            config.feature_count,
-            config.output_count,
-        )

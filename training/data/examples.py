@@ -15,14 +15,32 @@ Indices = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
-class Examples:
-    """Images (n, C, H, W), float32 in 0..1, and their labels (n,), int64. The caller may change the arrays."""
+class ImageArrays:
+    """n images with labels, in memory and as callers receive them.
 
-    images: NDArray[np.float32]
+    images: (n, C, H, W), uint8 (a quarter of the memory) or float32 in 0..1.
+    labels: class numbers (n,), int64.
+    groups: group of each example (writer, site, domain); None if the data has none.
+    """
+
+    images: NDArray[Any]
     labels: NDArray[np.int64]
+    groups: NDArray[np.str_] | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    @property
+    def shape(self) -> Shape:
+        _, channels, height, width = self.images.shape
+        return channels, height, width
+
+    def take(self, indices: Indices) -> ImageArrays:
+        """Return some of the examples, with images in float32. The caller may change the arrays."""
+        images = self.images[indices].astype(np.float32, order="C", copy=False)
+        if self.images.dtype == np.uint8:
+            images /= 255
+        return ImageArrays(images, self.labels[indices], _taken(self.groups, indices))
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,13 +64,7 @@ class Texts:
         return len(self.texts)
 
     def take(self, indices: Indices) -> Texts:
-        return Texts(
-            tuple(self.texts[index] for index in indices),
-            None if self.labels is None else self.labels[indices],
-            None if self.groups is None else self.groups[indices],
-            None if self.seconds is None else tuple(self.seconds[index] for index in indices),
-            None if self.choices is None else tuple(self.choices[index] for index in indices),
-        )
+        return Texts(*(_taken(values, indices) for values in vars(self).values()))
 
     def encoded(self, encoder: Encoder) -> NDArray[np.int64]:
         """Return the model's inputs for these texts (and second texts), (n, length)."""
@@ -71,9 +83,7 @@ class Numbers:
         return len(self.targets)
 
     def take(self, indices: Indices) -> Numbers:
-        return Numbers(
-            self.inputs[indices], self.targets[indices], None if self.groups is None else self.groups[indices]
-        )
+        return Numbers(*(_taken(values, indices) for values in vars(self).values()))
 
     @property
     def info(self) -> NumberInfo:
@@ -112,24 +122,22 @@ class DatasetInfo:
     classes: int
 
 
+def _taken(values: Any, indices: Indices) -> Any:
+    """Return some of the values of an array or a tuple; None for None."""
+    if values is None or isinstance(values, np.ndarray):
+        return None if values is None else values[indices]
+    return tuple(values[index] for index in indices)
+
+
+Kind = TypeVar("Kind", ImageArrays, Texts, Numbers)
+
+
 @dataclass(frozen=True, eq=False)
-class ClientData:
+class ClientData(Generic[Kind]):
     """One client's examples. `name` is the client's; `origin` describes the source of the examples."""
 
-    train: Examples
-    test: Examples
-    shape: Shape
-    classes: int
-    name: str
-    origin: str
-
-
-@dataclass(frozen=True, eq=False)
-class ClientTexts:
-    """One client's texts; see `ClientData`."""
-
-    train: Texts
-    test: Texts
+    train: Kind
+    test: Kind
     classes: int
     class_names: tuple[str, ...]
     name: str
@@ -137,52 +145,18 @@ class ClientTexts:
 
 
 @dataclass(frozen=True, eq=False)
-class ClientNumbers:
-    """One client's numbers; see `ClientData`."""
-
-    train: Numbers
-    test: Numbers
-    info: NumberInfo
-    name: str
-    origin: str
-
-
-@dataclass(frozen=True, eq=False)
-class ImageArrays:
-    """Examples in memory: images (n, C, H, W), uint8 (a quarter of the size) or float32 in 0..1."""
-
-    images: NDArray[Any]
-    labels: NDArray[np.int64]
-    groups: NDArray[np.str_] | None = None
-    """Group of each example (writer, site, domain); None if the data has none."""
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def take(self, indices: Indices) -> Examples:
-        images = self.images[indices].astype(np.float32, order="C", copy=False)
-        if self.images.dtype == np.uint8:
-            images /= 255
-        return Examples(images, self.labels[indices])
-
-
-Kind = TypeVar("Kind", ImageArrays, Texts, Numbers)
-
-
-@dataclass(frozen=True, eq=False)
 class Source(Generic[Kind]):
-    """A dataset after reading and checks. It is hashed by identity, so that partitions can be cached by it."""
+    """A dataset after reading and checks. It is hashed by identity, so that partitions can be cached by it.
+
+    classes: number of classes; 0 for running text and numbers.
+    origin: description of the source, for messages.
+    """
 
     train: Kind
     test: Kind | None
     classes: int
     origin: str
     class_names: tuple[str, ...] = ()
-
-    @property
-    def shape(self: Source[ImageArrays]) -> Shape:
-        _, channels, height, width = self.train.images.shape
-        return channels, height, width
 
 
 AnySource = Source[ImageArrays] | Source[Texts] | Source[Numbers]

@@ -24,22 +24,17 @@ from tepal.training.data import (
     CharVocabulary,
     DataConfig,
     DataError,
-    Examples,
+    ImageArrays,
     Numbers,
     Texts,
     class_names,
     dataset_info,
     held_out,
-    held_out_numbers,
-    held_out_texts,
     load_client,
-    load_client_numbers,
-    load_client_texts,
     normalise,
     number_info,
     text_info,
     unlabelled,
-    unlabelled_texts,
 )
 from tepal.training.data.tokens import TokenizerError, Tokens, load_tokenizer
 
@@ -53,7 +48,11 @@ class InputConfig(DataConfig):
 
     model: str = "tiny-vit"
     task: Literal[
-        "auto", "image-classification", "sequence-classification", "next-character", "multiple-choice",
+        "auto",
+        "image-classification",
+        "sequence-classification",
+        "next-character",
+        "multiple-choice",
         "sequence-regression",
     ] = Field(
         default="auto",
@@ -138,14 +137,8 @@ def written_names(config: InputConfig) -> dict[str, str]:
 
 def held_out_inputs(config: InputConfig) -> Inputs | None:
     """Return the server's test set; None if it has none. Raises DataError, TokenizerError."""
-    if config.kind == IMAGES:
-        images = held_out(config)
-        return None if images is None else _image_inputs(images, config)
-    if config.kind == SEQUENCES:
-        numbers = held_out_numbers(config)
-        return None if numbers is None else _number_inputs(numbers)
-    texts = held_out_texts(config)
-    return None if texts is None else _text_inputs(texts, config)
+    examples = held_out(config, _examples_of(config))
+    return None if examples is None else _inputs(examples, config)
 
 
 def unlabelled_inputs(config: InputConfig) -> NDArray[Any] | None:
@@ -153,43 +146,38 @@ def unlabelled_inputs(config: InputConfig) -> NDArray[Any] | None:
 
     Raises DataError, TokenizerError.
     """
-    if config.kind == IMAGES:
-        images = unlabelled(config)
-        return None if images is None else normalise(images, config.normalise)
-    texts = unlabelled_texts(config)
-    return None if texts is None else _text_inputs(texts, config).values
+    examples = unlabelled(config, _examples_of(config))
+    return None if examples is None else _inputs(examples, config).values
 
 
 def client_inputs(config: InputConfig, node_config: Mapping[str, Any], *, client: str) -> ClientInputs:
     """Return one client's inputs; see `data.load_client`. Raises DataError, TokenizerError."""
-    if config.kind == IMAGES:
-        images = load_client(config, node_config, client=client)
-        train, test = (_image_inputs(examples, config) for examples in (images.train, images.test))
-        return ClientInputs(train, test, {"image_shape": images.shape, "classes": images.classes}, images.origin)
-    if config.kind == SEQUENCES:
-        numbers = load_client_numbers(config, node_config, client=client)
-        train, test = _number_inputs(numbers.train), _number_inputs(numbers.test)
-        return ClientInputs(train, test, vars(numbers.info), numbers.origin)
-    texts = load_client_texts(config, node_config, client=client)
-    train, test = _text_inputs(texts.train, config), _text_inputs(texts.test, config)
-    return ClientInputs(train, test, _sizes_of_texts(texts.classes, config), texts.origin)
+    found = load_client(config, node_config, client=client, kind=_examples_of(config))
+    train, test = _inputs(found.train, config), _inputs(found.test, config)
+    if isinstance(found.train, Numbers):
+        known = vars(found.train.info)
+    elif isinstance(found.train, ImageArrays):
+        known = {"image_shape": found.train.shape, "classes": found.classes}
+    else:
+        known = _sizes_of_texts(found.classes, config)
+    return ClientInputs(train, test, known, found.origin)
 
 
-def _image_inputs(examples: Examples, config: InputConfig) -> Inputs:
-    return Inputs(normalise(examples.images, config.normalise), examples.labels)
+def _examples_of(config: InputConfig) -> type[Any]:
+    return {IMAGES: ImageArrays, SEQUENCES: Numbers}.get(config.kind, Texts)
 
 
-def _number_inputs(numbers: Numbers) -> Inputs:
-    return Inputs(numbers.inputs, numbers.targets)
-
-
-def _text_inputs(texts: Texts, config: InputConfig) -> Inputs:
-    if config.kind == CHARACTERS and texts.labels is None:  # else they are windows already, as in LEAF
-        windows, following = _vocabulary(config).windows(texts.texts)
+def _inputs(examples: ImageArrays | Texts | Numbers, config: InputConfig) -> Inputs:
+    if isinstance(examples, Numbers):
+        return Inputs(examples.inputs, examples.targets)
+    if isinstance(examples, ImageArrays):
+        return Inputs(normalise(examples.images, config.normalise), examples.labels)
+    if config.kind == CHARACTERS and examples.labels is None:  # else they are windows already, as in LEAF
+        windows, following = _vocabulary(config).windows(examples.texts)
         return Inputs(_smallest_dtype(windows), following)
-    values = encoded(texts, config)
-    assert texts.labels is not None, "running text has no classes"
-    return Inputs(values, texts.labels)
+    values = encoded(examples, config)
+    assert examples.labels is not None, "running text has no classes"
+    return Inputs(values, examples.labels)
 
 
 def encoded(texts: Texts, config: InputConfig) -> NDArray[Any]:

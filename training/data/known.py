@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final, Literal
 
-from tepal.training.data.config import DIGITS, DataConfig, DataError, Reading, Shape
+from tepal.training.data.config import COLUMNS, DIGITS, DataConfig, DataError, Reading, Shape
 from tepal.training.data.examples import AnySource
 from tepal.training.data.formats.articles import is_newsgroups, is_xglue, read_newsgroups, read_xglue
 from tepal.training.data.formats.lists import is_domainnet, is_openimage, read_domainnet, read_openimage
-from tepal.training.data.formats.named import JSON, SUFFIXES, DerivedColumn, Tables, has_tables, read_named
+from tepal.training.data.formats.named import SUFFIXES, DerivedColumn, Tables, has_tables, read_named
+from tepal.training.data.formats.tables import JSON
 
 Channels = tuple[float, ...]
 
@@ -43,7 +44,7 @@ class Known:
     tables: its columns, if it is published in tables.
     own: check and reader of a file layout that only this data set has.
     within: subfolders of a path that may contain the files.
-    hub, subset: name and configuration on the Hugging Face hub; "" if it is not there in a readable format.
+    hub, subset: name and configuration on the Hugging Face hub; "" if the hub does not have it in a readable format.
     """
 
     of: Literal["images", "texts", "questions", "characters"]
@@ -200,7 +201,7 @@ KNOWN: Mapping[str, Known] = {
         QUESTIONS, f"train.json and test.json, or {_PART}",
         tables=Tables(
             ({"text_column": "supported", "choices_column": "choices", "label_column": "place"},),
-            made={
+            derived={
                 "supported": DerivedColumn(("support", "question"), _supported),
                 "choices": DerivedColumn(_SCIQ, _one_of_four),
                 "place": DerivedColumn(_SCIQ, _place_of_right),
@@ -212,17 +213,24 @@ KNOWN: Mapping[str, Known] = {
 }  # fmt: skip
 
 _DIGITS = Known(IMAGES, "", (1, 8, 8), 10)
+_UNKNOWN = Known(IMAGES, "")
 
 
 def reading_of(config: DataConfig) -> Reading:
     """Return the run's settings for reading, with shape and classes of a known dataset, without reading files."""
-    known = _DIGITS if config.dataset == DIGITS else KNOWN.get(config.dataset)
-    if not known:
-        return Reading.of(config)
-    reading = Reading.of(config, shape=known.shape, classes=known.classes)
-    if not config.class_count:
-        reading = replace(reading, class_names=known.class_names)
-    return replace(reading, name="" if config.dataset == DIGITS else config.dataset)
+    known = _DIGITS if config.dataset == DIGITS else KNOWN.get(config.dataset, _UNKNOWN)
+    return Reading(
+        shape=config.shape or known.shape,
+        classes=config.class_count or known.classes,
+        resize=config.shape is not None,
+        class_names=config.names if config.class_count else known.class_names,
+        unreadable=config.unreadable_images,
+        feature_columns=config.feature_columns,
+        features=config.feature_count,
+        outputs=config.output_count,
+        name=config.dataset if config.dataset in KNOWN else "",
+        **{name: getattr(config, name) for name in COLUMNS},
+    )
 
 
 def listed_names() -> str:

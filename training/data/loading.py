@@ -5,33 +5,32 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tepal.training.data.config import LOCAL, DataConfig, DataError
 from tepal.training.data.examples import (
     AnySource,
     ClientData,
-    ClientNumbers,
-    ClientTexts,
     DatasetInfo,
-    Examples,
     ImageArrays,
     Indices,
+    Kind,
     NumberInfo,
     Numbers,
     Source,
     TextInfo,
     Texts,
 )
-from tepal.training.data.formats.named import PLAIN, read_asked
+from tepal.training.data.formats.named import PLAIN, read_to_predict
 from tepal.training.data.known import KNOWN, reading_of
 from tepal.training.data.normalisation import check_normalise
-from tepal.training.data.partitions import Scheme, divide
+from tepal.training.data.partitions import divide
 from tepal.training.data.sources import named_source, path_source, stamp
-from tepal.training.data.splits import hold_out, keep_at_server, split
+from tepal.training.data.splits import shares, split
+
+_IMAGES: Any = ImageArrays  # the default kind of examples
 
 
 def dataset_info(config: DataConfig) -> DatasetInfo:
@@ -50,45 +49,42 @@ def dataset_info(config: DataConfig) -> DatasetInfo:
             )
         info = DatasetInfo(config.shape, config.class_count)
     else:
-        source = _images(named_source(config))
-        info = DatasetInfo(source.shape, source.classes)
+        source = _named(config, ImageArrays)
+        info = DatasetInfo(source.train.shape, source.classes)
     check_normalise(config.normalise, info.shape[0])
     return info
 
 
-def held_out(config: DataConfig) -> Examples | None:
+def held_out(config: DataConfig, kind: type[Kind] = _IMAGES) -> Kind | None:
     """Return the server's test set: a named dataset's own, or else `held-out-fraction` of it, drawn by `seed`.
 
     None for dataset="local" (the server has no data) and for `held-out-fraction`=0.
 
     Raises:
-        DataError: the dataset cannot be read.
+        DataError: the dataset cannot be read, or has no examples of this kind.
     """
-    return None if config.dataset == LOCAL else _held_out(_images(named_source(config)), config)
+    return None if config.dataset == LOCAL else _held_out(_named(config, kind), config)
 
 
-def unlabelled(config: DataConfig) -> NDArray[np.float32] | None:
-    """Return the server's unlabelled images, (n, C, H, W): `server-share` of the training examples.
+def unlabelled(config: DataConfig, kind: type[Kind] = _IMAGES) -> Kind | None:
+    """Return the server's unlabelled examples: `server-share` of the training examples.
 
     They are drawn by `seed` from the examples that are not held out, and no client has them. None for dataset="local"
     (the server has no data) and for `server-share`=0.
 
     Raises:
-        DataError: the dataset cannot be read.
+        DataError: the dataset cannot be read, or has no examples of this kind.
     """
     if config.dataset == LOCAL or not config.server_share:
         return None
-    source = _images(named_source(config))
-    return source.train.take(_kept(source, config)).images
+    source = _named(config, kind)
+    _, kept, _ = shares(source, config)
+    return source.train.take(kept)
 
 
-def _kept(source: AnySource, config: DataConfig) -> Indices:
-    _, training = hold_out(source, config.held_out_fraction, config.seed)
-    kept, _ = keep_at_server(training, config.server_share)
-    return kept
-
-
-def load_client(config: DataConfig, node_config: Mapping[str, Any], *, client: str) -> ClientData:
+def load_client(
+    config: DataConfig, node_config: Mapping[str, Any], *, client: str, kind: type[Kind] = _IMAGES
+) -> ClientData[Kind]:
     """Return one client's train and test examples.
 
     Args:
@@ -98,18 +94,26 @@ def load_client(config: DataConfig, node_config: Mapping[str, Any], *, client: s
         client: the client's name. The train/test split derives from it and from `seed`, so it must be the same in every
             run: a registered name, or in a simulation one derived from the partition id. (Flower's node ids change at a
             restart: training examples would become test examples.)
+        kind: `ImageArrays`, `Texts` or `Numbers`: what the model needs.
 
     Raises:
         DataError: this client's data cannot be found, read or used.
     """
-    own, train, test, origin = _client_source(config, node_config, client)
-    source = _images(own)
+    found, train, test, origin = _client_source(config, node_config, client, numbers=kind is Numbers)
+    source = _of_kind(found, kind)
     tests = source.train.take(test) if test is not None else _held_out(source, config)
     assert tests is not None, "the source has a test set if there are no indices for tests"
-    return ClientData(source.train.take(train), tests, source.shape, source.classes, client, origin)
+    return ClientData(source.train.take(train), tests, source.classes, source.class_names, client, origin)
 
 
-# Texts
+def load_client_texts(config: DataConfig, node_config: Mapping[str, Any], *, client: str) -> ClientData[Texts]:
+    """As `load_client`, for texts."""
+    return load_client(config, node_config, client=client, kind=Texts)
+
+
+def load_client_numbers(config: DataConfig, node_config: Mapping[str, Any], *, client: str) -> ClientData[Numbers]:
+    """As `load_client`, for numbers."""
+    return load_client(config, node_config, client=client, kind=Numbers)
 
 
 def text_info(config: DataConfig) -> TextInfo:
@@ -125,7 +129,7 @@ def text_info(config: DataConfig) -> TextInfo:
                 'classes or class-names, or label-column="" for running text'
             )
         return TextInfo(config.class_count if config.label_column else 0, config.names)
-    source = _texts(named_source(config))
+    source = _named(config, Texts)
     return TextInfo(source.classes, source.class_names)
 
 
@@ -138,38 +142,13 @@ def class_names(config: DataConfig) -> tuple[str, ...]:
     return names if names or config.dataset == LOCAL else named_source(config).class_names
 
 
-def asked_texts(config: DataConfig, path: Path) -> tuple[Texts, bool]:
+def texts_to_predict(config: DataConfig, path: Path) -> tuple[Texts, bool]:
     """Read texts to predict from a table, with the run's columns; returns them and whether they have labels.
 
     Raises DataError.
     """
     known = KNOWN.get(config.dataset)
-    return read_asked(path, reading_of(config), known.tables or PLAIN if known else PLAIN)
-
-
-def held_out_texts(config: DataConfig) -> Texts | None:
-    """As `held_out`, for texts."""
-    return None if config.dataset == LOCAL else _held_out(_texts(named_source(config)), config)
-
-
-def unlabelled_texts(config: DataConfig) -> Texts | None:
-    """As `unlabelled`, for texts, whose labels are kept because they distinguish the kinds of texts."""
-    if config.dataset == LOCAL or not config.server_share:
-        return None
-    source = _texts(named_source(config))
-    return source.train.take(_kept(source, config))
-
-
-def load_client_texts(config: DataConfig, node_config: Mapping[str, Any], *, client: str) -> ClientTexts:
-    """As `load_client`, for texts."""
-    own, train, test, origin = _client_source(config, node_config, client)
-    source = _texts(own)
-    tests = source.train.take(test) if test is not None else source.test
-    assert tests is not None, "the source has a test set if there are no indices for tests"
-    return ClientTexts(source.train.take(train), tests, source.classes, source.class_names, client, origin)
-
-
-# Numbers
+    return read_to_predict(path, reading_of(config), known.tables or PLAIN if known else PLAIN)
 
 
 def number_info(config: DataConfig) -> NumberInfo:
@@ -187,24 +166,7 @@ def number_info(config: DataConfig) -> NumberInfo:
                 "label-column"
             )
         return info
-    return _numbers(named_source(config, numbers=True)).train.info
-
-
-def held_out_numbers(config: DataConfig) -> Numbers | None:
-    """As `held_out`, for numbers."""
-    return None if config.dataset == LOCAL else _held_out(_numbers(named_source(config, numbers=True)), config)
-
-
-def load_client_numbers(config: DataConfig, node_config: Mapping[str, Any], *, client: str) -> ClientNumbers:
-    """As `load_client`, for numbers."""
-    own, train, test, origin = _client_source(config, node_config, client, numbers=True)
-    source = _numbers(own)
-    tests = source.train.take(test) if test is not None else _held_out(source, config)
-    assert tests is not None, "the source has a test set if there are no indices for tests"
-    return ClientNumbers(source.train.take(train), tests, source.train.info, client, origin)
-
-
-# All
+    return _named(config, Numbers).train.info
 
 
 def check_partition(config: DataConfig, clients: int, *, numbers: bool = False) -> None:
@@ -213,45 +175,33 @@ def check_partition(config: DataConfig, clients: int, *, numbers: bool = False) 
     Raises DataError if it cannot.
     """
     if config.dataset != LOCAL:
-        divide(named_source(config, numbers=numbers), Scheme.of(config, clients))
+        divide(named_source(config, numbers=numbers), config, clients)
 
 
-def _images(source: AnySource) -> Source[ImageArrays]:
-    if isinstance(source.train, Texts | Numbers):
-        raise DataError(
-            f"{source.origin}: has texts, but the model needs images: choose other data or a text model"
-        )
+_NEEDED: Mapping[type, tuple[str, str]] = {
+    ImageArrays: ("images", "choose other data or a text model"),
+    Texts: ("texts", "choose other data or an image model, or, for a table, set text-column"),
+    Numbers: ("numbers", "choose a .npz file or a table (feature-columns), or another model"),
+}
+"""Kind of examples → its name, and what to do if a dataset has none."""
+
+
+def _named(config: DataConfig, kind: type[Kind]) -> Source[Kind]:
+    return _of_kind(named_source(config, numbers=kind is Numbers), kind)
+
+
+def _of_kind(source: AnySource, kind: type[Kind]) -> Source[Kind]:
+    """Return the source. Raises DataError if its examples are of another kind."""
+    if not isinstance(source.train, kind):
+        (found, _), (needed, cure) = _NEEDED[type(source.train)], _NEEDED[kind]
+        raise DataError(f"{source.origin}: has {found}, but the model needs {needed}: {cure}")
     return source
 
 
-def _numbers(source: AnySource) -> Source[Numbers]:
-    if not isinstance(source.train, Numbers):
-        raise DataError(
-            f"{source.origin}: has {'texts' if isinstance(source.train, Texts) else 'images'}, but the model needs "
-            "numbers: choose a .npz file or a table (feature-columns), or another model"
-        )
-    return source
-
-
-def _texts(source: AnySource) -> Source[Texts]:
-    if not isinstance(source.train, Texts):
-        raise DataError(
-            f"{source.origin}: has images, but the model needs texts: choose other data or an image model, or, for a "
-            "table, set text-column"
-        )
-    return source
-
-
-@overload
-def _held_out(source: Source[ImageArrays], config: DataConfig) -> Examples | None: ...
-@overload
-def _held_out(source: Source[Texts], config: DataConfig) -> Texts | None: ...
-@overload
-def _held_out(source: Source[Numbers], config: DataConfig) -> Numbers | None: ...
-def _held_out(source: AnySource, config: DataConfig) -> Examples | Texts | Numbers | None:
+def _held_out(source: Source[Kind], config: DataConfig) -> Kind | None:
     if source.test is not None:
         return source.test.take(np.arange(len(source.test)))
-    kept, _ = hold_out(source, config.held_out_fraction, config.seed)
+    kept, _, _ = shares(source, config)
     return source.train.take(kept) if len(kept) else None
 
 
@@ -286,7 +236,7 @@ def _client_source(
     partition, partitions = _partition_of(config, node_config)
     named = named_source(config, numbers=numbers)
     origin = f"{named.origin}, partition {partition} of {partitions}"
-    return named, *_split(divide(named, Scheme.of(config, partitions))[partition], config, client, origin), origin
+    return named, *_split(divide(named, config, partitions)[partition], config, client, origin), origin
 
 
 def _split(indices: Indices, config: DataConfig, client: str, origin: str) -> tuple[Indices, Indices]:

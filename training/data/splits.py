@@ -6,7 +6,7 @@ import hashlib
 
 import numpy as np
 
-from tepal.training.data.config import DataError
+from tepal.training.data.config import DataConfig, DataError
 from tepal.training.data.examples import AnySource, Indices
 
 
@@ -37,18 +37,14 @@ def split(indices: Indices, test_fraction: float, seed: int, client: str) -> tup
     return shuffled[tests:], shuffled[:tests]
 
 
-def hold_out(source: AnySource, fraction: float, seed: int) -> tuple[Indices, Indices]:
-    """Return (held out, for training): indices into `source.train`, both in random order.
+def shares(source: AnySource, config: DataConfig) -> tuple[Indices, Indices, Indices]:
+    """Divide the training examples into (held out, the server's unlabelled ones, the clients'), each in random order.
 
     The order matters for training: files are often sorted, and the iid partitioner does not shuffle.
     """
-    count = len(source.train)
-    shuffled = permutation(count, seed, "held out")
-    kept = max(round(count * fraction), 1) if fraction and source.test is None else 0
-    return shuffled[:kept], shuffled[kept:]
-
-
-def keep_at_server(training: Indices, share: float) -> tuple[Indices, Indices]:
-    """Divide indices in random order into (the server's, the clients'); with a share of 0 the server has none."""
-    kept = max(round(len(training) * share), 1) if share else 0
-    return training[:kept], training[kept:]
+    shuffled = permutation(len(source.train), config.seed, "held out")
+    test = config.held_out_fraction if source.test is None else 0
+    held_out = max(round(len(shuffled) * test), 1) if test else 0
+    training = shuffled[held_out:]
+    kept = max(round(len(training) * config.server_share), 1) if config.server_share else 0
+    return shuffled[:held_out], training[:kept], training[kept:]

@@ -49,7 +49,10 @@ class Tokens:
             max_length=length,
             return_attention_mask=False,
         )["input_ids"]
-        return self._padded(encoded, length)
+        padded = np.full((len(encoded), length), self.padding, np.int64)
+        for row, ids in zip(padded, encoded, strict=True):
+            row[: len(ids)] = ids
+        return padded
 
     def choices(self, contexts: Sequence[str], choices: Sequence[Sequence[str]], length: int) -> NDArray[np.int64]:
         """Encode every context with each of its choices, for scoring by a causal language model.
@@ -80,12 +83,6 @@ class Tokens:
     def _plain(self, texts: Sequence[str]) -> list[list[int]]:
         encoded = self._tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)
         return list(encoded["input_ids"])
-
-    def _padded(self, sequences: Sequence[Sequence[int]], length: int) -> NDArray[np.int64]:
-        padded = np.full((len(sequences), length), self.padding, np.int64)
-        for row, ids in zip(padded, sequences, strict=True):
-            row[: len(ids)] = ids
-        return padded
 
 
 @lru_cache(maxsize=4)

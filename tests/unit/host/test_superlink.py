@@ -112,13 +112,13 @@ def test_of_a_failed_server_app_in_deployment_its_last_exception_is_told():
           File "/x/run_serverapp.py", line 210, in run_serverapp
           File "/h/.flwr/apps/me.toy.0.1.0.ab12/toy/server.py", line 12, in main
             raise ValueError("no")
-        ValueError: the run config cannot be run:
-          strategy='x': known are fedavg, fedfrozen
+        ValueError: the run config is invalid:
+          strategy='x': allowed are fedavg, fedfrozen
         ERROR :     Exit Code: 200
         """
     )
     assert explain(log, "details") == (
-        "ValueError: the run config cannot be run:\n  strategy='x': known are fedavg, fedfrozen "
+        "ValueError: the run config is invalid:\n  strategy='x': allowed are fedavg, fedfrozen "
         "(toy/server.py, line 12, in main)"
     )
 

@@ -58,10 +58,10 @@ def test_the_seed_alone_decides_the_weights_and_the_global_state_is_untouched(na
 
 def test_an_unknown_model_is_refused_with_the_nearest_and_all_known():
     with pytest.raises(
-        ModelError, match=r"'tiny-vti': did you mean 'tiny-vit'\? known are Qwen.*cnn, .*linear-att.*tiny-vit"
+        ModelError, match=r"'tiny-vti': did you mean 'tiny-vit'\? allowed are Qwen.*cnn, .*linear-att.*tiny-vit"
     ):
         build("tiny-vti", image_shape=(1, 8, 8), classes=2, seed=0)
-    with pytest.raises(ModelError, match="unknown model 'zzz': known are"):
+    with pytest.raises(ModelError, match="unknown model 'zzz': allowed are"):
         find("zzz")
 
 

@@ -82,7 +82,7 @@ def test_a_run_of_fedbe_on_texts_learns(texts, tmp_path, monkeypatch):
 
 
 def test_without_texts_of_the_servers_own_the_run_is_refused(texts):
-    with pytest.raises(ConfigError, match=r"server-share=0\.0 gives the server none: set server-share"):
+    with pytest.raises(ConfigError, match=r"server-share=0\.0 the server has none: set server-share"):
         read_run_config({**texts, "strategy": "fedbe"})
 
 

@@ -139,7 +139,7 @@ def test_a_run_that_sets_nothing_has_the_constructors_defaults(name):
 
 
 def test_an_unknown_strategy_is_refused_with_those_that_there_are():
-    with pytest.raises(ConfigError, match=f"did you mean 'ditto'. known are {', '.join(STRATEGIES)}"):
+    with pytest.raises(ConfigError, match=f"did you mean 'ditto'. allowed are {', '.join(STRATEGIES)}"):
         read_run_config({"strategy": "dito"})
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
-
-import numpy as np
 
 from tepal.training.data.checks import Arrays, checked_source
 from tepal.training.data.config import DataError, Reading
 from tepal.training.data.examples import ImageArrays, Source
-from tepal.training.data.formats.images import IMAGE_SUFFIXES, read_image, read_images
+from tepal.training.data.formats.images import IMAGE_SUFFIXES, read_listed
 from tepal.training.data.labels import numbers_of
 
 Entry = tuple[Path, str, str]
@@ -36,7 +33,11 @@ def read_folder(root: Path, reading: Reading) -> Source[ImageArrays]:
     parts = {"": entries}
     if {group for _, _, group in entries} == {"train", "test"}:
         parts = {part: [entry for entry in entries if entry[2] == part] for part in ("train", "test")}
-    read = {part: _arrays(root / part, some, numbers, reading, grouped=not part) for part, some in parts.items()}
+    read: dict[str, Arrays] = {}
+    for part, some in parts.items():
+        listed = [(file, numbers[name], group) for file, name, group in some]
+        images, labels, groups = read_listed(listed, str(root / part), reading)
+        read[part] = images, labels, None if part or not groups.astype(bool).any() else groups
     return checked_source(read, str(root), reading, classes=len(numbers), names=tuple(numbers))
 
 
@@ -64,12 +65,3 @@ def _images(folder: Path) -> list[Path]:
         for file in sorted(folder.iterdir())
         if file.suffix.lower() in IMAGE_SUFFIXES and not file.name.startswith(".") and file.is_file()
     ]
-
-
-def _arrays(root: Path, entries: list[Entry], numbers: dict[str, int], reading: Reading, grouped: bool) -> Arrays:
-    shape = reading.shape
-    files = [file for file, _, _ in entries]
-    images, positions = read_images(files, partial(read_image, shape=shape), str(root), shape, reading.unreadable)
-    labels = np.array([numbers[entries[position][1]] for position in positions])
-    groups = np.array([entries[position][2] for position in positions])
-    return images, labels, groups if grouped and groups.astype(bool).any() else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from io import BytesIO
 from logging import getLogger
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from tepal.training.data.config import DataError, Shape
+from tepal.training.data.config import DataError, Reading, Shape
 
 log = getLogger("flwr")
 
@@ -103,6 +104,19 @@ def read_images(
     return np.stack([np.broadcast_to(image, (channels, *image.shape[1:])) for image in images]), positions
 
 
+def read_listed(
+    entries: Sequence[tuple[Path, int, str]], where: str, reading: Reading
+) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.str_]]:
+    """Read image files, given with their labels and groups; returns images, labels and groups of the readable ones.
+
+    Raises DataError as `read_images` does.
+    """
+    read = partial(read_image, shape=reading.shape)
+    images, positions = read_images([file for file, _, _ in entries], read, where, reading.shape, reading.unreadable)
+    _, labels, groups = zip(*(entries[position] for position in positions), strict=True)
+    return images, np.array(labels), np.array(groups)
+
+
 def _item_name(item: object) -> str:
     """Return a file's path, or the number of a table's row."""
     return str(item[0] if isinstance(item, tuple) else item)
@@ -116,13 +130,9 @@ def resized(images: NDArray[Any], shape: Shape) -> NDArray[Any]:
     if images.shape[2:] != shape[1:]:
         from PIL import Image
 
-        def plane(pixels: NDArray[Any]) -> NDArray[Any]:
-            whole = Image.fromarray(np.ascontiguousarray(pixels))
-            return np.asarray(whole.resize((shape[2], shape[1]), Image.Resampling.BILINEAR))
-
         new = np.empty((*images.shape[:2], *shape[1:]), images.dtype)
-        for number, image in enumerate(images):
-            for channel, pixels in enumerate(image):
-                new[number, channel] = plane(pixels)
+        for place in np.ndindex(images.shape[:2]):
+            plane = Image.fromarray(np.ascontiguousarray(images[place]))
+            new[place] = plane.resize((shape[2], shape[1]), Image.Resampling.BILINEAR)
         images = new
     return np.broadcast_to(images, (len(images), *shape)) if len(images[0]) != shape[0] else images

@@ -10,17 +10,14 @@ the images are in the folders train and test. The client is the group. Lai et al
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
-from tepal.training.data.checks import Arrays, checked_source
+from tepal.training.data.checks import checked_source
 from tepal.training.data.config import DataError, Reading
 from tepal.training.data.examples import ImageArrays, Source
 from tepal.training.data.formats.files import opened_text
-from tepal.training.data.formats.images import read_image, read_images
+from tepal.training.data.formats.images import read_listed
 from tepal.training.data.formats.tables import read_columns
 from tepal.training.data.labels import numbers_of
 
@@ -97,12 +94,9 @@ def _source(parts: Mapping[str, list[Listed]], root: Path, reading: Reading) -> 
         names = reading.class_names
     elif sorted(known) == list(range(reading.classes)):
         names = tuple(known[label] for label in range(reading.classes))
-    read = {part: _arrays(entries, f"{root}: {part}", reading) for part, entries in parts.items() if entries}
+    read = {
+        part: read_listed([(entry.file, entry.label, entry.group) for entry in entries], f"{root}: {part}", reading)
+        for part, entries in parts.items()
+        if entries
+    }
     return checked_source(read, str(root), reading, names=names)
-
-
-def _arrays(entries: list[Listed], where: str, reading: Reading) -> Arrays:
-    files, shape = [entry.file for entry in entries], reading.shape
-    images, kept = read_images(files, partial(read_image, shape=shape), where, shape, reading.unreadable)
-    labels = np.array([entries[position].label for position in kept])
-    return images, labels, np.array([entries[position].group for position in kept])

@@ -6,14 +6,13 @@ A column may be nested: "question.stem" is `stem` of the values in `question`.
 from __future__ import annotations
 
 import csv
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tepal.training.data.config import DataError, Reading, separated
+from tepal.training.data.config import COLUMNS, DataError, Reading, separated
 from tepal.training.data.examples import AnySource, Texts
 from tepal.training.data.formats.choices import choices_of
 from tepal.training.data.formats.files import opened_text, suffix_of
@@ -21,30 +20,24 @@ from tepal.training.data.formats.tables import (
     Column,
     Rows,
     by_split,
-    check_columns,
-    check_text,
+    check_texts,
+    json_rows,
     needed_columns,
     read_columns,
     source_of,
 )
 
-JSON = ".json"
-"""Suffix of a table that is one JSON list of objects."""
 SUFFIXES = (".parquet", ".jsonl", ".ndjson", ".csv")
 
 _LABELS = "-labels.lst"  # suffix of a file with a table's labels, one per line
-_COLUMNS = (
-    "image_column", "text_column", "second_text_column", "choices_column", "label_column", "group_column",
-    "split_column",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class DerivedColumn:
-    """A column that is derived from others, row by row."""
+    """A column whose values are computed row by row, by `value`, from those of the columns `sources`."""
 
-    of: tuple[str, ...]
-    make: Callable[..., Any]
+    sources: tuple[str, ...]
+    value: Callable[..., Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,49 +46,46 @@ class Tables:
 
     columns: defaults of the column settings of `Reading`. If the data set is published with several sets of columns,
         the first one that is complete in a file is used.
-    made: name → derived column.
+    derived: name → derived column.
     test: words in the names of files of the test set.
     suffixes: suffixes of its files; in a folder, the first one that a training table has is used.
     """
 
     columns: tuple[Mapping[str, str], ...]
-    made: Mapping[str, DerivedColumn] = field(default_factory=dict)
+    derived: Mapping[str, DerivedColumn] = field(default_factory=dict)
     test: tuple[str, ...] = ("test",)
     suffixes: tuple[str, ...] = SUFFIXES
 
-    def fitted(self, reading: Reading, there: Sequence[str]) -> Reading:
+    def fitted(self, reading: Reading, present: Sequence[str]) -> Reading:
         """Return the settings with these columns, except those that the run config names."""
-        usual = Reading()
-        own = {name: value for name in _COLUMNS if (value := getattr(reading, name)) != getattr(usual, name)}
-        ways = [replace(reading, **{**columns, **own}) for columns in self.columns]  # type: ignore[arg-type]
-        ways.append(reading)
-        return next((way for way in ways if set(self.needed(way, there)) <= set(there)), ways[0])
+        default = Reading()
+        own = {name: value for name in COLUMNS if (value := getattr(reading, name)) != getattr(default, name)}
+        possible = [replace(reading, **{**columns, **own}) for columns in self.columns]  # type: ignore[arg-type]
+        possible.append(reading)
+        return next((one for one in possible if set(self.needed(one, present)) <= set(present)), possible[0])
 
-    def needed(self, reading: Reading, there: Sequence[str] = ()) -> list[str]:
-        """Return the required columns of a file that has the columns `there`."""
-        needed: list[str] = []
-        for name in needed_columns(reading):
-            needed += self._of(name, there)
-        return list(dict.fromkeys(needed))
+    def needed(self, reading: Reading, present: Sequence[str] = ()) -> list[str]:
+        """Return the required columns of a file with the columns `present`."""
+        return list(dict.fromkeys(one for name in needed_columns(reading) for one in self._sources(name, present)))
 
     def rows(self, table: Rows, reading: Reading) -> dict[str, Column]:
         """Return the columns that the settings name, read or derived from a file's columns."""
-        there = list(table)
+        present = list(table)
         found: dict[str, Column] = {}
         for name in needed_columns(reading):
-            columns = [table[one] for one in self._of(name, there)]
+            columns = [table[one] for one in self._sources(name, present)]
             if name in table:
                 found[name] = columns[0]
-            elif name in self.made:
-                found[name] = [self.made[name].make(*values) for values in zip(*columns, strict=True)]
+            elif name in self.derived:
+                found[name] = [self.derived[name].value(*values) for values in zip(*columns, strict=True)]
             else:
                 found[name] = [_within(value, name.split(".")[1:]) for value in columns[0]]
         return found
 
-    def _of(self, name: str, there: Sequence[str]) -> tuple[str, ...]:
-        if name in there:
+    def _sources(self, name: str, present: Sequence[str]) -> tuple[str, ...]:
+        if name in present:
             return (name,)
-        return self.made[name].of if name in self.made else (name.partition(".")[0],)
+        return self.derived[name].sources if name in self.derived else (name.partition(".")[0],)
 
 
 PLAIN = Tables(())
@@ -118,7 +108,7 @@ def read_named(path: Path, reading: Reading, tables: Tables) -> AnySource:
         first = next(suffix for suffix in tables.suffixes if suffix in train)
         files = [file for file in found if suffix_of(file) == first]
     reading = tables.fitted(reading, _columns_in(files[0]))
-    parts: dict[str, dict[str, Column]] = {}
+    parts: dict[str, Any] = {}
     for file in sorted(files, key=lambda file: _part_of(file, tables), reverse=True):  # train, then test
         part = _part_of(file, tables) if path.is_dir() else ""
         read = _read(file, tables, reading)
@@ -130,38 +120,31 @@ def read_named(path: Path, reading: Reading, tables: Tables) -> AnySource:
             parts.setdefault(part, {}).setdefault(name, []).extend(values)
     if len(parts) == 1:
         (table,) = parts.values()
-        return source_of(
-            by_split(table, path, reading.split_column) if reading.split_column else {"": table},
-            str(path),
-            path if path.is_dir() else path.parent,
-            reading,
-        )
-    return source_of(parts, str(path), path, reading)
+        parts = by_split(table, path, reading.split_column) if reading.split_column else {"": table}
+    return source_of(parts, str(path), path if path.is_dir() else path.parent, reading)
 
 
-def read_asked(path: Path, reading: Reading, tables: Tables) -> tuple[Texts, bool]:
+def read_to_predict(path: Path, reading: Reading, tables: Tables) -> tuple[Texts, bool]:
     """Read texts to predict from a table; returns them and whether they have labels, whose column may be missing.
 
     Raises:
         DataError: a column of texts is missing or invalid.
     """
-    there = _columns_in(path)
-    reading = tables.fitted(replace(reading, group_column="", split_column=""), there)
-    labelled = bool(reading.label_column) and set(tables.needed(reading, there)) <= set(there)
+    present = _columns_in(path)
+    reading = tables.fitted(replace(reading, group_column="", split_column=""), present)
+    labelled = bool(reading.label_column) and set(tables.needed(reading, present)) <= set(present)
     if not labelled:
-        reading = tables.fitted(replace(reading, group_column="", split_column="", label_column=""), there)
+        reading = tables.fitted(replace(reading, group_column="", split_column="", label_column=""), present)
     reading = replace(reading, group_column="", split_column="")
     if not reading.text_column:
-        raise DataError(f"{path}: the model's run config names no column of texts: set text-column")
+        raise DataError(f"{path}: the model's run config does not name a column of texts: set text-column")
     rows = tables.rows(_read(path, tables, reading), reading)
     if labelled:
         source = source_of({"": rows}, str(path), path.parent, reading)
         assert isinstance(source.train, Texts)
         return source.train, True
+    check_texts(rows, reading, str(path))
     texts, seconds = rows[reading.text_column], rows.get(reading.second_text_column)
-    check_text(texts, reading.text_column, str(path))
-    if seconds is not None:
-        check_text(seconds, reading.second_text_column, str(path))
     choices = None
     if reading.choices_column:
         columns = [rows[name] for name in separated(reading.choices_column)]
@@ -189,24 +172,22 @@ def _columns_in(file: Path) -> list[str]:
 
 
 def _names(file: Path) -> list[str]:
-    if suffix_of(file) == JSON:
-        return list(_objects(file)[0])
     if suffix_of(file) == ".parquet":
         from pyarrow import parquet
 
         return list(parquet.ParquetFile(file).schema_arrow.names)
-    with opened_text(file) as text:
-        if suffix_of(file) == ".csv":
+    if suffix_of(file) == ".csv":
+        with opened_text(file) as text:
             return next(csv.reader(text))
-        return list(json.loads(next(line for line in text if line.strip())))
+    return list(next(json_rows(file))[1])
 
 
 def _read(file: Path, tables: Tables, reading: Reading) -> dict[str, Column]:
     columns = tables.needed(reading, _columns_in(file))
     labels_file = _labels_file(file)
     if "label" not in columns or not labels_file.exists():
-        return _table(file, columns)
-    read = _table(file, [name for name in columns if name != "label"])
+        return read_columns(file, columns)
+    read = read_columns(file, [name for name in columns if name != "label"])
     with opened_text(labels_file) as text:
         labels = text.read().split()
     if any(len(values) != len(labels) for values in read.values()):
@@ -219,26 +200,6 @@ def _read(file: Path, tables: Tables, reading: Reading) -> dict[str, Column]:
 
 def _labels_file(file: Path) -> Path:
     return file.with_name(file.name.partition(".")[0] + _LABELS)
-
-
-def _table(file: Path, columns: Sequence[str]) -> dict[str, Column]:
-    if suffix_of(file) != JSON:
-        return read_columns(file, columns)
-    rows = _objects(file)
-    for number, row in enumerate(rows, 1):
-        check_columns(f"{file}: object {number}", columns, row)
-    return {name: [row[name] for row in rows] for name in columns}
-
-
-def _objects(file: Path) -> list[dict[str, Any]]:
-    with opened_text(file) as text:
-        try:
-            content = json.load(text)
-        except ValueError as error:
-            raise DataError(f"{file}: not JSON ({error}): it is truncated or damaged, copy it again") from error
-    if not isinstance(content, list) or not content or not all(isinstance(row, dict) for row in content):
-        raise DataError(f"{file}: expected a list of JSON objects, one for each example")
-    return content
 
 
 def _within(value: Any, names: Sequence[str]) -> Any:

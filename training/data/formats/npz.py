@@ -1,4 +1,9 @@
-"""Images and labels, or inputs and targets of a regression, in a .npz file."""
+"""Images and labels, or inputs and targets of a regression, in a .npz file.
+
+The file has one pair of arrays of `NPZ_PAIRS` (the first pair found is used); with "train" in their names, it may have
+a test set under the same names with "test". Images are N x H x W, N x C x H x W or N x H x W x C, either integers
+0..255 (scaled to 0..1) or floats 0..1; labels are N integers from 0 on.
+"""
 
 from __future__ import annotations
 

@@ -32,8 +32,7 @@ def checked_numbers(arrays: Mapping[str, Arrays], origin: str, reading: Reading)
         of_train, of_test = (getattr(part, what).shape[1:] for part in (train, test))
         if of_train != of_test:
             raise DataError(
-                f"{origin}: train {what} are {written(of_train)}, test {what} {written(of_test)}: use "
-                "one shape"
+                f"{origin}: train {what} are {written(of_train)}, test {what} {written(of_test)}: use one shape"
             )
     return Source(train, test, 0, origin)
 

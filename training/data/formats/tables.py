@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -28,6 +28,8 @@ from tepal.training.data.formats.numbers import checked_numbers, numbers_in
 from tepal.training.data.formats.texts import checked_texts, running_text
 from tepal.training.data.labels import labels_of
 
+JSON = ".json"
+"""Suffix of a table that is one JSON list of objects."""
 TABLE_SUFFIXES = (".csv", ".jsonl", ".ndjson", ".parquet")
 
 Column = list[Any]
@@ -125,8 +127,7 @@ def _images(tables: Mapping[str, Rows], origin: str, folder: Path, reading: Read
 def _texts(tables: Mapping[str, Rows], origin: str, reading: Reading) -> Source[Texts]:
     """Return texts with labels or, without `label-column`, passages of running text. Raises DataError."""
     for table in tables.values():
-        for name in filter(None, (reading.text_column, reading.second_text_column)):
-            check_text(table[name], name, origin)
+        check_texts(table, reading, origin)
     if reading.choices_column:
         return _questions(tables, origin, reading)
     parts: dict[str, Texts] = {}
@@ -155,13 +156,14 @@ def _questions(tables: Mapping[str, Rows], origin: str, reading: Reading) -> Sou
     return checked_texts(parts, origin, reading)
 
 
-def check_text(values: Column, name: str, origin: str) -> None:
-    """Raise DataError for a value that is not text."""
-    for row, value in enumerate(values):
-        if not isinstance(value, str):
-            raise DataError(
-                f"{origin}: row {row + 1}: {type(value).__name__} in column {name} is not text: repair the row"
-            )
+def check_texts(table: Rows, reading: Reading, origin: str) -> None:
+    """Raise DataError for a value in a column of texts that is not text."""
+    for name in filter(None, (reading.text_column, reading.second_text_column)):
+        for row, value in enumerate(table[name]):
+            if not isinstance(value, str):
+                raise DataError(
+                    f"{origin}: row {row + 1}: {type(value).__name__} in column {name} is not text: repair the row"
+                )
 
 
 def _labels(
@@ -227,11 +229,11 @@ def by_split(table: Rows, path: Path, column: str) -> dict[str, Rows]:
 
 
 def read_columns(file: Path, columns: Sequence[str]) -> dict[str, Column]:
-    """Read columns of a .csv, .jsonl or .parquet file. Raises DataError if one is missing, or the file is damaged."""
+    """Read columns of a .csv, .json, .jsonl or .parquet file. Raises DataError if it is damaged or lacks a column."""
     suffix = suffix_of(file)
     if suffix == ".parquet":
         return _parquet(file, columns)
-    return _csv(file, columns) if suffix == ".csv" else _json_lines(file, columns)
+    return _csv(file, columns) if suffix == ".csv" else _json(file, columns)
 
 
 def _csv(file: Path, columns: Sequence[str]) -> dict[str, Column]:
@@ -253,9 +255,27 @@ def _csv(file: Path, columns: Sequence[str]) -> dict[str, Column]:
     return read
 
 
-def _json_lines(file: Path, columns: Sequence[str]) -> dict[str, Column]:
+def _json(file: Path, columns: Sequence[str]) -> dict[str, Column]:
     read: dict[str, Column] = {name: [] for name in columns}
+    for place, row in json_rows(file):
+        check_columns(f"{file}: {place}", columns, row)
+        for name in columns:
+            read[name].append(row[name])
+    return read
+
+
+def json_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (its place, row) for JSON lines, or for a .json file with one list of objects. Raises DataError."""
     with opened_text(file) as text:
+        if suffix_of(file) == JSON:
+            try:
+                rows = json.load(text)
+            except ValueError as error:
+                raise DataError(f"{file}: not JSON ({error}): it is truncated or damaged, copy it again") from error
+            if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+                raise DataError(f"{file}: expected a list of JSON objects, one for each example")
+            yield from ((f"object {number}", row) for number, row in enumerate(rows, 1))
+            return
         for number, line in enumerate(text, 1):
             if not line.strip():
                 continue
@@ -265,10 +285,7 @@ def _json_lines(file: Path, columns: Sequence[str]) -> dict[str, Column]:
                 raise DataError(f"{file}: line {number} is not JSON ({error}): repair it") from error
             if not isinstance(row, dict):
                 raise DataError(f"{file}: line {number} is not a JSON object: write one object per line")
-            check_columns(f"{file}: line {number}", columns, row)
-            for name in columns:
-                read[name].append(row[name])
-    return read
+            yield f"line {number}", row
 
 
 def _parquet(file: Path, columns: Sequence[str]) -> dict[str, Column]:
@@ -287,11 +304,12 @@ def _parquet(file: Path, columns: Sequence[str]) -> dict[str, Column]:
     return {name: table[name].to_pylist() for name in columns}
 
 
-def check_columns(where: object, columns: Sequence[str], there: Sequence[str] | Mapping[str, Any]) -> None:
-    """Raise DataError for columns that are not there."""
-    if missing := [name for name in columns if name not in there]:
+def check_columns(where: object, columns: Sequence[str], present: Sequence[str] | Mapping[str, Any]) -> None:
+    """Raise DataError if columns are missing from `present`."""
+    if missing := [name for name in columns if name not in present]:
+        listed = ", ".join(map(str, present)) or "none"
         raise DataError(
-            f"{where}: has no column {' and no column '.join(missing)}; it has {', '.join(map(str, there)) or 'none'}: "
+            f"{where}: has no column {' and no column '.join(missing)}; it has {listed}: "
             "set the right names in the run config (image-column, text-column, second-text-column, choices-column, "
             "feature-columns, label-column, group-column, split-column)"
         )

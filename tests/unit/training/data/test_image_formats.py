@@ -73,7 +73,7 @@ def test_mnists_files_are_read_and_t10k_is_the_test_set(tmp_path: Path, end: str
     source = read(tmp_path)
     assert np.array_equal(source.train.images, train[:, None]) and source.train.labels.tolist() == [*range(10), 0, 1]
     assert source.test is not None and np.array_equal(source.test.images, test[:, None])
-    assert (source.shape, source.classes) == ((1, 5, 4), 10)
+    assert (source.train.shape, source.classes) == ((1, 5, 4), 10)
     server = held_out(DataConfig(dataset=str(tmp_path)))
     assert server is not None and server.labels.tolist() == [9, 0, 1]
     client = own(tmp_path)
@@ -161,7 +161,7 @@ def test_cifar_10_batches_are_read_in_order(tmp_path: Path) -> None:
     source = read(tmp_path)
     assert np.array_equal(source.train.images, images[:5]) and source.train.labels.tolist() == [0, 1, 2, 3, 4]
     assert source.test is not None and np.array_equal(source.test.images, images[5:])
-    assert (source.test.labels.tolist(), source.classes, source.shape) == ([9, 8], 10, (3, 32, 32))
+    assert (source.test.labels.tolist(), source.classes, source.train.shape) == ([9, 8], 10, (3, 32, 32))
 
 
 def test_a_batch_as_python_2_wrote_it(tmp_path: Path) -> None:
@@ -572,7 +572,7 @@ def test_real_images(
     real: Path, name: str, config: dict[str, object], shape: data.DatasetInfo, classes: int, counts: object, groups: int
 ) -> None:
     source = read(real / f"{name}.npz", **config)
-    assert (source.shape, source.classes) == (shape, classes)
+    assert (source.train.shape, source.classes) == (shape, classes)
     assert (len(source.train.labels), len(source.test.labels) if source.test else 0) == counts
     assert len(set(source.train.groups.tolist()) if source.train.groups is not None else ()) == groups
 

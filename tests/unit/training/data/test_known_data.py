@@ -21,9 +21,9 @@ from tepal.training.data import (
     DataConfig,
     DataError,
     DatasetInfo,
+    Texts,
     dataset_info,
     held_out,
-    held_out_texts,
     load_client,
     normalise,
     sources,
@@ -65,7 +65,7 @@ def test_a_named_dataset_is_read_from_its_path_and_has_all_its_classes(tmp_path:
 def test_a_client_of_a_named_dataset_brings_its_own_files(tmp_path: Path) -> None:
     path = write(tmp_path / "own.npz", (28, 28), [0, 1])
     client = load_client(config_of("mnist", **{"dataset-path": "elsewhere"}), {"data-path": path}, client="ward-3")
-    assert (client.shape, client.classes) == ((1, 28, 28), 10)
+    assert (client.train.shape, client.classes) == ((1, 28, 28), 10)
     wrong = write(tmp_path / "wrong.npz", (28, 28), [0, 10])
     with pytest.raises(DataError, match=f"^client ward-3: {wrong}: .*label 10 .* allowed are 0 to 9"):
         load_client(config_of("mnist"), {"data-path": wrong}, client="ward-3")
@@ -207,7 +207,7 @@ def test_texts_of_the_hub_without_a_test_set(monkeypatch: pytest.MonkeyPatch) ->
 
     rows = {"text": [f"text {n}" for n in range(10)], "label": ["yes", "no"] * 5}
     hub(monkeypatch, {"train": datasets.Dataset.from_dict(rows)})
-    server = held_out_texts(config_of("hub:someone/words", **{"text-column": "text", "held-out-fraction": 0.3}))
+    server = held_out(config_of("hub:someone/words", **{"text-column": "text", "held-out-fraction": 0.3}), Texts)
     assert server is not None and len(server) == 3 and server.labels is not None
     assert all(
         (int(text[-1]) % 2 == 0) == (label == 1) for text, label in zip(server.texts, server.labels, strict=True)

@@ -13,7 +13,7 @@ from tepal.training.data import (
     DataConfig,
     DataError,
     NumberInfo,
-    held_out_numbers,
+    held_out,
     load_client,
     load_client_numbers,
     load_client_texts,
@@ -35,12 +35,12 @@ def config_of(path: object, **config: object) -> DataConfig:
     return DataConfig.model_validate({"dataset": str(path), **config})
 
 
-def own(path: object, **config: object) -> data.ClientNumbers:
+def own(path: object, **config: object) -> data.ClientData[data.Numbers]:
     """What a client with a `data-path` of its own gets in a run with dataset="local"."""
     return load_client_numbers(config_of("local", **config), {"data-path": str(path)}, client="ward-3")
 
 
-def part(path: object, number: int, count: int, **config: object) -> data.ClientNumbers:
+def part(path: object, number: int, count: int, **config: object) -> data.ClientData[data.Numbers]:
     node_config = {"partition-id": number, "num-partitions": count}
     return load_client_numbers(config_of(path, **config), node_config, client=f"client-{number}")
 
@@ -78,11 +78,11 @@ def sorted_rows(*numbers: data.Numbers) -> np.ndarray:
 def test_arrays_are_inputs_and_targets_of_float32(tmp_path: Path) -> None:
     file = npz(tmp_path / "a.npz", x_train=INPUTS, y_train=TARGETS, x_test=INPUTS[:7] + 1, y_test=TARGETS[:7])
     assert number_info(config_of(file)) == NumberInfo(features=3, outputs=2)
-    tests = held_out_numbers(config_of(file))
+    tests = held_out(config_of(file), data.Numbers)
     assert tests is not None and tests.inputs.dtype == tests.targets.dtype == np.float32
     np.testing.assert_array_equal(tests.inputs, (INPUTS[:7] + 1).astype(np.float32))
     client = own(file, features=3, outputs=2)
-    assert (len(client.train), len(client.test), client.info) == (40, 7, NumberInfo(3, 2))
+    assert (len(client.train), len(client.test), client.train.info) == (40, 7, NumberInfo(3, 2))
     np.testing.assert_array_equal(client.train.targets, TARGETS.astype(np.float32))
     flat = own(npz(tmp_path / "b.npz", x=np.arange(20).reshape(10, 2), y=np.arange(10)), features=2, outputs=1)
     for row, target in zip(*(np.concatenate([getattr(n, of) for n in (flat.train, flat.test)])
@@ -96,7 +96,7 @@ def test_a_dataset_is_divided_and_every_example_is_in_one_place(tmp_path: Path, 
     file = npz(tmp_path / "a.npz", x=INPUTS, y=TARGETS, group=groups)
     options = {"partitioner": partitioner, "held-out-fraction": 0.2, "min-partition-size": 2}
     clients = [part(file, number, 4, **options) for number in range(4)]
-    server = held_out_numbers(config_of(file, **options))
+    server = held_out(config_of(file, **options), data.Numbers)
     assert server is not None and len(server) == 8
     found = sorted_rows(server, *(numbers for client in clients for numbers in (client.train, client.test)))
     whole = np.concatenate([INPUTS.reshape(40, -1), TARGETS], axis=1).astype(np.float32)
@@ -162,14 +162,14 @@ def test_a_tables_columns_are_inputs_and_targets(tmp_path: Path, form: str) -> N
     assert source.train.groups.tolist() == ["s0", "s1"] * 5
     several = config_of(file, **{**COLUMNS, "label-column": "rise,fall", "split-column": "split"})
     assert number_info(several) == NumberInfo(2, 2)
-    tests = held_out_numbers(several)
+    tests = held_out(several, data.Numbers)
     assert tests is not None and tests.targets.tolist() == [[-8, 16], [-9, 18]]
 
 
 def test_a_site_may_have_a_table_and_the_run_says_its_sizes_by_the_columns(tmp_path: Path) -> None:
     assert number_info(config_of("local", **COLUMNS)) == NumberInfo(2, 1)
     client = own(table(tmp_path / "t.csv", ROWS), **COLUMNS)
-    assert (len(client.train), len(client.test), client.info, client.name) == (8, 2, NumberInfo(2, 1), "ward-3")
+    assert (len(client.train), len(client.test), client.train.info, client.name) == (8, 2, NumberInfo(2, 1), "ward-3")
     assert sorted_rows(client.train, client.test).tolist() == [[n / 4, n, -n] for n in range(9, -1, -1)]
 
 

@@ -357,7 +357,7 @@ def test_domainnet_is_read_by_its_lists_with_the_domain_as_group(tmp_path: Path)
     columns = source.train.groups, source.train.labels, source.train.images[:, 0, 0, 0]
     found = zip(*(column.tolist() for column in columns), strict=True)
     assert list(found) == [("clipart", 344, 50), ("clipart", 300, 50), ("real", 0, 150)]
-    assert source.test.labels.tolist() == [344] and source.shape == (3, 6, 6)
+    assert source.test.labels.tolist() == [344] and source.train.shape == (3, 6, 6)
     (tmp_path / "sketch_train.txt").write_text("sketch/zebra/1.png 344\n")
     with pytest.raises(DataError, match=r"sketch_train\.txt: lists images of sketch, but the folder"):
         dataset_info(config)

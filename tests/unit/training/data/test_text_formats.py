@@ -22,7 +22,7 @@ from tepal.training.data import (
     DataError,
     TextInfo,
     dataset_info,
-    held_out_texts,
+    held_out,
     load_client,
     load_client_texts,
     sources,
@@ -47,7 +47,7 @@ def read(path: object, **config: object) -> sources.AnySource:
     return sources.named_source(config_of(path, **config))
 
 
-def own(path: object, **config: object) -> data.ClientTexts:
+def own(path: object, **config: object) -> data.ClientData[data.Texts]:
     """What a client with a `data-path` of its own gets in a run with dataset="local"."""
     return load_client_texts(config_of("local", **config), {"data-path": str(path)}, client="ward-3")
 
@@ -95,8 +95,8 @@ def test_a_table_of_texts(tmp_path: Path, form: str) -> None:
     pairs = read(file, **COLUMNS, **{"second-text-column": "subject", "split-column": "split"})
     assert isinstance(pairs.train, data.Texts) and pairs.train.seconds == ("tides", "gulls")
     assert pairs.test is not None and pairs.test.labels is not None and pairs.test.labels.tolist() == [1]
-    held_out = held_out_texts(config_of(file, **COLUMNS, **{"split-column": "split"}))
-    assert held_out is not None and held_out.texts == ("sand",)
+    server = held_out(config_of(file, **COLUMNS, **{"split-column": "split"}), data.Texts)
+    assert server is not None and server.texts == ("sand",)
     ordered = read(file, **COLUMNS, **{"class-names": "sea,fire,air,land"})
     assert ordered.train.labels is not None and ordered.train.labels.tolist() == [0, 3, 2] and ordered.classes == 4
 
@@ -127,7 +127,7 @@ def test_texts_are_divided_among_clients_by_label_and_by_group(tmp_path: Path) -
         for client in [load_client_texts(config, {"partition-id": one, "num-partitions": 3}, client=f"client-{one}")]
         for text in (*client.train.texts, *client.test.texts)
     ]
-    server = held_out_texts(config)
+    server = held_out(config, data.Texts)
     assert server is not None and sorted([*found, *server.texts], key=int) == [str(n) for n in range(100)]
     natural = config_of(file, **{"text-column": "text", "partitioner": "natural", "group-column": "by"})
     client = load_client_texts(natural, {"partition-id": 3, "num-partitions": 5}, client="client-3")
