@@ -54,7 +54,7 @@ def why_unhealthy(journal: Journal, now: float, alive: bool) -> str:
     if journal.superlink == "stopped":
         return "the server was stopped"
     if not alive:
-        return f"the server (pid {journal.pid}) does not run any more"
+        return f"the server (pid {journal.pid}) is no longer running"
     if (age := now - journal.heartbeat) > _ALIVE:
         return f"the server (pid {journal.pid}) is stuck: its last heartbeat was {age:.0f} s ago"
     if journal.superlink != "running":

@@ -614,7 +614,7 @@ def healthy(**more):
     [
         (healthy(), 110.0, True, ""),
         (healthy(), 131.0, True, "stuck: its last heartbeat was 31 s ago"),
-        (healthy(), 110.0, False, "does not run any more"),
+        (healthy(), 110.0, False, "is no longer running"),
         (healthy(superlink="waiting"), 110.0, True, "the SuperLink does not run: it is waiting"),
         (healthy(superlink="stopped"), 110.0, False, "was stopped"),
         (healthy(pid=0), 110.0, False, "no server has been started"),
