@@ -33,7 +33,7 @@ class ProvisionError(ValueError):
 
 
 @dataclass(frozen=True)
-class Site:
+class SiteCredentials:
     """The credentials and settings of a site. Made by `read_site`."""
 
     name: str
@@ -44,7 +44,7 @@ class Site:
     node_config: dict[str, Value] = field(default_factory=dict)
 
 
-def read_site(folder: Path) -> Site:
+def read_site(folder: Path) -> SiteCredentials:
     """Read and check the folder of a site: an unpacked archive of `tepal provision`.
 
     Raises ProvisionError with what is wrong and what to do.
@@ -68,7 +68,7 @@ def read_site(folder: Path) -> Site:
             f"{error.filename} cannot be read by this user (uid {os.geteuid()}). The folder must belong to it: "
             f"chown -R {os.geteuid()} {folder}"
         ) from error
-    return Site(name, superlink, certificates, key, node_config)
+    return SiteCredentials(name, superlink, certificates, key, node_config)
 
 
 def _check_authority(path: Path) -> None:

@@ -56,7 +56,7 @@ class RunError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class EndedRun:
     """A run that has ended.
 
     `status` is Flower's: "completed", "failed" or "stopped"; `details` is Flower's explanation; `seconds` is the
@@ -115,6 +115,21 @@ def connect(home: Path, address: str, root_certificates: Path | None = None) -> 
     connection |= {"root-certificates": str(root_certificates.resolve())} if root_certificates else {"insecure": True}
     config = {"superlink": {"default": CONNECTION, CONNECTION: connection}}
     (home / "config.toml").write_text(tomli_w.dumps(config), encoding="utf-8")
+
+
+def control_client(address: str, root_certificates: Path | None, *interceptors: Any) -> Any:
+    """Return Flower's client of the Control API at `address`, HOST:PORT. It connects at the first request.
+
+    It uses TLS and trusts the PEM file `root_certificates`; without it, it uses plain HTTP.
+    """
+    from flwr.supercore.control import ControlHttpClient
+
+    return ControlHttpClient.from_server_address(
+        server_address=address,
+        insecure=root_certificates is None,
+        root_certificates=root_certificates.read_bytes() if root_certificates else None,
+        interceptors=interceptors,
+    )
 
 
 def stage_app(app: Path, target: Path) -> list[Path]:
@@ -218,7 +233,6 @@ def follow(
         TimeoutError: the clock's limit was exceeded.
     """
     from flwr.proto.control_pb2 import ListRunsRequest, StreamLogsRequest
-    from flwr.supercore.control import ControlHttpClient
 
     streams: list[httpx.Response] = []
 
@@ -228,14 +242,6 @@ def follow(
         def intercept(self, context: Any, call_next: Callable[[Any], httpx.Response]) -> httpx.Response:
             streams.append(call_next(context))
             return streams[-1]
-
-    def client(*interceptors: Keep) -> ControlHttpClient:
-        return ControlHttpClient.from_server_address(
-            server_address=address,
-            insecure=root_certificates is None,
-            root_certificates=root_certificates.read_bytes() if root_certificates else None,
-            interceptors=interceptors,
-        )
 
     # The stream blocks while the app logs nothing, so a thread reads it and this one watches the clock and the
     # SuperLink.
@@ -247,7 +253,8 @@ def follow(
                 chunks.put(response.log_output)
         chunks.put(None)
 
-    streaming, asking = client(Keep()), client()
+    streaming = control_client(address, root_certificates, Keep())
+    asking = control_client(address, root_certificates)
     threading.Thread(target=read, name="run-log", daemon=True).start()
     rest = ""
     try:

@@ -37,7 +37,7 @@ PullAll = Callable[[list[str], Pull], dict[str, bytes]]
 """Flower's `pull_objects`."""
 
 
-class LetGo:
+class ReleaseResponses:
     """An interceptor of Flower's HTTP client that frees the memory of responses.
 
     A response and its stream refer to each other, so the megabytes of the response and its request would stay until

@@ -268,7 +268,7 @@ def test_what_is_started_again_and_what_is_not(tmp_path):
         (deployment.credentials.server.nodes / "site-1.pub").unlink()
         with open_fleet(f"127.0.0.1:{deployment.control}", deployment.credentials.server.root_certificates) as fleet:
             wait(
-                lambda: {node.name: node.status for node in fleet.nodes()}
+                lambda: {key.name: key.status for key in fleet.node_keys()}
                 == {"site-0": "registered", "site-1": "unregistered"},
                 "the key to be unregistered",
             )

@@ -208,7 +208,7 @@ def _unregister(server: ServerFolder, name: str, superlink: str | None, folder: 
     try:
         with open_fleet(address, server.root_certificates) as fleet:
             results = align(fleet, server, name)
-            known = [node for node in fleet.nodes() if node.name == name]
+            known = [key for key in fleet.node_keys() if key.name == name]
     except FleetError as error:
         _warn(
             f"THE KEY IS NOT UNREGISTERED: {error}. A running SuperLink still accepts it. A server that reads this "

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from tepal import models
 from tepal.host.files import new_log
-from tepal.host.superlink import Outcome, RunError
+from tepal.host.superlink import EndedRun, RunError
 from tepal.records.run_directory import CHECKPOINTS, KEPT_IN, METRICS, find_run, read_metrics, read_summary
 from tepal.report.terminal import RoundProgress, final_table, follow_metrics
 from tepal.server_app.config import ConfigError, RunConfig
@@ -50,7 +50,7 @@ def check_clients(config: RunConfig, clients: int, *, parts: bool = True) -> Non
             raise ConfigError(str(error)) from error
 
 
-def run_and_show(start: Callable[..., Outcome], config: RunConfig, console: Console, verbose: bool) -> None:
+def run_and_show(start: Callable[..., EndedRun], config: RunConfig, console: Console, verbose: bool) -> None:
     """Run once, and show the progress and the final table."""
     begun: list[Path] = []
     try:
@@ -65,7 +65,7 @@ def run_and_show(start: Callable[..., Outcome], config: RunConfig, console: Cons
 
 
 def run_once(
-    start: Callable[..., Outcome],
+    start: Callable[..., EndedRun],
     config: RunConfig,
     progress: RoundProgress,
     console: Console,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -64,12 +63,12 @@ def loopback_command(
 
     Certificates and keys are made for it. All processes end, and all files except the run's are removed.
     """
-    from tepal.tools.deploy.loopback import loopback
+    from tepal.tools.deploy.loopback import LoopbackEngine
 
     console = Console()
     with reported(RunError):
         config, _ = open_run({**app_run_config(app), **parse_run_config(run_config or [])})
         check_clients(config, clients, parts=not node_config)
         node_configs = [parse_run_config([text]) for text in node_config or []]
-        start = partial(loopback, app, clients=clients, node_configs=node_configs, cache=cache_of(config))
-        run_and_show(start, config, console, verbose)
+        with LoopbackEngine(app, clients, node_configs, cache=cache_of(config)) as engine:
+            run_and_show(engine.run, config, console, verbose)

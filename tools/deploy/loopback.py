@@ -7,11 +7,8 @@ machines. All credentials and processes are temporary.
 from __future__ import annotations
 
 import contextlib
-import shutil
 import ssl
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +17,6 @@ from pathlib import Path
 
 from joblib import cpu_count
 
-from tepal.host.files import new_log
 from tepal.host.processes import (
     Process,
     ProcessError,
@@ -31,86 +27,51 @@ from tepal.host.processes import (
     wait_for_log,
 )
 from tepal.host.site import read_site
-from tepal.host.superlink import (
-    Clock,
-    Listener,
-    Outcome,
-    RunError,
-    app_run_config,
-    connect,
-    explain,
-    follow,
-    stage_app,
-    submit,
-)
-from tepal.host.toml import Value, parse_run_config, to_toml
+from tepal.host.superlink import Clock, connect, follow, submit
+from tepal.host.toml import Value, to_toml
 from tepal.tools.deploy.fleet import align, open_fleet
 from tepal.tools.deploy.provision import make
 from tepal.tools.deploy.settings import Settings, superlink_command
+from tepal.tools.simulation.engine import Engine, RunRequest
 
 _START = 120.0  # seconds within which SuperLink and nodes must start
 _GRACE = 5.0  # seconds within which they must end
 
 
-def loopback(
-    app: Path,
-    *,
-    clients: int,
-    run_config: Mapping[str, Value] | Sequence[str] = (),
-    node_configs: Sequence[Mapping[str, Value]] = (),
-    on_event: Listener | None = None,
-    timeout: float | None = None,
-    log: Path | None = None,
-    cache: Path | None = None,
-) -> Outcome:
-    """Run the Flower app in the folder `app` on a deployment of its own, and wait for its end.
+class LoopbackEngine(Engine):
+    """Runs a Flower app on a deployment of its own, which is started for the run and stopped after it.
 
     Args:
-        clients: Number of clients; each is a `tepal node`, registered as site-1, site-2, …
-        run_config: As for `tepal.tools.simulation.engines.simulate`.
-        node_configs: Each client's, in order; by default a client gets its partition of the run's dataset.
-        on_event: Called with stages and log lines.
-        timeout: Seconds from the call on, after which the run is stopped. None: no limit.
-        log: File for the run's log (default: a new one in the system's temporary folder).
-        cache: Folder of the clients' caches (default: a temporary one).
+        app: folder of the app.
+        clients: number of clients; each is a `tepal node`, registered as site-1, site-2, …
+        node_configs: each client's, in order; by default a client gets its partition of the run's dataset.
+        cache: folder of the clients' caches (default: $TEPAL_CACHE, else a temporary one).
 
-    Raises:
-        RunError: with the app's own error where the app failed.
-        ValueError: an argument out of range.
+    Raises ValueError for an argument out of range.
     """
-    if clients < 1:
-        raise ValueError(f"clients is {clients}, expected at least 1")
-    if node_configs and len(node_configs) != clients:
-        raise ValueError(f"there are {len(node_configs)} node configs for {clients} clients")
-    configs = node_configs or [{"partition-id": k, "num-partitions": clients} for k in range(clients)]
-    config = parse_run_config(run_config) if not isinstance(run_config, Mapping) else dict(run_config)
-    app = app.resolve()
-    if unknown := sorted(set(config) - set(app_run_config(app))):
-        raise RunError(f"{app.name} has no run configuration key {', '.join(unknown)}")
-    log = log or new_log("loopback")
-    clock = Clock(on_event or (lambda _kind, _text: None), timeout)
-    folder = Path(tempfile.mkdtemp(prefix="tepal-loopback-"))
-    try:
-        bundle, work = folder / "app", folder / "work"
-        bundle.mkdir()
-        stage_app(app, bundle)
-        changes = folder / "run-config.toml"
-        changes.write_text(to_toml(config), encoding="utf-8")
-        work.mkdir()
-        with deployment(folder, configs, clock, cache or folder / "cache") as running:
+
+    kind = "a deployment on this machine"
+
+    def __init__(
+        self, app: Path, clients: int, node_configs: Sequence[Mapping[str, Value]] = (), *, cache: Path | None = None
+    ) -> None:
+        super().__init__(app, clients, cache=cache)
+        if node_configs and len(node_configs) != clients:
+            raise ValueError(f"there are {len(node_configs)} node configs for {clients} clients")
+        self._configs = node_configs or [{"partition-id": k, "num-partitions": clients} for k in range(clients)]
+
+    def _run(self, run: RunRequest) -> tuple[int, str, str]:
+        clock, cache = run.clock, Path(self._environment["TEPAL_CACHE"])
+        with deployment(self._folder, self._configs, clock, cache) as running:
             clock.stage("submit", "Submitting the app ...")
-            run_id = submit(bundle, changes, running.superlink, running.environment, clock.left(120))
-            clock.stage("run", f"Run {run_id} with {clients} clients ...")
-            status, details = follow(run_id, running.address, running.superlink, clock, log, running.root_certificates)
+            run_id = submit(self._bundle, run.changes, running.superlink, running.environment, clock.left(120))
+            clock.stage("run", f"Run {run_id} with {self.clients} clients ...")
+            status, details = follow(
+                run_id, running.address, running.superlink, clock, run.log, running.root_certificates
+            )
             clock.stage("stop", f"Run {run_id}: {status}")
-        clock.stage("", "")
-    except (ProcessError, TimeoutError, subprocess.TimeoutExpired) as error:
-        raise RunError(clock.over or str(error), log) from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    if status != "completed":
-        raise RunError(f"The run {status}: {explain(log.read_text(), details)}", log)
-    return Outcome(run_id, status, log, details, clock.seconds)
+        self._stop()  # the next run has a deployment of its own
+        return run_id, status, details
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A server's metrics for Prometheus, from its journal and from `metrics.jsonl` of the newest run and those in progress.
+"""A server's metrics for Prometheus: from its journal, and from metrics.jsonl of the newest run and those in progress.
 """
 
 from __future__ import annotations

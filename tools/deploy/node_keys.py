@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-
     from tepal.tools.deploy.fleet import Fleet, KeyResult
     from tepal.tools.deploy.provision import ServerFolder
 
@@ -75,7 +74,7 @@ class Keys:
                     present[name] = self._present[name]
         results = align(self._fleet, self.server)
         unregister, self._missing = vanished(self._seen, present.values(), self._missing)
-        for node in self._fleet.nodes() if unregister else ():
+        for node in self._fleet.node_keys() if unregister else ():
             if node.public_key in unregister and node.status != "unregistered":
                 self._fleet.unregister(node.node_id)
                 done = f"unregistered: its key was removed from {self.server.nodes}, or replaced"

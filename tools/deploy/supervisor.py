@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import ssl
@@ -13,6 +12,8 @@ from datetime import UTC, datetime
 from tepal.host.files import locked
 from tepal.host.metrics import serving
 from tepal.host.processes import Process, ProcessError, started, wait_for_http
+from tepal.host.superlink import connect
+from tepal.tools.deploy.fleet import Fleet, FleetError, RunStatus, Unreachable, open_fleet
 from tepal.tools.deploy.journal import HEARTBEAT, STATE, Journal, timestamp
 from tepal.tools.deploy.metrics import server_families
 from tepal.tools.deploy.node_keys import Keys, ServerError, check_credentials
@@ -20,7 +21,7 @@ from tepal.tools.deploy.recovery import pause
 from tepal.tools.deploy.run_queue import RunQueue
 from tepal.tools.deploy.settings import Settings, reachable, superlink_command, superlink_environment
 from tepal.tools.deploy.superlink_log import tailed
-from tepal.tools.deploy.watch import Runs, RunStatus, Watch
+from tepal.tools.deploy.watch import Watch
 
 log = logging.getLogger("tepal.server")
 
@@ -68,8 +69,6 @@ class Supervisor:
             self.journal.control, self.journal.fleet = settings.control, settings.fleet
             self.journal.root_certificates = str(settings.root_certificates or "")
             self.journal.superlink_starts, self.journal.nodes = 0, []
-            from tepal.host.superlink import connect
-
             connect(self.queue.app.home, settings.control, settings.root_certificates)
             try:
                 with tailed(self.state / "log" / "superlink.log"):
@@ -129,19 +128,10 @@ class Supervisor:
                     self.journal.beat()
             log.info("The SuperLink runs: control %s, fleet %s.", settings.control, settings.fleet)
             self.journal.superlink = "running"
-            from tepal.tools.deploy.fleet import open_fleet
+            with open_fleet(settings.control, settings.root_certificates) as fleet:
+                self._serve(superlink, fleet, Keys(settings.credentials, fleet) if settings.credentials else None)
 
-            with (
-                open_fleet(settings.control, settings.root_certificates) as fleet,
-                contextlib.closing(Runs(settings.control, settings.root_certificates)) as runs,
-            ):
-                self._serve(superlink, runs, Keys(settings.credentials, fleet) if settings.credentials else None)
-
-    def _serve(self, superlink: Process, runs: Runs, keys: Keys | None) -> None:
-        import httpx
-
-        from tepal.tools.deploy.fleet import FleetError, Unreachable
-
+    def _serve(self, superlink: Process, fleet: Fleet, keys: Keys | None) -> None:
         watches: dict[int, Watch] = {}
         done: set[int] = set()
         next_keys = next_runs = 0.0
@@ -159,15 +149,12 @@ class Supervisor:
                         keys.look()
                         self.journal.nodes, next_keys = keys.names, now + _KEYS_INTERVAL
                     if now >= next_runs:
-                        statuses, next_runs = runs.statuses(), now + _RUNS_INTERVAL
+                        statuses, next_runs = fleet.runs(), now + _RUNS_INTERVAL
                     last_answer = now
                 except FleetError as error:
                     if not isinstance(error, Unreachable):
                         log.error("%s", error)
                     elif now - last_answer > _SILENT:
-                        raise ProcessError(f"it has not answered for {_SILENT:g} s ({error})") from error
-                except (httpx.HTTPError, OSError) as error:
-                    if now - last_answer > _SILENT:
                         raise ProcessError(f"it has not answered for {_SILENT:g} s ({error})") from error
                 self.queue.submit(superlink, watches)
                 for run_id in statuses:
@@ -175,7 +162,7 @@ class Supervisor:
                     if run_id not in watches and run_id not in done and self.queue.submitting is None:
                         watches[run_id] = self.queue.watch(run_id, superlink, None)
                 for run_id, watch in list(watches.items()):
-                    if self.queue.look_after(watch, statuses.get(run_id, RunStatus()), runs):
+                    if self.queue.look_after(watch, statuses.get(run_id, RunStatus()), fleet):
                         done.add(run_id)
                         del watches[run_id]
                 self._check_pending(watches, statuses)

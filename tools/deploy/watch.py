@@ -1,4 +1,4 @@
-"""The runs of a SuperLink: their statuses by its Control API, and a thread that follows a run's log."""
+"""A thread that follows the log of a run."""
 
 from __future__ import annotations
 
@@ -6,55 +6,10 @@ import contextlib
 import shutil
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from tepal.host.processes import Process, ProcessError
 from tepal.tools.deploy.recovery import Due
-
-
-@dataclass(frozen=True)
-class RunStatus:
-    """Flower's status of a run: pending, starting, running, finished; then completed, failed or stopped; the reason."""
-
-    status: str = ""
-    ended: str = ""
-    details: str = ""
-
-
-class Runs:
-    """The runs of a SuperLink, by its Control API."""
-
-    def __init__(self, address: str, root_certificates: Path | None) -> None:
-        from flwr.supercore.control import ControlHttpClient
-
-        self._client = ControlHttpClient.from_server_address(
-            server_address=address,
-            insecure=root_certificates is None,
-            root_certificates=root_certificates.read_bytes() if root_certificates else None,
-            interceptors=(),
-        )
-
-    def statuses(self) -> dict[int, RunStatus]:
-        """Return the status of each run, by its id."""
-        from flwr.proto.control_pb2 import ListRunsRequest
-
-        found = self._client.ListRuns(ListRunsRequest()).run_dict
-        return {
-            run_id: RunStatus(run.status.status, run.status.sub_status, run.status.details)
-            for run_id, run in found.items()
-        }
-
-    def stop(self, run_id: int) -> None:
-        """Stop a run whose process is dead, and with it the messages to its nodes."""
-        import httpx
-        from flwr.proto.control_pb2 import StopRunRequest
-
-        with contextlib.suppress(httpx.HTTPError):  # the run or the SuperLink has ended meanwhile
-            self._client.StopRun(StopRunRequest(run_id=run_id))
-
-    def close(self) -> None:
-        self._client.close()
 
 
 class Watch:

@@ -16,7 +16,7 @@ from typing import Self
 
 from tepal.host.files import new_log
 from tepal.host.processes import ProcessError, flower_environment
-from tepal.host.superlink import Clock, Listener, Outcome, RunError, app_run_config, explain, stage_app
+from tepal.host.superlink import Clock, EndedRun, Listener, RunError, app_run_config, explain, stage_app
 from tepal.host.toml import Value, parse_run_config, to_toml
 
 # A Unix socket's path has 107 bytes on Linux and 103 on macOS; Ray puts its sockets 69 bytes below its folder.
@@ -28,7 +28,7 @@ def _ignore(_kind: str, _text: str) -> None:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunRequest:
     """One run: the file with changes to the run config, its log, its clock."""
 
     changes: Path
@@ -37,11 +37,11 @@ class Run:
 
 
 class Engine(ABC):
-    """Runs a Flower app with simulated clients, one run after another. A context manager; `run` starts the processes.
+    """Runs a Flower app with clients on this machine, one run after another. A context manager; `run` starts processes.
 
     Args:
         app: folder of the app.
-        clients: number of simulated clients.
+        clients: number of clients.
         cache: folder of the clients' caches (default: $TEPAL_CACHE, else a temporary one, removed with the engine).
         why: the reason for this engine, for `said`.
 
@@ -82,7 +82,7 @@ class Engine(ABC):
         on_event: Listener | None = None,
         timeout: float | None = None,
         log: Path | None = None,
-    ) -> Outcome:
+    ) -> EndedRun:
         """Run the app once, and wait for its end. Arguments and errors are those of `simulate`."""
         clock = Clock(on_event or _ignore, timeout)
         config = parse_run_config(run_config) if not isinstance(run_config, Mapping) else dict(run_config)
@@ -96,7 +96,7 @@ class Engine(ABC):
         try:
             self._start()
             self._runs += 1
-            run = Run(self._folder / f"run-{self._runs}.toml", log.resolve(), clock)
+            run = RunRequest(self._folder / f"run-{self._runs}.toml", log.resolve(), clock)
             run.changes.write_text(to_toml(config), encoding="utf-8")
             run_id, status, details = self._run(run)
         except BaseException as error:
@@ -109,7 +109,7 @@ class Engine(ABC):
         clock.stage("", "")
         if status != "completed":
             raise RunError(f"The run {status}: {explain(run.log.read_text(), details)}", run.log)
-        return Outcome(run_id, status, run.log, details, clock.seconds)
+        return EndedRun(run_id, status, run.log, details, clock.seconds)
 
     def _start(self) -> None:
         """Copy the app's files to a temporary folder, once."""
@@ -133,7 +133,7 @@ class Engine(ABC):
         self._running.close()
 
     @abstractmethod
-    def _run(self, run: Run) -> tuple[int, str, str]:
+    def _run(self, run: RunRequest) -> tuple[int, str, str]:
         """Start the processes if necessary, and run the app; return the run's id, status and Flower's explanation."""
 
 

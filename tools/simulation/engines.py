@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tepal.host.superlink import Listener, Outcome, app_settings
+from tepal.host.superlink import EndedRun, Listener, app_settings
 from tepal.host.toml import Value
 from tepal.tools.simulation.engine import Engine
 from tepal.tools.simulation.process_engine import ProcessEngine
@@ -37,7 +37,7 @@ def simulate(
     timeout: float | None = None,
     log: Path | None = None,
     cache: Path | None = None,
-) -> Outcome:
+) -> EndedRun:
     """Run the Flower app in the folder `app` in Flower's simulation runtime, and wait for its end.
 
     The app runs from a bundle in an empty temporary folder: outputs belong at absolute paths, given in `run_config`.
@@ -71,7 +71,7 @@ def simulate_in_process(
     timeout: float | None = None,
     log: Path | None = None,
     cache: Path | None = None,
-) -> Outcome:
+) -> EndedRun:
     """As `simulate`, but without SuperLink and Ray.
 
     By default clients train in turn, each with all cores. With `cpus_per_client` several train at the same time, as in

@@ -15,13 +15,13 @@ registered under the site's name (`tepal.tools.deploy.fleet`); whoever has a sit
 New files are written to a hidden folder and then renamed: a call that fails leaves the folder as it was.
 """
 
-from tepal.host.site import ProvisionError, Site, parse_node_config, read_site
+from tepal.host.site import ProvisionError, SiteCredentials, parse_node_config, read_site
 from tepal.tools.deploy.provision.certificates import SOON
 from tepal.tools.deploy.provision.folder import (
     Overview,
     Provisioned,
     ServerFolder,
-    SiteState,
+    SiteKey,
     find_server,
     fingerprint,
     load_public_key,
@@ -37,8 +37,8 @@ __all__ = [
     "ProvisionError",
     "Provisioned",
     "ServerFolder",
-    "Site",
-    "SiteState",
+    "SiteCredentials",
+    "SiteKey",
     "add",
     "find_server",
     "fingerprint",

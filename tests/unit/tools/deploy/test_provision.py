@@ -656,7 +656,7 @@ def test_an_archive_that_is_not_unpacked_is_refused_with_how_to(made):
 def test_node_config_is_read_as_flower_reads_it():
     from flwr.common.config import parse_config_args
 
-    for text in ("data='a b.npz' partition-id=3", "x=true y=0.5 z.w=\"t\""):
+    for text in ("data='a b.npz' partition-id=3", 'x=true y=0.5 z.w="t"'):
         assert parse_node_config([text]) == parse_config_args([text])
     assert parse_node_config(None) is None and parse_node_config([""]) == {}
     with pytest.raises(ProvisionError, match="--node-config: node config data=x"):
@@ -708,7 +708,7 @@ def superlink():
 
 
 def statuses(superlink):
-    return sorted((node.name, node.status) for node in superlink.fleet.nodes())
+    return sorted((node.name, node.status) for node in superlink.fleet.node_keys())
 
 
 def test_registering_again_changes_nothing(made, superlink):
@@ -745,7 +745,7 @@ def test_one_site_can_be_aligned_alone(made, superlink):
 
 def test_a_key_that_another_unregisters_meanwhile_is_no_problem_and_an_unknown_node_is(made, superlink):
     align(superlink.fleet, made.server, "north")
-    (node,) = superlink.fleet.nodes()
+    (node,) = superlink.fleet.node_keys()
     superlink.fleet.unregister(node.node_id)
     superlink.fleet.unregister(node.node_id)
     assert statuses(superlink) == [("north", "unregistered")]
@@ -755,7 +755,7 @@ def test_a_key_that_another_unregisters_meanwhile_is_no_problem_and_an_unknown_n
 
 def test_a_key_that_cannot_be_registered_keeps_no_other_out(made, superlink):
     align(superlink.fleet, made.server, "north")
-    superlink.fleet.unregister(superlink.fleet.nodes()[0].node_id)  # by other hands: the folder does not know
+    superlink.fleet.unregister(superlink.fleet.node_keys()[0].node_id)  # by other hands: the folder does not know
     (made.server.nodes / "bad.pub").write_text("ssh-rsa nothing")
     add(made.folder, sites=["twin", "zebra"])
     shutil.copy(made.server.nodes / "zebra.pub", made.server.nodes / "twin.pub")
@@ -781,7 +781,7 @@ def test_who_does_not_answer_or_is_not_trusted_is_said(tmp_path, made):
         open_fleet(f"127.0.0.1:{free_port()}", made.server.root_certificates) as fleet,
         pytest.raises(Unreachable, match=r"no SuperLink answers at 127\.0\.0\.1"),
     ):
-        fleet.nodes()
+        fleet.node_keys()
     (tmp_path / "ca.crt").write_text("nothing")
     with pytest.raises(ProvisionError, match="not a certificate"), open_fleet("x:1", tmp_path / "ca.crt"):
         pass
