@@ -41,13 +41,10 @@ def serving(address: str, families: Callable[[], Families]) -> Iterator[None]:
         def collect(self) -> Families:
             return families()
 
-        def describe(self) -> Families:
-            return []  # the families are known only at a scrape
-
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise MetricsError(f"--metrics is {address!r}, expected HOST:PORT, such as 127.0.0.1:9464")
-    registry = CollectorRegistry(auto_describe=False)
+    registry = CollectorRegistry()
     registry.register(Scraped())
     try:
         server, thread = start_http_server(int(port), host.strip("[]"), registry)

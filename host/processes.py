@@ -64,22 +64,20 @@ def flower_environment(home: Path) -> dict[str, str]:
 
     `home` becomes FLWR_HOME: connections and installed app bundles are kept there and not in the user's `~/.flwr`.
     """
-    environment = dict(os.environ)
     # Flower finds flower-superexec and flwr-simulation by name: they must be those of this interpreter, also when its
     # virtual environment was never activated.
     programs = str(Path(sys.executable).parent)
-    environment["PATH"] = os.pathsep.join([programs, environment.get("PATH", os.defpath)])
-    environment |= {
+    return os.environ | {
+        "PATH": os.pathsep.join([programs, os.environ.get("PATH", os.defpath)]),
         "FLWR_HOME": str(home),
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         # Without this the SuperLink resolves and downloads the app's dependencies for every run.
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
-        "HF_HUB_OFFLINE": environment.get("HF_HUB_OFFLINE", "1"),
+        "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
         "PYTHONUNBUFFERED": "1",
     }
-    return environment
 
 
 @dataclass
@@ -139,8 +137,8 @@ class Process:
     def stop(self, grace: float = 10.0) -> None:
         """End the child and its descendants: SIGTERM, then SIGKILL to those that are left after `grace` seconds."""
         end = time.monotonic() + grace
-        tree = {process.pid: process for process in self.tree()}
-        _signal(tree.values(), signal.SIGTERM)
+        tree = self.tree()
+        _signal(tree, signal.SIGTERM)
         while tree and time.monotonic() < end:
             time.sleep(0.02)
             tree = self._left(tree)
@@ -148,32 +146,28 @@ class Process:
 
     def kill(self) -> None:
         """End the child and its descendants by SIGKILL, as a crash of its machine would."""
-        self._kill({process.pid: process for process in self.tree()})
+        self._kill(self.tree())
 
-    def _kill(self, tree: dict[int, psutil.Process]) -> None:
+    def _kill(self, tree: list[psutil.Process]) -> None:
         # A process may fork while it is being killed: repeat until none is found.
         for _ in range(50):
             if not tree:
                 break
-            self._kill_group()
-            _signal(tree.values(), signal.SIGKILL)
+            # The group's id is the child's pid, which stays reserved only while the child has not been reaped.
+            if self._popen.returncode is None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self.pid, signal.SIGKILL)
+            _signal(tree, signal.SIGKILL)
             time.sleep(0.02)
             tree = self._left(tree)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(1)
 
-    def _left(self, tree: Mapping[int, psutil.Process]) -> dict[int, psutil.Process]:
+    def _left(self, tree: list[psutil.Process]) -> list[psutil.Process]:
         """Return the processes of the tree that are alive, and new descendants."""
         self._popen.poll()  # reaps it
         # A known process is ours, even when its parent has ended and its environment cannot be read.
-        alive = {pid: process for pid, process in tree.items() if _alive(process)}
-        return alive | {process.pid: process for process in self.tree()}
-
-    def _kill_group(self) -> None:
-        # The group's id is the child's pid, which stays reserved only while the child has not been reaped.
-        if self._popen.returncode is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
+        return list({*filter(_alive, tree), *self.tree()})
 
 
 @contextlib.contextmanager
@@ -275,7 +269,7 @@ def wait_for_http(
     """Wait until `url`, of a server of our own, answers with a success status.
 
     Args:
-        url: an http or https address; it is never asked through a proxy.
+        url: an http or https address, which is never requested through a proxy.
         timeout: seconds.
         process: the server, if this process started it.
         context: which certificates to trust.

@@ -7,6 +7,7 @@ own, because a broken installation may crash at its import.
 
 from __future__ import annotations
 
+import contextlib
 import email.utils
 import errno
 import json
@@ -25,9 +26,13 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 from rich.text import Text
+
+if TYPE_CHECKING:
+    from tepal.host.site import SiteCredentials
 
 OK, WARNING, PROBLEM, SKIPPED = "ok", "warning", "problem", "skipped"
 
@@ -106,15 +111,15 @@ def examine(asked: Questions) -> Iterator[Finding]:
     if asked.credentials:
         yield from credentials(asked.credentials)
     else:
-        yield _skipped("credentials", "no folder of credentials was named", "--credentials FOLDER looks at one")
+        yield Finding("credentials", SKIPPED, "no folder of credentials is given", "name it with --credentials")
     if asked.site:
         yield from site(asked.site)
     else:
-        yield _skipped("site", "no site was named", "--site FOLDER, or its archive, looks at one")
+        yield Finding("site", SKIPPED, "no site is given", "name its folder or archive with --site")
     if asked.superlink:
         yield clock(asked)
     else:
-        yield _skipped("clock", "no server was named", "--superlink HOST:PORT compares this machine's clock with its")
+        yield Finding("clock", SKIPPED, "no server is given", "name its control port with --superlink HOST:PORT")
 
 
 # --- the installation -------------------------------------------------------------------------------------------------
@@ -163,7 +168,8 @@ def torch_and_gpu(devices: Path = Path("/dev")) -> Iterator[Finding]:
         yield Finding("torch", PROBLEM, f"its import takes more than {_TORCH:.0f} s", "check for a slow disk")
         return
     except (IndexError, ValueError):
-        ended = f"its import ended the process with status {done.returncode}: {_last_line(done.stderr)}"
+        *_, last = ["without output", *done.stderr.strip().splitlines()]
+        ended = f"its import ended the process with status {done.returncode}: {last.strip()}"
         yield Finding("torch", PROBLEM, ended, "pip install --force-reinstall torch")
         return
     if "error" in said:
@@ -296,17 +302,10 @@ def site(path: Path) -> Iterator[Finding]:
     from tepal.tools.deploy.provision import ProvisionError, read_site
 
     try:
-        if path.is_file():
-            yield _modes("site's archive", [path])
-            with tempfile.TemporaryDirectory(prefix="tepal-doctor-") as unpacked:
-                with tarfile.open(path) as archive:
-                    archive.extractall(unpacked, filter="data")
-                [inside] = Path(unpacked).iterdir()
-                read = read_site(inside)
-                yield _site_finding(read.name, read.superlink, read.root_certificates)
-        else:
-            read = read_site(path)
-            yield _site_finding(read.name, read.superlink, read.root_certificates)
+        with _unpacked(path) as unpacked:
+            if path.is_file():
+                yield _modes("site's archive", [path])
+            yield _site_finding(read_site(unpacked))
     except ProvisionError as error:
         yield Finding("site", PROBLEM, *_halves(str(error)))
     except (OSError, ValueError, tarfile.TarError) as error:
@@ -314,14 +313,25 @@ def site(path: Path) -> Iterator[Finding]:
         yield Finding("site", PROBLEM, f"{path} is not a site's archive: {error}", remedy)
 
 
-def _site_finding(name: str, superlink: str, root_certificates: Path) -> Finding:
-    from cryptography import x509
+@contextlib.contextmanager
+def _unpacked(path: Path) -> Iterator[Path]:
+    """Yield a site's folder: the given one, or a temporary one with the content of the given archive."""
+    if not path.is_file():
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="tepal-doctor-") as folder:
+        with tarfile.open(path) as archive:
+            archive.extractall(folder, filter="data")
+        [inside] = Path(folder).iterdir()
+        yield inside
 
+
+def _site_finding(site: SiteCredentials) -> Finding:
+    from tepal.host.site import days_left, read_certificate
     from tepal.tools.deploy.provision import SOON
 
-    end = x509.load_pem_x509_certificate(root_certificates.read_bytes()).not_valid_after_utc
-    days = (end - datetime.now(UTC)).days
-    found = f"{name}, of the server at {superlink}; its authority's certificate is valid for {days} days"
+    days = days_left(read_certificate(site.root_certificates))
+    found = f"{site.name}, of the server at {site.superlink}; its authority's certificate is valid for {days} days"
     if days < SOON:
         return Finding("site", WARNING, found, "ask the server's administrator for an archive of a new deployment")
     return Finding("site", OK, found)
@@ -378,15 +388,11 @@ def judge_clock(ahead: float, superlink: str) -> Finding:
 
 def _certificates(asked: Questions) -> str:
     """Return the authority's certificate in PEM, from a file, the credentials or the site; "" if none is given."""
-    for given in filter(None, (asked.root_certificates, asked.credentials, asked.site)):
-        for candidate in (given, given / "server" / "ca.crt", given / "ca.crt"):
-            if candidate.is_file():
-                if candidate == asked.site:
-                    with tarfile.open(candidate) as archive:
-                        [member] = [name for name in archive.getnames() if name.endswith("/ca.crt")]
-                        content = archive.extractfile(member)
-                        return content.read().decode() if content else ""
-                return candidate.read_text(encoding="ascii")
+    with _unpacked(asked.site) if asked.site else contextlib.nullcontext() as site:
+        for given in filter(None, (asked.root_certificates, asked.credentials, site)):
+            for candidate in (given, given / "server" / "ca.crt", given / "ca.crt"):
+                if candidate.is_file():
+                    return candidate.read_text(encoding="ascii")
     return ""
 
 
@@ -412,12 +418,3 @@ def _halves(said: str) -> tuple[str, str]:
         if there:
             return found, remedy
     return said, "see the documentation of `tepal provision`"
-
-
-def _last_line(text: str) -> str:
-    lines = [line for line in text.strip().splitlines() if line.strip()]
-    return lines[-1].strip() if lines else "without output"
-
-
-def _skipped(check: str, found: str, remedy: str) -> Finding:
-    return Finding(check, SKIPPED, found, remedy)

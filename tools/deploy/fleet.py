@@ -141,7 +141,7 @@ def align(fleet: Fleet, server: ServerFolder, name: str | None = None) -> list[K
         if name not in (None, site):
             continue
         try:
-            key = _pem(path)
+            key = read_key(path)
             revoked.add(key)
             node = known.get(key)
             if node is not None and node.status != "unregistered":
@@ -154,7 +154,7 @@ def align(fleet: Fleet, server: ServerFolder, name: str | None = None) -> list[K
     for site, path in server.node_keys().items():
         if name in (None, site):
             try:
-                results.append(_register(fleet, site, _pem(path), known, revoked))
+                results.append(_register(fleet, site, read_key(path), known, revoked))
             except Unreachable:
                 raise
             except (ProvisionError, FleetError, OSError) as error:
@@ -176,10 +176,11 @@ def _register(fleet: Fleet, site: str, key: bytes, known: dict[bytes, NodeKey], 
     return KeyResult(site, "was registered before" + (f", is {node.status}" if node.status != "registered" else ""))
 
 
-def _pem(path: Path) -> bytes:
+def read_key(path: Path) -> bytes:
+    """Read a public key, and return it in the form that the SuperLink keeps and compares. Raises ProvisionError."""
     from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
-    return public_key_to_bytes(load_public_key(path))  # as the SuperLink keeps and compares it
+    return public_key_to_bytes(load_public_key(path))
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ New files are written to a hidden folder and then renamed: a call that fails lea
 """
 
 from tepal.host.site import ProvisionError, SiteCredentials, parse_node_config, read_site
-from tepal.tools.deploy.provision.certificates import SOON
+from tepal.tools.deploy.provision.certificates import SOON, hosts_of
 from tepal.tools.deploy.provision.folder import (
     Overview,
     Provisioned,
@@ -42,6 +42,7 @@ __all__ = [
     "add",
     "find_server",
     "fingerprint",
+    "hosts_of",
     "load_public_key",
     "make",
     "overview",
