@@ -62,9 +62,8 @@ def sync_folder(folder: Path) -> None:
 
 def new_log(name: str) -> Path:
     """Make an empty file `tepal-<name>-….log` in the system's temporary folder."""
-    handle, path = tempfile.mkstemp(prefix=f"tepal-{name}-", suffix=".log")
-    os.close(handle)
-    return Path(path)
+    with tempfile.NamedTemporaryFile(prefix=f"tepal-{name}-", suffix=".log", delete=False) as file:
+        return Path(file.name)
 
 
 @contextlib.contextmanager

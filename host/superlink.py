@@ -18,7 +18,7 @@ import threading
 import time
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,35 +59,26 @@ class RunError(RuntimeError):
 class EndedRun:
     """A run that has ended.
 
-    `status` is Flower's: "completed", "failed" or "stopped"; `details` is Flower's explanation; `seconds` is the
-    duration of each stage, by name.
+    `status` is Flower's: "completed", "failed" or "stopped"; `details` is Flower's explanation.
     """
 
     run_id: int
     status: str
     log: Path
     details: str = ""
-    seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 class Clock:
-    """Measures the stages of a run, reports them to a listener, and has the time limit."""
+    """Reports the stages and log lines of a run to a listener, and measures its time limit."""
 
     def __init__(self, tell: Listener, limit: float | None) -> None:
         self.tell = tell
         self.limit = math.inf if limit is None else limit
-        self.seconds: dict[str, float] = {}
-        self._begun = self._stage_begun = time.monotonic()
-        self._stage = ""
+        self._begun = time.monotonic()
 
-    def stage(self, name: str, text: str) -> None:
-        """End the stage before and begin a new one; with the name "", only end it."""
-        now = time.monotonic()
-        if self._stage:
-            self.seconds[self._stage] = now - self._stage_begun
-        self._stage, self._stage_begun = name, now
-        if text:
-            self.tell("stage", text)
+    def stage(self, text: str) -> None:
+        """Report that a stage begins."""
+        self.tell("stage", text)
 
     def left(self, at_most: float = math.inf) -> float:
         """Return the seconds until the limit, at most `at_most`."""

@@ -78,8 +78,7 @@ class Submitted:
     def _follow(self, watch: Callable[[Path], tuple[str, str]]) -> None:
         try:
             status, details = watch(self.log)
-            self._clock.stage("", "")
-            self._end = EndedRun(self.run_id, status, self.log, details, self._clock.seconds)
+            self._end = EndedRun(self.run_id, status, self.log, details)
         except BaseException as error:  # `wait` raises it
             self._end = error
 
@@ -327,12 +326,10 @@ class Loopback:
         stage_app(app, bundle)
         config.write_text(to_toml(run_config or {}))
         clock = Clock(lambda kind, text: None, timeout)
-        clock.stage("submit", "")
         if self.warm:
             run_id = _submitted(bundle, config, self.address, self.root_certificates)
         else:
             run_id = submit(bundle, config, self.superlink, self._environment, clock.left())
-        clock.stage("run", "")
         superlink = self.superlink
         self._runs.append(
             Submitted(

@@ -16,7 +16,7 @@ from tepal.records.run_directory import LATEST, RunInUse
 from tepal.report.terminal import RoundProgress
 from tepal.server_app.config import ConfigError, RunConfig, defaults
 from tepal.tools.cli import commands, reported
-from tepal.tools.cli.running import CPUS, ENGINE, cache_in, check_clients, run_once
+from tepal.tools.cli.running import CPUS, ENGINE, AppFolder, RunConfigs, Verbose, cache_in, check_clients, run_once
 from tepal.tools.compare.comparison import OWN_KEYS, Comparison, cells_of, find_comparison, measure, read_comparison
 from tepal.tools.compare.runs import ALL, USUAL, check, new_folder, run_cells, seed_numbers, strategy_names
 from tepal.tools.compare.tables import comparison_table
@@ -28,7 +28,7 @@ app = commands("compare")
 
 @app.command("compare")
 def compare_command(
-    app: Annotated[Path, typer.Argument(help="folder of the Flower app: a checkout of this project")] = Path("."),
+    app: AppFolder = Path("."),
     strategies: Annotated[
         str | None,
         typer.Option(help=f"names in order, separated by commas; {ALL!r}: all", show_default=",".join(USUAL)),
@@ -37,10 +37,7 @@ def compare_command(
         str | None, typer.Option(help="run each strategy with these: 1,2,3", show_default="that of the run config")
     ] = None,
     clients: Annotated[int | None, typer.Option(min=2, help="simulated clients", show_default="10")] = None,
-    run_config: Annotated[
-        list[str] | None,
-        typer.Option("--run-config", "-c", help="as in `tepal simulate`, for all runs; may be repeated"),
-    ] = None,
+    run_config: RunConfigs = None,
     target: Annotated[
         float | None,
         typer.Option(
@@ -58,7 +55,7 @@ def compare_command(
         float | None, typer.Option(min=0, help="share of a GPU for each client that trains", show_default="0")
     ] = None,
     engine: Annotated[str | None, typer.Option(help=ENGINE, show_default=AUTO)] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="show Flower's own log")] = False,
+    verbose: Verbose = False,
 ) -> None:
     """Run several strategies with otherwise equal settings, and show accuracy and bytes of each.
 

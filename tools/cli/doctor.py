@@ -40,19 +40,15 @@ def doctor_command(
 ) -> None:
     """Check this installation and its machine, and say for each problem what to do. Exit status 1: a problem."""
     from tepal.tools.dashboard.views import console
-    from tepal.tools.deploy.doctor import PROBLEM, Questions, examine, findings_table
+    from tepal.tools.deploy.doctor import PROBLEM, examine, findings_table
 
-    asked = Questions(
-        runs=runs,
-        cache=cache,
-        ports=tuple(port or ()),
-        credentials=credentials,
-        site=site,
-        superlink=superlink,
-        root_certificates=root_certificates,
-    )
     with Console(stderr=True).status("checking …"):
-        findings = list(examine(asked))
+        findings = list(
+            examine(
+                runs=runs, cache=cache, ports=port or (), credentials=credentials, site=site, superlink=superlink,
+                root_certificates=root_certificates,
+            )
+        )  # fmt: skip
     if as_json:
         typer.echo(json.dumps([asdict(each) for each in findings], indent=2))
     else:

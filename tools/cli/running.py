@@ -8,7 +8,9 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Console
 
 from tepal import models
@@ -23,6 +25,13 @@ ENGINE = (
     "the app asks for Ray"
 )
 CPUS = "CPU cores for each client that trains"
+
+AppFolder = Annotated[Path, typer.Argument(help="folder of the Flower app: a checkout of this project")]
+RunConfigs = Annotated[
+    list[str] | None,
+    typer.Option("--run-config", "-c", help="'key=value …' or a TOML file, as in `flwr run`; may be repeated"),
+]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="show Flower's own log")]
 
 _CLIENTS = ".clients"  # in the folder of runs: the caches of simulated clients, by experiment
 

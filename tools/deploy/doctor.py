@@ -79,45 +79,46 @@ class Finding:
     remedy: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Questions:
-    """What to check in addition to the installation."""
+def examine(
+    *,
+    runs: Path = Path("runs"),
+    cache: Path | None = None,
+    ports: Sequence[int] = (),
+    credentials: Path | None = None,
+    site: Path | None = None,
+    superlink: str = "",
+    root_certificates: Path | None = None,
+) -> Iterator[Finding]:
+    """Run all checks, one after the other.
 
-    runs: Path = Path("runs")
-    cache: Path | None = None
-    """None for the cache folder of this user's clients."""
-    ports: tuple[int, ...] = ()
-    """Ports that must be free; by default those of a server, where one may be running."""
-    credentials: Path | None = None
-    """A folder of `tepal provision`, or a copy of its server/."""
-    site: Path | None = None
-    """A site's archive or folder."""
-    superlink: str = ""
-    """HOST:PORT of the server's Control API."""
-    root_certificates: Path | None = None
-
-
-def examine(asked: Questions) -> Iterator[Finding]:
-    """Run all checks, one after the other."""
+    Args:
+        runs: Folder of run directories.
+        cache: Folder of clients' caches. None: that of this user.
+        ports: Ports that must be free; by default those of a server, where one may be running.
+        credentials: A folder of `tepal provision`, or a copy of its server/.
+        site: A site's archive or folder.
+        superlink: HOST:PORT of the server's Control API.
+        root_certificates: PEM file to trust there; by default that of `credentials` or `site`.
+    """
     from tepal.exchange.cache import default_root
 
     yield python_version()
     yield flower_version()
     yield from torch_and_gpu()
-    yield from ports(asked.ports)
-    yield folder("runs folder", asked.runs)
-    yield folder("cache folder", asked.cache or default_root())
+    yield from check_ports(ports)
+    yield folder("runs folder", runs)
+    yield folder("cache folder", cache or default_root())
     yield memory()
-    if asked.credentials:
-        yield from credentials(asked.credentials)
+    if credentials:
+        yield from check_credentials(credentials)
     else:
         yield Finding("credentials", SKIPPED, "no folder of credentials is given", "name it with --credentials")
-    if asked.site:
-        yield from site(asked.site)
+    if site:
+        yield from check_site(site)
     else:
         yield Finding("site", SKIPPED, "no site is given", "name its folder or archive with --site")
-    if asked.superlink:
-        yield clock(asked)
+    if superlink:
+        yield clock(superlink, root_certificates or credentials, site)
     else:
         yield Finding("clock", SKIPPED, "no server is given", "name its control port with --superlink HOST:PORT")
 
@@ -210,7 +211,7 @@ def _gpu(said: dict[str, str], devices: Path) -> Finding:
 # --- the machine ------------------------------------------------------------------------------------------------------
 
 
-def ports(named: Sequence[int]) -> Iterator[Finding]:
+def check_ports(named: Sequence[int]) -> Iterator[Finding]:
     """Check that ports are free. A server may be running on its default ports."""
     for port in named or SERVER_PORTS:
         check = f"port {port}"
@@ -274,17 +275,17 @@ def _memory(free: float, limit: float, found: str) -> Finding:
 # --- credentials ------------------------------------------------------------------------------------------------------
 
 
-def credentials(path: Path) -> Iterator[Finding]:
+def check_credentials(path: Path) -> Iterator[Finding]:
     """Check the certificates' dates and names, and the modes of the keys, in a folder of `tepal provision`."""
-    from tepal.tools.deploy.node_keys import ServerError, check_credentials
+    from tepal.tools.deploy import node_keys
     from tepal.tools.deploy.provision import ProvisionError, find_server, overview
 
     check = "credentials"
     try:
         server = find_server(path)
-        warnings = check_credentials(server, "localhost", datetime.now(UTC))
+        warnings = node_keys.check_credentials(server, "localhost", datetime.now(UTC))
         found = overview(path)
-    except (ProvisionError, ServerError, OSError) as error:
+    except (ProvisionError, node_keys.ServerError, OSError) as error:
         yield Finding(check, PROBLEM, *_halves(str(error)))
         return
     for warning in warnings:
@@ -297,7 +298,7 @@ def credentials(path: Path) -> Iterator[Finding]:
     yield _modes("private keys", [file for file in private if file.exists()])
 
 
-def site(path: Path) -> Iterator[Finding]:
+def check_site(path: Path) -> Iterator[Finding]:
     """Check a site's archive, packed or unpacked."""
     from tepal.tools.deploy.provision import ProvisionError, read_site
 
@@ -349,18 +350,23 @@ def _modes(check: str, files: Sequence[Path]) -> Finding:
 # --- the clock --------------------------------------------------------------------------------------------------------
 
 
-def clock(asked: Questions) -> Finding:
-    """Compare this machine's clock with the server's: the Date header of the answer to a request for its health."""
+def clock(superlink: str, certificates: Path | None = None, site: Path | None = None) -> Finding:
+    """Compare this machine's clock with the server's: the Date header of the answer to a request for its health.
+
+    Args:
+        superlink: HOST:PORT of the server's Control API.
+        certificates: PEM file to trust, or folder of credentials. None: the site's; without both, plain HTTP.
+        site: A site's archive or folder.
+    """
     import httpx
 
-    superlink = asked.superlink
     remedy = f"check that the server runs, and that this machine can connect to its control port at {superlink}"
     url = f"http://{superlink}/health"
     try:
         context: ssl.SSLContext | bool = True
-        if certificates := _certificates(asked):
+        if trusted := _certificate(certificates, site):
             url = f"https://{superlink}/health"
-            context = ssl.create_default_context(cadata=certificates)
+            context = ssl.create_default_context(cadata=trusted)
         with httpx.Client(verify=context, trust_env=False, timeout=10) as client:  # never through a proxy
             begun = time.time()
             date = client.get(url).headers.get("Date")
@@ -386,17 +392,17 @@ def judge_clock(ahead: float, superlink: str) -> Finding:
     return Finding("clock", OK, f"within {_SOME_SECONDS:.0f} s of that of {superlink}")
 
 
-def _certificates(asked: Questions) -> str:
-    """Return the authority's certificate in PEM, from a file, the credentials or the site; "" if none is given."""
-    with _unpacked(asked.site) if asked.site else contextlib.nullcontext() as site:
-        for given in filter(None, (asked.root_certificates, asked.credentials, site)):
+def _certificate(certificates: Path | None, site: Path | None) -> str:
+    """Return the authority's certificate in PEM from a file, credentials or a site; "" if none is given."""
+    with _unpacked(site) if site else contextlib.nullcontext() as unpacked:
+        for given in filter(None, (certificates, unpacked)):
             for candidate in (given, given / "server" / "ca.crt", given / "ca.crt"):
                 if candidate.is_file():
                     return candidate.read_text(encoding="ascii")
     return ""
 
 
-# --- what is shown ----------------------------------------------------------------------------------------------------
+# --- output -----------------------------------------------------------------------------------------------------------
 
 
 def findings_table(findings: Sequence[Finding]) -> Table:

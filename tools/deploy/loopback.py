@@ -63,13 +63,13 @@ class LoopbackEngine(Engine):
     def _run(self, run: RunRequest) -> tuple[int, str, str]:
         clock, cache = run.clock, Path(self._environment["TEPAL_CACHE"])
         with deployment(self._folder, self._configs, clock, cache) as running:
-            clock.stage("submit", "Submitting the app ...")
+            clock.stage("Submitting the app ...")
             run_id = submit(self._bundle, run.changes, running.superlink, running.environment, clock.left(120))
-            clock.stage("run", f"Run {run_id} with {self.clients} clients ...")
+            clock.stage(f"Run {run_id} with {self.clients} clients ...")
             status, details = follow(
                 run_id, running.address, running.superlink, clock, run.log, running.root_certificates
             )
-            clock.stage("stop", f"Run {run_id}: {status}")
+            clock.stage(f"Run {run_id}: {status}")
         self._stop()  # the next run has a deployment of its own
         return run_id, status, details
 
@@ -102,7 +102,7 @@ def deployment(
     """
     sites = [f"site-{k}" for k in range(1, len(node_configs) + 1)]
     port, fleet_port = free_port(), free_port()
-    clock.stage("provision", "Making certificates and keys ...")
+    clock.stage("Making certificates and keys ...")
     made = make(folder / "fleet", hosts=["localhost"], sites=sites, port=fleet_port, unpacked=True)
     settings = Settings(
         state=folder, credentials=made.server, fleet=f"127.0.0.1:{fleet_port}", host="127.0.0.1", port=port
@@ -113,7 +113,7 @@ def deployment(
     environment.setdefault("OMP_NUM_THREADS", str(max(1, cpu_count() // len(sites))))
     connect(folder / "home", address, trusted)
     with contextlib.ExitStack() as stack:
-        clock.stage("start SuperLink", "Starting a SuperLink ...")
+        clock.stage("Starting a SuperLink ...")
         superlink = stack.enter_context(
             started(
                 superlink_command(settings),
@@ -128,7 +128,7 @@ def deployment(
             for result in align(fleet, made.server):
                 if result.problem:
                     raise ProcessError(f"{result.site} cannot be registered: {result.problem}")
-        clock.stage("start nodes", f"Starting {len(sites)} nodes ...")
+        clock.stage(f"Starting {len(sites)} nodes ...")
         nodes = []
         for site, config in zip(sites, node_configs, strict=True):
             command = _node if warm else _supernode
@@ -147,7 +147,9 @@ def deployment(
             else:
                 wait_for_log(node, "SuperNode ID:", clock.left(_START))
         yield Deployment(superlink, tuple(nodes), address, trusted, environment)
-        stop_all([*nodes, superlink])
+        # All at once: each takes a second or two to leave the SuperLink.
+        with ThreadPoolExecutor(len(nodes) + 1) as pool:
+            list(pool.map(lambda process: process.stop(_GRACE), [*nodes, superlink]))
 
 
 def wait_for_node(process: Process, control: Path, timeout: float) -> None:
@@ -191,9 +193,3 @@ def _config_file(control: Path, config: Mapping[str, Value]) -> str:
     path = control.with_suffix(".toml")
     path.write_text(to_toml(config), encoding="utf-8")
     return str(path)
-
-
-def stop_all(processes: Sequence[Process]) -> None:
-    """Stop processes at the same time, because each takes a second or two to leave the SuperLink."""
-    with ThreadPoolExecutor(max(len(processes), 1)) as pool:
-        list(pool.map(lambda process: process.stop(_GRACE), processes))

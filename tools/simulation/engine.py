@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from tepal.host.files import new_log
@@ -21,10 +20,6 @@ from tepal.host.toml import Value, parse_run_config, to_toml
 
 # A Unix socket's path has 107 bytes on Linux and 103 on macOS; Ray puts its sockets 69 bytes below its folder.
 _LONGEST_RAY_FOLDER = 34
-
-
-def _ignore(_kind: str, _text: str) -> None:
-    """A listener that does nothing."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +65,7 @@ class Engine(ABC):
         """Raises RunError where it cannot run on this machine."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop()
 
     def run(
@@ -83,8 +76,22 @@ class Engine(ABC):
         timeout: float | None = None,
         log: Path | None = None,
     ) -> EndedRun:
-        """Run the app once, and wait for its end. Arguments and errors are those of `simulate`."""
-        clock = Clock(on_event or _ignore, timeout)
+        """Run the app once, and wait for its end.
+
+        The app runs from a bundle in an empty temporary folder: outputs belong at absolute paths in `run_config`.
+
+        Args:
+            run_config: Changes to the app's `[tool.flwr.app.config]`: a mapping with the flat keys, or strings as
+                `flwr run --run-config` takes them (`'lr=0.1 name="x"'`, or the path of a TOML file); later ones win.
+            on_event: Called with stages and log lines.
+            timeout: Seconds from the call on, after which the run is stopped. None: no limit.
+            log: File for the run's log (default: a new one in the system's temporary folder).
+
+        Raises:
+            RunError: with the app's own error where the app failed.
+            ValueError: the run config cannot be read.
+        """
+        clock = Clock(on_event or (lambda _kind, _text: None), timeout)
         config = parse_run_config(run_config) if not isinstance(run_config, Mapping) else dict(run_config)
         known = app_run_config(self.app)
         if unknown := sorted(set(config) - set(known)):
@@ -106,10 +113,9 @@ class Engine(ABC):
                 # Beyond the time limit, the limit is the cause, whatever the error's own text.
                 raise RunError(clock.over or str(error), log) from error
             raise
-        clock.stage("", "")
         if status != "completed":
             raise RunError(f"The run {status}: {explain(run.log.read_text(), details)}", run.log)
-        return EndedRun(run_id, status, run.log, details, clock.seconds)
+        return EndedRun(run_id, status, run.log, details)
 
     def _start(self) -> None:
         """Copy the app's files to a temporary folder, once."""

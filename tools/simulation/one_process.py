@@ -115,31 +115,29 @@ def _forked_run(app: LoadedApp, config: Mapping[str, Any], clients: int, at_once
     """Run in processes of its own; return the exit status of the run's process, as of `os.waitpid`."""
     # Clients that train in turn or together are in the server's process: nothing goes through a pipe.
     count = 0 if at_once == 1 or _stacked(config) > 1 else at_once
-    pipes = [Pipe() for _ in range(count)]
+    pipes: list[Connection] = []
     workers = []
-    for number, (_, theirs) in enumerate(pipes):
+    for _ in range(count):
+        ours, theirs = Pipe()
+        pipes.append(ours)
         workers.append(os.fork())
         if workers[-1] == 0:
-            for other, (ours, unused) in enumerate(pipes):
-                ours.close()
-                if other != number:
-                    unused.close()
+            for pipe in pipes:
+                pipe.close()
             _work(app.client_app, theirs)
+        theirs.close()
     if (run := os.fork()) == 0:
-        for _, theirs in pipes:
-            theirs.close()
         if _stacked(config) > 1:
             torch.set_num_threads(threads)
-        answer = ClientProcesses([ours for ours, _ in pipes]) if pipes else app.client_app
+        answer = ClientProcesses(pipes) if pipes else app.client_app
         try:
             _run(app, config, clients, at_once, answer)
         except Exception:
             _log_exception()
             os._exit(1)
         _leave()
-    for ours, theirs in pipes:
-        ours.close()
-        theirs.close()
+    for pipe in pipes:
+        pipe.close()
     _, status = os.waitpid(run, 0)
     for worker in workers:  # one may still be training, after the run has ended
         os.kill(worker, signal.SIGKILL)

@@ -38,11 +38,11 @@ class ProcessEngine(Engine):
         self._process: _AppProcess | None = None
 
     def _run(self, run: RunRequest) -> tuple[int, str, str]:
-        run.clock.stage("run", f"Running with {self.clients} clients in one process ...")
+        run.clock.stage(f"Running with {self.clients} clients in one process ...")
         if self._process is None or not self._process.process.running:
             self._process = self._running.enter_context(self._start_process())
         status, details = self._process.run(run, self._folder / f"ended-{self._runs}")
-        run.clock.stage("stop", "The run ended")
+        run.clock.stage("The run ended")
         return 1, status, details
 
     @contextlib.contextmanager

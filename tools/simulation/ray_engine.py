@@ -71,13 +71,13 @@ class RayEngine(Engine):
     def _run(self, run: RunRequest) -> tuple[int, str, str]:
         clock = run.clock
         if self._superlink is None or not self._superlink.running:
-            clock.stage("start SuperLink", "Starting a SuperLink and Ray ...")
+            clock.stage("Starting a SuperLink and Ray ...")
             self._superlink, self._address = self._running.enter_context(self._started(clock))
-        clock.stage("submit", "Submitting the app ...")
+        clock.stage("Submitting the app ...")
         run_id = submit(self._bundle, run.changes, self._superlink, self._environment, clock.left(120), self.federation)
-        clock.stage("run", f"Run {run_id} with {self.clients} clients; starting its actors takes some seconds ...")
+        clock.stage(f"Run {run_id} with {self.clients} clients; starting its actors takes some seconds ...")
         status, details = follow(run_id, self._address, self._superlink, clock, run.log)
-        clock.stage("stop", f"Run {run_id}: {status}")
+        clock.stage(f"Run {run_id}: {status}")
         return run_id, status, details
 
     @contextlib.contextmanager

@@ -146,9 +146,7 @@ def overview(folder: Path) -> Overview:
     server = find_server(folder)
     states = [SiteKey(name, fingerprint(path)) for name, path in server.node_keys().items()]
     for name, path in server.revoked_keys():
-        match = _REVOKED.fullmatch(path.name)
-        assert match is not None  # `revoked_keys` returns only such names
-        when = datetime.datetime.strptime(match[2], TIME).replace(tzinfo=datetime.UTC)
+        when = datetime.datetime.strptime(path.stem.removeprefix(f"{name}-"), TIME).replace(tzinfo=datetime.UTC)
         states.append(SiteKey(name, fingerprint(path), when))
     certificate = read_certificate(server.certificate)
     return Overview(
