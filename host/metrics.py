@@ -1,6 +1,6 @@
 """Serve metrics to Prometheus: `--metrics HOST:PORT` of `tepal server` and `tepal node`.
 
-No counters are kept for it: each scrape reads the present state.
+Each scrape reads the present state; no counters are kept.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 Families = Iterable[Any]
-"""Of `prometheus_client`, which is imported where it is used."""
+"""Metric families of `prometheus_client`, which is imported only where it is used."""
 
 
 class MetricsError(ValueError):

@@ -4,7 +4,7 @@ Flower and Ray start processes in sessions of their own (flower-superexec, flwr-
 ending a process group is not enough. `started` puts a token into the child's environment, which every descendant
 inherits. At the end it stops the group, all descendants, and every process that has the token or descends from one that
 has. It does so after a normal end, an exception, Ctrl-C, and SIGTERM or SIGHUP to this process. If this process itself
-is killed, a guard does it: a small process that waits for the end of a pipe.
+is killed, a guard stops them: a small process that waits for the end of a pipe.
 """
 
 from __future__ import annotations
@@ -110,9 +110,9 @@ class Process:
     def run(
         self, command: Sequence[str], *, env: Mapping[str, str], timeout: float
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command as if this child had started it: whatever stops the child stops the command, too.
+        """Run a command that is stopped together with this child, as if the child had started it.
 
-        `env` is its whole environment. Raises `subprocess.TimeoutExpired` after `timeout` seconds.
+        `env` is the command's whole environment. Raises `subprocess.TimeoutExpired` after `timeout` seconds.
         """
         return subprocess.run(
             _ending_with_parent(command, env),
@@ -191,7 +191,7 @@ def started(
         command: program and arguments.
         log: file to which both output streams are appended.
         env: the whole environment; None for this process's.
-        name: what errors call it; None for the name of the program.
+        name: the child's name in error messages; None for the name of the program.
         grace: seconds between SIGTERM and SIGKILL.
         folder: a temporary folder, which the caller removes; if this process is killed, the guard removes it.
         stdin: a file descriptor that the child reads.
@@ -266,19 +266,19 @@ def _guard(token: str, folders: Sequence[str]) -> None:
 def wait_for_http(
     url: str, *, timeout: float = 60.0, process: Process | None = None, context: ssl.SSLContext | None = None
 ) -> None:
-    """Wait until `url`, of a server of our own, answers with a success status.
+    """Wait until one of our servers answers at `url` with a success status.
 
     Args:
         url: an http or https address, which is never requested through a proxy.
         timeout: seconds.
         process: the server, if this process started it.
-        context: which certificates to trust.
+        context: the certificates to trust; None for those of the system.
 
     Raises:
         ProcessError: `process` ended; the text has the end of its log.
         TimeoutError: no answer within `timeout` seconds.
     """
-    import httpx  # takes a tenth of a second, which the guard does not need
+    import httpx  # takes a tenth of a second, and the guard does not need it
 
     end = time.monotonic() + timeout
     with httpx.Client(verify=context or True, trust_env=False, timeout=2) as client:

@@ -53,7 +53,7 @@ def read_site(folder: Path) -> SiteCredentials:
     if folder.is_file():
         raise ProvisionError(f"{folder} is a file, expected a folder: {_UNPACK}")
     if not folder.is_dir():
-        raise ProvisionError(f"there is no folder {folder}: {_UNPACK}")
+        raise ProvisionError(f"the folder {folder} does not exist: {_UNPACK}")
     for name in _SITE_FILES:
         if not (folder / name).is_file():
             raise ProvisionError(f"{folder} has no file {name}, and a site needs {', '.join(_SITE_FILES)}: {_UNPACK}")
@@ -102,7 +102,7 @@ def read_certificate(path: Path) -> x509.Certificate:
     try:
         return x509.load_pem_x509_certificate(path.read_bytes())
     except FileNotFoundError:
-        raise ProvisionError(f"there is no certificate {path}") from None
+        raise ProvisionError(f"the certificate {path} does not exist") from None
     except ValueError:
         raise ProvisionError(f"{path} is not a certificate in PEM format") from None
 
@@ -159,7 +159,7 @@ def read_site_toml(text: str, where: str) -> tuple[str, str, dict[str, Value]]:
 
 
 def host_names(hosts: Sequence[str]) -> list[str]:
-    """Return the hosts as a certificate has them. Raises ProvisionError for one that is neither name nor address."""
+    """Return the hosts as in a certificate, each once. Raises ProvisionError for an invalid name or address."""
     found: dict[str, None] = {}
     for host in hosts:
         try:
@@ -168,7 +168,7 @@ def host_names(hosts: Sequence[str]) -> list[str]:
             found[_dns_name(host)] = None
             continue
         if address.is_unspecified or "%" in str(address):
-            raise ProvisionError(f"host {host}: sites cannot connect to this address. Give the one that they use")
+            raise ProvisionError(f"host is {host}, to which sites cannot connect: give the address that they use")
         found[str(address)] = None
     return list(found)
 
@@ -176,12 +176,12 @@ def host_names(hosts: Sequence[str]) -> list[str]:
 def _dns_name(host: str) -> str:
     labels = host.split(".")
     if not host.isascii():
-        raise ProvisionError(f"host {host!r}: give the name in its ASCII form, {_encoded(host)}")
+        raise ProvisionError(f"host is {host!r}, expected the name in its ASCII form, {_encoded(host)}")
     if "/" in host or host.count(":") == 1:
-        raise ProvisionError(f"host {host!r}: expected a name or address alone, without https:// and port (--port)")
+        raise ProvisionError(f"host is {host!r}, expected a name or address alone, without https:// and port (--port)")
     if len(host) > 253 or not all(_LABEL.fullmatch(label) for label in labels) or labels[-1].isdigit():
         raise ProvisionError(
-            f"host {host!r} is not a name or address: expected for instance fl.example.org, 192.0.2.7 or 2001:db8::7"
+            f"host is {host!r}, expected a name or address such as fl.example.org, 192.0.2.7 or 2001:db8::7"
         )
     return host.lower()
 
@@ -194,7 +194,7 @@ def _encoded(host: str) -> str:
 
 
 def is_address(text: str) -> bool:
-    """Whether the text is HOST:PORT."""
+    """Return whether the text is HOST:PORT."""
     host, _, port = text.rpartition(":")
     if not re.fullmatch("[0-9]{1,5}", port) or not 1 <= int(port) <= 65535:
         return False

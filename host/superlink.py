@@ -102,7 +102,7 @@ def connect(home: Path, address: str, root_certificates: Path | None = None) -> 
     """
     home.mkdir(parents=True, exist_ok=True)
     connection: dict[str, str | bool] = {"address": address}
-    # Flower wants the path absolute.
+    # Flower requires an absolute path.
     connection |= {"root-certificates": str(root_certificates.resolve())} if root_certificates else {"insecure": True}
     config = {"superlink": {"default": CONNECTION, CONNECTION: connection}}
     (home / "config.toml").write_text(tomli_w.dumps(config), encoding="utf-8")
@@ -127,8 +127,8 @@ def stage_app(app: Path, target: Path) -> list[Path]:
     """Copy the files of the app's bundle from `app` to `target`; return their relative paths.
 
     Flower makes a bundle by walking the whole folder, with virtual environments and run directories, while files may
-    change. The copy has the files of the types that Flower takes that `fab-include` names and `.gitignore` does
-    not, so Flower makes the same bundle from it.
+    change. The copy has the files that belong to the bundle: of a type that Flower takes, named by `fab-include`, and
+    not by `.gitignore`. Flower makes the same bundle from it.
     """
     table = _app_table(app)
     ignore = app / ".gitignore"

@@ -157,7 +157,7 @@ class MessageHandler:
 
 
 def _retries() -> RetryInvoker:
-    """Flower's retries, which raise instead of interrupting the process when a task is gone: it has other tasks."""
+    """Return Flower's retry invoker, which here raises if a task is gone, and does not interrupt the process."""
     retries = make_simple_http_retry_invoker()
     retries.max_time = _PATIENCE
     retries.should_giveup = lambda error: (

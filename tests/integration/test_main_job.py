@@ -67,7 +67,7 @@ def test_the_main_job_runs_and_says_what_it_moved(tepal, tmp_path):
         assert str(run / name) in shown.split()
     assert "Accuracy " in (run / "flower.log").read_text(), "Flower's own log lies beside the results"
 
-    assert re.search(r"Engine: one process, .* \(nothing asks for Ray\)", shown)
+    assert re.search(r"Engine: one process, .* \(Ray is not needed\)", shown)
 
     again = tepal(*command, "--engine", "ray")
     assert again.returncode == 0, again.stdout + again.stderr

@@ -42,7 +42,7 @@ def compare_command(
         float | None,
         typer.Option(
             min=0,
-            help="accuracy (of a regression, RMSE) that rounds and bytes are counted until",
+            help="accuracy (RMSE for a regression) up to which rounds and bytes are counted",
             show_default="90 % of FedAvg's final accuracy",
         ),
     ] = None,
@@ -81,7 +81,7 @@ def compare_command(
             if resume is None:
                 comparison.folder = new_folder(comparison.folder)
             simulated.cache = cache_in(comparison.folder)
-            console.print(simulated.said, markup=False, highlight=False, soft_wrap=True)
+            console.print(simulated.description, markup=False, highlight=False, soft_wrap=True)
 
             def start(config: RunConfig, progress: RoundProgress, on_run: Callable[[Path], None]) -> Path:
                 return run_once(simulated.run, config, progress, console, verbose, on_run)

@@ -38,7 +38,7 @@ def doctor_command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help=_JSON)] = False,
 ) -> None:
-    """Check this installation and its machine, and say for each problem what to do. Exit status 1: a problem."""
+    """Check this installation and its machine. The exit status is 1 if there is a problem."""
     from tepal.tools.dashboard.views import console
     from tepal.tools.deploy.doctor import PROBLEM, examine, findings_table
 

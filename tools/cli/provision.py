@@ -66,7 +66,7 @@ def make_command(
             unpacked=unpacked,
         )
         typer.echo(
-            f"{made.folder / 'ca'}: the authority. Whoever has ca.key can impersonate the server: keep it off the "
+            f"{made.folder / 'ca'}: the authority. Anyone who has ca.key can impersonate the server: keep it off the "
             f"machines of the deployment\n{made.server.folder}: copy all of it to the server's machine"
         )
         _print_sites(made, site)
@@ -94,11 +94,11 @@ def renew_command(
     server: Annotated[bool, typer.Option("--server", help="a new certificate and key for the server")] = False,
     site: Annotated[list[str] | None, typer.Option(help="a new key for this site; may be repeated")] = None,
     host: Annotated[
-        list[str] | None, typer.Option(help="with --server: other names and addresses than until now; may be repeated")
+        list[str] | None, typer.Option(help="with --server: new names and addresses; may be repeated")
     ] = None,
     days: Annotated[int, typer.Option(min=1, help="with --server: validity in days")] = 365,
     node_config: Annotated[
-        list[str] | None, typer.Option(help="with --site: another node config than until now; '' for none")
+        list[str] | None, typer.Option(help="with --site: a new node config; '' for none")
     ] = None,
 ) -> None:
     """Make a new server certificate of the same authority, or a new key for a site, whose present key is revoked.
@@ -145,12 +145,12 @@ def register_command(
     with reported(FleetError):
         server = find_server(folder)
         if name is not None and name not in server.node_keys() and name not in dict(server.revoked_keys()):
-            raise ProvisionError(f"there is no site {name} in {server.nodes}")
+            raise ProvisionError(f"{server.nodes} has no site {name}")
         with open_fleet(superlink, server.root_certificates) as fleet:
             results = align(fleet, server, name)
         _print_results(results)
         if not results:
-            typer.echo(f"there is nothing to register in {server.nodes}")
+            typer.echo(f"{server.nodes} has no keys to register")
 
 
 @app.command("revoke")
@@ -158,7 +158,7 @@ def revoke_command(
     folder: _ServerFolder,
     name: Annotated[str, typer.Argument(help="the site whose key is revoked")],
     superlink: Annotated[
-        str | None, typer.Option(help=f"HOST:PORT of the SuperLink's Control API; {_CONTROL} is tried if none is given")
+        str | None, typer.Option(help=f"HOST:PORT of the SuperLink's Control API; by default {_CONTROL}, if it answers")
     ] = None,
 ) -> None:
     """Revoke a site's key in the folder, and unregister it at the SuperLink if that is running.
@@ -235,7 +235,7 @@ def _print_sites(made: Provisioned, names: list[str]) -> None:
         path, how = made.unpacked(name), f"Then: tepal node --site {made.unpacked(name)}"
         if made.archive(name).exists():
             path, how = made.archive(name), f"There: tar -xzf {name}.tar.gz; then tepal node --site {name}"
-        typer.echo(f"{path}: for {name} only; whoever has it can connect as {name}. {how}")
+        typer.echo(f"{path}: for {name} only, because anyone who has it can connect as {name}. {how}")
 
 
 def _print_results(results: list[KeyResult]) -> None:

@@ -38,7 +38,7 @@ def simulate_command(
         config, _ = open_run({**app_run_config(app), **given})
         with engine_for(engine, app, clients=clients, cpus=cpus, gpus=gpus, cache=cache_of(config)) as simulated:
             check_clients(config, clients)
-            console.print(simulated.said, markup=False, highlight=False, soft_wrap=True)
+            console.print(simulated.description, markup=False, highlight=False, soft_wrap=True)
             run_and_show(simulated.run, config, console, verbose)
 
 

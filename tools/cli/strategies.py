@@ -19,7 +19,7 @@ app = commands("strategies")
 @app.command("strategies")
 def strategies_command(
     names: Annotated[
-        list[str] | None, typer.Argument(help="show these in detail; by default all, a line each")
+        list[str] | None, typer.Argument(help="strategies to show with their options; by default all are listed")
     ] = None,
 ) -> None:
     """List the strategies with what each transfers and its paper; for a name, its options and their defaults."""
@@ -30,13 +30,13 @@ def strategies_command(
 
 
 def _table(names: Sequence[str]) -> RenderableType:
-    """All strategies, a line each; or what there is to know of some."""
+    """Return a table of all strategies or, for names, their descriptions and options."""
     from tepal.server_app.config import about
     from tepal.strategies import STRATEGIES
 
     if not names:
         lines = Table(box=None, pad_edge=False)
-        for heading in ("strategy", "what it does", "travels, a client and round", "paper"):
+        for heading in ("strategy", "what it does", "transferred per client and round", "paper"):
             lines.add_column(heading)
         for name, listed in STRATEGIES.items():
             lines.add_row(name, listed.does, listed.travels, listed.paper)

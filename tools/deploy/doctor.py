@@ -1,4 +1,4 @@
-"""`tepal doctor`: check an installation, and say for each problem what to do.
+"""`tepal doctor`: check an installation, with a remedy for each problem.
 
 A check is a function that returns a `Finding` and changes nothing. A check that needs an option (a folder of
 credentials, the server's address) is skipped without it, and names the option. torch is imported in a process of its
@@ -71,7 +71,7 @@ print("\\n" + json.dumps(said))
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a check, and what to do about it; "" for nothing."""
+    """The result of a check, and what to do about it: "" if nothing needs to be done."""
 
     check: str
     state: str
@@ -221,21 +221,21 @@ def check_ports(named: Sequence[int]) -> Iterator[Finding]:
                 probe.bind(("0.0.0.0", port))
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
-                remedy = "choose a port above 1023, or give this user the right to it"
-                yield Finding(check, PROBLEM, f"it cannot be used: {error.strerror}", remedy)
+                remedy = "choose a port above 1023, or allow this user to use it"
+                yield Finding(check, PROBLEM, f"cannot be used: {error.strerror}", remedy)
             elif named:
-                remedy = f"`ss -ltnp 'sport = {port}'` says which: stop it, or choose another port"
-                yield Finding(check, PROBLEM, "another program listens on it", remedy)
+                remedy = f"stop the program that `ss -ltnp 'sport = {port}'` shows, or choose another port"
+                yield Finding(check, PROBLEM, "in use by another program", remedy)
             else:
-                found = "a program listens on it, which may be a server of yours"
-                remedy = f"`ss -ltnp 'sport = {port}'` says which; a second server needs another port"
+                found = "in use, perhaps by a running `tepal server`"
+                remedy = f"`ss -ltnp 'sport = {port}'` shows the program; a second server needs another port"
                 yield Finding(check, WARNING, found, remedy)
         else:
             yield Finding(check, OK, "free")
 
 
 def folder(check: str, path: Path) -> Finding:
-    """Check that files can be written to a folder, or to the one in which it will be made, and the free space."""
+    """Check that files can be written to a folder, or to the one in which it will be created, and the free space."""
     path = path.expanduser().absolute()
     there = next(above for above in (path, *path.parents) if above.exists())
     try:
@@ -245,7 +245,7 @@ def folder(check: str, path: Path) -> Finding:
     except OSError as error:
         remedy = f"choose a folder that this user (uid {os.geteuid()}) may write to, or chown -R {os.geteuid()} {there}"
         return Finding(check, PROBLEM, f"{there} cannot be written to: {error.strerror}", remedy)
-    found = f"{path}{'' if there == path else ', which will be made'}: {free / 1e9:,.1f} GB free"
+    found = f"{path}{'' if there == path else ', which will be created'}: {free / 1e9:,.1f} GB free"
     if free < _NO_DISK:
         return Finding(check, PROBLEM, found, "free some space, or choose a folder on another disk")
     if free < _LITTLE_DISK:
@@ -332,7 +332,7 @@ def _site_finding(site: SiteCredentials) -> Finding:
     from tepal.tools.deploy.provision import SOON
 
     days = days_left(read_certificate(site.root_certificates))
-    found = f"{site.name}, of the server at {site.superlink}; its authority's certificate is valid for {days} days"
+    found = f"{site.name}, server {site.superlink}; the authority's certificate is valid for {days} days"
     if days < SOON:
         return Finding("site", WARNING, found, "ask the server's administrator for an archive of a new deployment")
     return Finding("site", OK, found)
@@ -342,7 +342,7 @@ def _modes(check: str, files: Sequence[Path]) -> Finding:
     """Check that only their owner can read files."""
     modes = {file: stat.S_IMODE(file.stat().st_mode) for file in files}
     if open_ones := [file for file, mode in modes.items() if mode & 0o077]:
-        found = f"others can read {', '.join(f'{file} (mode {modes[file]:04o})' for file in open_ones)}"
+        found = f"other users can read {', '.join(f'{file} (mode {modes[file]:04o})' for file in open_ones)}"
         return Finding(check, PROBLEM, found, f"chmod 600 {' '.join(map(str, open_ones))}")
     return Finding(check, OK, f"{len(files)} {'file' if len(files) == 1 else 'files'}, readable by the owner only")
 
@@ -360,7 +360,7 @@ def clock(superlink: str, certificates: Path | None = None, site: Path | None = 
     """
     import httpx
 
-    remedy = f"check that the server runs, and that this machine can connect to its control port at {superlink}"
+    remedy = f"check that the server is running, and that this machine can connect to its control port at {superlink}"
     url = f"http://{superlink}/health"
     try:
         context: ssl.SSLContext | bool = True
@@ -377,13 +377,13 @@ def clock(superlink: str, certificates: Path | None = None, site: Path | None = 
         return Finding("clock", SKIPPED, f"the answer of {url} has no Date header", "compare the clocks by hand")
     # The header's time is truncated to seconds.
     theirs = email.utils.parsedate_to_datetime(date).timestamp() + 0.5
-    return judge_clock((begun + answered) / 2 - theirs, superlink)
+    return _rate_clock((begun + answered) / 2 - theirs, superlink)
 
 
-def judge_clock(ahead: float, superlink: str) -> Finding:
-    """Rate a difference of the clocks: seconds that this machine's is ahead of the server's; negative: behind."""
+def _rate_clock(ahead: float, superlink: str) -> Finding:
+    """Rate a difference of the clocks: seconds by which this machine's is ahead of the server's; negative if behind."""
     found = f"{abs(ahead):.0f} s {'ahead of' if ahead >= 0 else 'behind'} that of {superlink}"
-    remedy = "set the clock by NTP on both machines"
+    remedy = "set the clocks of both machines by NTP"
     if ahead > _AHEAD or -ahead > _BEHIND:
         limits = f"a node may be {_AHEAD:.0f} s ahead and {_BEHIND / 60:.0f} min behind"
         return Finding("clock", PROBLEM, f"{found}; {limits}", remedy)

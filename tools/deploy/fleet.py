@@ -66,7 +66,7 @@ class Fleet:
         self._client = client
 
     def node_keys(self) -> list[NodeKey]:
-        """Return all keys that were registered since the SuperLink's start; a revoked one is "unregistered"."""
+        """Return all keys that were registered since the SuperLink's start; revoked ones are "unregistered"."""
         from flwr.proto.control_pb2 import ListNodesRequest
 
         with _explained(self.address):
@@ -84,7 +84,7 @@ class Fleet:
         return int(node_id)
 
     def unregister(self, node_id: int) -> None:
-        """Unregister a key, for ever. A connected SuperNode with this key ends within seconds."""
+        """Unregister a key permanently. A connected SuperNode with this key ends within seconds."""
         from flwr.proto.control_pb2 import UnregisterNodeRequest
 
         try:

@@ -1,4 +1,4 @@
-"""The journal of a server, server.json: its present state, and what it must know after a restart."""
+"""The journal of a server, server.json: its present state, and the facts that it needs after a restart."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A whole deployment on this machine: a SuperLink and warm nodes as real processes, with TLS and registered keys.
 
-`tepal simulate` tries out a method; this tries out a deployment, with the same app and the same protocols as between
-machines. All credentials and processes are temporary.
+`tepal simulate` tests a method; this tests a deployment, with the same app and the same protocols as between machines.
+All credentials and processes are temporary.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def _supernode(folder: Path, control: Path, node_config: Mapping[str, Value]) ->
 def _config_file(control: Path, config: Mapping[str, Value]) -> str:
     """Write a node's config to a TOML file next to its control socket; return the file's path, for `--node-config`.
 
-    Flower's parser of 'key=value' pairs ends a text at the first quote of its kind, so they cannot hold every text.
+    Flower's parser of 'key=value' pairs ends a text at the first quote of its kind, so pairs cannot express every text.
     """
     path = control.with_suffix(".toml")
     path.write_text(to_toml(config), encoding="utf-8")

@@ -47,7 +47,7 @@ def run_families(runs: Sequence[RunView]) -> Families:
     moved = CounterMetricFamily(
         "tepal_run_bytes", "Payload bytes of all clients, and names and digests", labels=["run", "direction"]
     )
-    replies = CounterMetricFamily("tepal_run_replies", "What became of clients' replies", labels=["run", "outcome"])
+    replies = CounterMetricFamily("tepal_run_replies", "Clients' replies, by outcome", labels=["run", "outcome"])
     seconds = SummaryMetricFamily("tepal_run_round_seconds", "Duration of the rounds", labels=["run"])
     for run in runs:
         try:

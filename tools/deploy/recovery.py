@@ -62,7 +62,8 @@ class Due:
 
     directory: Path | None
     when: float
-    said: bool = False
+    logged: bool = False
+    """Whether the log has reported that the run is still in use."""
 
     def __str__(self) -> str:
         return str(self.directory) if self.directory else "the run of --run-config"

@@ -140,19 +140,19 @@ class RunQueue:
                 continue
             if due.directory is None:
                 # The run of --run-config waits for a resumed run.
-                if len(self.due) > 1 or any(watch.ours for watch in watches.values()):
+                if len(self.due) > 1 or any(watch.due for watch in watches.values()):
                     continue
                 config = self.app.own_run_config()
             else:
                 run = look_at(due.directory)
-                taken_up = any(watch.kept == due.directory for watch in watches.values())
+                taken_up = any(watch.directory == due.directory for watch in watches.values())
                 if run is None or run.ended or taken_up or self._entry(due).outcome:
                     self.due.remove(due)
                     continue
                 if run.in_use:
-                    if not due.said:
+                    if not due.logged:
                         log.info("%s is still in use by another process; it is resumed afterwards.", due)
-                    due.said = True
+                    due.logged = True
                     continue
                 config = {RESUMES: str(due.directory)}
             self.due.remove(due)
@@ -178,7 +178,7 @@ class RunQueue:
 
     def watch(self, run_id: int, superlink: Process, due: Due | None) -> Watch:
         """Start to follow a run."""
-        log.info("Run %d is followed%s.", run_id, f": {due}" if due else "")
+        log.info("Following run %d%s.", run_id, f": {due}" if due else "")
         path = self.app.state / "log" / f"run-{run_id}.log"
         return Watch(run_id, self.settings.control, superlink, path, self.settings.root_certificates, due)
 
@@ -191,7 +191,7 @@ class RunQueue:
             self.conclude(watch, *watch.end)
             watch.leave()
             return True
-        run = look_at(watch.kept) if watch.recorded and watch.kept else None
+        run = look_at(watch.directory) if watch.recorded and watch.directory else None
         if run is None or run.in_use or run.ended or status.status == "finished":
             watch.free_since = None
             if run is not None and self.journal.run.get("directory") == str(run.path):
@@ -209,27 +209,27 @@ class RunQueue:
 
     def record_directory(self, watch: Watch) -> None:
         """Record the directory of a run."""
-        if watch.kept is None or watch.recorded:
+        if watch.directory is None or watch.recorded:
             return
         watch.recorded = True
-        due = watch.ours
+        due = watch.due
         if due is None:
-            # A person started or resumed it: the earlier entry does not count any more.
-            self.journal.runs[str(watch.kept)] = JournalEntry(begun=time.time())
+            # A person started or resumed it: the earlier entry no longer counts.
+            self.journal.runs[str(watch.directory)] = JournalEntry(begun=time.time())
         elif due.directory is None:
-            self._entry(due).directory = str(watch.kept)
-            self.journal.entry(watch.kept)
-        log.info("Run %d is kept in %s.", watch.run_id, watch.kept)
-        entry = self.journal.entry(watch.kept)
+            self._entry(due).directory = str(watch.directory)
+            self.journal.entry(watch.directory)
+        log.info("Run %d is kept in %s.", watch.run_id, watch.directory)
+        entry = self.journal.entry(watch.directory)
         self.journal.run = {
-            "directory": str(watch.kept), "run_id": watch.run_id, "state": "running", "attempt": entry.attempts,
+            "directory": str(watch.directory), "run_id": watch.run_id, "state": "running", "attempt": entry.attempts,
         }  # fmt: skip
 
     def conclude(self, watch: Watch, status: str, details: str) -> None:
         """Decide what follows from the end of a run, and record it."""
         from tepal.host.superlink import explain
 
-        directory = watch.kept or (watch.ours.directory if watch.ours else None)
+        directory = watch.directory or (watch.due.directory if watch.due else None)
         run = look_at(directory) if directory else None
         text = watch.log.read_text(encoding="utf-8", errors="replace") if watch.log.exists() else ""
         reason = explain(text, details) if status == "failed" else details
@@ -240,17 +240,17 @@ class RunQueue:
             self.journal.run |= {"state": state, "round": run.round if run else None}
         if what == "again":
             self.journal.error(f"{where} was interrupted: {reason}")
-            own = watch.ours is not None and watch.ours.directory is None
+            own = watch.due is not None and watch.due.directory is None
             if directory is not None and run is not None and run.round is not None:
                 self.due += self._again(directory, time.time(), reason)
             elif own:  # it has no checkpoint
                 self.due += self._again(None, time.time(), reason)
             else:
-                log.error("%s finished no round, so there is nothing to resume: start it again.", where)
+                log.error("%s finished no round, so it cannot be resumed: start it again.", where)
             return
         records = [self.journal.entry(directory)] if directory else []
-        if watch.ours is not None:
-            records.append(self._entry(watch.ours))
+        if watch.due is not None:
+            records.append(self._entry(watch.due))
         for entry in records:
             entry.outcome, entry.reason = what, "" if what == "ended" else reason
         if what == "failed":
@@ -265,7 +265,7 @@ class RunQueue:
 
     def interrupted(self, watches: Iterable[Watch]) -> None:
         """Do not count the present attempts: the end of the server is not a failure of the runs."""
-        runs = [watch.ours for watch in watches if watch.ours and not watch.end]
+        runs = [watch.due for watch in watches if watch.due and not watch.end]
         runs += [self.submitting[0]] if self.submitting else []
         for entry in map(self._entry, runs):
             entry.attempts, entry.tried = max(0, entry.attempts - 1), 0.0

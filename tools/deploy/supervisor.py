@@ -50,7 +50,7 @@ class Supervisor:
         self.queue = RunQueue(settings, self.journal)
 
     def run(self) -> None:
-        """Serve until a signal raises SystemExit. Raises ServerError for a problem that a person must solve first."""
+        """Serve until a signal raises SystemExit. Raises ServerError for a problem that a person must solve."""
         settings = self.settings
         self.state.mkdir(parents=True, exist_ok=True)
         scraped = lambda: server_families(self.journal, self.queue.app.folders)  # noqa: E731
@@ -63,8 +63,8 @@ class Supervisor:
             self._check_credentials()
             self.queue.app.prepare()
             (self.state / "log").mkdir(exist_ok=True)
-            for torn in (self.state / "log").glob("run-*.log"):
-                torn.unlink()
+            for leftover in (self.state / "log").glob("run-*.log"):
+                leftover.unlink()
             self.journal.pid, self.journal.since = os.getpid(), timestamp()
             self.journal.control, self.journal.fleet = settings.control, settings.fleet
             self.journal.root_certificates = str(settings.root_certificates or "")

@@ -16,14 +16,14 @@ class Watch:
     """A run of the SuperLink, followed by a thread."""
 
     def __init__(
-        self, run_id: int, control: str, superlink: Process, log: Path, root_certificates: Path | None, ours: Due | None
+        self, run_id: int, control: str, superlink: Process, log: Path, root_certificates: Path | None, due: Due | None
     ) -> None:
         from tepal.host.superlink import Clock
 
         self.run_id = run_id
         self.log = log
-        self.ours = ours
-        self.kept: Path | None = None
+        self.due = due
+        self.directory: Path | None = None
         """The run directory, once it is in the log."""
         self.recorded = False
         """Whether the queue has recorded the run directory."""
@@ -52,8 +52,8 @@ class Watch:
             return
         with contextlib.suppress(OSError):
             print(text, flush=True)  # it is not in the SuperLink's log
-        if KEPT_IN in text and self.kept is None:
-            self.kept = Path(text.partition(KEPT_IN)[2].strip())
+        if KEPT_IN in text and self.directory is None:
+            self.directory = Path(text.partition(KEPT_IN)[2].strip())
 
     @property
     def lost(self) -> bool:
@@ -65,7 +65,7 @@ class Watch:
         self._clock.limit = 0.0
         self._thread.join(5)
         with contextlib.suppress(OSError):
-            if self.kept is not None:
-                with (self.kept / "flower.log").open("ab") as file, self.log.open("rb") as new:
+            if self.directory is not None:
+                with (self.directory / "flower.log").open("ab") as file, self.log.open("rb") as new:
                     shutil.copyfileobj(new, file)
             self.log.unlink(missing_ok=True)

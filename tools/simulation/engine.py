@@ -38,7 +38,7 @@ class Engine(ABC):
         app: folder of the app.
         clients: number of clients.
         cache: folder of the clients' caches (default: $TEPAL_CACHE, else a temporary one, removed with the engine).
-        why: the reason for this engine, for `said`.
+        why: the reason for this engine, for `description`.
 
     Raises ValueError for an argument out of range.
     """
@@ -57,12 +57,12 @@ class Engine(ABC):
         self._running = contextlib.ExitStack()  # the processes that serve the runs
 
     @property
-    def said(self) -> str:
+    def description(self) -> str:
         """One line with the engine and the reason for it."""
         return f"Engine: {self.kind}{f' ({self._why})' if self._why else ''}"
 
     def __enter__(self) -> Self:
-        """Raises RunError where it cannot run on this machine."""
+        """Raises RunError if this engine cannot run on this machine."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -151,7 +151,7 @@ def cores_for(cpus_per_client: float = 1) -> int:
     if not cpus_per_client > 0:
         raise ValueError(f"cpus_per_client is {cpus_per_client}, expected more than 0")
     if cpus_per_client > cores:
-        raise ValueError(f"cpus_per_client is {cpus_per_client}, but there are {cores} cores here")
+        raise ValueError(f"cpus_per_client is {cpus_per_client}, but this machine has {cores} cores")
     return cores
 
 

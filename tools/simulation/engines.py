@@ -38,8 +38,7 @@ def engine_for(
         gpus: share of a GPU for each client that trains.
 
     Raises:
-        RunError: Ray is needed and not installed, or what the app says is not one of `ENGINES`.
-        ValueError: an argument out of range.
+        ValueError: an argument is out of range, or the app's engine is not one of `ENGINES`.
     """
     of_app = str(app_settings(app).get("engine", AUTO))
     for where, name in (("--engine", asked), (f"{app}: engine in [tool.tepal] of pyproject.toml", of_app)):
@@ -50,14 +49,14 @@ def engine_for(
     elif gpus:
         chosen, why = RAY, f"--gpus {gpus:g} gives each client a share of a GPU"
     elif of_app != AUTO:
-        chosen, why = of_app, "the app's pyproject.toml asks for it"
+        chosen, why = of_app, "set in the app's pyproject.toml"
     else:
-        chosen, why = PROCESS, "nothing asks for Ray"
+        chosen, why = PROCESS, "Ray is not needed"
     if chosen == RAY:
         return RayEngine(app, clients, cpus or 1, gpus, cache=cache, why=why)
     if gpus:
         raise ValueError(
             f"--gpus {gpus:g} with --engine process: in one process clients share a GPU without limits; leave out "
-            "--gpus, or take --engine ray"
+            "--gpus, or use --engine ray"
         )
     return ProcessEngine(app, clients, cpus or 1, cache=cache, why=why)

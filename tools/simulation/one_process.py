@@ -112,7 +112,7 @@ def _log_exception() -> None:
 
 
 def _forked_run(app: LoadedApp, config: Mapping[str, Any], clients: int, at_once: int, threads: int) -> int:
-    """Run in processes of its own; return the exit status of the run's process, as of `os.waitpid`."""
+    """Run the app in forked processes; return the exit status of the run's process, as `os.waitpid` does."""
     # Clients that train in turn or together are in the server's process: nothing goes through a pipe.
     count = 0 if at_once == 1 or _stacked(config) > 1 else at_once
     pipes: list[Connection] = []
@@ -175,7 +175,7 @@ def _leave() -> NoReturn:
 
 
 class ClientProcesses:
-    """Answers each message in one of several processes, whichever is free.
+    """Answers each message in the next free one of several processes.
 
     Args:
         pipes: one to each process.

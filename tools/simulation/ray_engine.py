@@ -57,13 +57,13 @@ class RayEngine(Engine):
         if find_spec("ray") is None:
             raise RunError(
                 "Ray is not installed, and Flower's simulation runtime needs it: install it with pip install "
-                "'tepal[ray]' (in a checkout pip install -e '.[ray]'), or take --engine process"
+                "'tepal[ray]' (in a checkout pip install -e '.[ray]'), or use --engine process"
             )
         if shlex.quote(sys.executable) != sys.executable:
             # Ray's workers would never start, and Flower reports that only after six minutes.
             raise RunError(
                 f"Ray cannot start its workers with {sys.executable}: the path has a space or another character that a "
-                "shell reads. Make the virtual environment elsewhere (with make: VENV=/a/path/without/spaces), or take "
+                "shell reads. Make the virtual environment elsewhere (with make: VENV=/a/path/without/spaces), or use "
                 "--engine process."
             )
         return self

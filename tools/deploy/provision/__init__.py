@@ -11,7 +11,7 @@
     sites/NAME.tar.gz          all that one site needs: NAME/ca.crt, NAME/node.key, NAME/site.toml
 
 Sites verify the server with the authority's certificate (TLS). The server authenticates a site by its key, which is
-registered under the site's name (`tepal.tools.deploy.fleet`); whoever has a site's archive can connect as that site.
+registered under the site's name (`tepal.tools.deploy.fleet`): anyone who has a site's archive can connect as that site.
 New files are written to a hidden folder and then renamed: a call that fails leaves the folder as it was.
 """
 

@@ -119,7 +119,7 @@ def test_a_port_that_is_taken_is_a_problem_only_where_it_was_named(monkeypatch):
 
 def test_a_folder_that_will_be_made_is_judged_by_the_one_above(tmp_path, monkeypatch):
     found = doctor.folder("runs folder", tmp_path / "a" / "b")
-    assert found.state == OK and "will be made" in found.found and not (tmp_path / "a").exists()
+    assert found.state == OK and "will be created" in found.found and not (tmp_path / "a").exists()
     usage = type("Usage", (), {"free": 400e6})
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage)
     assert doctor.folder("runs folder", tmp_path).state == PROBLEM

@@ -294,8 +294,8 @@ def test_what_was_noted_of_run_directories_goes_with_them(queue, new_run):
 class FakeWatch:
     """A run that has ended, as `Watch` sees it."""
 
-    def __init__(self, log, kept=None, ours=None):
-        self.run_id, self.kept, self.ours, self.recorded, self.end = 7, kept, ours, False, None
+    def __init__(self, log, directory=None, due=None):
+        self.run_id, self.directory, self.due, self.recorded, self.end = 7, directory, due, False, None
         self.log, self.lost, self.free_since = log, False, None
 
     def leave(self):
@@ -377,7 +377,7 @@ def test_an_error_of_configuration_is_not_tried_again(queue, tmp_path, caplog):
         "tepal.server_app.config.errors.ConfigError: model='x': known are a, b\n"
     )
     due = Due(None, 0)
-    made.conclude(FakeWatch(log, ours=due), "failed", "ServerApp failed with exception: …")
+    made.conclude(FakeWatch(log, due=due), "failed", "ServerApp failed with exception: …")
     assert made.due == [] and made._entry(due).outcome == "failed"
     assert "model='x': known are a, b" in made.journal.last_error["text"]
     assert planned(made) == []
@@ -616,7 +616,7 @@ def healthy(**more):
         (healthy(), 110.0, True, ""),
         (healthy(), 131.0, True, "stuck: its last heartbeat was 31 s ago"),
         (healthy(), 110.0, False, "is no longer running"),
-        (healthy(superlink="waiting"), 110.0, True, "the SuperLink does not run: it is waiting"),
+        (healthy(superlink="waiting"), 110.0, True, "the SuperLink is not running: its state is waiting"),
         (healthy(superlink="stopped"), 110.0, False, "was stopped"),
         (healthy(pid=0), 110.0, False, "no server has been started"),
     ],
