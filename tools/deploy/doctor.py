@@ -26,13 +26,18 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import httpx
+import psutil
 from rich.table import Table
 from rich.text import Text
 
-if TYPE_CHECKING:
-    from tepal.host.site import SiteCredentials
+from tepal.exchange.cache import default_root
+from tepal.host.flower.patches import FLOWER
+from tepal.host.limits import Limits
+from tepal.host.site import ProvisionError, SiteCredentials, days_left, read_certificate, read_site
+from tepal.tools.deploy import node_keys
+from tepal.tools.deploy.provision import SOON, find_server, overview
 
 OK, WARNING, PROBLEM, SKIPPED = "ok", "warning", "problem", "skipped"
 
@@ -100,8 +105,6 @@ def examine(
         superlink: HOST:PORT of the server's Control API.
         root_certificates: PEM file to trust there; by default that of `credentials` or `site`.
     """
-    from tepal.exchange.cache import default_root
-
     yield python_version()
     yield flower_version()
     yield from torch_and_gpu()
@@ -137,8 +140,6 @@ def python_version(installed: tuple[int, ...] = sys.version_info[:3]) -> Finding
 
 def flower_version(installed: str | None = None) -> Finding:
     """Check that Flower has the version that the warm node and the server support."""
-    from tepal.host.flower.patches import FLOWER
-
     if installed is None:
         try:
             installed = version("flwr")
@@ -255,10 +256,6 @@ def folder(check: str, path: Path) -> Finding:
 
 def memory() -> Finding:
     """Check the free memory, and the limit of the container or service if it has one."""
-    import psutil
-
-    from tepal.host.limits import Limits
-
     free, limit = psutil.virtual_memory().available, Limits().memory
     within = f", and the limit of this container or service is {limit / 1e9:,.1f} GB" if limit else ""
     return _memory(free, limit, f"{free / 1e9:,.1f} GB are free{within}")
@@ -277,9 +274,6 @@ def _memory(free: float, limit: float, found: str) -> Finding:
 
 def check_credentials(path: Path) -> Iterator[Finding]:
     """Check the certificates' dates and names, and the modes of the keys, in a folder of `tepal provision`."""
-    from tepal.tools.deploy import node_keys
-    from tepal.tools.deploy.provision import ProvisionError, find_server, overview
-
     check = "credentials"
     try:
         server = find_server(path)
@@ -300,8 +294,6 @@ def check_credentials(path: Path) -> Iterator[Finding]:
 
 def check_site(path: Path) -> Iterator[Finding]:
     """Check a site's archive, packed or unpacked."""
-    from tepal.tools.deploy.provision import ProvisionError, read_site
-
     try:
         with _unpacked(path) as unpacked:
             if path.is_file():
@@ -328,9 +320,6 @@ def _unpacked(path: Path) -> Iterator[Path]:
 
 
 def _site_finding(site: SiteCredentials) -> Finding:
-    from tepal.host.site import days_left, read_certificate
-    from tepal.tools.deploy.provision import SOON
-
     days = days_left(read_certificate(site.root_certificates))
     found = f"{site.name}, server {site.superlink}; the authority's certificate is valid for {days} days"
     if days < SOON:
@@ -358,8 +347,6 @@ def clock(superlink: str, certificates: Path | None = None, site: Path | None = 
         certificates: PEM file to trust, or folder of credentials. None: the site's; without both, plain HTTP.
         site: A site's archive or folder.
     """
-    import httpx
-
     remedy = f"check that the server is running, and that this machine can connect to its control port at {superlink}"
     url = f"http://{superlink}/health"
     try:

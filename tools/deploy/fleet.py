@@ -13,6 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from flwr.proto.control_pb2 import (
+    ListNodesRequest,
+    ListRunsRequest,
+    RegisterNodeRequest,
+    StopRunRequest,
+    UnregisterNodeRequest,
+)
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
 from tepal.host.superlink import control_client
 from tepal.tools.deploy.provision import ProvisionError, ServerFolder, load_public_key
@@ -67,16 +75,12 @@ class Fleet:
 
     def node_keys(self) -> list[NodeKey]:
         """Return all keys that were registered since the SuperLink's start; revoked ones are "unregistered"."""
-        from flwr.proto.control_pb2 import ListNodesRequest
-
         with _explained(self.address):
             answer = self._client.ListNodes(ListNodesRequest())
         return [NodeKey(node.node_id, node.name, node.status, node.public_key) for node in answer.nodes_info]
 
     def register(self, public_key: bytes, name: str) -> int:
         """Register a key under a name; return the node's id. An unregistered key can never be registered again."""
-        from flwr.proto.control_pb2 import RegisterNodeRequest
-
         with _explained(self.address):
             node_id = self._client.RegisterNode(RegisterNodeRequest(public_key=public_key, name=name)).node_id
         if not node_id:
@@ -85,8 +89,6 @@ class Fleet:
 
     def unregister(self, node_id: int) -> None:
         """Unregister a key permanently. A connected SuperNode with this key ends within seconds."""
-        from flwr.proto.control_pb2 import UnregisterNodeRequest
-
         try:
             with _explained(self.address):
                 self._client.UnregisterNode(UnregisterNodeRequest(node_id=node_id))
@@ -97,8 +99,6 @@ class Fleet:
 
     def runs(self) -> dict[int, RunStatus]:
         """Return the status of each run, by its id. Raises `Unreachable` for any problem."""
-        from flwr.proto.control_pb2 import ListRunsRequest
-
         with _explained(self.address, refused=Unreachable):
             runs = self._client.ListRuns(ListRunsRequest()).run_dict
         statuses = {run_id: run.status for run_id, run in runs.items()}
@@ -106,8 +106,6 @@ class Fleet:
 
     def stop_run(self, run_id: int) -> None:
         """Stop a run whose process is dead, and with it the messages to its nodes; no error if it has ended."""
-        from flwr.proto.control_pb2 import StopRunRequest
-
         with contextlib.suppress(FleetError), _explained(self.address):
             self._client.StopRun(StopRunRequest(run_id=run_id))
 
@@ -178,8 +176,6 @@ def _register(fleet: Fleet, site: str, key: bytes, known: dict[bytes, NodeKey], 
 
 def read_key(path: Path) -> bytes:
     """Read a public key, and return it in the form that the SuperLink keeps and compares. Raises ProvisionError."""
-    from flwr.supercore.primitives.asymmetric import public_key_to_bytes
-
     return public_key_to_bytes(load_public_key(path))
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from joblib import cpu_count
 
+from tepal.client_app.node.service import Control
 from tepal.host.processes import (
     Process,
     ProcessError,
@@ -154,8 +155,6 @@ def deployment(
 
 def wait_for_node(process: Process, control: Path, timeout: float) -> None:
     """Wait until a node is connected. Raises `ProcessError` if it ended, `TimeoutError` after `timeout` seconds."""
-    from tepal.client_app.node.service import Control
-
     end = time.monotonic() + timeout
     with contextlib.closing(Control(f"unix:{control}")) as asked:
         while True:

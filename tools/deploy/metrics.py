@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import psutil
 
 from tepal.host.metrics import Families
+from tepal.tools.deploy.journal import Journal
 
 if TYPE_CHECKING:
     from tepal.tools.dashboard.views import RunView
-    from tepal.tools.deploy.journal import Journal
 
 _OUTCOMES = ("refused", "lost", "late", "left_out")  # lists of clients in a line of metrics.jsonl
 

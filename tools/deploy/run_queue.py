@@ -8,9 +8,10 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tepal.host.processes import Process
+from tepal.host.superlink import explain
+from tepal.host.toml import Value
 from tepal.tools.deploy.app import ServedApp
 from tepal.tools.deploy.fleet import Fleet, RunStatus
 from tepal.tools.deploy.journal import Journal
@@ -28,9 +29,6 @@ from tepal.tools.deploy.recovery import (
 )
 from tepal.tools.deploy.settings import Settings
 from tepal.tools.deploy.watch import Watch
-
-if TYPE_CHECKING:
-    from tepal.host.toml import Value
 
 log = logging.getLogger("tepal.server")
 
@@ -227,8 +225,6 @@ class RunQueue:
 
     def conclude(self, watch: Watch, status: str, details: str) -> None:
         """Decide what follows from the end of a run, and record it."""
-        from tepal.host.superlink import explain
-
         directory = watch.directory or (watch.due.directory if watch.due else None)
         run = look_at(directory) if directory else None
         text = watch.log.read_text(encoding="utf-8", errors="replace") if watch.log.exists() else ""

@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 
 from tepal.host.processes import Process, ProcessError
+from tepal.host.superlink import Clock, follow
+from tepal.records.run_directory import KEPT_IN
 from tepal.tools.deploy.recovery import Due
 
 
@@ -18,8 +20,6 @@ class Watch:
     def __init__(
         self, run_id: int, control: str, superlink: Process, log: Path, root_certificates: Path | None, due: Due | None
     ) -> None:
-        from tepal.host.superlink import Clock
-
         self.run_id = run_id
         self.log = log
         self.due = due
@@ -39,15 +39,11 @@ class Watch:
         self._thread.start()
 
     def _follow(self, control: str, superlink: Process, root_certificates: Path | None) -> None:
-        from tepal.host.superlink import follow
-
         # The supervisor notices a lost SuperLink; a run that cannot be followed is still seen on disk.
         with contextlib.suppress(ProcessError, OSError, ValueError, KeyError):
             self.end = follow(self.run_id, control, superlink, self._clock, self.log, root_certificates)
 
     def _on_event(self, kind: str, text: str) -> None:
-        from tepal.records.run_directory import KEPT_IN
-
         if kind != "log":
             return
         with contextlib.suppress(OSError):

@@ -18,10 +18,8 @@ New files are written to a hidden folder and then renamed: a call that fails lea
 from tepal.host.site import ProvisionError, SiteCredentials, parse_node_config, read_site
 from tepal.tools.deploy.provision.certificates import SOON, hosts_of
 from tepal.tools.deploy.provision.folder import (
-    Overview,
     Provisioned,
     ServerFolder,
-    SiteKey,
     find_server,
     fingerprint,
     load_public_key,
@@ -33,12 +31,10 @@ from tepal.tools.deploy.provision.site_files import CONTAINER_USER
 __all__ = [
     "CONTAINER_USER",
     "SOON",
-    "Overview",
     "ProvisionError",
     "Provisioned",
     "ServerFolder",
     "SiteCredentials",
-    "SiteKey",
     "add",
     "find_server",
     "fingerprint",

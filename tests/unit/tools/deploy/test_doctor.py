@@ -176,7 +176,7 @@ def test_certificates_that_end_soon_or_have_ended_are_found(fleet, monkeypatch):
     Later.days = 366
     [found] = doctor.check_credentials(fleet.folder)
     assert found.state == PROBLEM and "expired" in found.found and "tepal provision renew" in found.remedy
-    monkeypatch.setattr("tepal.host.site.days_left", lambda certificate: provision.SOON - 1)
+    monkeypatch.setattr(doctor, "days_left", lambda certificate: provision.SOON - 1)
     assert states(doctor.check_site(fleet.archive("north")))["site"] == WARNING
 
 
