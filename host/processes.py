@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -351,38 +351,37 @@ def _signal(processes: Iterable[psutil.Process], number: signal.Signals) -> None
 
 
 @contextlib.contextmanager
-def _exit_on_signals() -> Iterator[None]:
+def _handled(numbers: Iterable[int], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Handle these signals by `handler` during the block. Python allows this in the main thread only."""
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
+
+
+def _exit_on_signals() -> contextlib.AbstractContextManager[None]:
     """Let SIGTERM and SIGHUP raise `SystemExit` inside the block, so that the block can clean up."""
 
     def leave(number: int, _frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    changed = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is signal.SIG_DFL:  # a handler of the application stays
-                changed[number] = signal.signal(number, leave)
-    try:
-        yield
-    finally:
-        for number, handler in changed.items():
-            signal.signal(number, handler)
+    # A handler of the application stays.
+    defaults = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    return _handled(defaults, leave)
 
 
 @contextlib.contextmanager
 def _signals_postponed() -> Iterator[None]:
     """Postpone signals until the end of the block: a second Ctrl-C must not interrupt the stopping of processes."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     waiting: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    handlers = {number: signal.signal(number, lambda got, _frame: waiting.append(got)) for number in numbers}
     try:
-        yield
+        with _handled((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), lambda got, _frame: waiting.append(got)):
+            yield
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
         for got in dict.fromkeys(waiting):
             signal.raise_signal(got)
 

@@ -61,7 +61,11 @@ def read_site(folder: Path) -> SiteCredentials:
     try:
         text = settings.read_text(encoding="utf-8")
         name, superlink, node_config = read_site_toml(text, str(settings))
-        _check_authority(certificates)
+        if days_left(read_certificate(certificates)) < 0:
+            raise ProvisionError(
+                f"the authority's certificate {certificates} has expired. Ask the server's administrator for an "
+                "archive of a new deployment"
+            )
         _check_node_key(key)
     except PermissionError as error:
         raise ProvisionError(
@@ -69,14 +73,6 @@ def read_site(folder: Path) -> SiteCredentials:
             f"chown -R {os.geteuid()} {folder}"
         ) from error
     return SiteCredentials(name, superlink, certificates, key, node_config)
-
-
-def _check_authority(path: Path) -> None:
-    if days_left(read_certificate(path)) < 0:
-        raise ProvisionError(
-            f"the authority's certificate {path} has expired. Ask the server's administrator for an archive of a new "
-            "deployment"
-        )
 
 
 def _check_node_key(path: Path) -> None:

@@ -288,6 +288,15 @@ def follow(
         asking.close()
 
 
+def keep_log(log: Path, run: Path) -> Path:
+    """Append the log of a run to flower.log in its directory, and remove it; return the path of flower.log."""
+    kept = run / "flower.log"
+    with kept.open("ab") as file, log.open("rb") as new:
+        shutil.copyfileobj(new, file)
+    log.unlink()
+    return kept
+
+
 def explain(log: str, details: str = "") -> str:
     """Return the app's exception, and the line that raised it, from the log of a failed run."""
     *before, report = _RAISED.split(log)

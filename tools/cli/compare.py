@@ -74,7 +74,9 @@ def compare_command(
         comparison.cpus = comparison.cpus if cpus is None else cpus
         comparison.gpus = comparison.gpus if gpus is None else gpus
         comparison.engine = engine or comparison.engine
-        _check_target(comparison)
+        regression = InputConfig.from_run_config(comparison.run_config).kind == models.SEQUENCES
+        if not regression and comparison.target is not None and comparison.target > 1:
+            raise ConfigError(f"--target is {comparison.target:g}, expected an accuracy from 0 to 1")
         resources: dict[str, Any] = {key: getattr(comparison, key) for key in ("clients", "cpus", "gpus")}
         with engine_for(comparison.engine, app, **resources) as simulated:  # one for all runs
             check(comparison, lambda config: check_clients(config, comparison.clients))
@@ -120,13 +122,6 @@ def _new_comparison(
         run_config={key: value for key, value in config.items() if key not in OWN_KEYS},
         clients=clients,
     )
-
-
-def _check_target(comparison: Comparison) -> None:
-    """Raise ConfigError for an accuracy above 1."""
-    regression = InputConfig.from_run_config(comparison.run_config).kind == models.SEQUENCES
-    if not regression and comparison.target is not None and comparison.target > 1:
-        raise ConfigError(f"--target is {comparison.target:g}, expected an accuracy from 0 to 1")
 
 
 def _begun_comparison(app: Path, resume: str, fixed: list[str]) -> Comparison:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import threading
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from rich.console import Console
 
 from tepal import models
 from tepal.host.files import new_log
-from tepal.host.superlink import EndedRun, RunError
+from tepal.host.superlink import EndedRun, RunError, keep_log
 from tepal.records.run_directory import CHECKPOINTS, KEPT_IN, METRICS, find_run, read_metrics, read_summary
 from tepal.report.terminal import RoundProgress, final_table, follow_metrics
 from tepal.server_app.config import ConfigError, RunConfig
@@ -113,7 +112,7 @@ def run_once(
     except RunError as error:
         if not found:
             raise  # the message has the path of the log
-        kept = _keep_log(log, found[0])
+        kept = keep_log(log, found[0])
         said = [error.reason, f"Results so far: {found[0]}", _resume_hint(found[0])]
         raise RunError("\n".join(filter(None, said)), kept) from error
     finally:
@@ -121,7 +120,7 @@ def run_once(
         for follower in followers:
             follower.join(timeout=5)
         if found and log.exists():
-            _keep_log(log, found[0])
+            keep_log(log, found[0])
         elif not isinstance(sys.exception(), RunError):
             log.unlink(missing_ok=True)
     if not found:
@@ -153,12 +152,3 @@ def cache_in(runs: Path) -> Path:
 def _resume_hint(run: Path) -> str:
     """Return how to resume a run; "" without a checkpoint."""
     return f"Resume it with -c 'resume=\"{run}\"'" if any((run / CHECKPOINTS).glob("round-*")) else ""
-
-
-def _keep_log(log: Path, run: Path) -> Path:
-    """Append Flower's log of a run to the one in the run directory, and remove it."""
-    kept = run / "flower.log"
-    with kept.open("ab") as file, log.open("rb") as new:
-        shutil.copyfileobj(new, file)
-    log.unlink()
-    return kept

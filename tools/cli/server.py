@@ -94,11 +94,10 @@ def _health(journal: Journal) -> str:
     trusted = journal.root_certificates
     problem = f"the SuperLink does not answer at {'https' if trusted else 'http'}://{journal.control}/health"
     try:
-        connection = (
-            HTTPSConnection(journal.control, timeout=10, context=ssl.create_default_context(cafile=trusted))
-            if trusted
-            else HTTPConnection(journal.control, timeout=10)
-        )
+        connection = HTTPConnection(journal.control, timeout=10)
+        if trusted:
+            context = ssl.create_default_context(cafile=trusted)
+            connection = HTTPSConnection(journal.control, timeout=10, context=context)
         with contextlib.closing(connection):
             connection.request("GET", "/health")
             answer = connection.getresponse()

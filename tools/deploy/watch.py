@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import threading
 import time
 from pathlib import Path
 
 from tepal.host.processes import Process, ProcessError
-from tepal.host.superlink import Clock, follow
+from tepal.host.superlink import Clock, follow, keep_log
 from tepal.records.run_directory import KEPT_IN
 from tepal.tools.deploy.recovery import Due
 
@@ -62,6 +61,5 @@ class Watch:
         self._thread.join(5)
         with contextlib.suppress(OSError):
             if self.directory is not None:
-                with (self.directory / "flower.log").open("ab") as file, self.log.open("rb") as new:
-                    shutil.copyfileobj(new, file)
+                keep_log(self.log, self.directory)
             self.log.unlink(missing_ok=True)
