@@ -115,12 +115,11 @@ def deployment(
     connect(folder / "home", address, trusted)
     with contextlib.ExitStack() as stack:
         clock.stage("Starting a SuperLink ...")
-        superlink = stack.enter_context(
-            started(
-                superlink_command(settings),
-                log=folder / "superlink.log", env=environment, cwd=folder / "work", grace=_GRACE, folder=folder,
-            )
+        process = started(
+            superlink_command(settings),
+            log=folder / "superlink.log", env=environment, cwd=folder / "work", grace=_GRACE, folder=folder,
         )  # fmt: skip
+        superlink = stack.enter_context(process)
         wait_for_http(
             f"https://{address}/health", timeout=clock.left(_START), process=superlink,
             context=ssl.create_default_context(cafile=trusted),
@@ -132,16 +131,12 @@ def deployment(
         clock.stage(f"Starting {len(sites)} nodes ...")
         nodes = []
         for site, config in zip(sites, node_configs, strict=True):
-            command = _node if warm else _supernode
-            nodes.append(
-                stack.enter_context(
-                    started(
-                        command(made.unpacked(site), folder / f"{site}.sock", config),
-                        log=folder / f"{site}.log", env=environment | {"TEPAL_CACHE": str(cache / site)},
-                        cwd=folder / "work", name=site, grace=_GRACE, folder=folder,
-                    )
-                )
+            command = (_node if warm else _supernode)(made.unpacked(site), folder / f"{site}.sock", config)
+            process = started(
+                command, log=folder / f"{site}.log", env=environment | {"TEPAL_CACHE": str(cache / site)},
+                cwd=folder / "work", name=site, grace=_GRACE, folder=folder,
             )  # fmt: skip
+            nodes.append(stack.enter_context(process))
         for node, site in zip(nodes, sites, strict=True):
             if warm:
                 wait_for_node(node, folder / f"{site}.sock", clock.left(_START))
