@@ -7,6 +7,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 from tepal.host.processes import Process
@@ -43,7 +44,8 @@ class RunQueue:
         self.journal = journal
         self.app = ServedApp(settings)
         self.due: list[Due] = []
-        self.submitting: tuple[Due, threading.Thread, list[int | Exception]] | None = None
+        self.submitting: tuple[Due, Future[int]] | None = None
+        """The run that a thread is submitting, and the id that it will get."""
         self._digest = None if settings.run_config is None else config_digest(settings.run_config)
 
     def plan(self) -> list[Due]:
@@ -123,15 +125,15 @@ class RunQueue:
     def submit(self, superlink: Process, watches: dict[int, Watch]) -> None:
         """Submit the runs that are due, one at a time, in a thread: `flwr run` takes seconds."""
         if self.submitting is not None:
-            due, thread, answer = self.submitting
-            if thread.is_alive():
+            due, result = self.submitting
+            if not result.done():
                 return
             self.submitting = None
-            if isinstance(answer[0], Exception):
-                self.journal.error(f"{due} could not be submitted: {answer[0]}")
-                self.due += self._again(due.directory, time.time(), str(answer[0]))
+            if error := result.exception():
+                self.journal.error(f"{due} could not be submitted: {error}")
+                self.due += self._again(due.directory, time.time(), str(error))
             else:
-                watches[answer[0]] = self.watch(answer[0], superlink, due)
+                watches[result.result()] = self.watch(result.result(), superlink, due)
             return
         for due in list(self.due):
             if due.when > time.time():
@@ -161,18 +163,16 @@ class RunQueue:
             self.journal.beat(at_once=True)  # counted also if this process is killed now
             action = "is resumed" if due.directory else "starts"
             log.info("%s %s (attempt %d of %d).", due, action, entry.attempts, self.settings.attempts)
-            result: list[int | Exception] = []
-            given = (superlink, config, result)
-            thread = threading.Thread(target=self._submit_now, args=given, name="submit", daemon=True)
-            self.submitting = (due, thread, result)
-            thread.start()
+            self.submitting = due, Future()
+            given = (superlink, config, self.submitting[1])
+            threading.Thread(target=self._submit_now, args=given, name="submit", daemon=True).start()
             return
 
-    def _submit_now(self, superlink: Process, config: Mapping[str, Value], result: list[int | Exception]) -> None:
+    def _submit_now(self, superlink: Process, config: Mapping[str, Value], result: Future[int]) -> None:
         try:
-            result.append(self.app.submit(config, superlink))
+            result.set_result(self.app.submit(config, superlink))
         except (RuntimeError, OSError, ValueError, subprocess.TimeoutExpired) as error:
-            result.append(error)
+            result.set_exception(error)
 
     def watch(self, run_id: int, superlink: Process, due: Due | None) -> Watch:
         """Start to follow a run."""

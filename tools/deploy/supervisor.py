@@ -48,6 +48,7 @@ class Supervisor:
         self.state = settings.state.resolve()
         self.journal = Journal(self.state / STATE)
         self.queue = RunQueue(settings, self.journal)
+        self._answered: float | None = None  # the time of the present SuperLink's first answer
 
     def run(self) -> None:
         """Serve until a signal raises SystemExit. Raises ServerError for a problem that a person must solve."""
@@ -80,13 +81,12 @@ class Supervisor:
     def _keep_superlink_running(self) -> None:
         failures, ever = 0, False
         while True:
-            answered: list[float] = []
             try:
-                self._serve_once(answered)
+                self._serve_once()
             except (ProcessError, TimeoutError) as error:
                 self.journal.error(f"The SuperLink is restarted: {error}")
-            ever = ever or bool(answered)
-            settled = answered and time.monotonic() - answered[0] > _SETTLED
+            ever = ever or self._answered is not None
+            settled = self._answered is not None and time.monotonic() - self._answered > _SETTLED
             failures = 1 if settled else failures + 1
             if not ever and failures >= _STARTS:
                 raise ServerError(
@@ -101,9 +101,9 @@ class Supervisor:
             self.journal.beat()
             time.sleep(min(_TICK, max(end - time.monotonic(), 0)))
 
-    def _serve_once(self, answered: list[float]) -> None:
-        """Run a SuperLink until its end raises ProcessError; append the time of its first answer to `answered`."""
-        settings = self.settings
+    def _serve_once(self) -> None:
+        """Run a SuperLink until its end raises ProcessError."""
+        settings, self._answered = self.settings, None
         self.journal.superlink, self.journal.superlink_starts = "starting", self.journal.superlink_starts + 1
         self.journal.beat(at_once=True)
         with started(
@@ -117,11 +117,11 @@ class Supervisor:
             scheme = "https" if settings.credentials else "http"
             context = ssl.create_default_context(cafile=settings.root_certificates) if settings.credentials else None
             end = time.monotonic() + _START
-            while not answered:
+            while self._answered is None:
                 try:
                     health = f"{scheme}://{settings.control}/health"
                     wait_for_http(health, timeout=HEARTBEAT, process=superlink, context=context)
-                    answered.append(time.monotonic())
+                    self._answered = time.monotonic()
                 except TimeoutError:
                     if time.monotonic() > end:
                         raise
