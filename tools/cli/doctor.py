@@ -10,10 +10,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from tepal.tools.cli import commands
+from tepal.tools.cli import AsJson, commands
 
 app = commands("doctor")
-_JSON = "as JSON, for programs"
 
 
 @app.command("doctor")
@@ -36,7 +35,7 @@ def doctor_command(
         list[int] | None,
         typer.Option(min=1, max=65535, help="a port that must be free; may be repeated", show_default="a server's"),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help=_JSON)] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Check this installation and its machine. The exit status is 1 if there is a problem."""
     from tepal.tools.dashboard.views import console

@@ -46,14 +46,14 @@ def run(
         typer.Option(help="further 'key=value …' for the ClientApp (environment: TEPAL_NODE_CONFIG)"),
     ] = None,
     state: Annotated[
-        Path | None, typer.Option(envvar="TEPAL_NODE_STATE", help="folder for files; a temporary one by default")
+        Path | None, typer.Option(envvar="TEPAL_NODE_STATE", help="folder for the node's files; by default temporary")
     ] = None,
     control: _Control = _CONTROL,
     health: Annotated[
         str, typer.Option(envvar="TEPAL_NODE_HEALTH", help="HOST:PORT of the gRPC health service; none by default")
     ] = "",
     poll: Annotated[
-        float, typer.Option(envvar="TEPAL_NODE_POLL", min=0.02, help="longest pause between two requests for messages")
+        float, typer.Option(envvar="TEPAL_NODE_POLL", min=0.02, help="longest pause between two polls, in seconds")
     ] = 1.0,
     idle: Annotated[
         float, typer.Option(envvar="TEPAL_NODE_IDLE", min=1, help="seconds until an idle run's memory is freed")

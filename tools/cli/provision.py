@@ -97,9 +97,7 @@ def renew_command(
         list[str] | None, typer.Option(help="with --server: new names and addresses; may be repeated")
     ] = None,
     days: Annotated[int, typer.Option(min=1, help="with --server: validity in days")] = 365,
-    node_config: Annotated[
-        list[str] | None, typer.Option(help="with --site: a new node config; '' for none")
-    ] = None,
+    node_config: Annotated[list[str] | None, typer.Option(help="with --site: a new node config; '' for none")] = None,
 ) -> None:
     """Make a new server certificate of the same authority, or a new key for a site, whose present key is revoked.
 

@@ -20,8 +20,8 @@ from tepal.report.terminal import RoundProgress, final_table, follow_metrics
 from tepal.server_app.config import ConfigError, RunConfig
 
 ENGINE = (
-    "process: all clients in one process; ray: in Flower's simulation runtime; auto: in one process, unless --gpus or "
-    "the app asks for Ray"
+    "process: all clients in one process; ray: in Flower's simulation runtime; auto: in one process, unless --gpus is "
+    "given or the app needs Ray"
 )
 CPUS = "CPU cores for each client that trains"
 

@@ -141,11 +141,13 @@ def run_server(
         ),
     ] = None,
     fleet_api_address: Annotated[
-        str, typer.Option(envvar="TEPAL_FLEET_API_ADDRESS", help="where nodes connect")
+        str, typer.Option(envvar="TEPAL_FLEET_API_ADDRESS", help="address for the nodes")
     ] = "0.0.0.0:9092",
     host: Annotated[
         str,
-        typer.Option(envvar="TEPAL_HOST", help="of the control port; anyone who connects can run code on all nodes"),
+        typer.Option(
+            envvar="TEPAL_HOST", help="address of the control port; anyone who can connect can run code on all nodes"
+        ),
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(envvar="TEPAL_PORT", min=1, max=65535, help="the control port")] = 8000,
     attempts: Annotated[

@@ -21,15 +21,12 @@ from tepal.tools.deploy.provision.folder import (
     Provisioned,
     ServerFolder,
     find_server,
-    fingerprint,
     load_public_key,
     overview,
 )
 from tepal.tools.deploy.provision.operations import add, make, renew_server, renew_site, revoke
-from tepal.tools.deploy.provision.site_files import CONTAINER_USER
 
 __all__ = [
-    "CONTAINER_USER",
     "SOON",
     "ProvisionError",
     "Provisioned",
@@ -37,7 +34,6 @@ __all__ = [
     "SiteCredentials",
     "add",
     "find_server",
-    "fingerprint",
     "hosts_of",
     "load_public_key",
     "make",

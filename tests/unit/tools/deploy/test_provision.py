@@ -34,13 +34,11 @@ from tepal.host.processes import free_port
 from tepal.tools.cli.provision import app as provision
 from tepal.tools.deploy.fleet import Fleet, FleetError, KeyResult, Unreachable, align, open_fleet
 from tepal.tools.deploy.provision import (
-    CONTAINER_USER,
     Provisioned,
     ProvisionError,
     ServerFolder,
     add,
     find_server,
-    fingerprint,
     make,
     overview,
     parse_node_config,
@@ -50,6 +48,8 @@ from tepal.tools.deploy.provision import (
     revoke,
 )
 from tepal.tools.deploy.provision.change import changing
+from tepal.tools.deploy.provision.folder import fingerprint
+from tepal.tools.deploy.provision.site_files import CONTAINER_USER
 
 HOSTS = ["fl.example.org", "192.0.2.7", "2001:db8::7"]
 
