@@ -32,7 +32,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tepal.records.run_directory import find_run, read_metrics
-from tepal.tools.simulation.engines import simulate, simulate_in_process
+from tepal.tools.simulation.process_engine import ProcessEngine
+from tepal.tools.simulation.ray_engine import RayEngine
 
 ROOT = Path(__file__).parents[1]
 STOCK = Path(__file__).parent / "simulation"
@@ -101,10 +102,11 @@ def tepal(way: str, folder: Path, clients: int, rounds: int, **changes: object) 
         "learning-rate": RATE, "weight-decay": 0.0, "schedule": "constant", "evaluate-every": 10_000,
         "runs": str(folder / "runs"), **changes,
     }  # fmt: skip
-    start = simulate if way == "in runtime" else simulate_in_process
+    kind = RayEngine if way == "in runtime" else ProcessEngine
     cpus = {} if way == INSIDE else {"cpus_per_client": 1.0}
     begun = time.perf_counter()
-    start(ROOT, clients=clients, run_config=config, log=folder / "log", cache=folder / "cache", **cpus)
+    with kind(ROOT, clients, cache=folder / "cache", **cpus) as engine:
+        engine.run(config, log=folder / "log")
     whole = time.perf_counter() - begun
     lines = [line for line in read_metrics(find_run(folder / "runs")) if line["round"]]
     return [line["seconds_train"] for line in lines], whole, statistics.median(
@@ -119,7 +121,8 @@ def stock(folder: Path, clients: int, samples: int, rounds: int, model: str = "c
         "batch-size": BATCH, "learning-rate": RATE, "model": model, "output": str(folder / "ended.json"),
     }  # fmt: skip
     begun = time.perf_counter()
-    simulate(STOCK, clients=clients, run_config=config, log=folder / "log")
+    with RayEngine(STOCK, clients) as engine:
+        engine.run(config, log=folder / "log")
     whole = time.perf_counter() - begun
     return list(np.diff(json.loads((folder / "ended.json").read_text()))), whole
 

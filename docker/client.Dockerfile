@@ -2,19 +2,19 @@
 #
 #     docker build -f docker/client.Dockerfile -t tepal-client .
 #
-# Runs on a read-only root: state is in /app/state, what it has received in /app/cache, and /tmp wants a tmpfs.
+# Runs with a read-only root: state is in /app/state, the cache in /app/cache; /tmp must be a tmpfs.
 #
-# What to build with. Empty means pip's own default, so that no registry is named here.
-#   PYTHON_IMAGE        of all stages: Python 3.11 or newer, and useradd
-#   EXTRAS              of pyproject.toml, with commas between: vision,text
-#   PIP_INDEX_URL, PIP_EXTRA_INDEX_URL   as pip reads them. No password in them: a build's arguments can be read
-#   TORCH_INDEX_URL     one more index for what TORCH_SPEC names. Builds of torch for CPUs and for each CUDA version are
-#                       often kept apart, and the one that is found without this may bring CUDA: several GB
-#   TORCH_SPEC          which torch, in agreement with constraints.txt; with vision: "torch torchvision", of one build
-#   VERSION, REVISION   for the labels
+# Build arguments; an empty one leaves pip's default.
+#   PYTHON_IMAGE        base image of all stages, with Python 3.11 or newer and useradd
+#   EXTRAS              extras of pyproject.toml, separated by commas: vision,text
+#   PIP_INDEX_URL, PIP_EXTRA_INDEX_URL   as pip reads them. Without passwords: they can be read from the image
+#   TORCH_INDEX_URL     an additional index for TORCH_SPEC. Builds of torch for CPUs and for each CUDA version are often
+#                       in separate indexes; the default one may install CUDA: several GB
+#   TORCH_SPEC          the version of torch, as in constraints.txt; with vision: "torch torchvision", from one index
+#   VERSION, REVISION   for the image's labels
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 
-# Both images are alike as far as the next line of dashes, word for word: built once, and stored once. -----------------
+# Both Dockerfiles are identical up to the next line of dashes, so these layers are built and stored once. -------------
 FROM ${PYTHON_IMAGE} AS dependencies
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
@@ -24,7 +24,7 @@ ARG EXTRAS
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore PIP_PYTHON=/opt/venv/bin/python
 RUN python -m venv --without-pip /opt/venv
 WORKDIR /build
-# For a project that is still empty: a change of code does not bring torch again.
+# Dependencies are installed for an empty project first, so that a change of code does not install torch again.
 COPY pyproject.toml constraints.txt LICENSE ./
 RUN --mount=type=cache,target=/root/.cache/pip \
     mkdir tepal && touch tepal/__init__.py && \
@@ -32,19 +32,19 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     $install ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"} $TORCH_SPEC && \
     $install ".${EXTRAS:+[$EXTRAS]}" && \
     pip check && pip uninstall -q -y tepal
-# Of two different builds they are installed without a complaint, and fail when they are imported.
+# torch and torchvision of different builds can be installed together, but fail at import.
 RUN cd /opt/venv && bin/python -B -c 'import torch' && \
     if [ -d lib/python3*/site-packages/torchvision ]; then bin/python -B -c 'import torchvision'; fi
-# What nothing needs at run time: what installs and builds (Flower has uv for that, torch setuptools), test suites, and
-# torch's headers and C++ test programs.
+# Not needed at run time: installers and build tools (uv of Flower, setuptools of torch), test suites, and torch's
+# headers and C++ test programs.
 RUN pip uninstall -q -y setuptools uv && cd /opt/venv/lib/python3*/site-packages && \
     rm -rf torch/test torch/include torch/share && \
     find torch/bin -type f ! -name torch_shm_manager -delete && \
     for package in Crypto fsspec joblib networkx numpy pandas pyarrow scipy sklearn sympy; do \
         [ ! -d "$package" ] || find "$package" -type d \( -name tests -o -name SelfTest \) -prune -exec rm -rf {} +; \
     done
-# Compiled here, because on a read-only root every start would do it again; not to be compared with the sources' times,
-# which may change on their way into an image. A few files are for other versions of Python.
+# Compiled here, because with a read-only root every start would compile again; unchecked, because the sources' times
+# may change when they are copied into an image. A few files are for other versions of Python and cannot be compiled.
 RUN /opt/venv/bin/python -m compileall -qq -j 0 --invalidation-mode unchecked-hash /opt/venv/lib || true
 
 FROM dependencies AS project
@@ -52,11 +52,11 @@ COPY . /opt/tepal
 RUN --mount=type=cache,target=/root/.cache/pip \
     chmod -R a+rX /opt/tepal && pip install -q --no-deps --no-compile --prefix /opt/project /opt/tepal && \
     python -m compileall -q --invalidation-mode unchecked-hash /opt/project/lib && \
-    rm -r /opt/tepal/tools && find /opt/tepal/tepal -type l -delete  # what is left makes the bundle that clients get
+    rm -r /opt/tepal/tools && find /opt/tepal/tepal -type l -delete  # the rest is the app bundle that clients receive
 
 FROM ${PYTHON_IMAGE}
-# Nothing is installed in here any more: pip goes, and what ensurepip would unpack. The standard library is compiled for
-# the reason above.
+# Nothing is installed in this stage, so pip and the wheels of ensurepip are removed. The standard library is compiled
+# for the reason above.
 RUN python -m pip uninstall -q -y --root-user-action=ignore setuptools wheel pip && \
     python -c 'import ensurepip, shutil; shutil.rmtree(ensurepip.__path__[0])' && rm -rf /usr/share/python-wheels && \
     python -c 'import compileall, sysconfig; compileall.compile_dir(sysconfig.get_path("stdlib"), quiet=2, workers=0)'
@@ -64,7 +64,7 @@ RUN groupadd --gid 49999 app && \
     useradd --uid 49999 --gid app --home-dir /app --no-create-home --shell /usr/sbin/nologin --no-log-init app
 COPY --from=dependencies /opt/venv /opt/venv
 COPY --from=project /opt/project /opt/venv
-# Flower and what it brings call nobody.
+# No telemetry, update checks or downloads by Flower and its dependencies.
 ENV PATH=/opt/venv/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \
@@ -75,7 +75,7 @@ ENV PATH=/opt/venv/bin:$PATH \
     RAY_USAGE_STATS_ENABLED=0 \
     HF_HUB_OFFLINE=1
 # ----------------------------------------------------------------------------------------------------------------------
-# A new volume has the owner of the folder that it is mounted on first. Those in sites/ are for the service of
+# A new volume gets the owner of the folder on which it is first mounted. Those in sites/ are for the service of
 # compose.yml that fills the data volumes.
 RUN install -d -o app -g app /data /app/site /app/state /app/cache && \
     install -d -o app -g app /app/sites /app/sites/site-1 /app/sites/site-2 /app/sites/site-3

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _PARTIAL = ".writing-"  # how the names of files begin that are being written
-_ABANDONED = 3600.0  # seconds after which such a file belongs to a process that was killed
+_ABANDONED = 3600.0  # seconds without a change after which such a file was left by a process that was killed
 _RETRY = 0.02  # seconds between two attempts to get a lock
 
 
@@ -47,9 +47,9 @@ def replacing(path: Path, *, durable: bool = False, overwrite: bool = True) -> I
 def remove_abandoned(folder: Path) -> None:
     """Remove the files that `replacing` left in this folder because its process was killed."""
     before = time.time() - _ABANDONED
-    with contextlib.suppress(OSError):  # another process removes the folder
+    with contextlib.suppress(OSError):  # another process may be removing the folder
         for path in folder.glob(f"{_PARTIAL}*"):
-            with contextlib.suppress(OSError):  # or has just finished the file
+            with contextlib.suppress(OSError):  # another process may have finished the file
                 if path.lstat().st_mtime < before:
                     path.unlink()
 
@@ -62,16 +62,15 @@ def sync_folder(folder: Path) -> None:
 
 def new_log(name: str) -> Path:
     """Make an empty file `tepal-<name>-….log` in the system's temporary folder."""
-    handle, path = tempfile.mkstemp(prefix=f"tepal-{name}-", suffix=".log")
-    os.close(handle)
-    return Path(path)
+    with tempfile.NamedTemporaryFile(prefix=f"tepal-{name}-", suffix=".log", delete=False) as file:
+        return Path(file.name)
 
 
 @contextlib.contextmanager
 def locked(path: Path, refusal: Exception, *, patience: float = 0.0) -> Iterator[None]:
     """Lock an existing file or folder until the block ends, or this process and its forked children end.
 
-    The lock is advisory (`flock`): it excludes only those that lock the same path. It leaves nothing behind.
+    The lock is advisory (`flock`): it excludes only those that lock the same path. It creates no file.
 
     Raises `refusal` when another process still has the lock after `patience` seconds.
     """
@@ -92,7 +91,7 @@ def locked(path: Path, refusal: Exception, *, patience: float = 0.0) -> Iterator
 
 
 def is_locked(path: Path) -> bool:
-    """Whether another process has the lock of `locked`. This check holds it, shared, for an instant."""
+    """Return whether another process has locked this path. The check itself takes a shared lock for an instant."""
     handle = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)

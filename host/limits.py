@@ -1,6 +1,6 @@
 """Memory limits of this process's container or service (control group version 2), and sizes written with units.
 
-psutil knows the machine's memory, and not these limits.
+psutil reports the machine's memory, not these limits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _MOUNT = Path("/sys/fs/cgroup")
 
 
 class Limits:
-    """Reads the limits of this process's control group and of those above it.
+    """The limits of this process's control group and of those above it.
 
     Args:
         mount: where control groups are mounted.
@@ -38,7 +38,7 @@ class Limits:
 
     @property
     def killed(self) -> int:
-        """How many processes of this group the system has killed because memory ran out."""
+        """Number of processes of this group that the system has killed because memory ran out."""
         for text in self._read("memory.events"):
             if match := re.search(r"^oom_kill (\d+)$", text, re.M):
                 return int(match[1])

@@ -1,7 +1,7 @@
 """`--log-format json`: one JSON object for each line that a server or a node and its child processes print.
 
-Flower, uvicorn and apps print in formats of their own, in processes of their own. So no logger is changed: the output
-of this process and of its children goes through a pipe, and each line is converted:
+Flower, uvicorn and apps print in different formats, and in several processes. No logger is changed: the output of this
+process and of its children goes through a pipe, and each line is converted:
 
     {"time": "2026-11-20T10:15:00.123Z", "level": "warning", "source": "tepal server", "message": "…"}
 """
@@ -29,7 +29,7 @@ _FORMS = (
     re.compile(rf"\d+/\d+/\d+ [\d:]+ (?P<level>{_LEVELS}) (?P<source>\S+): (?P<message>.*)"),
     re.compile(r"(?P<level>error): (?P<message>.*)"),
 )
-_DRAIN = 2.0  # seconds for the last lines, where child processes still have the pipe open
+_DRAIN = 2.0  # seconds to wait for the last lines while child processes still have the pipe open
 
 
 def parsed(line: str, now: datetime) -> dict[str, str] | None:
@@ -83,9 +83,9 @@ def log_format(name: str) -> Iterator[None]:
 def _convert(reading: int, out: int) -> None:
     with open(reading, encoding="utf-8", errors="replace", newline="\n") as lines:
         for line in lines:
-            # Of a progress bar, which overwrites its line, the last state.
+            # A progress bar overwrites its line: only its last state is kept.
             if (entry := parsed(line.rstrip("\r\n").rpartition("\r")[2], datetime.now(UTC))) is not None:
                 content = json.dumps(entry, ensure_ascii=False).encode() + b"\n"
-                with contextlib.suppress(OSError):  # without a reader the processes continue
+                with contextlib.suppress(OSError):  # the processes continue when nobody reads their output
                     while content:
                         content = content[os.write(out, content) :]

@@ -1,6 +1,6 @@
 """Serve metrics to Prometheus: `--metrics HOST:PORT` of `tepal server` and `tepal node`.
 
-No counters are kept for it: each scrape reads the present state.
+Each scrape reads the present state; no counters are kept.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 Families = Iterable[Any]
-"""Of `prometheus_client`, which is imported where it is used."""
+"""Metric families of `prometheus_client`, which is imported only where it is used."""
 
 
 class MetricsError(ValueError):
@@ -41,13 +41,10 @@ def serving(address: str, families: Callable[[], Families]) -> Iterator[None]:
         def collect(self) -> Families:
             return families()
 
-        def describe(self) -> Families:
-            return []  # the families are known only at a scrape
-
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise MetricsError(f"--metrics is {address!r}, expected HOST:PORT, such as 127.0.0.1:9464")
-    registry = CollectorRegistry(auto_describe=False)
+    registry = CollectorRegistry()
     registry.register(Scraped())
     try:
         server, thread = start_http_server(int(port), host.strip("[]"), registry)

@@ -4,7 +4,7 @@ Flower and Ray start processes in sessions of their own (flower-superexec, flwr-
 ending a process group is not enough. `started` puts a token into the child's environment, which every descendant
 inherits. At the end it stops the group, all descendants, and every process that has the token or descends from one that
 has. It does so after a normal end, an exception, Ctrl-C, and SIGTERM or SIGHUP to this process. If this process itself
-is killed, a guard does it: a small process that waits for the end of a pipe.
+is killed, a guard stops them: a small process that waits for the end of a pipe.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -64,22 +64,20 @@ def flower_environment(home: Path) -> dict[str, str]:
 
     `home` becomes FLWR_HOME: connections and installed app bundles are kept there and not in the user's `~/.flwr`.
     """
-    environment = dict(os.environ)
     # Flower finds flower-superexec and flwr-simulation by name: they must be those of this interpreter, also when its
     # virtual environment was never activated.
     programs = str(Path(sys.executable).parent)
-    environment["PATH"] = os.pathsep.join([programs, environment.get("PATH", os.defpath)])
-    environment |= {
+    return os.environ | {
+        "PATH": os.pathsep.join([programs, os.environ.get("PATH", os.defpath)]),
         "FLWR_HOME": str(home),
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         # Without this the SuperLink resolves and downloads the app's dependencies for every run.
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
-        "HF_HUB_OFFLINE": environment.get("HF_HUB_OFFLINE", "1"),
+        "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
         "PYTHONUNBUFFERED": "1",
     }
-    return environment
 
 
 @dataclass
@@ -112,9 +110,9 @@ class Process:
     def run(
         self, command: Sequence[str], *, env: Mapping[str, str], timeout: float
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command as if this child had started it: whatever stops the child stops the command, too.
+        """Run a command that is stopped together with this child, as if the child had started it.
 
-        `env` is its whole environment. Raises `subprocess.TimeoutExpired` after `timeout` seconds.
+        `env` is the command's whole environment. Raises `subprocess.TimeoutExpired` after `timeout` seconds.
         """
         return subprocess.run(
             _ending_with_parent(command, env),
@@ -139,8 +137,8 @@ class Process:
     def stop(self, grace: float = 10.0) -> None:
         """End the child and its descendants: SIGTERM, then SIGKILL to those that are left after `grace` seconds."""
         end = time.monotonic() + grace
-        tree = {process.pid: process for process in self.tree()}
-        _signal(tree.values(), signal.SIGTERM)
+        tree = self.tree()
+        _signal(tree, signal.SIGTERM)
         while tree and time.monotonic() < end:
             time.sleep(0.02)
             tree = self._left(tree)
@@ -148,32 +146,28 @@ class Process:
 
     def kill(self) -> None:
         """End the child and its descendants by SIGKILL, as a crash of its machine would."""
-        self._kill({process.pid: process for process in self.tree()})
+        self._kill(self.tree())
 
-    def _kill(self, tree: dict[int, psutil.Process]) -> None:
+    def _kill(self, tree: list[psutil.Process]) -> None:
         # A process may fork while it is being killed: repeat until none is found.
         for _ in range(50):
             if not tree:
                 break
-            self._kill_group()
-            _signal(tree.values(), signal.SIGKILL)
+            # The group's id is the child's pid, which stays reserved only while the child has not been reaped.
+            if self._popen.returncode is None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self.pid, signal.SIGKILL)
+            _signal(tree, signal.SIGKILL)
             time.sleep(0.02)
             tree = self._left(tree)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(1)
 
-    def _left(self, tree: Mapping[int, psutil.Process]) -> dict[int, psutil.Process]:
+    def _left(self, tree: list[psutil.Process]) -> list[psutil.Process]:
         """Return the processes of the tree that are alive, and new descendants."""
         self._popen.poll()  # reaps it
         # A known process is ours, even when its parent has ended and its environment cannot be read.
-        alive = {pid: process for pid, process in tree.items() if _alive(process)}
-        return alive | {process.pid: process for process in self.tree()}
-
-    def _kill_group(self) -> None:
-        # The group's id is the child's pid, which stays reserved only while the child has not been reaped.
-        if self._popen.returncode is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
+        return list({*filter(_alive, tree), *self.tree()})
 
 
 @contextlib.contextmanager
@@ -197,7 +191,7 @@ def started(
         command: program and arguments.
         log: file to which both output streams are appended.
         env: the whole environment; None for this process's.
-        name: what errors call it; None for the name of the program.
+        name: the child's name in error messages; None for the name of the program.
         grace: seconds between SIGTERM and SIGKILL.
         folder: a temporary folder, which the caller removes; if this process is killed, the guard removes it.
         stdin: a file descriptor that the child reads.
@@ -272,19 +266,19 @@ def _guard(token: str, folders: Sequence[str]) -> None:
 def wait_for_http(
     url: str, *, timeout: float = 60.0, process: Process | None = None, context: ssl.SSLContext | None = None
 ) -> None:
-    """Wait until `url`, of a server of our own, answers with a success status.
+    """Wait until one of our servers answers at `url` with a success status.
 
     Args:
-        url: an http or https address; it is never asked through a proxy.
+        url: an http or https address, which is never requested through a proxy.
         timeout: seconds.
         process: the server, if this process started it.
-        context: which certificates to trust.
+        context: the certificates to trust; None for those of the system.
 
     Raises:
         ProcessError: `process` ended; the text has the end of its log.
         TimeoutError: no answer within `timeout` seconds.
     """
-    import httpx  # takes a tenth of a second, which the guard does not need
+    import httpx  # takes a tenth of a second, and the guard does not need it
 
     end = time.monotonic() + timeout
     with httpx.Client(verify=context or True, trust_env=False, timeout=2) as client:
@@ -357,38 +351,37 @@ def _signal(processes: Iterable[psutil.Process], number: signal.Signals) -> None
 
 
 @contextlib.contextmanager
-def _exit_on_signals() -> Iterator[None]:
+def _handled(numbers: Iterable[int], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Handle these signals by `handler` during the block. Python allows this in the main thread only."""
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
+
+
+def _exit_on_signals() -> contextlib.AbstractContextManager[None]:
     """Let SIGTERM and SIGHUP raise `SystemExit` inside the block, so that the block can clean up."""
 
     def leave(number: int, _frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    changed = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is signal.SIG_DFL:  # a handler of the application stays
-                changed[number] = signal.signal(number, leave)
-    try:
-        yield
-    finally:
-        for number, handler in changed.items():
-            signal.signal(number, handler)
+    # A handler of the application stays.
+    defaults = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    return _handled(defaults, leave)
 
 
 @contextlib.contextmanager
 def _signals_postponed() -> Iterator[None]:
     """Postpone signals until the end of the block: a second Ctrl-C must not interrupt the stopping of processes."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     waiting: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    handlers = {number: signal.signal(number, lambda got, _frame: waiting.append(got)) for number in numbers}
     try:
-        yield
+        with _handled((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), lambda got, _frame: waiting.append(got)):
+            yield
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
         for got in dict.fromkeys(waiting):
             signal.raise_signal(got)
 

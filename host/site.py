@@ -33,7 +33,7 @@ class ProvisionError(ValueError):
 
 
 @dataclass(frozen=True)
-class Site:
+class SiteCredentials:
     """The credentials and settings of a site. Made by `read_site`."""
 
     name: str
@@ -44,7 +44,7 @@ class Site:
     node_config: dict[str, Value] = field(default_factory=dict)
 
 
-def read_site(folder: Path) -> Site:
+def read_site(folder: Path) -> SiteCredentials:
     """Read and check the folder of a site: an unpacked archive of `tepal provision`.
 
     Raises ProvisionError with what is wrong and what to do.
@@ -53,7 +53,7 @@ def read_site(folder: Path) -> Site:
     if folder.is_file():
         raise ProvisionError(f"{folder} is a file, expected a folder: {_UNPACK}")
     if not folder.is_dir():
-        raise ProvisionError(f"there is no folder {folder}: {_UNPACK}")
+        raise ProvisionError(f"the folder {folder} does not exist: {_UNPACK}")
     for name in _SITE_FILES:
         if not (folder / name).is_file():
             raise ProvisionError(f"{folder} has no file {name}, and a site needs {', '.join(_SITE_FILES)}: {_UNPACK}")
@@ -61,22 +61,18 @@ def read_site(folder: Path) -> Site:
     try:
         text = settings.read_text(encoding="utf-8")
         name, superlink, node_config = read_site_toml(text, str(settings))
-        _check_authority(certificates)
+        if days_left(read_certificate(certificates)) < 0:
+            raise ProvisionError(
+                f"the authority's certificate {certificates} has expired. Ask the server's administrator for an "
+                "archive of a new deployment"
+            )
         _check_node_key(key)
     except PermissionError as error:
         raise ProvisionError(
             f"{error.filename} cannot be read by this user (uid {os.geteuid()}). The folder must belong to it: "
             f"chown -R {os.geteuid()} {folder}"
         ) from error
-    return Site(name, superlink, certificates, key, node_config)
-
-
-def _check_authority(path: Path) -> None:
-    if days_left(read_certificate(path)) < 0:
-        raise ProvisionError(
-            f"the authority's certificate {path} has expired. Ask the server's administrator for an archive of a new "
-            "deployment"
-        )
+    return SiteCredentials(name, superlink, certificates, key, node_config)
 
 
 def _check_node_key(path: Path) -> None:
@@ -102,7 +98,7 @@ def read_certificate(path: Path) -> x509.Certificate:
     try:
         return x509.load_pem_x509_certificate(path.read_bytes())
     except FileNotFoundError:
-        raise ProvisionError(f"there is no certificate {path}") from None
+        raise ProvisionError(f"the certificate {path} does not exist") from None
     except ValueError:
         raise ProvisionError(f"{path} is not a certificate in PEM format") from None
 
@@ -159,7 +155,7 @@ def read_site_toml(text: str, where: str) -> tuple[str, str, dict[str, Value]]:
 
 
 def host_names(hosts: Sequence[str]) -> list[str]:
-    """Return the hosts as a certificate has them. Raises ProvisionError for one that is neither name nor address."""
+    """Return the hosts as in a certificate, each once. Raises ProvisionError for an invalid name or address."""
     found: dict[str, None] = {}
     for host in hosts:
         try:
@@ -168,7 +164,7 @@ def host_names(hosts: Sequence[str]) -> list[str]:
             found[_dns_name(host)] = None
             continue
         if address.is_unspecified or "%" in str(address):
-            raise ProvisionError(f"host {host}: sites cannot connect to this address. Give the one that they use")
+            raise ProvisionError(f"host is {host}, to which sites cannot connect: give the address that they use")
         found[str(address)] = None
     return list(found)
 
@@ -176,12 +172,12 @@ def host_names(hosts: Sequence[str]) -> list[str]:
 def _dns_name(host: str) -> str:
     labels = host.split(".")
     if not host.isascii():
-        raise ProvisionError(f"host {host!r}: give the name in its ASCII form, {_encoded(host)}")
+        raise ProvisionError(f"host is {host!r}, expected the name in its ASCII form, {_encoded(host)}")
     if "/" in host or host.count(":") == 1:
-        raise ProvisionError(f"host {host!r}: expected a name or address alone, without https:// and port (--port)")
+        raise ProvisionError(f"host is {host!r}, expected a name or address alone, without https:// and port (--port)")
     if len(host) > 253 or not all(_LABEL.fullmatch(label) for label in labels) or labels[-1].isdigit():
         raise ProvisionError(
-            f"host {host!r} is not a name or address: expected for instance fl.example.org, 192.0.2.7 or 2001:db8::7"
+            f"host is {host!r}, expected a name or address such as fl.example.org, 192.0.2.7 or 2001:db8::7"
         )
     return host.lower()
 
@@ -194,7 +190,7 @@ def _encoded(host: str) -> str:
 
 
 def is_address(text: str) -> bool:
-    """Whether the text is HOST:PORT."""
+    """Return whether the text is HOST:PORT."""
     host, _, port = text.rpartition(":")
     if not re.fullmatch("[0-9]{1,5}", port) or not 1 <= int(port) <= 65535:
         return False

@@ -18,7 +18,7 @@ import threading
 import time
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,38 +56,29 @@ class RunError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class EndedRun:
     """A run that has ended.
 
-    `status` is Flower's: "completed", "failed" or "stopped"; `details` is Flower's explanation; `seconds` is the
-    duration of each stage, by name.
+    `status` is Flower's: "completed", "failed" or "stopped"; `details` is Flower's explanation.
     """
 
     run_id: int
     status: str
     log: Path
     details: str = ""
-    seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 class Clock:
-    """Measures the stages of a run, reports them to a listener, and has the time limit."""
+    """Reports the stages and log lines of a run to a listener, and measures its time limit."""
 
     def __init__(self, tell: Listener, limit: float | None) -> None:
         self.tell = tell
         self.limit = math.inf if limit is None else limit
-        self.seconds: dict[str, float] = {}
-        self._begun = self._stage_begun = time.monotonic()
-        self._stage = ""
+        self._begun = time.monotonic()
 
-    def stage(self, name: str, text: str) -> None:
-        """End the stage before and begin a new one; with the name "", only end it."""
-        now = time.monotonic()
-        if self._stage:
-            self.seconds[self._stage] = now - self._stage_begun
-        self._stage, self._stage_begun = name, now
-        if text:
-            self.tell("stage", text)
+    def stage(self, text: str) -> None:
+        """Report that a stage begins."""
+        self.tell("stage", text)
 
     def left(self, at_most: float = math.inf) -> float:
         """Return the seconds until the limit, at most `at_most`."""
@@ -111,18 +102,33 @@ def connect(home: Path, address: str, root_certificates: Path | None = None) -> 
     """
     home.mkdir(parents=True, exist_ok=True)
     connection: dict[str, str | bool] = {"address": address}
-    # Flower wants the path absolute.
+    # Flower requires an absolute path.
     connection |= {"root-certificates": str(root_certificates.resolve())} if root_certificates else {"insecure": True}
     config = {"superlink": {"default": CONNECTION, CONNECTION: connection}}
     (home / "config.toml").write_text(tomli_w.dumps(config), encoding="utf-8")
+
+
+def control_client(address: str, root_certificates: Path | None, *interceptors: Any) -> Any:
+    """Return Flower's client of the Control API at `address`, HOST:PORT. It connects at the first request.
+
+    It uses TLS and trusts the PEM file `root_certificates`; without it, it uses plain HTTP.
+    """
+    from flwr.supercore.control import ControlHttpClient
+
+    return ControlHttpClient.from_server_address(
+        server_address=address,
+        insecure=root_certificates is None,
+        root_certificates=root_certificates.read_bytes() if root_certificates else None,
+        interceptors=interceptors,
+    )
 
 
 def stage_app(app: Path, target: Path) -> list[Path]:
     """Copy the files of the app's bundle from `app` to `target`; return their relative paths.
 
     Flower makes a bundle by walking the whole folder, with virtual environments and run directories, while files may
-    change. The copy has the files of the types that Flower takes that `fab-include` names and `.gitignore` does
-    not, so Flower makes the same bundle from it.
+    change. The copy has the files that belong to the bundle: of a type that Flower takes, named by `fab-include`, and
+    not by `.gitignore`. Flower makes the same bundle from it.
     """
     table = _app_table(app)
     ignore = app / ".gitignore"
@@ -218,7 +224,6 @@ def follow(
         TimeoutError: the clock's limit was exceeded.
     """
     from flwr.proto.control_pb2 import ListRunsRequest, StreamLogsRequest
-    from flwr.supercore.control import ControlHttpClient
 
     streams: list[httpx.Response] = []
 
@@ -228,14 +233,6 @@ def follow(
         def intercept(self, context: Any, call_next: Callable[[Any], httpx.Response]) -> httpx.Response:
             streams.append(call_next(context))
             return streams[-1]
-
-    def client(*interceptors: Keep) -> ControlHttpClient:
-        return ControlHttpClient.from_server_address(
-            server_address=address,
-            insecure=root_certificates is None,
-            root_certificates=root_certificates.read_bytes() if root_certificates else None,
-            interceptors=interceptors,
-        )
 
     # The stream blocks while the app logs nothing, so a thread reads it and this one watches the clock and the
     # SuperLink.
@@ -247,7 +244,8 @@ def follow(
                 chunks.put(response.log_output)
         chunks.put(None)
 
-    streaming, asking = client(Keep()), client()
+    streaming = control_client(address, root_certificates, Keep())
+    asking = control_client(address, root_certificates)
     threading.Thread(target=read, name="run-log", daemon=True).start()
     rest = ""
     try:
@@ -288,6 +286,15 @@ def follow(
                 response.extensions["network_stream"].get_extra_info("socket").shutdown(socket.SHUT_RDWR)
         streaming.close()
         asking.close()
+
+
+def keep_log(log: Path, run: Path) -> Path:
+    """Append the log of a run to flower.log in its directory, and remove it; return the path of flower.log."""
+    kept = run / "flower.log"
+    with kept.open("ab") as file, log.open("rb") as new:
+        shutil.copyfileobj(new, file)
+    log.unlink()
+    return kept
 
 
 def explain(log: str, details: str = "") -> str:

@@ -19,7 +19,7 @@ def parse_run_config(arguments: Iterable[str]) -> dict[str, Value]:
     """Read run configuration as `flwr run --run-config` takes it: `'lr=0.1 name="x"'` or the path of a TOML file.
 
     Unlike there, pairs and files mix, and two arguments may set keys of one table (`a.x=1`, then `a.y=2`; Flower keeps
-    only the last). Raises `ValueError` for what cannot be read.
+    only the last). Raises `ValueError` for text that cannot be read.
     """
     config: dict[str, Value] = {}
     for argument in arguments:

@@ -42,7 +42,7 @@ try:
     from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, ObjectUnavailableError, pull_objects
     from flwr.superlink.grid.http_grid import HttpGrid
 
-    from tepal.host.flower.objects import LetGo, fetch, hash_chunks, push, tree_of
+    from tepal.host.flower.objects import ReleaseResponses, fetch, hash_chunks, push, tree_of
 except ImportError:  # another version of Flower: `prompt` logs it
     HttpGrid = object  # type: ignore[misc, assignment]
 
@@ -93,8 +93,8 @@ class PromptGrid(HttpGrid):  # type: ignore[misc]
     @property
     def _runtime_client(self) -> Any:
         client = super()._runtime_client
-        if (known := getattr(client, "_interceptors", ())) and not isinstance(known[-1], LetGo):
-            client._interceptors = (*known, LetGo())
+        if (known := getattr(client, "_interceptors", ())) and not isinstance(known[-1], ReleaseResponses):
+            client._interceptors = (*known, ReleaseResponses())
         return client
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:

@@ -1,19 +1,22 @@
-"""The node's gRPC services: `node.proto` on its control address; the standard health service there and elsewhere."""
+"""The node's gRPC services: `node.proto` on its control address; the standard health service there and elsewhere.
+
+`tepal node status` imports this module: what only the node itself needs is imported by `Services`.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from typing import Any
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
 from tepal.client_app.node import node_pb2
 
 NAME = node_pb2.DESCRIPTOR.services_by_name["Node"].full_name
+_HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 
 
 class Services:
@@ -36,6 +39,8 @@ class Services:
         status: Callable[[], node_pb2.NodeStatus],
         drain: Callable[[bool], node_pb2.NodeStatus],
     ) -> None:
+        from grpc_health.v1 import health
+
         self._health = health.HealthServicer()
         self.serving(False)
         handlers = {
@@ -62,17 +67,21 @@ class Services:
             raise
 
     def serving(self, well: bool) -> None:
-        """Say to all who ask for the node's health whether it can work."""
+        """Set what the health service reports: whether the node can answer messages."""
         said = health_pb2.HealthCheckResponse.SERVING if well else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in ("", NAME):
             self._health.set(name, said)
 
     def stop(self) -> None:
-        """Answer nobody any more."""
+        """Close the control and health addresses."""
         for server in self._servers:
             server.stop(0.2).wait()
 
     def _listen(self, address: str) -> grpc.Server:
+        from concurrent.futures import ThreadPoolExecutor
+
+        from grpc_health.v1 import health_pb2_grpc
+
         server = grpc.server(ThreadPoolExecutor(4, "control"), options=[("grpc.so_reuseport", 0)])
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         taken = f"the node cannot listen on {address}: is there another node on this machine?"
@@ -87,20 +96,20 @@ class Services:
 
 
 class Control:
-    """Talks to a node's control address. Raises `ConnectionError` where nobody answers."""
+    """A client of a node's control address. Its methods raise `ConnectionError` if no node answers."""
 
     def __init__(self, address: str) -> None:
         self._address = address
         self._channel = grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)])
 
     def status(self, timeout: float = 5.0) -> node_pb2.NodeStatus:
-        """What the node is doing."""
-        return self._call("Status", node_pb2.StatusRequest(), timeout)
+        """Return the node's status."""
+        return self._call(f"/{NAME}/Status", node_pb2.StatusRequest(), timeout)
 
     def drain(self, *, undo: bool = False, wait: float = 60.0) -> node_pb2.NodeStatus:
         """Have the node finish its message and leave the SuperLink, or come back; wait for it, but not longer."""
         end = time.monotonic() + wait
-        status = self._call("Drain", node_pb2.DrainRequest(undo=undo), 5.0)
+        status = self._call(f"/{NAME}/Drain", node_pb2.DrainRequest(undo=undo), 5.0)
         under_way = ("draining", "drained", "starting") if undo else ("draining",)
         while status.state in under_way and time.monotonic() < end:
             time.sleep(0.1)
@@ -108,29 +117,21 @@ class Control:
         return status
 
     def healthy(self, timeout: float = 5.0) -> bool:
-        """What the standard health service says."""
-        with self._explained():
-            answer = health_pb2_grpc.HealthStub(self._channel).Check(
-                health_pb2.HealthCheckRequest(), timeout=timeout
-            )
+        """Return whether the standard health service reports that the node can answer messages."""
+        answer = self._call(
+            _HEALTH_CHECK, health_pb2.HealthCheckRequest(), timeout, health_pb2.HealthCheckResponse
+        )
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     def close(self) -> None:
         self._channel.close()
 
-    def _call(self, method: str, request: object, timeout: float) -> node_pb2.NodeStatus:
+    def _call(self, method: str, request: Any, timeout: float, answer: Any = node_pb2.NodeStatus) -> Any:
         call = self._channel.unary_unary(
-            f"/{NAME}/{method}",
-            request_serializer=lambda message: message.SerializeToString(),
-            response_deserializer=node_pb2.NodeStatus.FromString,
+            method, request_serializer=type(request).SerializeToString, response_deserializer=answer.FromString
         )
-        with self._explained():
-            return call(request, timeout=timeout)
-
-    @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
         try:
-            yield
+            return call(request, timeout=timeout)
         except grpc.RpcError as error:
             raise ConnectionError(f"no node answers on {self._address} ({error.code().name.lower()})") from error
 

@@ -37,7 +37,7 @@ PullAll = Callable[[list[str], Pull], dict[str, bytes]]
 """Flower's `pull_objects`."""
 
 
-class LetGo:
+class ReleaseResponses:
     """An interceptor of Flower's HTTP client that frees the memory of responses.
 
     A response and its stream refer to each other, so the megabytes of the response and its request would stay until
@@ -60,11 +60,11 @@ def fetch(object_id: str, pull: Pull, pull_all: PullAll) -> InflatableObject:
     arrays: list[str] = []
     level = [object_id]
     while level:
-        came = pull_all(level, pull)
-        contents |= came
+        received = pull_all(level, pull)
+        contents |= received
         below: dict[str, None] = {}
         for each in level:
-            kind, children, _ = get_object_head_values_from_object_content(came[each])
+            kind, children, _ = get_object_head_values_from_object_content(received[each])
             if kind == Array.__qualname__:
                 arrays.append(each)
             else:
@@ -86,11 +86,11 @@ def fetch_from_tree(
 
 
 def _array(content: bytes, pull: Pull, pull_all: PullAll) -> Array:
-    says = json.loads(get_object_body(content, Array))
+    described = json.loads(get_object_body(content, Array))
     _, ids, _ = get_object_head_values_from_object_content(content)
-    chunks = [ids[number] for number in says["arraychunk_ids"]]
+    chunks = [ids[number] for number in described["arraychunk_ids"]]
     data = _assemble(chunks, pull, pull_all) if chunks else b""
-    return Array(dtype=says["dtype"], shape=tuple(says["shape"]), stype=says["stype"], data=data)
+    return Array(dtype=described["dtype"], shape=tuple(described["shape"]), stype=described["stype"], data=data)
 
 
 def _assemble(chunks: list[str], pull: Pull, pull_all: PullAll) -> bytes:

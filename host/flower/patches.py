@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 FLOWER = "1.39.0"
-"""The version that this folder and `tepal.server_app.grid` are written for and tested with."""
+"""The only version that this folder and `tepal.server_app.grid` support."""
 
 SERVER_APP_RAISED = "ServerApp raised an exception"
 """What Flower logs before the traceback of a ServerApp that failed."""
@@ -29,7 +29,7 @@ class UnsupportedFlowerVersion(RuntimeError):
 
 
 def require_flower(installed: str | None = None) -> None:
-    """Raise `UnsupportedFlowerVersion`, with what to do, unless the installed Flower is the one known here."""
+    """Raise `UnsupportedFlowerVersion`, with what to do, unless the installed Flower is the supported one."""
     installed = installed or version("flwr")
     if installed != FLOWER:
         raise UnsupportedFlowerVersion(

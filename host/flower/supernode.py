@@ -34,7 +34,7 @@ from .patches import SHORTEST_PAUSE, change, quick
 
 _PAUSE = 1 / 8  # between two requests for a message, as a share of the time since the last message
 _LONGEST_RECONNECT = 5  # seconds between two attempts to reach the SuperLink (Flower: 20)
-_MOMENT = 5.0  # seconds for which a task waits for its message
+_MESSAGE_WAIT = 5.0  # seconds for which a task waits for its message
 _CHECK_TOKENS = 20.0  # seconds for which the main loop waits for a reply before it checks task tokens again
 _LEAVE = 6.0  # seconds to leave the SuperLink when the parent has died
 _REPORT = 5.0  # seconds between two reports to the parent that the SuperLink answers
@@ -50,7 +50,7 @@ def main() -> None:
     """
     number, poll, *options = sys.argv[1:]
     link = Link.inherited(number)
-    # SIGINT lets Flower deregister at the SuperLink, which would take the node for connected otherwise. SIGTERM is
+    # SIGINT lets Flower deregister at the SuperLink, which would otherwise count the node as connected. SIGTERM is
     # ignored: a service manager sends it to all processes, and this one may still have a reply to send.
     die_with_parent(os.getppid(), signal.SIGINT)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -93,7 +93,7 @@ def pull_while_it_comes(
     pull_object_fn: Callable[[str], bytes],
     **settings: Any,
 ) -> dict[str, bytes]:
-    """Flower's `pull_objects`, which here ends when the message's sender has died while sending it.
+    """Pull objects as Flower's `pull_objects`, but end if the message's sender has died while sending it.
 
     Raises ObjectPullError when no object has arrived for `_STALLED` seconds, and RunEnded when the run was stopped; the
     node then continues with its next message.
@@ -130,7 +130,7 @@ def _as_failure() -> Iterator[None]:
 
 
 class Prompt:
-    """Polls for the next message: often after the last one, then less and less often.
+    """Polls for the next message: at short intervals after the last one, then at longer ones.
 
     Args:
         link: to the parent, which gets a report of every message and may suspend the polling.
@@ -235,7 +235,7 @@ class PromptState(InMemoryNodeState):
             return []
         if is_reply is False:
             # Flower creates a task a moment before it stores the message that the task is for.
-            self._wait_for(lambda: self._has_message(run_ids), _MOMENT)
+            self._wait_for(lambda: self._has_message(run_ids), _MESSAGE_WAIT)
         return super().get_messages(run_ids=run_ids, is_reply=is_reply, limit=limit)
 
     def delete_messages(self, *, message_ids: Sequence[str] | None = None) -> None:
@@ -356,7 +356,7 @@ def explain_refusal(code: str, details: str) -> str:
 
 
 def _reconnecting(make: Callable[..., RetryInvoker], link: Link, **settings: Any) -> RetryInvoker:
-    """Return Flower's retries with shorter pauses and reports to the parent."""
+    """Return Flower's retry invoker with shorter pauses, which reports lost and refused connections to the parent."""
     invoker = make(**settings)
     invoker.wait_gen_factory = lambda: exponential(max_delay=_LONGEST_RECONNECT)
     gives_up, backs_off = invoker.should_giveup, invoker.on_backoff

@@ -35,7 +35,7 @@ from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supernode.runtime import run_clientapp
 
 from .link import Link
-from .objects import LetGo, fetch_from_tree, hash_chunks, push, tree_of
+from .objects import ReleaseResponses, fetch_from_tree, hash_chunks, push, tree_of
 from .patches import change, quick
 
 _PATIENCE = 30.0  # seconds for which a request is repeated while the SuperNode does not answer
@@ -58,10 +58,10 @@ def main() -> None:
     _keep_loaded()
     process = psutil.Process()
     to_parent.send("ready", rss=process.memory_info().rss)
-    desk = Desk(Path(folder))
+    handler = MessageHandler(Path(folder))
     for order in to_parent:
-        done = desk.work(order["address"], order["token"], to_parent)
-        to_parent.send("done", ok=done.ok, reason=done.reason, rss=process.memory_info().rss)
+        result = handler.work(order["address"], order["token"], to_parent)
+        to_parent.send("done", ok=result.ok, reason=result.reason, rss=process.memory_info().rss)
         _give_back_memory()
     os._exit(0)
 
@@ -81,14 +81,14 @@ class BundleError(LoadClientAppError):
 
 
 @dataclass(frozen=True)
-class Done:
+class TaskResult:
     """The outcome of a message. `reason` is Flower's text of an error."""
 
     ok: bool
     reason: str = ""
 
 
-class Desk:
+class MessageHandler:
     """Answers the messages of one run, one after the other, with the ClientApp that it loads for the first of them.
 
     The app's bundle is unpacked in `folder`.
@@ -98,7 +98,7 @@ class Desk:
         self.folder = folder
         self._app: ClientApp | None = None
 
-    def work(self, address: str, token: str, to_parent: Link) -> Done:
+    def work(self, address: str, token: str, to_parent: Link) -> TaskResult:
         """Pull the token's message from the SuperNode's Runtime API, call the app, and push its reply."""
         client = RuntimeHttpClient.from_server_address(
             server_address=address,
@@ -107,14 +107,14 @@ class Desk:
             interceptors=[
                 RuntimeVersionHttpInterceptor(component_name="flwr-clientapp"),
                 RuntimeTokenHttpInterceptor(token),
-                LetGo(),
+                ReleaseResponses(),
             ],
             retry_invoker=_retries(),
         )
         with contextlib.closing(client):
             return self._work(client, to_parent)
 
-    def _work(self, client: RuntimeHttpClient, to_parent: Link) -> Done:
+    def _work(self, client: RuntimeHttpClient, to_parent: Link) -> TaskResult:
         message = context = None
         try:
             message, context, run, fab = run_clientapp.pull_task_input(client)
@@ -125,7 +125,7 @@ class Desk:
                 _keep_loaded()
             reply = self._app(message=message, context=context)
             to_parent.send("answered")
-            done = Done(True)
+            result = TaskResult(True)
         except (Exception, SystemExit) as error:
             log(ERROR, "ClientApp raised an exception", exc_info=error)
             code, reason = ErrorCode.CLIENT_APP_RAISED_EXCEPTION, f"{type(error)}:<'{error}'>"
@@ -133,7 +133,7 @@ class Desk:
                 code = ErrorCode.LOAD_CLIENT_APP_EXCEPTION
                 reason = "An exception was raised when attempting to load `ClientApp`"
                 reason += f": {error}" if isinstance(error, BundleError) else ""
-            done = Done(False, reason)
+            result = TaskResult(False, reason)
             if message is not None:
                 reply = Message(Error(code=code, reason=reason), reply_to=message)
         try:
@@ -142,10 +142,10 @@ class Desk:
                 run_clientapp.push_message(client, reply, context)
         except Exception as error:
             log(ERROR, "The reply cannot be sent to the SuperNode", exc_info=error)
-            done = Done(False, f"its reply cannot be sent to the SuperNode: {type(error).__name__}: {error}")
-        outcome = SubStatus.COMPLETED if done.ok else SubStatus.FAILED
-        run_clientapp.push_task_output(client, context, outcome, done.reason)
-        return done
+            result = TaskResult(False, f"its reply cannot be sent to the SuperNode: {type(error).__name__}: {error}")
+        outcome = SubStatus.COMPLETED if result.ok else SubStatus.FAILED
+        run_clientapp.push_task_output(client, context, outcome, result.reason)
+        return result
 
     def _load(self, run: Any, fab: Any) -> ClientApp:
         try:
@@ -157,7 +157,7 @@ class Desk:
 
 
 def _retries() -> RetryInvoker:
-    """Flower's retries, which raise instead of interrupting the process when a task is gone: it has other tasks."""
+    """Return Flower's retry invoker, which here raises if a task is gone, and does not interrupt the process."""
     retries = make_simple_http_retry_invoker()
     retries.max_time = _PATIENCE
     retries.should_giveup = lambda error: (

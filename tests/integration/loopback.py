@@ -24,7 +24,7 @@ import pytest
 
 from tepal.client_app.node.service import Control
 from tepal.host.processes import MARK, Process, flower_environment, free_port, marked, started, wait_for_http
-from tepal.host.superlink import Clock, Outcome, connect, follow, stage_app, submit
+from tepal.host.superlink import Clock, EndedRun, connect, follow, stage_app, submit
 from tepal.host.toml import Value, to_toml
 from tepal.tools.deploy.fleet import open_fleet
 from tepal.tools.deploy.loopback import wait_for_node
@@ -45,7 +45,7 @@ class Submitted:
         self.folder = folder
         self.log = folder / "run.log"
         self._clock = clock
-        self._end: Outcome | BaseException | None = None
+        self._end: EndedRun | BaseException | None = None
         self._thread = threading.Thread(target=self._follow, args=(watch,), name=f"run-{run_id}", daemon=True)
         self._thread.start()
 
@@ -58,7 +58,7 @@ class Submitted:
         """Whether the run's end has not been seen yet."""
         return self._thread.is_alive()
 
-    def wait(self, timeout: float | None = None) -> Outcome:
+    def wait(self, timeout: float | None = None) -> EndedRun:
         """Wait for the end of the run, good or bad; `TimeoutError` after `timeout` seconds, the run goes on.
 
         Raises what `follow` does: `ProcessError` if the SuperLink has ended, `TimeoutError` at the limit of `submit`.
@@ -78,8 +78,7 @@ class Submitted:
     def _follow(self, watch: Callable[[Path], tuple[str, str]]) -> None:
         try:
             status, details = watch(self.log)
-            self._clock.stage("", "")
-            self._end = Outcome(self.run_id, status, self.log, details, self._clock.seconds)
+            self._end = EndedRun(self.run_id, status, self.log, details)
         except BaseException as error:  # `wait` raises it
             self._end = error
 
@@ -327,12 +326,10 @@ class Loopback:
         stage_app(app, bundle)
         config.write_text(to_toml(run_config or {}))
         clock = Clock(lambda kind, text: None, timeout)
-        clock.stage("submit", "")
         if self.warm:
             run_id = _submitted(bundle, config, self.address, self.root_certificates)
         else:
             run_id = submit(bundle, config, self.superlink, self._environment, clock.left())
-        clock.stage("run", "")
         superlink = self.superlink
         self._runs.append(
             Submitted(
@@ -342,7 +339,7 @@ class Loopback:
         )  # fmt: skip
         return self._runs[-1]
 
-    def run(self, app: Path, run_config: Mapping[str, Value] | None = None, *, timeout: float = 600) -> Outcome:
+    def run(self, app: Path, run_config: Mapping[str, Value] | None = None, *, timeout: float = 600) -> EndedRun:
         """Submit the app, and wait for the end of its run, good or bad."""
         return self.submit(app, run_config, timeout=timeout).wait()
 

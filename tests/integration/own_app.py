@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 from tepal.models import build
 from tepal.models.blocks import find_blocks
 from tepal.records.run_directory import read_metrics
-from tepal.tools.simulation.engines import simulate_in_process
+from tepal.tools.simulation.process_engine import ProcessEngine
 from tests.integration.loopback import ROOT
 
 CONFIG = {
@@ -40,7 +40,8 @@ def bytes_of_model(clients: int) -> tuple[int, int]:
 def simulated_in_process(folder: Path, clients: int, config: dict) -> Path:
     """Run the project's app in one process, without Flower's runtime; its run directory, in `folder`."""
     changes = {**config, "runs": str(folder)}
-    simulate_in_process(ROOT, clients=clients, run_config=changes, log=folder / "run.log", cache=folder / "cache")
+    with ProcessEngine(ROOT, clients, cache=folder / "cache") as engine:
+        engine.run(changes, log=folder / "run.log")
     return (folder / "latest").resolve()
 
 

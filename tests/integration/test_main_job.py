@@ -16,7 +16,7 @@ from tepal.host.processes import MARK, marked
 from tepal.host.superlink import RunError
 from tepal.records.run_directory import SUMMARY_KEYS, read_metrics
 from tepal.tools.cli.main import main
-from tepal.tools.simulation.engines import simulate_in_process
+from tepal.tools.simulation.process_engine import ProcessEngine
 from tests.packages import ROOT
 
 
@@ -67,7 +67,7 @@ def test_the_main_job_runs_and_says_what_it_moved(tepal, tmp_path):
         assert str(run / name) in shown.split()
     assert "Accuracy " in (run / "flower.log").read_text(), "Flower's own log lies beside the results"
 
-    assert re.search(r"Engine: one process, .* \(nothing asks for Ray\)", shown)
+    assert re.search(r"Engine: one process, .* \(Ray is not needed\)", shown)
 
     again = tepal(*command, "--engine", "ray")
     assert again.returncode == 0, again.stdout + again.stderr
@@ -155,8 +155,11 @@ def test_the_main_job_reads_nine_of_ten_held_out_digits(tepal, tmp_path):
 def test_a_partition_that_cannot_be_drawn_fails_the_run_before_its_first_round(tmp_path):
     """Where nobody looked before it was started: only the clients know how many they are, and find out."""
     config = {"min-partition-size": 1000, "num-server-rounds": 2, "runs": str(tmp_path / "runs")}
-    with pytest.raises(RunError, match=r"The run failed: .*min-partition-size=1000 need 3,000"):
-        simulate_in_process(ROOT, clients=3, run_config=config, cache=tmp_path / "cache", log=tmp_path / "log")
+    with (
+        ProcessEngine(ROOT, 3, cache=tmp_path / "cache") as engine,
+        pytest.raises(RunError, match=r"The run failed: .*min-partition-size=1000 need 3,000"),
+    ):
+        engine.run(config, log=tmp_path / "log")
     assert not any(line["clients_asked"] for line in read_metrics(tmp_path / "runs" / "latest")), "nobody trained"
 
 

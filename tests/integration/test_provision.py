@@ -13,12 +13,11 @@ from tepal.host.processes import flower_environment, free_port, started, wait_fo
 from tepal.host.toml import to_toml
 from tepal.tools.cli.provision import app as provision
 from tepal.tools.deploy.fleet import open_fleet
-from tepal.tools.deploy.provision import Site, read_site
+from tepal.tools.deploy.provision import SiteCredentials, read_site
 from tests.integration.forks import forked
 from tests.packages import ROOT
 
 pytestmark = pytest.mark.deployment
-
 
 
 def wait_until(condition, what: str, seconds: float = 120.0) -> None:
@@ -37,7 +36,7 @@ def test_a_site_gets_in_by_its_archive_until_it_is_revoked_and_again_with_a_new_
         assert result.exit_code == 0, result.output
         return result.output
 
-    def unpacked(name: str, where: str) -> Site:
+    def unpacked(name: str, where: str) -> SiteCredentials:
         (tmp_path / where).mkdir()
         archive = folder / "sites" / f"{name}.tar.gz"
         subprocess.run(["tar", "-xzf", archive, "--no-same-owner", "-C", tmp_path / where], check=True)
@@ -45,10 +44,10 @@ def test_a_site_gets_in_by_its_archive_until_it_is_revoked_and_again_with_a_new_
 
     def states() -> list[tuple[str, str]]:
         with open_fleet(control, folder / "server" / "ca.crt") as fleet:
-            return sorted((node.name, node.status) for node in fleet.nodes())
+            return sorted((node.name, node.status) for node in fleet.node_keys())
 
     @contextlib.contextmanager
-    def supernode(site: Site, log: str):
+    def supernode(site: SiteCredentials, log: str):
         config = tmp_path / f"{log}.toml"
         config.write_text(to_toml(site.node_config))
         command = ["flower-supernode", "--superlink", site.superlink, "--root-certificates", site.root_certificates]

@@ -16,6 +16,7 @@ import pytest
 
 from tepal.host.processes import flower_environment, free_port, marked, started
 from tepal.host.toml import to_toml
+from tepal.records.run_directory import KEPT_IN
 from tepal.tools.deploy.fleet import open_fleet
 from tepal.tools.deploy.provision import make
 from tests.integration.forks import forked
@@ -90,6 +91,21 @@ def kill_all(server):
     server.wait(45)
 
 
+@contextlib.contextmanager
+def suspended(node):
+    """Suspend a node's processes during the block: no round that needs this node can end meanwhile."""
+    processes = node.tree()
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.suspend()
+    try:
+        yield
+    finally:
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
+
+
 def test_a_run_goes_on_whatever_is_killed(tmp_path, uninterrupted, monkeypatch):  # noqa: F811
     """The server with all that it started; then the ServerApp alone."""
     monkeypatch.delenv("TEPAL_CACHE")
@@ -98,7 +114,7 @@ def test_a_run_goes_on_whatever_is_killed(tmp_path, uninterrupted, monkeypatch):
     runs = deployment.state / "runs"
     latest = runs / "latest"
     # The evaluation at the end would be one more exchange, of ten seconds.
-    config = {**CONFIG, "num-server-rounds": 3, "min-clients": 2, "fraction-evaluate": 0.0}
+    config = {**CONFIG, "num-server-rounds": 5, "min-clients": 2, "fraction-evaluate": 0.0}
     (tmp_path / "config.toml").write_text(to_toml(config))
     arguments = (ROOT, "-c", str(tmp_path / "config.toml"))
     begun = time.monotonic()
@@ -106,34 +122,41 @@ def test_a_run_goes_on_whatever_is_killed(tmp_path, uninterrupted, monkeypatch):
     def say(what):
         print(f"{time.monotonic() - begun:6.1f} s  {what}", flush=True)
 
-    def wait_for_checkpoint(number, server):
-        path = latest / "checkpoint" / f"round-{number:06d}"
-        wait_for(path.exists, f"the checkpoint of round {number}", lambda: server.running)
-        time.sleep(draw.uniform(0, 0.5))
-
     data = own_data(tmp_path, 2)
-    with deployment.node("site-0", pairs(data[0])), deployment.node("site-1", pairs(data[1])):
+    with deployment.node("site-0", pairs(data[0])), deployment.node("site-1", pairs(data[1])) as node:
         with deployment.server(*arguments) as server:
-            wait_for_checkpoint(1, server)
+            first = latest / "checkpoint" / "round-000001"
+            wait_for(first.exists, "the checkpoint of round 1", lambda: server.running)
+            time.sleep(draw.uniform(0, 0.5))
             told = []  # the server looks for the run's directory every few seconds
-            wait_for(
-                lambda: str(latest.resolve()) in (told.append(deployment.status()) or told[-1][1]),
-                "the status to name the run's directory", lambda: server.running, 60,
-            )  # fmt: skip
-            status, said = told[-1]
-            assert status == 0 and "2 registered: site-0, site-1" in said
-            assert (deployment.state / "server.json").stat().st_mode & 0o777 == 0o600
-            say("kill the server and all that it started")
-            kill_all(server)
+            with suspended(node):
+                wait_for(
+                    lambda: str(latest.resolve()) in (told.append(deployment.status()) or told[-1][1]),
+                    "the status to name the run's directory", lambda: server.running, 60,
+                )  # fmt: skip
+                status, said = told[-1]
+                assert status == 0 and "2 registered: site-0, site-1" in said
+                assert (deployment.state / "server.json").stat().st_mode & 0o777 == 0o600
+                say("kill the server and all that it started")
+                kill_all(server)
         status, said = deployment.status()
-        assert status == 1 and "does not run any more" in said
+        assert status == 1 and "is no longer running" in said
 
+        logged = deployment.log.stat().st_size
         with deployment.server(*arguments) as server:
             say("started again")
-            wait_for_checkpoint(2, server)
-            (server_app,) = _running(server, "flwr-serverapp")
-            say("kill the ServerApp")
-            server_app.kill()
+            wait_for(lambda: _running(server, "flwr-serverapp"), "the new ServerApp", lambda: server.running)
+            with suspended(node):
+                resumed = f"{KEPT_IN}{latest.resolve()}".encode()
+                wait_for(
+                    lambda: resumed in deployment.log.read_bytes()[logged:],
+                    "the new ServerApp to resume the run", lambda: server.running,
+                )  # fmt: skip
+                time.sleep(draw.uniform(0, 0.5))
+                assert not (latest / "summary.json").exists(), "the run ended before the ServerApp could be killed"
+                (server_app,) = _running(server, "flwr-serverapp")
+                say("kill the ServerApp")
+                server_app.kill()
             wait_for((latest / "summary.json").exists, "the end", lambda: server.running)
             say("ended")
             wait_for(lambda: deployment.journal()["run"]["state"] == "ended", "its being noted", lambda: server.running)
@@ -245,7 +268,7 @@ def test_what_is_started_again_and_what_is_not(tmp_path):
         (deployment.credentials.server.nodes / "site-1.pub").unlink()
         with open_fleet(f"127.0.0.1:{deployment.control}", deployment.credentials.server.root_certificates) as fleet:
             wait(
-                lambda: {node.name: node.status for node in fleet.nodes()}
+                lambda: {key.name: key.status for key in fleet.node_keys()}
                 == {"site-0": "registered", "site-1": "unregistered"},
                 "the key to be unregistered",
             )

@@ -1,4 +1,4 @@
-"""`simulate` runs an app to its end, says why it failed, and leaves nothing behind, whatever happens."""
+"""An engine runs an app to its end, says why it failed, and leaves nothing behind, whatever happens."""
 
 import json
 import os
@@ -13,7 +13,6 @@ import pytest
 
 from tepal.host.processes import MARK, marked
 from tepal.host.superlink import RunError, stage_app
-from tepal.tools.simulation.engines import simulate, simulate_in_process
 from tepal.tools.simulation.process_engine import ProcessEngine
 from tepal.tools.simulation.ray_engine import RayEngine
 from tests.packages import ROOT
@@ -114,7 +113,7 @@ def mark(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(mark, monkeypatch):
-    # Short, because Ray's sockets lie below it, else `simulate` goes to /tmp itself.
+    # Short, because Ray's sockets lie below it, else an engine goes to /tmp itself.
     with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder:
         monkeypatch.setenv("TMPDIR", folder)
         monkeypatch.setattr("tempfile.tempdir", None)
@@ -123,7 +122,15 @@ def nothing_is_left(mark, monkeypatch):
         assert [path.name for path in Path(folder).iterdir() if path.is_dir()] == []
 
 
-both_ways = pytest.mark.parametrize("start", [simulate, simulate_in_process], ids=["in-runtime", "in-process"])
+both_ways = pytest.mark.parametrize("kind", [RayEngine, ProcessEngine])
+
+
+def simulate(kind, app, clients=2, **run):
+    with kind(app, clients) as engine:
+        return engine.run(**run)
+
+
+
 FAILED = (
     "The run failed: ValueError: warm-up-rounds is 7\nexpected at most 5 (toy/server.py, line {}, in main)\n"
     "The whole log: {}"
@@ -189,7 +196,7 @@ def test_what_the_clients_share_is_read_before_their_processes_are_forked(app, t
 @pytest.mark.simulation
 def test_in_turn_the_clients_are_in_the_process_of_the_run(app, tmp_path):
     config = {"result": str(tmp_path / "result.json")}
-    assert simulate_in_process(app, clients=2, run_config=config, log=tmp_path / "log").status == "completed"
+    assert simulate(ProcessEngine, app, run_config=config, log=tmp_path / "log").status == "completed"
     assert json.loads((tmp_path / "result.json").read_text())["array"] == [3.0, 3.0]
 
 
@@ -204,10 +211,10 @@ def test_a_run_that_was_stopped_at_its_limit_is_not_in_the_way_of_the_next(app, 
 
 @pytest.mark.simulation
 @both_ways
-def test_the_time_limit_stops_a_run(start, app):
+def test_the_time_limit_stops_a_run(kind, app):
     begun = time.monotonic()
     with pytest.raises(RunError, match="longer than 6 s"):
-        start(app, clients=2, run_config={"mode": "wait"}, timeout=6)
+        simulate(kind, app, run_config={"mode": "wait"}, timeout=6)
     assert time.monotonic() - begun < 60
 
 
@@ -224,7 +231,7 @@ def test_a_superlink_that_dies_during_the_run_is_reported_at_once(app, mark):
 
     begun = time.monotonic()
     with pytest.raises(RunError, match="SuperLink"):
-        simulate(app, clients=2, run_config={"mode": "wait"}, on_event=kill_the_superlink, timeout=90)
+        simulate(RayEngine, app, run_config={"mode": "wait"}, on_event=kill_the_superlink, timeout=90)
     assert len(killed) == 1
     assert time.monotonic() - begun < 80
 
@@ -232,17 +239,17 @@ def test_a_superlink_that_dies_during_the_run_is_reported_at_once(app, mark):
 CALLER = """
 import sys
 from pathlib import Path
-from tepal.tools.simulation import engines
-start = getattr(engines, sys.argv[2])
-start(Path(sys.argv[1]), clients=2, run_config={"mode": "wait"}, on_event=lambda *event: print(*event, flush=True))
+from tepal.tools.simulation.engines import ProcessEngine, RayEngine
+with {"RayEngine": RayEngine, "ProcessEngine": ProcessEngine}[sys.argv[2]](Path(sys.argv[1]), 2) as engine:
+    engine.run({"mode": "wait"}, on_event=lambda *event: print(*event, flush=True))
 """
 
 
 @pytest.mark.simulation
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
 @both_ways
-def test_a_signal_in_mid_run_leaves_no_process_and_no_file(start, app, mark, number):
-    command = [sys.executable, "-c", CALLER, str(app), start.__name__]
+def test_a_signal_in_mid_run_leaves_no_process_and_no_file(kind, app, mark, number):
+    command = [sys.executable, "-c", CALLER, str(app), kind.__name__]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
 
     def hear_signals() -> None:  # what runs in the background hands an ignored SIGINT on to its children
@@ -260,7 +267,7 @@ def test_a_signal_in_mid_run_leaves_no_process_and_no_file(start, app, mark, num
         try:
             assert any("the server app begins" in line for line in call.stdout)
             names = " ".join(process.name() for process in marked(mark))
-            assert start is simulate_in_process or ("flower-superlin" in names and "flwr-simulation" in names)
+            assert kind is ProcessEngine or ("flower-superlin" in names and "flwr-simulation" in names)
             call.send_signal(number)
             assert call.wait(30) in (128 + number, -number)
             # Killed, it leaves the rest to its guard, which takes a moment.
@@ -273,19 +280,19 @@ def test_a_signal_in_mid_run_leaves_no_process_and_no_file(start, app, mark, num
 
 
 @both_ways
-def test_a_folder_without_an_app_and_unknown_keys_are_refused_before_anything_starts(start, app, tmp_path):
+def test_a_folder_without_an_app_and_unknown_keys_are_refused_before_anything_starts(kind, app, tmp_path):
     with pytest.raises(RunError, match="has no pyproject"):
-        start(tmp_path, clients=2)
+        simulate(kind, tmp_path)
     with pytest.raises(RunError, match=r"no run configuration key a\.z\. It has: a\.x, a\.y, mode"):
-        start(app, clients=2, run_config=["a.z=1"])
+        simulate(kind, app, run_config=["a.z=1"])
     with pytest.raises(ValueError, match="clients is 0"):
-        start(app, clients=0)
+        simulate(kind, app, clients=0)
 
 
 def test_an_interpreter_that_ray_cannot_start_is_refused(app, monkeypatch):
     monkeypatch.setattr("sys.executable", "/home/me/my projects/.venv/bin/python")
     with pytest.raises(RunError, match=r"Ray cannot start .*my projects.* --engine process"):
-        simulate(app, clients=2)
+        simulate(RayEngine, app)
 
 
 NAMES = ("__init__", "client", "server")

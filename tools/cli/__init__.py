@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 # Typer's help imports rich and its Markdown, half of all modules, for the default of an option, also where it is plain.
 typer.core.HAS_RICH = False
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
 def commands(name: str, **settings: Any) -> typer.Typer:

@@ -16,7 +16,7 @@ from tepal.records.run_directory import LATEST, RunInUse
 from tepal.report.terminal import RoundProgress
 from tepal.server_app.config import ConfigError, RunConfig, defaults
 from tepal.tools.cli import commands, reported
-from tepal.tools.cli.running import CPUS, ENGINE, cache_in, check_clients, run_once
+from tepal.tools.cli.running import CPUS, ENGINE, AppFolder, RunConfigs, Verbose, cache_in, check_clients, run_once
 from tepal.tools.compare.comparison import OWN_KEYS, Comparison, cells_of, find_comparison, measure, read_comparison
 from tepal.tools.compare.runs import ALL, USUAL, check, new_folder, run_cells, seed_numbers, strategy_names
 from tepal.tools.compare.tables import comparison_table
@@ -28,7 +28,7 @@ app = commands("compare")
 
 @app.command("compare")
 def compare_command(
-    app: Annotated[Path, typer.Argument(help="folder of the Flower app: a checkout of this project")] = Path("."),
+    app: AppFolder = Path("."),
     strategies: Annotated[
         str | None,
         typer.Option(help=f"names in order, separated by commas; {ALL!r}: all", show_default=",".join(USUAL)),
@@ -37,15 +37,12 @@ def compare_command(
         str | None, typer.Option(help="run each strategy with these: 1,2,3", show_default="that of the run config")
     ] = None,
     clients: Annotated[int | None, typer.Option(min=2, help="simulated clients", show_default="10")] = None,
-    run_config: Annotated[
-        list[str] | None,
-        typer.Option("--run-config", "-c", help="as in `tepal simulate`, for all runs; may be repeated"),
-    ] = None,
+    run_config: RunConfigs = None,
     target: Annotated[
         float | None,
         typer.Option(
             min=0,
-            help="accuracy (of a regression, RMSE) that rounds and bytes are counted until",
+            help="accuracy (RMSE for a regression) up to which rounds and bytes are counted",
             show_default="90 % of FedAvg's final accuracy",
         ),
     ] = None,
@@ -58,7 +55,7 @@ def compare_command(
         float | None, typer.Option(min=0, help="share of a GPU for each client that trains", show_default="0")
     ] = None,
     engine: Annotated[str | None, typer.Option(help=ENGINE, show_default=AUTO)] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="show Flower's own log")] = False,
+    verbose: Verbose = False,
 ) -> None:
     """Run several strategies with otherwise equal settings, and show accuracy and bytes of each.
 
@@ -77,14 +74,16 @@ def compare_command(
         comparison.cpus = comparison.cpus if cpus is None else cpus
         comparison.gpus = comparison.gpus if gpus is None else gpus
         comparison.engine = engine or comparison.engine
-        _check_target(comparison)
+        regression = InputConfig.from_run_config(comparison.run_config).kind == models.SEQUENCES
+        if not regression and comparison.target is not None and comparison.target > 1:
+            raise ConfigError(f"--target is {comparison.target:g}, expected an accuracy from 0 to 1")
         resources: dict[str, Any] = {key: getattr(comparison, key) for key in ("clients", "cpus", "gpus")}
         with engine_for(comparison.engine, app, **resources) as simulated:  # one for all runs
             check(comparison, lambda config: check_clients(config, comparison.clients))
             if resume is None:
                 comparison.folder = new_folder(comparison.folder)
             simulated.cache = cache_in(comparison.folder)
-            console.print(simulated.said, markup=False, highlight=False, soft_wrap=True)
+            console.print(simulated.description, markup=False, highlight=False, soft_wrap=True)
 
             def start(config: RunConfig, progress: RoundProgress, on_run: Callable[[Path], None]) -> Path:
                 return run_once(simulated.run, config, progress, console, verbose, on_run)
@@ -123,13 +122,6 @@ def _new_comparison(
         run_config={key: value for key, value in config.items() if key not in OWN_KEYS},
         clients=clients,
     )
-
-
-def _check_target(comparison: Comparison) -> None:
-    """Raise ConfigError for an accuracy above 1."""
-    regression = InputConfig.from_run_config(comparison.run_config).kind == models.SEQUENCES
-    if not regression and comparison.target is not None and comparison.target > 1:
-        raise ConfigError(f"--target is {comparison.target:g}, expected an accuracy from 0 to 1")
 
 
 def _begun_comparison(app: Path, resume: str, fixed: list[str]) -> Comparison:

@@ -27,8 +27,8 @@ def dashboard_command(
     certificate: Annotated[Path | None, typer.Option(help="PEM file, for https")] = None,
     key: Annotated[Path | None, typer.Option(help="PEM file with the certificate's private key")] = None,
 ) -> None:
-    """Show runs in a browser, during and after training. It only reads files, and needs no Internet."""
-    from tepal.tools.dashboard.app import TOKEN, is_loopback, serve  # a web server is no part of the other commands
+    """Show runs in a browser, during and after training. It only reads files, and needs no internet access."""
+    from tepal.tools.dashboard.app import TOKEN, is_loopback, serve  # the other commands do not need a web server
     from tepal.tools.dashboard.views import views
 
     with reported():

@@ -10,10 +10,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from tepal.tools.cli import commands
+from tepal.tools.cli import AsJson, commands
 
 app = commands("doctor")
-_JSON = "as JSON, for programs"
 
 
 @app.command("doctor")
@@ -36,23 +35,19 @@ def doctor_command(
         list[int] | None,
         typer.Option(min=1, max=65535, help="a port that must be free; may be repeated", show_default="a server's"),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help=_JSON)] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Check this installation and its machine, and say for each problem what to do. Exit status 1: a problem."""
+    """Check this installation and its machine. The exit status is 1 if there is a problem."""
     from tepal.tools.dashboard.views import console
-    from tepal.tools.deploy.doctor import PROBLEM, Questions, examine, findings_table
+    from tepal.tools.deploy.doctor import PROBLEM, examine, findings_table
 
-    asked = Questions(
-        runs=runs,
-        cache=cache,
-        ports=tuple(port or ()),
-        credentials=credentials,
-        site=site,
-        superlink=superlink,
-        root_certificates=root_certificates,
-    )
     with Console(stderr=True).status("checking …"):
-        findings = list(examine(asked))
+        findings = list(
+            examine(
+                runs=runs, cache=cache, ports=port or (), credentials=credentials, site=site, superlink=superlink,
+                root_certificates=root_certificates,
+            )
+        )  # fmt: skip
     if as_json:
         typer.echo(json.dumps([asdict(each) for each in findings], indent=2))
     else:

@@ -27,7 +27,7 @@ COMMANDS = {
     "report": ("report", "Write the report of a run or comparison again, or its figures as files."),
     "runs": ("runs", "List runs and comparisons."),
     "show": ("runs", "Show one run or comparison in full."),
-    "dashboard": ("dashboard", "Show runs in a browser, while they go on and afterwards."),
+    "dashboard": ("dashboard", "Show runs in a browser, during and after training."),
     "doctor": ("doctor", "Check this installation and its machine."),
     "predict": ("predict", "Predict with a saved model or ensemble."),
 }

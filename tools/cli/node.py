@@ -32,7 +32,7 @@ def run(
         Path | None, typer.Option(envvar="TEPAL_SITE", help="folder of this site's archive, from `tepal provision`")
     ] = None,
     superlink: Annotated[
-        str, typer.Option(envvar="TEPAL_SUPERLINK", help="HOST:PORT of the server; the site's own by default")
+        str, typer.Option(envvar="TEPAL_SUPERLINK", help="HOST:PORT of the server; by default the site's")
     ] = "",
     root_certificates: Annotated[
         Path | None, typer.Option(envvar="TEPAL_ROOT_CERTIFICATES", help="certificates to trust, without --site")
@@ -43,29 +43,29 @@ def run(
     insecure: Annotated[bool, typer.Option("--insecure", envvar="TEPAL_INSECURE", help="no TLS and no key")] = False,
     node_config: Annotated[
         list[str] | None,
-        typer.Option(help="more 'key=value …' for the ClientApp (environment: TEPAL_NODE_CONFIG)"),
+        typer.Option(help="further 'key=value …' for the ClientApp (environment: TEPAL_NODE_CONFIG)"),
     ] = None,
     state: Annotated[
-        Path | None, typer.Option(envvar="TEPAL_NODE_STATE", help="folder for its files; a temporary one by default")
+        Path | None, typer.Option(envvar="TEPAL_NODE_STATE", help="folder for the node's files; by default temporary")
     ] = None,
     control: _Control = _CONTROL,
     health: Annotated[
         str, typer.Option(envvar="TEPAL_NODE_HEALTH", help="HOST:PORT of the gRPC health service; none by default")
     ] = "",
     poll: Annotated[
-        float, typer.Option(envvar="TEPAL_NODE_POLL", min=0.02, help="longest pause between two requests for messages")
+        float, typer.Option(envvar="TEPAL_NODE_POLL", min=0.02, help="longest pause between two polls, in seconds")
     ] = 1.0,
     idle: Annotated[
         float, typer.Option(envvar="TEPAL_NODE_IDLE", min=1, help="seconds until an idle run's memory is freed")
     ] = 900.0,
     grace: Annotated[
-        float, typer.Option(envvar="TEPAL_NODE_GRACE", min=0, help="seconds to finish a message when it is stopped")
+        float, typer.Option(envvar="TEPAL_NODE_GRACE", min=0, help="seconds to finish a message after SIGTERM")
     ] = 30.0,
     spare: Annotated[
-        bool, typer.Option("--spare/--no-spare", envvar="TEPAL_NODE_SPARE", help="keep one process for the next run")
+        bool, typer.Option("--spare/--no-spare", envvar="TEPAL_NODE_SPARE", help="keep a process for the next run")
     ] = True,
     memory_limit: Annotated[
-        str, typer.Option(envvar="TEPAL_NODE_MEMORY_LIMIT", help="private memory of a ClientApp, such as 2GB; 0: all")
+        str, typer.Option(envvar="TEPAL_NODE_MEMORY_LIMIT", help="memory limit of a ClientApp, such as 2GB; 0: none")
     ] = "0",
     metrics: Annotated[
         str, typer.Option(envvar="TEPAL_NODE_METRICS", help="HOST:PORT of /metrics for Prometheus; none by default")
@@ -93,8 +93,8 @@ def run(
             raise ValueError("--site has key and certificate: leave out --insecure, --key and --root-certificates")
         if site is None and not insecure and key is None:
             raise ValueError(
-                "no key: name the folder of this node's site with --site, or give --key and --root-certificates, or "
-                "use --insecure on one machine"
+                "no key is given: name the folder of this node's site with --site, or give --key and "
+                "--root-certificates, or use --insecure on one machine"
             )
         if not control.startswith("unix:") and control.rpartition(":")[0] not in ("127.0.0.1", "[::1]", "localhost"):
             raise ValueError(
@@ -142,7 +142,7 @@ def status_command(control: _Control = _CONTROL) -> None:
 @app.command("drain")
 def drain_command(
     control: _Control = _CONTROL,
-    wait: Annotated[float, typer.Option(min=0, help="seconds to wait for it")] = 3600.0,
+    wait: Annotated[float, typer.Option(min=0, help="seconds to wait until the node is drained")] = 3600.0,
     undo: Annotated[bool, typer.Option("--undo", help="reconnect, and accept messages again")] = False,
 ) -> None:
     """Let the node finish its message, accept no other, and leave the server: it can then be stopped without loss."""

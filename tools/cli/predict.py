@@ -38,7 +38,7 @@ def predict_command(
     console, errors = Console(), Console(stderr=True)
     with reported():
         if output is not None and not output.absolute().parent.is_dir():
-            raise ValueError(f"--output {output}: there is no folder {output.absolute().parent}")
+            raise ValueError(f"--output {output}: the folder {output.absolute().parent} does not exist")
         predictor = load_predictor(model)
         if predictor.caution:
             errors.print(f"[yellow]{escape(predictor.caution)}[/]", highlight=False, soft_wrap=True)

@@ -65,12 +65,11 @@ def make_command(
             node_config=parse_node_config(node_config),
             unpacked=unpacked,
         )
-        _say(
-            f"{made.folder / 'ca'}: the authority. Whoever has ca.key can impersonate the server: keep it off the "
-            "machines of the deployment",
-            f"{made.server.folder}: copy all of it to the server's machine",
+        typer.echo(
+            f"{made.folder / 'ca'}: the authority. Anyone who has ca.key can impersonate the server: keep it off the "
+            f"machines of the deployment\n{made.server.folder}: copy all of it to the server's machine"
         )
-        _say_sites(made, site)
+        _print_sites(made, site)
 
 
 @app.command("add")
@@ -85,8 +84,8 @@ def add_command(
 
     with reported():
         made = add(folder, sites=site, node_config=parse_node_config(node_config), unpacked=unpacked)
-        _say_sites(made, site)
-        _say(_register_hint(folder))
+        _print_sites(made, site)
+        typer.echo(_register_hint(folder))
 
 
 @app.command("renew")
@@ -95,12 +94,10 @@ def renew_command(
     server: Annotated[bool, typer.Option("--server", help="a new certificate and key for the server")] = False,
     site: Annotated[list[str] | None, typer.Option(help="a new key for this site; may be repeated")] = None,
     host: Annotated[
-        list[str] | None, typer.Option(help="with --server: other names and addresses than until now; may be repeated")
+        list[str] | None, typer.Option(help="with --server: new names and addresses; may be repeated")
     ] = None,
     days: Annotated[int, typer.Option(min=1, help="with --server: validity in days")] = 365,
-    node_config: Annotated[
-        list[str] | None, typer.Option(help="with --site: another node config than until now; '' for none")
-    ] = None,
+    node_config: Annotated[list[str] | None, typer.Option(help="with --site: a new node config; '' for none")] = None,
 ) -> None:
     """Make a new server certificate of the same authority, or a new key for a site, whose present key is revoked.
 
@@ -118,16 +115,16 @@ def renew_command(
             raise ValueError("--node-config is for a site: give --site, too")
         if server:
             made = renew_server(folder, hosts=host or [], days=days)
-            _say(
-                f"{made.server.certificate}, {made.server.key}: new; the old pair is in *.old",
-                "Copy both to the server's machine, and restart the SuperLink: it reads them when it starts",
+            typer.echo(
+                f"{made.server.certificate}, {made.server.key}: new; the old pair is in *.old\n"
+                "Copy both to the server's machine, and restart the SuperLink: it reads them when it starts"
             )
             if host:
-                _say("Sites made before use the address in their site.toml: check that it still leads to the server")
+                typer.echo("Existing sites use the address in their site.toml: check that it still leads to the server")
         for name in site or []:
-            _say_sites(renew_site(folder, name, node_config=given), [name])
+            _print_sites(renew_site(folder, name, node_config=given), [name])
         if site:
-            _say(_register_hint(folder))
+            typer.echo(_register_hint(folder))
 
 
 @app.command("register")
@@ -146,12 +143,12 @@ def register_command(
     with reported(FleetError):
         server = find_server(folder)
         if name is not None and name not in server.node_keys() and name not in dict(server.revoked_keys()):
-            raise ProvisionError(f"there is no site {name} in {server.nodes}")
+            raise ProvisionError(f"{server.nodes} has no site {name}")
         with open_fleet(superlink, server.root_certificates) as fleet:
             results = align(fleet, server, name)
         _print_results(results)
         if not results:
-            _say(f"there is nothing to register in {server.nodes}")
+            typer.echo(f"{server.nodes} has no keys to register")
 
 
 @app.command("revoke")
@@ -159,7 +156,7 @@ def revoke_command(
     folder: _ServerFolder,
     name: Annotated[str, typer.Argument(help="the site whose key is revoked")],
     superlink: Annotated[
-        str | None, typer.Option(help=f"HOST:PORT of the SuperLink's Control API; {_CONTROL} is tried if none is given")
+        str | None, typer.Option(help=f"HOST:PORT of the SuperLink's Control API; by default {_CONTROL}, if it answers")
     ] = None,
 ) -> None:
     """Revoke a site's key in the folder, and unregister it at the SuperLink if that is running.
@@ -172,7 +169,7 @@ def revoke_command(
     with reported(FleetError):
         server = find_server(folder)
         moved = revoke(server, name)
-        _say(f"{name}: its key is revoked in the folder: {moved}" if moved else f"{name}: its key was revoked before")
+        typer.echo(f"{name}: its key {f'is revoked in the folder: {moved}' if moved else 'was revoked before'}")
         _unregister(server, name, superlink, folder)
 
 
@@ -189,15 +186,15 @@ def list_command(folder: _ServerFolder) -> None:
             table.add_row(escape(site.name), site.fingerprint, state)
         # A truncated fingerprint is useless, so the table does not depend on the terminal's width.
         Console(width=max(Console().width, 160)).print(table, soft_wrap=True)
-        _say(f"the server's certificate is for {', '.join(found.hosts)}")
+        typer.echo(f"the server's certificate is for {', '.join(found.hosts)}")
         for what, days, remedy in (
             ("the server's certificate", found.server_days, "tepal provision renew FOLDER --server"),
             ("the authority's certificate", found.ca_days, "a new deployment, with new archives for all sites"),
         ):
             more = f"{days} more {'day' if days == 1 else 'days'}"
-            _say(f"{what} has expired" if days < 0 else f"{what} is valid for {more}")
+            typer.echo(f"{what} has expired" if days < 0 else f"{what} is valid for {more}")
             if days < SOON:
-                _warn(f"{what} {'has expired' if days < 0 else f'expires in {days} days'}. Needed: {remedy}")
+                _print_warning(f"{what} {'has expired' if days < 0 else f'expires in {days} days'}. Needed: {remedy}")
 
 
 def _unregister(server: ServerFolder, name: str, superlink: str | None, folder: Path) -> None:
@@ -208,9 +205,9 @@ def _unregister(server: ServerFolder, name: str, superlink: str | None, folder: 
     try:
         with open_fleet(address, server.root_certificates) as fleet:
             results = align(fleet, server, name)
-            known = [node for node in fleet.nodes() if node.name == name]
+            known = [key for key in fleet.node_keys() if key.name == name]
     except FleetError as error:
-        _warn(
+        _print_warning(
             f"THE KEY IS NOT UNREGISTERED: {error}. A running SuperLink still accepts it. A server that reads this "
             "folder unregisters it within seconds or at its start. Or run, on the SuperLink's machine: "
             f"tepal provision register {folder}"
@@ -221,7 +218,7 @@ def _unregister(server: ServerFolder, name: str, superlink: str | None, folder: 
     _print_results(results)
     if not results:
         state = "had its key unregistered before" if known else "does not know its key"
-        _say(f"{name}: the SuperLink at {address} {state}, and refuses it")
+        typer.echo(f"{name}: the SuperLink at {address} {state}, and refuses it")
 
 
 def _register_hint(folder: Path) -> str:
@@ -231,35 +228,24 @@ def _register_hint(folder: Path) -> str:
     )
 
 
-def _say_sites(made: Provisioned, names: list[str]) -> None:
+def _print_sites(made: Provisioned, names: list[str]) -> None:
     for name in names:
+        path, how = made.unpacked(name), f"Then: tepal node --site {made.unpacked(name)}"
         if made.archive(name).exists():
-            _say(
-                f"{made.archive(name)}: for {name} only; whoever has it can connect as {name}. "
-                f"There: tar -xzf {name}.tar.gz; then tepal node --site {name}"
-            )
-        else:
-            _say(
-                f"{made.unpacked(name)}: for {name} only; whoever has it can connect as {name}. "
-                f"Then: tepal node --site {made.unpacked(name)}"
-            )
+            path, how = made.archive(name), f"There: tar -xzf {name}.tar.gz; then tepal node --site {name}"
+        typer.echo(f"{path}: for {name} only, because anyone who has it can connect as {name}. {how}")
 
 
 def _print_results(results: list[KeyResult]) -> None:
     """Print the result for each key; end the command with status 1 if there was a problem."""
     for one in results:
         if one.problem:
-            _warn(f"{one.site}: {one.problem}")
+            _print_warning(f"{one.site}: {one.problem}")
         else:
-            _say(f"{one.site}: {one.done}")
+            typer.echo(f"{one.site}: {one.done}")
     if any(one.problem for one in results):
         raise typer.Exit(1)
 
 
-def _say(*lines: str) -> None:
-    for line in lines:
-        Console().print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def _warn(line: str) -> None:
-    Console(stderr=True).print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
+def _print_warning(line: str) -> None:
+    typer.secho(line, fg="yellow", err=True)

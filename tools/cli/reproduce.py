@@ -16,7 +16,7 @@ app = commands("reproduce")
 @app.command("reproduce")
 def reproduce_command(
     name: Annotated[str, typer.Argument(help="the experiment; without a name, all are listed")] = "",
-    full: Annotated[bool, typer.Option("--full", help="at the paper's scale, not at a small machine's")] = False,
+    full: Annotated[bool, typer.Option("--full", help="at the paper's scale, not at that of a small machine")] = False,
     folder: Annotated[Path, typer.Option(help="for the results; existing results are not computed again")] = Path(
         "runs/reproduce"
     ),
@@ -37,7 +37,7 @@ def reproduce_command(
         return
     with reported(NotAtHand, RunInUse):
         experiment = find_experiment(name)
-        how = "one process (nothing asks for Ray)" if at_once == 1 else f"{at_once} processes (--at-once {at_once})"
+        how = "one process" if at_once == 1 else f"{at_once} processes (--at-once {at_once})"
         typer.echo(f"Engine: {how}")
         page = reproduce(experiment, folder, full=full, said=typer.echo, data=data.expanduser(), at_once=at_once)
         typer.echo((page.parent / "results.md").read_text(encoding="utf-8"))

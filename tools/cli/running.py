@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Console
 
 from tepal import models
 from tepal.host.files import new_log
-from tepal.host.superlink import Outcome, RunError
+from tepal.host.superlink import EndedRun, RunError, keep_log
 from tepal.records.run_directory import CHECKPOINTS, KEPT_IN, METRICS, find_run, read_metrics, read_summary
 from tepal.report.terminal import RoundProgress, final_table, follow_metrics
 from tepal.server_app.config import ConfigError, RunConfig
 
 ENGINE = (
-    "process: all clients in one process; ray: in Flower's simulation runtime; auto: in one process, unless --gpus or "
-    "the app asks for Ray"
+    "process: all clients in one process; ray: in Flower's simulation runtime; auto: in one process, unless --gpus is "
+    "given or the app needs Ray"
 )
 CPUS = "CPU cores for each client that trains"
+
+AppFolder = Annotated[Path, typer.Argument(help="folder of the Flower app: a checkout of this project")]
+RunConfigs = Annotated[
+    list[str] | None,
+    typer.Option("--run-config", "-c", help="'key=value …' or a TOML file, as in `flwr run`; may be repeated"),
+]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="show Flower's own log")]
 
 _CLIENTS = ".clients"  # in the folder of runs: the caches of simulated clients, by experiment
 
@@ -50,7 +58,7 @@ def check_clients(config: RunConfig, clients: int, *, parts: bool = True) -> Non
             raise ConfigError(str(error)) from error
 
 
-def run_and_show(start: Callable[..., Outcome], config: RunConfig, console: Console, verbose: bool) -> None:
+def run_and_show(start: Callable[..., EndedRun], config: RunConfig, console: Console, verbose: bool) -> None:
     """Run once, and show the progress and the final table."""
     begun: list[Path] = []
     try:
@@ -65,7 +73,7 @@ def run_and_show(start: Callable[..., Outcome], config: RunConfig, console: Cons
 
 
 def run_once(
-    start: Callable[..., Outcome],
+    start: Callable[..., EndedRun],
     config: RunConfig,
     progress: RoundProgress,
     console: Console,
@@ -104,7 +112,7 @@ def run_once(
     except RunError as error:
         if not found:
             raise  # the message has the path of the log
-        kept = _keep_log(log, found[0])
+        kept = keep_log(log, found[0])
         said = [error.reason, f"Results so far: {found[0]}", _resume_hint(found[0])]
         raise RunError("\n".join(filter(None, said)), kept) from error
     finally:
@@ -112,7 +120,7 @@ def run_once(
         for follower in followers:
             follower.join(timeout=5)
         if found and log.exists():
-            _keep_log(log, found[0])
+            keep_log(log, found[0])
         elif not isinstance(sys.exception(), RunError):
             log.unlink(missing_ok=True)
     if not found:
@@ -144,12 +152,3 @@ def cache_in(runs: Path) -> Path:
 def _resume_hint(run: Path) -> str:
     """Return how to resume a run; "" without a checkpoint."""
     return f"Resume it with -c 'resume=\"{run}\"'" if any((run / CHECKPOINTS).glob("round-*")) else ""
-
-
-def _keep_log(log: Path, run: Path) -> Path:
-    """Append Flower's log of a run to the one in the run directory, and remove it."""
-    kept = run / "flower.log"
-    with kept.open("ab") as file, log.open("rb") as new:
-        shutil.copyfileobj(new, file)
-    log.unlink()
-    return kept

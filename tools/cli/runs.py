@@ -10,16 +10,15 @@ import typer
 from rich.text import Text
 
 from tepal.records.run_directory import LATEST
-from tepal.tools.cli import commands, reported
+from tepal.tools.cli import AsJson, commands, reported
 
 app = commands("runs")
-_JSON = "as JSON, for programs"
 
 
 @app.command("runs")
 def runs_command(
     folder: Annotated[Path, typer.Argument(help="folder of run directories, or of a comparison")] = Path("runs"),
-    as_json: Annotated[bool, typer.Option("--json", help=_JSON)] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List runs and comparisons, the newest first: rounds, score and transferred bytes of each."""
     from tepal.tools.dashboard.views import console, facts_of, reasons, runs_table, views
@@ -39,7 +38,7 @@ def show_command(
     run: Annotated[str, typer.Argument(help=f"a path, a name in the folder of runs, or {LATEST!r}")] = LATEST,
     runs: Annotated[Path, typer.Option(help="folder of the runs that can be given by name")] = Path("runs"),
     all_rounds: Annotated[bool, typer.Option("--all-rounds", help="a line for every round")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help=_JSON)] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show one run (changed settings, rounds, clients with problems, bytes, files) or one comparison."""
     from tepal.server_app.config import defaults

@@ -50,15 +50,15 @@ _ALIVE = 30.0  # seconds without a new server.json after which the server counts
 def why_unhealthy(journal: Journal, now: float, alive: bool) -> str:
     """Return what is wrong with the server by its journal, "" if nothing; `alive`: whether its process exists."""
     if not journal.pid or not journal.heartbeat:
-        return f"no server has been started with this state folder ({journal.path} is not there)"
+        return f"no server has been started with this state folder ({journal.path} does not exist)"
     if journal.superlink == "stopped":
         return "the server was stopped"
     if not alive:
-        return f"the server (pid {journal.pid}) does not run any more"
+        return f"the server (pid {journal.pid}) is no longer running"
     if (age := now - journal.heartbeat) > _ALIVE:
         return f"the server (pid {journal.pid}) is stuck: its last heartbeat was {age:.0f} s ago"
     if journal.superlink != "running":
-        return f"the SuperLink does not run: it is {journal.superlink}"
+        return f"the SuperLink is not running: its state is {journal.superlink}"
     return ""
 
 
@@ -94,11 +94,10 @@ def _health(journal: Journal) -> str:
     trusted = journal.root_certificates
     problem = f"the SuperLink does not answer at {'https' if trusted else 'http'}://{journal.control}/health"
     try:
-        connection = (
-            HTTPSConnection(journal.control, timeout=10, context=ssl.create_default_context(cafile=trusted))
-            if trusted
-            else HTTPConnection(journal.control, timeout=10)
-        )
+        connection = HTTPConnection(journal.control, timeout=10)
+        if trusted:
+            context = ssl.create_default_context(cafile=trusted)
+            connection = HTTPSConnection(journal.control, timeout=10, context=context)
         with contextlib.closing(connection):
             connection.request("GET", "/health")
             answer = connection.getresponse()
@@ -137,20 +136,22 @@ def run_server(
         typer.Option(
             "--run-config",
             "-c",
-            help="start a run of the app, once, with 'key=value …' or a TOML file; may be repeated "
+            help="start one run of the app with 'key=value …' or a TOML file; may be repeated "
             "(environment: TEPAL_RUN_CONFIG, one on each line)",
         ),
     ] = None,
     fleet_api_address: Annotated[
-        str, typer.Option(envvar="TEPAL_FLEET_API_ADDRESS", help="where nodes connect")
+        str, typer.Option(envvar="TEPAL_FLEET_API_ADDRESS", help="address for the nodes")
     ] = "0.0.0.0:9092",
     host: Annotated[
         str,
-        typer.Option(envvar="TEPAL_HOST", help="address of the control port; who can connect runs code on all nodes"),
+        typer.Option(
+            envvar="TEPAL_HOST", help="address of the control port; anyone who can connect can run code on all nodes"
+        ),
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(envvar="TEPAL_PORT", min=1, max=65535, help="the control port")] = 8000,
     attempts: Annotated[
-        int, typer.Option(envvar="TEPAL_ATTEMPTS", min=1, help="to resume a run, without a newly finished round")
+        int, typer.Option(envvar="TEPAL_ATTEMPTS", min=1, help="attempts to resume a run that finishes no round")
     ] = 5,
     metrics: Annotated[
         str, typer.Option(envvar="TEPAL_METRICS", help="HOST:PORT of /metrics for Prometheus; none by default")
@@ -168,8 +169,8 @@ def run_server(
     with reported(ServerError):
         if credentials is None and not insecure:
             raise ServerError(
-                "no credentials: without them anybody could connect. Name their folder with --credentials (`tepal "
-                "provision` makes one), or use --insecure on one machine"
+                "no credentials are given, and without them any node could connect: name their folder with "
+                "--credentials (`tepal provision` makes one), or use --insecure on one machine"
             )
         if credentials is not None and insecure:
             raise ServerError(f"--credentials {credentials} and --insecure contradict each other; leave one out")
@@ -198,7 +199,7 @@ def _serve(settings: Settings, insecure: bool) -> None:
     if insecure:
         log.warning("--insecure: no TLS, and any node may connect. Use it for tests on one machine only.")
     if reachable(host) not in ("127.0.0.1", "[::1]", "localhost") or host != reachable(host):
-        log.warning("--host %s: whoever can connect to port %d there can run code on all nodes.", host, port)
+        log.warning("--host %s: anyone who can connect to port %d there can run code on all nodes.", host, port)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, _stop)
     Supervisor(settings).run()

@@ -19,7 +19,7 @@ app = commands("strategies")
 @app.command("strategies")
 def strategies_command(
     names: Annotated[
-        list[str] | None, typer.Argument(help="show these in detail; by default all, a line each")
+        list[str] | None, typer.Argument(help="strategies to show with their options; by default all are listed")
     ] = None,
 ) -> None:
     """List the strategies with what each transfers and its paper; for a name, its options and their defaults."""
@@ -30,7 +30,7 @@ def strategies_command(
 
 
 def _table(names: Sequence[str]) -> RenderableType:
-    """All strategies, a line each; or what there is to know of some."""
+    """Return a table of all strategies or, for names, their descriptions and options."""
     from tepal.server_app.config import about
     from tepal.strategies import STRATEGIES
 

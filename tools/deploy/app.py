@@ -6,15 +6,13 @@ import contextlib
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tepal.host.processes import Process
+from tepal.host.superlink import RunError, app_run_config, stage_app, submit
+from tepal.host.toml import Value, to_toml
 from tepal.tools.deploy.node_keys import ServerError
 from tepal.tools.deploy.recovery import RESUMES, RunOnDisk, look_at
 from tepal.tools.deploy.settings import Settings, superlink_environment
-
-if TYPE_CHECKING:
-    from tepal.host.toml import Value
 
 
 class ServedApp:
@@ -28,8 +26,6 @@ class ServedApp:
 
     def prepare(self) -> None:
         """Copy the app, and check the run config's keys. Raises ServerError."""
-        from tepal.host.superlink import RunError, app_run_config, stage_app
-
         given, app = self.settings.run_config, self.settings.app
         if app is None:
             if given is not None:
@@ -51,8 +47,6 @@ class ServedApp:
 
     def cannot_resume(self) -> str:
         """Return why the server cannot resume runs; "" if it can."""
-        from tepal.host.superlink import app_run_config
-
         if self.settings.app is None:
             return "name its app's folder with --app"
         if RESUMES not in app_run_config(self.bundle):
@@ -61,8 +55,6 @@ class ServedApp:
 
     def own_run_config(self) -> dict[str, Value]:
         """Return the run config of --run-config, with an absolute folder of runs: the ServerApp runs elsewhere."""
-        from tepal.host.superlink import app_run_config
-
         config = dict(self.settings.run_config or {})
         if self.settings.app and "runs" in app_run_config(self.bundle):
             config["runs"] = str(self.state / Path(str(config.get("runs", "runs"))).expanduser())
@@ -70,9 +62,6 @@ class ServedApp:
 
     def submit(self, config: Mapping[str, Value], superlink: Process) -> int:
         """Submit the app with this run config, and return the run's id."""
-        from tepal.host.superlink import submit
-        from tepal.host.toml import to_toml
-
         path = self.state / "run-config.toml"
         path.write_text(to_toml(config), encoding="utf-8")
         return submit(self.bundle, path, superlink, superlink_environment(self.home), 120)

@@ -1,4 +1,4 @@
-"""`tepal doctor`: check an installation, and say for each problem what to do.
+"""`tepal doctor`: check an installation, with a remedy for each problem.
 
 A check is a function that returns a `Finding` and changes nothing. A check that needs an option (a folder of
 credentials, the server's address) is skipped without it, and names the option. torch is imported in a process of its
@@ -7,6 +7,7 @@ own, because a broken installation may crash at its import.
 
 from __future__ import annotations
 
+import contextlib
 import email.utils
 import errno
 import json
@@ -26,8 +27,17 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import httpx
+import psutil
 from rich.table import Table
 from rich.text import Text
+
+from tepal.exchange.cache import default_root
+from tepal.host.flower.patches import FLOWER
+from tepal.host.limits import Limits
+from tepal.host.site import ProvisionError, SiteCredentials, days_left, read_certificate, read_site
+from tepal.tools.deploy import node_keys
+from tepal.tools.deploy.provision import SOON, find_server, overview
 
 OK, WARNING, PROBLEM, SKIPPED = "ok", "warning", "problem", "skipped"
 
@@ -66,7 +76,7 @@ print("\\n" + json.dumps(said))
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a check, and what to do about it; "" for nothing."""
+    """The result of a check, and what to do about it: "" if nothing needs to be done."""
 
     check: str
     state: str
@@ -74,47 +84,46 @@ class Finding:
     remedy: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Questions:
-    """What to check in addition to the installation."""
+def examine(
+    *,
+    runs: Path = Path("runs"),
+    cache: Path | None = None,
+    ports: Sequence[int] = (),
+    credentials: Path | None = None,
+    site: Path | None = None,
+    superlink: str = "",
+    root_certificates: Path | None = None,
+) -> Iterator[Finding]:
+    """Run all checks, one after the other.
 
-    runs: Path = Path("runs")
-    cache: Path | None = None
-    """None for the cache folder of this user's clients."""
-    ports: tuple[int, ...] = ()
-    """Ports that must be free; by default those of a server, where one may be running."""
-    credentials: Path | None = None
-    """A folder of `tepal provision`, or a copy of its server/."""
-    site: Path | None = None
-    """A site's archive or folder."""
-    superlink: str = ""
-    """HOST:PORT of the server's Control API."""
-    root_certificates: Path | None = None
-
-
-def examine(asked: Questions) -> Iterator[Finding]:
-    """Run all checks, one after the other."""
-    from tepal.exchange.cache import default_root
-
+    Args:
+        runs: Folder of run directories.
+        cache: Folder of clients' caches. None: that of this user.
+        ports: Ports that must be free; by default those of a server, where one may be running.
+        credentials: A folder of `tepal provision`, or a copy of its server/.
+        site: A site's archive or folder.
+        superlink: HOST:PORT of the server's Control API.
+        root_certificates: PEM file to trust there; by default that of `credentials` or `site`.
+    """
     yield python_version()
     yield flower_version()
     yield from torch_and_gpu()
-    yield from ports(asked.ports)
-    yield folder("runs folder", asked.runs)
-    yield folder("cache folder", asked.cache or default_root())
+    yield from check_ports(ports)
+    yield folder("runs folder", runs)
+    yield folder("cache folder", cache or default_root())
     yield memory()
-    if asked.credentials:
-        yield from credentials(asked.credentials)
+    if credentials:
+        yield from check_credentials(credentials)
     else:
-        yield _skipped("credentials", "no folder of credentials was named", "--credentials FOLDER looks at one")
-    if asked.site:
-        yield from site(asked.site)
+        yield Finding("credentials", SKIPPED, "no folder of credentials is given", "name it with --credentials")
+    if site:
+        yield from check_site(site)
     else:
-        yield _skipped("site", "no site was named", "--site FOLDER, or its archive, looks at one")
-    if asked.superlink:
-        yield clock(asked)
+        yield Finding("site", SKIPPED, "no site is given", "name its folder or archive with --site")
+    if superlink:
+        yield clock(superlink, root_certificates or credentials, site)
     else:
-        yield _skipped("clock", "no server was named", "--superlink HOST:PORT compares this machine's clock with its")
+        yield Finding("clock", SKIPPED, "no server is given", "name its control port with --superlink HOST:PORT")
 
 
 # --- the installation -------------------------------------------------------------------------------------------------
@@ -131,8 +140,6 @@ def python_version(installed: tuple[int, ...] = sys.version_info[:3]) -> Finding
 
 def flower_version(installed: str | None = None) -> Finding:
     """Check that Flower has the version that the warm node and the server support."""
-    from tepal.host.flower.patches import FLOWER
-
     if installed is None:
         try:
             installed = version("flwr")
@@ -163,7 +170,8 @@ def torch_and_gpu(devices: Path = Path("/dev")) -> Iterator[Finding]:
         yield Finding("torch", PROBLEM, f"its import takes more than {_TORCH:.0f} s", "check for a slow disk")
         return
     except (IndexError, ValueError):
-        ended = f"its import ended the process with status {done.returncode}: {_last_line(done.stderr)}"
+        *_, last = ["without output", *done.stderr.strip().splitlines()]
+        ended = f"its import ended the process with status {done.returncode}: {last.strip()}"
         yield Finding("torch", PROBLEM, ended, "pip install --force-reinstall torch")
         return
     if "error" in said:
@@ -204,7 +212,7 @@ def _gpu(said: dict[str, str], devices: Path) -> Finding:
 # --- the machine ------------------------------------------------------------------------------------------------------
 
 
-def ports(named: Sequence[int]) -> Iterator[Finding]:
+def check_ports(named: Sequence[int]) -> Iterator[Finding]:
     """Check that ports are free. A server may be running on its default ports."""
     for port in named or SERVER_PORTS:
         check = f"port {port}"
@@ -214,21 +222,21 @@ def ports(named: Sequence[int]) -> Iterator[Finding]:
                 probe.bind(("0.0.0.0", port))
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
-                remedy = "choose a port above 1023, or give this user the right to it"
-                yield Finding(check, PROBLEM, f"it cannot be used: {error.strerror}", remedy)
+                remedy = "choose a port above 1023, or allow this user to use it"
+                yield Finding(check, PROBLEM, f"cannot be used: {error.strerror}", remedy)
             elif named:
-                remedy = f"`ss -ltnp 'sport = {port}'` says which: stop it, or choose another port"
-                yield Finding(check, PROBLEM, "another program listens on it", remedy)
+                remedy = f"stop the program that `ss -ltnp 'sport = {port}'` shows, or choose another port"
+                yield Finding(check, PROBLEM, "in use by another program", remedy)
             else:
-                found = "a program listens on it, which may be a server of yours"
-                remedy = f"`ss -ltnp 'sport = {port}'` says which; a second server needs another port"
+                found = "in use, perhaps by a running `tepal server`"
+                remedy = f"`ss -ltnp 'sport = {port}'` shows the program; a second server needs another port"
                 yield Finding(check, WARNING, found, remedy)
         else:
             yield Finding(check, OK, "free")
 
 
 def folder(check: str, path: Path) -> Finding:
-    """Check that files can be written to a folder, or to the one in which it will be made, and the free space."""
+    """Check that files can be written to a folder, or to the one in which it will be created, and the free space."""
     path = path.expanduser().absolute()
     there = next(above for above in (path, *path.parents) if above.exists())
     try:
@@ -238,7 +246,7 @@ def folder(check: str, path: Path) -> Finding:
     except OSError as error:
         remedy = f"choose a folder that this user (uid {os.geteuid()}) may write to, or chown -R {os.geteuid()} {there}"
         return Finding(check, PROBLEM, f"{there} cannot be written to: {error.strerror}", remedy)
-    found = f"{path}{'' if there == path else ', which will be made'}: {free / 1e9:,.1f} GB free"
+    found = f"{path}{'' if there == path else ', which will be created'}: {free / 1e9:,.1f} GB free"
     if free < _NO_DISK:
         return Finding(check, PROBLEM, found, "free some space, or choose a folder on another disk")
     if free < _LITTLE_DISK:
@@ -248,10 +256,6 @@ def folder(check: str, path: Path) -> Finding:
 
 def memory() -> Finding:
     """Check the free memory, and the limit of the container or service if it has one."""
-    import psutil
-
-    from tepal.host.limits import Limits
-
     free, limit = psutil.virtual_memory().available, Limits().memory
     within = f", and the limit of this container or service is {limit / 1e9:,.1f} GB" if limit else ""
     return _memory(free, limit, f"{free / 1e9:,.1f} GB are free{within}")
@@ -268,17 +272,14 @@ def _memory(free: float, limit: float, found: str) -> Finding:
 # --- credentials ------------------------------------------------------------------------------------------------------
 
 
-def credentials(path: Path) -> Iterator[Finding]:
+def check_credentials(path: Path) -> Iterator[Finding]:
     """Check the certificates' dates and names, and the modes of the keys, in a folder of `tepal provision`."""
-    from tepal.tools.deploy.node_keys import ServerError, check_credentials
-    from tepal.tools.deploy.provision import ProvisionError, find_server, overview
-
     check = "credentials"
     try:
         server = find_server(path)
-        warnings = check_credentials(server, "localhost", datetime.now(UTC))
+        warnings = node_keys.check_credentials(server, "localhost", datetime.now(UTC))
         found = overview(path)
-    except (ProvisionError, ServerError, OSError) as error:
+    except (ProvisionError, node_keys.ServerError, OSError) as error:
         yield Finding(check, PROBLEM, *_halves(str(error)))
         return
     for warning in warnings:
@@ -291,22 +292,13 @@ def credentials(path: Path) -> Iterator[Finding]:
     yield _modes("private keys", [file for file in private if file.exists()])
 
 
-def site(path: Path) -> Iterator[Finding]:
+def check_site(path: Path) -> Iterator[Finding]:
     """Check a site's archive, packed or unpacked."""
-    from tepal.tools.deploy.provision import ProvisionError, read_site
-
     try:
-        if path.is_file():
-            yield _modes("site's archive", [path])
-            with tempfile.TemporaryDirectory(prefix="tepal-doctor-") as unpacked:
-                with tarfile.open(path) as archive:
-                    archive.extractall(unpacked, filter="data")
-                [inside] = Path(unpacked).iterdir()
-                read = read_site(inside)
-                yield _site_finding(read.name, read.superlink, read.root_certificates)
-        else:
-            read = read_site(path)
-            yield _site_finding(read.name, read.superlink, read.root_certificates)
+        with _unpacked(path) as unpacked:
+            if path.is_file():
+                yield _modes("site's archive", [path])
+            yield _site_finding(read_site(unpacked))
     except ProvisionError as error:
         yield Finding("site", PROBLEM, *_halves(str(error)))
     except (OSError, ValueError, tarfile.TarError) as error:
@@ -314,14 +306,22 @@ def site(path: Path) -> Iterator[Finding]:
         yield Finding("site", PROBLEM, f"{path} is not a site's archive: {error}", remedy)
 
 
-def _site_finding(name: str, superlink: str, root_certificates: Path) -> Finding:
-    from cryptography import x509
+@contextlib.contextmanager
+def _unpacked(path: Path) -> Iterator[Path]:
+    """Yield a site's folder: the given one, or a temporary one with the content of the given archive."""
+    if not path.is_file():
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="tepal-doctor-") as folder:
+        with tarfile.open(path) as archive:
+            archive.extractall(folder, filter="data")
+        [inside] = Path(folder).iterdir()
+        yield inside
 
-    from tepal.tools.deploy.provision import SOON
 
-    end = x509.load_pem_x509_certificate(root_certificates.read_bytes()).not_valid_after_utc
-    days = (end - datetime.now(UTC)).days
-    found = f"{name}, of the server at {superlink}; its authority's certificate is valid for {days} days"
+def _site_finding(site: SiteCredentials) -> Finding:
+    days = days_left(read_certificate(site.root_certificates))
+    found = f"{site.name}, server {site.superlink}; the authority's certificate is valid for {days} days"
     if days < SOON:
         return Finding("site", WARNING, found, "ask the server's administrator for an archive of a new deployment")
     return Finding("site", OK, found)
@@ -331,7 +331,7 @@ def _modes(check: str, files: Sequence[Path]) -> Finding:
     """Check that only their owner can read files."""
     modes = {file: stat.S_IMODE(file.stat().st_mode) for file in files}
     if open_ones := [file for file, mode in modes.items() if mode & 0o077]:
-        found = f"others can read {', '.join(f'{file} (mode {modes[file]:04o})' for file in open_ones)}"
+        found = f"other users can read {', '.join(f'{file} (mode {modes[file]:04o})' for file in open_ones)}"
         return Finding(check, PROBLEM, found, f"chmod 600 {' '.join(map(str, open_ones))}")
     return Finding(check, OK, f"{len(files)} {'file' if len(files) == 1 else 'files'}, readable by the owner only")
 
@@ -339,18 +339,21 @@ def _modes(check: str, files: Sequence[Path]) -> Finding:
 # --- the clock --------------------------------------------------------------------------------------------------------
 
 
-def clock(asked: Questions) -> Finding:
-    """Compare this machine's clock with the server's: the Date header of the answer to a request for its health."""
-    import httpx
+def clock(superlink: str, certificates: Path | None = None, site: Path | None = None) -> Finding:
+    """Compare this machine's clock with the server's: the Date header of the answer to a request for its health.
 
-    superlink = asked.superlink
-    remedy = f"check that the server runs, and that this machine can connect to its control port at {superlink}"
+    Args:
+        superlink: HOST:PORT of the server's Control API.
+        certificates: PEM file to trust, or folder of credentials. None: the site's; without both, plain HTTP.
+        site: A site's archive or folder.
+    """
+    remedy = f"check that the server is running, and that this machine can connect to its control port at {superlink}"
     url = f"http://{superlink}/health"
     try:
         context: ssl.SSLContext | bool = True
-        if certificates := _certificates(asked):
+        if trusted := _certificate(certificates, site):
             url = f"https://{superlink}/health"
-            context = ssl.create_default_context(cadata=certificates)
+            context = ssl.create_default_context(cadata=trusted)
         with httpx.Client(verify=context, trust_env=False, timeout=10) as client:  # never through a proxy
             begun = time.time()
             date = client.get(url).headers.get("Date")
@@ -361,13 +364,13 @@ def clock(asked: Questions) -> Finding:
         return Finding("clock", SKIPPED, f"the answer of {url} has no Date header", "compare the clocks by hand")
     # The header's time is truncated to seconds.
     theirs = email.utils.parsedate_to_datetime(date).timestamp() + 0.5
-    return judge_clock((begun + answered) / 2 - theirs, superlink)
+    return _rate_clock((begun + answered) / 2 - theirs, superlink)
 
 
-def judge_clock(ahead: float, superlink: str) -> Finding:
-    """Rate a difference of the clocks: seconds that this machine's is ahead of the server's; negative: behind."""
+def _rate_clock(ahead: float, superlink: str) -> Finding:
+    """Rate a difference of the clocks: seconds by which this machine's is ahead of the server's; negative if behind."""
     found = f"{abs(ahead):.0f} s {'ahead of' if ahead >= 0 else 'behind'} that of {superlink}"
-    remedy = "set the clock by NTP on both machines"
+    remedy = "set the clocks of both machines by NTP"
     if ahead > _AHEAD or -ahead > _BEHIND:
         limits = f"a node may be {_AHEAD:.0f} s ahead and {_BEHIND / 60:.0f} min behind"
         return Finding("clock", PROBLEM, f"{found}; {limits}", remedy)
@@ -376,21 +379,17 @@ def judge_clock(ahead: float, superlink: str) -> Finding:
     return Finding("clock", OK, f"within {_SOME_SECONDS:.0f} s of that of {superlink}")
 
 
-def _certificates(asked: Questions) -> str:
-    """Return the authority's certificate in PEM, from a file, the credentials or the site; "" if none is given."""
-    for given in filter(None, (asked.root_certificates, asked.credentials, asked.site)):
-        for candidate in (given, given / "server" / "ca.crt", given / "ca.crt"):
-            if candidate.is_file():
-                if candidate == asked.site:
-                    with tarfile.open(candidate) as archive:
-                        [member] = [name for name in archive.getnames() if name.endswith("/ca.crt")]
-                        content = archive.extractfile(member)
-                        return content.read().decode() if content else ""
-                return candidate.read_text(encoding="ascii")
+def _certificate(certificates: Path | None, site: Path | None) -> str:
+    """Return the authority's certificate in PEM from a file, credentials or a site; "" if none is given."""
+    with _unpacked(site) if site else contextlib.nullcontext() as unpacked:
+        for given in filter(None, (certificates, unpacked)):
+            for candidate in (given, given / "server" / "ca.crt", given / "ca.crt"):
+                if candidate.is_file():
+                    return candidate.read_text(encoding="ascii")
     return ""
 
 
-# --- what is shown ----------------------------------------------------------------------------------------------------
+# --- output -----------------------------------------------------------------------------------------------------------
 
 
 def findings_table(findings: Sequence[Finding]) -> Table:
@@ -412,12 +411,3 @@ def _halves(said: str) -> tuple[str, str]:
         if there:
             return found, remedy
     return said, "see the documentation of `tepal provision`"
-
-
-def _last_line(text: str) -> str:
-    lines = [line for line in text.strip().splitlines() if line.strip()]
-    return lines[-1].strip() if lines else "without output"
-
-
-def _skipped(check: str, found: str, remedy: str) -> Finding:
-    return Finding(check, SKIPPED, found, remedy)

@@ -1,4 +1,4 @@
-"""List, register and revoke the node keys of a running SuperLink, through its Control API.
+"""The node keys and the runs of a running SuperLink, through its Control API.
 
 The Control API has no authentication. It listens on 127.0.0.1 only, so this runs on the SuperLink's machine. The
 SuperLink's certificate is verified with the authority of `tepal provision`.
@@ -12,6 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
+from flwr.proto.control_pb2 import (
+    ListNodesRequest,
+    ListRunsRequest,
+    RegisterNodeRequest,
+    StopRunRequest,
+    UnregisterNodeRequest,
+)
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+
+from tepal.host.superlink import control_client
 from tepal.tools.deploy.provision import ProvisionError, ServerFolder, load_public_key
 
 CONTROL = "127.0.0.1:8000"
@@ -27,7 +38,7 @@ class Unreachable(FleetError):
 
 
 @dataclass(frozen=True)
-class Node:
+class NodeKey:
     """A key that a SuperLink knows. `status` is Flower's: registered, online, offline or unregistered."""
 
     node_id: int
@@ -35,6 +46,15 @@ class Node:
     status: str
     public_key: bytes
     """In PEM."""
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """Flower's status of a run: pending, starting, running, finished; then completed, failed or stopped; the reason."""
+
+    status: str = ""
+    ended: str = ""
+    details: str = ""
 
 
 @dataclass(frozen=True)
@@ -47,24 +67,20 @@ class KeyResult:
 
 
 class Fleet:
-    """The node keys of a running SuperLink. Made by `open_fleet`; its methods raise `FleetError`."""
+    """The node keys and runs of a running SuperLink. Made by `open_fleet`; its methods raise `FleetError`."""
 
     def __init__(self, address: str, client: Any) -> None:
         self.address = address
         self._client = client
 
-    def nodes(self) -> list[Node]:
-        """Return all keys that were registered since the SuperLink's start; a revoked one is "unregistered"."""
-        from flwr.proto.control_pb2 import ListNodesRequest
-
+    def node_keys(self) -> list[NodeKey]:
+        """Return all keys that were registered since the SuperLink's start; revoked ones are "unregistered"."""
         with _explained(self.address):
             answer = self._client.ListNodes(ListNodesRequest())
-        return [Node(node.node_id, node.name, node.status, node.public_key) for node in answer.nodes_info]
+        return [NodeKey(node.node_id, node.name, node.status, node.public_key) for node in answer.nodes_info]
 
     def register(self, public_key: bytes, name: str) -> int:
         """Register a key under a name; return the node's id. An unregistered key can never be registered again."""
-        from flwr.proto.control_pb2 import RegisterNodeRequest
-
         with _explained(self.address):
             node_id = self._client.RegisterNode(RegisterNodeRequest(public_key=public_key, name=name)).node_id
         if not node_id:
@@ -72,16 +88,26 @@ class Fleet:
         return int(node_id)
 
     def unregister(self, node_id: int) -> None:
-        """Unregister a key, for ever. A connected SuperNode with this key ends within seconds."""
-        from flwr.proto.control_pb2 import UnregisterNodeRequest
-
+        """Unregister a key permanently. A connected SuperNode with this key ends within seconds."""
         try:
             with _explained(self.address):
                 self._client.UnregisterNode(UnregisterNodeRequest(node_id=node_id))
         except FleetError:
             # A server that reads the same folder may have done it since the keys were listed.
-            if not any(node.node_id == node_id and node.status == "unregistered" for node in self.nodes()):
+            if not any(node.node_id == node_id and node.status == "unregistered" for node in self.node_keys()):
                 raise
+
+    def runs(self) -> dict[int, RunStatus]:
+        """Return the status of each run, by its id. Raises `Unreachable` for any problem."""
+        with _explained(self.address, refused=Unreachable):
+            runs = self._client.ListRuns(ListRunsRequest()).run_dict
+        statuses = {run_id: run.status for run_id, run in runs.items()}
+        return {run_id: RunStatus(each.status, each.sub_status, each.details) for run_id, each in statuses.items()}
+
+    def stop_run(self, run_id: int) -> None:
+        """Stop a run whose process is dead, and with it the messages to its nodes; no error if it has ended."""
+        with contextlib.suppress(FleetError), _explained(self.address):
+            self._client.StopRun(StopRunRequest(run_id=run_id))
 
 
 @contextlib.contextmanager
@@ -90,15 +116,8 @@ def open_fleet(address: str, root_certificates: Path | None) -> Iterator[Fleet]:
 
     It connects at the first request. Raises ProvisionError if the certificates cannot be read.
     """
-    from flwr.supercore.control import ControlHttpClient
-
     try:
-        client = ControlHttpClient.from_server_address(
-            server_address=address,
-            insecure=root_certificates is None,
-            root_certificates=root_certificates.read_bytes() if root_certificates else None,
-            interceptors=(),
-        )
+        client = control_client(address, root_certificates)
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
         raise ProvisionError(f"{root_certificates} is not a certificate in PEM format: {error}") from error
     try:
@@ -113,14 +132,14 @@ def align(fleet: Fleet, server: ServerFolder, name: str | None = None) -> list[K
     May be called any number of times. `name` limits it to one site. A problem with one key does not affect the others.
     Keys that are not in the folder stay as they are. Raises `Unreachable` when the SuperLink does not answer.
     """
-    known = {node.public_key: node for node in fleet.nodes()}
+    known = {node.public_key: node for node in fleet.node_keys()}
     results, revoked = [], set()
     # Revoked keys first: a site with a new key must not be registered twice.
     for site, path in server.revoked_keys():
         if name not in (None, site):
             continue
         try:
-            key = _pem(path)
+            key = read_key(path)
             revoked.add(key)
             node = known.get(key)
             if node is not None and node.status != "unregistered":
@@ -133,7 +152,7 @@ def align(fleet: Fleet, server: ServerFolder, name: str | None = None) -> list[K
     for site, path in server.node_keys().items():
         if name in (None, site):
             try:
-                results.append(_register(fleet, site, _pem(path), known, revoked))
+                results.append(_register(fleet, site, read_key(path), known, revoked))
             except Unreachable:
                 raise
             except (ProvisionError, FleetError, OSError) as error:
@@ -141,7 +160,7 @@ def align(fleet: Fleet, server: ServerFolder, name: str | None = None) -> list[K
     return results
 
 
-def _register(fleet: Fleet, site: str, key: bytes, known: dict[bytes, Node], revoked: set[bytes]) -> KeyResult:
+def _register(fleet: Fleet, site: str, key: bytes, known: dict[bytes, NodeKey], revoked: set[bytes]) -> KeyResult:
     node, new_key = known.get(key), f"For a new key: tepal provision renew FOLDER --site {site}"
     if key in revoked:
         return KeyResult(site, "", f"its key is among the revoked ones, and is not registered. {new_key}")
@@ -155,17 +174,14 @@ def _register(fleet: Fleet, site: str, key: bytes, known: dict[bytes, Node], rev
     return KeyResult(site, "was registered before" + (f", is {node.status}" if node.status != "registered" else ""))
 
 
-def _pem(path: Path) -> bytes:
-    from flwr.supercore.primitives.asymmetric import public_key_to_bytes
-
-    return public_key_to_bytes(load_public_key(path))  # as the SuperLink keeps and compares it
+def read_key(path: Path) -> bytes:
+    """Read a public key, and return it in the form that the SuperLink keeps and compares. Raises ProvisionError."""
+    return public_key_to_bytes(load_public_key(path))
 
 
 @contextlib.contextmanager
-def _explained(address: str) -> Iterator[None]:
-    """Turn the client's exceptions into FleetError with the cause."""
-    import httpx
-
+def _explained(address: str, refused: type[FleetError] = FleetError) -> Iterator[None]:
+    """Turn the client's exceptions into `refused`, for an HTTP error status, or `Unreachable`, with the cause."""
     try:
         yield
     except httpx.HTTPStatusError as error:
@@ -173,7 +189,7 @@ def _explained(address: str) -> Iterator[None]:
             reason = str(error.response.json()["detail"])
         except (ValueError, KeyError, TypeError):
             reason = f"HTTP status {error.response.status_code}"
-        raise FleetError(f"the SuperLink at {address} refuses: {reason}") from error
+        raise refused(f"the SuperLink at {address} refuses: {reason}") from error
     except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
         said = str(error) or type(error).__name__
         if "CERTIFICATE_VERIFY_FAILED" in said:

@@ -1,4 +1,4 @@
-"""The journal of a server, server.json: its present state, and what it must know after a restart."""
+"""The journal of a server, server.json: its present state, and the facts that it needs after a restart."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from tepal.host.files import replacing
 from tepal.tools.deploy.node_keys import ServerError
-from tepal.tools.deploy.recovery import Record
+from tepal.tools.deploy.recovery import JournalEntry
 
 log = logging.getLogger("tepal.server")
 
@@ -42,9 +42,9 @@ class Journal:
     run: dict[str, Any] = field(default_factory=dict)
     """The present run, or the last one: directory, state, run-id."""
     last_error: dict[str, str] = field(default_factory=dict)
-    runs: dict[str, Record] = field(default_factory=dict)
+    runs: dict[str, JournalEntry] = field(default_factory=dict)
     """By run directory."""
-    started: dict[str, Record] = field(default_factory=dict)
+    started: dict[str, JournalEntry] = field(default_factory=dict)
     """Runs started by --run-config, by `config_digest`."""
 
     def __post_init__(self) -> None:
@@ -57,9 +57,9 @@ class Journal:
             kept = json.loads(path.read_text(encoding="utf-8"))
             known = {item.name for item in fields(cls)} - {"path"}
             journal = cls(path, **{key: value for key, value in kept.items() if key in known})
-            for records in (journal.runs, journal.started):
-                for key, value in list(dict[str, Any](records).items()):
-                    records[key] = Record(**value)
+            for entries in (journal.runs, journal.started):
+                for key, value in list(dict[str, Any](entries).items()):
+                    entries[key] = JournalEntry(**value)
         except FileNotFoundError:
             return cls(path)
         except (OSError, ValueError, TypeError, AttributeError) as error:
@@ -87,8 +87,8 @@ class Journal:
         except OSError as error:  # a full disk must not stop a run
             log.error("%s cannot be written: %s", self.path, error.strerror)
 
-    def record(self, run: Path | str) -> Record:
-        return self.runs.setdefault(str(run), Record())
+    def entry(self, run: Path | str) -> JournalEntry:
+        return self.runs.setdefault(str(run), JournalEntry())
 
     def error(self, text: str) -> None:
         """Log an error, and keep it for `tepal server status`."""

@@ -1,17 +1,14 @@
 """A whole deployment on this machine: a SuperLink and warm nodes as real processes, with TLS and registered keys.
 
-`tepal simulate` tries out a method; this tries out a deployment, with the same app and the same protocols as between
-machines. All credentials and processes are temporary.
+`tepal simulate` tests a method; this tests a deployment, with the same app and the same protocols as between machines.
+All credentials and processes are temporary.
 """
 
 from __future__ import annotations
 
 import contextlib
-import shutil
 import ssl
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +17,7 @@ from pathlib import Path
 
 from joblib import cpu_count
 
-from tepal.host.files import new_log
+from tepal.client_app.node.service import Control
 from tepal.host.processes import (
     Process,
     ProcessError,
@@ -31,86 +28,51 @@ from tepal.host.processes import (
     wait_for_log,
 )
 from tepal.host.site import read_site
-from tepal.host.superlink import (
-    Clock,
-    Listener,
-    Outcome,
-    RunError,
-    app_run_config,
-    connect,
-    explain,
-    follow,
-    stage_app,
-    submit,
-)
-from tepal.host.toml import Value, parse_run_config, to_toml
+from tepal.host.superlink import Clock, connect, follow, submit
+from tepal.host.toml import Value, to_toml
 from tepal.tools.deploy.fleet import align, open_fleet
 from tepal.tools.deploy.provision import make
 from tepal.tools.deploy.settings import Settings, superlink_command
+from tepal.tools.simulation.engine import Engine, RunRequest
 
 _START = 120.0  # seconds within which SuperLink and nodes must start
 _GRACE = 5.0  # seconds within which they must end
 
 
-def loopback(
-    app: Path,
-    *,
-    clients: int,
-    run_config: Mapping[str, Value] | Sequence[str] = (),
-    node_configs: Sequence[Mapping[str, Value]] = (),
-    on_event: Listener | None = None,
-    timeout: float | None = None,
-    log: Path | None = None,
-    cache: Path | None = None,
-) -> Outcome:
-    """Run the Flower app in the folder `app` on a deployment of its own, and wait for its end.
+class LoopbackEngine(Engine):
+    """Runs a Flower app on a deployment of its own, which is started for the run and stopped after it.
 
     Args:
-        clients: Number of clients; each is a `tepal node`, registered as site-1, site-2, …
-        run_config: As for `tepal.tools.simulation.engines.simulate`.
-        node_configs: Each client's, in order; by default a client gets its partition of the run's dataset.
-        on_event: Called with stages and log lines.
-        timeout: Seconds from the call on, after which the run is stopped. None: no limit.
-        log: File for the run's log (default: a new one in the system's temporary folder).
-        cache: Folder of the clients' caches (default: a temporary one).
+        app: folder of the app.
+        clients: number of clients; each is a `tepal node`, registered as site-1, site-2, …
+        node_configs: each client's, in order; by default a client gets its partition of the run's dataset.
+        cache: folder of the clients' caches (default: $TEPAL_CACHE, else a temporary one).
 
-    Raises:
-        RunError: with the app's own error where the app failed.
-        ValueError: an argument out of range.
+    Raises ValueError for an argument out of range.
     """
-    if clients < 1:
-        raise ValueError(f"clients is {clients}, expected at least 1")
-    if node_configs and len(node_configs) != clients:
-        raise ValueError(f"there are {len(node_configs)} node configs for {clients} clients")
-    configs = node_configs or [{"partition-id": k, "num-partitions": clients} for k in range(clients)]
-    config = parse_run_config(run_config) if not isinstance(run_config, Mapping) else dict(run_config)
-    app = app.resolve()
-    if unknown := sorted(set(config) - set(app_run_config(app))):
-        raise RunError(f"{app.name} has no run configuration key {', '.join(unknown)}")
-    log = log or new_log("loopback")
-    clock = Clock(on_event or (lambda _kind, _text: None), timeout)
-    folder = Path(tempfile.mkdtemp(prefix="tepal-loopback-"))
-    try:
-        bundle, work = folder / "app", folder / "work"
-        bundle.mkdir()
-        stage_app(app, bundle)
-        changes = folder / "run-config.toml"
-        changes.write_text(to_toml(config), encoding="utf-8")
-        work.mkdir()
-        with deployment(folder, configs, clock, cache or folder / "cache") as running:
-            clock.stage("submit", "Submitting the app ...")
-            run_id = submit(bundle, changes, running.superlink, running.environment, clock.left(120))
-            clock.stage("run", f"Run {run_id} with {clients} clients ...")
-            status, details = follow(run_id, running.address, running.superlink, clock, log, running.root_certificates)
-            clock.stage("stop", f"Run {run_id}: {status}")
-        clock.stage("", "")
-    except (ProcessError, TimeoutError, subprocess.TimeoutExpired) as error:
-        raise RunError(clock.over or str(error), log) from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    if status != "completed":
-        raise RunError(f"The run {status}: {explain(log.read_text(), details)}", log)
-    return Outcome(run_id, status, log, details, clock.seconds)
+
+    kind = "a deployment on this machine"
+
+    def __init__(
+        self, app: Path, clients: int, node_configs: Sequence[Mapping[str, Value]] = (), *, cache: Path | None = None
+    ) -> None:
+        super().__init__(app, clients, cache=cache)
+        if node_configs and len(node_configs) != clients:
+            raise ValueError(f"there are {len(node_configs)} node configs for {clients} clients")
+        self._configs = node_configs or [{"partition-id": k, "num-partitions": clients} for k in range(clients)]
+
+    def _run(self, run: RunRequest) -> tuple[int, str, str]:
+        clock, cache = run.clock, Path(self._environment["TEPAL_CACHE"])
+        with deployment(self._folder, self._configs, clock, cache) as running:
+            clock.stage("Submitting the app ...")
+            run_id = submit(self._bundle, run.changes, running.superlink, running.environment, clock.left(120))
+            clock.stage(f"Run {run_id} with {self.clients} clients ...")
+            status, details = follow(
+                run_id, running.address, running.superlink, clock, run.log, running.root_certificates
+            )
+            clock.stage(f"Run {run_id}: {status}")
+        self._stop()  # the next run has a deployment of its own
+        return run_id, status, details
 
 
 @dataclass(frozen=True)
@@ -141,7 +103,7 @@ def deployment(
     """
     sites = [f"site-{k}" for k in range(1, len(node_configs) + 1)]
     port, fleet_port = free_port(), free_port()
-    clock.stage("provision", "Making certificates and keys ...")
+    clock.stage("Making certificates and keys ...")
     made = make(folder / "fleet", hosts=["localhost"], sites=sites, port=fleet_port, unpacked=True)
     settings = Settings(
         state=folder, credentials=made.server, fleet=f"127.0.0.1:{fleet_port}", host="127.0.0.1", port=port
@@ -152,13 +114,12 @@ def deployment(
     environment.setdefault("OMP_NUM_THREADS", str(max(1, cpu_count() // len(sites))))
     connect(folder / "home", address, trusted)
     with contextlib.ExitStack() as stack:
-        clock.stage("start SuperLink", "Starting a SuperLink ...")
-        superlink = stack.enter_context(
-            started(
-                superlink_command(settings),
-                log=folder / "superlink.log", env=environment, cwd=folder / "work", grace=_GRACE, folder=folder,
-            )
+        clock.stage("Starting a SuperLink ...")
+        process = started(
+            superlink_command(settings),
+            log=folder / "superlink.log", env=environment, cwd=folder / "work", grace=_GRACE, folder=folder,
         )  # fmt: skip
+        superlink = stack.enter_context(process)
         wait_for_http(
             f"https://{address}/health", timeout=clock.left(_START), process=superlink,
             context=ssl.create_default_context(cafile=trusted),
@@ -167,32 +128,28 @@ def deployment(
             for result in align(fleet, made.server):
                 if result.problem:
                     raise ProcessError(f"{result.site} cannot be registered: {result.problem}")
-        clock.stage("start nodes", f"Starting {len(sites)} nodes ...")
+        clock.stage(f"Starting {len(sites)} nodes ...")
         nodes = []
         for site, config in zip(sites, node_configs, strict=True):
-            command = _node if warm else _supernode
-            nodes.append(
-                stack.enter_context(
-                    started(
-                        command(made.unpacked(site), folder / f"{site}.sock", config),
-                        log=folder / f"{site}.log", env=environment | {"TEPAL_CACHE": str(cache / site)},
-                        cwd=folder / "work", name=site, grace=_GRACE, folder=folder,
-                    )
-                )
+            command = (_node if warm else _supernode)(made.unpacked(site), folder / f"{site}.sock", config)
+            process = started(
+                command, log=folder / f"{site}.log", env=environment | {"TEPAL_CACHE": str(cache / site)},
+                cwd=folder / "work", name=site, grace=_GRACE, folder=folder,
             )  # fmt: skip
+            nodes.append(stack.enter_context(process))
         for node, site in zip(nodes, sites, strict=True):
             if warm:
                 wait_for_node(node, folder / f"{site}.sock", clock.left(_START))
             else:
                 wait_for_log(node, "SuperNode ID:", clock.left(_START))
         yield Deployment(superlink, tuple(nodes), address, trusted, environment)
-        stop_all([*nodes, superlink])
+        # All at once: each takes a second or two to leave the SuperLink.
+        with ThreadPoolExecutor(len(nodes) + 1) as pool:
+            list(pool.map(lambda process: process.stop(_GRACE), [*nodes, superlink]))
 
 
 def wait_for_node(process: Process, control: Path, timeout: float) -> None:
     """Wait until a node is connected. Raises `ProcessError` if it ended, `TimeoutError` after `timeout` seconds."""
-    from tepal.client_app.node.service import Control
-
     end = time.monotonic() + timeout
     with contextlib.closing(Control(f"unix:{control}")) as asked:
         while True:
@@ -225,14 +182,8 @@ def _supernode(folder: Path, control: Path, node_config: Mapping[str, Value]) ->
 def _config_file(control: Path, config: Mapping[str, Value]) -> str:
     """Write a node's config to a TOML file next to its control socket; return the file's path, for `--node-config`.
 
-    Flower's parser of 'key=value' pairs ends a text at the first quote of its kind, so they cannot hold every text.
+    Flower's parser of 'key=value' pairs ends a text at the first quote of its kind, so pairs cannot express every text.
     """
     path = control.with_suffix(".toml")
     path.write_text(to_toml(config), encoding="utf-8")
     return str(path)
-
-
-def stop_all(processes: Sequence[Process]) -> None:
-    """Stop processes at the same time, because each takes a second or two to leave the SuperLink."""
-    with ThreadPoolExecutor(max(len(processes), 1)) as pool:
-        list(pool.map(lambda process: process.stop(_GRACE), processes))

@@ -1,4 +1,4 @@
-"""A server's metrics for Prometheus, from its journal and from `metrics.jsonl` of the newest run and those in progress.
+"""A server's metrics for Prometheus: from its journal, and from metrics.jsonl of the newest run and those in progress.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import psutil
 
 from tepal.host.metrics import Families
+from tepal.tools.deploy.journal import Journal
 
 if TYPE_CHECKING:
     from tepal.tools.dashboard.views import RunView
-    from tepal.tools.deploy.journal import Journal
 
 _OUTCOMES = ("refused", "lost", "late", "left_out")  # lists of clients in a line of metrics.jsonl
 
@@ -47,7 +47,7 @@ def run_families(runs: Sequence[RunView]) -> Families:
     moved = CounterMetricFamily(
         "tepal_run_bytes", "Payload bytes of all clients, and names and digests", labels=["run", "direction"]
     )
-    replies = CounterMetricFamily("tepal_run_replies", "What became of clients' replies", labels=["run", "outcome"])
+    replies = CounterMetricFamily("tepal_run_replies", "Clients' replies, by outcome", labels=["run", "outcome"])
     seconds = SummaryMetricFamily("tepal_run_round_seconds", "Duration of the rounds", labels=["run"])
     for run in runs:
         try:

@@ -6,10 +6,9 @@ import logging
 from collections.abc import Collection
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-
     from tepal.tools.deploy.fleet import Fleet, KeyResult
     from tepal.tools.deploy.provision import ServerFolder
 
@@ -54,8 +53,8 @@ class Keys:
 
         Raises FleetError when the SuperLink does not answer.
         """
-        from tepal.tools.deploy.fleet import KeyResult, align
-        from tepal.tools.deploy.provision import ProvisionError, load_public_key
+        from tepal.tools.deploy.fleet import KeyResult, align, read_key
+        from tepal.tools.deploy.provision import ProvisionError
 
         try:
             stamp = [*map(_stamp, (*self.server.nodes.iterdir(), self.server.revoked))]
@@ -69,13 +68,13 @@ class Keys:
         present = {}
         for name, path in self.server.node_keys().items():
             try:
-                present[name] = _pem(load_public_key(path))
+                present[name] = read_key(path)
             except (ProvisionError, OSError):  # `align` reports it
                 if name in self._present:
                     present[name] = self._present[name]
         results = align(self._fleet, self.server)
         unregister, self._missing = vanished(self._seen, present.values(), self._missing)
-        for node in self._fleet.nodes() if unregister else ():
+        for node in self._fleet.node_keys() if unregister else ():
             if node.public_key in unregister and node.status != "unregistered":
                 self._fleet.unregister(node.node_id)
                 done = f"unregistered: its key was removed from {self.server.nodes}, or replaced"
@@ -103,20 +102,13 @@ def _stamp(path: Path) -> tuple[str, int, int]:
     return path.name, status.st_mtime_ns, status.st_size
 
 
-def _pem(key: Any) -> bytes:
-    from flwr.supercore.primitives.asymmetric import public_key_to_bytes
-
-    return public_key_to_bytes(key)  # as the SuperLink keeps and compares it
-
-
 def check_credentials(server: ServerFolder, host: str, now: datetime) -> list[str]:
     """Return warnings about certificates that expire soon. Raises ServerError for credentials that cannot be used.
 
     `host`: the name or address by which this machine reaches its own control port.
     """
-    from cryptography import x509
-
-    from tepal.tools.deploy.provision import SOON
+    from tepal.host.site import read_certificate
+    from tepal.tools.deploy.provision import SOON, ProvisionError, hosts_of
 
     for path in (server.root_certificates, server.certificate, server.key, server.nodes):
         if not path.exists():
@@ -128,9 +120,9 @@ def check_credentials(server: ServerFolder, host: str, now: datetime) -> list[st
     renew = "tepal provision renew` makes a new one"
     for path in (server.root_certificates, server.certificate):
         try:
-            certificate = x509.load_pem_x509_certificate(path.read_bytes())
-        except (OSError, ValueError) as error:
-            raise ServerError(f"{path} cannot be read as a certificate: {error}") from error
+            certificate = read_certificate(path)
+        except (OSError, ProvisionError) as error:
+            raise ServerError(f"the certificate cannot be read: {error}") from error
         begin, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
         if end <= now:
             raise ServerError(f"{path} expired on {end:%Y-%m-%d %H:%M} UTC: no node can connect. `{renew}")
@@ -144,11 +136,7 @@ def check_credentials(server: ServerFolder, host: str, now: datetime) -> list[st
                 f"{path} expires in {(end - now).days} days, on {end:%Y-%m-%d %H:%M} UTC. After that no node can "
                 f"connect. `{renew}; then restart this server."
             )
-    try:
-        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except x509.ExtensionNotFound:
-        names = x509.SubjectAlternativeName([])
-    covered = [*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress))]
+    covered = hosts_of(certificate)
     if host.strip("[]") not in covered:
         raise ServerError(
             f"{server.certificate} is valid for {', '.join(covered) or 'no name'}, and not for {host}, where this "

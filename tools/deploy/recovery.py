@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-
     from tepal.host.toml import Value
 
 RESUMES = "resume"
@@ -39,7 +38,7 @@ class RunOnDisk:
 
 
 @dataclass
-class Record:
+class JournalEntry:
     """The journal's entry for a run directory, or for the run of --run-config."""
 
     outcome: str = ""
@@ -63,7 +62,8 @@ class Due:
 
     directory: Path | None
     when: float
-    said: bool = False
+    logged: bool = False
+    """Whether the log has reported that the run is still in use."""
 
     def __str__(self) -> str:
         return str(self.directory) if self.directory else "the run of --run-config"
@@ -98,12 +98,12 @@ def _rounds(config: Path) -> int:
     return 0
 
 
-def unfinished(runs: Iterable[RunOnDisk], records: Mapping[str, Record]) -> list[RunOnDisk]:
+def unfinished(runs: Iterable[RunOnDisk], entries: Mapping[str, JournalEntry]) -> list[RunOnDisk]:
     """Return the runs to resume, the newest first: those with a checkpoint and neither an end nor an outcome."""
     found = [
         run
         for run in runs
-        if run.round is not None and not run.ended and not records.get(str(run.path), Record()).outcome
+        if run.round is not None and not run.ended and not entries.get(str(run.path), JournalEntry()).outcome
     ]
     return sorted(found, key=lambda run: (run.begun, run.path.name), reverse=True)
 
@@ -132,17 +132,17 @@ def pause(times: int, longest: float) -> float:
     return 0.0 if times < 1 else min(longest, 2.0 ** min(times - 1, 30))
 
 
-def next_attempt(record: Record, newest: int | None, limit: int, now: float) -> float | None:
+def next_attempt(entry: JournalEntry, newest: int | None, limit: int, now: float) -> float | None:
     """Return when to resume a run whose last finished round is `newest`, in seconds since 1970; None: no more.
 
-    A round that was finished since the last attempt resets the count of attempts in `record`.
+    A round that was finished since the last attempt resets the count of attempts in `entry`.
     """
-    if newest is not None and (record.round is None or newest > record.round):
-        record.attempts, record.round = 0, newest
-    if record.attempts >= limit:
+    if newest is not None and (entry.round is None or newest > entry.round):
+        entry.attempts, entry.round = 0, newest
+    if entry.attempts >= limit:
         return None
     # The clock may have been set back.
-    return min(record.tried, now) + pause(record.attempts, _LONGEST_RUN_PAUSE)
+    return min(entry.tried, now) + pause(entry.attempts, _LONGEST_RUN_PAUSE)
 
 
 def config_digest(run_config: Mapping[str, Value]) -> str:

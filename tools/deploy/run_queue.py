@@ -7,16 +7,19 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tepal.host.processes import Process
+from tepal.host.superlink import explain
+from tepal.host.toml import Value
 from tepal.tools.deploy.app import ServedApp
+from tepal.tools.deploy.fleet import Fleet, RunStatus
 from tepal.tools.deploy.journal import Journal
 from tepal.tools.deploy.recovery import (
     RESUMES,
     Due,
-    Record,
+    JournalEntry,
     RunOnDisk,
     config_digest,
     find_submitted,
@@ -26,10 +29,7 @@ from tepal.tools.deploy.recovery import (
     unfinished,
 )
 from tepal.tools.deploy.settings import Settings
-from tepal.tools.deploy.watch import Runs, RunStatus, Watch
-
-if TYPE_CHECKING:
-    from tepal.host.toml import Value
+from tepal.tools.deploy.watch import Watch
 
 log = logging.getLogger("tepal.server")
 
@@ -44,7 +44,8 @@ class RunQueue:
         self.journal = journal
         self.app = ServedApp(settings)
         self.due: list[Due] = []
-        self.submitting: tuple[Due, threading.Thread, list[int | Exception]] | None = None
+        self.submitting: tuple[Due, Future[int]] | None = None
+        """The run that a thread is submitting, and the id that it will get."""
         self._digest = None if settings.run_config is None else config_digest(settings.run_config)
 
     def plan(self) -> list[Due]:
@@ -53,7 +54,7 @@ class RunQueue:
         runs = self.app.runs(self.journal.runs)
         # A run that was being submitted when the SuperLink died is found like any other.
         self.submitting = None
-        self.journal.runs = {path: record for path, record in self.journal.runs.items() if Path(path).is_dir()}
+        self.journal.runs = {path: entry for path, entry in self.journal.runs.items() if Path(path).is_dir()}
         if self.journal.run.get("state") in ("submitted", "running"):
             last = next((run for run in runs if str(run.path) == self.journal.run.get("directory")), None)
             self.journal.run["state"] = "ended" if last and last.ended else "unfinished"
@@ -61,7 +62,7 @@ class RunQueue:
         started_run = self._plan_run_config(runs, now)
         candidates = unfinished(runs, self.journal.runs)
         for run in candidates[1:]:
-            self.journal.record(run.path).outcome = "left"
+            self.journal.entry(run.path).outcome = "left"
             how = self.app.resume_command(run.path)
             log.warning("%s is unfinished, and a newer run is resumed. To resume this one: %s", run.path, how)
         if candidates:
@@ -73,18 +74,18 @@ class RunQueue:
     def _plan_run_config(self, runs: Sequence[RunOnDisk], now: float) -> list[Due]:
         if self._digest is None or self.settings.run_config is None:
             return []
-        record = self.journal.started.get(self._digest)
-        if record is None:
+        entry = self.journal.started.get(self._digest)
+        if entry is None:
             return [Due(None, now)]
-        if not record.directory and not record.outcome and record.begun:
-            found = find_submitted(runs, self.settings.run_config, record.begun)
-            record.directory = str(found.path) if found else ""
-        run = look_at(Path(record.directory)) if record.directory else None
-        if record.outcome or (run is not None and (run.ended or run.round is not None)):
-            state = record.outcome or ("ended" if run and run.ended else "unfinished")
+        if not entry.directory and not entry.outcome and entry.begun:
+            found = find_submitted(runs, self.settings.run_config, entry.begun)
+            entry.directory = str(found.path) if found else ""
+        run = look_at(Path(entry.directory)) if entry.directory else None
+        if entry.outcome or (run is not None and (run.ended or run.round is not None)):
+            state = entry.outcome or ("ended" if run and run.ended else "unfinished")
             log.info(
                 "The run of --run-config was started before (%s: %s) and is not started again. For another run, change "
-                "the run config, or use `flwr run`.", record.directory or "no run directory", state,
+                "the run config, or use `flwr run`.", entry.directory or "no run directory", state,
             )  # fmt: skip
             return []
         return self._again(None, now)
@@ -92,96 +93,94 @@ class RunQueue:
     def _again(self, directory: Path | None, now: float, reason: str = "") -> list[Due]:
         """Return when to resume a run or, for None, to start the run of --run-config; [] after too many attempts."""
         due = Due(directory, now)
-        record = self._record(due)
+        entry = self._entry(due)
         if directory is not None and (why_not := self.app.cannot_resume()):
             self.journal.error(f"{directory} is unfinished and cannot be resumed: {why_not}")
             return []
         run = look_at(directory) if directory else None
-        when = next_attempt(record, run.round if run else None, self.settings.attempts, now)
+        when = next_attempt(entry, run.round if run else None, self.settings.attempts, now)
         if when is None:
-            record.outcome, record.reason = "given up", reason or record.reason
+            entry.outcome, entry.reason = "given up", reason or entry.reason
             start = "change the run config, or start it with `flwr run`"
             how = self.app.resume_command(directory) if directory else start
             self.journal.error(
-                f"{due} was tried {record.attempts} times without finishing another round, and is not tried again"
-                f"{': ' + record.reason if record.reason else ''}. See {self.app.state / 'log'} and its flower.log; "
+                f"{due} was tried {entry.attempts} times without finishing another round, and is not tried again"
+                f"{': ' + entry.reason if entry.reason else ''}. See {self.app.state / 'log'} and its flower.log; "
                 f"when the cause is removed: {how}"
             )
             return []
-        record.reason = reason or record.reason
+        entry.reason = reason or entry.reason
         due.when = when
         if when > now:
-            log.info("%s is submitted in %.0f s (attempt %d of %d).", due, when - now, record.attempts + 1,
+            log.info("%s is submitted in %.0f s (attempt %d of %d).", due, when - now, entry.attempts + 1,
                      self.settings.attempts)  # fmt: skip
         return [due]
 
-    def _record(self, due: Due) -> Record:
+    def _entry(self, due: Due) -> JournalEntry:
         if due.directory is not None:
-            return self.journal.record(due.directory)
+            return self.journal.entry(due.directory)
         assert self._digest is not None
-        return self.journal.started.setdefault(self._digest, Record())
+        return self.journal.started.setdefault(self._digest, JournalEntry())
 
     def submit(self, superlink: Process, watches: dict[int, Watch]) -> None:
         """Submit the runs that are due, one at a time, in a thread: `flwr run` takes seconds."""
         if self.submitting is not None:
-            due, thread, answer = self.submitting
-            if thread.is_alive():
+            due, result = self.submitting
+            if not result.done():
                 return
             self.submitting = None
-            if isinstance(answer[0], Exception):
-                self.journal.error(f"{due} could not be submitted: {answer[0]}")
-                self.due += self._again(due.directory, time.time(), str(answer[0]))
+            if error := result.exception():
+                self.journal.error(f"{due} could not be submitted: {error}")
+                self.due += self._again(due.directory, time.time(), str(error))
             else:
-                watches[answer[0]] = self.watch(answer[0], superlink, due)
+                watches[result.result()] = self.watch(result.result(), superlink, due)
             return
         for due in list(self.due):
             if due.when > time.time():
                 continue
             if due.directory is None:
                 # The run of --run-config waits for a resumed run.
-                if len(self.due) > 1 or any(watch.ours for watch in watches.values()):
+                if len(self.due) > 1 or any(watch.due for watch in watches.values()):
                     continue
                 config = self.app.own_run_config()
             else:
                 run = look_at(due.directory)
-                taken_up = any(watch.kept == due.directory for watch in watches.values())
-                if run is None or run.ended or taken_up or self._record(due).outcome:
+                taken_up = any(watch.directory == due.directory for watch in watches.values())
+                if run is None or run.ended or taken_up or self._entry(due).outcome:
                     self.due.remove(due)
                     continue
                 if run.in_use:
-                    if not due.said:
+                    if not due.logged:
                         log.info("%s is still in use by another process; it is resumed afterwards.", due)
-                    due.said = True
+                    due.logged = True
                     continue
                 config = {RESUMES: str(due.directory)}
             self.due.remove(due)
-            record = self._record(due)
-            record.attempts, record.tried = record.attempts + 1, time.time()
-            record.begun = record.tried
-            self.journal.run = {"directory": str(due.directory or ""), "state": "submitted", "attempt": record.attempts}
+            entry = self._entry(due)
+            entry.attempts, entry.tried = entry.attempts + 1, time.time()
+            entry.begun = entry.tried
+            self.journal.run = {"directory": str(due.directory or ""), "state": "submitted", "attempt": entry.attempts}
             self.journal.beat(at_once=True)  # counted also if this process is killed now
             action = "is resumed" if due.directory else "starts"
-            log.info("%s %s (attempt %d of %d).", due, action, record.attempts, self.settings.attempts)
-            result: list[int | Exception] = []
-            given = (superlink, config, result)
-            thread = threading.Thread(target=self._submit_now, args=given, name="submit", daemon=True)
-            self.submitting = (due, thread, result)
-            thread.start()
+            log.info("%s %s (attempt %d of %d).", due, action, entry.attempts, self.settings.attempts)
+            self.submitting = due, Future()
+            given = (superlink, config, self.submitting[1])
+            threading.Thread(target=self._submit_now, args=given, name="submit", daemon=True).start()
             return
 
-    def _submit_now(self, superlink: Process, config: Mapping[str, Value], result: list[int | Exception]) -> None:
+    def _submit_now(self, superlink: Process, config: Mapping[str, Value], result: Future[int]) -> None:
         try:
-            result.append(self.app.submit(config, superlink))
+            result.set_result(self.app.submit(config, superlink))
         except (RuntimeError, OSError, ValueError, subprocess.TimeoutExpired) as error:
-            result.append(error)
+            result.set_exception(error)
 
     def watch(self, run_id: int, superlink: Process, due: Due | None) -> Watch:
         """Start to follow a run."""
-        log.info("Run %d is followed%s.", run_id, f": {due}" if due else "")
+        log.info("Following run %d%s.", run_id, f": {due}" if due else "")
         path = self.app.state / "log" / f"run-{run_id}.log"
         return Watch(run_id, self.settings.control, superlink, path, self.settings.root_certificates, due)
 
-    def look_after(self, watch: Watch, status: RunStatus, runs: Runs) -> bool:
+    def look_after(self, watch: Watch, status: RunStatus, fleet: Fleet) -> bool:
         """Record the progress of a run. Returns whether the run has ended."""
         self.record_directory(watch)
         if watch.lost and status.status == "finished":
@@ -190,7 +189,7 @@ class RunQueue:
             self.conclude(watch, *watch.end)
             watch.leave()
             return True
-        run = look_at(watch.kept) if watch.recorded and watch.kept else None
+        run = look_at(watch.directory) if watch.recorded and watch.directory else None
         if run is None or run.in_use or run.ended or status.status == "finished":
             watch.free_since = None
             if run is not None and self.journal.run.get("directory") == str(run.path):
@@ -201,34 +200,32 @@ class RunQueue:
             return False
         # Flower would notice after a minute.
         log.warning("The ServerApp of run %d (%s) has died.", watch.run_id, run.path)
-        runs.stop(watch.run_id)
+        fleet.stop_run(watch.run_id)
         self.conclude(watch, "lost", "its process died")
         watch.leave()
         return True
 
     def record_directory(self, watch: Watch) -> None:
         """Record the directory of a run."""
-        if watch.kept is None or watch.recorded:
+        if watch.directory is None or watch.recorded:
             return
         watch.recorded = True
-        due = watch.ours
+        due = watch.due
         if due is None:
-            # A person started or resumed it: the earlier record does not count any more.
-            self.journal.runs[str(watch.kept)] = Record(begun=time.time())
+            # A person started or resumed it: the earlier entry no longer counts.
+            self.journal.runs[str(watch.directory)] = JournalEntry(begun=time.time())
         elif due.directory is None:
-            self._record(due).directory = str(watch.kept)
-            self.journal.record(watch.kept)
-        log.info("Run %d is kept in %s.", watch.run_id, watch.kept)
-        record = self.journal.record(watch.kept)
+            self._entry(due).directory = str(watch.directory)
+            self.journal.entry(watch.directory)
+        log.info("Run %d is kept in %s.", watch.run_id, watch.directory)
+        entry = self.journal.entry(watch.directory)
         self.journal.run = {
-            "directory": str(watch.kept), "run_id": watch.run_id, "state": "running", "attempt": record.attempts,
+            "directory": str(watch.directory), "run_id": watch.run_id, "state": "running", "attempt": entry.attempts,
         }  # fmt: skip
 
     def conclude(self, watch: Watch, status: str, details: str) -> None:
         """Decide what follows from the end of a run, and record it."""
-        from tepal.host.superlink import explain
-
-        directory = watch.kept or (watch.ours.directory if watch.ours else None)
+        directory = watch.directory or (watch.due.directory if watch.due else None)
         run = look_at(directory) if directory else None
         text = watch.log.read_text(encoding="utf-8", errors="replace") if watch.log.exists() else ""
         reason = explain(text, details) if status == "failed" else details
@@ -239,19 +236,19 @@ class RunQueue:
             self.journal.run |= {"state": state, "round": run.round if run else None}
         if what == "again":
             self.journal.error(f"{where} was interrupted: {reason}")
-            own = watch.ours is not None and watch.ours.directory is None
+            own = watch.due is not None and watch.due.directory is None
             if directory is not None and run is not None and run.round is not None:
                 self.due += self._again(directory, time.time(), reason)
             elif own:  # it has no checkpoint
                 self.due += self._again(None, time.time(), reason)
             else:
-                log.error("%s finished no round, so there is nothing to resume: start it again.", where)
+                log.error("%s finished no round, so it cannot be resumed: start it again.", where)
             return
-        records = [self.journal.record(directory)] if directory else []
-        if watch.ours is not None:
-            records.append(self._record(watch.ours))
-        for record in records:
-            record.outcome, record.reason = what, "" if what == "ended" else reason
+        records = [self.journal.entry(directory)] if directory else []
+        if watch.due is not None:
+            records.append(self._entry(watch.due))
+        for entry in records:
+            entry.outcome, entry.reason = what, "" if what == "ended" else reason
         if what == "failed":
             reason = (run.stopped_by if run else None) or reason
             resumable = directory if run and run.round is not None else None
@@ -264,7 +261,7 @@ class RunQueue:
 
     def interrupted(self, watches: Iterable[Watch]) -> None:
         """Do not count the present attempts: the end of the server is not a failure of the runs."""
-        runs = [watch.ours for watch in watches if watch.ours and not watch.end]
+        runs = [watch.due for watch in watches if watch.due and not watch.end]
         runs += [self.submitting[0]] if self.submitting else []
-        for record in map(self._record, runs):
-            record.attempts, record.tried = max(0, record.attempts - 1), 0.0
+        for entry in map(self._entry, runs):
+            entry.attempts, entry.tried = max(0, entry.attempts - 1), 0.0

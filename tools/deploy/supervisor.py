@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import ssl
@@ -13,6 +12,8 @@ from datetime import UTC, datetime
 from tepal.host.files import locked
 from tepal.host.metrics import serving
 from tepal.host.processes import Process, ProcessError, started, wait_for_http
+from tepal.host.superlink import connect
+from tepal.tools.deploy.fleet import Fleet, FleetError, RunStatus, Unreachable, open_fleet
 from tepal.tools.deploy.journal import HEARTBEAT, STATE, Journal, timestamp
 from tepal.tools.deploy.metrics import server_families
 from tepal.tools.deploy.node_keys import Keys, ServerError, check_credentials
@@ -20,7 +21,7 @@ from tepal.tools.deploy.recovery import pause
 from tepal.tools.deploy.run_queue import RunQueue
 from tepal.tools.deploy.settings import Settings, reachable, superlink_command, superlink_environment
 from tepal.tools.deploy.superlink_log import tailed
-from tepal.tools.deploy.watch import Runs, RunStatus, Watch
+from tepal.tools.deploy.watch import Watch
 
 log = logging.getLogger("tepal.server")
 
@@ -47,9 +48,10 @@ class Supervisor:
         self.state = settings.state.resolve()
         self.journal = Journal(self.state / STATE)
         self.queue = RunQueue(settings, self.journal)
+        self._answered: float | None = None  # the time of the present SuperLink's first answer
 
     def run(self) -> None:
-        """Serve until a signal raises SystemExit. Raises ServerError for a problem that a person must solve first."""
+        """Serve until a signal raises SystemExit. Raises ServerError for a problem that a person must solve."""
         settings = self.settings
         self.state.mkdir(parents=True, exist_ok=True)
         scraped = lambda: server_families(self.journal, self.queue.app.folders)  # noqa: E731
@@ -62,14 +64,12 @@ class Supervisor:
             self._check_credentials()
             self.queue.app.prepare()
             (self.state / "log").mkdir(exist_ok=True)
-            for torn in (self.state / "log").glob("run-*.log"):
-                torn.unlink()
+            for leftover in (self.state / "log").glob("run-*.log"):
+                leftover.unlink()
             self.journal.pid, self.journal.since = os.getpid(), timestamp()
             self.journal.control, self.journal.fleet = settings.control, settings.fleet
             self.journal.root_certificates = str(settings.root_certificates or "")
             self.journal.superlink_starts, self.journal.nodes = 0, []
-            from tepal.host.superlink import connect
-
             connect(self.queue.app.home, settings.control, settings.root_certificates)
             try:
                 with tailed(self.state / "log" / "superlink.log"):
@@ -81,13 +81,12 @@ class Supervisor:
     def _keep_superlink_running(self) -> None:
         failures, ever = 0, False
         while True:
-            answered: list[float] = []
             try:
-                self._serve_once(answered)
+                self._serve_once()
             except (ProcessError, TimeoutError) as error:
                 self.journal.error(f"The SuperLink is restarted: {error}")
-            ever = ever or bool(answered)
-            settled = answered and time.monotonic() - answered[0] > _SETTLED
+            ever = ever or self._answered is not None
+            settled = self._answered is not None and time.monotonic() - self._answered > _SETTLED
             failures = 1 if settled else failures + 1
             if not ever and failures >= _STARTS:
                 raise ServerError(
@@ -102,9 +101,9 @@ class Supervisor:
             self.journal.beat()
             time.sleep(min(_TICK, max(end - time.monotonic(), 0)))
 
-    def _serve_once(self, answered: list[float]) -> None:
-        """Run a SuperLink until its end raises ProcessError; append the time of its first answer to `answered`."""
-        settings = self.settings
+    def _serve_once(self) -> None:
+        """Run a SuperLink until its end raises ProcessError."""
+        settings, self._answered = self.settings, None
         self.journal.superlink, self.journal.superlink_starts = "starting", self.journal.superlink_starts + 1
         self.journal.beat(at_once=True)
         with started(
@@ -118,30 +117,21 @@ class Supervisor:
             scheme = "https" if settings.credentials else "http"
             context = ssl.create_default_context(cafile=settings.root_certificates) if settings.credentials else None
             end = time.monotonic() + _START
-            while not answered:
+            while self._answered is None:
                 try:
                     health = f"{scheme}://{settings.control}/health"
                     wait_for_http(health, timeout=HEARTBEAT, process=superlink, context=context)
-                    answered.append(time.monotonic())
+                    self._answered = time.monotonic()
                 except TimeoutError:
                     if time.monotonic() > end:
                         raise
                     self.journal.beat()
             log.info("The SuperLink runs: control %s, fleet %s.", settings.control, settings.fleet)
             self.journal.superlink = "running"
-            from tepal.tools.deploy.fleet import open_fleet
+            with open_fleet(settings.control, settings.root_certificates) as fleet:
+                self._serve(superlink, fleet, Keys(settings.credentials, fleet) if settings.credentials else None)
 
-            with (
-                open_fleet(settings.control, settings.root_certificates) as fleet,
-                contextlib.closing(Runs(settings.control, settings.root_certificates)) as runs,
-            ):
-                self._serve(superlink, runs, Keys(settings.credentials, fleet) if settings.credentials else None)
-
-    def _serve(self, superlink: Process, runs: Runs, keys: Keys | None) -> None:
-        import httpx
-
-        from tepal.tools.deploy.fleet import FleetError, Unreachable
-
+    def _serve(self, superlink: Process, fleet: Fleet, keys: Keys | None) -> None:
         watches: dict[int, Watch] = {}
         done: set[int] = set()
         next_keys = next_runs = 0.0
@@ -159,15 +149,12 @@ class Supervisor:
                         keys.look()
                         self.journal.nodes, next_keys = keys.names, now + _KEYS_INTERVAL
                     if now >= next_runs:
-                        statuses, next_runs = runs.statuses(), now + _RUNS_INTERVAL
+                        statuses, next_runs = fleet.runs(), now + _RUNS_INTERVAL
                     last_answer = now
                 except FleetError as error:
                     if not isinstance(error, Unreachable):
                         log.error("%s", error)
                     elif now - last_answer > _SILENT:
-                        raise ProcessError(f"it has not answered for {_SILENT:g} s ({error})") from error
-                except (httpx.HTTPError, OSError) as error:
-                    if now - last_answer > _SILENT:
                         raise ProcessError(f"it has not answered for {_SILENT:g} s ({error})") from error
                 self.queue.submit(superlink, watches)
                 for run_id in statuses:
@@ -175,7 +162,7 @@ class Supervisor:
                     if run_id not in watches and run_id not in done and self.queue.submitting is None:
                         watches[run_id] = self.queue.watch(run_id, superlink, None)
                 for run_id, watch in list(watches.items()):
-                    if self.queue.look_after(watch, statuses.get(run_id, RunStatus()), runs):
+                    if self.queue.look_after(watch, statuses.get(run_id, RunStatus()), fleet):
                         done.add(run_id)
                         del watches[run_id]
                 self._check_pending(watches, statuses)

@@ -1,74 +1,28 @@
-"""The runs of a SuperLink: their statuses by its Control API, and a thread that follows a run's log."""
+"""A thread that follows the log of a run."""
 
 from __future__ import annotations
 
 import contextlib
-import shutil
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from tepal.host.processes import Process, ProcessError
+from tepal.host.superlink import Clock, follow, keep_log
+from tepal.records.run_directory import KEPT_IN
 from tepal.tools.deploy.recovery import Due
-
-
-@dataclass(frozen=True)
-class RunStatus:
-    """Flower's status of a run: pending, starting, running, finished; then completed, failed or stopped; the reason."""
-
-    status: str = ""
-    ended: str = ""
-    details: str = ""
-
-
-class Runs:
-    """The runs of a SuperLink, by its Control API."""
-
-    def __init__(self, address: str, root_certificates: Path | None) -> None:
-        from flwr.supercore.control import ControlHttpClient
-
-        self._client = ControlHttpClient.from_server_address(
-            server_address=address,
-            insecure=root_certificates is None,
-            root_certificates=root_certificates.read_bytes() if root_certificates else None,
-            interceptors=(),
-        )
-
-    def statuses(self) -> dict[int, RunStatus]:
-        """Return the status of each run, by its id."""
-        from flwr.proto.control_pb2 import ListRunsRequest
-
-        found = self._client.ListRuns(ListRunsRequest()).run_dict
-        return {
-            run_id: RunStatus(run.status.status, run.status.sub_status, run.status.details)
-            for run_id, run in found.items()
-        }
-
-    def stop(self, run_id: int) -> None:
-        """Stop a run whose process is dead, and with it the messages to its nodes."""
-        import httpx
-        from flwr.proto.control_pb2 import StopRunRequest
-
-        with contextlib.suppress(httpx.HTTPError):  # the run or the SuperLink has ended meanwhile
-            self._client.StopRun(StopRunRequest(run_id=run_id))
-
-    def close(self) -> None:
-        self._client.close()
 
 
 class Watch:
     """A run of the SuperLink, followed by a thread."""
 
     def __init__(
-        self, run_id: int, control: str, superlink: Process, log: Path, root_certificates: Path | None, ours: Due | None
+        self, run_id: int, control: str, superlink: Process, log: Path, root_certificates: Path | None, due: Due | None
     ) -> None:
-        from tepal.host.superlink import Clock
-
         self.run_id = run_id
         self.log = log
-        self.ours = ours
-        self.kept: Path | None = None
+        self.due = due
+        self.directory: Path | None = None
         """The run directory, once it is in the log."""
         self.recorded = False
         """Whether the queue has recorded the run directory."""
@@ -84,21 +38,17 @@ class Watch:
         self._thread.start()
 
     def _follow(self, control: str, superlink: Process, root_certificates: Path | None) -> None:
-        from tepal.host.superlink import follow
-
         # The supervisor notices a lost SuperLink; a run that cannot be followed is still seen on disk.
         with contextlib.suppress(ProcessError, OSError, ValueError, KeyError):
             self.end = follow(self.run_id, control, superlink, self._clock, self.log, root_certificates)
 
     def _on_event(self, kind: str, text: str) -> None:
-        from tepal.records.run_directory import KEPT_IN
-
         if kind != "log":
             return
         with contextlib.suppress(OSError):
             print(text, flush=True)  # it is not in the SuperLink's log
-        if KEPT_IN in text and self.kept is None:
-            self.kept = Path(text.partition(KEPT_IN)[2].strip())
+        if KEPT_IN in text and self.directory is None:
+            self.directory = Path(text.partition(KEPT_IN)[2].strip())
 
     @property
     def lost(self) -> bool:
@@ -110,7 +60,6 @@ class Watch:
         self._clock.limit = 0.0
         self._thread.join(5)
         with contextlib.suppress(OSError):
-            if self.kept is not None:
-                with (self.kept / "flower.log").open("ab") as file, self.log.open("rb") as new:
-                    shutil.copyfileobj(new, file)
+            if self.directory is not None:
+                keep_log(self.log, self.directory)
             self.log.unlink(missing_ok=True)

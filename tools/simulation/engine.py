@@ -11,24 +11,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from tepal.host.files import new_log
 from tepal.host.processes import ProcessError, flower_environment
-from tepal.host.superlink import Clock, Listener, Outcome, RunError, app_run_config, explain, stage_app
+from tepal.host.superlink import Clock, EndedRun, Listener, RunError, app_run_config, explain, stage_app
 from tepal.host.toml import Value, parse_run_config, to_toml
 
 # A Unix socket's path has 107 bytes on Linux and 103 on macOS; Ray puts its sockets 69 bytes below its folder.
 _LONGEST_RAY_FOLDER = 34
 
 
-def _ignore(_kind: str, _text: str) -> None:
-    """A listener that does nothing."""
-
-
 @dataclass(frozen=True)
-class Run:
+class RunRequest:
     """One run: the file with changes to the run config, its log, its clock."""
 
     changes: Path
@@ -37,13 +32,13 @@ class Run:
 
 
 class Engine(ABC):
-    """Runs a Flower app with simulated clients, one run after another. A context manager; `run` starts the processes.
+    """Runs a Flower app with clients on this machine, one run after another. A context manager; `run` starts processes.
 
     Args:
         app: folder of the app.
-        clients: number of simulated clients.
+        clients: number of clients.
         cache: folder of the clients' caches (default: $TEPAL_CACHE, else a temporary one, removed with the engine).
-        why: the reason for this engine, for `said`.
+        why: the reason for this engine, for `description`.
 
     Raises ValueError for an argument out of range.
     """
@@ -62,17 +57,15 @@ class Engine(ABC):
         self._running = contextlib.ExitStack()  # the processes that serve the runs
 
     @property
-    def said(self) -> str:
+    def description(self) -> str:
         """One line with the engine and the reason for it."""
         return f"Engine: {self.kind}{f' ({self._why})' if self._why else ''}"
 
     def __enter__(self) -> Self:
-        """Raises RunError where it cannot run on this machine."""
+        """Raises RunError if this engine cannot run on this machine."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop()
 
     def run(
@@ -82,9 +75,23 @@ class Engine(ABC):
         on_event: Listener | None = None,
         timeout: float | None = None,
         log: Path | None = None,
-    ) -> Outcome:
-        """Run the app once, and wait for its end. Arguments and errors are those of `simulate`."""
-        clock = Clock(on_event or _ignore, timeout)
+    ) -> EndedRun:
+        """Run the app once, and wait for its end.
+
+        The app runs from a bundle in an empty temporary folder: outputs belong at absolute paths in `run_config`.
+
+        Args:
+            run_config: Changes to the app's `[tool.flwr.app.config]`: a mapping with the flat keys, or strings as
+                `flwr run --run-config` takes them (`'lr=0.1 name="x"'`, or the path of a TOML file); later ones win.
+            on_event: Called with stages and log lines.
+            timeout: Seconds from the call on, after which the run is stopped. None: no limit.
+            log: File for the run's log (default: a new one in the system's temporary folder).
+
+        Raises:
+            RunError: with the app's own error where the app failed.
+            ValueError: the run config cannot be read.
+        """
+        clock = Clock(on_event or (lambda _kind, _text: None), timeout)
         config = parse_run_config(run_config) if not isinstance(run_config, Mapping) else dict(run_config)
         known = app_run_config(self.app)
         if unknown := sorted(set(config) - set(known)):
@@ -96,7 +103,7 @@ class Engine(ABC):
         try:
             self._start()
             self._runs += 1
-            run = Run(self._folder / f"run-{self._runs}.toml", log.resolve(), clock)
+            run = RunRequest(self._folder / f"run-{self._runs}.toml", log.resolve(), clock)
             run.changes.write_text(to_toml(config), encoding="utf-8")
             run_id, status, details = self._run(run)
         except BaseException as error:
@@ -106,10 +113,9 @@ class Engine(ABC):
                 # Beyond the time limit, the limit is the cause, whatever the error's own text.
                 raise RunError(clock.over or str(error), log) from error
             raise
-        clock.stage("", "")
         if status != "completed":
             raise RunError(f"The run {status}: {explain(run.log.read_text(), details)}", run.log)
-        return Outcome(run_id, status, run.log, details, clock.seconds)
+        return EndedRun(run_id, status, run.log, details)
 
     def _start(self) -> None:
         """Copy the app's files to a temporary folder, once."""
@@ -133,7 +139,7 @@ class Engine(ABC):
         self._running.close()
 
     @abstractmethod
-    def _run(self, run: Run) -> tuple[int, str, str]:
+    def _run(self, run: RunRequest) -> tuple[int, str, str]:
         """Start the processes if necessary, and run the app; return the run's id, status and Flower's explanation."""
 
 
@@ -145,7 +151,7 @@ def cores_for(cpus_per_client: float = 1) -> int:
     if not cpus_per_client > 0:
         raise ValueError(f"cpus_per_client is {cpus_per_client}, expected more than 0")
     if cpus_per_client > cores:
-        raise ValueError(f"cpus_per_client is {cpus_per_client}, but there are {cores} cores here")
+        raise ValueError(f"cpus_per_client is {cpus_per_client}, but this machine has {cores} cores")
     return cores
 
 

@@ -58,7 +58,7 @@ def main() -> None:
     for asked in os.fdopen(os.dup(sys.stdin.fileno()), encoding="utf-8"):  # an app may close sys.stdin
         request = json.loads(asked)
         try:
-            app = app or App.load(*components)
+            app = app or LoadedApp.load(*components)
             config = request["config"]
             if FORKS:
                 app.prepare(config, clients)
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 @dataclass(frozen=True)
-class App:
+class LoadedApp:
     """An imported Flower app."""
 
     server_app: ServerApp
@@ -84,13 +84,13 @@ class App:
     they share: the function `prepare` of the ClientApp's module, if it has one."""
 
     @staticmethod
-    def load(server_app: str, client_app: str) -> App:
+    def load(server_app: str, client_app: str) -> LoadedApp:
         apps = pkgutil.resolve_name(server_app), pkgutil.resolve_name(client_app)
         module = sys.modules[client_app.partition(":")[0]]
-        return App(*apps, getattr(module, "prepare", lambda _config, _clients: None))
+        return LoadedApp(*apps, getattr(module, "prepare", lambda _config, _clients: None))
 
 
-def _run(app: App, config: Mapping[str, Any], clients: int, at_once: int, answer: Answers) -> None:
+def _run(app: LoadedApp, config: Mapping[str, Any], clients: int, at_once: int, answer: Answers) -> None:
     """Run the ServerApp in this process; `answer` runs the clients."""
     nodes = [Node(answer, {"partition-id": k, "num-partitions": clients}) for k in range(clients)]
     stacked = _stacked(config)
@@ -111,34 +111,33 @@ def _log_exception() -> None:
 # --- processes ------------------------------------------------------------------------------------------------------
 
 
-def _forked_run(app: App, config: Mapping[str, Any], clients: int, at_once: int, threads: int) -> int:
-    """Run in processes of its own; return the exit status of the run's process, as of `os.waitpid`."""
+def _forked_run(app: LoadedApp, config: Mapping[str, Any], clients: int, at_once: int, threads: int) -> int:
+    """Run the app in forked processes; return the exit status of the run's process, as `os.waitpid` does."""
     # Clients that train in turn or together are in the server's process: nothing goes through a pipe.
     count = 0 if at_once == 1 or _stacked(config) > 1 else at_once
-    pipes = [Pipe() for _ in range(count)]
+    pipes: list[Connection] = []
     workers = []
-    for number, (_, theirs) in enumerate(pipes):
+    for _ in range(count):
+        ours, theirs = Pipe()
+        pipes.append(ours)
         workers.append(os.fork())
         if workers[-1] == 0:
-            for other, (ours, unused) in enumerate(pipes):
-                ours.close()
-                if other != number:
-                    unused.close()
+            for pipe in pipes:
+                pipe.close()
             _work(app.client_app, theirs)
+        theirs.close()
     if (run := os.fork()) == 0:
-        for _, theirs in pipes:
-            theirs.close()
         if _stacked(config) > 1:
             torch.set_num_threads(threads)
+        answer = ClientProcesses(pipes) if pipes else app.client_app
         try:
-            _run(app, config, clients, at_once, Workers([ours for ours, _ in pipes]) if pipes else app.client_app)
+            _run(app, config, clients, at_once, answer)
         except Exception:
             _log_exception()
             os._exit(1)
         _leave()
-    for ours, theirs in pipes:
-        ours.close()
-        theirs.close()
+    for pipe in pipes:
+        pipe.close()
     _, status = os.waitpid(run, 0)
     for worker in workers:  # one may still be training, after the run has ended
         os.kill(worker, signal.SIGKILL)
@@ -175,8 +174,8 @@ def _leave() -> NoReturn:
     os._exit(0)
 
 
-class Workers:
-    """Answers each message in one of several processes, whichever is free.
+class ClientProcesses:
+    """Answers each message in the next free one of several processes.
 
     Args:
         pipes: one to each process.

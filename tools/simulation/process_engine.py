@@ -15,7 +15,7 @@ from typing import IO
 from tepal.host.processes import Process, started
 from tepal.host.superlink import app_components, app_run_config, without_colour
 from tepal.host.toml import parse_run_config
-from tepal.tools.simulation.engine import Engine, Run, cores_for
+from tepal.tools.simulation.engine import Engine, RunRequest, cores_for
 
 
 class ProcessEngine(Engine):
@@ -35,18 +35,18 @@ class ProcessEngine(Engine):
         self._threads = max(1, cores // self._at_once)  # of PyTorch, for each client
         at_once = "client after client" if self._at_once == 1 else f"{self._at_once} clients at once"
         self.kind = f"one process, {at_once}"
-        self._worker: _Worker | None = None
+        self._process: _AppProcess | None = None
 
-    def _run(self, run: Run) -> tuple[int, str, str]:
-        run.clock.stage("run", f"Running with {self.clients} clients in one process ...")
-        if self._worker is None or not self._worker.process.running:
-            self._worker = self._running.enter_context(self._start_worker())
-        status, details = self._worker.run(run, self._folder / f"ended-{self._runs}")
-        run.clock.stage("stop", "The run ended")
+    def _run(self, run: RunRequest) -> tuple[int, str, str]:
+        run.clock.stage(f"Running with {self.clients} clients in one process ...")
+        if self._process is None or not self._process.process.running:
+            self._process = self._running.enter_context(self._start_process())
+        status, details = self._process.run(run, self._folder / f"ended-{self._runs}")
+        run.clock.stage("The run ended")
         return 1, status, details
 
     @contextlib.contextmanager
-    def _start_worker(self) -> Iterator[_Worker]:
+    def _start_process(self) -> Iterator[_AppProcess]:
         environment = dict(self._environment)
         # The app's own modules come first, as with Flower.
         path = filter(None, [str(self._bundle), environment.get("PYTHONPATH")])
@@ -68,14 +68,14 @@ class ProcessEngine(Engine):
             ):  # fmt: skip
                 log.seek(0, os.SEEK_END)
                 with os.fdopen(write_end, "w", encoding="utf-8", closefd=False) as requests:
-                    yield _Worker(self._bundle, process, requests, log)
+                    yield _AppProcess(self._bundle, process, requests, log)
         finally:
             os.close(read_end)
             os.close(write_end)
 
 
 @dataclass
-class _Worker:
+class _AppProcess:
     """The process of a ProcessEngine: the app in it, the pipe for requests, and its log, open for reading."""
 
     app: Path
@@ -83,7 +83,7 @@ class _Worker:
     requests: IO[str]
     output: IO[str]
 
-    def run(self, run: Run, ended: Path) -> tuple[str, str]:
+    def run(self, run: RunRequest, ended: Path) -> tuple[str, str]:
         """Run the app once and copy its log; return status and explanation. `ended` is the file that ends the run."""
         config = app_run_config(self.app) | parse_run_config([str(run.changes)])
         with contextlib.suppress(BrokenPipeError):  # the process has ended, which is checked below

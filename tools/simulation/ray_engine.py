@@ -14,7 +14,7 @@ from typing import Self
 
 from tepal.host.processes import Process, ProcessError, free_port, started, wait_for_http, wait_for_log
 from tepal.host.superlink import Clock, RunError, connect, follow, submit
-from tepal.tools.simulation.engine import Engine, Run, cores_for
+from tepal.tools.simulation.engine import Engine, RunRequest, cores_for
 
 
 class RayEngine(Engine):
@@ -57,29 +57,27 @@ class RayEngine(Engine):
         if find_spec("ray") is None:
             raise RunError(
                 "Ray is not installed, and Flower's simulation runtime needs it: install it with pip install "
-                "'tepal[ray]' (in a checkout pip install -e '.[ray]'), or take --engine process"
+                "'tepal[ray]' (in a checkout pip install -e '.[ray]'), or use --engine process"
             )
         if shlex.quote(sys.executable) != sys.executable:
             # Ray's workers would never start, and Flower reports that only after six minutes.
             raise RunError(
                 f"Ray cannot start its workers with {sys.executable}: the path has a space or another character that a "
-                "shell reads. Make the virtual environment elsewhere (with make: VENV=/a/path/without/spaces), or take "
+                "shell reads. Make the virtual environment elsewhere (with make: VENV=/a/path/without/spaces), or use "
                 "--engine process."
             )
         return self
 
-    def _run(self, run: Run) -> tuple[int, str, str]:
+    def _run(self, run: RunRequest) -> tuple[int, str, str]:
         clock = run.clock
         if self._superlink is None or not self._superlink.running:
-            clock.stage("start SuperLink", "Starting a SuperLink and Ray ...")
+            clock.stage("Starting a SuperLink and Ray ...")
             self._superlink, self._address = self._running.enter_context(self._started(clock))
-        clock.stage("submit", "Submitting the app ...")
-        run_id = submit(
-            self._bundle, run.changes, self._superlink, self._environment, clock.left(120), self.federation
-        )
-        clock.stage("run", f"Run {run_id} with {self.clients} clients; starting its actors takes some seconds ...")
+        clock.stage("Submitting the app ...")
+        run_id = submit(self._bundle, run.changes, self._superlink, self._environment, clock.left(120), self.federation)
+        clock.stage(f"Run {run_id} with {self.clients} clients; starting its actors takes some seconds ...")
         status, details = follow(run_id, self._address, self._superlink, clock, run.log)
-        clock.stage("stop", f"Run {run_id}: {status}")
+        clock.stage(f"Run {run_id}: {status}")
         return run_id, status, details
 
     @contextlib.contextmanager
@@ -105,9 +103,7 @@ class RayEngine(Engine):
 
 
 @contextlib.contextmanager
-def _superlink(
-    folder: Path, work: Path, environment: Mapping[str, str], clock: Clock
-) -> Iterator[tuple[Process, str]]:
+def _superlink(folder: Path, work: Path, environment: Mapping[str, str], clock: Clock) -> Iterator[tuple[Process, str]]:
     """Start a SuperLink in simulation mode; yield its process and address when it answers."""
     for attempts_left in (2, 1, 0):
         port = free_port()

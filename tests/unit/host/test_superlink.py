@@ -73,7 +73,7 @@ def test_clients_at_once_follow_from_cores_and_shares(monkeypatch, clients, cpus
 
 def test_more_cores_than_there_are_cannot_be_asked_for(monkeypatch):
     monkeypatch.setattr("joblib.cpu_count", lambda: 8)
-    with pytest.raises(ValueError, match="there are 8 cores"):
+    with pytest.raises(ValueError, match="this machine has 8 cores"):
         RayEngine(Path("app"), 2, 9)
 
 

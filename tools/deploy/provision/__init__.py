@@ -11,37 +11,30 @@
     sites/NAME.tar.gz          all that one site needs: NAME/ca.crt, NAME/node.key, NAME/site.toml
 
 Sites verify the server with the authority's certificate (TLS). The server authenticates a site by its key, which is
-registered under the site's name (`tepal.tools.deploy.fleet`); whoever has a site's archive can connect as that site.
+registered under the site's name (`tepal.tools.deploy.fleet`): anyone who has a site's archive can connect as that site.
 New files are written to a hidden folder and then renamed: a call that fails leaves the folder as it was.
 """
 
-from tepal.host.site import ProvisionError, Site, parse_node_config, read_site
-from tepal.tools.deploy.provision.certificates import SOON
+from tepal.host.site import ProvisionError, SiteCredentials, parse_node_config, read_site
+from tepal.tools.deploy.provision.certificates import SOON, hosts_of
 from tepal.tools.deploy.provision.folder import (
-    Overview,
     Provisioned,
     ServerFolder,
-    SiteState,
     find_server,
-    fingerprint,
     load_public_key,
     overview,
 )
 from tepal.tools.deploy.provision.operations import add, make, renew_server, renew_site, revoke
-from tepal.tools.deploy.provision.site_files import CONTAINER_USER
 
 __all__ = [
-    "CONTAINER_USER",
     "SOON",
-    "Overview",
     "ProvisionError",
     "Provisioned",
     "ServerFolder",
-    "Site",
-    "SiteState",
+    "SiteCredentials",
     "add",
     "find_server",
-    "fingerprint",
+    "hosts_of",
     "load_public_key",
     "make",
     "overview",

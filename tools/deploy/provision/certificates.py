@@ -97,5 +97,8 @@ def public_line(key: ec.EllipticCurvePrivateKey, name: str) -> bytes:
 
 def hosts_of(certificate: x509.Certificate) -> tuple[str, ...]:
     """Return the names and addresses for which a certificate is valid."""
-    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return ()
     return tuple(str(name.value) for name in names)

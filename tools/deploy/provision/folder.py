@@ -89,7 +89,7 @@ class Provisioned:
 
 
 @dataclass(frozen=True)
-class SiteState:
+class SiteKey:
     """A key of a site: its fingerprint as `ssh-keygen -l` shows it, and when it was revoked, None if not."""
 
     name: str
@@ -101,7 +101,7 @@ class SiteState:
 class Overview:
     """The result of `overview`. Days are whole days until a certificate expires, negative afterwards."""
 
-    sites: tuple[SiteState, ...]
+    sites: tuple[SiteKey, ...]
     hosts: tuple[str, ...]
     server_days: int
     ca_days: int
@@ -144,12 +144,10 @@ def made_in(folder: Path) -> tuple[Provisioned, str]:
 def overview(folder: Path) -> Overview:
     """Read the state of all sites and certificates in a folder as `find_server` takes it."""
     server = find_server(folder)
-    states = [SiteState(name, fingerprint(path)) for name, path in server.node_keys().items()]
+    states = [SiteKey(name, fingerprint(path)) for name, path in server.node_keys().items()]
     for name, path in server.revoked_keys():
-        match = _REVOKED.fullmatch(path.name)
-        assert match is not None  # `revoked_keys` returns only such names
-        when = datetime.datetime.strptime(match[2], TIME).replace(tzinfo=datetime.UTC)
-        states.append(SiteState(name, fingerprint(path), when))
+        when = datetime.datetime.strptime(path.stem.removeprefix(f"{name}-"), TIME).replace(tzinfo=datetime.UTC)
+        states.append(SiteKey(name, fingerprint(path), when))
     certificate = read_certificate(server.certificate)
     return Overview(
         sites=tuple(sorted(states, key=lambda state: state.name)),  # stable: the valid key, then the revoked ones

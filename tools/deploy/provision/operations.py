@@ -55,7 +55,7 @@ def make(
     """
     names, addresses = _site_names(sites), host_names(hosts)
     if not addresses:
-        raise ProvisionError("no host: give the name or address to which sites connect with --host")
+        raise ProvisionError("no host is given: name the address to which sites connect with --host")
     if not 1 <= port <= 65535:
         raise ProvisionError(f"port is {port}, expected 1 to 65535")
     if not 1 <= days <= ca_days <= 36500:
@@ -76,7 +76,7 @@ def make(
     elif os.path.lexists(folder):
         raise ProvisionError(f"{folder} is not a folder: name one that is new or empty")
     elif not folder.parent.is_dir():
-        raise ProvisionError(f"there is no folder {folder.parent}, in which to make {folder.name}: make it first")
+        raise ProvisionError(f"the folder {folder.parent} does not exist: create it first")
 
     settings = _settings(addresses[0], port)
     toml = {name: site_toml(name, settings["superlink"], node_config or {}) for name in names}
@@ -143,7 +143,7 @@ def renew_server(folder: Path, *, hosts: Sequence[str] = (), days: int = 365) ->
     made, superlink = made_in(folder)
     key_file = made.folder / "ca" / "ca.key"
     if not key_file.is_file():
-        raise ProvisionError(f"there is no {key_file}, which signs the server's certificate: restore it")
+        raise ProvisionError(f"{key_file}, which signs the server's certificate, does not exist: restore it")
     ca = read_certificate(made.ca_certificate)
     try:
         ca_key = load_pem_private_key(key_file.read_bytes(), None)
@@ -180,8 +180,8 @@ def renew_site(folder: Path, name: str, *, node_config: Mapping[str, Value] | No
     present = made.server.node_keys().get(name)
     if present is None and name not in {revoked for revoked, _ in made.server.revoked_keys()}:
         raise ProvisionError(
-            f"there is no site {name} in {made.folder}; there are {some(list(made.server.node_keys()))}. For a new "
-            f"site: tepal provision add {folder} --site {name}"
+            f"{made.folder} has no site {name}. It has: {some(list(made.server.node_keys()))}. For a new site: "
+            f"tepal provision add {folder} --site {name}"
         )
     archive, unpacked = made.archive(name), made.unpacked(name)
     if node_config is None:
@@ -209,7 +209,7 @@ def revoke(server: ServerFolder, name: str) -> Path | None:
     if path is None:
         if name in {revoked for revoked, _ in server.revoked_keys()}:
             return None
-        raise ProvisionError(f"there is no site {name} in {server.nodes}; there are {some(list(server.node_keys()))}")
+        raise ProvisionError(f"{server.nodes} has no site {name}. It has: {some(list(server.node_keys()))}")
     target = server.revoked / f"{name}-{datetime.datetime.now(datetime.UTC).strftime(TIME)}.pub"
     with changing(server.folder) as change:
         change.move(path, target)
@@ -218,7 +218,7 @@ def revoke(server: ServerFolder, name: str) -> Path | None:
 
 def _site_names(names: Sequence[str]) -> list[str]:
     if not names:
-        raise ProvisionError("no site: name each with --site")
+        raise ProvisionError("no site is given: name each with --site")
     seen: dict[str, str] = {}
     for name in names:
         if not NAME.fullmatch(name):

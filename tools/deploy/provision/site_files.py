@@ -75,7 +75,7 @@ def node_config_of(archive: Path, unpacked: Path, name: str) -> dict[str, Value]
                 text = member.read().decode()
     except (OSError, KeyError, tarfile.TarError, UnicodeDecodeError):
         raise ProvisionError(
-            f"the node config of site {name} is not known: it can be read neither from {archive} nor from {unpacked}. "
+            f"the node config of site {name} can be read neither from {archive} nor from {unpacked}. "
             "Give it with --node-config 'key=value …'; --node-config '' for none"
         ) from None
     return read_site_toml(text, f"site.toml of {name}")[2]

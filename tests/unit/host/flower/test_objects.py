@@ -14,7 +14,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepal.host.flower.objects import LetGo, fetch, fetch_from_tree, hash_chunks, push, tree_of
+from tepal.host.flower.objects import ReleaseResponses, fetch, fetch_from_tree, hash_chunks, push, tree_of
 
 CHUNK = 64
 
@@ -123,7 +123,7 @@ def test_an_object_that_cannot_be_pushed_is_an_error_and_the_rest_is_not_sent():
 
 def test_an_answer_that_was_read_is_gone_when_nobody_has_it():
     with httpx.Client(transport=httpx.MockTransport(lambda request: httpx.Response(200, content=b"x" * 10))) as client:
-        answer = LetGo().intercept(None, lambda _: client.get("http://x/"))
+        answer = ReleaseResponses().intercept(None, lambda _: client.get("http://x/"))
         assert answer.content == b"x" * 10
         gc.collect()
         gc.disable()

@@ -24,7 +24,7 @@ def settings(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "no key: name the folder of this node's site with --site"),
+        ([], "no key is given: name the folder of this node's site with --site"),
         (["--site", "somewhere", "--insecure"], "--site has key and certificate: leave out --insecure"),
         (["--insecure", "--control", "0.0.0.0:9095"], "whoever can connect can drain the node"),
         (["--insecure", "--control", "192.168.1.5:9095"], "expected an address on 127.0.0.1 or unix:/PATH"),

@@ -236,7 +236,7 @@ def test_ctrl_c_ends_all_and_shows_what_is_there(compare):
 
 
 def test_nothing_is_left_where_no_run_could_begin(compare):
-    compare.failing["fedavg"] = ValueError("cpus_per_client is 99, but there are 2 cores here")
+    compare.failing["fedavg"] = ValueError("cpus_per_client is 99, but this machine has 2 cores")
     done = compare("--strategies", "fedavg,fedacs")
     assert done.exit_code == 1 and done.output.strip().endswith("there are 2 cores here")
     assert list(compare.runs.iterdir()) == []

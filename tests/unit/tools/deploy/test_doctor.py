@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from tepal.host.flower.patches import FLOWER
 from tepal.tools.cli.main import main
 from tepal.tools.deploy import doctor, provision
-from tepal.tools.deploy.doctor import OK, PROBLEM, SKIPPED, WARNING, Finding, Questions
+from tepal.tools.deploy.doctor import OK, PROBLEM, SKIPPED, WARNING, Finding
 from tepal.tools.deploy.provision import make, read_site
 
 
@@ -109,17 +109,17 @@ def test_a_port_that_is_taken_is_a_problem_only_where_it_was_named(monkeypatch):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        [named] = doctor.ports([port])
+        [named] = doctor.check_ports([port])
         monkeypatch.setattr(doctor, "SERVER_PORTS", (port,))
-        [usual] = doctor.ports(())
+        [usual] = doctor.check_ports(())
     assert (named.state, usual.state) == (PROBLEM, WARNING) and str(port) in named.remedy
-    [free] = doctor.ports([port])
+    [free] = doctor.check_ports([port])
     assert free.state == OK
 
 
 def test_a_folder_that_will_be_made_is_judged_by_the_one_above(tmp_path, monkeypatch):
     found = doctor.folder("runs folder", tmp_path / "a" / "b")
-    assert found.state == OK and "will be made" in found.found and not (tmp_path / "a").exists()
+    assert found.state == OK and "will be created" in found.found and not (tmp_path / "a").exists()
     usage = type("Usage", (), {"free": 400e6})
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage)
     assert doctor.folder("runs folder", tmp_path).state == PROBLEM
@@ -147,18 +147,18 @@ def test_memory_is_what_the_machine_and_the_container_leave(free, limit, state):
 
 
 def test_good_credentials_are_well(fleet):
-    assert states(doctor.credentials(fleet.folder)) == {"credentials": OK, "private keys": OK}
-    assert states(doctor.site(fleet.archive("north"))) == {"site's archive": OK, "site": OK}
+    assert states(doctor.check_credentials(fleet.folder)) == {"credentials": OK, "private keys": OK}
+    assert states(doctor.check_site(fleet.archive("north"))) == {"site's archive": OK, "site": OK}
     with tarfile.open(fleet.archive("north")) as archive:
         archive.extractall(fleet.folder.parent, filter="data")
-    [found] = doctor.site(fleet.folder.parent / "north")
+    [found] = doctor.check_site(fleet.folder.parent / "north")
     assert found.state == OK and "localhost:9092" in found.found
 
 
 @pytest.mark.parametrize("file", ["server/server.key", "ca/ca.key", "sites/north.tar.gz"])
 def test_a_private_key_that_others_can_read_is_named_with_the_command_that_mends_it(fleet, file):
     (fleet.folder / file).chmod(0o640)
-    *_, modes = doctor.credentials(fleet.folder)
+    *_, modes = doctor.check_credentials(fleet.folder)
     assert modes.state == PROBLEM and modes.remedy == f"chmod 600 {fleet.folder / file}"
 
 
@@ -172,23 +172,23 @@ def test_certificates_that_end_soon_or_have_ended_are_found(fleet, monkeypatch):
 
     monkeypatch.setattr(doctor, "datetime", Later)
     Later.days = 340
-    assert states(doctor.credentials(fleet.folder))["credentials"] == WARNING
+    assert states(doctor.check_credentials(fleet.folder))["credentials"] == WARNING
     Later.days = 366
-    [found] = doctor.credentials(fleet.folder)
+    [found] = doctor.check_credentials(fleet.folder)
     assert found.state == PROBLEM and "expired" in found.found and "tepal provision renew" in found.remedy
-    Later.days = 3650 - provision.SOON + 1
-    assert states(doctor.site(fleet.archive("north")))["site"] == WARNING
+    monkeypatch.setattr(doctor, "days_left", lambda certificate: provision.SOON - 1)
+    assert states(doctor.check_site(fleet.archive("north")))["site"] == WARNING
 
 
 def test_what_is_no_site_or_no_credentials_is_a_problem(fleet, tmp_path):
     (tmp_path / "notes.tar.gz").write_text("x")
-    assert states(doctor.site(tmp_path / "notes.tar.gz"))["site"] == PROBLEM
-    [nothing] = doctor.site(tmp_path / "nothing")
+    assert states(doctor.check_site(tmp_path / "notes.tar.gz"))["site"] == PROBLEM
+    [nothing] = doctor.check_site(tmp_path / "nothing")
     assert nothing.state == PROBLEM and "tar -xzf" in nothing.remedy
-    [nothing] = doctor.credentials(tmp_path)
+    [nothing] = doctor.check_credentials(tmp_path)
     assert nothing.state == PROBLEM and "ca.crt" in nothing.found + nothing.remedy
     fleet.server.certificate.unlink()
-    [lacking] = doctor.credentials(fleet.folder)
+    [lacking] = doctor.check_credentials(fleet.folder)
     assert lacking.state == PROBLEM and "server.crt" in lacking.found
 
 
@@ -228,16 +228,16 @@ def server(fleet):
 def test_the_clock_is_compared_with_the_servers(server, fleet, differs, state):
     server.differs = differs
     address = f"localhost:{server.server_port}"
-    for named in ({"credentials": fleet.folder}, {"site": fleet.archive("north")}):
-        found = doctor.clock(Questions(superlink=address, **named))
+    for named in ({"certificates": fleet.folder}, {"site": fleet.archive("north")}):
+        found = doctor.clock(address, **named)
         assert found.state == state, found
-    assert doctor.clock(Questions(superlink=address, root_certificates=fleet.ca_certificate)).state == state
+    assert doctor.clock(address, fleet.ca_certificate).state == state
 
 
 def test_a_server_that_does_not_answer_is_a_problem(fleet):
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
-        found = doctor.clock(Questions(superlink=f"localhost:{nobody.getsockname()[1]}", credentials=fleet.folder))
+        found = doctor.clock(f"localhost:{nobody.getsockname()[1]}", fleet.folder)
     assert found.state == PROBLEM and "does not answer" in found.found
 
 
@@ -266,7 +266,7 @@ def test_the_status_is_1_where_there_is_a_problem(without_torch, fleet, tmp_path
 
 def test_the_archive_that_is_looked_at_stays_as_it_is(fleet):
     before = fleet.archive("north").read_bytes()
-    list(doctor.site(fleet.archive("north")))
+    list(doctor.check_site(fleet.archive("north")))
     assert fleet.archive("north").read_bytes() == before
     assert [path.name for path in (fleet.folder / "sites").iterdir()] == ["north.tar.gz"]
     with pytest.raises(provision.ProvisionError):

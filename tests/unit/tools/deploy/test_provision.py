@@ -34,13 +34,11 @@ from tepal.host.processes import free_port
 from tepal.tools.cli.provision import app as provision
 from tepal.tools.deploy.fleet import Fleet, FleetError, KeyResult, Unreachable, align, open_fleet
 from tepal.tools.deploy.provision import (
-    CONTAINER_USER,
     Provisioned,
     ProvisionError,
     ServerFolder,
     add,
     find_server,
-    fingerprint,
     make,
     overview,
     parse_node_config,
@@ -50,6 +48,8 @@ from tepal.tools.deploy.provision import (
     revoke,
 )
 from tepal.tools.deploy.provision.change import changing
+from tepal.tools.deploy.provision.folder import fingerprint
+from tepal.tools.deploy.provision.site_files import CONTAINER_USER
 
 HOSTS = ["fl.example.org", "192.0.2.7", "2001:db8::7"]
 
@@ -331,12 +331,12 @@ GOOD = {"hosts": ["localhost"], "sites": ["north"]}
         ({"hosts": []}, "no host"),
         ({"hosts": ["https://fl.example.org"]}, "without https:// and port"),
         ({"hosts": ["fl.example.org:9092"]}, "without https:// and port"),
-        ({"hosts": ["192.0.2.300"]}, "is not a name or address"),
-        ({"hosts": ["0.0.0.0"]}, "sites cannot connect to this address"),
-        ({"hosts": ["::"]}, "sites cannot connect to this address"),
-        ({"hosts": ["two words"]}, "is not a name or address"),
-        ({"hosts": [""]}, "is not a name or address"),
-        ({"hosts": ["*.example.org"]}, "is not a name or address"),
+        ({"hosts": ["192.0.2.300"]}, "expected a name or address such as"),
+        ({"hosts": ["0.0.0.0"]}, "to which sites cannot connect"),
+        ({"hosts": ["::"]}, "to which sites cannot connect"),
+        ({"hosts": ["two words"]}, "expected a name or address such as"),
+        ({"hosts": [""]}, "expected a name or address such as"),
+        ({"hosts": ["*.example.org"]}, "expected a name or address such as"),
         ({"hosts": ["bücher.example"]}, "xn--bcher-kva.example"),
         ({"sites": []}, "no site"),
         ({"sites": ["north", "north"]}, "given twice"),
@@ -370,7 +370,7 @@ def test_nothing_that_is_there_is_overwritten(tmp_path, made):
         make(tmp_path / "full", **GOOD)
     with pytest.raises(ProvisionError, match="is not a folder"):
         make(tmp_path / "full" / "letter.txt", **GOOD)
-    with pytest.raises(ProvisionError, match="there is no folder"):
+    with pytest.raises(ProvisionError, match="does not exist: "):
         make(tmp_path / "no" / "such", **GOOD)
     shutil.rmtree(tmp_path / "full")
     assert tree(tmp_path) == before
@@ -554,7 +554,7 @@ def test_a_revoked_name_comes_back_by_renewal_alone(made):
         add(made.folder, sites=["north"])
     assert revoke(made.server, "north") is None, "it was before"
     for call in (lambda: revoke(made.server, "west"), lambda: renew_site(made.folder, "west")):
-        with pytest.raises(ProvisionError, match="there is no site west"):
+        with pytest.raises(ProvisionError, match="has no site west"):
             call()
     renew_site(made.folder, "north")
     assert list(made.server.node_keys()) == ["north", "south"]
@@ -656,7 +656,7 @@ def test_an_archive_that_is_not_unpacked_is_refused_with_how_to(made):
 def test_node_config_is_read_as_flower_reads_it():
     from flwr.common.config import parse_config_args
 
-    for text in ("data='a b.npz' partition-id=3", "x=true y=0.5 z.w=\"t\""):
+    for text in ("data='a b.npz' partition-id=3", 'x=true y=0.5 z.w="t"'):
         assert parse_node_config([text]) == parse_config_args([text])
     assert parse_node_config(None) is None and parse_node_config([""]) == {}
     with pytest.raises(ProvisionError, match="--node-config: node config data=x"):
@@ -708,7 +708,7 @@ def superlink():
 
 
 def statuses(superlink):
-    return sorted((node.name, node.status) for node in superlink.fleet.nodes())
+    return sorted((node.name, node.status) for node in superlink.fleet.node_keys())
 
 
 def test_registering_again_changes_nothing(made, superlink):
@@ -745,7 +745,7 @@ def test_one_site_can_be_aligned_alone(made, superlink):
 
 def test_a_key_that_another_unregisters_meanwhile_is_no_problem_and_an_unknown_node_is(made, superlink):
     align(superlink.fleet, made.server, "north")
-    (node,) = superlink.fleet.nodes()
+    (node,) = superlink.fleet.node_keys()
     superlink.fleet.unregister(node.node_id)
     superlink.fleet.unregister(node.node_id)
     assert statuses(superlink) == [("north", "unregistered")]
@@ -755,7 +755,7 @@ def test_a_key_that_another_unregisters_meanwhile_is_no_problem_and_an_unknown_n
 
 def test_a_key_that_cannot_be_registered_keeps_no_other_out(made, superlink):
     align(superlink.fleet, made.server, "north")
-    superlink.fleet.unregister(superlink.fleet.nodes()[0].node_id)  # by other hands: the folder does not know
+    superlink.fleet.unregister(superlink.fleet.node_keys()[0].node_id)  # by other hands: the folder does not know
     (made.server.nodes / "bad.pub").write_text("ssh-rsa nothing")
     add(made.folder, sites=["twin", "zebra"])
     shutil.copy(made.server.nodes / "zebra.pub", made.server.nodes / "twin.pub")
@@ -781,7 +781,7 @@ def test_who_does_not_answer_or_is_not_trusted_is_said(tmp_path, made):
         open_fleet(f"127.0.0.1:{free_port()}", made.server.root_certificates) as fleet,
         pytest.raises(Unreachable, match=r"no SuperLink answers at 127\.0\.0\.1"),
     ):
-        fleet.nodes()
+        fleet.node_keys()
     (tmp_path / "ca.crt").write_text("nothing")
     with pytest.raises(ProvisionError, match="not a certificate"), open_fleet("x:1", tmp_path / "ca.crt"):
         pass
@@ -819,7 +819,7 @@ def test_the_commands_make_renew_revoke_and_list(tmp_path):
     status, said = tepal("register", folder, "--superlink", here)
     assert status == 1 and f"no SuperLink answers at {here}" in said
     status, said = tepal("register", folder, "--superlink", here, "--name", "nobody")
-    assert status == 1 and "there is no site nobody" in said
+    assert status == 1 and "has no site nobody" in said
 
     for where in (folder, shutil.copytree(folder / "server", tmp_path / "copy")):
         status, said = tepal("list", where)

@@ -15,13 +15,13 @@ from tepal.records.run_directory import RunDirectory
 from tepal.tools.cli.server import app as server
 from tepal.tools.cli.server import describe, why_unhealthy
 from tepal.tools.deploy import provision
-from tepal.tools.deploy.fleet import FleetError, Node, Unreachable
+from tepal.tools.deploy.fleet import FleetError, NodeKey, RunStatus, Unreachable
 from tepal.tools.deploy.journal import STATE, Journal
 from tepal.tools.deploy.node_keys import Keys, ServerError, check_credentials, vanished
 from tepal.tools.deploy.provision import ServerFolder, make
 from tepal.tools.deploy.recovery import (
     Due,
-    Record,
+    JournalEntry,
     RunOnDisk,
     config_digest,
     find_submitted,
@@ -35,7 +35,6 @@ from tepal.tools.deploy.run_queue import RunQueue
 from tepal.tools.deploy.settings import Settings, superlink_command
 from tepal.tools.deploy.superlink_log import pass_on
 from tepal.tools.deploy.supervisor import Supervisor
-from tepal.tools.deploy.watch import RunStatus
 
 CONFIG = {"strategy": "fedfrozen", "num-server-rounds": 4, "seed": 1}
 
@@ -132,8 +131,8 @@ def test_unfinished_runs_come_with_the_one_begun_last_first(tmp_path):
         run_on_disk(bare, begun=4, newest=None),
         run_on_disk(stopped, begun=5),
     ]
-    records = {str(stopped): Record(outcome="stopped"), str(old): Record(attempts=2)}
-    assert [run.path for run in unfinished(runs, records)] == [new, old]
+    entries = {str(stopped): JournalEntry(outcome="stopped"), str(old): JournalEntry(attempts=2)}
+    assert [run.path for run in unfinished(runs, entries)] == [new, old]
 
 
 @pytest.mark.parametrize(
@@ -163,19 +162,19 @@ def test_pauses_double_up_to_the_longest():
 
 
 def test_attempts_are_counted_until_a_round_is_finished():
-    record, now, when = Record(), 100.0, []
+    entry, now, when = JournalEntry(), 100.0, []
     for _ in range(3):
-        when.append(next_attempt(record, 2, 3, now))
-        record.attempts, record.tried = record.attempts + 1, now
+        when.append(next_attempt(entry, 2, 3, now))
+        entry.attempts, entry.tried = entry.attempts + 1, now
     assert when == [0.0, 101.0, 102.0]
-    assert next_attempt(record, 2, 3, now) is None
-    assert next_attempt(record, 3, 3, now) == 100.0, "another round was finished: at once"
-    assert record == Record(attempts=0, round=3, tried=100.0)
+    assert next_attempt(entry, 2, 3, now) is None
+    assert next_attempt(entry, 3, 3, now) == 100.0, "another round was finished: at once"
+    assert entry == JournalEntry(attempts=0, round=3, tried=100.0)
 
 
 def test_a_clock_that_was_set_back_delays_nothing():
-    record = Record(attempts=1, round=2, tried=1e9)
-    assert next_attempt(record, 2, 5, 100.0) == 101.0
+    entry = JournalEntry(attempts=1, round=2, tried=1e9)
+    assert next_attempt(entry, 2, 5, 100.0) == 101.0
 
 
 def test_a_submitted_run_is_found_again_by_its_config(new_run):
@@ -232,12 +231,12 @@ def test_the_newest_unfinished_run_goes_on_and_the_others_are_left(queue, new_ru
 def test_a_run_config_is_started_once(queue, new_run):
     made = queue({"seed": 1})
     assert planned(made) == [None]
-    record = made._record(Due(None, 0))
-    record.attempts, record.begun = 1, 5.0
+    entry = made._entry(Due(None, 0))
+    entry.attempts, entry.begun = 1, 5.0
     assert planned(made) == [None], "it never came to anything"
     run = new_run("own", 1, begun=20)
     assert planned(made) == [run.path], "it was begun, and goes on"
-    assert record.directory == str(run.path)
+    assert entry.directory == str(run.path)
     run.write_summary()
     assert planned(made) == []
     changed = queue({"seed": 2})
@@ -253,7 +252,7 @@ def test_a_new_run_config_waits_for_the_run_that_goes_on(queue, new_run):
 def test_a_run_that_is_tried_too_often_is_given_up_and_it_is_said_how_to_go_on(queue, new_run, caplog):
     run = new_run("a", 2).path
     made = queue(attempts=2)
-    made.journal.runs[str(run)] = Record(attempts=2, round=2, reason="OSError: no room")
+    made.journal.runs[str(run)] = JournalEntry(attempts=2, round=2, reason="OSError: no room")
     assert planned(made) == []
     assert made.journal.runs[str(run)].outcome == "given up"
     assert "tried 2 times" in made.journal.last_error["text"] and "OSError: no room" in caplog.text
@@ -287,7 +286,7 @@ def test_a_run_that_was_in_progress_is_not_said_to_be_running_when_nothing_runs(
 def test_what_was_noted_of_run_directories_goes_with_them(queue, new_run):
     made = queue()
     here = str(new_run("a", 2).path)
-    made.journal.runs = {here: Record("stopped"), "/nowhere": Record("stopped")}
+    made.journal.runs = {here: JournalEntry("stopped"), "/nowhere": JournalEntry("stopped")}
     made.plan()
     assert list(made.journal.runs) == [here]
 
@@ -295,8 +294,8 @@ def test_what_was_noted_of_run_directories_goes_with_them(queue, new_run):
 class FakeWatch:
     """A run that has ended, as `Watch` sees it."""
 
-    def __init__(self, log, kept=None, ours=None):
-        self.run_id, self.kept, self.ours, self.recorded, self.end = 7, kept, ours, False, None
+    def __init__(self, log, directory=None, due=None):
+        self.run_id, self.directory, self.due, self.recorded, self.end = 7, directory, due, False, None
         self.log, self.lost, self.free_since = log, False, None
 
     def leave(self):
@@ -304,12 +303,12 @@ class FakeWatch:
 
 
 class FakeRuns:
-    """What is asked of the Control API about runs."""
+    """The part of a fleet that stops runs."""
 
     def __init__(self):
         self.stopped = []
 
-    def stop(self, run_id):
+    def stop_run(self, run_id):
         self.stopped.append(run_id)
 
 
@@ -378,8 +377,8 @@ def test_an_error_of_configuration_is_not_tried_again(queue, tmp_path, caplog):
         "tepal.server_app.config.errors.ConfigError: model='x': known are a, b\n"
     )
     due = Due(None, 0)
-    made.conclude(FakeWatch(log, ours=due), "failed", "ServerApp failed with exception: …")
-    assert made.due == [] and made._record(due).outcome == "failed"
+    made.conclude(FakeWatch(log, due=due), "failed", "ServerApp failed with exception: …")
+    assert made.due == [] and made._entry(due).outcome == "failed"
     assert "model='x': known are a, b" in made.journal.last_error["text"]
     assert planned(made) == []
 
@@ -388,10 +387,10 @@ def test_a_run_of_the_run_config_that_died_before_its_first_checkpoint_is_starte
     made = queue({"seed": 1}, attempts=2)
     due = Due(None, 0)
     for attempt in (1, 2):
-        made._record(due).attempts = attempt
+        made._entry(due).attempts = attempt
         made.conclude(FakeWatch(tmp_path / "none.log", new_run("a").path, due), "lost", "its process died")
     assert [each.directory for each in made.due] == [None], "twice in all"
-    assert made._record(due).outcome == "given up"
+    assert made._entry(due).outcome == "given up"
 
 
 @pytest.mark.parametrize(
@@ -422,7 +421,7 @@ class FakeFleet:
     def __init__(self):
         self.known, self.asked, self.away = {}, 0, False
 
-    def nodes(self):
+    def node_keys(self):
         self.asked += 1
         if self.away:
             raise Unreachable("no SuperLink answers")
@@ -431,12 +430,12 @@ class FakeFleet:
     def register(self, public_key, name):
         if any(node.public_key == public_key for node in self.known.values()):
             raise FleetError("already in use")
-        self.known[len(self.known)] = Node(len(self.known), name, "registered", public_key)
+        self.known[len(self.known)] = NodeKey(len(self.known), name, "registered", public_key)
         return len(self.known) - 1
 
     def unregister(self, node_id):
         node = self.known[node_id]
-        self.known[node_id] = Node(node_id, node.name, "unregistered", node.public_key)
+        self.known[node_id] = NodeKey(node_id, node.name, "unregistered", node.public_key)
 
     def names(self):
         return [node.name for node in self.known.values() if node.status == "registered"]
@@ -543,7 +542,7 @@ def test_credentials_that_lack_something_are_refused(folder):
     with pytest.raises(ServerError, match=r"server.example.org.* and not for 10\.0\.0\.1"):
         check_credentials(folder, "10.0.0.1", now)
     folder.certificate.write_text("nonsense")
-    with pytest.raises(ServerError, match="cannot be read as a certificate"):
+    with pytest.raises(ServerError, match=r"certificate cannot be read: .* is not a certificate"):
         check_credentials(folder, "127.0.0.1", now)
     folder.key.unlink()
     with pytest.raises(ServerError, match=r"has no server\.key"):
@@ -562,8 +561,10 @@ def test_the_status_is_read_without_torch_flower_and_cryptography():
 
 
 def test_the_journal_survives_and_only_its_owner_may_read_it(tmp_path):
-    journal = Journal(tmp_path / "server.json", pid=3, nodes=["site-0"], runs={"/a": Record("stopped", attempts=2)})
-    journal.started["digest"] = Record(directory="/a")
+    journal = Journal(
+        tmp_path / "server.json", pid=3, nodes=["site-0"], runs={"/a": JournalEntry("stopped", attempts=2)}
+    )
+    journal.started["digest"] = JournalEntry(directory="/a")
     journal.write()
     assert Journal.read(journal.path) == journal
     assert journal.path.stat().st_mode & 0o777 == 0o600
@@ -614,8 +615,8 @@ def healthy(**more):
     [
         (healthy(), 110.0, True, ""),
         (healthy(), 131.0, True, "stuck: its last heartbeat was 31 s ago"),
-        (healthy(), 110.0, False, "does not run any more"),
-        (healthy(superlink="waiting"), 110.0, True, "the SuperLink does not run: it is waiting"),
+        (healthy(), 110.0, False, "is no longer running"),
+        (healthy(superlink="waiting"), 110.0, True, "the SuperLink is not running: its state is waiting"),
         (healthy(superlink="stopped"), 110.0, False, "was stopped"),
         (healthy(pid=0), 110.0, False, "no server has been started"),
     ],
@@ -630,7 +631,8 @@ def test_the_status_is_told_for_a_person():
     journal = healthy(
         nodes=["site-0"], root_certificates="/ca.crt",
         run={"directory": "/runs/a", "state": "running", "round": 3, "attempt": 1},
-        runs={"/runs/b": Record("left"), "/runs/c": Record("ended")}, last_error={"at": "now", "text": "no room"},
+        runs={"/runs/b": JournalEntry("left"), "/runs/c": JournalEntry("ended")},
+        last_error={"at": "now", "text": "no room"},
     )  # fmt: skip
     text = "\n".join(describe(journal, ""))
     for part in ("1 registered: site-0", "/runs/a: running, last finished round 3", "/runs/b: left", "now: no room"):

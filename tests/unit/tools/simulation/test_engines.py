@@ -31,11 +31,11 @@ def app(tmp_path):
 @pytest.mark.parametrize(
     ("asked", "of_app", "gpus", "kind", "why"),
     [
-        ("auto", "", 0, ProcessEngine, "nothing asks for Ray"),
+        ("auto", "", 0, ProcessEngine, "Ray is not needed"),
         ("auto", "", 0.5, RayEngine, "--gpus 0.5 gives each client a share of a GPU"),
-        ("auto", "ray", 0, RayEngine, "the app's pyproject.toml asks for it"),
-        ("auto", "process", 0, ProcessEngine, "the app's pyproject.toml asks for it"),
-        ("auto", "auto", 0, ProcessEngine, "nothing asks for Ray"),
+        ("auto", "ray", 0, RayEngine, "set in the app's pyproject.toml"),
+        ("auto", "process", 0, ProcessEngine, "set in the app's pyproject.toml"),
+        ("auto", "auto", 0, ProcessEngine, "Ray is not needed"),
         ("process", "ray", 0, ProcessEngine, "--engine process"),
         ("ray", "", 0, RayEngine, "--engine ray"),
     ],
@@ -43,7 +43,7 @@ def app(tmp_path):
 def test_one_process_unless_something_asks_for_ray(app, asked, of_app, gpus, kind, why):
     engine = engine_for(asked, app(of_app), clients=10, gpus=gpus)
     assert type(engine) is kind
-    assert engine.said.startswith("Engine: ") and engine.said.endswith(f"({why})")
+    assert engine.description.startswith("Engine: ") and engine.description.endswith(f"({why})")
 
 
 @pytest.mark.parametrize(
@@ -57,15 +57,15 @@ def test_one_process_unless_something_asks_for_ray(app, asked, of_app, gpus, kin
     ],
 )
 def test_as_many_clients_are_at_work_as_there_are_cores_for(app, cpus, clients, said):
-    assert said in engine_for("process", app(), clients=clients, cpus=cpus).said
+    assert said in engine_for("process", app(), clients=clients, cpus=cpus).description
 
 
 def test_in_turn_unless_cores_are_named(app):
-    assert "client after client" in ProcessEngine(app(), 10).said
+    assert "client after client" in ProcessEngine(app(), 10).description
 
 
 def test_shares_of_a_gpu_need_ray(app):
-    with pytest.raises(ValueError, match=r"--gpus 0.5 with --engine process: .* take --engine ray"):
+    with pytest.raises(ValueError, match=r"--gpus 0.5 with --engine process: .* use --engine ray"):
         engine_for("process", app(), clients=2, gpus=0.5)
     with pytest.raises(ValueError, match="gpus_per_client is -1"):
         engine_for("ray", app(), clients=2, gpus=-1)
@@ -79,7 +79,7 @@ def test_a_name_that_is_no_engine_is_refused_with_where_it_stands(app):
 
 
 def test_more_cores_than_there_are_is_refused(app):
-    with pytest.raises(ValueError, match="cpus_per_client is 99, but there are 4 cores here"):
+    with pytest.raises(ValueError, match="cpus_per_client is 99, but this machine has 4 cores"):
         engine_for("auto", app(), clients=2, cpus=99)
 
 
