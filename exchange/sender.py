@@ -342,6 +342,7 @@ class Sender:
 MOST_EXAMPLES = 10**15
 """Largest weight of a reply: beyond it float64 no longer counts the examples of a round one by one."""
 
+
 def _metrics(content: RecordDict, covered: Names) -> tuple[dict[str, float], dict[str, tuple[float, ...]], Names]:
     """An answer's metrics: numbers, lists, names of those not finite. A NaN loss is no reason to refuse weights.
 
