@@ -11,7 +11,7 @@ from flwr.app import ArrayRecord, Context
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from tepal.client_app.site import Site
+from tepal.client_app.local_client import LocalClient
 from tepal.exchange.modes import join_modes
 from tepal.host.files import replacing
 from tepal.training.data.inputs import written_sizes
@@ -19,7 +19,7 @@ from tepal.training.data.inputs import written_sizes
 log = getLogger("flwr")
 
 
-def deliver(records: Sequence[ArrayRecord], site: Site, context: Context) -> None:
+def deliver(records: Sequence[ArrayRecord], client: LocalClient, context: Context) -> None:
     """Write the final model, or all models of an ensemble, as `tepal predict` reads them.
 
     Nothing is written without a `model-path`. One that cannot be written is said in this client's log: what was learned
@@ -32,7 +32,7 @@ def deliver(records: Sequence[ArrayRecord], site: Site, context: Context) -> Non
     metadata = {
         "format": "pt",
         "model": str(context.run_config.get("model")),
-        **written_sizes(site.sizes),
+        **written_sizes(client.sizes),
         "config": json.dumps(dict(context.run_config)),
     }
     try:

@@ -1,4 +1,4 @@
-"""The node's gRPC services: `node.proto` on its control address; the standard health service there and elsewhere."""
+"""The node's gRPC services: `node.proto` on the control address, and the standard health service on both addresses."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ NAME = node_pb2.DESCRIPTOR.services_by_name["Node"].full_name
 
 
 class Services:
-    """Serves until `stop`.
+    """The gRPC servers of a node, which serve until `stop`.
 
     Args:
         control: address for status, drain and health, "host:port" or "unix:/path".
-        health_address: a further address, for health alone; "" for none.
-        status: what the node is doing.
-        drain: has the node begin to drain, or come back if its argument is true.
+        health_address: a further address for health alone; "" for none.
+        status: returns the node's status.
+        drain: begins to drain the node; with True as its argument, has it connect again. Returns the status.
 
-    Raises `OSError` for an address that cannot be listened on.
+    Raises:
+        OSError: an address is in use.
     """
 
     def __init__(
@@ -62,13 +63,13 @@ class Services:
             raise
 
     def serving(self, well: bool) -> None:
-        """Say to all who ask for the node's health whether it can work."""
-        said = health_pb2.HealthCheckResponse.SERVING if well else health_pb2.HealthCheckResponse.NOT_SERVING
+        """Set the node's health: whether it can answer messages."""
+        status = health_pb2.HealthCheckResponse.SERVING if well else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in ("", NAME):
-            self._health.set(name, said)
+            self._health.set(name, status)
 
     def stop(self) -> None:
-        """Answer nobody any more."""
+        """Stop all servers."""
         for server in self._servers:
             server.stop(0.2).wait()
 
@@ -77,7 +78,7 @@ class Services:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         taken = f"the node cannot listen on {address}: is there another node on this machine?"
         if address.startswith("unix:") and _listened_on(address.removeprefix("unix:")):
-            raise OSError(taken)  # gRPC would take the file away from it
+            raise OSError(taken)  # gRPC would replace the other node's file
         try:
             server.add_insecure_port(address)
         except RuntimeError as error:
@@ -87,18 +88,18 @@ class Services:
 
 
 class Control:
-    """Talks to a node's control address. Raises `ConnectionError` where nobody answers."""
+    """A client of a node's control address. Its methods raise ConnectionError if no node answers."""
 
     def __init__(self, address: str) -> None:
         self._address = address
         self._channel = grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)])
 
     def status(self, timeout: float = 5.0) -> node_pb2.NodeStatus:
-        """What the node is doing."""
+        """The node's status."""
         return self._call("Status", node_pb2.StatusRequest(), timeout)
 
     def drain(self, *, undo: bool = False, wait: float = 60.0) -> node_pb2.NodeStatus:
-        """Have the node finish its message and leave the SuperLink, or come back; wait for it, but not longer."""
+        """Drain the node, or `undo` this; return the status when it is done, or after `wait` seconds."""
         end = time.monotonic() + wait
         status = self._call("Drain", node_pb2.DrainRequest(undo=undo), 5.0)
         under_way = ("draining", "drained", "starting") if undo else ("draining",)
@@ -108,11 +109,9 @@ class Control:
         return status
 
     def healthy(self, timeout: float = 5.0) -> bool:
-        """What the standard health service says."""
+        """Whether the standard health service reports that the node can answer messages."""
         with self._explained():
-            answer = health_pb2_grpc.HealthStub(self._channel).Check(
-                health_pb2.HealthCheckRequest(), timeout=timeout
-            )
+            answer = health_pb2_grpc.HealthStub(self._channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout)
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     def close(self) -> None:

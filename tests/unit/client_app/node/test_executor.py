@@ -21,7 +21,7 @@ from tests.unit.host.flower.test_supernode import FlowerLoop, bundle, wait_until
 SECRET = b"a secret of thirty-two bytes ...."
 
 # An app that does what its message says: "do" is a piece of Python; its reply tells of its process.
-APP = '''
+APP = """
 import os, signal, subprocess, sys, threading, time
 from pathlib import Path
 from flwr.app import Message, MetricRecord, RecordDict
@@ -75,7 +75,7 @@ TODO = {
     13: lambda: {"child": subprocess.Popen(["sleep", "600"], start_new_session=True).pid},
     15: lambda: os.kill(os.getpid(), signal.SIGSEGV),
 }
-'''
+"""
 DO = {
     "nothing": 0, "raise": 1, "sleep": 2, "exit": 3, "_exit": 4, "stubborn child": 5, "fork": 6, "3 GB": 7,
     "a second": 8, "deaf": 9, "no text": 10, "interrupt": 11, "thread": 12, "daemon": 13, "segfault": 15,
@@ -259,7 +259,7 @@ def test_a_process_that_is_killed_in_mid_message_is_answered_for_at_once(node):
     os.kill(worker.pid, signal.SIGKILL)
     error = node.loop.reply(sent).error
     assert node.loop.sent_at[sent] - killed < 8
-    assert error.code == 8 and "was killed (SIGKILL), as the system does where memory runs out" in error.reason
+    assert error.code == 8 and "was killed (SIGKILL), as the system does if memory runs out" in error.reason
     assert node.ask()["count"] == 1
 
 

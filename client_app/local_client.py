@@ -26,7 +26,7 @@ from tepal.training.tasks import TASKS, Task
 
 
 @dataclass(frozen=True)
-class Site:
+class LocalClient:
     """One client in one message. `model` is one object per thread: its weights are those of whoever loaded it last."""
 
     name: str
@@ -42,7 +42,7 @@ class Site:
     """Where the examples come from, in words."""
 
     @staticmethod
-    def of(msg: Message, context: Context) -> Site:
+    def of(msg: Message, context: Context) -> LocalClient:
         """Load data and model. Settings in the message's config record go before the run config.
 
         Raises ValueError (DataError, ModelError, …) in words for the client's owner.
@@ -62,7 +62,7 @@ class Site:
         data = _load(config, context.node_config, name)
         inputs, labels, test_inputs, test_labels = (tensor.to(device) for tensor in data.tensors)
         round_seed = zlib.crc32(f"{settings.get('seed', 0)}/{settings.get('server-round', 0)}/{name}".encode())
-        return Site(
+        return LocalClient(
             name=name,
             model=_model(config.model, tuple(data.inputs.sizes.items())).to(device),
             batches=Batches(inputs, labels, training.batch_size, round_seed),
