@@ -1,4 +1,4 @@
-"""The result of a run, put where the client's owner wants it: a node config's `model-path`."""
+"""Delivery of a run's result to the file that a node config names (`model-path`)."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ log = getLogger("flwr")
 
 
 def deliver(records: Sequence[ArrayRecord], client: LocalClient, context: Context) -> None:
-    """Write the final model, or all models of an ensemble, as `tepal predict` reads them.
+    """Write the final model, or all models of an ensemble, for `tepal predict`, if there is a `model-path`.
 
-    Nothing is written without a `model-path`. One that cannot be written is said in this client's log: what was learned
-    is with the server all the same.
+    If it cannot be written, this is an error in the client's log: the server has the result, too.
     """
     wanted = context.node_config.get("model-path")
     if wanted is None:
@@ -38,7 +37,7 @@ def deliver(records: Sequence[ArrayRecord], client: LocalClient, context: Contex
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         entries = {name: value.contiguous() for name, value in join_modes(records).to_torch_state_dict().items()}
-        with replacing(path) as partial:  # clients on one machine may name one place
+        with replacing(path) as partial:  # several clients on one machine may have the same path
             save_file(entries, partial, metadata)
         log.info("The final model is in %s.", path)
     except (OSError, SafetensorError, ValueError) as error:
