@@ -87,7 +87,7 @@ class LocalClient:
     def figures(self, msg: Message) -> dict[str, int | float | list[int]]:
         """The metrics of an introduction. Raises ValueError if the client cannot take part.
 
-        The number of examples in each class is sent for partitions of the run's dataset, and never for a site's own data.
+        The number of examples in each class is sent for partitions of the run's dataset, never for a site's own data.
         """
         if (found := received(msg)) is not None:
             here = layout_of(self.model)

@@ -60,53 +60,53 @@ def _bytes(array: np.ndarray) -> memoryview:
     return memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
 
 
-def _chunks(size: int) -> Iterator[slice]:
-    return (slice(start, start + _CHUNK) for start in range(0, size, _CHUNK))
+def _chunks(rows: int, width: int = 1) -> Iterator[slice]:
+    """Slices of rows of `width` elements each."""
+    several = max(_CHUNK // max(width, 1), 1)
+    return (slice(start, start + several) for start in range(0, rows, several))
 
 
 class _FixedWidth:
-    """Base of codecs with the same number of bytes for each value."""
+    """Base of codecs with the same number of bytes, of a NumPy dtype, for each value."""
 
     width: int
+    dtype: str
 
     def length(self, shape: tuple[int, ...], data: memoryview) -> int:
         return self.width * math.prod(shape)
 
+    def read(self, data: memoryview, shape: tuple[int, ...]) -> np.ndarray:
+        return np.frombuffer(data, self.dtype).astype(np.float32).reshape(shape)
+
 
 class Float32(_FixedWidth):
-    width = 4
+    width, dtype = 4, "<f4"
 
     def write(self, values: np.ndarray, random: np.random.Generator | None) -> memoryview:
-        return _bytes(np.ascontiguousarray(values, "<f4"))
-
-    def read(self, data: memoryview, shape: tuple[int, ...]) -> np.ndarray:
-        return np.frombuffer(data, "<f4").astype(np.float32).reshape(shape)
+        return _bytes(np.ascontiguousarray(values, self.dtype))
 
 
 class Float16(_FixedWidth):
-    width = 2
+    width, dtype = 2, "<f2"
 
     def write(self, values: np.ndarray, random: np.random.Generator | None) -> memoryview:
         with np.errstate(over="ignore"):
-            half = values.astype("<f2")
+            half = values.astype(self.dtype)
         if np.isinf(half).any() and np.isfinite(values).all():
             raise EncodingError(
                 f"it has values up to {np.abs(values).max():.3g}, but the largest of float16 is 65504: choose bfloat16"
             )
         return _bytes(np.ascontiguousarray(half))
 
-    def read(self, data: memoryview, shape: tuple[int, ...]) -> np.ndarray:
-        return np.frombuffer(data, "<f2").astype(np.float32).reshape(shape)
-
 
 class BFloat16(_FixedWidth):
     """The upper half of a float32, rounded to nearest, ties to even."""
 
-    width = 2
+    width, dtype = 2, "<u2"
 
     def write(self, values: np.ndarray, random: np.random.Generator | None) -> memoryview:
         bits = np.ascontiguousarray(values, "<f4").reshape(-1).view("<u4")
-        upper = np.empty(bits.size, "<u2")
+        upper = np.empty(bits.size, self.dtype)
         for part in _chunks(bits.size):
             some = bits[part]
             odd = some >> 16
@@ -119,7 +119,7 @@ class BFloat16(_FixedWidth):
         return _bytes(upper)
 
     def read(self, data: memoryview, shape: tuple[int, ...]) -> np.ndarray:
-        bits = np.frombuffer(data, "<u2").astype(np.uint32)
+        bits = np.frombuffer(data, self.dtype).astype(np.uint32)
         bits <<= 16
         return bits.view(np.float32).reshape(shape)
 
@@ -133,7 +133,7 @@ class Int8:
         rows = values.reshape(values.shape[0], math.prod(values.shape[1:]))
         scales = np.zeros(len(rows), "<f4")
         whole = np.zeros(rows.shape, np.int8)
-        for part in self._rows(rows):
+        for part in _chunks(*rows.shape):
             some = rows[part]
             largest = np.abs(some).max(axis=1, initial=0.0)
             scale = np.where(np.isfinite(largest), np.minimum(largest / np.float32(127), _LARGEST_SCALE), np.nan)
@@ -150,11 +150,6 @@ class Int8:
             whole[part] = np.clip(steps, -127, 127, out=steps)
         return b"".join([_bytes(scales), _bytes(whole)])
 
-    @staticmethod
-    def _rows(rows: np.ndarray) -> Iterator[slice]:
-        several = max(_CHUNK // max(rows.shape[1], 1), 1)
-        return (slice(start, start + several) for start in range(0, len(rows), several))
-
     def length(self, shape: tuple[int, ...], data: memoryview) -> int:
         return 4 * shape[0] + math.prod(shape)
 
@@ -163,7 +158,7 @@ class Int8:
         whole = np.frombuffer(data[4 * shape[0] :], np.int8).reshape(shape[0], math.prod(shape[1:]))
         values = np.empty(whole.shape, np.float32)
         with np.errstate(all="ignore"):  # the scales come from the other side
-            for part in self._rows(whole):
+            for part in _chunks(*whole.shape):
                 np.multiply(whole[part], scales[part, None], out=values[part], dtype=np.float32)
         return values.reshape(shape)
 

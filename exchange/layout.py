@@ -97,8 +97,7 @@ class Layout:
 
     def difference(self, other: Layout, *, mine: str, others: str) -> str:
         """How the tensors of another layout differ, in words; "" if they do not. `mine`, `others`: their owners."""
-        here = {t.name: f"{t.dtype}{list(t.shape)}" for t in self.raw}
-        there = {t.name: f"{t.dtype}{list(t.shape)}" for t in other.raw}
+        here, there = ({t.name: f"{t.dtype}{list(t.shape)}" for t in layout.raw} for layout in (self, other))
         different = sorted(name for name in {*here, *there} if here.get(name) != there.get(name))
         if not different:
             return ""

@@ -61,7 +61,7 @@ class Digests:
     def find(self, array: np.ndarray) -> bytes | None:
         """The array's digest, if it is known."""
         found = self._known.get(id(array))
-        return found[1] if found and found[0]() is array else None  # the id of a freed array may be reused
+        return found[1] if found else None
 
     def of_all(self, arrays: Sequence[np.ndarray]) -> list[bytes]:
         """The arrays' digests, in their order; large arrays are hashed in several threads."""
@@ -69,12 +69,9 @@ class Digests:
 
     def know(self, array: np.ndarray, value: bytes) -> bytes:
         """Remember and return `value` as the array's digest."""
-        self._known[id(array)] = weakref.ref(array), value
+        number = id(array)  # another array may have it when this one is freed, which removes the entry
+        self._known[number] = weakref.ref(array, lambda _: self._known.pop(number, None)), value
         return value
-
-    def forget_gone(self) -> None:
-        """Forget arrays that were freed."""
-        self._known = {number: found for number, found in self._known.items() if found[0]() is not None}
 
 
 @dataclass(frozen=True)

@@ -80,14 +80,11 @@ class Traffic:
     @staticmethod
     def of(content: Mapping[str, object]) -> Traffic:
         """Bytes that this project added to a message; an app's own records are not counted."""
-        traffic = Traffic()
-        parts = content.get(PARTS)
-        if isinstance(parts, ArrayRecord):
-            traffic.payload = sum(len(array.data) for array in parts.values())
-        record = content.get(RECORD)
-        if isinstance(record, Mapping):
-            traffic.overhead = sum(len(value) for value in record.values() if isinstance(value, bytes))
-        return traffic
+        parts, record = content.get(PARTS), content.get(RECORD)
+        arrays = parts.values() if isinstance(parts, ArrayRecord) else ()
+        values = record.values() if isinstance(record, Mapping) else ()
+        overhead = sum(len(value) for value in values if isinstance(value, bytes))
+        return Traffic(sum(len(array.data) for array in arrays), overhead)
 
 
 @dataclass(frozen=True)
@@ -141,14 +138,8 @@ class Sender:
         # differs between clients there is never more than one part in memory.
         self._packed: dict[tuple[Tree, str], tuple[tuple[str, Names, Wire], Array]] = {}
 
-    def new_round(self) -> None:
-        """Forget packed parts, and digests of arrays that were freed."""
-        self.digests.forget_gone()
-        self._decoded.forget_gone()
-        self._packed.clear()
-
-    def all_sent(self) -> None:
-        """Forget packed parts: all messages of this round have been sent."""
+    def forget_packed(self) -> None:
+        """Forget packed parts, when all messages of a round have been sent."""
         self._packed.clear()
 
     def content(

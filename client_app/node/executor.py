@@ -34,6 +34,7 @@ from flwr.supercore.interceptors import (
 from flwr.supercore.runtime import RuntimeHttpClient
 
 from tepal.client_app.node.child import Child
+from tepal.client_app.node.settings import NodeSettings
 from tepal.host.limits import Limits
 from tepal.host.processes import MARK, marked
 
@@ -126,25 +127,11 @@ class Executor:
         secret: authenticates the executor at the SuperNode.
         folder: for the workers' files; each worker has a folder in it, which is removed with the worker.
         environment: variables of the workers.
-        preload: modules that a spare worker imports.
-        spare: keep a spare worker.
-        memory_limit: bytes of private memory that a worker may use; 0 for no limit other than the machine's.
-        idle: seconds without a message after which a run's worker is ended and its memory freed.
-        grace: seconds in which a message may be finished when the node is stopped.
+        settings: of the node.
     """
 
     def __init__(
-        self,
-        address: str,
-        secret: bytes,
-        folder: Path,
-        environment: Mapping[str, str],
-        *,
-        preload: tuple[str, ...] = ("torch",),
-        spare: bool = True,
-        memory_limit: int = 0,
-        idle: float = 900.0,
-        grace: float = 30.0,
+        self, address: str, secret: bytes, folder: Path, environment: Mapping[str, str], settings: NodeSettings
     ) -> None:
         self.address = address
         self.answered = self.failed = self.died = 0
@@ -152,12 +139,9 @@ class Executor:
         self.finished: queue.SimpleQueue[MessageTask] = queue.SimpleQueue()
         self._secret = secret
         self._folder = folder
-        self._environment = dict(environment)
-        self._preload = preload
-        self._keep_spare = spare
-        self._memory_limit = memory_limit
-        self._idle = idle
-        self._grace = grace
+        self._environment = environment
+        self._settings = settings
+        self._idle, self._grace = settings.idle, settings.grace
         self._limits = Limits()
         self._killed = self._limits.killed
         self._worker: Worker | None = None
@@ -347,7 +331,7 @@ class Executor:
         if spare is not None and spare.ready:
             self._stillborn = 0
         quiet = worker is None or time.monotonic() - worker.worked_at > _QUIET  # starting must not slow down a run
-        if self._keep_spare and self._spare is None and quiet and time.monotonic() >= self._next_start:
+        if self._settings.spare and self._spare is None and quiet and time.monotonic() >= self._next_start:
             try:
                 self._spare = self._start()
             except OSError as error:
@@ -357,7 +341,7 @@ class Executor:
 
     def _start(self) -> Worker:
         name = f"worker-{next(self._numbers)}"
-        return Worker(name, self._folder, self._environment, self._memory_limit, self._preload)
+        return Worker(name, self._folder, self._environment, self._settings.memory_limit, self._settings.preload)
 
     @contextlib.contextmanager
     def _client(self, interceptor: Any) -> Iterator[RuntimeHttpClient]:

@@ -12,7 +12,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from logging import getLogger
 from pathlib import Path
 from types import FrameType
@@ -25,11 +24,12 @@ from tepal.client_app.node.child import Child
 from tepal.client_app.node.executor import Executor
 from tepal.client_app.node.metrics import node_families
 from tepal.client_app.node.service import Services
+from tepal.client_app.node.settings import NodeSettings
 from tepal.host.files import locked
 from tepal.host.flower.patches import require_flower
 from tepal.host.metrics import serving
 from tepal.host.processes import flower_environment, free_port
-from tepal.host.toml import Value, to_toml
+from tepal.host.toml import to_toml
 
 log = getLogger("flwr")
 
@@ -46,47 +46,6 @@ _SILENCE = 20.0  # seconds without an answer of the SuperLink, after which it is
 _LAST_ANSWER = 15.0  # seconds for sending the last answer to the SuperLink
 _SIGNING_OFF = 5.0  # seconds for a SuperNode to sign off from the SuperLink
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-
-
-@dataclass(frozen=True)
-class NodeSettings:
-    """Settings of a node. Times are in seconds, sizes in bytes.
-
-    Args:
-        superlink: address of the SuperLink's Fleet API, "host:port".
-        root_certificates: PEM file of the authority that signed the SuperLink's certificate; None: the system's.
-        insecure: connect without TLS, for trials on one machine.
-        key: this node's private key, whose public key is registered at the SuperLink; None for none.
-        name: of the node, in logs and status.
-        node_config: of the ClientApp's context.
-        folder: for the node's files while it runs; None for a temporary one.
-        control: address for `tepal node status` and `drain`: on the loopback interface, or "unix:/path".
-        health: further address of the standard health service; "" for none.
-        poll: the longest pause between two requests for a message.
-        idle: time without a message after which the process of the last run is ended.
-        grace: time in which a message may be finished when the node is stopped.
-        spare: keep a process with torch loaded for the next run.
-        memory_limit: private memory of a process that runs a ClientApp; 0 for no limit other than the machine's.
-        metrics: address of the node's metrics for Prometheus; "" for none.
-        preload: modules that the spare process imports, if they are installed.
-    """
-
-    superlink: str
-    root_certificates: Path | None = None
-    insecure: bool = False
-    key: Path | None = None
-    name: str = ""
-    node_config: Mapping[str, Value] = field(default_factory=dict)
-    folder: Path | None = None
-    control: str = "127.0.0.1:9095"
-    health: str = ""
-    poll: float = 1.0
-    idle: float = 900.0
-    grace: float = 30.0
-    spare: bool = True
-    memory_limit: int = 0
-    metrics: str = ""
-    preload: tuple[str, ...] = ("torch",)
 
 
 def run_node(settings: NodeSettings) -> None:
@@ -126,11 +85,7 @@ class WarmNode:
             secret,
             folder,
             self._environment,
-            preload=settings.preload,
-            spare=settings.spare,
-            memory_limit=settings.memory_limit,
-            idle=settings.idle,
-            grace=settings.grace,
+            settings,
         )
 
     def run(self) -> None:
