@@ -1,12 +1,12 @@
-"""The client's side: what an app calls (`apply_plan`), and this project's own ClientApp.
+"""The client's side: `apply_plan` for other apps, and this project's own ClientApp.
 
-`app.py` is loaded by Flower by its file and is imported by nothing else.
+Flower loads `app.py` by its file; nothing else imports it.
 """
 
 from typing import TYPE_CHECKING, Any
 
-# Flower's simulation imports ServerApp and ClientApp in two threads. `import tepal.x` does not wait for a `tepal` that
-# the other thread is still importing, and misses the path that it adds; `import tepal` does wait.
+# Flower's simulation imports ServerApp and ClientApp in two threads. `import tepal.x` does not wait until the other
+# thread has imported `tepal`, and misses the path that it adds; `import tepal` does wait.
 import tepal  # noqa: F401
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ __all__ = ["AppliedPlan", "apply_plan"]
 
 
 def __getattr__(name: str) -> Any:
-    # Not imported before it is asked for: torch takes seconds, and who checks a config needs none of it.
+    # Imported on demand: importing torch takes seconds, and checking a config does not need it.
     if name in __all__:
         from tepal.training import freezing
 

@@ -15,8 +15,8 @@ from tepal import models
 from tepal.client_app import apply_plan, objectives
 from tepal.client_app import stacked as together
 from tepal.client_app.delivery import deliver
+from tepal.client_app.local_client import LocalClient
 from tepal.client_app.objectives import Outcome, Work
-from tepal.client_app.site import Site
 from tepal.client_app.state import load_record, record_of_model
 from tepal.exchange import PartialExchange
 from tepal.exchange.mod import Received, received
@@ -28,17 +28,17 @@ from tepal.training.prediction import EnsembleScore, score_ensemble
 from tepal.training.probing import probe_layers, random_numbers_apart
 
 OWN = "personal"
-"""Whose score it is, in the names of metrics, when a client scores a model that it has made its own."""
+"""Prefix of the names of metrics of a personal model."""
 
-app = ClientApp(mods=[PartialExchange(introduce=lambda msg, context: Site.of(msg, context).figures(msg))])
+app = ClientApp(mods=[PartialExchange(introduce=lambda msg, context: LocalClient.of(msg, context).figures(msg))])
 
 
 def prepare(run_config: Mapping[str, Any], clients: int) -> None:
-    """Read the dataset and divide it, before the processes of a simulation are forked: they share what is read.
+    """Read and partition the dataset before the processes of a simulation are forked, which then share it.
 
-    What is wrong with it, the run says.
+    Errors are left to the run, which reports them.
     """
-    torch.optim.SGD([torch.zeros(1)])  # the first optimizer of a process imports PyTorch's compiler: a second or two
+    torch.optim.SGD([torch.zeros(1)])  # the first optimizer of a process imports PyTorch's compiler, for seconds
     with suppress(ValueError, OSError):
         config = InputConfig.from_run_config(run_config)
         check_partition(config, clients, numbers=config.kind == models.SEQUENCES)
@@ -46,112 +46,112 @@ def prepare(run_config: Mapping[str, Any], clients: int) -> None:
 
 @app.train()
 def train(msg: Message, context: Context) -> Message:
-    site = Site.of(msg, context)
-    model = site.model
+    client = LocalClient.of(msg, context)
+    model = client.model
     load_record(model, msg.content.array_records["arrays"])
-    plan, came = apply_plan(model, msg), received(msg)
-    objective, work = objectives.find(came.plan.objective if came else ""), _work(site, came, plan.penalty)
-    before = _scored(site, "received")
-    plain = not (came and came.plan.objective) and not plan.ridge and not plan.proximal
+    plan, found = apply_plan(model, msg), received(msg)
+    objective, work = objectives.find(found.plan.objective if found else ""), _work(client, found, plan.penalty)
+    before = _scored(client, "received")
+    plain = not (found and found.plan.objective) and not plan.ridge and not plan.proximal
     if (fitted := together.fit(work, plain=plain)) is not None:
         outcome = Outcome(fitted)
     else:
-        with _random_numbers(site):
+        with _random_numbers(client):
             outcome = objective.fit(work)
-    after = _scored(site, "trained")
+    after = _scored(client, "trained")
     steps = outcome.fitted.steps
     metrics = MetricRecord(
         {
-            "num-examples": len(site.batches),
+            "num-examples": len(client.batches),
             "train-loss": outcome.fitted.loss,
             "train-steps": steps,
             "step-seconds": outcome.fitted.step_seconds,
-            ACCUMULATION: accumulation(site.training, steps, float(work.options.get(PROXIMAL, 0.0))),
-            "test-examples": len(site.test[1]),
+            ACCUMULATION: accumulation(client.training, steps, float(work.options.get(PROXIMAL, 0.0))),
+            "test-examples": len(client.test[1]),
             **before,
             **after,
         }
     )
-    own = objective.personal and site.training.score_in_training
-    # The exchange takes what it needs at once; elsewhere, and where the model is loaded anew below, a copy is due.
-    arrays = record_of_model(model) if came is not None and not own else ArrayRecord(model.state_dict())
+    own = objective.personal and client.training.score_in_training
+    # The exchange packs the arrays at once. Without it, or if the model is loaded again below, they are copied.
+    arrays = record_of_model(model) if found is not None and not own else ArrayRecord(model.state_dict())
     content = RecordDict({"arrays": arrays, "metrics": metrics})
-    if came is not None:
+    if found is not None:
         for tree, values in outcome.trees.items():
-            content[tree] = came.record_of(tree, values)
+            content[tree] = found.record_of(tree, values)
         if outcome.personal is not None:
-            came.personal.save(outcome.personal)
+            found.personal.save(outcome.personal)
             work.personal = outcome.personal
     if own:
         work.load(work.received)
-        with _random_numbers(site):
+        with _random_numbers(client):
             objective.personalise(work)
-        metrics.update(_scored(site, OWN))
+        metrics.update(_scored(client, OWN))
     return Message(content, reply_to=msg)
 
 
 @app.train("probe")
 def probe(msg: Message, context: Context) -> Message:
-    """What the server chooses this client's layers by: no step is taken, and no entry is returned."""
-    site = Site.of(msg, context)
-    load_record(site.model, msg.content.array_records["arrays"])
-    found = probe_layers(site.model, msg, site.batches.epoch(0), loss=site.task.loss_of)
-    metrics = MetricRecord({"num-examples": len(site.batches), **site.budget, **found})
+    """Measure the scores by which the server chooses this client's layers, without training."""
+    client = LocalClient.of(msg, context)
+    load_record(client.model, msg.content.array_records["arrays"])
+    scores = probe_layers(client.model, msg, client.batches.epoch(0), loss=client.task.loss_of)
+    metrics = MetricRecord({"num-examples": len(client.batches), **client.budget, **scores})
     return Message(RecordDict({"metrics": metrics}), reply_to=msg)
 
 
 @app.evaluate()
 def evaluate(msg: Message, context: Context) -> Message:
-    """Score what came: one model, the mean prediction of the models of an ensemble, or what this client makes of it."""
-    site = Site.of(msg, context)
+    """Score the received model, an ensemble's mean prediction, or the personal model made of the received one."""
+    client = LocalClient.of(msg, context)
     records = list(msg.content.array_records.values())
-    came = received(msg)
-    options = came.plan.options if came else {}
-    if (objective := objectives.find(came.plan.objective if came else "")).personal:
-        load_record(site.model, records[0])
-        with _random_numbers(site):
-            objective.personalise(_work(site, came))
-        records = [ArrayRecord(site.model.state_dict())]
-    states = (record.to_torch_state_dict() for record in records)  # one at a time is in memory
-    scored = score_ensemble(site.model, states, *site.test, site.training, site.task)
+    found = received(msg)
+    options = found.plan.options if found else {}
+    if (objective := objectives.find(found.plan.objective if found else "")).personal:
+        load_record(client.model, records[0])
+        with _random_numbers(client):
+            objective.personalise(_work(client, found))
+        records = [ArrayRecord(client.model.state_dict())]
+    states = (record.to_torch_state_dict() for record in records)  # only one at a time is in memory
+    scored = score_ensemble(client.model, states, *client.test, client.training, client.task)
     of = str(options.get(SCORED_AS, "received"))
     figures: dict[str, Any] = {"num-examples": scored.examples, **_named(of, scored)}
     if len(records) > 1:
         figures |= {f"{of}-{name}": value for name, value in scored.apart.items()}
     if options.get(FINAL):
-        deliver(records, site, context)
+        deliver(records, client, context)
     return Message(RecordDict({"metrics": MetricRecord(figures)}), reply_to=msg)
 
 
-def _work(site: Site, came: Received | None, penalty: Callable[[], Tensor | float] = lambda: 0.0) -> Work:
-    """Local training on what was received, which must be loaded. Under a strategy of Flower's that is all of it."""
-    work = Work(site.model, site.batches, site.training, site.task, penalty=penalty)
-    if came is not None:
-        work.layout, work.received, work.trees = came.layout, came.model, came.trees
-        work.options, work.load_personal = came.plan.options, came.personal.load
+def _work(client: LocalClient, found: Received | None, penalty: Callable[[], Tensor | float] = lambda: 0.0) -> Work:
+    """Local training of the loaded model; `found` is None with a strategy of Flower."""
+    work = Work(client.model, client.batches, client.training, client.task, penalty=penalty)
+    if found is not None:
+        work.layout, work.received, work.trees = found.layout, found.model, found.trees
+        work.options, work.load_personal = found.plan.options, found.personal.load
     return work
 
 
-def _scored(site: Site, of: str) -> dict[str, float]:
-    """What the model scores on this client's test examples, as metrics, where clients score as they train."""
-    if not site.training.score_in_training:
+def _scored(client: LocalClient, of: str) -> dict[str, float]:
+    """Scores of the model on this client's test examples, as metrics; {} with score-in-training=false."""
+    if not client.training.score_in_training:
         return {}
-    return _named(of, score(site.model, *site.test, site.training, site.task))
+    return _named(of, score(client.model, *client.test, client.training, client.task))
 
 
 @contextmanager
-def _random_numbers(site: Site) -> Iterator[None]:
-    """Random numbers, those of dropout, by the client's seed, so that a round can be repeated.
+def _random_numbers(client: LocalClient) -> Iterator[None]:
+    """Seed random numbers (dropout) with the client's seed, so that a round can be repeated.
 
-    torch's generator is one for all threads: of models that draw, one client trains at a time.
+    All threads share torch's generator: only one client at a time trains a model that draws random numbers.
     """
-    turn = models.DRAWING if together.draws_numbers(site.model) else nullcontext()
-    with turn, random_numbers_apart(site.model, site.batches.seed):
+    turn = models.DRAWING if together.draws_numbers(client.model) else nullcontext()
+    with turn, random_numbers_apart(client.model, client.batches.seed):
         yield
 
 
 def _named(of: str, scored: Score | EnsembleScore) -> dict[str, float]:
-    """A score as metrics: which model it is of, and of what."""
+    """A score as metrics. `of`: prefix of their names."""
     figures = {"loss": scored.loss, **scored.figures}
     if scored.accuracy is not None:
         figures["accuracy"] = scored.accuracy

@@ -1,4 +1,4 @@
-"""The result of a run, put where the client's owner wants it: a node config's `model-path`."""
+"""Delivery of a run's result to the file that a node config names (`model-path`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flwr.app import ArrayRecord, Context
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from tepal.client_app.site import Site
+from tepal.client_app.local_client import LocalClient
 from tepal.exchange.modes import join_modes
 from tepal.host.files import replacing
 from tepal.training.data.inputs import written_sizes
@@ -19,11 +19,10 @@ from tepal.training.data.inputs import written_sizes
 log = getLogger("flwr")
 
 
-def deliver(records: Sequence[ArrayRecord], site: Site, context: Context) -> None:
-    """Write the final model, or all models of an ensemble, as `tepal predict` reads them.
+def deliver(records: Sequence[ArrayRecord], client: LocalClient, context: Context) -> None:
+    """Write the final model, or all models of an ensemble, for `tepal predict`, if there is a `model-path`.
 
-    Nothing is written without a `model-path`. One that cannot be written is said in this client's log: what was learned
-    is with the server all the same.
+    If it cannot be written, this is an error in the client's log: the server has the result, too.
     """
     wanted = context.node_config.get("model-path")
     if wanted is None:
@@ -32,13 +31,13 @@ def deliver(records: Sequence[ArrayRecord], site: Site, context: Context) -> Non
     metadata = {
         "format": "pt",
         "model": str(context.run_config.get("model")),
-        **written_sizes(site.sizes),
+        **written_sizes(client.sizes),
         "config": json.dumps(dict(context.run_config)),
     }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         entries = {name: value.contiguous() for name, value in join_modes(records).to_torch_state_dict().items()}
-        with replacing(path) as partial:  # clients on one machine may name one place
+        with replacing(path) as partial:  # several clients on one machine may have the same path
             save_file(entries, partial, metadata)
         log.info("The final model is in %s.", path)
     except (OSError, SafetensorError, ValueError) as error:

@@ -1,8 +1,8 @@
-"""Several clients' local training as one computation: their parameters stacked, `torch.func` over the stack.
+"""Several clients' local training as one computation with `torch.func`, on their stacked parameters.
 
-A small model's step on a small batch is mostly what calling the operations costs. One call for many clients costs that
-once; each client has its own batches, in the order that it has alone, and its own state of the optimizer, so that it
-ends where it ends alone, to 1e-4.
+Most of the time of a small model's step is the overhead of calling operations. One call for many clients has it once.
+Each client has the batches that it has alone, in the same order, and its own optimizer state; the result agrees with
+separate training to 1e-4.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ T = TypeVar("T")
 
 
 class Gathering:
-    """So many clients that are answered at once, each in a thread, with a model of its own.
+    """Clients that are answered at once, each in its own thread and with its own model.
 
-    Each is answered by a call of the gathering. Local training waits there until all clients have come to it, or are
-    known not to; then those of equal shape train together.
+    Each is answered by a call of the gathering. Local training waits until all clients train or have answered; then
+    those of equal shape train together.
     """
 
     def __init__(self, clients: int) -> None:
@@ -53,7 +53,7 @@ class Gathering:
             _here.gathering = None
 
     def arrive(self, place: _Place | None = None) -> None:
-        """This thread's client is there, once: with its work, or without."""
+        """Count this thread's client, once: with its work, or without."""
         if _here.arrived:
             return
         _here.arrived = True
@@ -63,7 +63,7 @@ class Gathering:
             if not self._due:
                 try:
                     _train(self._waiting)
-                finally:  # whatever went wrong, nobody waits for ever
+                finally:  # after any error, no thread waits for ever
                     for each in self._waiting:
                         each.settled = True
                     self._changed.notify_all()
@@ -73,7 +73,7 @@ class Gathering:
 
 @dataclass
 class _Place:
-    """A client's work, and what came of it; None where it is to train alone."""
+    """A client's work, and its outcome; None if it must train alone."""
 
     work: Work
     settled: bool = False
@@ -86,19 +86,20 @@ _here = threading.local()
 def fit(work: Work, *, plain: bool) -> Fitted | None:
     """Train a client's model in place, together with the others of its gathering.
 
-    None, and nothing has happened, where there is no gathering, nobody to train with, or it cannot be.
-
     Args:
-        work: of an objective whose loss is that of the task alone.
-        plain: whether it is of such an objective.
+        work: the client's local training.
+        plain: whether its loss is that of the task alone.
+
+    Returns:
+        The result; None if the client must train alone, because there is no gathering or the work cannot be stacked.
 
     Raises:
-        FloatingPointError: as `training.fit`, of this client alone.
+        FloatingPointError: this client's training diverged, as in `tepal.training.loop.fit`.
     """
     gathering: Gathering | None = getattr(_here, "gathering", None)
     if gathering is None or _here.arrived:
         return None
-    if reason := _hindrance(work.model, work.config) if plain else "what they minimise is not the task's loss alone":
+    if reason := _hindrance(work.model, work.config) if plain else "their objective is not the task's loss alone":
         _say(reason)
         gathering.arrive()
         return None
@@ -116,29 +117,28 @@ _saying = threading.Lock()
 def _say(reason: str) -> None:
     """Log once in a process why clients do not train together."""
     with _saying:
-        if reason in _said:
-            return
-        _said.add(reason)
-    log.info("Clients train one by one, and not together: %s.", reason)
+        if reason not in _said:
+            _said.add(reason)
+            log.info("Clients train one by one, and not together: %s.", reason)
 
 
 def _hindrance(model: nn.Module, config: TrainingConfig) -> str:
-    """Why a model cannot train stacked with others; "" where nothing is known to be in the way."""
+    """Why a model cannot be stacked with others; "" if no reason is known."""
     if config.deterministic:
-        return "deterministic=true asks for the same bits"
+        return "deterministic=true requires the same bits"
     if config.autocast != "no" or config.gradient_checkpointing or config.micro_batch_size:
-        return "they do not with autocast, gradient-checkpointing or micro-batch-size"
+        return "autocast, gradient-checkpointing or micro-batch-size is set"
     if draws_numbers(model):
         return "the model draws random numbers (dropout)"
     if any(isinstance(module, nn.modules.batchnorm._NormBase) for module in model.modules()):
-        return "the model's norms keep statistics of what they saw"
+        return "the model's normalisation layers keep running statistics"
     if any(map(frozen_rows, model.parameters())):
         return "a part of a tensor is frozen (a fused projection)"
     return ""
 
 
 def draws_numbers(model: nn.Module) -> bool:
-    """Whether training draws random numbers, as far as layers tell by their names and those of their settings."""
+    """Whether training draws random numbers, by the names of layers and of their settings."""
     for module in model.modules():
         kind = type(module).__name__.lower()
         if ("drop" in kind or "stochastic" in kind) and vars(module).get("p", 1.0):
@@ -149,7 +149,7 @@ def draws_numbers(model: nn.Module) -> bool:
 
 
 def _train(places: Sequence[_Place]) -> None:
-    """Train those of equal shape together. What cannot be done so is left to each."""
+    """Train clients of equal shape together. The others get no outcome, and train alone."""
     groups: dict[Any, list[_Place]] = {}
     for place in places:
         groups.setdefault(_kind(place.work), []).append(place)
@@ -164,7 +164,7 @@ def _train(places: Sequence[_Place]) -> None:
 
 
 def _kind(work: Work) -> tuple[Any, ...]:
-    """What must be equal of clients that train together."""
+    """The properties that clients must share to train together."""
     tensors = tuple((name, tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in _tensors(work.model))
     inputs, labels = work.batches.inputs, work.batches.labels
     return work.config, work.task.name, tensors, inputs.shape[1:], inputs.dtype, labels.shape[1:], inputs.device
@@ -175,9 +175,9 @@ def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def fit_stacked(works: Sequence[Work]) -> list[Fitted | FloatingPointError]:
-    """Train the models of clients of equal shape in place; the outcome of each, which may be that it diverged.
+    """Train the models of clients of equal shape in place; return the result of each, or its error if it diverged.
 
-    Stacked tensors have the clients in their first dimension, those with most steps first.
+    The first dimension of stacked tensors is the clients, those with the most steps first.
     """
     config, task, model = works[0].config, works[0].task, works[0].model.train()
     order = sorted(range(len(works)), key=lambda k: -steps_of(works[k].batches, config))
@@ -192,7 +192,7 @@ def fit_stacked(works: Sequence[Work]) -> list[Fitted | FloatingPointError]:
     streams = [endless(each) for each in batches]
     totals = torch.zeros(len(works), device=batches[0].labels.device)
     begun = time.perf_counter()
-    # The kernels of attention that are fast alone have no rule for a stack.
+    # The other kernels of attention have no rule for stacked tensors.
     with sdpa_kernel(SDPBackend.MATH):
         for number in range(steps[0]):
             active = sum(number < most for most in steps)
@@ -237,9 +237,9 @@ def _loss_of(model: nn.Module, task: Task) -> Callable[..., Tensor]:
 
 
 def _side_by_side(batches: Sequence[Batch]) -> tuple[Tensor, Tensor, Tensor]:
-    """One batch of each client: inputs (clients, n, …), labels, and the weight of each example in its client's mean.
+    """A batch of each client: inputs (clients, n, …), labels, and each example's weight in its client's mean loss.
 
-    Where a client has fewer than the others, its last example is repeated, with weight 0.
+    If a client has fewer examples than the others, its last one is repeated, with weight 0.
     """
     most = max(len(labels) for _, labels in batches)
     places = torch.arange(most, device=batches[0][1].device)
@@ -249,7 +249,7 @@ def _side_by_side(batches: Sequence[Batch]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _clip(gradients: Sequence[Tensor], config: TrainingConfig) -> None:
-    """As `training.clip`, for each client's gradients (clients, …) by themselves."""
+    """As `tepal.training.loop.clip`, separately for each client's gradients (clients, …)."""
     if config.clip_norm:
         norms = torch.stack([gradient.flatten(1).norm(dim=1) for gradient in gradients]).norm(dim=0)
         factor = (config.clip_norm / (norms + 1e-6)).clamp(max=1.0)
@@ -260,7 +260,7 @@ def _clip(gradients: Sequence[Tensor], config: TrainingConfig) -> None:
 def _of_the_first(
     count: int, trained: Mapping[str, Tensor], optimizer: Optimizer, config: TrainingConfig
 ) -> tuple[dict[str, Tensor], Optimizer]:
-    """Views of the first clients' tensors, and an optimizer that goes on with what it knows of them."""
+    """Views of the first `count` clients' tensors, and an optimizer with its state of them."""
     fewer = {name: tensor[:count] for name, tensor in trained.items()}
     following = optimizer_for(fewer.values(), config)
     for name, tensor in trained.items():

@@ -1,4 +1,4 @@
-"""A model's state and the ArrayRecords of messages, with no copy but the one into the model."""
+"""A model's state from and to the ArrayRecords of messages; the only copy is the one into the model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tepal.exchange.records import record_of, values_of
 
 
 def load_record(model: nn.Module, record: ArrayRecord) -> None:
-    """As `model.load_state_dict(record.to_torch_state_dict())`. RuntimeError for what is not this model's state."""
+    """As `model.load_state_dict(record.to_torch_state_dict())`. Raises RuntimeError for another model's state."""
     state = model.state_dict()
     values = {name: values_of(array) for name, array in record.items()}
     if values.keys() != state.keys() or any(array.shape != state[name].shape for name, array in values.items()):
@@ -25,5 +25,5 @@ def load_record(model: nn.Module, record: ArrayRecord) -> None:
 
 
 def record_of_model(model: nn.Module) -> ArrayRecord:
-    """The model's state as it is until it trains on or is loaded anew."""
+    """The model's state; valid until the model is trained or loaded again."""
     return record_of({name: tensor.cpu().numpy() for name, tensor in model.state_dict().items()})

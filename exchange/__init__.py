@@ -1,7 +1,7 @@
-"""What travels between server and clients: which entries, what a client already holds, and how they are packed.
+"""The messages between server and clients: plans, manifests, packed parts, and the client's cache.
 
 The client's half is a Flower mod, `partial_exchange`; the server's half, `Sender`, is used by every strategy of
-`tepal.strategies`. Nothing here needs torch.
+`tepal.strategies`. This package needs no torch.
 """
 
 from tepal.exchange.encodings import Encoding

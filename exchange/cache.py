@@ -1,12 +1,12 @@
-"""What a client keeps between messages: parts as safetensors files, found by content digest.
+"""The client's cache: parts as safetensors files, named by content digest.
 
     <root>/<experiment>/content/<part id>.safetensors          the values, once for all clients on this machine
-    <root>/<experiment>/clients/<name>/<tree>.<block>@<part id>.safetensors    a hard link: this client holds that part
+    <root>/<experiment>/clients/<name>/<tree>.<block>@<part id>.safetensors    a hard link: this client's copy
     <root>/<experiment>/personal/<name>/                       see `tepal.exchange.personal`
 
-A client holds at most one part for a block of a tree: a newer one takes the older one's place. The file system counts
-the links, so that content which nobody holds any more is seen by its link count of one. Everything is written beside
-and renamed; a torn or damaged file shows in the digests of its entries and is dropped, and the server sends it again.
+A client caches at most one part of a block of a tree: a newer one replaces the older one. Content that no client uses
+any more has a link count of one. Files are written under another name and renamed. A damaged file does not match its
+entries' digests; it is removed, and the server sends the part again.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ DEFAULT_LIMIT = 8_000_000_000
 
 _CONTENT, _CLIENTS = "content", "clients"
 _WAITING = "waiting."
-_HEADER = 300  # bytes, roughly, that a file needs to describe one entry: its name (twice), shape and digest
+_HEADER = 300  # approximate bytes of one entry's description in a file: its name (twice), shape and digest
 _SLACK = 0.01
-"""The share of the limit that a process may write before it lists the cache folder again."""
+"""Share of the limit that a process may write before it lists the cache folder again."""
 
 
 @dataclass
 class _Usage:
     """An estimate of the bytes that all parts in a cache folder use, without a listing for each write.
 
-    What other processes remove makes the estimate too high, and the folder is listed again when it reaches the limit.
-    What they write makes it too low. Each process therefore also lists the folder before its own writes since the last
-    listing exceed 1 % of the limit. After a listing, each other process writes at most that much (or one part, where
-    that is larger) before it lists the folder, too: n processes exceed the limit by at most about n %.
+    If other processes remove parts, the estimate is too high; the folder is listed again when it reaches the limit. If
+    they write parts, it is too low. Each process therefore also lists the folder before its own writes since the last
+    listing exceed 1 % of the limit. Each other process writes at most as much (or one part, if that is larger) before
+    it lists the folder, too: n processes exceed the limit by at most about n %.
     """
 
     listed: int
-    """Bytes that the last listing by this process found, and left."""
+    """Bytes after the last listing by this process, and after the removals that it caused."""
     written: int = 0
     """Bytes that this process has written since."""
 
@@ -61,22 +61,22 @@ _making_room = threading.Lock()
 
 
 def default_root() -> Path:
-    """`$TEPAL_CACHE`, else `tepal` in the user's cache folder."""
+    """The cache folder: `$TEPAL_CACHE`, otherwise `tepal` in the user's cache folder."""
     if root := os.environ.get("TEPAL_CACHE"):
         return Path(root)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tepal"
 
 
 def _file_name(text: str) -> str:
-    """`text` as one file name that no other text has."""
+    """A file name that is unique to `text`."""
     return quote(text, safe="").replace(".", "%2E")
 
 
 class ClientCache:
-    """The parts that one client holds in one experiment.
+    """The cached parts of one client in one experiment.
 
-    A cache that cannot write (full disk, read-only folder) keeps nothing and says so: training goes on, and the
-    server sends what is not held.
+    If the cache cannot be written (full disk, read-only folder), this is logged, and training goes on: the server sends
+    what is not cached.
     """
 
     def __init__(self, root: Path, experiment: str, client: str, limit: int = DEFAULT_LIMIT) -> None:
@@ -87,20 +87,20 @@ class ClientCache:
         self.personal = root / _file_name(experiment) / "personal" / _file_name(client)
         """The folder of this client's personal state, which has no size limit."""
         self.notes: list[str] = []
-        """What went wrong, for the server's log."""
+        """Problems, for the server's log."""
 
     def holds(self) -> Names:
-        """Ids of the parts that this client keeps, without those of an exchange that waits for a resend."""
+        """Ids of the cached parts, without those of an exchange that waits for a resend."""
         return tuple(sorted({_id_of(link) for link in self._held() if not link.name.startswith(_WAITING)}))
 
     def find(self, part: Part) -> dict[str, np.ndarray]:
-        """The entries of `part`, when this client holds it; {} when not, or when its file is damaged and dropped."""
-        link = self._find_link(part.id)
+        """The entries of `part`; {} if it is not cached, or if its file is damaged, which is then removed."""
+        link = next((link for link in self._held() if _id_of(link) == part.id), None)
         if link is None:
             return {}
         try:
             stored = read_arrays(link, part.digest_of)
-        except FileNotFoundError:  # another process has just removed it to make room
+        except FileNotFoundError:  # another process has removed it to make room
             return {}
         except (OSError, DamagedFile) as error:
             self._drop_damaged(link, part.block, str(error))
@@ -109,16 +109,32 @@ class ClientCache:
             os.utime(link)
         return stored
 
-    def keep(self, part: Part, values: Arrays) -> None:
-        """Keep a complete part in place of any older one of the same block."""
-        self._store(part, values, "")
+    def keep(self, part: Part, values: Arrays, *, waiting: bool = False) -> None:
+        """Cache a complete part in place of an older one of the same block.
 
-    def keep_waiting(self, part: Part, values: Arrays) -> None:
-        """Keep what has come of a message that lacks something, until the server has sent the rest."""
-        self._store(part, values, _WAITING)
+        `waiting`: only until the server has sent the entries that the part's message lacks.
+        """
+        slot = f"{_WAITING * waiting}{_file_name(part.tree)}.{_file_name(part.block)}"
+        link = self._links / f"{slot}@{part.id}{SUFFIX}"
+        try:
+            content = self._content / f"{part.id}{SUFFIX}"
+            self._links.mkdir(parents=True, exist_ok=True)
+            if not link.exists():
+                for _ in range(3):  # another process may remove content without links between the two steps
+                    if not content.exists():
+                        self._write(content, {name: values[name] for name in part.names})
+                    with contextlib.suppress(FileNotFoundError):
+                        _link(content, link)
+                        break
+        except OSError as error:
+            self._note(f"block {part.block!r} cannot be cached in {self.root}: {error}")
+            return
+        for old in self._held():
+            if old.name.startswith(f"{slot}@") and old != link:
+                self._unlink(old)
 
     def drop_waiting(self) -> None:
-        """Drop what `keep_waiting` kept."""
+        """Remove the parts that were cached as `waiting`."""
         for link in self._held():
             if link.name.startswith(_WAITING):
                 self._unlink(link)
@@ -127,37 +143,14 @@ class ClientCache:
         with contextlib.suppress(OSError):
             yield from list(self._links.glob(f"*@*{SUFFIX}"))
 
-    def _find_link(self, part_id: str) -> Path | None:
-        return next((link for link in self._held() if _id_of(link) == part_id), None)
-
-    def _store(self, part: Part, values: Arrays, prefix: str) -> None:
-        slot = f"{prefix}{_file_name(part.tree)}.{_file_name(part.block)}"
-        link = self._links / f"{slot}@{part.id}{SUFFIX}"
-        try:
-            content = self._content / f"{part.id}{SUFFIX}"
-            self._links.mkdir(parents=True, exist_ok=True)
-            if not link.exists():
-                for _ in range(3):  # another client's process may remove unheld content between the two steps
-                    if not content.exists():
-                        self._write(content, {name: values[name] for name in part.names})
-                    with contextlib.suppress(FileNotFoundError):
-                        _link(content, link)
-                        break
-        except OSError as error:
-            self._note(f"the cache in {self.root} keeps nothing of block {part.block!r}: {error}")
-            return
-        for old in self._held():
-            if old.name.startswith(f"{slot}@") and old != link:
-                self._unlink(old)
-
     def _write(self, path: Path, values: Arrays) -> None:
         self._make_room(sum(array.nbytes + _HEADER for array in values.values()))
-        # What a crash tears is found by its digests, and sent again. Where another process has written the same content
-        # in the meantime, its file stays: clients link to it already.
+        # Not durable: a file that a crash damages is found by its digests, and sent again. If another process has
+        # written the same content in the meantime, its file stays: clients may already link to it.
         write_arrays(path, values, durable=False, replace=False)
 
     def _unlink(self, link: Path) -> None:
-        """Let go of a held part, and of its content when no other client holds it."""
+        """Remove a client's link to a part, and the content if no other client links to it."""
         with contextlib.suppress(OSError):
             link.unlink()
             content = self._content / f"{_id_of(link)}{SUFFIX}"
@@ -169,7 +162,7 @@ class ClientCache:
         self.notes.append(text)
 
     def _drop_damaged(self, link: Path, block: str, reason: str) -> None:
-        self._note(f"the cache drops block {block!r}, which will be sent again: {link}: {reason}")
+        self._note(f"block {block!r} is removed from the cache and will be sent again: {link}: {reason}")
         with contextlib.suppress(OSError):
             content = self._content / f"{_id_of(link)}{SUFFIX}"
             if content.samefile(link):
@@ -178,7 +171,7 @@ class ClientCache:
             link.unlink()
 
     def _make_room(self, nbytes: int) -> None:
-        """Ensure that `nbytes` more are within the limit, as far as this process knows (see `_Usage`)."""
+        """Ensure that `nbytes` more are within the limit, by this process's estimate (see `_Usage`)."""
         root = self.root.absolute()
         with _making_room:
             usage = _usages.get(root)
@@ -188,10 +181,10 @@ class ClientCache:
             usage.written += nbytes
 
     def _evict(self, nbytes: int) -> int:
-        """Return the bytes that all parts use, after room was made for `nbytes` more where they would exceed the limit.
+        """Make room for `nbytes` more if they would exceed the limit; return the bytes that all parts then use.
 
-        Removes the least recently used parts, of any experiment. 1 % of the limit is then free in addition, so that the
-        next write does not list the folder again.
+        The least recently used parts of all experiments are removed, until 1 % of the limit is free in addition, so
+        that the next write does not list the folder again.
         """
         contents = sorted(_contents(self.root))
         used = sum(size for _, size, _ in contents)
@@ -204,8 +197,8 @@ class ClientCache:
             used -= size
             dropped.setdefault(content.parent.parent, set()).add(content.name)
         for experiment, names in dropped.items():
-            said = "The client's cache is at its limit of %d bytes and drops %d of the parts of %s."
-            log.info(said, self.limit, len(names), experiment.name)
+            text = "The client's cache has reached its limit of %d bytes and removes %d parts of %s."
+            log.info(text, self.limit, len(names), experiment.name)
             for name in names:  # first, so that no client links to it after the links are listed
                 (experiment / _CONTENT / name).unlink(missing_ok=True)
             with contextlib.suppress(FileNotFoundError):  # `forget_parts` removes folders at the same time
@@ -216,7 +209,7 @@ class ClientCache:
 
 
 def _contents(root: Path) -> Iterator[tuple[float, int, Path]]:
-    """(time of last use, bytes, path) of the parts of all experiments, without those that vanish during the listing."""
+    """(time of last use, bytes, path) of the parts of all experiments, without those removed during the listing."""
     for folder in root.glob(f"*/{_CONTENT}"):
         remove_abandoned(folder)
         with contextlib.suppress(OSError), os.scandir(folder) as entries:
@@ -228,10 +221,10 @@ def _contents(root: Path) -> Iterator[tuple[float, int, Path]]:
 
 
 def forget_parts(experiment: Path) -> None:
-    """Remove the parts that clients hold of an experiment (a folder in a cache's root); their personal state stays."""
+    """Remove all parts of an experiment (a folder in a cache's root). The clients' personal state stays."""
     for name in (_CONTENT, _CLIENTS):
         shutil.rmtree(experiment / name, ignore_errors=True)
-    with contextlib.suppress(OSError):  # it is not empty
+    with contextlib.suppress(OSError):  # it is not empty if there is personal state
         experiment.rmdir()
 
 
@@ -241,10 +234,9 @@ def _id_of(link: Path) -> str:
 
 def _link(content: Path, link: Path) -> None:
     try:
-        os.link(content, link)
+        with contextlib.suppress(FileExistsError):
+            os.link(content, link)
     except FileNotFoundError:
         raise
-    except FileExistsError:
-        pass
     except OSError:  # a file system without hard links
         shutil.copyfile(content, link)

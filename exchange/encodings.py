@@ -1,21 +1,22 @@
-"""How values are written while they travel: as they are, or in fewer bytes.
+"""Encodings of values in messages, unchanged or in fewer bytes.
 
-Matrices (floating-point entries with two axes or more) may be encoded; vectors, counters and all else travel as they
-are: they are few, and a BatchNorm's variance must not come out negative.
+Matrices (floating-point entries with two axes or more) may be encoded. Vectors, counters and all others are never
+encoded: they are few, and a BatchNorm's variance must not become negative.
 
-    float32     as it is
+    float32     unchanged
     float16     half the bytes; values beyond 65504 are refused
     bfloat16    half the bytes: the range of float32, 8 significant bits
-    int8        a quarter: each row (first axis) is a float32 scale, max|row| / 127, and whole numbers from -127 to 127
-    top k       of each matrix the share k of its values that are largest in magnitude, in one of the dtypes above, and
-                where they lie: the gaps between their places, a byte for each 255
+    int8        a quarter: each row (first axis) has a float32 scale, max|row| / 127, and integers from -127 to 127
+    top k       the share k of each matrix's values that are largest in magnitude, in one of the dtypes above, and their
+                positions: the gaps between them, a byte for each 255
 
-On the way down a value is rounded to the nearest; it is a function of the value alone, so that all clients get the same
-bytes, and digests are of what the client decodes. On the way up **differences** from what the client received are
-written, so that errors are relative to what was learned and not to the weights. The server adds them to its own exact
-values, and so rounding on the way down never enters the model: an update that is smaller than a step of the encoding
-is not lost. What `int8` and top k leave out, rounded at random there (unbiased), a client adds to its next upload of
-the same entries: **error feedback** (Seide et al. 2014; Karimireddy et al. 2019, arXiv:1901.09847, algorithm 1).
+Downloads are rounded to the nearest value. The rounding depends on the value alone, so all clients receive the same
+bytes, and digests are those of the decoded values. Uploads are **differences** from the values that the client
+received, so that errors are relative to the update and not to the weights. The server adds them to its own exact
+values. Rounding of downloads therefore never enters the model: an update that is smaller than a step of the encoding is
+not lost. Uploads in `int8` are rounded at random (unbiased). A client adds what `int8` and top k leave out to its next
+upload of the same entries: **error feedback** (Seide et al. 2014; Karimireddy et al. 2019, arXiv:1901.09847,
+algorithm 1).
 """
 
 from __future__ import annotations
@@ -30,79 +31,82 @@ import numpy as np
 
 DTYPES = ("float32", "float16", "bfloat16", "int8")
 
-_CHUNK = 1 << 18  # elements that are worked on at once, so that scratch arrays stay small
+_CHUNK = 1 << 18  # elements that are processed at once, so that scratch arrays stay small
 _LARGEST_SCALE = np.nextafter(np.finfo(np.float32).max / np.float32(127), np.float32(0))  # 127 times it is finite
-_ESCAPE = 255  # a gap's byte that says: so many, and more follow
+_ESCAPE = 255  # a gap's byte for 255 places, after which more bytes of this gap follow
 
 
 class EncodingError(ValueError):
-    """Values that an encoding cannot hold; the text says which, and what to do."""
+    """Values that an encoding cannot represent; the text has the values and what to do."""
 
 
 class Codec(Protocol):
-    """Writes one matrix as bytes, and reads it again."""
+    """An encoding of one matrix."""
 
     width: int
-    """Bytes of its widest item."""
+    """Bytes of the widest item."""
 
     def write(self, values: np.ndarray, random: np.random.Generator | None) -> bytes | memoryview:
-        """float32 values of any shape with at least one axis. `random`: round at random by it, where that is done."""
+        """Encode float32 values with at least one axis. `random`: generator for rounding at random (int8 alone)."""
 
     def length(self, shape: tuple[int, ...], data: memoryview) -> int:
-        """How many bytes of `data`, which begins with them, are a matrix of this shape. ValueError if none can be."""
+        """Bytes at the beginning of `data` that encode a matrix of this shape. Raises ValueError if there are none."""
 
     def read(self, data: memoryview, shape: tuple[int, ...]) -> np.ndarray:
-        """A new float32 array of exactly these bytes. Raises ValueError for bytes that `write` cannot have made."""
+        """Decode exactly these bytes to a new float32 array. Raises ValueError for bytes that `write` cannot make."""
 
 
 def _bytes(array: np.ndarray) -> memoryview:
     return memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
 
 
-def _chunks(size: int) -> Iterator[slice]:
-    return (slice(start, start + _CHUNK) for start in range(0, size, _CHUNK))
+def _chunks(rows: int, width: int = 1) -> Iterator[slice]:
+    """Slices of rows of `width` elements each."""
+    several = max(_CHUNK // max(width, 1), 1)
+    return (slice(start, start + several) for start in range(0, rows, several))
 
 
-class Float32:
-    width = 4
+class _FixedWidth:
+    """Base of codecs with the same number of bytes, of a NumPy dtype, for each value."""
 
-    def write(self, values: np.ndarray, random: np.random.Generator | None) -> memoryview:
-        return _bytes(np.ascontiguousarray(values, "<f4"))
+    width: int
+    dtype: str
 
     def length(self, shape: tuple[int, ...], data: memoryview) -> int:
-        return 4 * math.prod(shape)
+        return self.width * math.prod(shape)
 
     def read(self, data: memoryview, shape: tuple[int, ...]) -> np.ndarray:
-        return np.frombuffer(data, "<f4").astype(np.float32).reshape(shape)
+        return np.frombuffer(data, self.dtype).astype(np.float32).reshape(shape)
 
 
-class Float16:
-    width = 2
+class Float32(_FixedWidth):
+    width, dtype = 4, "<f4"
+
+    def write(self, values: np.ndarray, random: np.random.Generator | None) -> memoryview:
+        return _bytes(np.ascontiguousarray(values, self.dtype))
+
+
+class Float16(_FixedWidth):
+    width, dtype = 2, "<f2"
 
     def write(self, values: np.ndarray, random: np.random.Generator | None) -> memoryview:
         with np.errstate(over="ignore"):
-            half = values.astype("<f2")
+            half = values.astype(self.dtype)
         if np.isinf(half).any() and np.isfinite(values).all():
             raise EncodingError(
-                f"it has values up to {np.abs(values).max():.3g}, and float16 ends at 65504: choose bfloat16"
+                f"it has values up to {np.abs(values).max():.3g}, but the largest of float16 is 65504: choose bfloat16"
             )
         return _bytes(np.ascontiguousarray(half))
 
-    def length(self, shape: tuple[int, ...], data: memoryview) -> int:
-        return 2 * math.prod(shape)
 
-    def read(self, data: memoryview, shape: tuple[int, ...]) -> np.ndarray:
-        return np.frombuffer(data, "<f2").astype(np.float32).reshape(shape)
+class BFloat16(_FixedWidth):
+    """The upper half of a float32, rounded to nearest, ties to even."""
 
-
-class BFloat16:
-    """The upper half of a float32, rounded to the nearest, and to the even one of two that are as near."""
-
-    width = 2
+    width, dtype = 2, "<u2"
 
     def write(self, values: np.ndarray, random: np.random.Generator | None) -> memoryview:
         bits = np.ascontiguousarray(values, "<f4").reshape(-1).view("<u4")
-        upper = np.empty(bits.size, "<u2")
+        upper = np.empty(bits.size, self.dtype)
         for part in _chunks(bits.size):
             some = bits[part]
             odd = some >> 16
@@ -111,20 +115,17 @@ class BFloat16:
             odd += some
             odd >>= 16
             upper[part] = odd
-            upper[part][(some & 0x7FFFFFFF) > 0x7F800000] = 0x7FC0  # NaN, which the sum may have carried away
+            upper[part][(some & 0x7FFFFFFF) > 0x7F800000] = 0x7FC0  # NaN: adding may have changed it
         return _bytes(upper)
 
-    def length(self, shape: tuple[int, ...], data: memoryview) -> int:
-        return 2 * math.prod(shape)
-
     def read(self, data: memoryview, shape: tuple[int, ...]) -> np.ndarray:
-        bits = np.frombuffer(data, "<u2").astype(np.uint32)
+        bits = np.frombuffer(data, self.dtype).astype(np.uint32)
         bits <<= 16
         return bits.view(np.float32).reshape(shape)
 
 
 class Int8:
-    """A scale for each row, then all whole numbers. A row with a value that is not finite comes out as NaN."""
+    """A scale for each row, then all integers. A row with a value that is not finite is decoded as NaN."""
 
     width = 1
 
@@ -132,7 +133,7 @@ class Int8:
         rows = values.reshape(values.shape[0], math.prod(values.shape[1:]))
         scales = np.zeros(len(rows), "<f4")
         whole = np.zeros(rows.shape, np.int8)
-        for part in self._rows(rows):
+        for part in _chunks(*rows.shape):
             some = rows[part]
             largest = np.abs(some).max(axis=1, initial=0.0)
             scale = np.where(np.isfinite(largest), np.minimum(largest / np.float32(127), _LARGEST_SCALE), np.nan)
@@ -144,15 +145,10 @@ class Int8:
             else:
                 steps += random.random(steps.shape, np.float32)
                 np.floor(steps, out=steps)
-            # A row of zeros, or one that is not finite; and a scale so small that it has few bits.
+            # For rows of zeros, rows that are not finite, and scales so small that they have few bits.
             np.nan_to_num(steps, copy=False, posinf=0, neginf=0)
             whole[part] = np.clip(steps, -127, 127, out=steps)
         return b"".join([_bytes(scales), _bytes(whole)])
-
-    @staticmethod
-    def _rows(rows: np.ndarray) -> Iterator[slice]:
-        several = max(_CHUNK // max(rows.shape[1], 1), 1)
-        return (slice(start, start + several) for start in range(0, len(rows), several))
 
     def length(self, shape: tuple[int, ...], data: memoryview) -> int:
         return 4 * shape[0] + math.prod(shape)
@@ -161,8 +157,8 @@ class Int8:
         scales = np.frombuffer(data[: 4 * shape[0]], "<f4").astype(np.float32)
         whole = np.frombuffer(data[4 * shape[0] :], np.int8).reshape(shape[0], math.prod(shape[1:]))
         values = np.empty(whole.shape, np.float32)
-        with np.errstate(all="ignore"):  # scales are somebody else's
-            for part in self._rows(whole):
+        with np.errstate(all="ignore"):  # the scales come from the other side
+            for part in _chunks(*whole.shape):
                 np.multiply(whole[part], scales[part, None], out=values[part], dtype=np.float32)
         return values.reshape(shape)
 
@@ -174,9 +170,9 @@ CODECS: Mapping[str, Codec] = {
 
 @dataclass(frozen=True)
 class TopK:
-    """The `share` of the values that are largest in magnitude, at least one; all others come out as 0.
+    """The `share` of the values that are largest in magnitude, at least one; all others are decoded as 0.
 
-    Bytes: how many bytes there are of gaps (8), the values as one row of the codec `of`, the gaps.
+    Bytes: the number of bytes of gaps (8), the values as one row of the codec `of`, the gaps.
     """
 
     share: float
@@ -198,7 +194,7 @@ class TopK:
         return b"".join([head, self.of.write(flat[places].reshape(1, -1), random), _bytes(written)])
 
     def _largest(self, flat: np.ndarray) -> np.ndarray:
-        """Places of the largest, in order; of equal ones the first."""
+        """Places of the largest values, in ascending order; of equal values the first."""
         count = self.kept(flat.size)
         if count == flat.size:
             return np.arange(count)
@@ -216,7 +212,7 @@ class TopK:
         gaps = int.from_bytes(data[:8], "little")
         most = self.kept(math.prod(shape)) + math.prod(shape) // _ESCAPE
         if len(data) < 8 or gaps > most:
-            raise ValueError(f"it says that it has {gaps} bytes of gaps, and {list(shape)} values have at most {most}")
+            raise ValueError(f"it declares {gaps} bytes of gaps; {list(shape)} values have at most {most}")
         return 8 + self._of_values(shape) + gaps
 
     def read(self, data: memoryview, shape: tuple[int, ...]) -> np.ndarray:
@@ -225,10 +221,10 @@ class TopK:
         gaps = np.frombuffer(data[start:], np.uint8)
         ends = gaps < _ESCAPE
         count = self.kept(size)
-        # Up to the k-th end lie k values, and as many places without one as the gaps until there sum to.
+        # Before the k-th end there are k values, and as many places without one as the sum of the gaps so far.
         places = np.cumsum(gaps, dtype=np.int64)[ends] + np.arange(np.count_nonzero(ends))
         if len(places) != count or (count and places[-1] >= size):
-            raise ValueError(f"its gaps are not those of {count} among {size} values")
+            raise ValueError(f"its gaps do not select {count} of {size} values")
         values = np.zeros(size, np.float32)
         values[places] = self.of.read(data[8:start], (1, count)).reshape(-1)
         return values.reshape(shape)
@@ -236,11 +232,14 @@ class TopK:
 
 @dataclass(frozen=True)
 class Wire:
-    """How matrices are written in one direction.
+    """The encoding of matrices in one direction.
 
-    dtype: one of DTYPES. top_k: share of the values that travel; 0: all. differences: of what was trained, the
-    difference from what was received is written. feedback: what is left out is added to the next upload. seed: of what
-    is rounded at random.
+    Args:
+        dtype: one of DTYPES.
+        top_k: share of the values that are sent; 0: all.
+        differences: send the difference of trained values from the received ones.
+        feedback: add what is left out to the next upload.
+        seed: of rounding at random.
     """
 
     dtype: str = "float32"
@@ -253,11 +252,11 @@ class Wire:
         if self.dtype not in DTYPES:
             raise ValueError(f"the wire dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
         if not 0 <= self.top_k < 1:
-            raise ValueError(f"top_k is {self.top_k}; it must be a share in (0, 1), or 0 for all values")
+            raise ValueError(f"top_k is {self.top_k}; it must be between 0 and 1, or 0 for all values")
 
     @property
     def plain(self) -> bool:
-        """Whether everything travels as it is."""
+        """Whether nothing is encoded."""
         return self.dtype == "float32" and not self.top_k and not self.differences
 
     @cached_property
@@ -265,13 +264,13 @@ class Wire:
         return TopK(self.top_k, CODECS[self.dtype]) if self.top_k else CODECS[self.dtype]
 
     def codec(self, dtype: str, shape: tuple[int, ...]) -> Codec | None:
-        """What an entry of this dtype and shape is written with; None: as it is."""
+        """The codec of an entry of this dtype and shape; None if it is not encoded."""
         if self.plain or len(shape) < 2 or dtype not in ("float32", "float64"):
             return None
         return self._codec
 
     def decoded(self, value: np.ndarray) -> np.ndarray:
-        """The value as it is when it has travelled; not for what is rounded at random."""
+        """The value as the receiver decodes it, if it is rounded to the nearest."""
         codec = self.codec(value.dtype.name, value.shape)
         if codec is None:
             return value
@@ -282,7 +281,7 @@ class Wire:
         return {} if self == PLAIN else asdict(self)
 
     def random(self, *of: object) -> np.random.Generator | None:
-        """A generator that depends on the seed and on what is written; None where nothing is rounded at random."""
+        """A generator from the seed and `of`; None if this encoding does not round at random."""
         if self.dtype != "int8":
             return None
         text = repr(of).encode()
@@ -293,24 +292,24 @@ PLAIN = Wire()
 
 
 def add_difference(start: np.ndarray, difference: np.ndarray) -> None:
-    """difference ← start + difference: on both sides the same operation, and so the same bits."""
+    """difference ← start + difference: the same operation on both sides gives the same bits."""
     np.add(start, difference, out=difference)
     difference.flags.writeable = False
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """How values travel in a run.
+    """The encodings of a run.
 
     Args:
-        down: dtype of matrices on the way to clients, one of DTYPES.
-        up: dtype of their differences on the way back.
-        top_k: share of each matrix's differences, the largest, that come back; 0: all.
+        down: dtype of matrices in downloads, one of DTYPES.
+        up: dtype of their differences in uploads, one of DTYPES.
+        top_k: share of each matrix's differences, the largest, that are uploaded; 0: all.
         error_feedback: clients keep what `int8` and top k leave out, and add it to their next upload.
-        seed: of int8's rounding.
+        seed: of int8's rounding at random.
 
     Raises:
-        ValueError: an option out of range.
+        ValueError: an option is out of range.
     """
 
     down: str = "float32"
@@ -320,7 +319,7 @@ class Encoding:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        assert self.download.dtype and self.upload.dtype  # made, and so checked
+        assert self.download.dtype and self.upload.dtype  # making both checks the options
 
     @property
     def download(self) -> Wire:

@@ -1,4 +1,4 @@
-"""Arrays on disk: safetensors files that appear whole, and that are known to be what was written when they are read."""
+"""Arrays in safetensors files, which are written atomically and verified when they are read."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tepal.host.files import replacing
 
 SUFFIX = ".safetensors"
 
-_DIGEST = "sha256/"  # and an array's name: its digest, in the file's metadata
-_RESERVED = "__metadata__"  # the format's own name among those of arrays
+_DIGEST = "sha256/"  # followed by an array's name: the key of its digest in the file's metadata
+_RESERVED = "__metadata__"  # the key of the metadata in the format's header
 _DTYPES = {
     "BOOL": "bool",
     "C64": "complex64",
@@ -28,26 +28,32 @@ _DTYPES = {
 
 
 class DamagedFile(ValueError):
-    """A file that does not hold what was written into it."""
+    """A file whose content is not what was written."""
 
 
 def write_arrays(
     path: Path, arrays: Arrays, *, durable: bool = True, digests: Digests | None = None, replace: bool = True
 ) -> None:
-    """Write a safetensors file, so that readers see all of it or none of it.
+    """Write a safetensors file atomically, with the digest of every array in its metadata.
 
-    The digest of every array goes into the metadata; `read_arrays` checks it. `durable`: wait until the disk has it.
-    `digests`: of arrays that are never changed, where they are known already or wanted again.
-    `replace`: whether the new file takes the place of one that exists; otherwise that one stays.
-    Raises OSError, and ValueError for a name that the format does not allow.
+    Args:
+        path: the file.
+        arrays: name → array.
+        durable: wait until the disk has written it.
+        digests: known digests, to which those of these arrays are added; for arrays that are never changed.
+        replace: replace an existing file; otherwise it stays.
+
+    Raises:
+        OSError: the file cannot be written.
+        ValueError: the format does not allow the name of an array.
     """
     if _RESERVED in arrays:
-        raise ValueError(f"no array in a safetensors file can be named {_RESERVED!r}")
+        raise ValueError(f"an array in a safetensors file cannot be named {_RESERVED!r}")
     path.parent.mkdir(parents=True, exist_ok=True)
     contiguous = {name: _contiguous(array) for name, array in arrays.items()}
     values = (digests or Digests()).of_all([*map(np.asarray, arrays.values())])
     metadata = {f"{_DIGEST}{name}": value.hex() for name, value in zip(arrays, values, strict=True)}
-    metadata["arrays"] = str(len(contiguous))  # a file without any must have metadata to be read again
+    metadata["arrays"] = str(len(contiguous))  # a file without arrays cannot be read if it has no metadata
     with replacing(path, durable=durable, overwrite=replace) as partial:
         try:
             save_file(contiguous, partial, metadata=metadata)
@@ -60,11 +66,11 @@ def read_arrays(path: Path, digests: Mapping[str, bytes] | None = None) -> dict[
 
     Args:
         path: the file.
-        digests: what the arrays must be, by name; by default what the file says of itself.
+        digests: the arrays' digests, by name; by default those in the file's metadata.
 
     Raises:
-        DamagedFile: another content than was written.
-        OSError: no such file, or one that cannot be read.
+        DamagedFile: the content is not what was written.
+        OSError: the file does not exist or cannot be opened.
     """
     try:
         with safe_open(path, framework="numpy") as file:
@@ -84,17 +90,17 @@ def read_arrays(path: Path, digests: Mapping[str, bytes] | None = None) -> dict[
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise DamagedFile(f"it cannot be read as a safetensors file of this project ({error})") from error
     if changed:
-        raise DamagedFile(f"its entries do not have the digests they were kept under, {changed[0]!r} first")
+        raise DamagedFile(f"{len(changed)} entries do not have their digests, {changed[0]!r} first")
     for array in arrays.values():
         array.flags.writeable = False
     return arrays
 
 
 def map_arrays(path: Path) -> dict[str, tuple[np.ndarray, bytes]]:
-    """Name → (array, digest) of a file that was just written: read-only views of the file as it is mapped into memory,
-    from which the system drops what it needs room for, and the digests that the file says. Nothing is checked.
+    """Name → (array, digest) of a file that was just written. Nothing is checked.
 
-    The views stay what they are when the file is removed or another is renamed to its place.
+    The arrays are read-only views of the memory-mapped file, which the system can drop from memory. They stay valid
+    when the file is removed or replaced.
     """
     with path.open("rb") as file:
         mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -102,13 +108,13 @@ def map_arrays(path: Path) -> dict[str, tuple[np.ndarray, bytes]]:
     header = json.loads(mapping[8:begin])
     metadata = header.pop(_RESERVED)
     found: dict[str, tuple[np.ndarray, bytes]] = {}
-    for name, says in header.items():
-        kind = np.dtype(_DTYPES[says["dtype"]])
-        array = np.ndarray(tuple(says["shape"]), kind, mapping, begin + says["data_offsets"][0])
+    for name, about in header.items():
+        kind = np.dtype(_DTYPES[about["dtype"]])
+        array = np.ndarray(tuple(about["shape"]), kind, mapping, begin + about["data_offsets"][0])
         found[name] = array, bytes.fromhex(metadata[f"{_DIGEST}{name}"])
     return found
 
 
 def _contiguous(array: np.ndarray) -> np.ndarray:
-    # Not np.ascontiguousarray: that turns a 0-d array into one of shape (1,).
+    # np.ascontiguousarray would give a 0-d array the shape (1,).
     return np.array(array, order="C", copy=None)

@@ -1,12 +1,13 @@
-"""Names of what travels: a model's entries, and how they lie in its raw `state_dict`. No torch here.
+"""A model's entries, and their places in its raw `state_dict`. This module needs no torch.
 
-A **raw** tensor is one tensor of a `state_dict`. An **entry** is what strategies handle: a raw tensor, or a slice of
-one where a fused projection holds query, key and value together (`attn.in_proj_weight` shows as
-`attn.in_proj_weight:q`, `:k`, `:v`). Raw tensors that share storage (tied embeddings) are one entry.
+A **raw** tensor is one tensor of a `state_dict`. An **entry** is what strategies handle: a raw tensor, or a slice of a
+fused projection of query, key and value (`attn.in_proj_weight` has the entries `attn.in_proj_weight:q`, `:k` and `:v`).
+Raw tensors that share storage (tied embeddings) are one entry.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,7 +21,7 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class RawTensor:
-    """One tensor of a `state_dict`. `same_as` names the raw tensor whose storage it shares ("" when it has its own)."""
+    """One tensor of a `state_dict`. `same_as`: the raw tensor whose storage it shares; "" if it has its own."""
 
     name: str
     shape: tuple[int, ...]
@@ -30,7 +31,7 @@ class RawTensor:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One named part of a model: `raw[start:stop]` along `axis`, or the whole raw tensor when `axis` is -1."""
+    """A named tensor of a model: `raw[start:stop]` along `axis`, or the whole raw tensor if `axis` is -1."""
 
     name: str
     raw: str
@@ -47,10 +48,7 @@ class Entry:
     @property
     def size(self) -> int:
         """Number of elements."""
-        size = 1
-        for n in self.shape:
-            size *= n
-        return size
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -58,19 +56,19 @@ class Entry:
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """What to index the raw tensor with to get this entry as a view."""
+        """The index with which the raw tensor gives this entry as a view."""
         if self.whole:
             return ()
         return (slice(None),) * self.axis + (slice(self.start, self.stop),)
 
     def of(self, raw: np.ndarray) -> np.ndarray:
         """This entry of its raw tensor, as a view."""
-        return raw if self.whole else raw[self.index]  # raw[()] would make a scalar of a 0-d array
+        return raw if self.whole else raw[self.index]  # raw[()] of a 0-d array is a scalar
 
 
 @dataclass(frozen=True)
 class Layout:
-    """All raw tensors of a model in the order of its `state_dict`, and the entries they are made of, in that order."""
+    """All raw tensors of a model, and the entries that they consist of, in the order of its `state_dict`."""
 
     raw: tuple[RawTensor, ...]
     entries: tuple[Entry, ...]
@@ -87,20 +85,19 @@ class Layout:
 
     @cached_property
     def entries_of(self) -> Mapping[str, tuple[Entry, ...]]:
-        """Raw name → its entries, for raw tensors that have storage of their own."""
+        """Raw name → its entries, for raw tensors with their own storage."""
         found: dict[str, list[Entry]] = {}
         for entry in self.entries:
             found.setdefault(entry.raw, []).append(entry)
         return {name: tuple(entries) for name, entries in found.items()}
 
     def nbytes(self, names: Iterable[str] | None = None) -> int:
-        """Bytes of the named entries (all of them by default) as they travel."""
+        """Bytes of the named entries (by default, of all), not encoded."""
         return sum(self.by_name[name].nbytes for name in (self.names if names is None else names))
 
     def difference(self, other: Layout, *, mine: str, others: str) -> str:
-        """In words, what tensors another layout has otherwise; "" for none. `mine`, `others`: whose they are."""
-        here = {t.name: f"{t.dtype}{list(t.shape)}" for t in self.raw}
-        there = {t.name: f"{t.dtype}{list(t.shape)}" for t in other.raw}
+        """How the tensors of another layout differ, in words; "" if they do not. `mine`, `others`: their owners."""
+        here, there = ({t.name: f"{t.dtype}{list(t.shape)}" for t in layout.raw} for layout in (self, other))
         different = sorted(name for name in {*here, *there} if here.get(name) != there.get(name))
         if not different:
             return ""
@@ -112,7 +109,7 @@ class Layout:
 
     @staticmethod
     def of_arrays(arrays: Arrays) -> Layout:
-        """The layout of a plain `state_dict`: every tensor is one entry, nothing is fused or shared."""
+        """The layout of a `state_dict` without fused or shared tensors: every tensor is one entry."""
         raw = tuple(RawTensor(name, tuple(a.shape), str(a.dtype)) for name, a in arrays.items())
         return Layout(raw, tuple(Entry(t.name, t.name, t.shape, t.dtype) for t in raw))
 
@@ -121,19 +118,18 @@ class Layout:
         return {entry.name: entry.of(raw[entry.raw]) for entry in self.entries}
 
     def join(self, entries: Arrays) -> dict[str, np.ndarray]:
-        """The raw `state_dict`: whole entries are passed on, fused ones assembled, shared ones repeated."""
+        """The raw `state_dict` of all entries, in which fused tensors are assembled and shared ones repeated."""
         raw: dict[str, np.ndarray] = {}
         for tensor in self.raw:
             if tensor.same_as:
                 continue
-            parts = self.entries_of[tensor.name]
-            if parts[0].whole:
-                raw[tensor.name] = entries[parts[0].name]
+            first, *others = self.entries_of[tensor.name]
+            if first.whole:
+                raw[tensor.name] = entries[first.name]
             else:
-                whole = np.empty(tensor.shape, np.dtype(tensor.dtype))
-                for part in parts:
-                    whole[part.index] = entries[part.name]
-                raw[tensor.name] = whole
+                raw[tensor.name] = np.empty(tensor.shape, np.dtype(tensor.dtype))
+                for entry in (first, *others):
+                    raw[tensor.name][entry.index] = entries[entry.name]
         return {tensor.name: raw[tensor.same_as or tensor.name] for tensor in self.raw}
 
     def to_json(self) -> dict[str, Any]:
@@ -145,18 +141,13 @@ class Layout:
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Layout:
         raw = tuple(RawTensor(name, tuple(shape), dtype, same_as) for name, shape, dtype, same_as in data["raw"])
-        split: dict[str, list[tuple[Any, ...]]] = {}
-        for name, of, shape, axis, start, stop in data["split"]:
-            split.setdefault(of, []).append((name, tuple(shape), axis, start, stop))
+        dtypes = {tensor.name: tensor.dtype for tensor in raw}
+        split: dict[str, list[Entry]] = {}
+        for name, of, shape, *place in data["split"]:
+            split.setdefault(of, []).append(Entry(name, of, tuple(shape), dtypes[of], *place))
         entries: list[Entry] = []
         for tensor in raw:
-            if tensor.same_as:
-                continue
-            if tensor.name in split:
-                entries += [
-                    Entry(name, tensor.name, shape, tensor.dtype, axis, start, stop)
-                    for name, shape, axis, start, stop in split[tensor.name]
-                ]
-            else:
-                entries.append(Entry(tensor.name, tensor.name, tensor.shape, tensor.dtype))
+            if not tensor.same_as:
+                whole = Entry(tensor.name, tensor.name, tensor.shape, tensor.dtype)
+                entries += split.get(tensor.name, [whole])
         return Layout(raw, tuple(entries))

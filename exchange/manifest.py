@@ -1,13 +1,13 @@
-"""The manifest: what a message is about, beside the arrays that travel with it; and the header of its answer.
+"""The manifest, which describes a message and its arrays; and the header, which describes its answer.
 
-Both are one compressed JSON value in a Flower `ConfigRecord` of the message. They are small (about 30 bytes for an
-entry), so they carry everything that is needed to complete and to strip an app's raw `state_dict`: no state must be
-shared between server and client but the values themselves.
+Each is one compressed JSON value in a Flower `ConfigRecord` of the message. They are small (about 30 bytes for an
+entry), so they carry everything that is needed to complete and to strip an app's raw `state_dict`: server and client
+share no state but the values themselves. Their fields are written in the order in which the classes declare them.
 
 An **exchange** is one message and its answer. Its id is the digest of the manifest and the app's settings, which no two
-messages share. It goes down with the message, so that a client detects damage, and comes back with the answer, which
-was then made from this very message and from none of another round or attempt. The answer carries a **checksum** of its
-content. Both only detect damage: TLS and the nodes' keys authenticate.
+messages share. The message carries it, so that the client detects damage. The answer repeats it, which shows that it
+answers this message and not one of another round or attempt. The answer carries a **checksum** of its content. Both
+only detect damage: TLS and the nodes' keys authenticate.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import reprlib
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Annotated, Any
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord
+from pydantic import FailFast, Field, StrictInt, TypeAdapter, ValidationError
 
 from tepal.exchange.encodings import PLAIN, Wire
 from tepal.exchange.layout import Layout, Names
-from tepal.exchange.parts import DIGEST_BYTES, Part, Shaped
+from tepal.exchange.parts import DIGEST_BYTES, Part
 from tepal.exchange.plan import Plan, Tree
 from tepal.exchange.threads import in_threads
 
@@ -37,8 +39,9 @@ _ID = "id"
 
 _LIMIT = 64_000_000  # bytes of decompressed JSON
 _KNOWN = "_tepal_digests"
-_PIECE = 1 << 22  # bytes of a packed part that are hashed at a time: a step of a checksum
-_HEADER, _HEADER_PER_ENTRY = 1_000_000, 1000  # of a header: a client must not be able to fill the server's memory
+_PIECE = 1 << 22  # bytes of a packed part that are hashed at a time
+# Limits of a header's bytes: a client must not be able to fill the server's memory.
+_HEADER, _HEADER_PER_ENTRY = 1_000_000, 1000
 
 
 class ProtocolError(ValueError):
@@ -69,7 +72,7 @@ def _from_record(content: Mapping[str, Any], key: str, limit: int = _LIMIT) -> d
 
 
 def _digests(array: Array) -> bytes:
-    """SHA-256 of each piece of a packed part, one after the other. An Array knows its own, for who checks it here."""
+    """The SHA-256 digests of the pieces of a packed part, joined; kept with the Array, which may be checked again."""
     data, known = array.data, array.__dict__.get(_KNOWN)
     if known is None or known[0] is not data:
         pieces = [memoryview(data)[start : start + _PIECE] for start in range(0, len(data), _PIECE)]
@@ -79,7 +82,7 @@ def _digests(array: Array) -> bytes:
 
 
 def exchange_id(content: Mapping[str, Any]) -> str:
-    """Id of the exchange that a message with this content begins, 32 hexadecimal digits. Raises ProtocolError."""
+    """The id (32 hexadecimal digits) of the exchange that a message with this content begins. Raises ProtocolError."""
     try:
         known = hashlib.sha256(content[RECORD]["manifest"])
     except (KeyError, TypeError) as error:
@@ -91,49 +94,51 @@ def exchange_id(content: Mapping[str, Any]) -> str:
 
 
 def write_id(content: Mapping[str, Any]) -> str:
-    """Write the exchange's id into a message's complete content, and return it."""
+    """Write the exchange's id into the complete content of a message, and return it."""
     content[RECORD][_ID] = exchange_id(content)
     return str(content[RECORD][_ID])
 
 
 def verified_id(content: Mapping[str, Any]) -> str:
-    """The id of the exchange that a message which has arrived begins. Raises ProtocolError for one that was altered."""
+    """The id of the exchange that a received message begins. Raises ProtocolError if the message was altered."""
     found = exchange_id(content)
     if content[RECORD].get(_ID) != found:
-        raise ProtocolError("the server's message was altered on its way: its manifest or settings do not fit its id")
+        raise ProtocolError(
+            "the server's message was altered on its way: its id does not match its manifest and settings"
+        )
     return found
 
 
 @dataclass(frozen=True)
 class Parcel:
-    """A part as one message treats it: which of its entries travel with it, and whether the client keeps the part."""
+    """A part in one message: which of its entries the message carries, and whether the client caches the part."""
 
     part: Part
     keep: bool
     sent: Names
     dtype: str = "float32"
-    """What those that travel are encoded as."""
+    """Encoding of the entries that the message carries."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What the server says to one client in one exchange."""
+    """What the server sends to one client in one exchange, without the arrays."""
 
     experiment: str
     plan: Plan
-    """What the client is asked. On its way to the client it loses `exact`, and `needs` and `keeps` are the parcels'."""
+    """What the client must do. `exact` is not sent; the client derives `needs` and `keeps` from the parcels."""
     record: str
     """Name of the ArrayRecord under which the app expects its model."""
     layout: Layout
     parcels: tuple[Parcel, ...] = ()
     current: str = ""
-    """Id of the exchange whose personal state of this client counts; "" when none does."""
+    """Id of the exchange that made the current version of this client's personal state; "" if there is none."""
     kept: Names = ()
-    """Ids of exchanges to whose personal state the server may go back, because a checkpoint of it says so."""
+    """Ids of exchanges whose personal state a checkpoint of the server refers to, and may restore."""
     upload: Wire = PLAIN
-    """How the answer's entries are to be encoded."""
+    """Encoding of the answer's entries."""
     nonce: str = ""
-    """Makes manifests that say the same two exchanges."""
+    """Random, so that equal manifests begin different exchanges."""
 
     def to_record(self) -> ConfigRecord:
         number = {name: k for k, name in enumerate(self.layout.names)}
@@ -141,47 +146,28 @@ class Manifest:
         def numbers(names: Names) -> list[int]:
             return [number[name] for name in names]
 
-        return ConfigRecord(
+        parcels = [
             {
-                "manifest": _to_bytes(
-                    {
-                        "experiment": self.experiment,
-                        "plan": {
-                            "client": self.plan.client,
-                            "round": self.plan.round,
-                            "action": self.plan.action,
-                            "trains": numbers(self.plan.trains),
-                            "returns": {tree: numbers(names) for tree, names in self.plan.returns.items()},
-                            "remembers": dict(self.plan.remembers),
-                            "groups": {group: numbers(names) for group, names in self.plan.groups.items()},
-                            "objective": self.plan.objective,
-                            "options": dict(self.plan.options),
-                        },
-                        "record": self.record,
-                        "layout": self.layout.to_json(),
-                        "parcels": [
-                            {
-                                "tree": parcel.part.tree,
-                                "block": parcel.part.block,
-                                "names": numbers(parcel.part.names),
-                                "digests": base64.b64encode(b"".join(parcel.part.digests)).decode(),
-                                "keep": parcel.keep,
-                                "dtype": parcel.dtype,
-                                "sent": numbers(parcel.sent) if len(parcel.sent) < len(parcel.part.names) else "all",
-                            }
-                            for parcel in self.parcels
-                        ],
-                        "current": self.current,
-                        "kept": list(self.kept),
-                        "upload": self.upload.to_json(),
-                        "nonce": self.nonce,
-                    }
-                )
+                "tree": parcel.part.tree,
+                "block": parcel.part.block,
+                "names": numbers(parcel.part.names),
+                "digests": base64.b64encode(b"".join(parcel.part.digests)).decode(),
+                "keep": parcel.keep,
+                "dtype": parcel.dtype,
+                "sent": numbers(parcel.sent) if len(parcel.sent) < len(parcel.part.names) else "all",
             }
-        )
+            for parcel in self.parcels
+        ]
+        converted = {
+            "plan": _plan_fields(vars(self.plan), numbers),
+            "layout": self.layout.to_json(),
+            "parcels": parcels,
+            "upload": self.upload.to_json(),
+        }
+        return ConfigRecord({"manifest": _to_bytes(vars(self) | converted)})
 
-    @staticmethod
-    def from_content(content: Mapping[str, Any]) -> Manifest:
+    @classmethod
+    def from_content(cls, content: Mapping[str, Any]) -> Manifest:
         """Read the manifest of a message. Raises ProtocolError."""
         data = _from_record(content, "manifest")
         try:
@@ -189,9 +175,6 @@ class Manifest:
 
             def names(numbers: list[int]) -> Names:
                 return tuple(layout.names[k] for k in numbers)
-
-            def of_trees(numbers: Mapping[str, list[int]]) -> dict[str, Names]:
-                return {tree: names(of) for tree, of in numbers.items()}
 
             parcels: list[Parcel] = []
             needs: dict[Tree, Names] = {}
@@ -204,56 +187,60 @@ class Manifest:
                 parcels.append(Parcel(part, item["keep"], sent, item["dtype"]))
                 for of_tree in (needs, keeps) if item["keep"] else (needs,):
                     of_tree[part.tree] = of_tree.get(part.tree, ()) + part.names
-            plan = data["plan"]
-            return Manifest(
-                experiment=data["experiment"],
-                plan=Plan(
-                    client=plan["client"],
-                    round=plan["round"],
-                    action=plan["action"],
-                    needs=needs,
-                    trains=names(plan["trains"]),
-                    returns=of_trees(plan["returns"]),
-                    keeps=keeps,
-                    remembers=dict(plan["remembers"]),
-                    groups=of_trees(plan["groups"]),
-                    objective=plan["objective"],
-                    options=dict(plan["options"]),
-                ),
-                record=data["record"],
-                layout=layout,
-                parcels=tuple(parcels),
-                current=data["current"],
-                kept=tuple(data["kept"]),
-                upload=Wire(**data["upload"]),
-                nonce=data["nonce"],
-            )
+            converted = {
+                "plan": Plan(needs=needs, keeps=keeps, **_plan_fields(data["plan"], names)),
+                "layout": layout,
+                "parcels": tuple(parcels),
+                "kept": tuple(data["kept"]),
+                "upload": Wire(**data["upload"]),
+            }
+            return cls(**{of.name: data[of.name] for of in fields(cls)} | converted)
         except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
             raise ProtocolError(f"its manifest cannot be read ({error!r})") from error
 
 
+def _plan_fields(plan: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
+    """The fields of a plan that are sent. `convert`: from entries' names to their numbers, or back."""
+    return {
+        "client": plan["client"],
+        "round": plan["round"],
+        "action": plan["action"],
+        "trains": convert(plan["trains"]),
+        "returns": {tree: convert(entries) for tree, entries in plan["returns"].items()},
+        "remembers": dict(plan["remembers"]),
+        "groups": {group: convert(entries) for group, entries in plan["groups"].items()},
+        "objective": plan["objective"],
+        "options": dict(plan["options"]),
+    }
+
+
+_Size = Annotated[StrictInt, Field(ge=0, lt=2**48)]
+_Shaped = tuple[str, str, Annotated[tuple[_Size, ...], FailFast()]]
+_Texts = Annotated[Names, FailFast()]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """What a client says in its answer, beside its arrays and metrics."""
+    """What a client reports in its answer, in addition to arrays and metrics."""
 
     experiment: str
     client: str
-    round: int
+    round: StrictInt
     action: str
     answers: str
     """Id of the exchange, from the manifest as it arrived."""
-    holds: Names = ()
-    """Ids of the parts that the client now keeps."""
-    parts: Mapping[Tree, tuple[Shaped, ...]] = field(default_factory=dict)
-    """What lies in each packed part of the answer."""
-    missing: Mapping[str, Names] = field(default_factory=dict)
-    """Part id → entries that were neither sent nor kept: the server sends them, in the same round."""
+    holds: _Texts = ()
+    """Ids of the parts in the client's cache."""
+    parts: Mapping[Tree, Annotated[tuple[_Shaped, ...], FailFast()]] = field(default_factory=dict)
+    """Name, dtype and shape of the arrays in each packed part of the answer, by tree."""
+    missing: Mapping[str, _Texts] = field(default_factory=dict)
+    """Part id → entries that were neither sent nor cached: the server sends them in the same round."""
     refused: str = ""
-    """Why the client gives no result; "" when it does."""
-    notes: Names = ()
-    """What went wrong on the way to a result, for the server's log."""
-    metrics: Names = ()
-    """The MetricRecords that the checksum covers. A mod outside of the exchange may add others."""
+    """Why the client has no result; "" if it has one."""
+    notes: _Texts = ()
+    """Problems that did not prevent a result, for the server's log."""
+    metrics: _Texts = ()
+    """Names of the MetricRecords that the checksum covers. A mod before the exchange's may add others."""
     checksum: str = ""
     """See `checksum_of`."""
 
@@ -262,9 +249,8 @@ class Header:
         return replace(self, checksum=self.checksum_of(content))
 
     def checksum_of(self, content: Mapping[str, Any]) -> str:
-        """Digest of an answer: this header without its checksum, the metrics that it names, and the digests of the
-        packed parts' pieces, several of which are hashed at once."""
-        known = hashlib.sha256(_to_text(replace(self, checksum="")._to_json()))
+        """Digest of an answer: of this header without its checksum, the metrics that it names, and the packed parts."""
+        known = hashlib.sha256(_to_text(vars(self) | {"checksum": ""}))
         for name in self.metrics:
             record = content.get(name)
             known.update(repr(sorted(record.items()) if isinstance(record, MetricRecord) else None).encode())
@@ -276,60 +262,29 @@ class Header:
         return known.hexdigest()[: 2 * DIGEST_BYTES]
 
     def to_record(self) -> ConfigRecord:
-        return ConfigRecord({"header": _to_bytes(self._to_json())})
+        return ConfigRecord({"header": _to_bytes(vars(self))})
 
-    def _to_json(self) -> dict[str, Any]:
-        return {
-            "experiment": self.experiment,
-            "client": self.client,
-            "round": self.round,
-            "action": self.action,
-            "answers": self.answers,
-            "holds": list(self.holds),
-            "parts": {tree: [list(item) for item in shaped] for tree, shaped in self.parts.items()},
-            "missing": {part: list(names) for part, names in self.missing.items()},
-            "refused": self.refused,
-            "notes": list(self.notes),
-            "metrics": list(self.metrics),
-            "checksum": self.checksum,
-        }
-
-    @staticmethod
-    def from_content(content: Mapping[str, Any], entries: int = 10_000) -> Header:
+    @classmethod
+    def from_content(cls, content: Mapping[str, Any], entries: int = 10_000) -> Header:
         """Read the header of an answer. Raises ProtocolError: nothing that a client sends is trusted.
 
-        `entries`: of the model, after which it is known how long a header may be.
+        `entries`: number of entries of the model, from which the longest header that is read follows.
         """
         data = _from_record(content, "header", _HEADER + _HEADER_PER_ENTRY * entries)
+        if absent := [of.name for of in fields(cls) if of.name not in data]:
+            raise ProtocolError(f"its header cannot be read (it has no {absent[0]!r})")
         try:
-            parts: dict[Tree, tuple[Shaped, ...]] = {}
-            for tree, shaped in data["parts"].items():
-                items = []
-                for name, dtype, shape in shaped:
-                    if not (isinstance(name, str) and isinstance(dtype, str)):
-                        raise TypeError("an entry's name or dtype is not text")
-                    if not all(type(n) is int and 0 <= n < 2**48 for n in shape):
-                        raise ValueError(f"entry {name!r} has a shape of {shape!r}")
-                    items.append((name, dtype, tuple(shape)))
-                parts[tree] = tuple(items)
-            texts = [data[key] for key in ("experiment", "client", "action", "answers", "refused", "checksum")]
-            texts += [text for key in ("holds", "notes", "metrics") for text in data[key]]
-            texts += [name for names in data["missing"].values() for name in names]
-            if not all(isinstance(text, str) for text in texts) or type(data["round"]) is not int:
-                raise TypeError("a field has the wrong type")
-            return Header(
-                experiment=data["experiment"],
-                client=data["client"],
-                round=data["round"],
-                action=data["action"],
-                answers=data["answers"],
-                holds=tuple(data["holds"]),
-                parts=parts,
-                missing={part: tuple(names) for part, names in data["missing"].items()},
-                refused=data["refused"],
-                notes=tuple(data["notes"]),
-                metrics=tuple(data["metrics"]),
-                checksum=data["checksum"],
-            )
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ProtocolError(f"its header cannot be read ({error})") from error
+            return _HEADERS.validate_python(data)
+        except ValidationError as error:
+            raise ProtocolError(f"its header cannot be read ({_first(error)})") from None
+
+
+_HEADERS = TypeAdapter(Header)
+
+
+def _first(error: ValidationError) -> str:
+    """The first of the errors in words; many are only counted, because a list of them would take much memory."""
+    if error.error_count() > 100:
+        return f"{error.error_count()} of its values have the wrong type"
+    first = error.errors(include_url=False)[0]
+    return f"{reprlib.repr('.'.join(map(str, first['loc'])))} is {reprlib.repr(first['input'])}: {first['msg']}"

@@ -1,8 +1,8 @@
-"""The client's half of the exchange, as a Flower mod: `ClientApp(mods=[partial_exchange])`.
+"""The client's half of the exchange, a Flower mod: `ClientApp(mods=[partial_exchange])`.
 
-It completes what the server sent with what this client keeps, checks every digest, and hands the app a full model under
-the name it expects. Of the app's answer it sends back only what the plan asks for. An app needs to know nothing of it
-but one line, where the plan freezes something: `apply_plan(model, msg)`.
+It completes the received entries from the client's cache, checks every digest, and passes the complete model to the app
+under the name that the app expects. From the app's answer it sends only what the plan returns. If the plan freezes
+entries, the app needs one line more: `apply_plan(model, msg)`.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ _RECEIVED = "_tepal_received"
 
 @dataclass(frozen=True)
 class Received:
-    """What a message of Tepal brought: its manifest, and the complete values of every tree (read-only arrays)."""
+    """The content of a message of Tepal: the manifest, and the complete values of every tree (read-only arrays)."""
 
     manifest: Manifest
     trees: Mapping[Tree, Arrays]
     personal: PersonalState
-    """What this client keeps for itself: `load()` it, and `save()` it after training."""
+    """This client's personal state: `load()` it, and `save()` it after training."""
 
     @property
     def plan(self) -> Plan:
-        """What the client is asked."""
+        """What the client must do."""
         return self.manifest.plan
 
     @property
     def layout(self) -> Layout:
-        """The model's entries; all trees have them."""
+        """The model's entries, which all trees have."""
         return self.manifest.layout
 
     @property
@@ -59,28 +59,28 @@ class Received:
         return self.trees[self.plan.model]
 
     def record_of(self, tree: Tree, values: Arrays) -> ArrayRecord:
-        """A tree as the app has it in a message: a whole model is a raw `state_dict`, a part of one its entries."""
+        """A tree as an app's record: a raw `state_dict` for a whole model, otherwise the entries."""
         whole = tree == self.plan.model or len(values) == len(self.layout.entries)
         raw = self.layout.join(values) if whole else values
         return record_of(raw)
 
     @property
     def frozen(self) -> Names:
-        """Entries of the model that the app must leave as they are."""
+        """Entries of the model that the app must not change."""
         trains = set(self.plan.trains)
         return tuple(name for name in self.model if name not in trains)
 
 
 def received(msg: Message) -> Received | None:
-    """What `partial_exchange` found in this message; None when the server's strategy is not one of Tepal's."""
+    """What `partial_exchange` read from this message; None if the server's strategy is not one of Tepal's."""
     found = msg.__dict__.get(_RECEIVED)
     return found if isinstance(found, Received) else None
 
 
 def own_name(context: Context) -> str:
-    """What a client calls itself: `name` in its node config, else `client-<partition-id>`, else `node-<node id>`.
+    """A client's own name: `name` in its node config, else `client-<partition-id>`, else `node-<node id>`.
 
-    A name under which its key is registered at the server goes before it.
+    A name under which its key is registered at the server takes precedence.
     """
     config = context.node_config
     if "name" in config:
@@ -91,12 +91,12 @@ def own_name(context: Context) -> str:
 
 
 class PartialExchange:
-    """A Flower mod (see the module's text). `partial_exchange` is one with the defaults.
+    """The client's half of the exchange as a Flower mod; `partial_exchange` has the defaults.
 
     Args:
-        introduce: called when the server first meets this client, before any round, with the server's message and the
-            client's context. It may look at the client's data and settings; what it raises is told to the server as
-            this client's refusal, and the figures it returns are told to it as metrics.
+        introduce: called with the server's message and the client's context, when the client introduces itself, before
+            it takes part in a round. It may check the client's data and settings. The figures that it returns are sent
+            to the server as metrics; if it raises, the client cannot take part, and the server receives the reason.
     """
 
     def __init__(self, introduce: Introduce | None = None) -> None:
@@ -105,7 +105,7 @@ class PartialExchange:
     def __call__(self, msg: Message, context: Context, call_next: Next) -> Message:
         if not msg.has_content() or RECORD not in msg.content:
             return call_next(msg, context)
-        exchange = _Exchange(msg, context)
+        exchange = _ClientExchange(msg, context)
         if exchange.plan.action == INTRODUCE:
             return exchange.introduction(self.introduce)
         trees = exchange.complete()
@@ -119,8 +119,8 @@ class PartialExchange:
 partial_exchange = PartialExchange()
 
 
-class _Exchange:
-    """One message and its answer."""
+class _ClientExchange:
+    """One message to a client, and its answer."""
 
     def __init__(self, msg: Message, context: Context) -> None:
         self.msg = msg
@@ -154,13 +154,13 @@ class _Exchange:
             self.msg.__dict__[_RECEIVED] = Received(self.manifest, {}, self.personal)
             try:
                 figures = introduce(self.msg, self.context)
-            except Exception as error:  # the client's own trouble, whatever it is, belongs into the server's log
+            except Exception as error:  # any problem of the client belongs in the server's log
                 refused = f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error)
                 log.warning("%s cannot take part: %s", self.client, refused)
         return self.answer(refused=refused, content={"metrics": MetricRecord(dict(figures))} if figures else None)
 
     def complete(self) -> dict[Tree, dict[str, np.ndarray]] | None:
-        """Values of all needed entries, from the message and the cache; None when `missing` had to be filled."""
+        """Values of all needed entries, from the message and the cache; None if some are `missing`."""
         entries = self.manifest.layout.by_name
         arrays = self.msg.content.array_records.get(PARTS, ArrayRecord())
         trees: dict[Tree, dict[str, np.ndarray]] = {}
@@ -178,13 +178,11 @@ class _Exchange:
                 self.missing[part.id] = lacking
             elif parcel.sent:
                 arrived.append((parcel, values))
-            # In one order, wherever they came from.
+            # In the part's order, whether from the message or from the cache.
             trees.setdefault(part.tree, {}).update({name: values[name] for name in part.names if name in values})
         for parcel, values in arrived:
-            if parcel.keep:
-                self.cache.keep(parcel.part, values)
-            elif self.missing:
-                self.cache.keep_waiting(parcel.part, values)
+            if parcel.keep or self.missing:
+                self.cache.keep(parcel.part, values, waiting=not parcel.keep)
         if self.missing:
             return None
         self.cache.drop_waiting()
@@ -192,16 +190,16 @@ class _Exchange:
         return trees
 
     def hand_over(self, trees: Mapping[Tree, Arrays]) -> None:
-        """Replace what travelled by what the app expects: the raw `state_dict`, in its order, under its name."""
+        """Replace the message's parts by the records that the app expects, with a raw `state_dict` as its model."""
         content = self.msg.content
         del content[RECORD]
         content.pop(PARTS, None)
-        came = self.msg.__dict__[_RECEIVED] = Received(self.manifest, trees, self.personal)
+        found = self.msg.__dict__[_RECEIVED] = Received(self.manifest, trees, self.personal)
         for tree, values in trees.items():
-            content[self.manifest.record if tree == self.plan.model else tree] = came.record_of(tree, values)
+            content[self.manifest.record if tree == self.plan.model else tree] = found.record_of(tree, values)
 
     def strip(self, reply: Message, trees: Mapping[Tree, Arrays]) -> Message:
-        """The app's answer with only what the plan asks for; a refusal when it is not what the plan allows."""
+        """The app's answer with only what the plan returns; a refusal if the plan does not allow the answer."""
         content = reply.content
         try:
             parts = {tree: self._returned(tree, names, content, trees) for tree, names in self.plan.returns.items()}
@@ -220,7 +218,7 @@ class _Exchange:
         return self.answer(parts=parts, content=content)
 
     def _encoded(self, parts: Mapping[Tree, dict[str, np.ndarray]], trees: Mapping[Tree, Arrays]) -> dict[Tree, Array]:
-        """What travels of each tree. Values in `parts` that are remembered become what the server decodes."""
+        """The packed part of each tree. Values in `parts` that the client caches are replaced by decoded ones."""
         wire, plan = self.manifest.upload, self.plan
         left_out = self.personal.load_left_out() if wire.feedback else {}
         packed: dict[Tree, Array] = {}
@@ -245,7 +243,7 @@ class _Exchange:
         return packed
 
     def _remember(self, tree: Tree, returned: Arrays, kept_as: Tree) -> None:
-        """Keep what is returned of a tree as parts of another, in the blocks in which it came."""
+        """Cache the returned values of a tree as parts of the tree `kept_as`, in the blocks of the message."""
         for parcel in self.manifest.parcels:
             part = parcel.part
             if part.tree == tree and returned.keys() >= set(part.names):
@@ -261,8 +259,7 @@ class _Exchange:
         records = content.array_records
         if record not in records and not (is_model and len(records) == 1):
             raise _Refusal(f"the app's answer has no ArrayRecord {record!r}; it has {sorted(records) or 'none'}")
-        answer = records[record] if record in records else _only(records)
-        raw = {name: values_of(array) for name, array in answer.items()}
+        raw = {name: values_of(array) for name, array in records.get(record, next(iter(records.values()))).items()}
         returned: dict[str, np.ndarray] = {}
         wanted = set(names)
         whole = is_model or len(wanted) == len(layout.entries)
@@ -277,8 +274,8 @@ class _Exchange:
             value = entry.of(raw[source]) if whole else raw[source]
             if value.shape != entry.shape or value.dtype.name != entry.dtype:
                 raise _Refusal(
-                    f"the app's answer has {entry.name!r} as {value.dtype.name}{list(value.shape)}, "
-                    f"and the model has it as {entry.dtype}{list(entry.shape)}"
+                    f"in the app's answer {entry.name!r} is {value.dtype.name}{list(value.shape)}; in the model it is "
+                    f"{entry.dtype}{list(entry.shape)}"
                 )
             if entry.name in wanted:
                 returned[entry.name] = value
@@ -318,7 +315,7 @@ class _Exchange:
 
 
 def _written(wire: Wire, values: Arrays, starts: Arrays, left_out: Arrays, name: str) -> np.ndarray:
-    """What is written of a value: where it is encoded, its difference from a start, and what was left out before."""
+    """The array to pack for an entry: an encoded one is a difference from its start, with what was left out before."""
     value = values[name]
     if wire.codec(value.dtype.name, value.shape):
         if name in starts:
@@ -329,15 +326,11 @@ def _written(wire: Wire, values: Arrays, starts: Arrays, left_out: Arrays, name:
 
 
 class _Refusal(Exception):
-    """The app's answer is not one that the plan allows."""
+    """The plan does not allow the app's answer."""
 
 
 _CHANGED = (
-    "{count} entries that this round keeps frozen came back changed, {first!r} first. The app trained the whole model: "
-    "call `apply_plan(model, msg)` (from tepal.client_app import apply_plan) in its training function, after the model "
-    "is made and before the first step, so that frozen entries stay as they were received."
+    "{count} entries that this round freezes were changed, {first!r} first. The app trained the whole model: call "
+    "`apply_plan(model, msg)` (from tepal.client_app import apply_plan) in its training function, after the model is "
+    "made and before the first step, so that frozen entries are not trained."
 )
-
-
-def _only(records: Mapping[str, ArrayRecord]) -> ArrayRecord:
-    return next(iter(records.values()))

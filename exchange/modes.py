@@ -1,4 +1,4 @@
-"""The K models of an ensemble as one ArrayRecord, and so as one file: the names of mode k begin with `mode/<k>/`."""
+"""The K models of an ensemble as one ArrayRecord (and one file): the names of mode k begin with `mode/<k>/`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping
 from flwr.app import Array, ArrayRecord
 
 OF_MODE = re.compile(r"mode/(0|[1-9][0-9]*)/(.*)", re.DOTALL)
-"""A name of an ensemble: (number of the mode, name in its model)."""
+"""Pattern of an ensemble's names: (number of the mode, name in its model)."""
 
 
 def join_modes(models: Iterable[Mapping[str, Array]]) -> ArrayRecord:
-    """The models of an ensemble in one record. A single model keeps its names, unless they look like an ensemble's."""
+    """The models of an ensemble in one record. A single model keeps its names, unless they match `OF_MODE`."""
     models = list(models)
     alone = len(models) == 1 and not all(map(OF_MODE.fullmatch, models[0]))
     joined = ArrayRecord()
@@ -23,10 +23,7 @@ def join_modes(models: Iterable[Mapping[str, Array]]) -> ArrayRecord:
 
 
 def modes_of(record: Mapping[str, Array]) -> list[dict[str, Array]]:
-    """The models in a record that `join_modes` made: one, or one for each mode.
-
-    Raises ValueError for an ensemble of which a mode is missing.
-    """
+    """The models in a record of `join_modes`: one, or one for each mode. Raises ValueError if a mode is missing."""
     found = [OF_MODE.fullmatch(name) for name in record]
     if not found or not all(found):
         return [dict(record)]
@@ -35,5 +32,5 @@ def modes_of(record: Mapping[str, Array]) -> list[dict[str, Array]]:
         assert match is not None
         models.setdefault(int(match[1]), {})[match[2]] = record[match[0]]
     if missing := set(range(max(models) + 1)).difference(models):
-        raise ValueError(f"the arrays have mode {max(models)} of an ensemble, and no mode {min(missing)}")
+        raise ValueError(f"the arrays have mode {max(models)} of an ensemble, but no mode {min(missing)}")
     return [models[k] for k in range(len(models))]

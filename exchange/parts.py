@@ -1,9 +1,9 @@
-"""Parts: the arrays of some entries, as they travel and as they are kept. One block of one tree is one part.
+"""Parts: the arrays of one block of one tree, the unit that is sent and cached.
 
-A part travels as **one** Flower `Array` of our own stype, because each `Array` of a message costs kilobytes and tens
-of milliseconds whatever its size. Its bytes are the entries' own, little-endian and row-major, the widest dtypes
-first, so that every entry lies aligned without padding and is read as a view. Nothing else is in it: a part's length
-is the sum of its entries' `nbytes`, where it is not encoded (see `encodings`).
+A part is sent as **one** Flower `Array` with its own stype, because each `Array` of a message costs kilobytes and tens
+of milliseconds, whatever its size. It contains only its entries' bytes, little-endian and row-major. The widest dtypes
+come first, so that every entry is aligned without padding and can be read as a view. A part that is not encoded (see
+`encodings`) has the sum of its entries' `nbytes` as its length.
 """
 
 from __future__ import annotations
@@ -33,21 +33,22 @@ Shaped = tuple[str, str, tuple[int, ...]]
 
 
 def raw_bytes(array: np.ndarray) -> memoryview:
-    """The array's elements, row-major, little-endian: a view where the array already lies so."""
+    """The array's elements, row-major and little-endian; a view if the array has this order already."""
     little = array.astype(array.dtype.newbyteorder("<"), copy=False)
     return memoryview(np.ascontiguousarray(little).reshape(-1).view(np.uint8))  # type: ignore[arg-type]
 
 
 def digest(array: np.ndarray) -> bytes:
-    """Identity of a value: 16 bytes of SHA-256 over dtype, shape and elements."""
+    """Content digest of an array: 16 bytes of SHA-256 over dtype, shape and elements."""
     known = hashlib.sha256(f"{array.dtype.name}{array.shape}".encode())
     known.update(raw_bytes(array))
     return known.digest()[:DIGEST_BYTES]
 
 
 class Digests:
-    """Digests of arrays that are never changed in place, such as those of a method's state, so that identity stands for
-    value and each is hashed once. Arrays are held weakly: what was made for one client is gone when it has been sent.
+    """Digests of arrays that are never changed in place, such as those of a method's state: each is hashed once.
+
+    The arrays are referenced weakly, so that those made for one client are freed once they have been sent.
     """
 
     def __init__(self) -> None:
@@ -58,27 +59,24 @@ class Digests:
         return self.find(array) or self.know(array, digest(array))
 
     def find(self, array: np.ndarray) -> bytes | None:
-        """The array's digest where it is known."""
+        """The array's digest, if it is known."""
         found = self._known.get(id(array))
-        return found[1] if found and found[0]() is array else None  # another may have the id of one that is gone
+        return found[1] if found else None
 
     def of_all(self, arrays: Sequence[np.ndarray]) -> list[bytes]:
-        """The arrays' digests, in their order; several are hashed at once."""
+        """The arrays' digests, in their order; large arrays are hashed in several threads."""
         return in_threads(self.of, arrays, sum(array.nbytes for array in arrays))
 
     def know(self, array: np.ndarray, value: bytes) -> bytes:
-        """Take `value` for the array's digest, and return it."""
-        self._known[id(array)] = weakref.ref(array), value
+        """Remember and return `value` as the array's digest."""
+        number = id(array)  # another array may have it when this one is freed, which removes the entry
+        self._known[number] = weakref.ref(array, lambda _: self._known.pop(number, None)), value
         return value
-
-    def forget_gone(self) -> None:
-        """Forget arrays that are gone."""
-        self._known = {number: found for number, found in self._known.items() if found[0]() is not None}
 
 
 @dataclass(frozen=True)
 class Part:
-    """Which values the named entries of one block have. `digests[k]` belongs to `names[k]`."""
+    """The named entries of one block, and the digests of their values. `digests[k]` belongs to `names[k]`."""
 
     tree: Tree
     block: str
@@ -87,7 +85,7 @@ class Part:
 
     @cached_property
     def id(self) -> str:
-        """Content digest of the whole part, 32 hexadecimal digits: equal values have equal ids on every machine."""
+        """Content digest of the part, 32 hexadecimal digits: equal values have equal ids on every machine."""
         known = hashlib.sha256()
         for name, value in zip(self.names, self.digests, strict=True):
             known.update(name.encode() + b"\0" + value)
@@ -103,7 +101,7 @@ def shapes_of(values: Arrays, names: Iterable[str]) -> list[Shaped]:
 
 
 def _packing_order(shaped: Iterable[Shaped], wire: Wire) -> list[tuple[Shaped, Codec | None]]:
-    """The order in which arrays lie in a packed part: wider items first, else as given."""
+    """The arrays in their order in a packed part, each with its codec: wider items first, otherwise as given."""
     found = [(item, wire.codec(item[1], item[2])) for item in shaped]
     return sorted(found, key=lambda one: -(one[1].width if one[1] else np.dtype(one[0][1]).itemsize))
 
@@ -116,17 +114,17 @@ def pack(
     written: Callable[[str], np.ndarray] | None = None,
     random: np.random.Generator | None = None,
 ) -> Array:
-    """Pack the named arrays into one Flower `Array` (uint8): one copy of what travels as it is, the rest encoded.
+    """Pack the named arrays into one Flower `Array` (uint8). Arrays that are not encoded are copied once.
 
     Args:
         values: the arrays, by name.
-        names: of those that are packed.
-        wire: how they are encoded.
-        written: what is packed in place of an array, of the same shape and dtype; asked for one after the other.
-        random: of what is rounded at random.
+        names: the arrays to pack.
+        wire: their encoding.
+        written: name → the array to pack instead, of the same shape and dtype; called for one array after the other.
+        random: generator for an encoding that rounds at random.
 
     Raises:
-        EncodingError: an array that cannot be encoded so.
+        EncodingError: an array has values that the encoding cannot represent.
     """
     pieces: list[bytes | memoryview] = []
     written = written or values.__getitem__
@@ -143,7 +141,7 @@ def pack(
 
 
 def unpack(array: Array, shaped: Iterable[Shaped], wire: Wire = PLAIN) -> dict[str, np.ndarray]:
-    """Read-only arrays of a packed part: views, or new ones of what was encoded. ValueErrors as `unpacked`."""
+    """The read-only arrays of a packed part: views, or new arrays if they were encoded. Raises as `unpacked`."""
     values = dict(unpacked(array, shaped, wire))
     for value in values.values():
         value.flags.writeable = False
@@ -153,8 +151,10 @@ def unpack(array: Array, shaped: Iterable[Shaped], wire: Wire = PLAIN) -> dict[s
 def unpack_checked(
     array: Array, shaped: Iterable[Shaped], wire: Wire, digests: Iterable[bytes]
 ) -> dict[str, np.ndarray]:
-    """As `unpack`, without the arrays whose digest is not the one that is given. An Array that several clients of one
-    process are sent is read and hashed once."""
+    """As `unpack`, without the arrays whose digest differs from the given one.
+
+    An Array that several clients of one process receive is read and hashed once.
+    """
     asked = array.data, tuple(shaped), wire
     known = array.__dict__.get(_KNOWN)
     if known is None or known[0][0] is not array.data or known[0][1:] != asked[1:]:
@@ -162,22 +162,23 @@ def unpack_checked(
         known = array.__dict__[_KNOWN] = asked, values, {name: digest(value) for name, value in values.items()}
     _, values, found = known
     expected = zip(asked[1], digests, strict=True)
-    return {name: values[name] for (name, _, _), digest_of_it in expected if found[name] == digest_of_it}
+    return {name: values[name] for (name, _, _), wanted in expected if found[name] == wanted}
 
 
 def unpacked(array: Array, shaped: Iterable[Shaped], wire: Wire = PLAIN) -> Iterator[tuple[str, np.ndarray]]:
-    """Name and array, one after the other; what was encoded may be written to.
+    """Name and array of each entry of a packed part, one after the other. Arrays that were encoded may be changed.
 
-    Raises ValueError when the length is not what the shapes say: before the first, or, where the length of what is
-    encoded stands in it, at the last.
+    Raises:
+        ValueError: the length does not match the shapes. It is raised before the first array, or, for an encoding whose
+            length depends on the values, at the last.
     """
     if array.stype != STYPE:
-        raise ValueError(f"an Array of stype {array.stype!r} came where {STYPE!r} was expected")
+        raise ValueError(f"an Array has the stype {array.stype!r}; a packed part has {STYPE!r}")
     order = _packing_order(shaped, wire)
     if all(codec is None for _, codec in order):
         expected = sum(math.prod(shape) * np.dtype(dtype).itemsize for (_, dtype, shape), _ in order)
         if len(array.data) != expected:
-            raise ValueError(f"a packed part has {len(array.data)} bytes, and its shapes say {expected}")
+            raise ValueError(f"a packed part has {len(array.data)} bytes; by its shapes it must have {expected}")
     data = memoryview(array.data)
     offset = 0
     for (name, dtype, shape), codec in order:
@@ -185,7 +186,7 @@ def unpacked(array: Array, shaped: Iterable[Shaped], wire: Wire = PLAIN) -> Iter
         length = codec.length(shape, data[offset:]) if codec else math.prod(shape) * kind.itemsize
         piece = data[offset : offset + length]
         if len(piece) < length:
-            raise ValueError(f"a packed part has {len(data)} bytes, and entry {name!r} goes on to {offset + length}")
+            raise ValueError(f"a packed part has {len(data)} bytes, but entry {name!r} ends at byte {offset + length}")
         if codec:
             value = codec.read(piece, shape).astype(kind, copy=False)
         else:
@@ -193,4 +194,4 @@ def unpacked(array: Array, shaped: Iterable[Shaped], wire: Wire = PLAIN) -> Iter
         yield name, value
         offset += length
     if offset != len(data):
-        raise ValueError(f"a packed part has {len(data)} bytes, and its entries are {offset}")
+        raise ValueError(f"a packed part has {len(data)} bytes, but its entries have {offset}")

@@ -1,11 +1,11 @@
-"""What a client keeps for itself from round to round: its own model, a control variate, a codec's residual.
+"""Personal state, which a client keeps from round to round: its own model, a control variate, an encoding's residual.
 
     <root>/<experiment>/personal/<name>/<round>-<exchange id>.safetensors
 
-It never travels, and follows the client's name: over restarts of its process, of its node, and of a run that is
-resumed. Server and client must agree how far it is. A reply may be lost or refused, or the server may go back to a
-checkpoint; then the client must not be ahead of it. So every version carries the id of the exchange that made it, and
-the server's next message says which one counts. The client decides nothing.
+It is never sent. It belongs to the client's name, and survives restarts of the process, of the node and of the run.
+Server and client must agree on its version: when a reply is lost or refused, or the server restores a checkpoint, the
+client must go back as well. Every version therefore has the id of the exchange that made it, and the server's next
+message names the current one.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from tepal.host.files import remove_abandoned
 
 log = getLogger("flwr")
 
-_LEFT_OUT = "left out/"  # how the names begin of what encodings keep
+_LEFT_OUT = "left out/"  # prefix of the names of arrays that encodings keep
 
 
 class PersonalState:
-    """The personal state of one client in one exchange. An app gets it from `received(msg).personal`.
+    """The personal state of one client in one exchange: `received(msg).personal` in an app.
 
     Args:
         folder: of this client's versions.
-        current: id of the exchange whose version counts; "" when none does yet.
-        keep: ids of versions that the server may still go back to.
+        current: id of the exchange that made the current version; "" if there is none yet.
+        keep: ids of the versions that the server may still restore.
         exchange: id of this exchange.
         round: number of this round.
-        advances: whether this exchange may make a new version: training does, scoring does not.
+        advances: whether this exchange may make a new version: training may, scoring may not.
     """
 
     def __init__(
@@ -48,22 +48,22 @@ class PersonalState:
         self._advances = advances
         self._staged: Arrays | None = None
         self._left_out: Arrays | None = None
-        self._own: Arrays = {}  # as `load` returns them, after `load_left_out`
+        self._own: Arrays = {}  # the app's own arrays, set by `load_left_out`
         self.lost = ""
-        """Why the version that counts is not here, after `load` found so; "" when all is well."""
+        """Why the current version could not be loaded; "" if it could."""
 
     def load(self) -> dict[str, np.ndarray]:
-        """The values as the server counts them (read-only arrays); {} for a client that has none yet, or lost them."""
+        """The current version (read-only arrays); {} for a client that has none yet, or has lost it."""
         return {name: array for name, array in self._load().items() if not name.startswith(_LEFT_OUT)}
 
     def load_left_out(self) -> dict[str, np.ndarray]:
-        """What encodings have left out of this client's uploads."""
+        """The values that encodings have left out of this client's uploads."""
         found = self._load()
         self._own = {name: array for name, array in found.items() if not name.startswith(_LEFT_OUT)}
         return {name.removeprefix(_LEFT_OUT): found[name] for name in found.keys() - self._own.keys()}
 
     def save_left_out(self, values: Arrays) -> None:
-        """As `save`, of what `load_left_out` has returned; what is an app's own stays, where it saves nothing new."""
+        """Store new values of `load_left_out` at `commit`. The app's own arrays stay, unless it saves new ones."""
         self._left_out = values
 
     def _load(self) -> dict[str, np.ndarray]:
@@ -72,21 +72,21 @@ class PersonalState:
         path = next(iter(self._folder.glob(f"*-{self._current}{SUFFIX}")), None)
         try:
             if path is None:
-                raise DamagedFile("it is not in this client's folder")
+                raise DamagedFile("its file is not in this client's folder")
             return read_arrays(path)
         except (OSError, DamagedFile) as error:
-            self.lost = f"the personal state is lost, and begins anew: {error}"
+            self.lost = f"the personal state is lost and starts from the beginning: {error}"
             log.warning("Personal state in %s cannot be used: %s.", self._folder, error)
             return {}
 
     def save(self, values: Arrays) -> None:
-        """Hand in new values. They are written when the app has returned, and count once the server says so."""
+        """Store new values when the app has returned. They are current once the server has merged the reply."""
         if not self._advances:
-            raise RuntimeError("personal state advances where a client trains, not where it scores a model")
+            raise RuntimeError("personal state can be saved in training, and not while a model is scored")
         self._staged = values
 
     def commit(self) -> None:
-        """Write what was handed in. Raises OSError: then the reply must not be merged."""
+        """Write the stored values. Raises OSError: the reply must then not be merged."""
         if self._staged is None and self._left_out is None:
             return
         values = dict(self._own if self._staged is None else self._staged)
@@ -94,10 +94,7 @@ class PersonalState:
         write_arrays(self._folder / f"{self._round:06d}-{self._exchange}{SUFFIX}", values)
 
     def prune(self) -> None:
-        """Remove versions that nobody will ask for.
-
-        A message that waited long may be older than what is here; so versions of later rounds stay.
-        """
+        """Remove versions that the server will not restore. Those of later rounds stay: the message may be late."""
         remove_abandoned(self._folder)
         with contextlib.suppress(OSError):
             for path in self._folder.glob(f"*-*{SUFFIX}"):

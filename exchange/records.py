@@ -1,7 +1,7 @@
-"""ArrayRecords over arrays that are in memory already, and what is in an Array, both without a copy.
+"""ArrayRecords of arrays in memory, and the values of an Array, both without a copy.
 
-Flower's own way writes an array down as `.npy` bytes and reads these again, which takes four copies: one model's time
-and memory each, where nothing leaves the process.
+Flower itself converts an array to `.npy` bytes and back, which makes four copies, each with the time and memory of one
+model, even if nothing leaves the process.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0
 
 
 class Array(flwr.app.Array):  # type: ignore[misc]
-    """One over a NumPy array that nobody writes to while it is in use. Its bytes are made where they are asked for.
+    """A Flower Array of a NumPy array that is not changed while it is in use. Its bytes are made when they are read.
 
-    It has the name of what it stands for, which Flower writes into what it sends; copied or pickled it is that.
+    The class has the name of Flower's, which Flower writes into messages; a copied or pickled one is Flower's class.
     """
 
     values: np.ndarray
@@ -35,7 +35,7 @@ class Array(flwr.app.Array):  # type: ignore[misc]
         return flwr.app.Array.from_numpy_ndarray(self.values).data
 
     def numpy(self) -> np.ndarray:
-        """A copy, which may be written to."""
+        """A copy, which may be changed."""
         return np.array(self.values, order="C")
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -43,15 +43,15 @@ class Array(flwr.app.Array):  # type: ignore[misc]
 
 
 def record_of(values: Mapping[str, np.ndarray]) -> ArrayRecord:
-    """An ArrayRecord of arrays that nobody writes to while it is in use."""
+    """An ArrayRecord of arrays that are not changed while it is in use."""
     record = ArrayRecord()
-    for name, array in values.items():  # not ArrayRecord({…}): that makes other Arrays, of bytes
+    for name, array in values.items():  # ArrayRecord({…}) would make Flower's Arrays, with bytes
         record[name] = Array(np.asarray(array))
     return record
 
 
 def values_of(array: flwr.app.Array) -> np.ndarray:
-    """What is in an Array, not to be written to. Errors as those of `Array.numpy`."""
+    """The values of an Array, which must not be changed. Raises as `Array.numpy`."""
     if isinstance(array, Array):
         return array.values
     if array.stype == SType.NUMPY:

@@ -1,7 +1,7 @@
-"""The server's half of the exchange: a plan becomes a message, and a client's answer a checked reply.
+"""The server's half of the exchange: makes messages of plans, and checked replies of clients' answers.
 
-A message carries the parts that the client's record does not list. The client reports in every answer which parts it
-has cached, and whether it lacks one that the server believed it to have; whoever keeps the records enters that.
+A message carries the parts that the client's record does not list. In every answer the client reports which parts it
+has cached, and whether one is missing that the record lists. The caller updates the records.
 """
 
 from __future__ import annotations
@@ -19,25 +19,23 @@ from tepal.exchange.manifest import PARTS, RECORD, Header, Manifest, Parcel, Pro
 from tepal.exchange.parts import Digests, Part, digest, pack, shapes_of, unpacked
 from tepal.exchange.plan import INTRODUCE, Outgoing, Plan, Reply, Tree
 
-NO_MOD = (
-    "it does not speak Tepal's exchange: its ClientApp must be made with mods=[partial_exchange] "
-    "(from tepal.exchange import partial_exchange)"
-)
-
 
 class BadReply(ValueError):
-    """A client's answer that must not be merged; the text says why."""
+    """A client's answer that must not be merged; the text has the reason."""
 
 
 class NoMod(BadReply):
-    """An answer of an app that knows nothing of this project."""
+    """An answer of an app without the mod `partial_exchange`."""
 
     def __init__(self, said: str = "") -> None:
-        super().__init__(NO_MOD + (f". (The app said: {said})" if said else ""))
+        super().__init__(
+            "its ClientApp does not use Tepal's exchange: make it with mods=[partial_exchange] "
+            "(from tepal.exchange import partial_exchange)" + (f". (The app reported: {said})" if said else "")
+        )
 
 
 class ClientRefuses(BadReply):
-    """The client itself, which calls itself `client` and has cached the parts `holds`, gave no result, and says why."""
+    """An answer without a result. `client`: its own name; `reason`: in its words; `holds`: ids of its cached parts."""
 
     def __init__(self, client: str, reason: str, holds: Names = ()) -> None:
         super().__init__(reason)
@@ -47,31 +45,31 @@ class ClientRefuses(BadReply):
 
 @dataclass(frozen=True)
 class Missing:
-    """An answer of a client that lacks entries, which must be sent to it in the same round."""
+    """The answer of a client that lacks entries, which must be sent to it in the same round."""
 
     entries: Mapping[str, Names]
-    """By the id of their part."""
+    """Part id → the missing entries."""
     holds: Names = ()
     """Ids of the parts that the client has cached."""
     notes: Names = ()
-    """Why it lacks them, in the client's words."""
+    """Why they are missing, in the client's words."""
 
 
 @dataclass(frozen=True)
 class ClientRecord:
-    """What the server knows of a client when it writes to it."""
+    """What the server knows of a client when it makes a message for it."""
 
     held: frozenset[str] = frozenset()
     """Ids of the parts that the client has cached, as it reported in its last answer."""
     current: str = ""
-    """Id of the exchange whose reply was merged last: the client's personal state is as that exchange left it."""
+    """Id of the exchange whose reply was merged last, and which so made the client's current personal state."""
     restorable: Names = ()
-    """The same for each checkpoint that the run may still go back to."""
+    """The same for each checkpoint that the run may still restore."""
 
 
 @dataclass
 class Traffic:
-    """Measured bytes of messages: `payload` of the entries' values, `overhead` of manifests and headers."""
+    """Measured bytes of messages: `payload` is the entries' values, `overhead` manifests and headers."""
 
     payload: int = 0
     overhead: int = 0
@@ -81,39 +79,39 @@ class Traffic:
 
     @staticmethod
     def of(content: Mapping[str, object]) -> Traffic:
-        """Bytes of what this project put into a message; an app's own records are not counted."""
-        traffic = Traffic()
-        parts = content.get(PARTS)
-        if isinstance(parts, ArrayRecord):
-            traffic.payload = sum(len(array.data) for array in parts.values())
-        record = content.get(RECORD)
-        if isinstance(record, Mapping):
-            traffic.overhead = sum(len(value) for value in record.values() if isinstance(value, bytes))
-        return traffic
+        """Bytes that this project added to a message; an app's own records are not counted."""
+        parts, record = content.get(PARTS), content.get(RECORD)
+        arrays = parts.values() if isinstance(parts, ArrayRecord) else ()
+        values = record.values() if isinstance(record, Mapping) else ()
+        overhead = sum(len(value) for value in values if isinstance(value, bytes))
+        return Traffic(sum(len(array.data) for array in arrays), overhead)
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """A message that was built, as far as reading its answer needs it."""
+    """A message that was made: the data that reading its answer needs."""
 
     id: str
     outgoing: Outgoing
     sent: tuple[Names, ...]
-    """Entries of each part that travels."""
+    """Sent entries of each part of which any are sent."""
     rounded: frozenset[tuple[Tree, str]]
-    """(tree, block) of the parts that the client decodes to other values than the server has."""
+    """(tree, block) of the parts whose decoded values differ from the server's."""
 
 
 class Sender:
-    """Builds messages from plans, and reads their answers. It remembers nothing of a client.
+    """Makes messages from plans, and reads their answers. It keeps nothing about clients.
 
     Args:
         layout: of the model; all trees share it.
-        blocks: label → entries, disjoint and complete: parts are sent and cached by these.
-        experiment: id of the experiment, which outlives a run that is resumed.
-        record: name of the ArrayRecord under which the app expects its model.
-        settings_record: name of the ConfigRecord under which it expects its settings.
-        encoding: of what travels.
+        blocks: label → entries, a partition of the model's entries: the units of sending and caching.
+        experiment: id of the experiment, which a resumed run keeps.
+        record: name of the ArrayRecord in which the app expects its model.
+        settings_record: name of the ConfigRecord in which it expects its settings.
+        encoding: of downloads and uploads.
+
+    Raises:
+        ValueError: the blocks are not a partition of the entries.
     """
 
     def __init__(
@@ -135,19 +133,13 @@ class Sender:
         self.settings_record = settings_record
         self.encoding = encoding or Encoding()
         self.digests = Digests()
-        self._decoded = Digests()  # of what clients decode
-        # The part of each tree and block that was packed last: one that many clients get is packed once, and of a
-        # tree that differs from client to client there is never more than one in memory.
+        self._decoded = Digests()  # of the values that clients decode
+        # The last packed part of each tree and block. A part for many clients is packed once, and of a tree that
+        # differs between clients there is never more than one part in memory.
         self._packed: dict[tuple[Tree, str], tuple[tuple[str, Names, Wire], Array]] = {}
 
-    def new_round(self) -> None:
-        """Forget packed parts, and digests of arrays that are gone."""
-        self.digests.forget_gone()
-        self._decoded.forget_gone()
-        self._packed.clear()
-
-    def all_sent(self) -> None:
-        """Forget packed parts: all clients have been sent what they get, and their replies come now."""
+    def forget_packed(self) -> None:
+        """Forget packed parts, when all messages of a round have been sent."""
         self._packed.clear()
 
     def content(
@@ -156,12 +148,12 @@ class Sender:
         client: ClientRecord = ClientRecord(),
         missing: Mapping[str, Names] | None = None,
     ) -> tuple[RecordDict, Exchange]:
-        """Manifest, arrays and settings in one message's content, and what its answer is to be read by.
+        """The content of a message (manifest, arrays and settings), and the data for reading its answer.
 
         Args:
             outgoing: plan, values and settings.
-            client: what is known of the plan's client.
-            missing: of an answer to the same plan (`Missing.entries`): then only these entries travel.
+            client: record of the plan's client.
+            missing: `Missing.entries` of the answer to the same plan; only these entries are then sent.
         """
         plan = outgoing.plan
         known = {*client.held, *(missing or ())}
@@ -200,7 +192,7 @@ class Sender:
         content = RecordDict({RECORD: manifest.to_record()})
         if arrays:
             record = ArrayRecord()
-            for number, packed in arrays.items():  # not ArrayRecord(arrays): it makes new Arrays, to be hashed again
+            for number, packed in arrays.items():  # ArrayRecord(arrays) would make new Arrays, to be hashed again
                 record[number] = packed
             content[PARTS] = record
         content[self.settings_record] = ConfigRecord(dict(outgoing.settings))
@@ -210,11 +202,12 @@ class Sender:
     def _part(
         self, tree: Tree, block: str, names: Names, values: Arrays, plan: Plan, known: Collection[str]
     ) -> tuple[Part, Wire]:
-        """A block's part as a client gets it, and how it is encoded: not at all where it knows the exact values."""
+        """A block's part for a client, and its encoding: none if the plan, or its cache, requires exact values."""
         wire = self.encoding.download
-        if wire.plain or known or set(plan.exact).issuperset(names):
+        exact = wire.plain or set(plan.exact).issuperset(names)
+        if exact or known:
             part = Part(tree, block, names, tuple(self.digests.of_all([values[name] for name in names])))
-            if wire.plain or part.id in known or set(plan.exact).issuperset(names):
+            if exact or part.id in known:
                 return part, PLAIN
         packed = None
         digests = [self._decoded.find(values[name]) for name in names]
@@ -236,15 +229,15 @@ class Sender:
         return packed
 
     def read(self, exchange: Exchange, message: Message, weighted_by: str = "num-examples") -> Reply | Missing:
-        """Check an answer against what its client was asked, entry by entry.
+        """Check an answer against the plan, entry by entry.
 
         Args:
-            exchange: in which the client was asked.
+            exchange: that of the message which is answered.
             message: the answer.
-            weighted_by: metric that the reply's weight is taken from.
+            weighted_by: name of the metric with the reply's weight.
 
         Raises:
-            BadReply: an answer that must not be merged.
+            BadReply: the answer must not be merged.
         """
         plan = exchange.outgoing.plan
         if not message.has_content():
@@ -258,14 +251,14 @@ class Sender:
             raise BadReply(str(error)) from error
         for what, got, expected in (
             ("experiment", header.experiment, self.experiment),
-            ("client", header.client, plan.client or header.client),  # "": a node that has not introduced itself yet
+            ("client", header.client, plan.client or header.client),  # "": the server does not know the name yet
             ("round", header.round, plan.round),
             ("action", header.action, plan.action),
         ):
             if got != expected:
-                raise BadReply(f"it answers {what} {got!r}, and was asked for {expected!r}")
+                raise BadReply(f"it answers {what} {got!r} instead of {expected!r}")
         if header.answers != exchange.id:
-            raise BadReply("it answers another message than the one it was sent, or that one was altered on its way")
+            raise BadReply("it answers another message, or the message to it was altered on its way")
         no_result = bool(header.missing or header.refused)
         metrics, vectors, not_finite = _metrics(content, header.metrics)
         parts = {} if no_result else self._parts(exchange, header, content)
@@ -293,7 +286,7 @@ class Sender:
     ) -> dict[Tree, dict[str, np.ndarray]]:
         plan = exchange.outgoing.plan
         if foreign := sorted(set(header.parts) - set(plan.returns)):
-            raise BadReply(f"it carries {foreign[0]!r}, which was not asked for")
+            raise BadReply(f"it carries {foreign[0]!r}, which was not requested")
         arrays = content.get(PARTS)
         parts: dict[Tree, dict[str, np.ndarray]] = {}
         wire = self.encoding.upload
@@ -303,15 +296,14 @@ class Sender:
             if lacking := sorted(set(names) - set(got)):
                 raise BadReply(f"{len(lacking)} entries of {tree!r} are missing, {lacking[0]!r} first")
             if foreign := sorted(set(got) - set(names)):
-                raise BadReply(f"{len(foreign)} entries of {tree!r} were not asked for, {foreign[0]!r} first")
+                raise BadReply(f"{len(foreign)} entries of {tree!r} were not requested, {foreign[0]!r} first")
             if len(got) != len(names):
-                raise BadReply(f"an entry of {tree!r} comes twice")
+                raise BadReply(f"an entry of {tree!r} occurs twice")
             for name, dtype, shape in shaped:
                 entry = self.layout.by_name[name]
                 if (dtype, shape) != (entry.dtype, entry.shape):
                     raise BadReply(
-                        f"entry {name!r} is {dtype}{list(shape)}, and the model has it as "
-                        f"{entry.dtype}{list(entry.shape)}"
+                        f"entry {name!r} is {dtype}{list(shape)}; in the model it is {entry.dtype}{list(entry.shape)}"
                     )
             if not isinstance(arrays, ArrayRecord) or tree not in arrays:
                 raise BadReply(f"it has no arrays for {tree!r}")
@@ -330,8 +322,8 @@ class Sender:
         return parts
 
     def _start(self, exchange: Exchange, name: str, value: np.ndarray) -> np.ndarray:
-        """What a difference is added to: the value as it is here; and as its client decoded it where that client keeps
-        what it returns, and must know it to the bit."""
+        """The value to which a difference is added: as the client decoded it if the client caches its sum, which server
+        and client must know exactly; otherwise the server's own value."""
         block = next(block for block, names in self.blocks.items() if name in names)
         plan = exchange.outgoing.plan
         if plan.model not in plan.remembers or (plan.model, block) not in exchange.rounded:
@@ -340,12 +332,13 @@ class Sender:
 
 
 MOST_EXAMPLES = 10**15
-"""Largest weight of a reply: beyond it float64 no longer counts the examples of a round one by one."""
+"""Largest weight of a reply: for larger ones float64 cannot represent every number of examples of a round."""
+
 
 def _metrics(content: RecordDict, covered: Names) -> tuple[dict[str, float], dict[str, tuple[float, ...]], Names]:
-    """An answer's metrics: numbers, lists, names of those not finite. A NaN loss is no reason to refuse weights.
+    """An answer's metrics: numbers, lists, and the names of those that are not finite, which are accepted.
 
-    A metric in a record that the checksum covers goes before one of the same name in another.
+    A metric in a record that the checksum covers replaces one of the same name in another record.
     """
     numbers: dict[str, float] = {}
     lists: dict[str, tuple[float, ...]] = {}
@@ -364,10 +357,10 @@ def _metrics(content: RecordDict, covered: Names) -> tuple[dict[str, float], dic
 def _examples(metrics: Mapping[str, float], weighted_by: str) -> int:
     examples = metrics.get(weighted_by)
     if examples is None:
-        raise BadReply(f"its metrics have no finite number under {weighted_by!r}, which its weight is taken from")
+        raise BadReply(f"its metrics have no finite number {weighted_by!r}, which is its weight")
     if not 1 <= examples <= MOST_EXAMPLES or examples != int(examples):
         raise BadReply(
-            f"its metrics have {weighted_by}={examples:g}, and a weight is a whole number from 1 to {MOST_EXAMPLES:.0e}"
+            f"its metrics have {weighted_by}={examples:g}; a weight is a whole number from 1 to {MOST_EXAMPLES:.0e}"
         )
     return int(examples)
 
@@ -376,6 +369,6 @@ def _finite(array: np.ndarray) -> bool:
     if array.dtype.kind not in "fc":
         return True
     with np.errstate(over="ignore", invalid="ignore"):
-        # One pass without a temporary: a sum is finite only if every element is. An overflowing sum of finite
-        # elements is rare, and then the elements are looked at one by one.
+        # One pass without a temporary array: a sum is finite only if every element is. If a sum of finite elements
+        # overflows, which is rare, the elements are checked one by one.
         return bool(np.isfinite(array.sum())) or bool(np.isfinite(array).all())

@@ -1,4 +1,4 @@
-"""Several processors for large arrays: numpy's loops and hashlib let other threads run while they work."""
+"""Threads for work on large arrays: NumPy's loops and hashlib release the interpreter's lock."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 WORTH = 1 << 22
-"""Bytes from which on work is shared among threads: below, starting them takes longer."""
+"""Bytes from which work is shared among threads; for fewer, starting the threads takes longer than they save."""
 
-_MOST = 4  # they share one memory, which two to four of them keep busy
+_MOST = 4  # two to four threads use the whole memory bandwidth
 
 
 def in_threads(work: Callable[[T], R], items: Iterable[T], nbytes: int) -> list[R]:
-    """`work` of every item, in their order. `nbytes`: of all that is worked on, after which threads are worth it."""
+    """The results of `work` for all items, in their order. `nbytes`: size of all items, which decides about threads."""
     threads = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, _MOST)
     if nbytes < WORTH or threads == 1:
         return [work(item) for item in items]

@@ -1,4 +1,4 @@
-"""A node's metrics for Prometheus: what `tepal node status` shows."""
+"""A node's status as metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -15,25 +15,27 @@ def node_families(status: NodeStatus, stages: Mapping[str, tuple[int, float]]) -
     """A node's metrics.
 
     Args:
-        status: What the node is doing.
-        stages: For each stage of a message's way how many messages went it, and the sum of their seconds.
+        status: of the node.
+        stages: stage of an answered message → number of messages, and the sum of their seconds.
     """
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
 
-    state = GaugeMetricFamily("tepal_node_state", "1 for the state that the node is in", labels=["state"])
+    state = GaugeMetricFamily("tepal_node_state", "1 for the node's state, 0 for the others", labels=["state"])
     for name in _STATES:
         state.add_metric([name], float(status.state == name))
-    up = GaugeMetricFamily("tepal_node_uptime_seconds", "Since the node was started")
+    up = GaugeMetricFamily("tepal_node_uptime_seconds", "Seconds since the node was started")
     up.add_metric([], status.uptime_seconds)
-    messages = CounterMetricFamily("tepal_node_messages", "Messages, by what came of them", labels=["outcome"])
+    messages = CounterMetricFamily("tepal_node_messages", "Messages, by outcome", labels=["outcome"])
     messages.add_metric(["answered"], status.answered)
     messages.add_metric(["failed"], status.failed)
-    deaths = CounterMetricFamily("tepal_node_deaths", "Processes that ended of themselves", labels=["process"])
+    deaths = CounterMetricFamily("tepal_node_deaths", "Processes that ended unexpectedly", labels=["process"])
     deaths.add_metric(["executor"], status.executors_died)
     deaths.add_metric(["supernode"], status.supernodes_died)
-    at_work = GaugeMetricFamily("tepal_node_message_age_seconds", "Of the message in hand; 0 without one")
+    at_work = GaugeMetricFamily("tepal_node_message_age_seconds", "Age of the current message; 0 without one")
     at_work.add_metric([], status.message_seconds)
-    latency = SummaryMetricFamily("tepal_node_message_seconds", "Of answered messages, by stage", labels=["stage"])
+    latency = SummaryMetricFamily(
+        "tepal_node_message_seconds", "Seconds of answered messages, by stage", labels=["stage"]
+    )
     for stage, (count, seconds) in stages.items():
         latency.add_metric([stage], count, seconds)
     memory = GaugeMetricFamily("tepal_node_resident_bytes", "Resident memory", labels=["process"])

@@ -1,4 +1,4 @@
-"""The node's parent process: keeps SuperNode and executor alive, and ends them without losing a message."""
+"""The node's parent process: restarts SuperNode and executor, and ends them without losing a message."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ import queue
 import secrets
 import shutil
 import signal
-import subprocess
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from logging import getLogger
 from pathlib import Path
 from types import FrameType
@@ -22,79 +20,48 @@ import psutil
 from joblib import cpu_count
 
 from tepal.client_app.node import node_pb2
+from tepal.client_app.node.child import Child
 from tepal.client_app.node.executor import Executor
 from tepal.client_app.node.metrics import node_families
 from tepal.client_app.node.service import Services
+from tepal.client_app.node.settings import NodeSettings
 from tepal.host.files import locked
-from tepal.host.flower.link import Link, command
 from tepal.host.flower.patches import require_flower
 from tepal.host.metrics import serving
 from tepal.host.processes import flower_environment, free_port
-from tepal.host.toml import Value, to_toml
+from tepal.host.toml import to_toml
 
 log = getLogger("flwr")
 
-_PAUSES = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)  # seconds before the SuperNode is started again, by how often it ended
-_LONG_ENOUGH = 60.0  # seconds after which a SuperNode counts as one that ran
-_SILENCE = 20.0  # seconds without word from the SuperLink after which it counts as unreachable
-_SEE_OFF = 15.0  # seconds for sending the last answer to the SuperLink
-_LAST_WORD = 5.0  # seconds that a SuperNode has for saying goodbye
+_PAUSES = (
+    1.0,
+    2.0,
+    4.0,
+    8.0,
+    15.0,
+    30.0,
+)  # seconds before a restart of the SuperNode, by the number in a row
+_LONG_ENOUGH = 60.0  # seconds after which a restart of the SuperNode is not counted as one in a row
+_SILENCE = 20.0  # seconds without an answer of the SuperLink, after which it is unreachable
+_LAST_ANSWER = 15.0  # seconds for sending the last answer to the SuperLink
+_SIGNING_OFF = 5.0  # seconds for a SuperNode to sign off from the SuperLink
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
-@dataclass(frozen=True)
-class NodeSettings:
-    """What a node is started with. Seconds and bytes throughout.
-
-    Args:
-        superlink: address of the SuperLink's Fleet API, "host:port".
-        root_certificates: PEM file of the authority that signed the SuperLink's certificate; None: the system's.
-        insecure: no TLS, for trying things out on one machine.
-        key: this node's private key, which the SuperLink knows; None for a node without a name.
-        name: what it is called in logs and status.
-        node_config: what the ClientApp finds in its context.
-        folder: for what the node writes while it runs; None for a temporary one.
-        control: address for `tepal node status` and `drain`: of this machine alone, or "unix:/path".
-        health: address for the standard health service, for others to ask; "" for none.
-        poll: the longest pause between two looks for a message.
-        idle: without a message for so long, the memory of the last run's process is given back.
-        grace: what a message in hand gets when the node is stopped.
-        spare: keep a process with torch loaded for the next run.
-        memory_limit: private memory of a process that runs a ClientApp; 0 for none but the machine's.
-        metrics: address at which Prometheus finds what the node does; "" for none.
-        preload: modules that the spare process imports, where they are installed.
-    """
-
-    superlink: str
-    root_certificates: Path | None = None
-    insecure: bool = False
-    key: Path | None = None
-    name: str = ""
-    node_config: Mapping[str, Value] = field(default_factory=dict)
-    folder: Path | None = None
-    control: str = "127.0.0.1:9095"
-    health: str = ""
-    poll: float = 1.0
-    idle: float = 900.0
-    grace: float = 30.0
-    spare: bool = True
-    memory_limit: int = 0
-    metrics: str = ""
-    preload: tuple[str, ...] = ("torch",)
-
-
 def run_node(settings: NodeSettings) -> None:
-    """Run a node until SIGTERM or SIGINT; the message in hand is finished, or handed back with an error.
+    """Run a node until SIGTERM or SIGINT; the current message is then answered, if need be with an error.
 
-    Raises `UnsupportedFlowerVersion` on another version of Flower, `OSError` where an address is taken.
+    Raises:
+        UnsupportedFlowerVersion: another version of Flower is installed.
+        OSError: an address is in use.
     """
     require_flower()
     with _folder(settings.folder) as folder:
-        Node(settings, folder).run()
+        WarmNode(settings, folder).run()
 
 
-class Node:
-    """One node. `folder` is its own; all in it goes with it."""
+class WarmNode:
+    """A SuperNode, and an executor that keeps the ClientApp in memory. `folder`: for this node's files alone."""
 
     def __init__(self, settings: NodeSettings, folder: Path) -> None:
         self.settings = settings
@@ -111,22 +78,18 @@ class Node:
         self._next_start = 0.0
         self._problem = ""
         self._stages: dict[str, tuple[int, float]] = {}
-        """Of answered messages: how many went each stage of their way, and the sum of their seconds."""
+        """Stage of an answered message → number of messages, and the sum of their seconds."""
         self._environment = _environment(folder)
         self._executor = Executor(
-            "127.0.0.1:0",  # known when there is a SuperNode
+            "127.0.0.1:0",  # set when a SuperNode is started
             secret,
             folder,
             self._environment,
-            preload=settings.preload,
-            spare=settings.spare,
-            memory_limit=settings.memory_limit,
-            idle=settings.idle,
-            grace=settings.grace,
+            settings,
         )
 
     def run(self) -> None:
-        """Run until SIGTERM or SIGINT. From the main thread."""
+        """Run until SIGTERM or SIGINT. Must be called in the main thread."""
         with serving(self.settings.metrics, lambda: node_families(self.status(), dict(self._stages))):
             self._run()
 
@@ -139,7 +102,7 @@ class Node:
             while not self._stop.wait(0.2):
                 if not executor.is_alive():
                     raise RuntimeError("the executor's thread ended")
-                self._look_after_supernode()
+                self._keep_supernode()
                 services.serving(self.healthy)
             services.serving(False)
             self._finish(executor)
@@ -154,7 +117,7 @@ class Node:
 
     @property
     def state(self) -> str:
-        """One of the states in node.proto."""
+        """A state of node.proto."""
         supernode = self._supernode
         if self._stop.is_set():
             return "stopping"
@@ -168,11 +131,11 @@ class Node:
 
     @property
     def healthy(self) -> bool:
-        """Whether a message that is sent to this node now would be answered."""
+        """Whether this node can answer a message now."""
         return self.state == "connected" and not self._executor.problem
 
     def status(self) -> node_pb2.NodeStatus:
-        """What `tepal node status` shows."""
+        """The status that `tepal node status` shows."""
         task, supernode, executor = self._executor.task, self._supernode, self._executor
         problems = [executor.problem, self._problem if self.state in ("refused", "starting") else ""]
         if self.state == "unreachable":
@@ -200,14 +163,15 @@ class Node:
         return answer
 
     def drain(self, undo: bool) -> node_pb2.NodeStatus:
-        """Take no further message, finish the one in hand, leave the SuperLink; or come back."""
+        """Take no further message, finish the current one and leave the SuperLink; `undo`: connect again."""
         log.info("The node %s.", "takes messages again" if undo else "is drained: it takes no further message")
         self._draining = not undo
         if self._supernode is not None:
             self._supernode.hold(not undo)
         return self.status()
 
-    def _look_after_supernode(self) -> None:
+    def _keep_supernode(self) -> None:
+        """Start the SuperNode, restart it after it ended, and stop it when the node is drained."""
         supernode = self._supernode
         if supernode is not None and supernode.status is not None:
             self._executor.supernode_died()
@@ -215,14 +179,14 @@ class Node:
             self._in_a_row = 0 if time.monotonic() - supernode.since > _LONG_ENOUGH else self._in_a_row + 1
             pause = _PAUSES[min(self._in_a_row, len(_PAUSES) - 1)]
             self._problem = supernode.refused or f"the SuperNode ended with status {supernode.status}"
-            log.error("%s. It is tried again in %g s.", _sentence(self._problem), pause)
+            log.error("%s. The SuperNode is started again in %g s.", _sentence(self._problem), pause)
             supernode.stop()
             self._supernode, self._next_start = None, time.monotonic() + pause
         elif supernode is not None and self._draining and (supernode.held or not self._has_work(supernode)):
             supernode.stop()
             self._supernode = None
         elif supernode is None and not self._draining and time.monotonic() >= self._next_start:
-            port = free_port()  # a new one each time: another program may have taken the last
+            port = free_port()  # a new one each time: another program may use the last one
             self._executor.address = f"127.0.0.1:{port}"
             self._supernode = _SuperNode(
                 self._options(port), self.settings.poll, self._environment, self._executor, self._stages
@@ -231,26 +195,22 @@ class Node:
             self._problem = ""
 
     def _finish(self, executor: threading.Thread) -> None:
-        """Take nothing more, let the message in hand be answered within the grace period, and see the answer off."""
+        """Take no further message; wait for the current one within the grace period, and until its answer is sent."""
         supernode, grace = self._supernode, self.settings.grace
-        log.info("The node is stopping%s.", ": it finishes its message first" if self._executor.task else "")
+        log.info("The node is stopping%s.", " after its current message" if self._executor.task else "")
         if supernode is not None:
             supernode.hold(True)
-            # The executor works on until the SuperNode says that there is nothing more: a message may be on its way in.
+            # The executor goes on until the SuperNode reports that it has no message: one may be arriving.
             idle = lambda: supernode.held or not supernode.alive or not self._has_work(supernode)  # noqa: E731
             self._wait(grace, lambda: self._hurry or idle())
         self._executor.stop(now=True)
         executor.join()
-        if supernode is not None:  # the answer, or the error in its place, is still to be sent
-            self._wait(_SEE_OFF, lambda: supernode.held or not supernode.alive or not supernode.reached)
+        if supernode is not None:  # the answer, or an error, is still to be sent
+            self._wait(_LAST_ANSWER, lambda: supernode.held or not supernode.alive or not supernode.reached)
 
     def _has_work(self, supernode: _SuperNode) -> bool:
-        """Whether there is a message, or can be one on its way in."""
-        return self._busy or supernode.reached
-
-    @property
-    def _busy(self) -> bool:
-        return self._executor.task is not None
+        """Whether there is a message, or one may be arriving."""
+        return self._executor.task is not None or supernode.reached
 
     def _wait(self, seconds: float, over: Callable[[], bool]) -> None:
         end = time.monotonic() + seconds
@@ -258,7 +218,7 @@ class Node:
             time.sleep(0.02)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._hurry = self._stop.is_set()  # who asks twice does not want to wait
+        self._hurry = self._stop.is_set()  # the second signal ends the waiting
         self._stop.set()
 
     def _options(self, port: int) -> list[str]:
@@ -276,8 +236,8 @@ class Node:
         return options
 
 
-class _SuperNode:
-    """The SuperNode's process, and what it last said."""
+class _SuperNode(Child):
+    """The SuperNode's process, and its last report."""
 
     def __init__(
         self,
@@ -294,29 +254,13 @@ class _SuperNode:
         self.held = False
         self._executor = executor
         self._stages = stages
-        while not executor.finished.empty():  # answers that the SuperNode before this one did not send
+        while not executor.finished.empty():  # answers that the previous SuperNode did not send
             executor.finished.get()
         self._busy = False
-        self._came = self._fetched = 0.0
-        self._heard = time.monotonic()
-        self._link, there = Link.pair()
-        with there:
-            self._process = subprocess.Popen(
-                command("supernode", str(there.fileno()), str(poll), *options),
-                env=dict(environment),
-                stdin=subprocess.DEVNULL,
-                pass_fds=[there.fileno()],
-                start_new_session=True,
-            )
+        self._announced = self._fetched = 0.0
+        self._reported = time.monotonic()
+        super().__init__("supernode", str(poll), *options, environment=environment)
         threading.Thread(target=self._listen, name="supernode", daemon=True).start()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def status(self) -> int | None:
-        return self._process.poll()
 
     @property
     def alive(self) -> bool:
@@ -324,26 +268,22 @@ class _SuperNode:
 
     @property
     def reached(self) -> bool:
-        """Whether the SuperLink has answered lately, as far as one can know while a message is worked on."""
-        return not self.lost and (self._busy or time.monotonic() - self._heard < _SILENCE)
+        """Whether the SuperLink has answered lately; while a message is being answered, this is assumed."""
+        return not self.lost and (self._busy or time.monotonic() - self._reported < _SILENCE)
 
     def hold(self, held: bool) -> None:
         self.held = self.held and held
-        self._link.send("hold", held=held)
+        self.link.send("hold", held=held)
 
     def stop(self) -> None:
-        """Let it say goodbye to the SuperLink, and end it."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_LAST_WORD)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
-        self._process.wait()
-        self._link.close()
+        """End the process, after it has signed off from the SuperLink."""
+        self.interrupt()
+        self.wait(_SIGNING_OFF)
+        self.kill()
+        self.link.close()
 
     def _listen(self) -> None:
-        for event in self._link:
+        for event in self.link:
             match event["event"]:
                 case "connected":
                     self.node_id = int(event["node"])
@@ -352,7 +292,7 @@ class _SuperNode:
                 case "task":
                     self._executor.ring()
                 case "busy":
-                    self._busy, self.held, self._came = True, False, time.monotonic()
+                    self._busy, self.held, self._announced = True, False, time.monotonic()
                 case "fetched":
                     self._fetched = time.monotonic()
                 case "idle":
@@ -360,22 +300,21 @@ class _SuperNode:
                         self._log_times(time.monotonic())
                     self._busy, self.held = False, bool(event["held"])
             self.lost = event["event"] == "lost"
-            self._heard = time.monotonic()
-
+            self._reported = time.monotonic()
 
     def _log_times(self, sent: float) -> None:
-        """Say where the message's time went: its way here, the app, and the way of the answer."""
+        """Log and count the seconds of each stage of a message that was answered."""
         try:
-            task = self._executor.finished.get(timeout=1)  # it may be a moment behind
+            task = self._executor.finished.get(timeout=1)  # the executor may be a moment later
         except queue.Empty:
             return
         if task.answered and task.done:
             seconds = {
-                "fetch": self._fetched - self._came,
+                "fetch": self._fetched - self._announced,
                 "hand over": task.began - self._fetched,
                 "app": task.answered - task.began,
                 "hand back": task.done - task.answered,
-                # Two threads look at the clock: of nearly nothing may become less, and a counter must not go back.
+                # Two threads read the clock, so that this may be slightly negative; a counter must not decrease.
                 "send": max(0.0, sent - task.done),
             }
             for stage, took in seconds.items():
@@ -384,7 +323,7 @@ class _SuperNode:
             log.info(
                 "Answered %s of round %s in %.2f s: %.2f to fetch it, %.2f to hand it to the app, %.2f in the app, "
                 "%.2f to hand it back, %.2f to send it.",
-                task.type, task.round or "?", sent - self._came, *seconds.values(),
+                task.type, task.round or "?", sent - self._announced, *seconds.values(),
             )  # fmt: skip
 
 
@@ -400,7 +339,7 @@ def _process(role: str, pid: int, run: int = 0) -> node_pb2.Process:
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """What the SuperNode and the ClientApps run in: nothing calls out, and no more threads than there are cores."""
+    """Environment of SuperNode and ClientApps: without telemetry, and with no more threads than cores."""
     home = Path(os.environ.get("FLWR_HOME") or folder / "flower")
     environment = flower_environment(home)
     cpus = str(cpu_count())  # of the container, if it is in one
@@ -409,7 +348,7 @@ def _environment(folder: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _folder(given: Path | None) -> Iterator[Path]:
-    """A folder of the node's own, in `given` or among the temporary ones; what killed nodes left there is removed."""
+    """A folder for one node, in `given` or the temporary folder, where those of killed nodes are removed."""
     within = given or Path(tempfile.gettempdir())
     within.mkdir(parents=True, exist_ok=True)
     for left in within.glob("tepal-node-*/lock"):
@@ -419,7 +358,7 @@ def _folder(given: Path | None) -> Iterator[Path]:
     try:
         (folder / "new").touch()
         with locked(folder / "new", BlockingIOError()):
-            (folder / "new").rename(folder / "lock")  # so that nobody finds it without being locked
+            (folder / "new").rename(folder / "lock")  # so that others find it locked
             yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -20,15 +20,16 @@ _HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 
 
 class Services:
-    """Serves until `stop`.
+    """The gRPC servers of a node, which serve until `stop`.
 
     Args:
         control: address for status, drain and health, "host:port" or "unix:/path".
-        health_address: a further address, for health alone; "" for none.
-        status: what the node is doing.
-        drain: has the node begin to drain, or come back if its argument is true.
+        health_address: a further address for health alone; "" for none.
+        status: returns the node's status.
+        drain: begins to drain the node; with True as its argument, has it connect again. Returns the status.
 
-    Raises `OSError` for an address that cannot be listened on.
+    Raises:
+        OSError: an address is in use.
     """
 
     def __init__(
@@ -68,9 +69,9 @@ class Services:
 
     def serving(self, well: bool) -> None:
         """Set what the health service reports: whether the node can answer messages."""
-        said = health_pb2.HealthCheckResponse.SERVING if well else health_pb2.HealthCheckResponse.NOT_SERVING
+        status = health_pb2.HealthCheckResponse.SERVING if well else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in ("", NAME):
-            self._health.set(name, said)
+            self._health.set(name, status)
 
     def stop(self) -> None:
         """Close the control and health addresses."""
@@ -86,7 +87,7 @@ class Services:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         taken = f"the node cannot listen on {address}: is there another node on this machine?"
         if address.startswith("unix:") and _listened_on(address.removeprefix("unix:")):
-            raise OSError(taken)  # gRPC would take the file away from it
+            raise OSError(taken)  # gRPC would replace the other node's file
         try:
             server.add_insecure_port(address)
         except RuntimeError as error:
@@ -107,7 +108,7 @@ class Control:
         return self._call(f"/{NAME}/Status", node_pb2.StatusRequest(), timeout)
 
     def drain(self, *, undo: bool = False, wait: float = 60.0) -> node_pb2.NodeStatus:
-        """Have the node finish its message and leave the SuperLink, or come back; wait for it, but not longer."""
+        """Drain the node, or `undo` this; return the status when it is done, or after `wait` seconds."""
         end = time.monotonic() + wait
         status = self._call(f"/{NAME}/Drain", node_pb2.DrainRequest(undo=undo), 5.0)
         under_way = ("draining", "drained", "starting") if undo else ("draining",)

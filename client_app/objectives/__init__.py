@@ -1,7 +1,7 @@
-"""What local training minimises, by the name that the server's plan gives: one file an objective.
+"""Objectives of local training, one file for each, found by the name in the server's plan.
 
-An objective leaves in the work's model what the server is to get, and hands in what the client keeps for itself. A file
-of this folder needs no other line: its objective is found by its class.
+An objective trains the work's model, which is returned to the server, and returns the client's personal state. The
+objectives of all files in this folder are found by their class.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")
 
 OBJECTIVES: dict[str, Objective] = {each.name: each() for each in Objective.__subclasses__()}
-"""By the name in a plan. An app may add its own."""
+"""Name in a plan → objective. An app may add its own."""
 
 
 def find(name: str) -> Objective:
-    """The objective that a plan names. Raises ValueError for one that this app does not know."""
+    """The objective with this name in a plan. Raises ValueError if this app does not have it."""
     if name not in OBJECTIVES:
         known = ", ".join(sorted(filter(None, OBJECTIVES)))
-        raise ValueError(f"the server asks for local training by {name!r}, and this client's app knows {known}")
+        raise ValueError(f"the server's plan has the objective {name!r}; this client's app has {known}")
     return OBJECTIVES[name]
 
 

@@ -1,4 +1,4 @@
-"""APFL's local half (Deng et al. 2020, arXiv:2003.13461, algorithm 1): a mixture of an own model and the global one."""
+"""APFL's local training (Deng et al. 2020, arXiv:2003.13461, algorithm 1): a local model mixed with the global one."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tepal.exchange.plan import ADAPTIVE, ALPHA, APFL
 from tepal.training.loop import Batch, clip, descend, optimizer_for, trained_parameters
 from tepal.training.tasks import Call
 
-_ALPHA = "apfl.alpha"  # in the personal state, beside the entries of v
+_ALPHA = "apfl.alpha"  # α's name in the personal state, next to the entries of v
 
 
 class APFLObjective(Objective):
     """w ← w − η∇f_i(w), and v ← v − η∇_v f_i(v̄) at the mixture v̄ = αv + (1−α)w, where ∇_v f_i(v̄) = α∇f_i(v̄).
 
-    Adaptive: α ← α − η⟨v − w, ∇f_i(v̄)⟩ (eq. 11), kept within [0, 1]. All gradients of a step are of the values before
-    it. w is returned; v and α are the client's own, and v̄ is its model.
+    Adaptive: α ← α − η⟨v − w, ∇f_i(v̄)⟩ (eq. 11), limited to [0, 1]. All gradients of a step are taken before the step.
+    w is returned; v and α are the personal state, and v̄ is the personal model.
     """
 
     name = APFL
@@ -68,10 +68,10 @@ class APFLObjective(Objective):
 
     def personalise(self, work: Work) -> None:
         alpha = self._alpha(work)
-        own = {name: value for name, value in work.personal.items() if name != _ALPHA}
         mixed = {
             name: alpha * value + (1 - alpha) * work.received[name] if value.dtype.kind == "f" else value
-            for name, value in own.items()
+            for name, value in work.personal.items()
+            if name != _ALPHA
         }
         work.load(mixed)
 
@@ -81,7 +81,7 @@ class APFLObjective(Objective):
 
     @staticmethod
     def _own(work: Work) -> dict[str, Tensor]:
-        """v as a raw state: its parameters and buffers; what was received for a client that has none yet."""
+        """v as a raw `state_dict`; the received values for a client that has no v yet."""
         values = {name: value for name, value in work.personal.items() if name != _ALPHA} or work.received
         raw = work.layout.join(values)
         device = work.batches.labels.device
@@ -89,5 +89,5 @@ class APFLObjective(Objective):
 
 
 def _with(model: nn.Module, values: dict[str, Tensor]) -> Call:
-    """The model with other parameters and buffers."""
+    """The model, called with other parameters and buffers."""
     return lambda *inputs, **named: functional_call(model, values, inputs, named)

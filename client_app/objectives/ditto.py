@@ -1,4 +1,4 @@
-"""Ditto's local half (Li et al. 2021, arXiv:2012.04221, algorithm 1): a personal model held near the global one."""
+"""Ditto's local training (Li et al. 2021, arXiv:2012.04221, algorithm 1): a personal model close to the global one."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from tepal.exchange.plan import DITTO, LAMBDA
 
 
 class DittoObjective(Objective):
-    """w is trained on F_i as in FedAvg; then v ← v − η(∇F_i(v) + λ(v − w^t)), with w^t as it was received (eq. 2).
+    """w is trained on F_i as in FedAvg; then v ← v − η(∇F_i(v) + λ(v − w^t)), with the received w^t (eq. 2).
 
-    Both take the same number of steps. λ = 0: local training.
+    Both take the same number of steps. λ = 0 is local training.
     """
 
     name = DITTO
@@ -25,6 +25,3 @@ class DittoObjective(Objective):
         personal = work.read()
         work.load(returned)
         return Outcome(fitted, personal=personal)
-
-    def personalise(self, work: Work) -> None:
-        work.load(work.personal)

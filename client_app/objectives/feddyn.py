@@ -1,4 +1,4 @@
-"""FedDyn's local half (Acar et al. 2021, arXiv:2111.04263, algorithm 1): a penalty by the client's gradient."""
+"""FedDyn's local training (Acar et al. 2021, arXiv:2111.04263, algorithm 1): a penalty with the client's gradient."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from tepal.exchange.plan import ALPHA
 
 
 class FedDynObjective(Objective):
-    """Minimises L_k(θ) − ⟨g_k, θ⟩ + (α/2)·‖θ − θ^{t−1}‖² from θ^{t−1} on; then g_k ← g_k − α·(θ_k − θ^{t−1}).
+    """Minimises L_k(θ) − ⟨g_k, θ⟩ + (α/2)·‖θ − θ^{t−1}‖² starting from θ^{t−1}; then g_k ← g_k − α·(θ_k − θ^{t−1}).
 
-    At the minimum g_k is ∇L_k(θ_k). It stays with the client, and is 0 for one that has none. The penalty's gradient
-    is added to that of L_k before every step, so that the loss that is reported is L_k's.
+    At the minimum g_k is ∇L_k(θ_k). It is the personal state, and starts at 0. The penalty's gradient is added to that
+    of L_k before every step, so that the reported loss is L_k.
     """
 
     name = "feddyn"
@@ -29,7 +29,7 @@ class FedDynObjective(Objective):
         def correct() -> None:
             for name, anchor in anchors.items():
                 parameter = work.model.get_parameter(name)
-                if parameter.grad is not None:  # it is in the loss
+                if parameter.grad is not None:  # the loss depends on it
                     parameter.grad += alpha * (parameter - anchor) - of_client[name]
 
         fitted = work.fit(correct=correct)

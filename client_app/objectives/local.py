@@ -1,4 +1,4 @@
-"""Local training alone: each client trains its own model from round to round, and sends nothing."""
+"""Local training alone: each client trains a personal model from round to round, and sends nothing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tepal.exchange.plan import LOCAL
 
 
 class LocalObjective(Objective):
-    """v ← v trained on F_i, from the common initial model on."""
+    """v ← v trained on F_i, starting from the common initial model."""
 
     name = LOCAL
     personal = True
@@ -16,6 +16,3 @@ class LocalObjective(Objective):
         work.load(work.personal)
         fitted = work.fit()
         return Outcome(fitted, personal=work.read())
-
-    def personalise(self, work: Work) -> None:
-        work.load(work.personal)

@@ -1,8 +1,9 @@
-"""Per-FedAvg's local half (Fallah et al. 2020, arXiv:2002.07948): a start from which one step makes a good model."""
+"""Per-FedAvg's local training (Fallah et al. 2020, arXiv:2002.07948): a start from which one step personalises."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -14,9 +15,9 @@ from tepal.training.loop import Batch, clip, descend, optimizer_for, trained_par
 
 class PerFedAvgObjective(Objective):
     """Minimises F_i(w) = f_i(w − α∇f_i(w)) by steps along an estimate of its gradient (I − α∇²f(w; D″))·∇f(w̃; D′),
-    with w̃ = w − α∇f(w; D), each of another batch (algorithm 1).
+    with w̃ = w − α∇f(w; D), each with its own batch (algorithm 1).
 
-    First order: without the second derivative.
+    First-order: the second derivative is left out.
     Hessian-free: ∇²f(w; D″)·g ≈ (∇f(w + δg; D″) − ∇f(w − δg; D″))/2δ (eq. 9).
     """
 
@@ -24,8 +25,7 @@ class PerFedAvgObjective(Objective):
     personal = True
 
     def fit(self, work: Work) -> Outcome:
-        named = trained_parameters(work.model)
-        parameters = list(named.values())
+        parameters = list(trained_parameters(work.model).values())
         optimizer = optimizer_for(parameters, work.config)
         alpha = work.number(ALPHA)
 
@@ -49,7 +49,7 @@ class PerFedAvgObjective(Objective):
         return Outcome(descend(work.model, work.batches, work.config, step))
 
     def personalise(self, work: Work) -> None:
-        """One step of size α from what was received, on the first batch of the round."""
+        """One step of size α from the received values, on the first batch of the round."""
         work.model.train()
         parameters = list(trained_parameters(work.model).values())
         _, g = work.gradient(parameters, next(work.batches.epoch(0)))
@@ -58,19 +58,16 @@ class PerFedAvgObjective(Objective):
                 parameter.sub_(direction, alpha=work.number(ALPHA))
 
 
-class moved:
-    """Within it, parameters are `scale` times `directions` away from where they were; then they are back exactly."""
-
-    def __init__(self, parameters: Sequence[Tensor], directions: Sequence[Tensor], scale: float) -> None:
-        self._parameters, self._directions, self._scale = parameters, directions, scale
-
-    def __enter__(self) -> None:
-        self._were = [parameter.detach().clone() for parameter in self._parameters]
+@contextmanager
+def moved(parameters: Sequence[Tensor], directions: Sequence[Tensor], scale: float) -> Iterator[None]:
+    """Add `scale` times `directions` to parameters; restore their exact values at the end."""
+    values = [parameter.detach().clone() for parameter in parameters]
+    with torch.no_grad():
+        for parameter, direction in zip(parameters, directions, strict=True):
+            parameter.add_(direction, alpha=scale)
+    try:
+        yield
+    finally:
         with torch.no_grad():
-            for parameter, direction in zip(self._parameters, self._directions, strict=True):
-                parameter.add_(direction, alpha=self._scale)
-
-    def __exit__(self, *error: object) -> None:
-        with torch.no_grad():
-            for parameter, was in zip(self._parameters, self._were, strict=True):
-                parameter.copy_(was)
+            for parameter, value in zip(parameters, values, strict=True):
+                parameter.copy_(value)

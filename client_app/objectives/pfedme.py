@@ -1,4 +1,4 @@
-"""pFedMe's local half (Dinh et al. 2020, arXiv:2006.08848, algorithm 1): the gradient of a Moreau envelope."""
+"""pFedMe's local training (Dinh et al. 2020, arXiv:2006.08848, algorithm 1): the gradient of a Moreau envelope."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tepal.training.loop import Batch, descend, trained_parameters
 class PFedMeObjective(Objective):
     """Minimises F_i(w) = min_θ f_i(θ) + (λ/2)‖θ − w‖² (eq. 3), whose gradient is λ(w − θ̂(w)) (eq. 5).
 
-    In each local step, θ̃ is found for one batch by K steps of gradient descent on f_i(θ) + (λ/2)‖θ − w‖², from the last
-    θ̃ on (first from w), and w ← w − ηλ(w − θ̃). w is returned; θ̃ is the client's own model.
+    In each local step, θ̃ is found for one batch by K steps of gradient descent on f_i(θ) + (λ/2)‖θ − w‖², starting from
+    the last θ̃ (the first time from w), and w ← w − ηλ(w − θ̃). w is returned; θ̃ is the personal model.
     """
 
     name = PFEDME
@@ -24,7 +24,7 @@ class PFedMeObjective(Objective):
 
     def fit(self, work: Work) -> Outcome:
         model_parameters = trained_parameters(work.model)
-        theta = list(model_parameters.values())  # the model holds θ; w is beside it
+        theta = list(model_parameters.values())  # the model's own parameters are θ
         w = [parameter.detach().clone() for parameter in theta]
         penalty, rate = work.number(LAMBDA), work.number(INNER_RATE)
         inner_steps = int(work.number(INNER_STEPS))
@@ -47,6 +47,3 @@ class PFedMeObjective(Objective):
             for parameter, anchor in zip(theta, w, strict=True):
                 parameter.copy_(anchor)
         return Outcome(fitted, personal=personal)
-
-    def personalise(self, work: Work) -> None:
-        work.load(work.personal)

@@ -1,4 +1,4 @@
-"""SCAFFOLD's local half (Karimireddy et al. 2020, arXiv:1910.06378, algorithm 1, option II)."""
+"""SCAFFOLD's local training (Karimireddy et al. 2020, arXiv:1910.06378, algorithm 1, option II)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tepal.exchange.plan import CONTROL, SCAFFOLD
 class ScaffoldObjective(Objective):
     """K steps y ← y − η_l(g_i(y) − c_i + c); then c_i⁺ = c_i − c + (x − y)/(K·η_l), of which c_i⁺ − c_i is returned.
 
-    (x − y)/(K·η_l) is the mean gradient of the steps under plain SGD alone, so other optimizers are refused.
+    Only under SGD is (x − y)/(K·η_l) the mean gradient of the steps, so other optimizers are refused.
     """
 
     name = SCAFFOLD
 
     def fit(self, work: Work) -> Outcome:
         if work.config.optimizer != "sgd":
-            raise ValueError(f"SCAFFOLD needs optimizer='sgd', and this client was told {work.config.optimizer!r}")
+            raise ValueError(f"SCAFFOLD needs optimizer='sgd'; the run config has {work.config.optimizer!r}")
         c = work.trees[CONTROL]
         own = work.personal or {name: np.zeros_like(value) for name, value in c.items()}
         corrections = work.of_parameters({name: c[name] - own[name] for name in c})

@@ -1,4 +1,4 @@
-"""What an objective works on, what it gives back, and how a model's entries are read and written."""
+"""The input and output of an objective, and the objectives' base class."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tepal.training.tasks import Call, Task
 
 @dataclass
 class Work:
-    """One client's local training: a model that holds what was received, and all that there is beside it."""
+    """One client's local training: a model with the received values, and its data and settings."""
 
     model: nn.Module
     batches: Batches
@@ -29,18 +29,18 @@ class Work:
     task: Task = tasks.IMAGES
     layout: Layout = field(default_factory=lambda: Layout((), ()))
     received: Arrays = field(default_factory=dict)
-    """Entries of the model as they came."""
+    """Entries of the model as received."""
     options: Mapping[str, Scalar] = field(default_factory=dict)
-    """Of the plan."""
+    """Options of the plan."""
     trees: Mapping[Tree, Arrays] = field(default_factory=dict)
-    """What came beside the model."""
+    """Received trees other than the model."""
     load_personal: Callable[[], Arrays] = dict
     penalty: Callable[[], Tensor | float] = lambda: 0.0
-    """Of the plan, for the model that is returned."""
+    """Term that the plan adds to the loss of the returned model."""
 
     @cached_property
     def personal(self) -> Arrays:
-        """What this client keeps for itself; {} when it has nothing yet."""
+        """The client's personal state; {} if it has none yet."""
         return self.load_personal()
 
     def number(self, name: str) -> float:
@@ -50,9 +50,9 @@ class Work:
     def gradient(
         self, parameters: Iterable[Tensor], batch: Batch, model: Call | None = None
     ) -> tuple[Tensor, list[Tensor]]:
-        """The loss on a batch, detached, and its gradient by some parameters.
+        """The loss on a batch, detached, and its gradient with respect to some parameters.
 
-        Of the model, with what the plan adds to its loss; or of a `model` that stands for it, without.
+        The plan's penalty is added to the loss of the work's own model, and not to that of another `model`.
         """
         wanted = list(parameters)
         total, gathered = torch.zeros((), device=batch[1].device), [torch.zeros_like(each) for each in wanted]
@@ -66,7 +66,7 @@ class Work:
         return total, gathered
 
     def fit(self, penalty: Callable[[], Tensor | float] | None = None, **how: Callable[[], None]) -> Fitted:
-        """Train the model as the config says; see `training.fit`."""
+        """Train the model; see `tepal.training.loop.fit`."""
         penalty = self.penalty if penalty is None else penalty
         return fit(self.model, self.batches, self.config, penalty, task=self.task, **how)
 
@@ -81,7 +81,7 @@ class Work:
             views[name].copy_(torch.from_numpy(np.array(value)))
 
     def of_parameters(self, values: Arrays) -> dict[str, Tensor]:
-        """Parameter → tensor of its entries' values, on the model's device, for parameters that train."""
+        """Trained parameter → tensor of its entries' values, on the model's device."""
         tensors: dict[str, Tensor] = {}
         trained = {name: p for name, p in self.model.named_parameters(remove_duplicate=False) if p.requires_grad}
         for raw, entries in self.layout.entries_of.items():
@@ -98,34 +98,33 @@ class Work:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What local training came to; the model that is returned is in its model."""
+    """The result of local training, in addition to the work's model."""
 
     fitted: Fitted
     trees: Mapping[Tree, Arrays] = field(default_factory=dict)
-    """What is returned beside the model."""
+    """Returned trees other than the model."""
     personal: Arrays | None = None
-    """What the client keeps for itself from now on; None when it stays as it is."""
+    """The client's new personal state; None if it does not change."""
 
 
 class Objective(Protocol):
-    """See the package."""
+    """What local training minimises, and how."""
 
     name: str = ""
-    """By which plans ask for it."""
-
+    """Name in plans."""
     personal: bool = False
-    """Whether each client has a model of its own, which is what is scored."""
+    """Whether each client has a personal model, which is scored."""
 
     def fit(self, work: Work) -> Outcome:
-        """Train."""
+        """Train the work's model."""
 
     def personalise(self, work: Work) -> None:
-        """Make the model, which holds what was received, the client's own."""
-        return None
+        """Turn the model with the received values into the client's personal model: by default, load its state."""
+        work.load(work.personal)
 
 
-class Empirical(Objective):
-    """The mean loss over the client's examples, and what the plan adds to it."""
+class EmpiricalLoss(Objective):
+    """The mean loss over the client's examples, with the plan's penalty."""
 
     def fit(self, work: Work) -> Outcome:
         return Outcome(work.fit())

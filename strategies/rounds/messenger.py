@@ -100,7 +100,7 @@ class Messenger:
         self._waiting = {}
         for outgoing in messages:
             yield self._send(outgoing, deadline)
-        self.sender.all_sent()
+        self.sender.forget_packed()
         look_around = time.monotonic() + _LOOK_AROUND
         self._inbox.expect(self._late)
         good = 0

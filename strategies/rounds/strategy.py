@@ -243,7 +243,7 @@ class MethodStrategy(WithoutHooks):
         )  # fmt: skip
         if self._trouble:
             report.notes.append((SERVER, self._trouble))
-        self._sender.new_round()
+        self._sender.forget_packed()
         return Round(number, rounds, train_config, timeout, report)
 
     def _end(self, this: Round, result: Result) -> None:

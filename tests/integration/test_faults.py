@@ -193,8 +193,8 @@ def test_the_model_is_the_one_of_the_replies_that_counted(faulty):
     ("client", "reason"),
     [
         ("site-1", "entry 'head' has values that are NaN or infinite"),
-        ("site-2", "entry 'head' is float32[5, 2], and the model has it as float32[10]"),
-        ("site-3", "1 entries of 'model' were not asked for, 'backdoor' first"),
+        ("site-2", "entry 'head' is float32[5, 2]; in the model it is float32[10]"),
+        ("site-3", "1 entries of 'model' were not requested, 'backdoor' first"),
     ],
 )
 def test_a_bad_reply_is_refused_alone_with_its_reason(faulty, client, reason):
@@ -256,7 +256,7 @@ def test_a_full_disk_at_a_client_is_said_and_costs_only_bytes(faulty, deployment
         pytest.skip("no right to mount a small disk")
     for number in (2, 3):
         notes = [note for who, note in faulty.rounds[number]["notes"] if who == "site-5"]
-        assert len(notes) == 1 and "keeps nothing of block 'query_key'" in notes[0] and "No space left" in notes[0]
+        assert len(notes) == 1 and "block 'query_key' cannot be cached" in notes[0] and "No space left" in notes[0]
         assert f"site-5 reports in round {number}: {notes[0]}" in faulty.log
 
 

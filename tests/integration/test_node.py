@@ -159,14 +159,14 @@ def test_a_message_in_hand_is_answered_when_its_node_is_stopped(deployment, chat
     assert answers()["site-0"]["who"] == "first"
     assert not any(alive(pid) for pid in started.values())
     deployment.start_node(0)
-    assert "it finishes its message first" in log_of(deployment, 0)
+    assert "after its current message" in log_of(deployment, 0)
 
 
 def test_who_stops_a_node_twice_does_not_wait(deployment, chat):
     """But for the word that says so, which takes two seconds on a slow line."""
     answers = in_hand(deployment, 0, chat, "sleep:60")
     node, relay = deployment.nodes[0], deployment.relays[0]
-    said = lambda: log_of(deployment, 0).count("it finishes its message first")  # noqa: E731
+    said = lambda: log_of(deployment, 0).count("after its current message")  # noqa: E731
     before = said()
     try:
         relay.throttle(8_000)
@@ -193,7 +193,7 @@ def test_a_message_beyond_the_grace_is_handed_back_with_words(deployment, chat):
         os.kill(node.pid, signal.SIGTERM)
         assert node.wait(45) == 0
         answer = answers()["site-0"]
-        assert answer["code"] == 8 and "is being stopped, and has waited 1 s for the app" in answer["reason"]
+        assert answer["code"] == 8 and "is being stopped, and the app has not answered within 1 s" in answer["reason"]
         assert answer["at"] - asked < 45
     finally:
         deployment.start_node(0)

@@ -8,10 +8,7 @@ from tepal.models import MODELS
 from tests.packages import ROOT
 
 APPS = {"tepal.client_app.app", "tepal.server_app.app"}
-PUBLIC = {
-    "tepal.client_app.data", "tepal.client_app.prediction", "tepal.client_app.probing", "tepal.client_app.training",
-    "tepal.strategies.in_process",
-}  # fmt: skip
+PUBLIC = {"tepal.strategies.in_process"}
 FLOWER = {"tepal.host.flower.link", "tepal.host.flower.supernode", "tepal.host.flower.worker"}
 """Beside what the server's grid imports of that folder."""
 OBJECTIVES = {f"tepal.client_app.objectives.{path.stem}" for path in (ROOT / "client_app/objectives").glob("[!_]*.py")}

@@ -8,7 +8,7 @@ from flwr.app import ArrayRecord
 from safetensors.numpy import load_file
 
 from client_app.app import app
-from tepal.client_app import site
+from tepal.client_app import local_client as module
 from tepal.models import build
 from tepal.server_app.config import defaults
 from tepal.strategies import FedACS, FedAvg, FedEnsemble, RoundFailed, SelectiveLayers, join_modes
@@ -61,21 +61,22 @@ def test_clients_that_do_not_score_as_they_train_score_where_it_is_asked(fractio
 
 def test_examples_of_many_clients_are_read_once_and_of_too_many_the_oldest_are_dropped(monkeypatch):
     read = []
-    monkeypatch.setattr(site, "_loaded", {})
-    monkeypatch.setattr(site, "client_inputs", lambda *args, **how: read.append(how["client"]) or inputs(*args, **how))
+    monkeypatch.setattr(module, "_loaded", {})
+    counted = lambda *args, **how: read.append(how["client"]) or inputs(*args, **how)  # noqa: E731
+    monkeypatch.setattr(module, "client_inputs", counted)
     config = InputConfig(partitioner="iid")
 
     def load(clients):
         for k in clients:
             node_config = {"partition-id": k, "num-partitions": 100}
-            assert len(site._load(config, node_config, f"client-{k}").tensors[1]) > 0
+            assert len(module._load(config, node_config, f"client-{k}").tensors[1]) > 0
 
     load([*range(100), *range(100)])
     assert read == [f"client-{k}" for k in range(100)]
-    monkeypatch.setattr(site, "_MOST_LOADED", 3 * site._loaded[next(iter(site._loaded))].nbytes + 2000)
-    monkeypatch.setattr(site, "_loaded", {})
+    monkeypatch.setattr(module, "_MOST_LOADED", 3 * module._loaded[next(iter(module._loaded))].nbytes + 2000)
+    monkeypatch.setattr(module, "_loaded", {})
     load([0, 1, 2, 3, 3])
-    assert read[100:] == ["client-0", "client-1", "client-2", "client-3"] and len(site._loaded) == 3
+    assert read[100:] == ["client-0", "client-1", "client-2", "client-3"] and len(module._loaded) == 3
     load([0])
     assert read[-1] == "client-0"
 

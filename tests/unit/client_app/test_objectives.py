@@ -16,5 +16,5 @@ def test_each_file_is_an_objective_by_its_name():
 
 
 def test_one_that_does_not_exist_is_refused_with_those_that_do():
-    with pytest.raises(ValueError, match=r"training by 'ditot', and this client's app knows apfl, ditto, .*scaffold"):
+    with pytest.raises(ValueError, match=r"the objective 'ditot'; this client's app has apfl, ditto, .*scaffold"):
         find("ditot")

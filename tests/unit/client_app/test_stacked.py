@@ -230,7 +230,7 @@ class Sorted(nn.Module):
     ("model", "strategy", "settings", "said"),
     [
         (own_model, FedAvg, {}, "dropout"),
-        (normed_model, FedAvg, {}, "keep statistics"),
+        (normed_model, FedAvg, {}, "keep running statistics"),
         (Sorted, FedAvg, {}, "vmap"),
         (plain_model, FedProx, {}, "not the task's loss alone"),
         (plain_model, Ditto, {}, "not the task's loss alone"),

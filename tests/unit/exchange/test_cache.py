@@ -93,7 +93,7 @@ def test_a_damaged_file_is_dropped_and_can_be_kept_again(cache, tmp_path, harm):
 
 def test_parts_of_an_unfinished_exchange_are_found_and_then_dropped(cache):
     values = values_of(1)
-    cache.keep_waiting(part_of(values), values)
+    cache.keep(part_of(values), values, waiting=True)
     assert cache.holds() == ()
     assert cache.find(part_of(values)).keys() == values.keys()
     cache.drop_waiting()

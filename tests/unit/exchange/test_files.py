@@ -167,7 +167,7 @@ def test_a_changed_value_is_found_in_a_large_file(tmp_path_factory, where, chang
     place = -1 - int(where * (8 * 20_007))
     data[place] ^= change
     path.with_name("changed").write_bytes(data)
-    with pytest.raises(DamagedFile, match="do not have the digests"):
+    with pytest.raises(DamagedFile, match="do not have their digests"):
         read_arrays(path.with_name("changed"))
 
 

@@ -8,6 +8,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tepal.exchange.encodings import Wire
 from tepal.exchange.manifest import PARTS, RECORD, Header, Manifest, Parcel, ProtocolError
 from tepal.exchange.parts import STYPE, Part
 from tepal.exchange.plan import Plan
@@ -17,49 +18,93 @@ from tests.unit.exchange.test_layout import fused_layout
 PART = Part("model", "query_key", ("attn.qkv:q", "attn.qkv:k"), (b"a" * 16, b"b" * 16))
 
 
-def test_manifest_survives_its_record():
-    manifest = Manifest(
-        experiment="e",
-        plan=Plan(
-            client="site-1",
-            round=3,
-            action="train",
-            needs={"model": (*PART.names, "embed"), "control": PART.names},
-            trains=("embed", "steps"),
-            returns={"model": ("embed",)},
-            keeps={"model": PART.names},
-            remembers={"model": "personal"},
-            groups={"value_projection": ("attn.qkv:v",)},
-            objective="scaffold",
-            options={"ridge": 0.5},
-        ),
-        record="arrays",
-        layout=fused_layout(),
-        parcels=(
-            Parcel(PART, keep=True, sent=("attn.qkv:k",)),
-            Parcel(replace(PART, block="value", names=("embed",), digests=(b"c" * 16,)), keep=False, sent=()),
-            Parcel(replace(PART, tree="control"), keep=False, sent=PART.names),
-        ),
-    )
-    assert Manifest.from_content({RECORD: manifest.to_record()}) == manifest
-
-
-def test_header_survives_its_record():
-    header = Header(
-        experiment="e",
+MANIFEST = Manifest(
+    experiment="e",
+    plan=Plan(
         client="site-1",
         round=3,
         action="train",
-        answers="0" * 32,
-        holds=(PART.id,),
-        parts={"model": (("embed", "float32", (5, 4)), ("steps", "int64", ()))},
-        missing={PART.id: PART.names},
-        refused="no",
-        notes=("its disk is full",),
-        metrics=("metrics",),
-        checksum="1" * 32,
-    )
-    assert Header.from_content({RECORD: header.to_record()}) == header
+        needs={"model": (*PART.names, "embed"), "control": PART.names},
+        trains=("embed", "steps"),
+        returns={"model": ("embed",)},
+        keeps={"model": PART.names},
+        remembers={"model": "personal"},
+        groups={"value_projection": ("attn.qkv:v",)},
+        objective="scaffold",
+        options={"ridge": 0.5, "delta": 1e-05, "of": "Zürich"},
+    ),
+    record="arrays",
+    layout=fused_layout(),
+    parcels=(
+        Parcel(PART, keep=True, sent=("attn.qkv:k",)),
+        Parcel(replace(PART, block="value", names=("embed",), digests=(b"c" * 16,)), keep=False, sent=()),
+        Parcel(replace(PART, tree="control"), keep=False, sent=PART.names, dtype="int8"),
+    ),
+    current="2" * 32,
+    kept=("3" * 32,),
+    upload=Wire("int8", 0.25, differences=True, feedback=True, seed=7),
+    nonce="ab",
+)
+
+HEADER = Header(
+    experiment="e",
+    client="site-1",
+    round=3,
+    action="train",
+    answers="0" * 32,
+    holds=(PART.id,),
+    parts={"model": (("embed", "float32", (5, 4)), ("steps", "int64", ()))},
+    missing={PART.id: PART.names},
+    refused="no",
+    notes=("its disk in Zürich is full", "\udce9 in a file name is not UTF-8"),
+    metrics=("metrics",),
+    checksum="1" * 32,
+)
+
+
+# Recorded texts. Digests and caches of other versions depend on every character of them.
+# fmt: off
+MANIFEST_TEXT = (
+    r'{"experiment":"e","plan":{"client":"site-1","round":3,"action":"train","trains":[0,7],'
+    r'"returns":{"model":[0]},"remembers":{"model":"personal"},"groups":{"value_projection":[3]},'
+    r'"objective":"scaffold","options":{"ridge":0.5,"delta":1e-05,"of":"Z\u00fcrich"}},"record":"arrays",'
+    r'"layout":{"raw":[["embed",[5,4],"float32",""],["attn.qkv",[12,4],"float32",""],["conv.c_attn",[4,12],'
+    r'"float32",""],["steps",[],"int64",""],["head",[5,4],"float32","embed"]],"split":[["attn.qkv:q","attn.qkv",'
+    r'[4,4],0,0,4],["attn.qkv:k","attn.qkv",[4,4],0,4,8],["attn.qkv:v","attn.qkv",[4,4],0,8,12],["conv.c_attn:q",'
+    r'"conv.c_attn",[4,4],1,0,4],["conv.c_attn:k","conv.c_attn",[4,4],1,4,8],["conv.c_attn:v","conv.c_attn",[4,4],'
+    r'1,8,12]]},"parcels":[{"tree":"model","block":"query_key","names":[1,2],'
+    r'"digests":"YWFhYWFhYWFhYWFhYWFhYWJiYmJiYmJiYmJiYmJiYmI=","keep":true,"dtype":"float32","sent":[2]},'
+    r'{"tree":"model","block":"value","names":[0],"digests":"Y2NjY2NjY2NjY2NjY2NjYw==","keep":false,'
+    r'"dtype":"float32","sent":[]},{"tree":"control","block":"query_key","names":[1,2],'
+    r'"digests":"YWFhYWFhYWFhYWFhYWFhYWJiYmJiYmJiYmJiYmJiYmI=","keep":false,"dtype":"int8","sent":"all"}],'
+    r'"current":"22222222222222222222222222222222","kept":["33333333333333333333333333333333"],'
+    r'"upload":{"dtype":"int8","top_k":0.25,"differences":true,"feedback":true,"seed":7},"nonce":"ab"}'
+)
+HEADER_TEXT = (
+    r'{"experiment":"e","client":"site-1","round":3,"action":"train","answers":"00000000000000000000000000000000",'
+    r'"holds":["ccd24d59ab373b8f908bbd1d0fb51bb6"],"parts":{"model":[["embed","float32",[5,4]],["steps","int64",'
+    r'[]]]},"missing":{"ccd24d59ab373b8f908bbd1d0fb51bb6":["attn.qkv:q","attn.qkv:k"]},"refused":"no",'
+    r'"notes":["its disk in Z\u00fcrich is full","\udce9 in a file name is not UTF-8"],"metrics":["metrics"],'
+    r'"checksum":"11111111111111111111111111111111"}'
+)
+# fmt: on
+HEADER_CHECKSUM = "88973e41fb378689b684f2022f618d83"
+
+
+def test_the_text_of_a_manifest_and_a_header_never_changes():
+    assert zlib.decompress(MANIFEST.to_record()["manifest"]) == MANIFEST_TEXT.encode()
+    assert zlib.decompress(HEADER.to_record()["header"]) == HEADER_TEXT.encode()
+    assert HEADER.checksum_of({}) == HEADER_CHECKSUM
+
+
+def test_manifest_survives_its_record():
+    assert Manifest.from_content({RECORD: MANIFEST.to_record()}) == MANIFEST
+
+
+def test_header_survives_its_record():
+    read = Header.from_content({RECORD: HEADER.to_record()})
+    assert read == HEADER and read.to_record() == HEADER.to_record()
+    assert read.checksum_of({}) == HEADER.checksum_of({})
 
 
 def test_a_checksum_is_of_every_byte_of_what_is_hashed_in_pieces():
@@ -115,6 +160,41 @@ def test_whatever_a_client_sends_is_read_or_is_a_protocol_error(data):
     except ProtocolError:
         return
     assert isinstance(header.round, int) and all(isinstance(held, str) for held in header.holds)
+
+
+def header_record(**changes):
+    """A header's record with other values of some fields, or without them (None)."""
+    data = json.loads(HEADER_TEXT) | changes
+    text = json.dumps({field: value for field, value in data.items() if value is not None})
+    return {RECORD: ConfigRecord({"header": zlib.compress(text.encode())})}
+
+
+@pytest.mark.parametrize("field", json.loads(HEADER_TEXT))
+def test_a_header_has_all_its_fields(field):
+    with pytest.raises(ProtocolError, match=f"its header cannot be read.*{field}"):
+        Header.from_content(header_record(**{field: None}))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"round": value} for value in ("3", True, 3.0, [3], {})),
+        *({field: value} for field in ("experiment", "client", "action", "checksum") for value in (3, False, ["x"])),
+        *({field: value} for field in ("holds", "notes", "metrics") for value in (3, [3], [["x"]], [True])),
+        *({"missing": value} for value in ([], "x", {"a": 3}, {"a": [3]})),
+        *({"parts": value} for value in ([], "x", {"model": 3}, {"model": [["a", "float32"]]}, {"model": [3]})),
+        *({"parts": {"model": [[3, "float32", []]]}}, {"parts": {"model": [["a", None, []]]}}),
+        *({"parts": {"model": [["a", "float32", shape]]}} for shape in ([-1], [2**48], ["3"], [True], [1.0], [[1]], 3)),
+    ],
+)
+def test_a_header_of_other_types_is_refused_in_a_sentence(changes):
+    with pytest.raises(ProtocolError) as refused:
+        Header.from_content(header_record(**changes))
+    assert str(refused.value).startswith("its header cannot be read (") and "\n" not in str(refused.value)
+
+
+def test_fields_that_a_later_version_adds_are_ignored():
+    assert Header.from_content(header_record(added=[1, {"x": 2}])) == HEADER
 
 
 def test_a_decompression_bomb_is_a_protocol_error():

@@ -78,7 +78,7 @@ def test_nothing_may_be_saved_as_well(tmp_path):
 
 def test_it_does_not_advance_where_a_model_is_scored(tmp_path):
     state = state_of(tmp_path, "a", advances=False)
-    with pytest.raises(RuntimeError, match="not where it scores"):
+    with pytest.raises(RuntimeError, match="not while a model is scored"):
         state.save({"n": np.array(1)})
     state.commit()
     assert versions_in(tmp_path) == []
@@ -109,7 +109,7 @@ def test_one_that_is_lost_or_damaged_begins_anew_and_says_why(tmp_path, harm, ca
         path.write_bytes(data[:-1] if harm == "cut" else data[:-1] + bytes([data[-1] ^ 1]))
     now = state_of(tmp_path, "b", current="a", round=2)
     assert now.load() == {}
-    assert "begins anew" in now.lost and "cannot be used" in caplog.text
+    assert "starts from the beginning" in now.lost and "cannot be used" in caplog.text
 
 
 # ---- through the mod and a strategy ----------------------------------------------------------------------------------
@@ -284,7 +284,7 @@ def test_it_may_be_read_and_not_saved_where_a_model_is_scored():
     assert read == [1, 1, 2, 2]
     for report in history:
         ((client, reason),) = report.lost
-        assert client == "b" and "RuntimeError: personal state advances where a client trains" in reason
+        assert client == "b" and "RuntimeError: personal state can be saved in training" in reason
     assert counts(seen, "b") == [0, 1]
 
 
@@ -304,7 +304,7 @@ def test_one_that_is_lost_begins_anew_and_the_servers_report_says_so(cache_folde
     assert counts(seen, "a") == [0, 1, 2, 3] and counts(seen, "b") == [0, 1, 0, 1]
     assert [len(report.notes) for report in history] == [0, 0, 1, 0]
     ((client, note),) = history[2].notes
-    assert client == "b" and "personal state is lost, and begins anew" in note
+    assert client == "b" and "personal state is lost and starts from the beginning" in note
 
 
 def test_a_reply_whose_personal_state_could_not_be_written_is_refused_and_not_merged(cache_folder):

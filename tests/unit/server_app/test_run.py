@@ -17,7 +17,7 @@ from PIL import Image
 from safetensors.numpy import load_file
 from sklearn.datasets import load_digits
 
-from tepal.client_app.site import Site
+from tepal.client_app.local_client import LocalClient
 from tepal.models import build
 from tepal.models.blocks import find_blocks
 from tepal.records.round_record import RoundRecord
@@ -228,15 +228,15 @@ def test_the_ridge_of_the_run_config_shrinks_the_value_projections(small_run):
 @pytest.fixture
 def failing_in_round_3(monkeypatch):
     """Clients that fail in round 3, for whoever calls it; until the test says otherwise."""
-    of = Site.of
+    of = LocalClient.of
 
     def failing(msg, context):
         if msg.content["config"]["server-round"] == 3:
             raise RuntimeError("the disk is gone")
         return of(msg, context)
 
-    monkeypatch.setattr(Site, "of", staticmethod(failing))
-    return lambda: monkeypatch.setattr(Site, "of", staticmethod(of))
+    monkeypatch.setattr(LocalClient, "of", staticmethod(failing))
+    return lambda: monkeypatch.setattr(LocalClient, "of", staticmethod(of))
 
 
 def test_a_failed_run_saves_the_model_of_its_last_finished_round(small_run, tmp_path, failing_in_round_3):

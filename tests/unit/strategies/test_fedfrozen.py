@@ -241,7 +241,7 @@ def test_a_client_that_cannot_keep_anything_trains_all_the_same(tmp_path, caplog
     assert spy.rounds_with("client-1", phi) == [1, 2, 3, 4]
     assert all(len(report.replied) == 2 for report in history)
     ((client, note),) = history[1].notes
-    assert client == "client-1" and "keeps nothing of block 'query_key'" in note and note in caplog.text
+    assert client == "client-1" and "block 'query_key' cannot be cached" in note and note in caplog.text
 
 
 def test_an_app_without_apply_plan_is_refused_with_the_cure():

@@ -1076,8 +1076,8 @@ def test_the_projects_own_app_measures_how_long_layers_take(digits):
 IMPOSSIBLE = {
     0: "a budget of 0 layers",
     3: "a budget of 3 layers: it must be a whole number from 1 to 2, the layers of TinyViT",
-    "two": "this node's config says layer-budget='two', which is not a finite number",
-    True: "this node's config says layer-budget=True, which is not a finite number",
+    "two": "this node's config has layer-budget='two', which is not a finite number",
+    True: "this node's config has layer-budget=True, which is not a finite number",
 }
 
 

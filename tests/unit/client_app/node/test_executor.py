@@ -16,12 +16,13 @@ from flwr.supernode.main import create_app
 
 from tepal.client_app.node import executor as module
 from tepal.client_app.node.executor import Executor
+from tepal.client_app.node.settings import NodeSettings
 from tests.unit.host.flower.test_supernode import FlowerLoop, bundle, wait_until
 
 SECRET = b"a secret of thirty-two bytes ...."
 
 # An app that does what its message says: "do" is a piece of Python; its reply tells of its process.
-APP = '''
+APP = """
 import os, signal, subprocess, sys, threading, time
 from pathlib import Path
 from flwr.app import Message, MetricRecord, RecordDict
@@ -75,7 +76,7 @@ TODO = {
     13: lambda: {"child": subprocess.Popen(["sleep", "600"], start_new_session=True).pid},
     15: lambda: os.kill(os.getpid(), signal.SIGSEGV),
 }
-'''
+"""
 DO = {
     "nothing": 0, "raise": 1, "sleep": 2, "exit": 3, "_exit": 4, "stubborn child": 5, "fork": 6, "3 GB": 7,
     "a second": 8, "deaf": 9, "no text": 10, "interrupt": 11, "thread": 12, "daemon": 13, "segfault": 15,
@@ -149,7 +150,7 @@ def running(bundles, folder, *, secret=SECRET, start=True, **options):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "FLWR_HOME": str(folder)}
     options = {"preload": (), "spare": False, "grace": 0.5, **options}
     address = f"127.0.0.1:{listening.getsockname()[1]}"
-    executor = Executor(address, secret, folder, environment, **options)
+    executor = Executor(address, secret, folder, environment, NodeSettings("", **options))
     here = Running(loop, executor, folder, address)
     loop.on_task = executor.ring
     try:
@@ -259,7 +260,7 @@ def test_a_process_that_is_killed_in_mid_message_is_answered_for_at_once(node):
     os.kill(worker.pid, signal.SIGKILL)
     error = node.loop.reply(sent).error
     assert node.loop.sent_at[sent] - killed < 8
-    assert error.code == 8 and "was killed (SIGKILL), as the system does where memory runs out" in error.reason
+    assert error.code == 8 and "was killed (SIGKILL), as the system does if memory runs out" in error.reason
     assert node.ask()["count"] == 1
 
 
@@ -422,7 +423,7 @@ def test_a_foreign_program_on_the_supernodes_port_does_not_end_it(tmp_path):
     threading.Thread(target=server.run, args=([listening],), daemon=True).start()
     wait_until(lambda: server.started)
     address = f"127.0.0.1:{listening.getsockname()[1]}"
-    executor = Executor(address, SECRET, tmp_path, dict(os.environ), preload=(), spare=False)
+    executor = Executor(address, SECRET, tmp_path, os.environ, NodeSettings("", preload=(), spare=False))
     ended = []
 
     def work():
@@ -448,7 +449,7 @@ def test_words_for_a_process_that_the_system_killed_name_the_limit(tmp_path):
         def wait(self, seconds):
             return -signal.SIGKILL
 
-    executor = Executor("127.0.0.1:1", SECRET, tmp_path, {})
+    executor = Executor("127.0.0.1:1", SECRET, tmp_path, {}, NodeSettings(""))
     executor._limits = Killed()
     assert "(SIGKILL), as the system does" in executor._why(Dead())
     executor._limits.killed = 1
@@ -464,7 +465,7 @@ def test_words_for_a_process_that_the_system_killed_where_there_is_no_limit_name
         def wait(self, seconds):
             return -signal.SIGKILL
 
-    executor = Executor("127.0.0.1:1", SECRET, tmp_path, {})
+    executor = Executor("127.0.0.1:1", SECRET, tmp_path, {}, NodeSettings(""))
     executor._limits = Killed()
     executor._limits.killed = 1
     assert " 0 MB" not in executor._why(Dead())
@@ -481,7 +482,7 @@ def test_words_for_a_process_that_ended_by_itself_name_its_status(tmp_path, stat
         def wait(self, seconds):
             return status
 
-    executor = Executor("127.0.0.1:1", SECRET, tmp_path, {})
+    executor = Executor("127.0.0.1:1", SECRET, tmp_path, {}, NodeSettings(""))
     assert executor._why(Ended()) == f"the ClientApp's process ended with status {status}"
 
 

@@ -13,7 +13,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord
 from torch import nn
 
 import tepal.client_app.app as app_module
-from tepal.client_app.site import Site
+from tepal.client_app.local_client import LocalClient
 from tepal.strategies.in_process import InProcessGrid, Node
 from tepal.training.config import TrainingConfig
 from tepal.training.loop import Batches
@@ -61,11 +61,11 @@ class Problem:
         seed = 100 * int(settings.get("server-round", 0)) + k
         batches = Batches(inputs, labels, training.batch_size, seed)
         data = {"batches": batches, "test": (inputs, labels), "sizes": {"classes": CLASSES}}
-        return Site(f"c{k}", model, task=IMAGES, training=training, node_config=context.node_config, **data)
+        return LocalClient(f"c{k}", model, task=IMAGES, training=training, node_config=context.node_config, **data)
 
     def grid(self, monkeypatch, tmp_path, **options):
         monkeypatch.setenv("TEPAL_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(Site, "of", staticmethod(self.site))
+        monkeypatch.setattr(LocalClient, "of", staticmethod(self.site))
         make = app_module._work
 
         def work(site, came, *penalty):

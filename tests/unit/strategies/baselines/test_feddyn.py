@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tepal.client_app.site import Site
+from tepal.client_app.local_client import LocalClient
 from tepal.exchange.personal import PersonalState
 from tepal.strategies import FedAvg, FedDyn
 from tepal.training.config import TrainingConfig
@@ -122,7 +122,7 @@ class Quadratic(Problem):
         training = TrainingConfig.of({**SETTINGS, **msg.content.config_records.get("config", {})})
         inputs, labels = map(torch.from_numpy, self.data(k))
         model = nn.Linear(3, 1, bias=False, dtype=torch.float64)
-        return Site(
+        return LocalClient(
             f"c{k}", model, task=REGRESSION, training=training, node_config=context.node_config,
             batches=Batches(inputs, labels, training.batch_size, 0), test=(inputs, labels), sizes={"outputs": 1},
         )  # fmt: skip

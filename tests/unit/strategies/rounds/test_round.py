@@ -203,7 +203,7 @@ BAD_REPLIES = {
     "shape": (lambda r, h: with_arrays(r, h, {**GOOD, "w": np.ones((3, 2), np.float32)}), r"\[3, 2\].*\[2, 3\]"),
     "dtype": (lambda r, h: with_arrays(r, h, {**GOOD, "w": np.ones((2, 3))}), "float64.*float32"),
     "missing": (lambda r, h: with_arrays(r, h, {"w": GOOD["w"]}), "'count'"),
-    "foreign": (lambda r, h: with_arrays(r, h, {**GOOD, "x": np.ones(1)}), "not asked for, 'x'"),
+    "foreign": (lambda r, h: with_arrays(r, h, {**GOOD, "x": np.ones(1)}), "not requested, 'x'"),
     "other tree": (lambda r, h: with_header(r, h, parts={**h.parts, "control": ()}), "'control'"),
     "cut": (lambda r, h: (r.content[PARTS].__setitem__("model", pack({"w": GOOD["w"]}, ["w"])), r)[1], "24 bytes"),
     "no arrays": (without_arrays, "no arrays"),

@@ -14,7 +14,7 @@ import torch
 from flwr.app import ArrayRecord
 from PIL import Image
 
-from tepal.client_app import site
+from tepal.client_app import local_client
 from tepal.server_app.config import read_run_config
 from tepal.server_app.run import build_model, server_evaluation
 from tepal.training.data import (
@@ -127,7 +127,7 @@ def test_what_cannot_normalise_is_refused_before_the_run(by: str, message: str) 
 def test_a_client_trains_and_scores_on_normalised_images() -> None:
     node = {"partition-id": 1, "num-partitions": 4}
     config = InputConfig(dataset="digits", normalise="0.25/0.5")
-    inputs, _, test_inputs, _ = site._load(config, node, "client-1").tensors
+    inputs, _, test_inputs, _ = local_client._load(config, node, "client-1").tensors
     data = load_client(DataConfig(), node, client="client-1")
     assert torch.allclose(inputs, (torch.from_numpy(data.train.images) - 0.25) * 2)
     assert torch.allclose(test_inputs, (torch.from_numpy(data.test.images) - 0.25) * 2)

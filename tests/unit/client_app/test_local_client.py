@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tepal.client_app import site
+from tepal.client_app import local_client
 from tepal.client_app.app import app
 from tepal.records.run_directory import read_metrics
 from tepal.server_app.config import defaults
@@ -72,16 +72,14 @@ def test_sites_have_the_classes_that_the_servers_data_has_by_name(tmp_path, monk
 
 def test_names_that_are_none_of_the_runs_are_refused_with_the_site_and_its_file(tmp_path, monkeypatch):
     paths = [folder(tmp_path / str(k), names) for k, names in enumerate((("cat", "dog"), ("cat", "cow"), ("dog",)))]
-    said = refused(
-        tmp_path, monkeypatch, paths, dataset="local", image_shape="1x8x8", class_names="cat,dog", classes=2
-    )
+    said = refused(tmp_path, monkeypatch, paths, dataset="local", image_shape="1x8x8", class_names="cat,dog", classes=2)
     assert list(said) == ["client-1"]
     assert said["client-1"].startswith(f"client client-1: {paths[1]}: class folders cow are not in the run's")
     rows = [{"text": "a", "label": label} for label in ("cat", "cow")]
     (tmp_path / "t.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     config = InputConfig.from_run_config({"dataset": "local", "text-column": "text", "class-names": "cat,dog"})
     with pytest.raises(DataError, match=f"^client ward: {tmp_path}/t.jsonl: names in column label cow are not in"):
-        site.client_inputs(config, {"data-path": str(tmp_path / "t.jsonl")}, client="ward")
+        local_client.client_inputs(config, {"data-path": str(tmp_path / "t.jsonl")}, client="ward")
 
 
 # Files that change
@@ -102,12 +100,12 @@ def test_an_image_that_is_written_over_is_read_anew(tmp_path, group):
     node = {"data-path": str(root)}
 
     def greys():
-        parts = site._load(config, node, "site").tensors
+        parts = local_client._load(config, node, "site").tensors
         return sorted({round(float(value) * 255) for inputs in (parts[0], parts[2]) for value in inputs[:, 0, 0, 0]})
 
     assert greys() == [10, 11, 20, 21, 30, 31]
-    kept = site._load(config, node, "site")
-    assert site._load(config, node, "site") is kept, "nothing has changed"
+    kept = local_client._load(config, node, "site")
+    assert local_client._load(config, node, "site") is kept, "nothing has changed"
     paint(root / group / "a" / "20.png", 99)
     assert greys() == [10, 11, 21, 30, 31, 99]
     held = load_client(config, node, client="site")
@@ -117,9 +115,9 @@ def test_an_image_that_is_written_over_is_read_anew(tmp_path, group):
 def test_data_that_cannot_be_looked_at_for_a_while_is_kept(tmp_path):
     file = npz(tmp_path / "a.npz", 2)
     config, node = InputConfig(dataset="local", image_shape="1x8x8", classes=2), {"data-path": file}
-    kept = site._load(config, node, "site")
+    kept = local_client._load(config, node, "site")
     (tmp_path / "a.npz").rename(tmp_path / "away.npz")
-    assert own_stamp(node) == "" and site._load(config, node, "site") is kept
+    assert own_stamp(node) == "" and local_client._load(config, node, "site") is kept
 
 
 def test_what_readers_pass_over_changes_nothing(tmp_path):
