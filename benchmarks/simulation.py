@@ -106,10 +106,8 @@ def tepal(way: str, folder: Path, clients: int, rounds: int, **changes: object) 
     begun = time.perf_counter()
     start(ROOT, clients=clients, run_config=config, log=folder / "log", cache=folder / "cache", **cpus)
     whole = time.perf_counter() - begun
-    lines = [line for line in read_metrics(find_run(folder / "runs")) if line["round"]]
-    return [line["seconds_train"] for line in lines], whole, statistics.median(
-        line["step_seconds"] for line in lines[1:]
-    )
+    lines = [line for line in read_metrics(find_run(folder / "runs")) if line.round]
+    return [line.seconds_train for line in lines], whole, statistics.median(line.step_seconds for line in lines[1:])
 
 
 def stock(folder: Path, clients: int, samples: int, rounds: int, model: str = "cnn") -> tuple[list[float], float]:

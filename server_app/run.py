@@ -290,7 +290,7 @@ def _keep(
         directory.add_label_counts(report.label_counts)
     except OSError as error:
         log.error("%s. The run goes on without.", error)
-    line = RoundRecord.of(report, model_bytes, task).to_line()
+    line = RoundRecord.of(report, model_bytes, task)
     directory.add(line)
     trackers.add(line)
 

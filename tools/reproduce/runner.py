@@ -27,11 +27,10 @@ from pathlib import Path
 from typing import Any
 
 from tepal import __version__
+from tepal.records.columns import Column, seconds_text
 from tepal.records.run_directory import LATEST, NOW, as_json, held, read_json, write_whole
 from tepal.report.page import figure_html, page
-from tepal.report.table import Column
 from tepal.report.table import Table as ReportTable
-from tepal.report.terminal import seconds_text
 from tepal.strategies import RoundFailed
 from tepal.tools.compare.page import style
 from tepal.tools.reproduce.data import at_hand, sizes
