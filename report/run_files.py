@@ -1,55 +1,61 @@
-"""What a run has left in its directory, as its page and the dashboard read it."""
+"""The files of a run directory, as the report and the dashboard read them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from tepal.records.live import ClientTotals, StoredSegment, read_clients, read_segments
+from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory import (
-    BLOCKS,
-    CLIENTS,
     read_config,
-    read_json,
     read_label_counts,
     read_metrics,
     read_records,
     read_summary,
     summarise,
 )
-from tepal.report.method_figures import Records
-
-Lines = Sequence[Mapping[str, Any]]
+from tepal.report.method_figures import ArraysOfRounds
 
 
 @dataclass(frozen=True)
 class RunFiles:
-    """What a run has left until now, as it is read from its directory."""
+    """The content of a run directory, as far as it is written; each file is read when it is first needed."""
 
-    config: Mapping[str, Any]
-    metrics: Lines
-    written_summary: Mapping[str, Any] | None
-    records: Records
-    label_counts: Mapping[str, Sequence[int]]
-    cells: Sequence[Mapping[str, Any]]
-    clients: Mapping[str, Mapping[str, Any]]
+    path: Path
 
-    @staticmethod
-    def of(run: Path) -> RunFiles:
-        """Those of a run directory."""
-        return RunFiles(
-            read_config(run), read_metrics(run), read_summary(run), read_records(run), read_label_counts(run),
-            read_json(run / BLOCKS) or [], read_json(run / CLIENTS) or {},
-        )  # fmt: skip
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        return read_config(self.path)
 
-    @property
+    @cached_property
+    def metrics(self) -> list[RoundRecord]:
+        return read_metrics(self.path)
+
+    @cached_property
+    def written_summary(self) -> dict[str, Any] | None:
+        return read_summary(self.path)
+
+    @cached_property
+    def records(self) -> ArraysOfRounds:
+        return read_records(self.path)
+
+    @cached_property
+    def label_counts(self) -> Mapping[str, Sequence[int]]:
+        return read_label_counts(self.path)
+
+    @cached_property
+    def segments(self) -> Sequence[StoredSegment]:
+        return read_segments(self.path)
+
+    @cached_property
+    def clients(self) -> Mapping[str, ClientTotals]:
+        return read_clients(self.path)
+
+    @cached_property
     def summary(self) -> dict[str, Any]:
-        """As far as it is known."""
+        """The figures of `summary.json`; before it is written, those of the rounds so far."""
         return {**summarise(self.metrics, self.config), **(self.written_summary or {})}
-
-    @property
-    def title(self) -> str:
-        """Strategy, model and dataset."""
-        known = (self.summary.get("strategy"), self.summary.get("model"), self.config.get("dataset"))
-        return " · ".join(str(each) for each in known if each)

@@ -1,10 +1,11 @@
-"""A run as one HTML page (`page.py`): it puts together the figures, the tables and the run config."""
+"""The report of a run: one HTML page with its figures, its tables and its run config."""
 
 from __future__ import annotations
 
 from itertools import chain
 from pathlib import Path
 
+from tepal.records.columns import bytes_text
 from tepal.records.run_directory import REPORT, find_run, total, write_whole
 from tepal.report.clients import clients_html
 from tepal.report.diagram import DIAGRAM_STYLE, last_diagram
@@ -15,7 +16,6 @@ from tepal.report.round_figures import figures
 from tepal.report.round_tables import rounds_html, trouble_html
 from tepal.report.run_files import RunFiles
 from tepal.report.templates import render
-from tepal.report.terminal import bytes_text
 
 SECTIONS = {
     "figures": "Scores and transferred bytes",
@@ -23,7 +23,7 @@ SECTIONS = {
     "method": "Method details",
     "clients": "Clients",
 }
-"""Sections with figures: id → heading."""
+"""The sections that contain figures: id → heading."""
 
 
 def write_report(run: Path) -> Path:
@@ -33,7 +33,7 @@ def write_report(run: Path) -> Path:
     FileNotFoundError where there is no run, OSError naming the file where it cannot be written.
     """
     run = find_run(run)
-    write_whole(run / REPORT, _page(run.name, RunFiles.of(run)).encode())
+    write_whole(run / REPORT, _page(RunFiles(run)).encode())
     return run / REPORT
 
 
@@ -41,26 +41,27 @@ def drawn_of(run: RunFiles) -> dict[str, list[Figure]]:
     """All figures of a run, by section."""
     return {
         "figures": figures(run.metrics, run.summary),
-        "travel": travel_figures(run.records, run.cells),
+        "travel": travel_figures(run.records, run.segments),
         "method": method_figures(run.records, run.metrics),
         "clients": label_figures(run.label_counts),
     }
 
 
-def _page(name: str, run: RunFiles) -> str:
+def _page(run: RunFiles) -> str:
     summary, metrics, drawn = run.summary, run.metrics, drawn_of(run)
+    name = run.path.name
     ended, overhead = run.written_summary is not None, total(metrics, "bytes_overhead")
     strategy, model, dataset = (
         str(each or "") for each in (summary.get("strategy"), summary.get("model"), run.config.get("dataset"))
     )
-    above = {"travel": last_diagram(run.records, run.cells), "clients": clients_html(run.clients)}
+    above = {"travel": last_diagram(run.records, run.segments), "clients": clients_html(run.clients)}
     body = render(
         "run.html",
         name=name,
         heading=strategy or name,
         subtitle=" on ".join(part for part in (model, dataset) if part) or "model and dataset not recorded",
         ended=ended,
-        done=metrics[-1]["round"] if metrics else 0,
+        done=metrics[-1].round if metrics else 0,
         planned=run.config.get("num-server-rounds"),
         headlines=headlines_html(run.config, metrics, summary, ended=ended),
         sections=[
@@ -72,4 +73,5 @@ def _page(name: str, run: RunFiles) -> str:
         config=config_html(run.config),
         overhead=bytes_text(overhead) if metrics and overhead is not None else "",
     )
-    return page(run.title or name, body, chain.from_iterable(drawn.values()), style=DIAGRAM_STYLE)
+    title = " · ".join(part for part in (strategy, model, dataset) if part)
+    return page(title or name, body, chain.from_iterable(drawn.values()), style=DIAGRAM_STYLE)

@@ -1,4 +1,4 @@
-"""A comparison as one HTML page (`page.py`): the table, curves per round and per byte, every round of every run."""
+"""The page of a comparison: the table, curves per round and per byte, and every round of every run."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 from markupsafe import Markup
 
+from tepal.records.columns import Column, bytes_text
+from tepal.records.round_record import columns
 from tepal.records.run_directory import REPORT
 from tepal.report.page import Figure, add_curve, config_html, empty_plot, figure_html, page, unit_of
 from tepal.report.round_figures import TEST_DATA
-from tepal.report.table import Column, Table
+from tepal.report.table import Table
 from tepal.report.templates import render
-from tepal.report.terminal import bytes_text, score_text, seconds_text
 from tepal.tools.compare.comparison import Point, Result, Results
 from tepal.tools.compare.picture import TEMPLATES, Look, data_note, looks
 from tepal.tools.compare.tables import about_seeds, about_target, columns_of, how_it_ended, strategies_table
@@ -20,13 +21,13 @@ from tepal.tools.compare.tables import about_seeds, about_target, columns_of, ho
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-_MANY, _TALL = 8, 560  # with more strategies than this the legends need room: pixels
+_MANY, _TALL = 8, 560  # with more strategies than the first, figures have the second's height (pixels) for legends
 
 _BAND = " Lines: mean over the seeds; bands: their standard deviation."
 
 
 def comparison_page(results: Results, above: str = "") -> str:
-    """The whole page. `above`: HTML that goes before everything else."""
+    """The whole page. `above`: HTML at its top."""
     comparison = results.comparison
     drawn = figures(results)
     names = comparison.strategies
@@ -36,14 +37,14 @@ def comparison_page(results: Results, above: str = "") -> str:
         above=Markup(above),
         heading=" · ".join(names) if len(names) <= _MANY else f"{len(names)} strategies",
         comparison=comparison,
-        unfinished=[how_it_ended(results, run) for run in results.unfinished],
+        unfinished=[how_it_ended(results, each) for each in results.unfinished],
         table=strategies_table(results, (*columns_of(results.by), Column("outcome", "outcome", left=True))).html(),
         seeds=about_seeds(results),
         target=about_target(results),
         figures=[figure_html(figure) for figure in drawn],
         by=results.by,
         rounds=_rounds_table(results).html(),
-        cells=[run.cell for result in results.strategies for run in result.runs],
+        runs=[each.run for result in results.strategies for each in result.runs],
         report=REPORT,
         config=config_html({**comparison.run_config, "seed": ", ".join(map(str, comparison.seeds))}),
     )
@@ -61,7 +62,7 @@ def figures(results: Results) -> list[Figure]:
 
 def _empty_plot(results: Results, x_title: str, *, rounds: int | None = None) -> go.Figure:
     plot = empty_plot(x_title, results.by.name, rounds=rounds)
-    plot.update_layout(hovermode="closest")  # the values of many strategies would cover the figure
+    plot.update_layout(hovermode="closest")  # the values of all strategies would cover the figure
     plot.update_yaxes(rangemode="tozero", **({"tickformat": ".4~%"} if results.by.share else {}))
     if len(results.strategies) > _MANY:
         plot.update_layout(height=_TALL)
@@ -85,15 +86,14 @@ def _per_round(results: Results, look: dict[str, Look]) -> Figure:
 def _per_byte(results: Results, look: dict[str, Look]) -> Figure:
     by = results.by
     key, title = f"{by.key}-bytes", f"{by.title} over transferred bytes"
-    curves = [(result, result.curve.over_bytes) for result in results.strategies if result.curve]
-    known = [point.transferred or 0 for _, points in curves for point in points]
+    known = [point.transferred or 0 for result in results.strategies for point in result.over_bytes]
     if not known:
         return Figure(key, title, f"No {by.name} was measured, or the bytes of the rounds are not known.", None)
     divisor, unit = unit_of(max(known))
     plot = _empty_plot(results, f"transferred so far, down and up, all clients ({unit})")
     hover = f"%{{x:.4~g}} {unit}, after round %{{customdata}}: %{{y:{by.text()}}}"
-    for result, points in curves:
-        if points:
+    for result in results.strategies:
+        if points := result.over_bytes:
             xs = [(point.transferred or 0) / divisor for point in points]
             _add_strategy(plot, result, look, points, xs, hover)
     caption = " Where clients score the result, as after the last round, sending it to them counts in that round."
@@ -150,26 +150,20 @@ def _on_own_tests(results: Results) -> Figure:
 
 
 def _rounds_table(results: Results) -> Table:
-    by = results.by
-    columns = (
-        Column("strategy", "strategy", left=True), Column("seed", "seed"), Column("round", "round"),
-        Column(by.name, by.key, text=score_text), Column("test data", "accuracy_of", left=True),
-        Column("clients’ own tests", f"clients_{by.key}", text=score_text),
-        Column("spread over clients", "clients_spread", text=score_text),
-        Column("down", "bytes_down", "bytes", bytes_text), Column("up", "bytes_up", "bytes", bytes_text),
-        Column("transferred so far", "transferred", "bytes", bytes_text), Column("time", "seconds", text=seconds_text),
-    )  # fmt: skip
-    records = (
-        {**line, "strategy": run.cell.strategy, "seed": run.cell.seed, "transferred": nbytes}
+    key = results.by.key
+    shown = columns("round", key, "accuracy_of", f"clients_{key}", "clients_spread", "bytes_down", "bytes_up")
+    rows = [
+        [each.run.strategy, each.run.seed, *(line.value(one.key) for one in shown), transferred, line.seconds]
         for result in results.strategies
-        for run in result.runs
-        for line, nbytes in zip(run.metrics, run.transferred, strict=True)
-    )
-    return Table.of("Every round of every run", columns, records)
+        for each in result.runs
+        for line, transferred in zip(each.metrics, each.transferred, strict=True)
+    ]
+    run, so_far = (Column("strategy", left=True), Column("seed")), Column("transferred so far", "", "bytes", bytes_text)
+    return Table("Every round of every run", (*run, *shown, so_far, *columns("seconds")), rows)
 
 
 def style(strategies: Iterable[str]) -> str:
-    """CSS of the page beside the common one: the strategies' colours."""
+    """The page's own CSS, with the strategies' colours."""
     look = looks(strategies)
     light = "".join(f"--s-{name}: {one.light}; " for name, one in look.items())
     dark = "".join(f"--s-{name}: {one.dark}; " for name, one in look.items())

@@ -1,7 +1,7 @@
-"""Runs seen from the command line: `tepal runs` lists those in a folder, `tepal show` describes one.
+"""Runs on the command line: `tepal runs` lists those in a folder, `tepal show` describes one.
 
-Of a run that has ended its `config.toml` and `summary.json` are read, and no more: hundreds of runs are listed in the
-time of one. `metrics.jsonl` is read where there is no summary yet, and where a run is shown.
+To list a run that has ended, only its `config.toml` and `summary.json` are read, so that hundreds of runs are listed
+quickly. `metrics.jsonl` is read if there is no summary yet, and to show a run.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tepal.records.columns import UNKNOWN, bytes_text, score_text
+from tepal.records.round_record import COLUMNS, INCIDENTS, RoundRecord, columns
 from tepal.records.run_directory import (
     ACCURACY,
     CONFIG,
@@ -33,16 +35,12 @@ from tepal.records.run_directory import (
     as_json,
     find_run,
     is_held,
-    read_config,
-    read_label_counts,
-    read_metrics,
-    read_summary,
     summarise,
 )
 from tepal.report.clients import natural
-from tepal.report.round_tables import COLUMNS, TROUBLE
+from tepal.report.run_files import RunFiles
 from tepal.report.table import MISSING
-from tepal.report.terminal import UNKNOWN, bytes_text, final_table, score_text
+from tepal.report.terminal import final_table
 from tepal.tools.compare.comparison import PLAN, Comparison, Results, is_comparison, read_comparison
 from tepal.tools.compare.tables import comparison_table
 
@@ -51,34 +49,26 @@ FINISHED, RUNNING, FAILED, INTERRUPTED, UNREADABLE = "finished", "running", "fai
 _STYLES = {FINISHED: "green", RUNNING: "cyan", FAILED: "red", INTERRUPTED: "yellow", UNREADABLE: "red"}
 _PLACE_KEYS = ("runs", "resume")  # of the run config: where a run lies, which its path says
 _MOST_ROUNDS = 20  # lines of the table of rounds
-_SHOWN = ("round", "phase", "clients_asked", "clients_replied", "refused", "lost", "accuracy", "rmse", "loss",
-          "train_loss", "bytes_down", "bytes_up", "seconds")  # fmt: skip
+_SHOWN = columns(
+    "round", "phase", "clients_asked", "clients_replied", "refused", "lost", "accuracy", "rmse", "loss", "train_loss",
+    "bytes_down", "bytes_up", "seconds",
+)  # fmt: skip
 _PIPED_WIDTH = 240  # columns of a table that no terminal shows
 _START = re.compile(r"(\d{8}-\d{6})-")
 
 
 @dataclass(frozen=True)
-class RunView:
-    """A run directory; what of it is read when it is first asked for."""
-
-    path: Path
-
-    @cached_property
-    def config(self) -> dict[str, Any]:
-        return read_config(self.path)
-
-    @cached_property
-    def metrics(self) -> list[dict[str, Any]]:
-        return read_metrics(self.path)
+class RunView(RunFiles):
+    """A run directory with the state of its run."""
 
     @cached_property
     def running(self) -> bool:
         return is_held(self.path)
 
     @cached_property
-    def _written(self) -> dict[str, Any] | None:
-        """`summary.json`, unless the run went on after it was written."""
-        written = read_summary(self.path)
+    def written_summary(self) -> dict[str, Any] | None:
+        """The content of `summary.json`; None if the run went on after it was written."""
+        written = super().written_summary
         if written is None or self.running:
             return None
         try:
@@ -90,22 +80,22 @@ class RunView:
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        return self._written or summarise(self.metrics, self.config)
+        return self.written_summary or summarise(self.metrics, self.config)
 
     @property
     def state(self) -> str:
         if self.running:
             return RUNNING
-        if self._written is None:
+        if self.written_summary is None:
             return INTERRUPTED
-        return FAILED if self._written.get("stopped_by") else FINISHED
+        return FAILED if self.written_summary.get("stopped_by") else FINISHED
 
     @property
     def started(self) -> datetime:
         return _started(self.path)
 
     def facts(self) -> dict[str, Any]:
-        """The run in a line: a flat dictionary of JSON's types, for `--json` as for the table."""
+        """The run as a flat dictionary of JSON's types, for `--json` and for the table."""
         by = ACCURACY if self.summary.get("rmse") is None else RMSE
         return {
             "kind": "run",
@@ -128,7 +118,7 @@ class RunView:
 
 @dataclass(frozen=True)
 class ComparisonView:
-    """The folder of a comparison; its runs are listed when it is itself what is listed."""
+    """The folder of a comparison, which is listed as one line; its runs are listed by listing this folder."""
 
     path: Path
 
@@ -138,7 +128,7 @@ class ComparisonView:
 
     @property
     def state(self) -> str:
-        outcomes = {cell.outcome for cell in self.comparison.cells}
+        outcomes = {run.outcome for run in self.comparison.runs}
         if is_held(self.path):
             return RUNNING
         if outcomes == {"finished"}:
@@ -150,7 +140,7 @@ class ComparisonView:
         return _started(self.path)
 
     def facts(self) -> dict[str, Any]:
-        cells, config = self.comparison.cells, self.comparison.run_config
+        runs, config = self.comparison.runs, self.comparison.run_config
         return {
             "kind": "comparison",
             "name": self.path.name,
@@ -158,16 +148,16 @@ class ComparisonView:
             "strategy": ", ".join(self.comparison.strategies),
             "model": config.get("model"),
             "dataset": config.get("dataset"),
-            "runs": sum(cell.outcome == "finished" for cell in cells),
-            "runs_asked": len(cells),
+            "runs": sum(run.outcome == "finished" for run in runs),
+            "runs_asked": len(runs),
             "state": self.state,
-            "reason": "; ".join(f"{self.comparison.name(cell)}: {cell.reason}" for cell in cells if cell.reason),
+            "reason": "; ".join(f"{self.comparison.name(run)}: {run.reason}" for run in runs if run.reason),
             "started": _timestamp(self.started),
         }
 
 
 def views(folder: Path) -> list[RunView | ComparisonView]:
-    """All runs and comparisons in a folder, the newest first. Raises OSError where there is no such folder."""
+    """All runs and comparisons in a folder, the newest first. Raises OSError if there is no such folder."""
     try:
         inside = [entry for entry in os.scandir(folder) if not entry.name.startswith(".") and not entry.is_symlink()]
     except FileNotFoundError as error:
@@ -176,7 +166,7 @@ def views(folder: Path) -> list[RunView | ComparisonView]:
             "names it"
         ) from error
     except NotADirectoryError as error:
-        raise NotADirectoryError(f"{folder} is no folder: expected one with run directories") from error
+        raise NotADirectoryError(f"{folder} is not a folder: expected one with run directories") from error
     found: list[RunView | ComparisonView] = []
     for path in (Path(entry.path) for entry in inside if entry.is_dir()):
         if (path / PLAN).is_file():
@@ -187,7 +177,7 @@ def views(folder: Path) -> list[RunView | ComparisonView]:
 
 
 def facts_of(view: RunView | ComparisonView) -> dict[str, Any]:
-    """A run's or comparison's facts; of one whose files cannot be read, the reason."""
+    """The facts of a run or comparison; if its files cannot be read, the reason."""
     try:
         return view.facts()
     except (OSError, ValueError) as error:
@@ -197,7 +187,7 @@ def facts_of(view: RunView | ComparisonView) -> dict[str, Any]:
 
 
 def runs_table(facts: Sequence[Mapping[str, Any]]) -> Table:
-    """What `facts_of` says of each, a line each."""
+    """The table of runs and comparisons, from their facts."""
     table = Table(box=None, pad_edge=False)
     for heading in ("name", "strategy", "model", "dataset"):
         table.add_column(heading, overflow="fold", no_wrap=heading == "name")
@@ -223,7 +213,7 @@ def runs_table(facts: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def reasons(facts: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Why runs failed or cannot be read, a line each."""
+    """One line for each run that failed or cannot be read, with the reason."""
     return [f"{one['name']}: {one['reason']}" for one in facts if one.get("reason")]
 
 
@@ -231,9 +221,9 @@ def reasons(facts: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def find(name: str, runs: Path) -> Path:
-    """The run or comparison that is meant: a path, a name in the folder `runs` or in a comparison there, or `latest`.
+    """Find a run or comparison by a path, by its name in the folder `runs` or in a comparison there, or by `latest`.
 
-    Raises FileNotFoundError, naming those that are alike, where there is none.
+    Raises FileNotFoundError with similar names if there is none.
     """
     if name == LATEST:
         return find_run(runs)
@@ -244,12 +234,12 @@ def find(name: str, runs: Path) -> Path:
             return candidate.resolve() if is_comparison(candidate) else find_run(candidate)
     known = [view.path.name for view in views(runs)] if runs.is_dir() else []
     alike = [each for each in known if name in each] or get_close_matches(name, known, n=3)
-    hint = f"did you mean {', '.join(alike[:5])}?" if alike else f"`tepal runs {runs}` lists what there is"
-    raise FileNotFoundError(f"there is no run {name}, and none of that name in {runs}: {hint}")
+    hint = f"did you mean {', '.join(alike[:5])}?" if alike else f"`tepal runs {runs}` lists all runs"
+    raise FileNotFoundError(f"there is no run {name}, also not in {runs}: {hint}")
 
 
 def own_settings(config: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a run's config that have another value than `usual`, the defaults."""
+    """The settings of a run whose values differ from `usual`, the defaults."""
     return {
         key: value
         for key, value in config.items()
@@ -259,7 +249,7 @@ def own_settings(config: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[st
 
 @dataclass(frozen=True)
 class Troubles:
-    """The incidents of a client: how many of each kind, and the last of them."""
+    """The incidents of a client: the number of each kind, and the last one."""
 
     client: str
     counts: Mapping[str, int]
@@ -267,21 +257,19 @@ class Troubles:
     last_reason: str
 
 
-def troubles(metrics: Sequence[Mapping[str, Any]]) -> list[Troubles]:
-    """The incidents of each client that had any, in the order of their names."""
+def troubles(metrics: Iterable[RoundRecord]) -> list[Troubles]:
+    """The incidents of each client that had any, in the order of the clients' names."""
     counts: dict[str, Counter[str]] = {}
     last: dict[str, tuple[int, str]] = {}
     for line in metrics:
-        for kind in TROUBLE:
-            for each in line.get(kind) or ():
-                client = str(each.get("client"))
-                counts.setdefault(client, Counter())[kind] += 1
-                last[client] = line["round"], str(each.get("reason") or "no reason given")
+        for kind, client, reason in line.incidents():
+            counts.setdefault(client, Counter())[kind] += 1
+            last[client] = line.round, reason
     return [Troubles(client, dict(counts[client]), *last[client]) for client in sorted(counts, key=natural)]
 
 
 def files_of(run: Path) -> dict[str, int]:
-    """Bytes of each file in a run directory; a folder counts as one, with all that is in it."""
+    """Bytes of each file in a run directory, and of each folder with all its files."""
     sizes = {}
     for entry in sorted(os.scandir(run), key=lambda entry: entry.name):
         if entry.is_dir(follow_symlinks=False):
@@ -293,15 +281,15 @@ def files_of(run: Path) -> dict[str, int]:
 
 
 def run_facts(view: RunView, usual: Mapping[str, Any]) -> dict[str, Any]:
-    """All that `tepal show` prints of a run, as JSON."""
+    """What `tepal show --json` prints of a run."""
     told: dict[str, Any] = as_json(
         {
             **view.facts(),
             "config": own_settings(view.config, usual),
             "summary": view.summary,
-            "metrics": view.metrics,
+            "metrics": [line.to_line() for line in view.metrics],
             "clients": [asdict(each) for each in troubles(view.metrics)],
-            "label_counts": read_label_counts(view.path),
+            "label_counts": view.label_counts,
             "files": files_of(view.path),
         }
     )
@@ -309,7 +297,7 @@ def run_facts(view: RunView, usual: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def run_page(view: RunView, usual: Mapping[str, Any], *, all_rounds: bool = False) -> Group:
-    """A run for a terminal: what it is, its settings, rounds, clients, bytes and files."""
+    """A run for a terminal: its facts, settings, rounds, clients, bytes and files."""
     facts = view.facts()
     state = Text(facts["state"], style=_STYLES[facts["state"]])
     if facts["reason"]:
@@ -336,7 +324,7 @@ def run_page(view: RunView, usual: Mapping[str, Any], *, all_rounds: bool = Fals
 
 
 def comparison_facts(view: ComparisonView, results: Results) -> dict[str, Any]:
-    """All that `tepal show` prints of a comparison, as JSON: the figures of each strategy over its seeds."""
+    """What `tepal show --json` prints of a comparison: the figures of each strategy over its seeds."""
     told: dict[str, Any] = as_json(
         {
             **view.facts(),
@@ -345,7 +333,7 @@ def comparison_facts(view: ComparisonView, results: Results) -> dict[str, Any]:
                 result.strategy: {key: asdict(value) if value else None for key, value in result.figures.items()}
                 for result in results.strategies
             },
-            "cells": [asdict(cell) for cell in view.comparison.cells],
+            "cells": [run.to_dict() for run in view.comparison.runs],
         }
     )
     return told
@@ -373,31 +361,27 @@ def some_of(count: int, most: int) -> list[int]:
     return [round(i * (count - 1) / (most - 1)) for i in range(most)]
 
 
-def _rounds_table(metrics: Sequence[Mapping[str, Any]], all_rounds: bool) -> Group:
-    def empty(key: str) -> bool:
-        # Refused and lost replies are lists, which are mostly empty.
-        return all(line.get(key) is None or line[key] == [] for line in metrics)
-
-    columns = [column for column in COLUMNS if column.key in _SHOWN and not empty(column.key)]
+def _rounds_table(metrics: Sequence[RoundRecord], all_rounds: bool) -> Group:
+    shown = [column for column in _SHOWN if any(line.value(column.key) not in (None, []) for line in metrics)]
     table = Table(box=None, pad_edge=False)
-    for column in columns:
+    for column in shown:
         table.add_column(column.heading, justify="left" if column.left else "right", no_wrap=True)
-    shown = list(range(len(metrics))) if all_rounds else some_of(len(metrics), _MOST_ROUNDS)
-    for line in (metrics[index] for index in shown):
-        values = ((column, line.get(column.key)) for column in columns)
+    places = some_of(len(metrics), len(metrics) if all_rounds else _MOST_ROUNDS)
+    for line in (metrics[place] for place in places):
+        values = ((column, line.value(column.key)) for column in shown)
         table.add_row(*(MISSING if value is None else Text(column.text(value)) for column, value in values))
-    if len(shown) == len(metrics):
+    if len(places) == len(metrics):
         return Group(table)
-    left = f"{len(shown)} of {len(metrics)} rounds; --all-rounds shows every one"
+    left = f"{len(places)} of {len(metrics)} rounds; --all-rounds shows every one"
     return Group(table, Text(left, style="dim"))
 
 
 def _troubles_table(troubled: Sequence[Troubles]) -> Table:
-    kinds = [kind for kind in TROUBLE if any(kind in each.counts for each in troubled)]
+    kinds = [kind for kind in INCIDENTS if any(kind in each.counts for each in troubled)]
     table = Table(box=None, pad_edge=False)
     table.add_column("client", no_wrap=True)
     for kind in kinds:
-        table.add_column(TROUBLE[kind], justify="right")
+        table.add_column(COLUMNS[kind].heading, justify="right")
     table.add_column("last incident", overflow="fold")
     for each in troubled:
         counts = (str(each.counts.get(kind, 0)) for kind in kinds)
@@ -423,7 +407,7 @@ def _is_name(text: str) -> bool:
 
 
 def _started(path: Path) -> datetime:
-    """As the directory's name says; of another name, when its config was written."""
+    """The start in the directory's name; if it has none, when the config was written."""
     if match := _START.match(path.name):
         try:
             return datetime.strptime(match[1], "%Y%m%d-%H%M%S").replace(tzinfo=UTC)

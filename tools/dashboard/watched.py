@@ -1,7 +1,7 @@
-"""Runs as the dashboard shows them: read from their files when these change, and cut into parts that travel alone.
+"""Runs as the dashboard shows them: read from their files when these change, and sent in parts.
 
-A part is one figure, or one stretch of the page. Only the parts of a run that depend on a changed file are made anew,
-so that the state of a client comes through in a moment, and the heat maps of a thousand rounds when there is time.
+A part is one figure or one section of the page. Only the parts that depend on a changed file are made again, so that
+the state of a client is sent at once, and the heat maps of a thousand rounds less often.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tepal.records.columns import UNKNOWN, bytes_text, score_text, seconds_text
+from tepal.records.live import TOTALS, ClientNow, Now, read_clients, read_now, read_segments
 from tepal.records.run_directory import (
     BLOCKS,
     CLIENTS,
@@ -24,7 +26,6 @@ from tepal.records.run_directory import (
     NOW,
     ROUNDS,
     SUMMARY,
-    read_json,
     read_label_counts,
     read_records,
 )
@@ -36,18 +37,31 @@ from tepal.report.page import Figure, config_html, spoken
 from tepal.report.round_figures import figures
 from tepal.report.round_tables import rounds_html, trouble_html
 from tepal.report.templates import render
-from tepal.report.terminal import UNKNOWN, bytes_text, score_text
 from tepal.tools.dashboard.pages import TEMPLATES
 from tepal.tools.dashboard.views import RUNNING, UNREADABLE, ComparisonView, RunView, facts_of, views
 
-_TIMES, _LONGEST = 5, 10.0  # what took t seconds to make is not made again before 5 t, or 10 s
-_MOST_ROWS = 200  # of the tables of rounds and of troubles, the last ones
+_TIMES, _LONGEST = 5, 10.0  # what took t seconds to make is made again after 5 t, or 10 s
+_MOST_ROWS = 200  # of the tables of rounds and of incidents, the last ones
 
-CLIENT_KEYS = (
-    "client", "state", "examples", "budget", "down", "up", "seconds", "rounds", "replied", "refused", "lost",
-    "total_down", "total_up", "total_seconds", "reason",
-)  # fmt: skip
-"""Columns of the part `clients`: of the present round, then of the whole run."""
+_SENT = ("bytes_down", "bytes_up", "seconds")
+_COUNTS = ("rounds", "replied", "refused", "lost")
+
+
+def _heading(heading: str, key: str) -> tuple[str, str]:
+    kind = {bytes_text: "bytes", seconds_text: "seconds"}.get(TOTALS[key].text, "number")
+    return heading, kind
+
+
+CLIENT_COLUMNS = {
+    "client": ("client", "text"),
+    "state": ("state", "state"),
+    **{key: _heading(TOTALS[key].title, key) for key in ("examples", "budget")},
+    **{key: _heading(f"{TOTALS[key].heading}, this round", key) for key in _SENT},
+    **{key: _heading(TOTALS[key].heading, key) for key in _COUNTS},
+    **{f"total_{key}": _heading(f"{TOTALS[key].heading}, all rounds", key) for key in _SENT},
+    "reason": (TOTALS["reason"].heading, "text"),
+}
+"""Columns of the part `clients`: heading, and how the page writes a value (`write` in dashboard.js)."""
 
 
 @dataclass
@@ -61,15 +75,12 @@ class _Group:
     problem: str = ""
 
 
-@dataclass
-class Sent:
-    """What one reader has: part → its version."""
-
-    versions: dict[str, int] = field(default_factory=dict)
+Sent = dict[str, int]
+"""What was sent to one reader: part → its version."""
 
 
 class WatchedRun:
-    """A run directory whose parts are kept; several readers share it."""
+    """The parts of a run directory; several readers share them."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -87,13 +98,13 @@ class WatchedRun:
         )
 
     def changes(self, sent: Sent) -> list[str]:
-        """Parts, each as JSON, that a reader does not have: of the first group that has any. [] where it has all."""
+        """The parts, each as JSON, of the first group that has new ones for a reader; [] if there are none."""
         with self._lock:
             for group in self._groups:
                 self._refresh(group)
-                new = [name for name, (version, _) in self._parts.items() if sent.versions.get(name) != version]
+                new = [name for name, (version, _) in self._parts.items() if sent.get(name) != version]
                 if new:
-                    sent.versions.update({name: self._parts[name][0] for name in new})
+                    sent.update({name: self._parts[name][0] for name in new})
                     return [self._parts[name][1] for name in new]
         return []
 
@@ -109,7 +120,7 @@ class WatchedRun:
         try:
             for part in group.make(view):
                 self._keep(part)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # of files that are no run's
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # of damaged files
             problem = render("notice.html", text=f"{type(error).__name__}: {error}")
         group.problem = problem
         said = {each.problem: None for each in self._groups if each.problem}
@@ -127,12 +138,12 @@ class WatchedRun:
     # --- groups -----------------------------------------------------------------------------------------------------
 
     def _state(self, view: RunView) -> Iterator[dict[str, Any]]:
-        facts, now = view.facts(), read_json(self.path / NOW) or {}
+        facts, now = view.facts(), read_now(self.path)
         asked = facts["rounds_asked"]
         done, doing = facts["rounds"] or 0, ""
-        if view.running and now and not now.get("ended"):
-            states = [client.get("state") for client in (now.get("clients") or {}).values()]
-            doing = f"round {now['round']}, {now['phase']}: {states.count('replied')} of {len(states)} clients answered"
+        if view.running and now and not now.ended:
+            states = [client.state for client in now.clients.values()]
+            doing = f"round {now.round}, {now.phase}: {states.count('replied')} of {len(states)} clients answered"
         said = f"{done} of {UNKNOWN if asked is None else asked} rounds" + (f"; {doing}" if doing else "")
         yield _html("state", render("state.html.j2", TEMPLATES, facts=facts, done=done, said=said))
         score = "" if facts["score"] is None else f", {facts['measure']} {score_text(facts['score'])}"
@@ -148,39 +159,35 @@ class WatchedRun:
         yield _html("config", config_html(view.config))
 
     def _clients(self, view: RunView) -> Iterator[dict[str, Any]]:
-        now, totals = read_json(self.path / NOW) or {}, read_json(self.path / CLIENTS) or {}
-        here = now.get("clients") or {}
+        now, totals = read_now(self.path) or Now(), read_clients(self.path)
         rows = []
-        for name in sorted({*here, *totals}, key=natural):
-            one, all_ = here.get(name, {}), totals.get(name, {})
-            rows.append(
-                [
-                    name, one.get("state"), one.get("examples", all_.get("examples")),
-                    one.get("budget", all_.get("budget")), one.get("bytes_down"), one.get("bytes_up"),
-                    one.get("seconds") or None, *(all_.get(key) for key in ("rounds", "replied", "refused", "lost")),
-                    *(all_.get(key) for key in ("bytes_down", "bytes_up", "seconds")),
-                    one.get("reason") or all_.get("reason") or "",
-                ]
-            )  # fmt: skip
-        yield {"id": "clients", "kind": "clients", "round": now.get("round"), "rows": rows}
+        for name in sorted({*now.clients, *totals}, key=natural):
+            one, whole = now.clients.get(name, ClientNow()), vars(totals[name]) if name in totals else {}
+            examples = whole.get("examples") if one.examples is None else one.examples
+            budget = whole.get("budget") if one.budget is None else one.budget
+            sent = (one.bytes_down, one.bytes_up, one.seconds or None)
+            counts = (whole.get(key) for key in (*_COUNTS, *_SENT))
+            rows.append([name, one.state, examples, budget, *sent, *counts, one.reason or whole.get("reason", "")])
+        columns = list(CLIENT_COLUMNS.values())
+        yield {"id": "clients", "kind": "clients", "round": now.round, "columns": columns, "rows": rows}
 
     def _diagram(self, view: RunView) -> Iterator[dict[str, Any]]:
-        cells, now = read_json(self.path / BLOCKS) or [], read_json(self.path / NOW) or {}
-        shares = {key: now[key] for key in ("travel_trains", "travel_down", "travel_up") if key in now}
-        if len(cells) > 1 and shares and all(len(each) == len(cells) for each in shares.values()) and any(
+        segments, now = read_segments(self.path), read_now(self.path) or Now()
+        shares = now.travel
+        if len(segments) > 1 and shares and all(len(each) == len(segments) for each in shares.values()) and any(
             any(each) for each in shares.values()
         ):
-            caption = f"Round {now['round']}{'' if now.get('ended') else ', which goes on'}: {now['phase']}."
-            yield _html("diagram", diagram_html(cells, shares, caption))
-        elif "diagram" not in self._parts:  # a round has only begun: the last one is still shown
-            yield _html("diagram", last_diagram(read_records(self.path, most=2), cells))
+            caption = f"Round {now.round}{'' if now.ended else ', which goes on'}: {now.phase}."
+            yield _html("diagram", diagram_html(segments, shares, caption))
+        elif "diagram" not in self._parts:  # until a round has transferred something, the last one is shown
+            yield _html("diagram", last_diagram(read_records(self.path, most=2), segments))
 
     def _curves(self, view: RunView) -> Iterator[dict[str, Any]]:
         yield from self._drawn("figures", figures(view.metrics, view.summary))
 
     def _records(self, view: RunView) -> Iterator[dict[str, Any]]:
         records = read_records(self.path, known=self._known)
-        yield from self._drawn("travel", travel_figures(records, read_json(self.path / BLOCKS) or []))
+        yield from self._drawn("travel", travel_figures(records, read_segments(self.path)))
         yield from self._drawn("method", method_figures(records, view.metrics))
 
     def _drawn(self, section: str, drawn: Iterable[Figure]) -> Iterator[dict[str, Any]]:
@@ -193,7 +200,7 @@ class WatchedRun:
 
 
 class WatchedFolder:
-    """A folder of runs, as a table; several readers share it."""
+    """The table of the runs in a folder; several readers share it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -203,7 +210,7 @@ class WatchedFolder:
         self._due = 0.0
 
     def changes(self, sent: Sent) -> list[str]:
-        """The table, as JSON, if it is another than the reader has. Raises OSError where there is no such folder."""
+        """The table, as JSON, if the reader does not have it yet. Raises OSError if there is no such folder."""
         with self._lock:
             if time.monotonic() >= self._due:
                 begun = time.monotonic()
@@ -211,9 +218,9 @@ class WatchedFolder:
                 if text != self._part[1]:
                     self._part = self._part[0] + 1, text
                 self._due = begun + max(1.0, _TIMES * (time.monotonic() - begun))
-            if sent.versions.get("runs") == self._part[0]:
+            if sent.get("runs") == self._part[0]:
                 return []
-            sent.versions["runs"] = self._part[0]
+            sent["runs"] = self._part[0]
             return [self._part[1]]
 
     def html(self) -> str:
@@ -240,7 +247,7 @@ def _html(name: str, html: str) -> dict[str, Any]:
 
 
 def _signature_of(view: RunView | ComparisonView) -> object:
-    """What changes whenever `facts` may."""
+    """A value that changes whenever `facts` may change."""
     if isinstance(view, ComparisonView):
         inside = sorted(entry.name for entry in os.scandir(view.path) if entry.is_dir(follow_symlinks=False))
         return tuple((name, _stamp(view.path / name / SUMMARY)) for name in inside), time.monotonic() // 2
@@ -248,7 +255,7 @@ def _signature_of(view: RunView | ComparisonView) -> object:
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
-    """By which a file's content is known to be the same; of a folder, its names."""
+    """A value that changes with a file's content, or with the names in a folder."""
     try:
         status = path.stat()
     except OSError:

@@ -13,7 +13,7 @@ from tepal.records.run_directory import BLOCKS, CLIENTS, METRICS, NOW, RunDirect
 from tepal.report.run_page import write_report
 from tepal.tools.dashboard import watched
 from tepal.tools.dashboard.app import COOKIE, _listening, dashboard, is_loopback
-from tepal.tools.dashboard.watched import CLIENT_KEYS, Sent, WatchedFolder, WatchedRun
+from tepal.tools.dashboard.watched import CLIENT_COLUMNS, Sent, WatchedFolder, WatchedRun
 from tests.comparisons import comparison_in, continue_run, finish, leave_run
 
 TOKEN = "a-token-of-some-length"
@@ -52,7 +52,7 @@ def browser(runs, token=None, host="127.0.0.1", scheme="http"):
 def parts_of(run, sent=None):
     """All that a reader is sent until there is nothing more: id → part."""
     run = run if isinstance(run, WatchedRun) else WatchedRun(run)
-    sent, found = sent or Sent(), {}
+    sent, found = Sent() if sent is None else sent, {}
     while new := run.changes(sent):
         found |= {part["id"]: part for part in map(json.loads, new)}
     return found
@@ -87,15 +87,15 @@ def test_a_comparison_has_its_page_and_its_runs_theirs(runs):
     folder = runs / "20260101-000000-comparison"
     folder.mkdir()
     comparison = finish(comparison_in(folder, ["fedavg", "fedfrozen"]))
-    for cell in comparison.cells:
-        write_report(cell.run)
+    for run in comparison.runs:
+        write_report(run.directory)
     client = browser(runs)
     page = client.get(f"/run/{folder.name}/")
     assert page.status_code == 200 and "fedavg" in page.text
-    for cell in comparison.cells:
-        assert f'href="{cell.run.name}/report.html"' in page.text and f'href="{cell.run.name}/"' in page.text
-        assert client.get(f"/run/{folder.name}/{cell.run.name}/report.html").status_code == 200
-        shown = client.get(f"/run/{folder.name}/{cell.run.name}/")
+    for run in comparison.runs:
+        assert f'href="{run.directory.name}/report.html"' in page.text and f'href="{run.directory.name}/"' in page.text
+        assert client.get(f"/run/{folder.name}/{run.directory.name}/report.html").status_code == 200
+        shown = client.get(f"/run/{folder.name}/{run.directory.name}/")
         assert shown.status_code == 200 and f'<a href="../">{folder.name}</a>' in shown.text
     assert "2/2 runs" in client.get("/").text
 
@@ -237,11 +237,11 @@ def test_clients_are_shown_as_they_are_now_and_over_the_whole_run(runs, at_once)
     with held(path):
         parts = parts_of(path)
         assert "round 2, train: 1 of 2 clients answered" in parts["state"]["html"]
-    rows = [dict(zip(CLIENT_KEYS, row, strict=True)) for row in parts["clients"]["rows"]]
+    rows = [dict(zip(CLIENT_COLUMNS, row, strict=True)) for row in parts["clients"]["rows"]]
     assert [row["client"] for row in rows] == ["site-1", "site-2", "site-10"]
     assert (rows[0]["state"], rows[0]["refused"], rows[0]["reason"]) == (None, 1, "round 1: NaN")
     assert (rows[1]["state"], rows[1]["examples"], rows[1]["seconds"], rows[1]["rounds"]) == ("replied", 12, 1.25, None)
-    assert (rows[2]["state"], rows[2]["examples"], rows[2]["total_down"]) == ("training", 9, 50)
+    assert (rows[2]["state"], rows[2]["examples"], rows[2]["total_bytes_down"]) == ("training", 9, 50)
 
 
 def test_the_block_diagram_is_of_the_round_that_goes_on(runs, at_once):
