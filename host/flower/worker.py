@@ -60,7 +60,7 @@ def main() -> None:
     to_parent.send("ready", rss=process.memory_info().rss)
     handler = MessageHandler(Path(folder))
     for order in to_parent:
-        result = handler.work(order["address"], order["token"], to_parent)
+        result = handler.handle(order["address"], order["token"], to_parent)
         to_parent.send("done", ok=result.ok, reason=result.reason, rss=process.memory_info().rss)
         _give_back_memory()
     os._exit(0)
@@ -98,7 +98,7 @@ class MessageHandler:
         self.folder = folder
         self._app: ClientApp | None = None
 
-    def work(self, address: str, token: str, to_parent: Link) -> TaskResult:
+    def handle(self, address: str, token: str, to_parent: Link) -> TaskResult:
         """Pull the token's message from the SuperNode's Runtime API, call the app, and push its reply."""
         client = RuntimeHttpClient.from_server_address(
             server_address=address,
@@ -112,9 +112,9 @@ class MessageHandler:
             retry_invoker=_retries(),
         )
         with contextlib.closing(client):
-            return self._work(client, to_parent)
+            return self._handle(client, to_parent)
 
-    def _work(self, client: RuntimeHttpClient, to_parent: Link) -> TaskResult:
+    def _handle(self, client: RuntimeHttpClient, to_parent: Link) -> TaskResult:
         message = context = None
         try:
             message, context, run, fab = run_clientapp.pull_task_input(client)

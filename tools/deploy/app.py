@@ -11,7 +11,7 @@ from tepal.host.processes import Process
 from tepal.host.superlink import RunError, app_run_config, stage_app, submit
 from tepal.host.toml import Value, to_toml
 from tepal.tools.deploy.node_keys import ServerError
-from tepal.tools.deploy.recovery import RESUMES, RunOnDisk, look_at
+from tepal.tools.deploy.recovery import RESUMES, RunOnDisk, read_run
 from tepal.tools.deploy.settings import Settings, superlink_environment
 
 
@@ -77,4 +77,4 @@ class ServedApp:
         for folder in self.folders:
             with contextlib.suppress(OSError):
                 paths |= {path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()}
-        return [run for run in map(look_at, sorted(paths)) if run is not None]
+        return [run for run in map(read_run, sorted(paths)) if run is not None]

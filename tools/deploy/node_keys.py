@@ -48,7 +48,7 @@ class Keys:
         self._stamp: object = None
         self._logged: set[tuple[str, str]] = set()
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Register new keys, and unregister missing and revoked ones. Each problem is logged once.
 
         Raises FleetError when the SuperLink does not answer.

@@ -69,7 +69,7 @@ class Due:
         return str(self.directory) if self.directory else "the run of --run-config"
 
 
-def look_at(path: Path) -> RunOnDisk | None:
+def read_run(path: Path) -> RunOnDisk | None:
     """Return the state of a run directory, None if it is not one.
 
     A resumed run writes its config again and keeps the earlier summary, so a summary may be older than the run.
@@ -108,7 +108,7 @@ def unfinished(runs: Iterable[RunOnDisk], entries: Mapping[str, JournalEntry]) -
     return sorted(found, key=lambda run: (run.begun, run.path.name), reverse=True)
 
 
-def judge(status: str, run: RunOnDisk | None, reason: str) -> str:
+def outcome_of(status: str, run: RunOnDisk | None, reason: str) -> str:
     """Return the outcome of a run: ended, stopped, failed, or again (resume it).
 
     Args:

@@ -23,9 +23,9 @@ from tepal.tools.deploy.recovery import (
     RunOnDisk,
     config_digest,
     find_submitted,
-    judge,
-    look_at,
     next_attempt,
+    outcome_of,
+    read_run,
     unfinished,
 )
 from tepal.tools.deploy.settings import Settings
@@ -80,7 +80,7 @@ class RunQueue:
         if not entry.directory and not entry.outcome and entry.begun:
             found = find_submitted(runs, self.settings.run_config, entry.begun)
             entry.directory = str(found.path) if found else ""
-        run = look_at(Path(entry.directory)) if entry.directory else None
+        run = read_run(Path(entry.directory)) if entry.directory else None
         if entry.outcome or (run is not None and (run.ended or run.round is not None)):
             state = entry.outcome or ("ended" if run and run.ended else "unfinished")
             log.info(
@@ -97,7 +97,7 @@ class RunQueue:
         if directory is not None and (why_not := self.app.cannot_resume()):
             self.journal.error(f"{directory} is unfinished and cannot be resumed: {why_not}")
             return []
-        run = look_at(directory) if directory else None
+        run = read_run(directory) if directory else None
         when = next_attempt(entry, run.round if run else None, self.settings.attempts, now)
         if when is None:
             entry.outcome, entry.reason = "given up", reason or entry.reason
@@ -144,7 +144,7 @@ class RunQueue:
                     continue
                 config = self.app.own_run_config()
             else:
-                run = look_at(due.directory)
+                run = read_run(due.directory)
                 taken_up = any(watch.directory == due.directory for watch in watches.values())
                 if run is None or run.ended or taken_up or self._entry(due).outcome:
                     self.due.remove(due)
@@ -180,7 +180,7 @@ class RunQueue:
         path = self.app.state / "log" / f"run-{run_id}.log"
         return Watch(run_id, self.settings.control, superlink, path, self.settings.root_certificates, due)
 
-    def look_after(self, watch: Watch, status: RunStatus, fleet: Fleet) -> bool:
+    def check(self, watch: Watch, status: RunStatus, fleet: Fleet) -> bool:
         """Record the progress of a run. Returns whether the run has ended."""
         self.record_directory(watch)
         if watch.lost and status.status == "finished":
@@ -189,7 +189,7 @@ class RunQueue:
             self.conclude(watch, *watch.end)
             watch.leave()
             return True
-        run = look_at(watch.directory) if watch.recorded and watch.directory else None
+        run = read_run(watch.directory) if watch.recorded and watch.directory else None
         if run is None or run.in_use or run.ended or status.status == "finished":
             watch.free_since = None
             if run is not None and self.journal.run.get("directory") == str(run.path):
@@ -226,10 +226,10 @@ class RunQueue:
     def conclude(self, watch: Watch, status: str, details: str) -> None:
         """Decide what follows from the end of a run, and record it."""
         directory = watch.directory or (watch.due.directory if watch.due else None)
-        run = look_at(directory) if directory else None
+        run = read_run(directory) if directory else None
         text = watch.log.read_text(encoding="utf-8", errors="replace") if watch.log.exists() else ""
         reason = explain(text, details) if status == "failed" else details
-        what = judge(status, run, reason)
+        what = outcome_of(status, run, reason)
         where = directory or f"run {watch.run_id}"
         if self.journal.run.get("directory") == str(directory or ""):
             state = "unfinished" if what == "again" else what

@@ -146,7 +146,7 @@ class Supervisor:
                     raise ProcessError(f"it ended with status {superlink.returncode}.\n{superlink.tail()}")
                 try:
                     if keys and now >= next_keys:
-                        keys.look()
+                        keys.update()
                         self.journal.nodes, next_keys = keys.names, now + _KEYS_INTERVAL
                     if now >= next_runs:
                         statuses, next_runs = fleet.runs(), now + _RUNS_INTERVAL
@@ -162,7 +162,7 @@ class Supervisor:
                     if run_id not in watches and run_id not in done and self.queue.submitting is None:
                         watches[run_id] = self.queue.watch(run_id, superlink, None)
                 for run_id, watch in list(watches.items()):
-                    if self.queue.look_after(watch, statuses.get(run_id, RunStatus()), fleet):
+                    if self.queue.check(watch, statuses.get(run_id, RunStatus()), fleet):
                         done.add(run_id)
                         del watches[run_id]
                 self._check_pending(watches, statuses)

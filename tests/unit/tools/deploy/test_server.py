@@ -26,10 +26,10 @@ from tepal.tools.deploy.recovery import (
     RunOnDisk,
     config_digest,
     find_submitted,
-    judge,
-    look_at,
     next_attempt,
+    outcome_of,
     pause,
+    read_run,
     unfinished,
 )
 from tepal.tools.deploy.run_queue import RunQueue
@@ -64,15 +64,15 @@ def run_on_disk(path, *, begun=0.0, newest=1, ended=False, **more):
 
 def test_a_run_is_unfinished_until_it_has_a_summary(new_run):
     run = new_run("a", rounds=3)
-    assert look_at(run.path) == RunOnDisk(run.path, 1000.0, 3, ended=False)
+    assert read_run(run.path) == RunOnDisk(run.path, 1000.0, 3, ended=False)
     run.write_summary()
-    assert look_at(run.path).ended
+    assert read_run(run.path).ended
 
 
 def test_a_run_that_failed_says_why(new_run):
     run = new_run("a", rounds=2)
     run.write_summary(stopped_by="too few clients")
-    assert look_at(run.path) == RunOnDisk(run.path, 1000.0, 2, ended=True, stopped_by="too few clients")
+    assert read_run(run.path) == RunOnDisk(run.path, 1000.0, 2, ended=True, stopped_by="too few clients")
 
 
 def test_a_summary_from_before_the_run_was_resumed_is_no_end(new_run):
@@ -81,12 +81,12 @@ def test_a_summary_from_before_the_run_was_resumed_is_no_end(new_run):
     run.write_summary(stopped_by="too few clients")
     later = time.time() + 5
     os.utime(run.path / "config.toml", (later, later))
-    assert look_at(run.path).ended is False
-    assert look_at(run.path).stopped_by is None
+    assert read_run(run.path).ended is False
+    assert read_run(run.path).stopped_by is None
     run.append(RoundRecord(round=3, clients_replied=2))
     os.utime(run.path / "config.toml", (1000, 1000))
     (run.path / "checkpoint" / "round-000003").mkdir()
-    assert look_at(run.path).ended is False, "a round that the summary does not know"
+    assert read_run(run.path).ended is False, "a round that the summary does not know"
 
 
 def test_a_finished_run_whose_files_were_copied_is_still_finished(new_run):
@@ -94,15 +94,15 @@ def test_a_finished_run_whose_files_were_copied_is_still_finished(new_run):
     run.write_summary()
     later = time.time() + 5
     os.utime(run.path / "config.toml", (later, later))
-    assert look_at(run.path).ended
+    assert read_run(run.path).ended
 
 
 def test_a_run_in_use_is_seen_and_not_disturbed(new_run):
     run = new_run("a", rounds=1)
-    assert not look_at(run.path).in_use
+    assert not read_run(run.path).in_use
     with run.in_use():
-        assert look_at(run.path).in_use
-    assert not look_at(run.path).in_use
+        assert read_run(run.path).in_use
+    assert not read_run(run.path).in_use
     handle = os.open(run.path, os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # no lock was left behind
     os.close(handle)
@@ -112,12 +112,12 @@ def test_a_run_in_use_is_seen_and_not_disturbed(new_run):
 def test_a_damaged_summary_is_none(new_run, summary):
     run = new_run("a", rounds=1)
     (run.path / "summary.json").write_text(summary)
-    assert look_at(run.path).ended is False
+    assert read_run(run.path).ended is False
 
 
 def test_what_is_no_run_directory_is_none(tmp_path):
-    assert look_at(tmp_path) is None
-    assert look_at(tmp_path / "nothing") is None
+    assert read_run(tmp_path) is None
+    assert read_run(tmp_path / "nothing") is None
 
 
 # ---- which run goes on, and when ---------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def test_unfinished_runs_come_with_the_one_begun_last_first(tmp_path):
     ],
 )  # fmt: skip
 def test_what_becomes_of_a_run(tmp_path, status, run, reason, expected):
-    assert judge(status, None if run is None else run_on_disk(tmp_path, **run), reason) == expected
+    assert outcome_of(status, None if run is None else run_on_disk(tmp_path, **run), reason) == expected
 
 
 def test_pauses_double_up_to_the_longest():
@@ -179,9 +179,9 @@ def test_a_clock_that_was_set_back_delays_nothing():
 
 
 def test_a_submitted_run_is_found_again_by_its_config(new_run):
-    before = look_at(new_run("before", 1, begun=10.0).path)
-    other = look_at(new_run("other", 1, begun=30.0, seed=2).path)
-    own = look_at(new_run("own", 1, begun=20.0).path)
+    before = read_run(new_run("before", 1, begun=10.0).path)
+    other = read_run(new_run("other", 1, begun=30.0, seed=2).path)
+    own = read_run(new_run("own", 1, begun=20.0).path)
     given = {"seed": 1, "runs": "elsewhere"}
     assert find_submitted([before, other, own], given, 15.0) == own
     assert find_submitted([before, other], given, 15.0) is None
@@ -322,13 +322,13 @@ def test_a_run_is_dead_when_its_directory_is_free_for_some_seconds_without_an_en
     watch = FakeWatch(tmp_path / "none.log", run.path)
     running = RunStatus("running")
     with run.in_use():
-        assert not made.look_after(watch, running, runs) and watch.free_since is None
-    assert not made.look_after(watch, running, runs), "it may be about to say that it has ended"
-    assert not made.look_after(watch, RunStatus("finished", "failed"), runs), "Flower knows already"
+        assert not made.check(watch, running, runs) and watch.free_since is None
+    assert not made.check(watch, running, runs), "it may be about to say that it has ended"
+    assert not made.check(watch, RunStatus("finished", "failed"), runs), "Flower knows already"
     assert watch.free_since is None
-    assert not made.look_after(watch, running, runs)
+    assert not made.check(watch, running, runs)
     time.sleep(0.1)
-    assert made.look_after(watch, running, runs)
+    assert made.check(watch, running, runs)
     assert runs.stopped == [7], "its messages are not to keep the nodes busy"
     assert [due.directory for due in made.due] == [run.path]
 
@@ -338,8 +338,8 @@ def test_a_run_whose_log_cannot_be_followed_ends_as_flower_says(queue, new_run, 
     made = queue()
     watch = FakeWatch(tmp_path / "none.log", run)
     watch.lost = True
-    assert not made.look_after(watch, RunStatus("running"), FakeRuns())
-    assert made.look_after(watch, RunStatus("finished", "stopped"), FakeRuns())
+    assert not made.check(watch, RunStatus("running"), FakeRuns())
+    assert made.check(watch, RunStatus("finished", "stopped"), FakeRuns())
     assert made.journal.runs[str(run)].outcome == "stopped" and made.due == []
 
 
@@ -451,23 +451,23 @@ def test_keys_are_registered_once_and_those_that_vanish_are_unregistered(folder,
     caplog.set_level("INFO")
     fleet = FakeFleet()
     keys = Keys(folder, fleet)
-    keys.look()
+    keys.update()
     assert fleet.names() == keys.names == ["site-0", "site-1"]
     assert "Node site-0: registered." in caplog.text
     asked = fleet.asked
-    keys.look()
+    keys.update()
     assert fleet.asked == asked, "nothing has changed, so nobody is asked"
     path = folder.nodes / "site-1.pub"
     content = path.read_bytes()
     path.unlink()
-    keys.look()
+    keys.update()
     assert fleet.names() == ["site-0", "site-1"], "it may be being replaced"
-    keys.look()
+    keys.update()
     assert fleet.names() == keys.names == ["site-0"]
     assert "Node site-1: unregistered: its key was removed" in caplog.text
     path.write_bytes(content)
     for _ in range(3):
-        keys.look()
+        keys.update()
     assert fleet.names() == keys.names == ["site-0"]
     assert caplog.text.count("never accepts it again") == 1, "it is said once"
 
@@ -476,10 +476,10 @@ def test_a_key_that_is_replaced_is_registered_and_the_old_one_is_not_any_more(fo
     other = make(tmp_path / "other", hosts=["x"], sites=["site-0"]).server
     fleet = FakeFleet()
     keys = Keys(folder, fleet)
-    keys.look()
+    keys.update()
     (folder.nodes / "site-0.pub").write_bytes((other.nodes / "site-0.pub").read_bytes())
-    keys.look()
-    keys.look()
+    keys.update()
+    keys.update()
     assert sorted(fleet.names()) == ["site-0", "site-1"]
     assert [node.status for node in fleet.known.values() if node.name == "site-0"] == ["unregistered", "registered"]
 
@@ -487,22 +487,22 @@ def test_a_key_that_is_replaced_is_registered_and_the_old_one_is_not_any_more(fo
 def test_revoking_by_tepal_provision_unregisters_at_the_next_look(folder):
     fleet = FakeFleet()
     keys = Keys(folder, fleet)
-    keys.look()
+    keys.update()
     provision.revoke(folder, "site-1")
-    keys.look()
+    keys.update()
     assert fleet.names() == ["site-0"]
 
 
 def test_nobody_is_revoked_when_the_folder_or_a_file_cannot_be_read(folder, caplog):
     fleet = FakeFleet()
     keys = Keys(folder, fleet)
-    keys.look()
+    keys.update()
     (folder.nodes / "site-1.pub").write_bytes(b"half a ke")
     for _ in range(3):
-        keys.look()
+        keys.update()
     folder.nodes.rename(folder.folder / "away")
     for _ in range(3):
-        keys.look()
+        keys.update()
     assert fleet.names() == ["site-0", "site-1"]
     assert caplog.text.count("the registered nodes stay as they are") == 1
 
@@ -512,9 +512,9 @@ def test_a_superlink_that_is_away_is_asked_again(folder):
     fleet.away = True
     keys = Keys(folder, fleet)
     with pytest.raises(Unreachable):
-        keys.look()
+        keys.update()
     fleet.away = False
-    keys.look()
+    keys.update()
     assert fleet.names() == ["site-0", "site-1"]
 
 
