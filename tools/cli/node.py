@@ -83,7 +83,8 @@ def run(
     from tepal.host.flower.patches import UnsupportedFlowerVersion
 
     with reported(UnsupportedFlowerVersion):
-        from tepal.client_app.node.node import NodeSettings, run_node
+        from tepal.client_app.node.node import run_node
+        from tepal.client_app.node.settings import NodeSettings
         from tepal.host.limits import parse_size
         from tepal.host.log_format import log_format as formatted
         from tepal.host.site import read_site
