@@ -8,6 +8,7 @@ import pytest
 
 from tepal.client_app.node import node as module
 from tepal.client_app.node.node import _folder, run_node
+from tepal.client_app.node.settings import NodeSettings
 from tepal.host.flower.patches import UnsupportedFlowerVersion
 
 
@@ -40,4 +41,4 @@ def test_a_node_begins_nothing_with_another_version_of_flower(monkeypatch):
     monkeypatch.setattr(module, "require_flower", other)
     monkeypatch.setattr(module, "_folder", None)  # is not reached
     with pytest.raises(UnsupportedFlowerVersion):
-        run_node(module.NodeSettings(superlink="127.0.0.1:1", insecure=True))
+        run_node(NodeSettings(superlink="127.0.0.1:1", insecure=True))
