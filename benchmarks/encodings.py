@@ -114,9 +114,9 @@ def accuracies(
             with console.status(f"{label}, seed {seed} …"):
                 lines.append(one_run({**config, "strategy": "fedavg", "seed": seed, **keys(encoding)}, clients))
         found[label] = {
-            "accuracy": [line[-1]["accuracy"] for line in lines],
-            "down": statistics.mean(sum(one["bytes_down"] for one in line) for line in lines),
-            "up": statistics.mean(sum(one["bytes_up"] for one in line) for line in lines),
+            "accuracy": [line[-1].accuracy for line in lines],
+            "down": statistics.mean(sum(one.bytes_down for one in line) for line in lines),
+            "up": statistics.mean(sum(one.bytes_up for one in line) for line in lines),
         }
     return found
 

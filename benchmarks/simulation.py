@@ -108,10 +108,8 @@ def tepal(way: str, folder: Path, clients: int, rounds: int, **changes: object) 
     with kind(ROOT, clients, cache=folder / "cache", **cpus) as engine:
         engine.run(config, log=folder / "log")
     whole = time.perf_counter() - begun
-    lines = [line for line in read_metrics(find_run(folder / "runs")) if line["round"]]
-    return [line["seconds_train"] for line in lines], whole, statistics.median(
-        line["step_seconds"] for line in lines[1:]
-    )
+    lines = [line for line in read_metrics(find_run(folder / "runs")) if line.round]
+    return [line.seconds_train for line in lines], whole, statistics.median(line.step_seconds for line in lines[1:])
 
 
 def stock(folder: Path, clients: int, samples: int, rounds: int, model: str = "cnn") -> tuple[list[float], float]:

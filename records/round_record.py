@@ -1,29 +1,51 @@
-"""What is kept of a round, from which tables, reports, the dashboard and trackers are made: a line of metrics.jsonl."""
+"""`RoundRecord`, what is kept of a round: a line of `metrics.jsonl`.
+
+Tables, reports, the dashboard and trackers are made from it, and a column is declared here and nowhere else.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from typing import TYPE_CHECKING, Any, TypedDict
 
-if TYPE_CHECKING:  # who reads a run needs neither Flower nor torch
+from tepal.records.columns import (
+    Column,
+    bytes_text,
+    column,
+    columns_of,
+    count_text,
+    score_text,
+    seconds_text,
+    step_text,
+)
+
+if TYPE_CHECKING:  # reading a run needs neither Flower nor torch
     from tepal.strategies.rounds.report import RoundReport
     from tepal.training.tasks import Task
 
-Reasons = list[dict[str, str]]
-"""Entries {"client": …, "reason": …}."""
+
+class Incident(TypedDict):
+    """A client (or the server) and what happened to it."""
+
+    client: str
+    reason: str
+
 
 _SCORES = ("accuracy", "loss")
-_LARGEST = 700.0  # e to more than this is no number
+_LARGEST = 700.0  # the exponential of more than this overflows
 
 
-def _where_known() -> Any:
-    """A column that only the lines of some runs have."""
-    return field(default=None, metadata={"optional": True})
+def _incidents(heading: str) -> Any:
+    return column(heading, "replies", count_text, default_factory=list)
 
 
-@dataclass(frozen=True, kw_only=True)
+def _score(heading: str = "", *, optional: bool = False) -> Any:
+    return column(heading, text=score_text, optional=optional)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RoundRecord:
     """One round. Its fields, in their order, are the columns; None stands for what was not measured.
 
@@ -34,52 +56,52 @@ class RoundRecord:
     over the clients, each counted alike, of the accuracy or, in a regression, of the root mean squared error.
     """
 
-    round: int
-    phase: str
-    clients_asked: int
-    clients_replied: int
-    refused: Reasons
-    lost: Reasons
-    late: Reasons
-    left_out: Reasons
-    notes: Reasons
-    accuracy: float | None
-    loss: float | None
-    macro_f1: float | None
-    perplexity: float | None
-    rmse: float | None
-    accuracy_of: str | None
-    clients_accuracy: float | None
-    clients_rmse: float | None
-    clients_spread: float | None
-    received_accuracy: float | None
-    received_loss: float | None
-    received_rmse: float | None
-    trained_accuracy: float | None
-    train_loss: float | None
-    learning_rate: float | None
-    bytes_down: int
+    round: int = column("round", default=MISSING)
+    phase: str | None = column("phase", left=True)
+    clients_asked: int | None = column("asked", "clients")
+    clients_replied: int | None = column("replied", "clients")
+    refused: Sequence[Incident] = _incidents("refused")
+    lost: Sequence[Incident] = _incidents("lost")
+    late: Sequence[Incident] = _incidents("late")
+    left_out: Sequence[Incident] = _incidents("left out")
+    notes: Sequence[Incident] = _incidents("recovered")
+    accuracy: float | None = _score("accuracy")
+    loss: float | None = _score("loss")
+    macro_f1: float | None = _score("macro-F1")
+    perplexity: float | None = column("perplexity", text="{:.4g}".format)
+    rmse: float | None = _score("RMSE")
+    accuracy_of: str | None = column("test data", left=True)
+    clients_accuracy: float | None = _score("clients’ own tests")
+    clients_rmse: float | None = _score("clients’ own tests")
+    clients_spread: float | None = _score("spread over clients")
+    received_accuracy: float | None = _score()
+    received_loss: float | None = _score()
+    received_rmse: float | None = _score()
+    trained_accuracy: float | None = _score()
+    train_loss: float | None = _score("training loss")
+    learning_rate: float | None = column("learning rate", text="{:.3g}".format)
+    bytes_down: int | None = column("down", "bytes", bytes_text)
     """Payload to all clients; `bytes_up` from all."""
-    bytes_up: int
-    bytes_overhead: int
+    bytes_up: int | None = column("up", "bytes", bytes_text)
+    bytes_overhead: int | None = column("names, digests", "bytes", bytes_text)
     """Manifests and headers, both ways."""
-    bytes_fedavg: int
-    """What the same exchanges would have moved, had they been FedAvg's; `bytes_fedavg_down` of it to clients."""
-    bytes_fedavg_down: int
-    resent: int
-    seconds: float
-    seconds_train: float
-    step_seconds: float | None
-    lowest_accuracy: float | None = _where_known()
+    bytes_fedavg: int | None = column("FedAvg", "bytes", bytes_text)
+    """What FedAvg would have transferred in the same exchanges, both ways; `bytes_fedavg_down` of it to clients."""
+    bytes_fedavg_down: int | None = column()
+    resent: int | None = column("sent again", "parts")
+    seconds: float | None = column("time", text=seconds_text)
+    seconds_train: float | None = column("of it training", text=seconds_text)
+    step_seconds: float | None = column("local step", text=step_text)
+    lowest_accuracy: float | None = _score("accuracy of the worst mode", optional=True)
     """Of an ensemble's modes, as the following are."""
-    highest_accuracy: float | None = _where_known()
-    entropy: float | None = _where_known()
-    disagreement: float | None = _where_known()
-    variance_over_members: float | None = _where_known()
+    highest_accuracy: float | None = _score("accuracy of the best mode", optional=True)
+    entropy: float | None = _score(optional=True)
+    disagreement: float | None = _score("disagreement of two modes", optional=True)
+    variance_over_members: float | None = _score(optional=True)
 
     @staticmethod
     def of(report: RoundReport, model_bytes: int, task: Task) -> RoundRecord:
-        """Of a round that has ended; `model_bytes` of the whole model."""
+        """Make the record of a round that has ended; `model_bytes` are those of the whole model."""
         train, server = report.train_metrics, report.server_metrics
         clients = _of_result(report)
         accuracy_of = None
@@ -94,11 +116,11 @@ class RoundRecord:
             phase=report.phase,
             clients_asked=len(report.asked),
             clients_replied=len(report.replied),
-            refused=_reasons(report.refused),
-            lost=_reasons(report.lost),
-            late=_reasons((client, f"it is an answer to round {number}") for client, number in report.late),
-            left_out=_reasons((client, "it failed several times in a row") for client in report.left_out),
-            notes=_reasons(report.notes),
+            refused=_incident_list(report.refused),
+            lost=_incident_list(report.lost),
+            late=_incident_list((client, f"it is an answer to round {number}") for client, number in report.late),
+            left_out=_incident_list((client, "it failed several times in a row") for client in report.left_out),
+            notes=_incident_list(report.notes),
             accuracy=scored.get("accuracy"),
             loss=loss,
             macro_f1=scored.get("macro-f1"),
@@ -126,27 +148,54 @@ class RoundRecord:
             **{name: server[key] for name in _OPTIONAL if (key := name.replace("_", "-")) in server},
         )
 
+    @classmethod
+    def from_line(cls, line: Mapping[str, Any]) -> RoundRecord:
+        """Make the record of a line of `metrics.jsonl`, also of one that an earlier version wrote.
+
+        A column that the line lacks has its default (None, or an empty list); one that is not declared is ignored.
+        """
+        return cls(**{name: value for name, value in line.items() if value is not None and name in COLUMNS})
+
     def to_line(self) -> dict[str, Any]:
-        """Column → value, as a line of `metrics.jsonl` has them."""
-        return {name: value for name, value in asdict(self).items() if value is not None or name not in _OPTIONAL}
+        """Return column → value, as a line of `metrics.jsonl` has them."""
+        values = ((name, getattr(self, name)) for name in COLUMNS)
+        return {name: value for name, value in values if value is not None or name not in _OPTIONAL}
+
+    def value(self, name: str) -> Any:
+        """Return the value of a column that is only named at run time. Raises KeyError for one that is not declared."""
+        return getattr(self, COLUMNS[name].key)
+
+    def incidents(self) -> Iterator[tuple[str, str, str]]:
+        """Yield (column, client, reason) for each incident of the round."""
+        for name in INCIDENTS:
+            for each in self.value(name):
+                yield name, each.get("client") or "", each.get("reason") or "no reason given"
 
 
-_OPTIONAL = tuple(column.name for column in fields(RoundRecord) if column.metadata.get("optional"))
-METRICS_KEYS = tuple(column.name for column in fields(RoundRecord) if column.name not in _OPTIONAL)
+COLUMNS: Mapping[str, Column] = columns_of(RoundRecord)
+"""Every column, by its name."""
+_OPTIONAL = {each.name for each in fields(RoundRecord) if each.metadata["optional"]}
+METRICS_KEYS = tuple(name for name in COLUMNS if name not in _OPTIONAL)
 """The columns of every line, in their order."""
 COUNTED = ("refused", "lost", "late", "left_out")
-"""Columns that list clients; what is plotted of them is how many these are."""
+"""Columns that list clients; trackers show how many clients they list."""
+INCIDENTS = (*COUNTED, "notes")
+
+
+def columns(*names: str) -> tuple[Column, ...]:
+    """Return the columns of these names, in this order. Raises KeyError for one that is not declared."""
+    return tuple(COLUMNS[name] for name in names)
 
 
 def _of_result(report: RoundReport) -> dict[str, float | None]:
-    """What clients measured of the round's result on their own test examples.
+    """Return what clients measured of the round's result on their own test examples.
 
     `accuracy` and `loss` as they are averaged (by test examples, but for personal models); `mean` of the accuracy over
     the clients, each counted alike, or of the root mean squared error `rmse`, and its `spread`.
     """
     measured, of = report.evaluate_metrics, f"{report.eval_metrics_of}-"
     if measured.keys().isdisjoint(f"{of}{name}" for name in _SCORES):
-        # Without an evaluation, what was measured in training; an app of one's own may say "accuracy" and no more.
+        # Without an evaluation, what was measured in training; a user's app may report "accuracy" alone.
         own, plain = report.train_metrics_of != "received", report.eval_metrics_of == "received"
         measured, of = (report.train_metrics, f"{report.train_metrics_of}-") if own else (measured if plain else {}, "")
     rmse, spread = report.over_clients.get(f"{of}rmse", (None, None))
@@ -162,9 +211,9 @@ def _of_result(report: RoundReport) -> dict[str, float | None]:
 
 
 def _root(loss: float | None, task: Task) -> float | None:
-    """Of the mean squared error; None where the loss is another."""
+    """The root of the mean squared error; None if the task's loss is another one."""
     return math.sqrt(loss) if task.regression and loss is not None else None
 
 
-def _reasons(reasons: Iterable[tuple[str, str]]) -> Reasons:
+def _incident_list(reasons: Iterable[tuple[str, str]]) -> list[Incident]:
     return [{"client": client, "reason": reason} for client, reason in reasons]

@@ -8,9 +8,9 @@ from typing import Any
 
 from markupsafe import Markup
 
-from tepal.report.table import Column, Table
+from tepal.records.columns import Column, bytes_text, seconds_text
+from tepal.report.table import Table
 from tepal.report.templates import render
-from tepal.report.terminal import bytes_text, seconds_text
 
 MOST_CLIENTS = 300  # rows of a table or figure that can still be told apart
 

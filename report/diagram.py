@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
+from tepal.records.columns import bytes_text
 from tepal.report.method_figures import Records
 from tepal.report.templates import render
-from tepal.report.terminal import bytes_text
 from tepal.strategies.rounds.travel import OTHER
 
 WAYS = {"travel_down": ("↓", "sent to"), "travel_up": ("↑", "returned by")}
@@ -40,9 +40,7 @@ def diagram_html(cells: Sequence[Mapping[str, Any]], shares: Mapping[str, Sequen
     for stage, members in groupby(enumerate(cells), key=lambda member: member[1]["stage"]):
         of_kind = {cell["kind"]: _cell(cell["bytes"], {key: shares[key][k] for key in shares}) for k, cell in members}
         stages.append((stage, [of_kind.get(kind) for kind in kinds]))
-    return render(
-        "diagram.html", caption=caption, kinds=kinds if len(kinds) > 1 else [""], rows=_together(stages)
-    )
+    return render("diagram.html", caption=caption, kinds=kinds if len(kinds) > 1 else [""], rows=_together(stages))
 
 
 def last_diagram(records: Records, cells: Sequence[Mapping[str, Any]]) -> Markup:

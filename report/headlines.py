@@ -2,36 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from markupsafe import Markup
 
+from tepal.records.columns import UNKNOWN, bytes_text, score_text, seconds_text
+from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory import add, measured_by, total
 from tepal.report.round_figures import TEST_DATA
-from tepal.report.run_files import Lines
 from tepal.report.templates import render
-from tepal.report.terminal import UNKNOWN, bytes_text, score_text, seconds_text
 
 
 def headlines_html(
-    config: Mapping[str, Any], metrics: Lines, summary: Mapping[str, Any], *, ended: bool
+    config: Mapping[str, Any], metrics: Sequence[RoundRecord], summary: Mapping[str, Any], *, ended: bool
 ) -> Markup:
-    """The headline figures, for a `<dl>`."""
+    """The headline figures, as the content of a `<dl>`."""
     by, planned = measured_by(metrics), config.get("num-server-rounds")
     score = summary.get(by.key)
     down, up = summary.get("bytes_down"), summary.get("bytes_up")
     ratio, fedavg = summary.get("bytes_vs_fedavg"), total(metrics, "bytes_fedavg")
-    scored = [line for line in metrics if line.get(by.key) is not None]
+    scored = [line for line in metrics if line.value(by.key) is not None]
     if score is None:
         where = "no round reported one"
-    elif scored and scored[-1][by.key] == score:
-        short = TEST_DATA.get(str(scored[-1].get("accuracy_of")), ("test data not named", ""))[0]
-        where = f"{short}, round {scored[-1]['round']}"
+    elif scored and scored[-1].value(by.key) == score:
+        short = TEST_DATA.get(str(scored[-1].accuracy_of), ("test data not named", ""))[0]
+        where = f"{short}, round {scored[-1].round}"
     else:
         where = "of the final model"
     training = total(metrics, "seconds_train")
-    lost = sum(len(line.get("lost") or ()) for line in metrics)
+    lost = sum(len(line.lost) for line in metrics)
     refused = summary.get("refused_replies")
     headlines = (
         (

@@ -7,23 +7,19 @@ from typing import Any
 
 import numpy as np
 
+from tepal.records.round_record import COLUMNS, RoundRecord
 from tepal.report.clients import MOST_CLIENTS, natural
 from tepal.report.page import Figure, add_curve, empty_plot
 
 Record = Mapping[str, np.ndarray]
 Records = Sequence[tuple[int, Record]]
-Lines = Sequence[Mapping[str, Any]]
 Cells = Sequence[Mapping[str, Any]]
 
 _GAPS = 40  # rows or columns up to which cells have a gap between them
 _MOST_FRAMES, _MOST_NUMBERS = 24, 150_000  # of a matrix that is shown round by round
 _MOST_NODES, _EDGES = 100, 3  # clients of a graph, and lines from each
 _DRIFTS = {"query_key_drift": ("query and key", "main"), "value_drift": ("all else", "second")}
-_SHARES = {
-    "disagreement": ("disagreement of two modes", "main"),
-    "lowest_accuracy": ("accuracy of the worst mode", "second"),
-    "highest_accuracy": ("accuracy of the best mode", "third"),
-}
+_SHARES = {"disagreement": "main", "lowest_accuracy": "second", "highest_accuracy": "third"}  # column → colour
 
 
 def travel_figures(records: Records, cells: Cells) -> list[Figure]:
@@ -51,12 +47,12 @@ def travel_figures(records: Records, cells: Cells) -> list[Figure]:
     return figures
 
 
-def method_figures(records: Records, metrics: Lines) -> list[Figure]:
+def method_figures(records: Records, metrics: Sequence[RoundRecord]) -> list[Figure]:
     """The figures that there are for a run.
 
     Args:
         records: of rounds in their order, as `run_directory.read_records` gives them.
-        metrics: lines of `metrics.jsonl`.
+        metrics: the lines of `metrics.jsonl`.
     """
     figures: list[Figure] = []
     if drifts := [(number, record) for number, record in records if _DRIFTS.keys() <= record.keys()]:
@@ -65,7 +61,7 @@ def method_figures(records: Records, metrics: Lines) -> list[Figure]:
         figures += [_layers_by_round(layers), _layers_by_client(layers)]
     if modes := [(number, record) for number, record in records if "modes" in record]:
         figures.append(_modes(modes))
-    if any(line.get("disagreement") is not None for line in metrics):
+    if any(line.disagreement is not None for line in metrics):
         figures.append(_diversity(metrics))
     if mixed := [(number, record) for number, record in records if "weights" in record]:
         figures += [*_alike(mixed), _weights(mixed), _graph(mixed), _mixed(mixed)]
@@ -141,12 +137,12 @@ def _modes(records: Records) -> Figure:
     return Figure("modes", "Mode trained by each client", caption, plot)
 
 
-def _diversity(metrics: Lines) -> Figure:
+def _diversity(metrics: Sequence[RoundRecord]) -> Figure:
     plot = empty_plot("round", "share", rounds=len(metrics))
-    for key, (name, role) in _SHARES.items():
-        known = [line for line in metrics if line.get(key) is not None]
-        rounds, shares = [line["round"] for line in known], [line[key] for line in known]
-        add_curve(plot, rounds, shares, name=name, role=role, hover="round %{x}: %{y:.2%}")
+    for key, role in _SHARES.items():
+        known = [(line.round, share) for line in metrics if (share := line.value(key)) is not None]
+        rounds, shares = [number for number, _ in known], [share for _, share in known]
+        add_curve(plot, rounds, shares, name=COLUMNS[key].heading, role=role, hover="round %{x}: %{y:.2%}")
     plot.update_yaxes(tickformat=".4~%", rangemode="tozero")
     caption = (
         "On the server's held-out data: the share of examples that two modes label differently, mean over all pairs, "
@@ -198,9 +194,7 @@ def _weights(records: Records) -> Figure:
         "%{x}'s model in the mixture of %{y}: %{z:.2%}",
         f"{len(cohort)} mixtures of {len(clients)} models.", limits=(0, largest or 1.0),
     )  # fmt: skip
-    _round_by_round(
-        plot, [(number, [_z(matrix(each))]) for number, each in _some(records, len(clients) * len(cohort))]
-    )
+    _round_by_round(plot, [(number, [_z(matrix(each))]) for number, each in _some(records, len(clients) * len(cohort))])
     caption = f"Weight of a client's model in the mixture for a client of round {number}; darker is larger.{more}"
     return Figure("weights", "Mixing weights", caption, plot)
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
+from tepal.records.round_record import COLUMNS, RoundRecord
 from tepal.records.run_directory import add, measured_by
 from tepal.report.page import Figure, add_curve, cumulative, empty_plot, scaled, thin, unit_of
-from tepal.report.run_files import Lines
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -25,26 +25,25 @@ TEST_DATA = {
         "of each client's personal model on its own test split, the mean over the clients, after the round's training",
     ),
 }
+Lines = Sequence[RoundRecord]
 _NO_BYTES = "The bytes of this run's rounds are not known."
 
 
 def frozen_after(metrics: Lines, summary: Mapping[str, Any]) -> int | None:
-    """The round after which query and key are fixed; None if the run has no such point, or has not come to it."""
-    frozen = [line["round"] for line in metrics if line.get("phase") == "frozen"]
+    """The round after which query and key are frozen; None if they are not, or not yet."""
+    frozen = [line.round for line in metrics if line.phase == "frozen"]
     stated = summary.get("frozen_after")
-    if type(stated) is int and metrics and stated <= metrics[-1]["round"]:
+    if type(stated) is int and metrics and stated <= metrics[-1].round:
         return stated
     return min(frozen) - 1 if frozen else None
 
 
 def figures(metrics: Lines, summary: Mapping[str, Any]) -> list[Figure]:
     """The six figures. Round 0, the initial model, has scores but transfers nothing, so it has no bar."""
-    trained = [line for line in metrics if line["round"] > 0]
+    trained = [line for line in metrics if line.round > 0]
     freeze = frozen_after(metrics, summary)
-    each = [add(line.get("bytes_down"), line.get("bytes_up")) for line in metrics]
-    # The initial model's score is at the origin even where its line names no bytes.
-    sent = cumulative([0 if n is None and line["round"] == 0 else n for n, line in zip(each, metrics, strict=True)])
-    whole = cumulative([0 if line["round"] == 0 else line.get("bytes_fedavg") for line in metrics])
+    sent = transferred(metrics)
+    whole = cumulative([0 if line.round == 0 else line.bytes_fedavg for line in metrics])
     drawn = [
         *_score_figures(measured_by(metrics).key, metrics, sent, freeze),
         *_score_figures("loss", metrics, sent, freeze),
@@ -57,22 +56,30 @@ def figures(metrics: Lines, summary: Mapping[str, Any]) -> list[Figure]:
     return drawn
 
 
+def transferred(metrics: Lines) -> list[float | None]:
+    """Payload bytes of all clients, both ways, up to and including each round; unknown after an unknown one."""
+    each = (add(line.bytes_down, line.bytes_up) for line in metrics)
+    # The initial model's score is at the origin even where its line has no bytes.
+    return cumulative(0 if n is None and line.round == 0 else n for n, line in zip(each, metrics, strict=True))
+
+
 def _score_figures(key: str, metrics: Lines, sent: Sequence[float | None], freeze: int | None) -> list[Figure]:
     curves: dict[str, list[tuple[int, float | None, float]]] = {}
-    kinds = set()
+    kinds, training = set(), COLUMNS["train_loss"].heading
     for line, bytes_sent in zip(metrics, sent, strict=True):
-        if line.get(key) is not None:
-            kind = line.get("accuracy_of")
+        if (score := line.value(key)) is not None:
+            kind = line.accuracy_of
             kinds.add(kind)
             short = TEST_DATA.get(str(kind), (str(kind or "data not named"), ""))[0]
-            curves.setdefault(short, []).append((line["round"], bytes_sent, line[key]))
+            curves.setdefault(short, []).append((line.round, bytes_sent, score))
     if key == "loss":
         curves = {f"loss, {name}": points for name, points in curves.items()}
         for line, bytes_sent in zip(metrics, sent, strict=True):
-            if line.get("train_loss") is not None:
-                curves.setdefault("training loss", []).append((line["round"], bytes_sent, line["train_loss"]))
+            if line.train_loss is not None:
+                curves.setdefault(training, []).append((line.round, bytes_sent, line.train_loss))
 
-    name = {"rmse": "RMSE"}.get(key, key.capitalize())
+    heading = COLUMNS[key].heading
+    name = heading[0].upper() + heading[1:]
     titles = f"{name} per round", f"{name} over transferred bytes"
     if not curves:
         why = f"No {key} is known: no round of this run reported one."
@@ -85,7 +92,7 @@ def _score_figures(key: str, metrics: Lines, sent: Sequence[float | None], freez
         measured = f"{name} as reported; the run does not say on whose data."
     else:
         measured = "No test loss is known."
-    if key == "loss" and "training loss" in curves:
+    if key == "loss" and training in curves:
         measured += " Training loss: mean over the clients of the round, during their local training."
     fmt = ".2%" if key == "accuracy" else ".4f"
     known = [bytes_sent for bytes_sent in sent if bytes_sent is not None]
@@ -102,7 +109,7 @@ def _score_figures(key: str, metrics: Lines, sent: Sequence[float | None], freez
             per_byte, [x for x, _, _ in at], [y for _, y, _ in at], customdata=[number for *_, number in at],
             name=label, role=role, hover=f"%{{x:.4~g}} {unit}, after round %{{customdata}}: %{{y:{fmt}}}",
         )  # fmt: skip
-    _mark_freeze(per_round, freeze, freeze, [line["round"] for line in metrics])
+    _mark_freeze(per_round, freeze, freeze, [line.round for line in metrics])
     if placed:
         _mark_freeze(per_byte, freeze, _at_freeze(metrics, sent, freeze, divisor), [b / divisor for b in known])
     if key == "accuracy":
@@ -117,25 +124,24 @@ def _score_figures(key: str, metrics: Lines, sent: Sequence[float | None], freez
 
 def _bytes_per_round(trained: Lines, freeze: int | None) -> Figure:
     key, title = "bytes-rounds", "Transferred bytes per round"
-    values = [line.get(name) for line in trained for name in ("bytes_down", "bytes_up", "bytes_fedavg")]
+    values = [each for line in trained for each in (line.bytes_down, line.bytes_up, line.bytes_fedavg)]
     if not any(value is not None for value in values):
         why = _NO_BYTES if trained else "No round has ended yet."
         return Figure(key, title, why, None)
-    rounds = [line["round"] for line in trained]
-    highest = max((add(line.get("bytes_down"), line.get("bytes_up")) or 0 for line in trained), default=0)
+    rounds = [line.round for line in trained]
+    highest = max((add(line.bytes_down, line.bytes_up) or 0 for line in trained), default=0)
     divisor, unit = unit_of(max(highest, *(value or 0 for value in values)))
     plot = empty_plot("round", f"payload ({unit})", rounds=len(trained))
     hover = f"round %{{x}}: %{{y:.4~g}} {unit}"
-    for label, name, role in (("down, to clients", "bytes_down", "down"), ("up, from clients", "bytes_up", "up")):
-        plot.add_bar(
-            x=rounds, y=[scaled(line.get(name), divisor) for line in trained], name=label, meta={"role": role},
-            hovertemplate=hover,
-        )  # fmt: skip
+    down, up = [line.bytes_down for line in trained], [line.bytes_up for line in trained]
+    for label, each, role in (("down, to clients", down, "down"), ("up, from clients", up, "up")):
+        bars = [scaled(value, divisor) for value in each]
+        plot.add_bar(x=rounds, y=bars, name=label, meta={"role": role}, hovertemplate=hover)
     caption = (
         "Payload bytes of all clients by round, down and up. Where clients score the model after a round, as after the "
         "last, sending it to them counts in that round."
     )
-    fedavg = [scaled(line.get("bytes_fedavg"), divisor) for line in trained]
+    fedavg = [scaled(line.bytes_fedavg, divisor) for line in trained]
     if any(value is not None for value in fedavg):
         add_curve(
             plot, rounds, fedavg, name="FedAvg, calculated", role="fedavg", hover=hover,
@@ -144,7 +150,7 @@ def _bytes_per_round(trained: Lines, freeze: int | None) -> Figure:
         caption += " Dashed: what FedAvg would have transferred in the same rounds with the same clients, down and up."
     else:
         caption += " What FedAvg would have transferred is not known."
-    top = max(highest, *(line.get("bytes_fedavg") or 0 for line in trained), 0) / divisor
+    top = max(highest, *(line.bytes_fedavg or 0 for line in trained), 0) / divisor
     plot.update_layout(barmode="stack")
     plot.update_yaxes(range=[0, 1.08 * top or 1])
     # Between two bars, where the change is.
@@ -156,13 +162,13 @@ def _bytes_against_fedavg(
     metrics: Lines, sent: Sequence[float | None], whole: Sequence[float | None], freeze: int | None
 ) -> Figure:
     key, title = "bytes-total", "Transferred bytes in total, compared with FedAvg"
-    if not any(line["round"] > 0 for line in metrics):
+    if not any(line.round > 0 for line in metrics):
         return Figure(key, title, "No round has ended yet.", None)
     known = [value for value in (*sent, *whole) if value is not None]
     if max(known, default=0) == 0:
         return Figure(key, title, _NO_BYTES, None)
     divisor, unit = unit_of(max(known))
-    rounds = [line["round"] for line in metrics]
+    rounds = [line.round for line in metrics]
     plot = empty_plot("round", f"payload ({unit})", rounds=len(metrics))
     drawn = []
     for label, values, role, dash in (("this run", sent, "main", "solid"), ("FedAvg", whole, "fedavg", "dash")):
@@ -198,5 +204,5 @@ def _mark_freeze(plot: go.Figure, freeze: int | None, x: float | None, xs: Seque
 def _at_freeze(metrics: Lines, sent: Sequence[float | None], freeze: int | None, divisor: float) -> float | None:
     if freeze == 0:
         return 0
-    at = [bytes_sent for line, bytes_sent in zip(metrics, sent, strict=True) if line["round"] == freeze]
+    at = [bytes_sent for line, bytes_sent in zip(metrics, sent, strict=True) if line.round == freeze]
     return scaled(at[0], divisor) if at else None

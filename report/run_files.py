@@ -1,4 +1,4 @@
-"""What a run has left in its directory, as its page and the dashboard read it."""
+"""The files of a run directory, as the report reads them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory import (
     BLOCKS,
     CLIENTS,
@@ -20,15 +21,13 @@ from tepal.records.run_directory import (
 )
 from tepal.report.method_figures import Records
 
-Lines = Sequence[Mapping[str, Any]]
-
 
 @dataclass(frozen=True)
 class RunFiles:
-    """What a run has left until now, as it is read from its directory."""
+    """The content of a run directory's files, as far as the run has written them."""
 
     config: Mapping[str, Any]
-    metrics: Lines
+    metrics: Sequence[RoundRecord]
     written_summary: Mapping[str, Any] | None
     records: Records
     label_counts: Mapping[str, Sequence[int]]
@@ -37,7 +36,7 @@ class RunFiles:
 
     @staticmethod
     def of(run: Path) -> RunFiles:
-        """Those of a run directory."""
+        """Read the files of a run directory."""
         return RunFiles(
             read_config(run), read_metrics(run), read_summary(run), read_records(run), read_label_counts(run),
             read_json(run / BLOCKS) or [], read_json(run / CLIENTS) or {},
@@ -45,7 +44,7 @@ class RunFiles:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """As far as it is known."""
+        """The figures of `summary.json`; before it is written, those that follow from the rounds so far."""
         return {**summarise(self.metrics, self.config), **(self.written_summary or {})}
 
     @property

@@ -1,10 +1,11 @@
-"""A run as one HTML page (`page.py`): it puts together the figures, the tables and the run config."""
+"""The report of a run: one HTML page with its figures, its tables and its run config."""
 
 from __future__ import annotations
 
 from itertools import chain
 from pathlib import Path
 
+from tepal.records.columns import bytes_text
 from tepal.records.run_directory import REPORT, find_run, total, write_whole
 from tepal.report.clients import clients_html
 from tepal.report.diagram import DIAGRAM_STYLE, last_diagram
@@ -15,7 +16,6 @@ from tepal.report.round_figures import figures
 from tepal.report.round_tables import rounds_html, trouble_html
 from tepal.report.run_files import RunFiles
 from tepal.report.templates import render
-from tepal.report.terminal import bytes_text
 
 SECTIONS = {
     "figures": "Scores and transferred bytes",
@@ -23,7 +23,7 @@ SECTIONS = {
     "method": "Method details",
     "clients": "Clients",
 }
-"""Sections with figures: id → heading."""
+"""The sections that contain figures: id → heading."""
 
 
 def write_report(run: Path) -> Path:
@@ -60,7 +60,7 @@ def _page(name: str, run: RunFiles) -> str:
         heading=strategy or name,
         subtitle=" on ".join(part for part in (model, dataset) if part) or "model and dataset not recorded",
         ended=ended,
-        done=metrics[-1]["round"] if metrics else 0,
+        done=metrics[-1].round if metrics else 0,
         planned=run.config.get("num-server-rounds"),
         headlines=headlines_html(run.config, metrics, summary, ended=ended),
         sections=[

@@ -4,33 +4,18 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 from markupsafe import Markup
 
+from tepal.records.columns import Column
 from tepal.report.templates import render
 
 MISSING = "–"
 """What a table for readers shows in the place of None or ""."""
-
-
-@dataclass(frozen=True)
-class Column:
-    """A column: heading, key in the records that rows are read from, unit, text of a value, alignment."""
-
-    heading: str
-    key: str = ""
-    unit: str = ""
-    text: Callable[[Any], str] = str
-    left: bool = False
-
-    @property
-    def title(self) -> str:
-        """The heading with its unit."""
-        return f"{self.heading} ({self.unit})" if self.unit else self.heading
 
 
 @dataclass(frozen=True)
@@ -66,9 +51,7 @@ class Table:
 
     def latex(self) -> str:
         """A tabular for the package booktabs; a line break in a cell is a space."""
-        head, *rows = [
-            rf"{' & '.join(_one_line(cell).translate(_LATEX) for cell in row)} \\" for row in self._lines()
-        ]
+        head, *rows = [rf"{' & '.join(_one_line(cell).translate(_LATEX) for cell in row)} \\" for row in self._lines()]
         kinds = "".join("l" if column.left else "r" for column in self.columns)
         begin, end = rf"\begin{{tabular}}{{{kinds}}}", r"\end{tabular}"
         return "\n".join((begin, r"\toprule", head, r"\midrule", *rows, r"\bottomrule", end))

@@ -1,7 +1,6 @@
-"""What a run shows in the terminal: its progress round by round, a run in progress followed from its file, the final
-table.
+"""What a run shows in the terminal: the progress over its rounds, read from its file as it grows, and the final table.
 
-Piped into a file the same calls print plain lines, one a round, without colours or cursor movements.
+Into a pipe or a file the same calls print one plain line per round, without colours or cursor movements.
 """
 
 from __future__ import annotations
@@ -17,56 +16,18 @@ from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Ta
 from rich.table import Table
 from rich.text import Text
 
+from tepal.records.columns import UNKNOWN, bytes_text, score_text, seconds_text
+from tepal.records.round_record import Incident, RoundRecord
 from tepal.records.run_directory import METRICS, MODEL, REPORT, SUMMARY, add, parse_line, total
-
-UNKNOWN = "unknown"
-
-
-def bytes_text(n: float | None) -> str:
-    """Bytes for people, decimal units, three figures: 999 B, 1.00 kB, 41.2 MB, 1.05 GB. None is unknown."""
-    if n is None:
-        return UNKNOWN
-    if abs(n) < 999.5:
-        return f"{n:.0f} B"
-    for unit in ("kB", "MB", "GB", "TB", "PB"):
-        n /= 1000
-        # Rounded first: 999,999 bytes are 1.00 MB, not 1000 kB.
-        for decimals in (2, 1, 0):
-            text = f"{n:.{decimals}f}"
-            if abs(float(text)) < 10 ** (3 - decimals):
-                return f"{text} {unit}"
-    return f"{n:,.0f} PB"
-
-
-def seconds_text(seconds: float | None) -> str:
-    """A duration: 1.7 s below a minute, then 2:05 min, then 1:02:05 h. None is unknown."""
-    if seconds is None:
-        return UNKNOWN
-    if seconds < 59.95:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02} h" if hours else f"{minutes}:{rest:02} min"
-
-
-def step_text(seconds: float | None) -> str:
-    """The duration of a local step, three figures below a second: 12.3 ms, 1.7 s. None is unknown."""
-    return f"{1000 * seconds:.3g} ms" if seconds is not None and seconds < 0.9995 else seconds_text(seconds)
-
-
-def score_text(value: float | None) -> str:
-    """An accuracy, an error or a loss with four decimals."""
-    return UNKNOWN if value is None else f"{value:.4f}"
-
 
 _SCORES = ("accuracy", "rmse", "loss")
 
 
 class TimeLeft:
-    """How far several runs of equally many rounds are, and an estimate of when the last ends, from the rounds so far.
+    """The progress of several runs of equally many rounds, and an estimate of the time until the last one ends.
 
-    A run's first round counts as its start: clients only import what they need when they are first asked. Rounds that
-    a run which goes on had done before tell nothing of the time.
+    A run's first round is counted as its start, because clients import what they need when they are first asked. The
+    rounds that a resumed run had done before are not used for the estimate.
     """
 
     def __init__(self, runs: int, rounds: int, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -79,31 +40,31 @@ class TimeLeft:
         self._done = 0
 
     def begin(self, done: int = 0) -> None:
-        """The next run begins, or goes on after `done` rounds."""
+        """Note that the next run begins, or is resumed after `done` rounds."""
         self._begun += 1
         self._since = self._clock()
         self._started, self._done = False, done
 
-    def update(self, line: Mapping[str, Any]) -> None:
-        """A round of this run has ended: a line of metrics.jsonl."""
-        if line["round"] > self._done:
+    def update(self, line: RoundRecord) -> None:
+        """Note that a round of this run has ended."""
+        if line.round > self._done:
             now = self._clock()
             (self._others if self._started else self._starts).append(now - self._since)
-            self._started, self._done, self._since = True, line["round"], now
+            self._started, self._done, self._since = True, line.round, now
 
     @property
     def rounds(self) -> int:
-        """Of all runs."""
+        """The number of rounds of all runs."""
         return self._runs * self._rounds
 
     @property
     def rounds_done(self) -> int:
-        """Of all runs; one that has ended counts whole, however it ended."""
+        """The number of rounds done of all runs; all rounds of a run that has ended count, however it ended."""
         return max(0, self._begun - 1) * self._rounds + self._done
 
     @property
     def seconds(self) -> float | None:
-        """From now to the end of the last run; None while too few rounds are done to tell."""
+        """Seconds from now to the end of the last run; None while too few rounds are done for an estimate."""
         if not self._starts or (not self._others and self._rounds > 1):
             return None
         start = sum(self._starts) / len(self._starts)
@@ -115,15 +76,20 @@ class TimeLeft:
 
 
 class RoundProgress:
-    """Progress over the rounds of a run: a bar in a terminal, one plain line a round elsewhere.
+    """Progress over the rounds of a run: a bar in a terminal, one plain line per round elsewhere.
 
         with RoundProgress(num_rounds) as progress:
-            for line in ...:
-                progress.update(line)       # a line of metrics.jsonl
+            for line in follow_metrics(path, stop):
+                progress.update(line)
 
-    Time counts the `seconds` of the rounds, so that a run that is followed from its middle shows its own age. Of
-    several runs, each has its `name`, the bar is that of all of them, and the time that is left of all is shown. `done`
-    rounds of a run that goes on were there before.
+    The time shown is the sum of the rounds' `seconds`, so it is right for a run that is followed from its middle, too.
+
+    Args:
+        rounds: The number of rounds of the run.
+        name: The run's name, where it is one of several.
+        time_left: The progress of several runs; the bar and the remaining time are then those of all of them.
+        done: The number of rounds that a resumed run had done before.
+        console: Where to write.
     """
 
     def __init__(
@@ -143,8 +109,8 @@ class RoundProgress:
         self._bytes: float | None = 0
         self._seconds = 0.0
         self._since = time.monotonic()
-        self._said = ""  # of the last round
-        # Asked of the file itself: rich also says "terminal" when FORCE_COLOR is set, as build servers do.
+        self._said = ""  # the last round's line
+        # Asked of the file itself: rich also reports a terminal if FORCE_COLOR is set, as it is on build servers.
         isatty = getattr(self._console.file, "isatty", lambda: False)
         self._progress: Progress | None = None
         if isatty() and not self._console.is_dumb_terminal:
@@ -178,34 +144,33 @@ class RoundProgress:
                 self._console.print(self._said, markup=False, highlight=False, soft_wrap=True)
 
     def stage(self, text: str) -> None:
-        """Say what goes on before the first round."""
+        """Show what is done before the first round."""
         if self._progress is not None:
             self._progress.update(self._task, description=f"{self._name}{text}")
         else:
             print(f"{self._name}{text}", file=self._console.file, flush=True)
 
-    def update(self, line: Mapping[str, Any]) -> None:
+    def update(self, line: RoundRecord) -> None:
         """Show one round that has ended."""
         now = time.monotonic()
-        seconds = line.get("seconds")
-        self._seconds += now - self._since if seconds is None else seconds
+        self._seconds += now - self._since if line.seconds is None else line.seconds
         self._since = now
         if self._time_left is not None:
             self._time_left.update(line)
         self._bytes = add(self._bytes, total([line], "bytes_down"), total([line], "bytes_up"))
 
-        where = f"{self._name}round {line['round']}/{self._rounds}"
-        phase = line.get("phase") or ("initial model" if line["round"] == 0 else "")
-        scores = [f"{key} {score_text(line[key])}" for key in _SCORES if line.get(key) is not None]
+        where = f"{self._name}round {line.round}/{self._rounds}"
+        phase = line.phase or ("initial model" if line.round == 0 else "")
+        scores = [f"{key} {score_text(score)}" for key in _SCORES if (score := line.value(key)) is not None]
         if not scores:
-            before = ((key, line.get(f"received_{key}")) for key in ("accuracy", "rmse"))
+            before = (("accuracy", line.received_accuracy), ("rmse", line.received_rmse))
             scores = [f"{key} before {score_text(score)}" for key, score in before if score is not None]
         transferred = f"{bytes_text(self._bytes)} transferred"
         self._said = "  ".join(filter(None, (where, phase, *scores, transferred, seconds_text(self._seconds))))
         if self._progress is not None:
             self._progress.update(
                 self._task,
-                completed=line["round"] if self._time_left is None else self._time_left.rounds_done,
+                completed=line.round if self._time_left is None else self._time_left.rounds_done,
                 description=f"{where} {phase}".strip(),
                 # With the name there is no room for both.
                 figures="  ".join([*scores[:1], transferred][: 1 if self._name else 2]),
@@ -218,12 +183,12 @@ class RoundProgress:
 
     @property
     def elapsed(self) -> float:
-        """Seconds of the rounds that have ended, and of the one that is under way."""
+        """Seconds of the rounds that have ended and of the current one."""
         return self._seconds + time.monotonic() - self._since
 
     @property
     def left(self) -> str:
-        """What is left of all runs, in words; "" for a run alone, and while there is no telling."""
+        """The remaining time of all runs, as text; "" for a single run, and while it cannot be estimated."""
         seconds = self._time_left.seconds if self._time_left is not None else None
         return "" if seconds is None else f"{seconds_text(seconds)} left"
 
@@ -239,44 +204,44 @@ class _Elapsed(ProgressColumn):
         return Text(elapsed if done else self._of.left or elapsed, style="dim")
 
 
-def _trouble(line: Mapping[str, Any]) -> list[str]:
+def _trouble(line: RoundRecord) -> list[str]:
     found = []
-    if refused := line.get("refused"):
+    if line.refused:
         by_reason: dict[str, list[str]] = {}
-        for reply in refused:
-            by_reason.setdefault(str(reply.get("reason")), []).append(str(reply.get("client")))
+        for reply in line.refused:
+            by_reason.setdefault(reply["reason"], []).append(reply["client"])
         reasons = "; ".join(f"{', '.join(clients)}: {reason}" for reason, clients in by_reason.items())
-        found.append(f"refused {len(refused)} ({reasons})")
-    if lost := line.get("lost"):
-        found.append(f"no reply from {_clients(lost)}")
-    if late := line.get("late"):
-        found.append(f"late and dropped: {_clients(late)}")
-    if left_out := line.get("left_out"):
-        found.append(f"left out: {_clients(left_out)}")
-    found += [f"{note.get('client')}: {note.get('reason')}" for note in line.get("notes") or ()]
-    return found
+        found.append(f"refused {len(line.refused)} ({reasons})")
+    named = (("no reply from", line.lost), ("late and dropped:", line.late), ("left out:", line.left_out))
+    found += [f"{what} {_clients(incidents)}" for what, incidents in named if incidents]
+    return found + [f"{note['client']}: {note['reason']}" for note in line.notes]
 
 
-def _clients(replies: Sequence[Mapping[str, Any]]) -> str:
-    return ", ".join(str(reply.get("client")) for reply in replies)
+def _clients(incidents: Sequence[Incident]) -> str:
+    return ", ".join(incident["client"] for incident in incidents)
 
 
-def follow_metrics(path: Path, stop: Callable[[], bool], *, poll: float = 0.2) -> Iterator[dict[str, Any]]:
+def follow_metrics(path: Path, stop: Callable[[], bool], *, poll: float = 0.2) -> Iterator[RoundRecord]:
     """Yield the rounds of a `metrics.jsonl` as they are written, from the first; the file need not exist yet.
 
-    Ends once `stop()` is true, after the lines that were written until then. A line that is still being written is
-    waited for. Looks every `poll` seconds. Raises ValueError at a complete line that is not a round.
+    A line that is still being written is waited for.
+
+    Args:
+        path: The file.
+        stop: Asked before each reading; when it returns True, the lines written until then are the last.
+        poll: Seconds between two readings.
+
+    Raises ValueError at a complete line that is not a round.
     """
     path = Path(path)
     read = 0  # bytes up to the end of the last complete line
     while True:
-        # Asked before reading: what was written before the run said that it had ended is still read.
         last = stop()
         try:
             with path.open("rb") as file:
                 file.seek(0, 2)
                 if file.tell() < read:
-                    read = 0  # another file under the same name
+                    read = 0  # the file was replaced
                 file.seek(read)
                 fresh = file.read()
         except FileNotFoundError:
@@ -295,10 +260,15 @@ def follow_metrics(path: Path, stop: Callable[[], bool], *, poll: float = 0.2) -
         time.sleep(poll)
 
 
-def final_table(summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], run: Path | None = None) -> Group:
-    """This run's bytes beside "FedAvg, same rounds", its scores, and where the results in directory `run` lie.
+def final_table(summary: Mapping[str, Any], metrics: Sequence[RoundRecord], run: Path | None = None) -> Group:
+    """Return a table of this run's bytes compared with FedAvg's, and its scores, for a console.
 
-    For `console.print(…, soft_wrap=True)`: long paths then stay in one piece. Without it they are folded, not cut.
+    Print it with `soft_wrap=True`, so that long paths are not broken.
+
+    Args:
+        summary: The content of `summary.json`.
+        metrics: The rounds.
+        run: The run directory, whose files are then listed below the table.
     """
     down, up, fedavg = summary.get("bytes_down"), summary.get("bytes_up"), total(metrics, "bytes_fedavg")
     fedavg_down = total(metrics, "bytes_fedavg_down")

@@ -144,7 +144,7 @@ def _start(
             directory.add_label_counts(report.label_counts)
         except OSError as error:
             log.error("%s. The run continues without it.", error)
-        line = RoundRecord.of(report, model_bytes, TASKS[config.data.kind]).to_line()
+        line = RoundRecord.of(report, model_bytes, TASKS[config.data.kind])
         directory.add(line)
         trackers.add(line)
         live.end_round(report)

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
-from tepal.records.round_record import COUNTED
+from tepal.records.round_record import COLUMNS, COUNTED, RoundRecord
 from tepal.records.run_directory import as_json, read_metrics, scored, write_whole
 
 if TYPE_CHECKING:
@@ -36,8 +36,6 @@ MLFLOW_DATABASE = "mlflow.db"  # in the folder of runs, where no tracking server
 
 _BATCH = 900  # values in a call of MLflow, which takes 1000
 
-Line = Mapping[str, Any]
-
 
 class TrackerError(ValueError):
     """A tracker that cannot be used. The text says why and what to do."""
@@ -46,7 +44,7 @@ class TrackerError(ValueError):
 class Tracker(Protocol):
     """Shows the rounds of one run."""
 
-    def match(self, lines: Sequence[Line]) -> None:
+    def match(self, lines: Sequence[RoundRecord]) -> None:
         """Show these rounds, as `read_metrics` returns them, and no others."""
 
     def write(self, values: Mapping[int, Mapping[str, float]]) -> None:
@@ -78,15 +76,11 @@ def missing(names: Iterable[str]) -> list[str]:
     return found
 
 
-def scalars(line: Line) -> dict[str, float]:
-    """The numbers of a round by their keys in `metrics.jsonl`; of clients that gave no result, how many they are."""
-    values: dict[str, float] = {}
-    for key, value in line.items():
-        if key in COUNTED and isinstance(value, Sequence):
-            values[key] = float(len(value))
-        elif key != "round" and isinstance(value, int | float) and not isinstance(value, bool):
-            values[key] = float(value)
-    return values
+def scalars(line: RoundRecord) -> dict[str, float]:
+    """The numbers of a round by their columns in `metrics.jsonl`; of columns that list clients, how many they list."""
+    values = {name: line.value(name) for name in COLUMNS if name != "round"}
+    values |= {name: len(values[name]) for name in COUNTED}
+    return {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
 
 
 class Trackers:
@@ -95,11 +89,9 @@ class Trackers:
     def __init__(self, run: Path, trackers: Mapping[str, Tracker]) -> None:
         self._run = run
         self._trackers = dict(trackers)
-        self._last: dict[str, Any] | None = None
-        self._behind: set[str] = set()
-        """Those that must be brought into line with the file."""
-        self._away: set[str] = set()
-        """Those of which that was said."""
+        self._last: RoundRecord | None = None
+        self._behind: set[str] = set()  # trackers that do not show what the file contains
+        self._away: set[str] = set()  # those of them whose failure was logged
 
     def __enter__(self) -> Trackers:
         if self._trackers:
@@ -117,20 +109,20 @@ class Trackers:
             self._each(lambda tracker: tracker.match(lines), self._behind)
         self._each(lambda tracker: tracker.close(status), self._trackers)
 
-    def add(self, round_line: Line) -> None:
+    def add(self, record: RoundRecord) -> None:
         """Show a round that was written to `metrics.jsonl`."""
         if not self._trackers:
             return
-        line = as_json(dict(round_line))
+        line = RoundRecord.from_line(as_json(record.to_line()))  # without NaN and infinity, as the file has it
         before, self._last = self._last, line
-        if before is not None and before["round"] >= line["round"]:
+        if before is not None and before.round >= line.round:
             self._behind = set(self._trackers)  # a round that is repeated has another outcome
         news = _news(before, line)
         self._each(lambda tracker: tracker.write(news), self._trackers.keys() - self._behind)
         if self._behind:
-            lines = [each for each in read_metrics(self._run) if each["round"] <= line["round"]]
+            lines = [each for each in read_metrics(self._run) if each.round <= line.round]
             self._each(lambda tracker: tracker.match(lines), self._behind)
-            if not lines or lines[-1]["round"] < line["round"]:
+            if not lines or lines[-1].round < line.round:
                 self._behind = set(self._trackers)  # the disk is full, and the line will be written later
 
     def _each(self, do: Callable[[Tracker], None], names: Iterable[str]) -> None:
@@ -146,15 +138,15 @@ class Trackers:
                 self._away.add(name)
 
 
-def _news(before: Line | None, line: Line) -> dict[int, dict[str, float]]:
-    """What a new line tells: its own values, and scores of the round before that the clients gave in this one."""
+def _news(before: RoundRecord | None, line: RoundRecord) -> dict[int, dict[str, float]]:
+    """The values of a new line, and scores of the round before that the clients reported in this one."""
     news: dict[int, dict[str, float]] = {}
     if before is not None:
         known = scalars(before)
-        filled, _ = scored([dict(before), dict(line)])
+        filled, _ = scored([before, line])
         if later := {key: value for key, value in scalars(filled).items() if key not in known}:
-            news[before["round"]] = later
-    news[line["round"]] = scalars(line)
+            news[before.round] = later
+    news[line.round] = scalars(line)
     return news
 
 
@@ -193,7 +185,7 @@ class TensorBoard:
         self._config = config
         self._writer: Any = None
 
-    def match(self, lines: Sequence[Line]) -> None:
+    def match(self, lines: Sequence[RoundRecord]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         if self._writer is not None:
@@ -204,7 +196,7 @@ class TensorBoard:
         self._writer = SummaryWriter(str(self._folder), purge_step=0 if again else None)
         rows = "\n".join(f"| {key} | {json.dumps(as_json(value))} |" for key, value in self._config.items())
         self._writer.add_text("run config", f"| key | value |\n|---|---|\n{rows}", 0)
-        self.write({line["round"]: scalars(line) for line in lines})
+        self.write({line.round: scalars(line) for line in lines})
 
     def write(self, values: Mapping[int, Mapping[str, float]]) -> None:
         for number, named in values.items():
@@ -229,10 +221,10 @@ class MLflow:
         self._client: Any = None
         self._run = ""
 
-    def match(self, lines: Sequence[Line]) -> None:
+    def match(self, lines: Sequence[RoundRecord]) -> None:
         if self._client is None:
             self._client = _mlflow_client(self._uri)
-        wanted = {(line["round"], key): value for line in lines for key, value in scalars(line).items()}
+        wanted = {(line.round, key): value for line in lines for key, value in scalars(line).items()}
         known = self._run or self._kept()
         shown = self._shown(known) if known else {}
         if known and all(wanted.get(at) == value for at, value in shown.items()):

@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
+from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory import RunDirectory
-from tepal.tools.compare.comparison import Comparison, cells_of
+from tepal.tools.compare.comparison import Comparison, planned_runs
 from tepal.tools.compare.runs import write_comparison
 
 # Accuracy after each round, the initial model first, and MB down and up in each. Three rounds.
@@ -50,34 +51,36 @@ def continue_run(path: Path, strategy: str, rounds, *, add: float = 0.0, regress
         score = 1 - accuracy if regression else accuracy
         scored = personal or number == 3
         RunDirectory(path, {}).append(
-            {
-                "round": number,
-                key: score,
-                "accuracy_of": "personal" if personal else "server",
-                f"clients_{key}": score - 0.05 if scored else None,
-                "clients_spread": 0.02 if scored else None,
-                "bytes_down": down * 1_000_000 if number else 0,
-                "bytes_up": up * 1_000_000 if number else 0,
-                "bytes_fedavg": 20_000_000 if number else 0,
-                "seconds": (0.0, 3.0, 1.0, 1.0)[number],
-                "step_seconds": 0.01 * number if number else None,
-            }
+            RoundRecord.from_line(
+                {
+                    "round": number,
+                    key: score,
+                    "accuracy_of": "personal" if personal else "server",
+                    f"clients_{key}": score - 0.05 if scored else None,
+                    "clients_spread": 0.02 if scored else None,
+                    "bytes_down": down * 1_000_000 if number else 0,
+                    "bytes_up": up * 1_000_000 if number else 0,
+                    "bytes_fedavg": 20_000_000 if number else 0,
+                    "seconds": (0.0, 3.0, 1.0, 1.0)[number],
+                    "step_seconds": 0.01 * number if number else None,
+                }
+            )
         )
 
 
 def comparison_in(folder: Path, strategies, seeds=(7,), **values) -> Comparison:
     """A comparison that nothing was run of."""
-    return Comparison(folder.resolve(), cells_of(strategies, seeds), dict(CONFIG), 10, **values)
+    return Comparison(folder.resolve(), planned_runs(strategies, seeds), dict(CONFIG), 10, **values)
 
 
 def finish(comparison: Comparison, add=lambda _seed: 0.0, *, regression: bool = False) -> Comparison:
     """Leave every run that was not begun as one that finished, and write it all; `add`: to a seed's accuracies."""
-    for cell in comparison.cells:
-        if cell.outcome == "not run":
-            cell.run = leave_run(
-                comparison.folder, cell.strategy, seed=cell.seed, add=add(cell.seed), regression=regression
+    for run in comparison.runs:
+        if run.outcome == "not run":
+            run.directory = leave_run(
+                comparison.folder, run.strategy, seed=run.seed, add=add(run.seed), regression=regression
             )
-            cell.outcome = "finished"
+            run.outcome = "finished"
     comparison.save()
     write_comparison(comparison)
     return comparison

@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 
 from tepal import __version__
 from tepal.host.files import remove_abandoned, replacing
-from tepal.records.round_record import METRICS_KEYS
+from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory.files import as_json, explained, make_first_free, point_latest_at, write_whole
 from tepal.records.run_directory.holding import held
 from tepal.records.run_directory.metrics import SUMMARY_KEYS, summarise
@@ -37,7 +37,7 @@ class RunDirectory:
     def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
         self.path = path
         self.config = dict(config)
-        self._unwritten: list[Mapping[str, Any]] = []
+        self._unwritten: list[RoundRecord] = []
 
     @classmethod
     def create(
@@ -85,27 +85,25 @@ class RunDirectory:
         self.config = dict(config)
         write_whole(self.path / CONFIG, tomli_w.dumps(_toml_table(config)).encode())
 
-    def add(self, round_line: Mapping[str, Any]) -> None:
-        """`append`, for a run that must go on: a line that cannot be written is said, and written with a later one."""
-        self._unwritten.append(round_line)
+    def add(self, line: RoundRecord) -> None:
+        """Call `append`; a line that cannot be written is logged and written with a later one, and the run goes on."""
+        self._unwritten.append(line)
         try:
             self._write_kept_back()
         except OSError as error:
-            log.error("%s. The run goes on, and writes round %s later.", error, round_line.get("round"))
+            log.error("%s. The run goes on, and writes round %s later.", error, line.round)
 
     def _write_kept_back(self) -> None:
         while self._unwritten:
             self.append(self._unwritten[0])
             del self._unwritten[0]
 
-    def append(self, round_line: Mapping[str, Any]) -> None:
+    def append(self, record: RoundRecord) -> None:
         """Add one round to `metrics.jsonl` and wait until it is on disk.
 
-        Known keys come first and in their order, a missing one as null, further keys behind them. What JSON cannot
-        say (NaN, infinity) becomes null: a diverged loss must be readable afterwards, not end the run.
+        What JSON cannot represent (NaN, infinity) becomes null: a diverged loss must not end the run.
         """
-        ordered = {key: round_line.get(key) for key in METRICS_KEYS} | dict(round_line)
-        line = json.dumps(as_json(ordered), allow_nan=False).encode() + b"\n"
+        line = json.dumps(as_json(record.to_line()), allow_nan=False).encode() + b"\n"
         path = self.path / METRICS
         with explained("write", path), path.open("ab", buffering=0) as file:
             before = file.tell()

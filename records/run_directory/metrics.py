@@ -1,12 +1,19 @@
-"""The lines of metrics.jsonl and the figures of summary.json: keys, the measure of a run, and sums over rounds."""
+"""The figures of `summary.json`, what a run is measured by, and sums over its rounds."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
-from typing import Any
+from typing import Any, Literal
+
+from tepal.records.round_record import COLUMNS, RoundRecord
+
+Summed = Literal[
+    "bytes_down", "bytes_up", "bytes_overhead", "bytes_fedavg", "bytes_fedavg_down", "seconds", "seconds_train"
+]
+"""Columns that are summed over the rounds."""
 
 SUMMARY_KEYS = (
     "strategy",
@@ -28,17 +35,24 @@ SUMMARY_KEYS = (
 
 @dataclass(frozen=True)
 class Measure:
-    """What results are measured by: its key in `metrics.jsonl`, and its name in a sentence.
+    """What results are measured by.
 
-    share: of 0 … 1, the more the better; else an error, the less the better.
+    Args:
+        key: Its column in `metrics.jsonl`.
+        share: Whether it is a share of 0 … 1, of which more is better; otherwise it is an error, of which less is.
     """
 
     key: str
-    name: str
     share: bool
 
     @property
+    def name(self) -> str:
+        """Its name within a sentence."""
+        return COLUMNS[self.key].heading
+
+    @property
     def title(self) -> str:
+        """Its name at the start of a heading."""
         return self.name[0].upper() + self.name[1:]
 
     def text(self, digits: int = 4) -> str:
@@ -50,53 +64,53 @@ class Measure:
         return score >= target if self.share else score <= target
 
 
-ACCURACY, RMSE = Measure("accuracy", "accuracy", True), Measure("rmse", "RMSE", False)
+ACCURACY, RMSE = Measure("accuracy", share=True), Measure("rmse", share=False)
 
 
-def measured_by(metrics: Sequence[Mapping[str, Any]]) -> Measure:
-    """The measure of a run: of a regression, which has no accuracy, the root mean squared error."""
-    return RMSE if any(line.get("rmse") is not None for line in metrics) else ACCURACY
+def measured_by(metrics: Sequence[RoundRecord]) -> Measure:
+    """The measure of a run: the accuracy, or in a regression the root mean squared error."""
+    return RMSE if any(line.rmse is not None for line in metrics) else ACCURACY
 
 
-def scored(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def scored(metrics: Sequence[RoundRecord]) -> list[RoundRecord]:
     """Fill in scores that the clients gave a round later: what they *received* is the model after the round before."""
-    for line, following in pairwise(metrics):
-        if line.get("accuracy") is None and line.get("loss") is None and following["round"] == line["round"] + 1:
-            scores = {key: following.get(f"received_{key}") for key in ("accuracy", "loss", "rmse")}
+    filled = list(metrics)
+    for place, (line, following) in enumerate(pairwise(metrics)):
+        if line.accuracy is None and line.loss is None and following.round == line.round + 1:
+            scores = {key: following.value(f"received_{key}") for key in ("accuracy", "loss", "rmse")}
             if any(score is not None for score in scores.values()):
-                line |= scores | {"accuracy_of": "clients"}
-    return metrics
+                filled[place] = replace(line, **scores, accuracy_of="clients")
+    return filled
 
 
-def summarise(metrics: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures of `summary.json`, as far as metrics and config tell them (`parameters` they do not).
+def summarise(metrics: Sequence[RoundRecord], config: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of `summary.json` that follow from the metrics and the run config (`parameters` does not).
 
-    Accuracy and loss are the last ones measured, `step_seconds` is the median of the rounds that tell it. A sum over
-    rounds of which one is unknown is unknown (None), not smaller.
+    Accuracy, loss and RMSE are the last ones measured, `step_seconds` is the median of the rounds that have it. A sum
+    over rounds of which one is unknown is unknown (None), not smaller.
     """
-    down, up, fedavg = (total(metrics, key) for key in ("bytes_down", "bytes_up", "bytes_fedavg"))
-    steps = [line["step_seconds"] for line in metrics if line.get("step_seconds") is not None]
+    down, up, fedavg = total(metrics, "bytes_down"), total(metrics, "bytes_up"), total(metrics, "bytes_fedavg")
+    steps = [line.step_seconds for line in metrics if line.step_seconds is not None]
     return {
         "strategy": config.get("strategy"),
         "model": config.get("model"),
         "parameters": None,
-        "rounds": max((line["round"] for line in metrics if line.get("clients_replied") != 0), default=0),
-        "accuracy": _last_known(metrics, "accuracy"),
-        "loss": _last_known(metrics, "loss"),
-        "rmse": _last_known(metrics, "rmse"),
+        "rounds": max((line.round for line in metrics if line.clients_replied != 0), default=0),
+        **{key: _last_known(metrics, key) for key in ("accuracy", "loss", "rmse")},
         "bytes_up": up,
         "bytes_down": down,
         "bytes_vs_fedavg": (down + up) / fedavg if fedavg and down is not None and up is not None else None,
         "seconds": total(metrics, "seconds"),
         "step_seconds": median(steps) if steps else None,
-        "refused_replies": sum(len(line.get("refused") or ()) for line in metrics),
+        "refused_replies": sum(len(line.refused) for line in metrics),
         "stopped_by": None,
     }
 
 
-def total(metrics: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    """Sum of one key over the rounds, None if a round lacks it; the initial model's score (round 0) may."""
-    return add(*(line.get(key) for line in metrics if line["round"] > 0 or line.get(key) is not None))
+def total(metrics: Sequence[RoundRecord], column: Summed) -> float | None:
+    """Sum of a column over the rounds, None if a round lacks it; round 0, the initial model, may lack it."""
+    values = ((line.round, line.value(column)) for line in metrics)
+    return add(*(value for number, value in values if number > 0 or value is not None))
 
 
 def add(*values: float | None) -> float | None:
@@ -105,5 +119,5 @@ def add(*values: float | None) -> float | None:
     return sum(known) if len(known) == len(values) else None
 
 
-def _last_known(metrics: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    return next((line[key] for line in reversed(metrics) if line.get(key) is not None), None)
+def _last_known(metrics: Sequence[RoundRecord], column: str) -> float | None:
+    return next((value for line in reversed(metrics) if (value := line.value(column)) is not None), None)

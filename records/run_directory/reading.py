@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory.metrics import scored
 from tepal.records.run_directory.names import CONFIG, LABELS, LATEST, METRICS, ROUNDS, SUMMARY
 
@@ -31,11 +32,15 @@ def find_run(path: Path) -> Path:
     return path
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rounds of a run (its directory, or its `metrics.jsonl`) in their order; [] where none has ended yet.
+def read_metrics(path: Path) -> list[RoundRecord]:
+    """Read the rounds of a run in their order; [] where none has ended yet.
 
-    A torn last line is passed over. A round that stands there twice, because a resumed run repeated it, counts as it
-    went the last time. Raises ValueError, with file and line, where another line is not a round.
+    An incomplete last line is ignored. Of a round that a resumed run repeated, the last line counts.
+
+    Args:
+        path: A run directory, or its `metrics.jsonl`.
+
+    Raises ValueError, with file and line, where another line is not a round.
     """
     path = Path(path)
     if path.name != METRICS or path.is_dir():
@@ -45,12 +50,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     lines = content.split(b"\n")
-    rounds: dict[int, dict[str, Any]] = {}
+    rounds: dict[int, RoundRecord] = {}
     for number, line in enumerate(lines, start=1):
         try:
             if line.strip():
                 parsed = parse_line(line)
-                rounds[parsed["round"]] = parsed
+                rounds[parsed.round] = parsed
         except ValueError as error:
             if number < len(lines):
                 raise ValueError(
@@ -60,12 +65,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return scored([rounds[number] for number in sorted(rounds)])
 
 
-def parse_line(line: bytes) -> dict[str, Any]:
-    """One line of `metrics.jsonl`. Raises ValueError where it is not an object with a round."""
+def parse_line(line: bytes) -> RoundRecord:
+    """Parse one line of `metrics.jsonl`. Raises ValueError where it is not an object with a round."""
     parsed = json.loads(line, parse_constant=lambda _: None)
     if not isinstance(parsed, dict) or type(parsed.get("round")) is not int:
         raise ValueError("not a round")
-    return parsed
+    return RoundRecord.from_line(parsed)
 
 
 def read_config(run: Path) -> dict[str, Any]:

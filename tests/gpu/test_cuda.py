@@ -6,11 +6,11 @@ import torch
 
 from tepal.client_app.app import app
 from tepal.models.blocks import find_blocks
-from tepal.records.run_directory import read_metrics
 from tepal.server_app.config import defaults, read_run_config
 from tepal.server_app.run import build_model, run
 from tepal.strategies.in_process import InProcessGrid, Node
 from tepal.training.probing import layer_scores
+from tests.lines import read_lines
 from tests.quiet import quiet  # noqa: F401
 
 CLIENTS = 2
@@ -33,7 +33,7 @@ def ran(folder, device, clients=CLIENTS, **changes):
     config = {**defaults(), **CONFIG, **changes, "runs": str(folder / "runs")}
     nodes = [Node(app, {"partition-id": k, "num-partitions": clients, "device": device}) for k in range(clients)]
     directory = run(InProcessGrid(nodes, config), config)
-    return read_metrics(directory), config
+    return read_lines(directory), config
 
 
 @pytest.mark.parametrize("strategy", ["fedfrozen", "selective"])

@@ -8,9 +8,9 @@ from safetensors.numpy import load_file
 
 from tepal.models import build
 from tepal.models.blocks import find_blocks
-from tepal.records.run_directory import read_metrics
 from tepal.tools.simulation.process_engine import ProcessEngine
 from tests.integration.loopback import ROOT
+from tests.lines import read_lines
 
 CONFIG = {
     "strategy": "fedfrozen",
@@ -60,7 +60,7 @@ def assert_same_models(run: Path, other: Path) -> None:
 
 def assert_same_measures(run: Path, other: Path) -> None:
     own = {"seconds", "seconds_train", "step_seconds", "bytes_overhead"}  # an experiment's id and times are a run's own
-    for mine, theirs in zip(read_metrics(run), read_metrics(other), strict=True):
+    for mine, theirs in zip(read_lines(run), read_lines(other), strict=True):
         assert mine.keys() == theirs.keys()
         for key, value in theirs.items():
             if key not in own:

@@ -17,12 +17,12 @@ from pathlib import Path
 import pytest
 
 from tepal.client_app.app import app
-from tepal.records.run_directory import read_metrics
 from tepal.server_app.config import defaults
 from tepal.server_app.run import run
 from tepal.strategies.in_process import InProcessGrid, Node
 from tests.browser import FLAGS, browser, needs_browser
 from tests.comparisons import comparison_in, finish
+from tests.lines import read_lines
 from tests.packages import ROOT
 
 playwright = pytest.importorskip("playwright.sync_api")
@@ -164,7 +164,7 @@ def test_the_dashboard_follows_a_real_run_without_reload(chromium, tmp_path):
             [directory] = [path for path in folder.iterdir() if path.name == name]
             seen: dict[str, set] = {"rounds": set(), "states": set(), "diagram": set()}
             delays: list[float] = []
-            known = len(read_metrics(directory))
+            known = len(read_lines(directory))
             end = time.monotonic() + 180
             while "finished" not in page.inner_text(".state"):
                 assert time.monotonic() < end, (tmp_path / "log").read_text()[-3000:]
@@ -172,7 +172,7 @@ def test_the_dashboard_follows_a_real_run_without_reload(chromium, tmp_path):
                 seen["rounds"].add(int(re.search(r"(\d+) of 6 rounds", state)[1]) if "rounds" in state else -1)
                 seen["states"] |= set(page.locator("#client-table .chip").all_inner_texts())
                 seen["diagram"] |= {len(page.locator(".diagram td.still").all())}
-                lines = read_metrics(directory)
+                lines = read_lines(directory)
                 if len(lines) > known:  # a round has ended: how long until the page says so?
                     known, ended = len(lines), time.monotonic()
                     number = lines[-1]["round"]
@@ -189,7 +189,7 @@ def test_the_dashboard_follows_a_real_run_without_reload(chromium, tmp_path):
         assert {"training", "replied"} <= seen["states"]
         assert {0, 1} <= seen["diagram"], "at first nothing is frozen, then the cell of both layers' query and key is"
         print(f"a round is on the page {max(delays):.2f} s after its line, at most; seen {seen}")
-        lines = read_metrics(directory)
+        lines = read_lines(directory)
         until(page, f"document.querySelectorAll('[data-part=rounds] tbody tr').length === {len(lines)}")
         rows = "[...document.querySelectorAll('[data-part=rounds] tbody tr')]"
         shown = page.evaluate(f"{rows}.map(row => [...row.cells].map(cell => cell.textContent))")

@@ -9,7 +9,6 @@ import pytest
 from PIL import Image
 
 from tepal.host.superlink import app_run_config, explain
-from tepal.records.run_directory import read_metrics
 from tests.integration.foreign_app import MODEL, quickstart, uploads
 from tests.integration.loopback import ROOT, loopback, partitions
 from tests.integration.own_app import (
@@ -20,6 +19,7 @@ from tests.integration.own_app import (
     simulated_in_process,
     vit,
 )
+from tests.lines import read_lines
 
 pytestmark = pytest.mark.deployment
 
@@ -43,7 +43,7 @@ def deployed(deployment, tmp_path_factory) -> Path:
     outcome = deployment.run(ROOT, {**CONFIG, "runs": str(runs)})
     log = outcome.log.read_text()
     assert outcome.status == "completed", explain(log, outcome.details)
-    seconds = [round(line["seconds"], 1) for line in read_metrics(runs / "latest")]
+    seconds = [round(line["seconds"], 1) for line in read_lines(runs / "latest")]
     print(f"deployment: {outcome.seconds}, seconds of each round: {seconds}")
     return (runs / "latest").resolve()
 
@@ -59,13 +59,13 @@ def test_deployment_and_simulation_end_with_the_same_model(deployed, simulated):
 
 
 def test_deployment_and_simulation_measure_the_same(deployed, simulated):
-    assert [line["round"] for line in read_metrics(deployed)] == [0, 1, 2, 3, 4]
+    assert [line["round"] for line in read_lines(deployed)] == [0, 1, 2, 3, 4]
     assert_same_measures(deployed, simulated)
 
 
 def test_the_frozen_block_goes_down_once_and_never_up_again(deployed):
     full, theta = bytes_of_model(CLIENTS)
-    rounds = read_metrics(deployed)[1:]
+    rounds = read_lines(deployed)[1:]
     assert [line["phase"] for line in rounds] == ["warm-up", "warm-up", "frozen", "frozen"]
     assert [line["bytes_up"] for line in rounds] == [full, full, theta, theta]
     # After the last round the clients score the model: the value block goes down once more.
@@ -85,7 +85,7 @@ def test_the_run_directory_is_complete(deployed):
     assert config.items() >= CONFIG.items()
     assert config.keys() == app_run_config(ROOT).keys(), "defaults are written down too"
     summary = json.loads((deployed / "summary.json").read_text())
-    rounds = read_metrics(deployed)
+    rounds = read_lines(deployed)
     parameters = sum(parameter.numel() for parameter in vit().parameters())
     moved = {key: sum(line[key] for line in rounds) for key in ("bytes_up", "bytes_down", "bytes_fedavg")}
     assert {key: summary[key] for key in ("strategy", "model", "parameters", "rounds", "bytes_up", "bytes_down")} == {
@@ -152,7 +152,7 @@ def test_sites_train_on_their_own_data_under_their_own_names(tmp_path):
         outcome = running.run(ROOT, config)
         log = outcome.log.read_text()
     assert outcome.status == "completed", explain(log, outcome.details)
-    rounds = read_metrics(tmp_path / "runs" / "latest")
+    rounds = read_lines(tmp_path / "runs" / "latest")
     assert [(line["round"], line["phase"], line["clients_replied"]) for line in rounds] == [
         (1, "warm-up", 2), (2, "frozen", 2)
     ]  # fmt: skip

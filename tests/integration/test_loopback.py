@@ -10,7 +10,6 @@ import pytest
 
 from tepal.host.processes import MARK, marked
 from tepal.host.superlink import explain
-from tepal.records.run_directory import read_metrics
 from tests.integration.foreign_app import LINE, MODEL, QUERY_AND_KEY, quickstart, uploads
 from tests.integration.loopback import ROOT, loopback, partitions
 from tests.integration.own_app import (
@@ -20,6 +19,7 @@ from tests.integration.own_app import (
     bytes_of_model,
     simulated_in_process,
 )
+from tests.lines import read_lines
 
 pytestmark = pytest.mark.deployment
 
@@ -66,7 +66,7 @@ def test_a_run_on_stock_nodes_is_the_run_of_the_simulation(deployment, tmp_path)
     assert_same_models(run, simulated)
     assert_same_measures(run, simulated)
     full, theta = bytes_of_model(CLIENTS)
-    rounds = read_metrics(run)[1:]
+    rounds = read_lines(run)[1:]
     assert [(line["phase"], line["bytes_down"], line["bytes_up"], line["resent"]) for line in rounds] == [
         ("warm-up", full, full, 0), ("frozen", full, theta, 0)
     ]  # fmt: skip

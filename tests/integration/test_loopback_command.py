@@ -13,9 +13,10 @@ import pytest
 from typer.testing import CliRunner
 
 from tepal.host.processes import MARK, marked
-from tepal.records.run_directory import read_metrics, read_summary
+from tepal.records.run_directory import read_summary
 from tepal.tools.cli.main import main
 from tests.integration.forks import forked
+from tests.lines import read_lines
 from tests.packages import ROOT
 
 pytestmark = pytest.mark.deployment
@@ -55,7 +56,7 @@ def test_it_runs_the_app_on_warm_nodes_and_leaves_nothing_but_the_run(tmp_path, 
     done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     run = (tmp_path / "runs" / "latest").resolve()
-    summary, rounds = read_summary(run), read_metrics(run)
+    summary, rounds = read_summary(run), read_lines(run)
     assert summary["rounds"] == 2 and summary["accuracy"] > 0
     assert [line["clients_replied"] for line in rounds[1:]] == [2, 2]
     assert "Results in" in done.stdout

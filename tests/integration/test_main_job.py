@@ -14,9 +14,10 @@ from typer.testing import CliRunner
 
 from tepal.host.processes import MARK, marked
 from tepal.host.superlink import RunError
-from tepal.records.run_directory import SUMMARY_KEYS, read_metrics
+from tepal.records.run_directory import SUMMARY_KEYS
 from tepal.tools.cli.main import main
 from tepal.tools.simulation.process_engine import ProcessEngine
+from tests.lines import read_lines
 from tests.packages import ROOT
 
 
@@ -51,7 +52,7 @@ def test_the_main_job_runs_and_says_what_it_moved(tepal, tmp_path):
     assert summary.keys() >= set(SUMMARY_KEYS)
     assert (summary["strategy"], summary["model"], summary["rounds"]) == ("fedfrozen", "tiny-vit", 2)
     assert summary["refused_replies"] == 0
-    lines = read_metrics(run)
+    lines = read_lines(run)
     assert [(line["phase"], line["clients_replied"]) for line in lines[1:]] == [("warm-up", 3), ("frozen", 3)]
     assert lines[2]["bytes_up"] < lines[1]["bytes_up"] == lines[1]["bytes_down"]
 
@@ -77,7 +78,7 @@ def test_the_main_job_runs_and_says_what_it_moved(tepal, tmp_path):
     ours, theirs = (load_file(of / "model.safetensors") for of in (here, run))
     assert {name: array.tobytes() for name, array in ours.items()} == {n: a.tobytes() for n, a in theirs.items()}
     own = {"seconds", "seconds_train", "step_seconds", "bytes_overhead"}  # run ids are in messages, and of any length
-    for line, other in zip(read_metrics(here), lines, strict=True):
+    for line, other in zip(read_lines(here), lines, strict=True):
         assert {k: v for k, v in line.items() if k not in own} == {k: v for k, v in other.items() if k not in own}
 
 
@@ -93,7 +94,7 @@ def test_strategies_are_compared_by_running_them_in_turn(tepal, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     (folder,) = (tmp_path / "runs").glob("*-compare")
     fedavg, fedacs = rows_of(folder / "runs.csv")
-    metrics = {row["strategy"]: read_metrics(folder / row["run"]) for row in (fedavg, fedacs)}
+    metrics = {row["strategy"]: read_lines(folder / row["run"]) for row in (fedavg, fedacs)}
     for row in (fedavg, fedacs):
         summary = json.loads((folder / row["run"] / "summary.json").read_text())
         assert (row["outcome"], row["rounds"], summary["strategy"]) == ("finished", "2", row["strategy"])
@@ -137,7 +138,7 @@ def test_the_main_job_needs_no_network(tepal, tmp_path, engine):
     config = f'num-server-rounds=1 local-epochs=1 runs="{tmp_path / "runs"}"'
     done = tepal("simulate", ".", "--clients", "2", "--engine", engine, "-c", config, within=OFFLINE)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [line["clients_replied"] for line in read_metrics(tmp_path / "runs" / "latest")] == [0, 2]
+    assert [line["clients_replied"] for line in read_lines(tmp_path / "runs" / "latest")] == [0, 2]
 
 
 @pytest.mark.simulation
@@ -160,7 +161,7 @@ def test_a_partition_that_cannot_be_drawn_fails_the_run_before_its_first_round(t
         pytest.raises(RunError, match=r"The run failed: .*min-partition-size=1000 need 3,000"),
     ):
         engine.run(config, log=tmp_path / "log")
-    assert not any(line["clients_asked"] for line in read_metrics(tmp_path / "runs" / "latest")), "nobody trained"
+    assert not any(line["clients_asked"] for line in read_lines(tmp_path / "runs" / "latest")), "nobody trained"
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ import pytest
 from tepal.host.superlink import explain
 from tepal.models import build
 from tepal.models.blocks import find_blocks
-from tepal.records.run_directory import read_metrics
 from tests.integration.loopback import ROOT, loopback, own_data, pairs
 from tests.integration.test_resume import bits, measured, rounds_done, uninterrupted, wait_for_round  # noqa: F401
+from tests.lines import read_lines
 
 pytestmark = pytest.mark.deployment
 
@@ -104,7 +104,7 @@ def test_it_ends_as_in_one_process_without_interruption(interrupted, uninterrupt
 
 def test_what_clients_hold_is_found_again_and_not_sent_twice(interrupted, layout):
     name, run = interrupted
-    rounds = {line["round"]: line for line in read_metrics(run)}
+    rounds = {line["round"]: line for line in read_lines(run)}
     full, bytes_of = CLIENTS * layout.layout.nbytes(), layout.layout.nbytes
     # In the round in which the server was killed some parts had been sent before, and are not sent again.
     if name == "selective":

@@ -17,10 +17,10 @@ import pytest
 from tepal.client_app.node.service import Control
 from tepal.host.processes import free_port
 from tepal.host.toml import to_toml
-from tepal.records.run_directory import read_metrics
 from tests.integration.loopback import ROOT, own_data, pairs
 from tests.integration.test_resume import wait_for
 from tests.integration.test_server import Deployment
+from tests.lines import read_lines
 from tests.unit.server_app.test_trackers import check_that_they_show, in_mlflow
 
 pytest.importorskip("prometheus_client", reason="pip install 'tepal[prometheus]'")
@@ -73,9 +73,9 @@ def observed(tmp_path_factory):
         seen.run = latest.resolve()
         while not (seen.run / "summary.json").exists():
             assert server.running, server.tail()
-            before = read_metrics(seen.run)
+            before = read_lines(seen.run)
             told = scraped(addresses["server"])
-            if before == read_metrics(seen.run):
+            if before == read_lines(seen.run):
                 seen.during.append((before, told))
             seen.nodes_during.append(scraped(addresses["site-0"]))
             time.sleep(0.1)
@@ -146,7 +146,7 @@ def test_what_prometheus_sees_of_a_run_while_it_goes_on_is_what_metrics_jsonl_ha
 
 
 def test_what_prometheus_sees_of_a_run_that_has_ended_is_what_metrics_jsonl_has(observed):
-    lines = read_metrics(observed.run)
+    lines = read_lines(observed.run)
     assert of_runs(observed.after) == by_metrics_jsonl(lines, observed.run.name, "finished")
     assert observed.after["tepal_run_replies_total", observed.run.name, "refused"] == 1
     assert observed.after["tepal_superlink_starts_total",] == 1
@@ -156,7 +156,7 @@ def test_what_prometheus_sees_of_a_run_that_has_ended_is_what_metrics_jsonl_has(
 
 def test_nodes_tell_prometheus_of_the_messages_that_metrics_jsonl_has(observed):
     """An introduction, a round's training each, and the scoring of the last model; their time is in the rounds'."""
-    lines = read_metrics(observed.run)
+    lines = read_lines(observed.run)
     scored = sum(line["clients_accuracy"] is not None for line in lines)
     for name, told in observed.nodes.items():
         answered = 1 if name == "site-2" else 1 + ROUNDS + scored
@@ -193,7 +193,7 @@ def test_every_line_of_a_log_is_an_object_and_they_stand_in_the_order_of_their_t
 
 
 def test_the_servers_log_has_the_facts_of_the_run_each_in_a_line(observed):
-    told, lines = log_of(observed, "server"), read_metrics(observed.run)
+    told, lines = log_of(observed, "server"), read_lines(observed.run)
     for name in SITES:
         assert the_one(told, f"Node {name}: registered.")["source"] == "tepal server"
     the_one(told, f"This run is kept in {observed.run}")
@@ -216,7 +216,7 @@ def test_a_nodes_log_has_each_message_in_a_line_with_the_time_that_prometheus_is
                if (match := form.fullmatch(line["message"])) and match[1] == "train"]  # fmt: skip
     assert trained == [1, *range(1, ROUNDS + 1)], "the introduction is asked in the first round"
     [said] = [line for line in log_of(observed, "site-2") if "cannot take part" in line["message"]]
-    assert said["level"] == "warning" and read_metrics(observed.run)[1]["refused"][0]["reason"] in said["message"]
+    assert said["level"] == "warning" and read_lines(observed.run)[1]["refused"][0]["reason"] in said["message"]
 
 
 # Trackers -------------------------------------------------------------------------------------------------------------

@@ -14,11 +14,11 @@ from safetensors.numpy import load_file
 from tepal.host.processes import started
 from tepal.host.superlink import explain
 from tepal.host.toml import to_toml
-from tepal.records.run_directory import read_metrics
 from tepal.server_app.config import defaults
 from tepal.server_app.run import run
 from tepal.strategies.in_process import InProcessGrid, Node
 from tests.integration.loopback import ROOT, loopback, own_data, pairs
+from tests.lines import read_lines
 
 CONFIG = {
     "fedfrozen.warmup-rounds": 2,
@@ -36,7 +36,7 @@ def bits(path: Path) -> dict[str, bytes]:
 
 
 def measured(path: Path) -> list[dict]:
-    return [{key: value for key, value in line.items() if key not in OWN} for line in read_metrics(path)]
+    return [{key: value for key, value in line.items() if key not in OWN} for line in read_lines(path)]
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def uninterrupted(tmp_path_factory):
 
 def rounds_done(runs: Path) -> int:
     try:
-        return max((line["round"] for line in read_metrics(runs / "latest")), default=-1)
+        return max((line["round"] for line in read_lines(runs / "latest")), default=-1)
     except FileNotFoundError:
         return -1
 

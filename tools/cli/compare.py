@@ -17,8 +17,8 @@ from tepal.report.terminal import RoundProgress
 from tepal.server_app.config import ConfigError, RunConfig, defaults
 from tepal.tools.cli import commands, reported
 from tepal.tools.cli.running import CPUS, ENGINE, AppFolder, RunConfigs, Verbose, cache_in, check_clients, run_once
-from tepal.tools.compare.comparison import OWN_KEYS, Comparison, cells_of, find_comparison, measure, read_comparison
-from tepal.tools.compare.runs import ALL, USUAL, check, new_folder, run_cells, seed_numbers, strategy_names
+from tepal.tools.compare.comparison import OWN_KEYS, Comparison, find_comparison, measure, planned_runs, read_comparison
+from tepal.tools.compare.runs import ALL, USUAL, check, new_folder, run_all, seed_numbers, strategy_names
 from tepal.tools.compare.tables import comparison_table
 from tepal.tools.simulation.engines import AUTO, engine_for
 from tepal.training.data.inputs import InputConfig
@@ -88,9 +88,9 @@ def compare_command(
             def start(config: RunConfig, progress: RoundProgress, on_run: Callable[[Path], None]) -> Path:
                 return run_once(simulated.run, config, progress, console, verbose, on_run)
 
-            run_cells(comparison, start, console=console, errors=errors)
+            run_all(comparison, start, console=console, errors=errors)
         console.print(comparison_table(measure(comparison)), soft_wrap=True)
-    outcomes = {cell.outcome for cell in comparison.cells}
+    outcomes = {run.outcome for run in comparison.runs}
     if "stopped" in outcomes:
         raise typer.Exit(130)  # as shells do for a command that Ctrl-C ended
     if outcomes != {"finished"}:
@@ -118,7 +118,7 @@ def _new_comparison(
     numbers = seed_numbers(str(config["seed"]) if seeds is None else seeds)
     return Comparison(
         folder=Path(str(config["runs"])).expanduser().resolve(),
-        cells=cells_of(names, numbers),
+        runs=planned_runs(names, numbers),
         run_config={key: value for key, value in config.items() if key not in OWN_KEYS},
         clients=clients,
     )

@@ -1,16 +1,16 @@
-"""A comparison: strategies × seeds on one task, as it lies in its folder, and what its runs measured.
+"""A comparison: strategies × seeds on one task, the files in its folder, and the measurements of its runs.
 
-    comparison.json     what is run, and how far it is: written before the first run, and anew as runs begin and end
-    <start>-<strategy>/ each run's own directory
-    comparison.csv      one line a strategy, over its seeds; this and the following can be written anew from the runs
-    runs.csv            one line a run
-    comparison.md       the table for a text, and
-    comparison.tex      for a paper
-    comparison.html     table and figures, in the manner of a run's report.html
-    comparison.svg      accuracy (of a regression, the error) over transferred bytes, as a picture
-    latest              a link to its newest run; `runs/latest` leads there, too
+    comparison.json     what is run, and the state of each run: written before the first run, and as runs begin and end
+    <start>-<strategy>/ a directory for each run
+    comparison.csv      one line per strategy, over its seeds; this and the following can be written again from the runs
+    runs.csv            one line per run
+    comparison.md       the table in Markdown
+    comparison.tex      the table in LaTeX
+    comparison.html     table and figures, like a run's report.html
+    comparison.svg      accuracy (in a regression, the error) over transferred bytes, as a picture
+    latest              a link to its newest run; `runs/latest` is a link to it, too
 
-The runs of one seed differ in their strategy alone. Every figure is read from the runs' `metrics.jsonl` and
+The runs of one seed differ only in their strategy. All figures are read from the runs' `metrics.jsonl` and
 `summary.json`.
 """
 
@@ -19,17 +19,17 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tepal.host.toml import Value
+from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory import (
     ACCURACY,
     CHECKPOINTS,
     Measure,
-    add,
     is_held,
     measured_by,
     read_metrics,
@@ -37,8 +37,7 @@ from tepal.records.run_directory import (
     summarise,
     write_whole,
 )
-from tepal.report.page import cumulative
-from tepal.report.round_figures import TEST_DATA
+from tepal.report.round_figures import TEST_DATA, transferred
 from tepal.tools.simulation.engines import AUTO, PROCESS
 
 PLAN = "comparison.json"
@@ -46,7 +45,7 @@ CSV, RUNS_CSV, MARKDOWN, LATEX = "comparison.csv", "runs.csv", "comparison.md", 
 HTML, SVG = "comparison.html", "comparison.svg"
 
 OWN_KEYS = ("strategy", "seed", "runs", "resume")
-"""Keys of the run config that every run of a comparison has of its own."""
+"""Keys of the run config that differ between the runs of a comparison."""
 
 _TARGET = 0.9  # of FedAvg's final accuracy; its final error is divided by it
 
@@ -54,43 +53,55 @@ _TARGET = 0.9  # of FedAvg's final accuracy; its final error is divided by it
 
 
 @dataclass
-class Cell:
-    """One run of a comparison, and how it went."""
+class ComparedRun:
+    """One run of a comparison: a strategy with a seed, its run directory once it has begun, and its state."""
 
     strategy: str
     seed: int
-    run: Path | None = None
+    directory: Path | None = None
     outcome: str = "not run"  # or "running", "finished", "failed", "stopped"
     reason: str = ""  # why it failed
 
     @property
     def checkpointed(self) -> bool:
-        """Whether its run can go on from where it was."""
-        return self.run is not None and any((self.run / CHECKPOINTS).glob("round-*"))
+        """Whether it can be resumed."""
+        return self.directory is not None and any((self.directory / CHECKPOINTS).glob("round-*"))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return its values under the keys of `comparison.json`."""
+        return {"run" if key == "directory" else key: value for key, value in vars(self).items()}
 
 
 @dataclass
 class Comparison:
-    """What is compared, in the order in which it is run, and where that lies."""
+    """The runs that are compared, in the order in which they are run, and their common settings.
+
+    Args:
+        folder: The folder of the comparison.
+        runs: Every strategy with every seed.
+        run_config: The run config of all runs, without `OWN_KEYS`.
+        clients: The number of simulated clients.
+        cpus, gpus: Resources of each client, as of `tepal compare`.
+        engine: What simulates the clients.
+        target: The score until which rounds and bytes are counted; None: `usual_target`.
+    """
 
     folder: Path
-    cells: list[Cell]
+    runs: list[ComparedRun]
     run_config: Mapping[str, Value]
-    """Of all runs: every key but `OWN_KEYS`."""
     clients: int
     cpus: float | None = None
     gpus: float = 0
     engine: str = AUTO
     target: float | None = None
-    """The score that rounds and bytes are counted until; None: 90 % of FedAvg's accuracy, or its error / 0.9."""
 
     @property
     def strategies(self) -> list[str]:
-        return list(dict.fromkeys(cell.strategy for cell in self.cells))
+        return list(dict.fromkeys(run.strategy for run in self.runs))
 
     @property
     def seeds(self) -> list[int]:
-        return list(dict.fromkeys(cell.seed for cell in self.cells))
+        return list(dict.fromkeys(run.seed for run in self.runs))
 
     @property
     def task(self) -> str:
@@ -98,37 +109,37 @@ class Comparison:
         names = [str(self.run_config[key]) for key in ("model", "dataset") if key in self.run_config]
         return " on ".join(names) or "strategies compared"
 
-    def name(self, cell: Cell) -> str:
-        """A run in words; the seed is in it where there are several."""
-        return cell.strategy if len(self.seeds) == 1 else f"{cell.strategy} seed {cell.seed}"
+    def name(self, run: ComparedRun) -> str:
+        """The name of a run: its strategy, with the seed if there are several."""
+        return run.strategy if len(self.seeds) == 1 else f"{run.strategy} seed {run.seed}"
 
-    def config_of(self, cell: Cell) -> dict[str, Value]:
-        """The run config of a run that begins or, where there is a checkpoint of it, goes on."""
-        resume = str(cell.run) if cell.checkpointed else ""
-        values = (cell.strategy, cell.seed, str(self.folder), resume)
+    def config_of(self, run: ComparedRun) -> dict[str, Value]:
+        """The run config with which a run is begun or, if it has a checkpoint, resumed."""
+        resume = str(run.directory) if run.checkpointed else ""
+        values = (run.strategy, run.seed, str(self.folder), resume)
         return {**self.run_config, **dict(zip(OWN_KEYS, values, strict=True))}
 
     def save(self) -> None:
-        """Write `comparison.json`. Raises OSError naming it where that fails."""
-        plan = {key: value for key, value in vars(self).items() if key not in ("folder", "cells")}
-        cells = [{**asdict(cell), "run": cell.run.name if cell.run else None} for cell in self.cells]
+        """Write `comparison.json`. Raises OSError, naming the file, where it cannot be written."""
+        plan = {key: value for key, value in vars(self).items() if key not in ("folder", "runs")}
+        cells = [{**run.to_dict(), "run": run.directory.name if run.directory else None} for run in self.runs]
         write_whole(self.folder / PLAN, (json.dumps({**plan, "cells": cells}, indent=2) + "\n").encode())
 
 
-def cells_of(strategies: Sequence[str], seeds: Sequence[int]) -> list[Cell]:
+def planned_runs(strategies: Sequence[str], seeds: Sequence[int]) -> list[ComparedRun]:
     """All runs in their order: every strategy with the first seed, then with the next."""
-    return [Cell(strategy, seed) for seed in seeds for strategy in strategies]
+    return [ComparedRun(strategy, seed) for seed in seeds for strategy in strategies]
 
 
 def is_comparison(folder: Path) -> bool:
-    """Whether a comparison was begun in this folder."""
+    """Whether a folder is that of a comparison."""
     return (folder / PLAN).is_file() or (folder / CSV).is_file()
 
 
 def find_comparison(path: Path) -> Path:
-    """The comparison's folder that is meant: `path` itself, or that in it which was at work last.
+    """The folder of a comparison: `path` itself, or the folder in it whose `comparison.json` is the newest.
 
-    Raises FileNotFoundError where there is none.
+    Raises FileNotFoundError if there is none.
     """
     if is_comparison(path):
         return path
@@ -141,35 +152,38 @@ def find_comparison(path: Path) -> Path:
 
 
 def read_comparison(folder: Path) -> Comparison:
-    """The comparison in a folder. Raises OSError or ValueError where it is none."""
+    """Read the comparison in a folder. Raises OSError or ValueError if it is not one."""
     folder = folder.resolve()
     plan = folder / PLAN
     if not plan.is_file():
         raise FileNotFoundError(
-            f"{folder} has no {PLAN}, which says what is compared: it is no comparison, or an older version left it"
+            f"{folder} has no {PLAN}, which names what is compared: it is not a comparison, or an older version made it"
         )
     try:
         values = json.loads(plan.read_text(encoding="utf-8"))
-        if values.pop("in_process", False):  # as it was called before there were engines
+        if values.pop("in_process", False):  # the key's name in earlier versions
             values["engine"] = PROCESS
-        cells = [Cell(**{**cell, "run": folder / cell["run"] if cell["run"] else None}) for cell in values.pop("cells")]
-        comparison = Comparison(folder, cells, **values)
+        runs = []
+        for cell in values.pop("cells"):
+            name = cell.pop("run")
+            runs.append(ComparedRun(**cell, directory=folder / name if name else None))
+        comparison = Comparison(folder, runs, **values)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{plan} does not say what is compared ({error}): take it from a copy") from error
-    for cell in comparison.cells:
-        _look_again(cell, folder)
+        raise ValueError(f"{plan} is damaged ({error}): take it from a copy") from error
+    for run in comparison.runs:
+        _update_state(run, folder)
     return comparison
 
 
-def _look_again(cell: Cell, folder: Path) -> None:
-    """What a comparison that was killed could not say, and what became of a run that went on without it."""
-    if cell.run is not None and not cell.run.is_dir():
-        cell.run, cell.outcome, cell.reason = None, "not run", ""
-    summary = read_summary(cell.run) if cell.run else None
+def _update_state(run: ComparedRun, folder: Path) -> None:
+    """Correct the state of a run whose comparison was killed, or that was resumed without it."""
+    if run.directory is not None and not run.directory.is_dir():
+        run.directory, run.outcome, run.reason = None, "not run", ""
+    summary = read_summary(run.directory) if run.directory else None
     if summary is not None and summary.get("stopped_by") is None:
-        cell.outcome, cell.reason = "finished", ""
-    elif cell.outcome == "running" and not is_held(folder):
-        cell.outcome = "stopped"
+        run.outcome, run.reason = "finished", ""
+    elif run.outcome == "running" and not is_held(folder):
+        run.outcome = "stopped"
 
 
 # --- what a run measured --------------------------------------------------------------------------------------------
@@ -177,22 +191,25 @@ def _look_again(cell: Cell, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Point:
-    """A curve after a round: bytes transferred until its end, and the score; over several seeds they are means."""
+    """A point of a curve: the bytes transferred up to the end of a round, and the score; means over several seeds.
+
+    `deviation` is the standard deviation of the score over the seeds.
+    """
 
     round: int
     transferred: float | None
     score: float
-    deviation: float | None = None  # of the score over the seeds
+    deviation: float | None = None
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """The score minus and plus its standard deviation; None of a single seed."""
+        """The score minus and plus its standard deviation; None for a single seed."""
         return None if self.deviation is None else (self.score - self.deviation, self.score + self.deviation)
 
 
 @dataclass(frozen=True)
 class Curve:
-    """The score round by round, and whose data it is of, as `accuracy_of` in metrics.jsonl says it."""
+    """The score round by round; `of` names its test data, as `accuracy_of` in metrics.jsonl does."""
 
     of: str
     points: tuple[Point, ...]
@@ -205,58 +222,55 @@ class Curve:
 
 @dataclass(frozen=True)
 class Measured:
-    """A run of a comparison with what it has left until now."""
+    """A run of a comparison with its rounds and its summary so far; `by`: the measure of all runs."""
 
-    cell: Cell
-    metrics: Sequence[Mapping[str, Any]]
+    run: ComparedRun
+    metrics: Sequence[RoundRecord]
     summary: Mapping[str, Any]
     by: Measure = ACCURACY
-    """What all runs of the comparison are measured by."""
 
     @property
     def server_score(self) -> float | None:
-        """The result's on the server's held-out data; None where every client has a model of its own."""
-        if any(line.get("accuracy_of") == "personal" for line in self.metrics):
+        """The last score on the server's held-out data; None if the clients have personal models."""
+        if any(line.accuracy_of == "personal" for line in self.metrics):
             return None
-        of_server = [line.get(self.by.key) for line in self.metrics if line.get("accuracy_of") == "server"]
+        of_server = [line.value(self.by.key) for line in self.metrics if line.accuracy_of == "server"]
         return of_server[-1] if of_server else None
 
     @cached_property
     def transferred(self) -> list[float | None]:
-        """Payload bytes of all clients, both ways, up to and including each line's round."""
-        each = [add(line.get("bytes_down"), line.get("bytes_up")) for line in self.metrics]
-        pairs = zip(each, self.metrics, strict=True)
-        return cumulative(0 if nbytes is None and line["round"] == 0 else nbytes for nbytes, line in pairs)
+        """Payload bytes of all clients, both ways, up to and including each round."""
+        return transferred(self.metrics)
 
     @cached_property
     def curve(self) -> Curve | None:
-        """Of personal models where clients have them, else on the server's data, else on the clients'."""
+        """The scores of the personal models if there are such, else on the server's data, else on the clients'."""
         for of in ("personal", *TEST_DATA):
             points = tuple(
-                Point(line["round"], transferred, line[self.by.key])
+                Point(line.round, transferred, score)
                 for line, transferred in zip(self.metrics, self.transferred, strict=True)
-                if line.get(self.by.key) is not None and line.get("accuracy_of") == of
+                if (score := line.value(self.by.key)) is not None and line.accuracy_of == of
             )
             if points:
                 return Curve(of, points)
         return None
 
     def reached(self, target: float | None) -> Point | None:
-        """Where the server's held-out data were first read this well; None if never."""
+        """The first point with at least the target score on the server's held-out data; None if there is none."""
         if target is None or self.curve is None or self.curve.of != "server":
             return None
         return next((point for point in self.curve.points if self.by.good(point.score, target)), None)
 
     def figures(self, target: float | None) -> dict[str, float | None]:
-        """All figures of the run; None is what is not known, or does not exist."""
-        # Of the last round alone: an earlier model is not the result.
-        last = self.metrics[-1] if self.metrics else {}
+        """All figures of the run; None for one that is unknown or does not exist."""
+        # Only of the last round: an earlier model is not the result.
+        last = self.metrics[-1] if self.metrics else None
         reached = self.reached(target)
         summed = {key: self.summary.get(key) for key in ("bytes_down", "bytes_up", "bytes_vs_fedavg", "seconds")}
         return {
             f"server_{self.by.key}": self.server_score,
-            f"clients_{self.by.key}": last.get(f"clients_{self.by.key}"),
-            "clients_spread": last.get("clients_spread"),
+            f"clients_{self.by.key}": last and last.value(f"clients_{self.by.key}"),
+            "clients_spread": last and last.clients_spread,
             "rounds_to_target": reached.round if reached else None,
             "bytes_to_target": reached.transferred if reached else None,
             **(summed if self.metrics else dict.fromkeys(summed)),
@@ -267,16 +281,16 @@ class Measured:
 
     @property
     def round_seconds(self) -> float | None:
-        """The median over the rounds: a run's first one has its clients start."""
-        known = [line["seconds"] for line in self.metrics if line["round"] > 0 and line.get("seconds") is not None]
+        """The median over the rounds, because the first round includes the start of the clients."""
+        known = [line.seconds for line in self.metrics if line.round > 0 and line.seconds is not None]
         return statistics.median(known) if known else None
 
 
-def measured(cell: Cell, config: Mapping[str, Value]) -> Measured:
-    """Read what the cell's run has left until now."""
-    metrics = read_metrics(cell.run) if cell.run else []
-    written = read_summary(cell.run) if cell.run else None
-    return Measured(cell, metrics, {**summarise(metrics, config), **(written or {})})
+def measured(run: ComparedRun, config: Mapping[str, Value]) -> Measured:
+    """Read the rounds and the summary of a run, as far as they are written."""
+    metrics = read_metrics(run.directory) if run.directory else []
+    written = read_summary(run.directory) if run.directory else None
+    return Measured(run, metrics, {**summarise(metrics, config), **(written or {})})
 
 
 # --- over the seeds -------------------------------------------------------------------------------------------------
@@ -284,7 +298,7 @@ def measured(cell: Cell, config: Mapping[str, Value]) -> Measured:
 
 @dataclass(frozen=True)
 class Statistic:
-    """Mean over runs, their (sample) standard deviation, None of a single one, and how many they are."""
+    """The mean over runs, their sample standard deviation (None for a single run), and the number of runs."""
 
     mean: float
     deviation: float | None
@@ -292,7 +306,7 @@ class Statistic:
 
 
 def over_seeds(values: Sequence[float | None]) -> Statistic | None:
-    """None where a value is not known."""
+    """The statistic of a figure's values; None if one of them is unknown."""
     known = [value for value in values if value is not None]
     if not known or len(known) < len(values):
         return None
@@ -304,7 +318,7 @@ _TO_TARGET = ("rounds_to_target", "bytes_to_target")
 
 @dataclass(frozen=True)
 class Result:
-    """One strategy over its seeds."""
+    """The results of one strategy over its seeds."""
 
     strategy: str
     runs: Sequence[Measured]
@@ -316,24 +330,24 @@ class Result:
 
     @cached_property
     def counted(self) -> Sequence[Measured]:
-        """The runs that figures are of: those that finished; where none has, what there is."""
-        finished = [run for run in self.runs if run.cell.outcome == "finished"]
-        return finished or [run for run in self.runs if run.metrics]
+        """The runs that the figures are of: the finished ones, or if there are none, all that have rounds."""
+        finished = [each for each in self.runs if each.run.outcome == "finished"]
+        return finished or [each for each in self.runs if each.metrics]
 
     @property
     def finished(self) -> int:
-        return sum(run.cell.outcome == "finished" for run in self.runs)
+        return sum(each.run.outcome == "finished" for each in self.runs)
 
     @property
     def outcome(self) -> str:
-        """In words: "finished", or how many are, or what became of the only one."""
+        """The word "finished", or how many runs are, or the outcome of the only run."""
         if self.finished == len(self.runs):
             return "finished"
-        return self.runs[0].cell.outcome if len(self.runs) == 1 else f"{self.finished} of {len(self.runs)} finished"
+        return self.runs[0].run.outcome if len(self.runs) == 1 else f"{self.finished} of {len(self.runs)} finished"
 
     @cached_property
     def figures(self) -> dict[str, Statistic | None]:
-        """Those of `Measured.figures` over the seeds; of the way to the target over the runs that reached it."""
+        """`Measured.figures` over the seeds; rounds and bytes to the target over the runs that reached it."""
         each = [run.figures(self.target) for run in self.counted]
         columns = {name: [figures[name] for figures in each] for name in (each[0] if each else ())}
         return {
@@ -343,7 +357,7 @@ class Result:
 
     @cached_property
     def curve(self) -> Curve | None:
-        """The mean over the seeds of each round that all runs have."""
+        """The mean over the seeds, of the rounds that all runs have."""
         curves = [run.curve for run in self.counted if run.curve is not None]
         if not curves or len(curves) < len(self.counted):
             return None
@@ -361,7 +375,7 @@ def _mean(points: Sequence[Point]) -> Point:
 
 @dataclass(frozen=True)
 class Target:
-    """The score that rounds and bytes are counted until; `of`: the strategy that it is derived from, "" if given."""
+    """The score until which rounds and bytes are counted; `of`: the strategy it is derived from, "" if given."""
 
     score: float
     of: str = ""
@@ -369,7 +383,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Results:
-    """What a comparison has measured until now."""
+    """The results of a comparison so far."""
 
     comparison: Comparison
     strategies: Sequence[Result]
@@ -381,31 +395,30 @@ class Results:
 
     @property
     def unfinished(self) -> list[Measured]:
-        return [run for result in self.strategies for run in result.runs if run.cell.outcome != "finished"]
+        return [each for result in self.strategies for each in result.runs if each.run.outcome != "finished"]
 
     @property
     def unreached(self) -> list[Result]:
-        """Strategies of whose runs on the server's data some, but not all, reached the target."""
+        """The strategies of which some runs, but not all, reached the target on the server's data."""
         counts = ((result, result.figures.get("rounds_to_target")) for result in self.strategies)
         return [result for result, reached in counts if reached and reached.runs < len(result.counted)]
 
 
 def measure(comparison: Comparison) -> Results:
-    """Read what all runs have left until now."""
-    config = comparison.run_config
-    runs = [measured(cell, config) for cell in comparison.cells]
-    by = measured_by([line for run in runs for line in run.metrics])
-    runs = [replace(run, by=by) for run in runs]
-    results = [Result(name, [run for run in runs if run.cell.strategy == name]) for name in comparison.strategies]
+    """Read the results of all runs, as far as they have come."""
+    runs = [measured(run, comparison.run_config) for run in comparison.runs]
+    by = measured_by([line for each in runs for line in each.metrics])
+    runs = [replace(each, by=by) for each in runs]
+    results = [Result(name, [each for each in runs if each.run.strategy == name]) for name in comparison.strategies]
     target = Target(comparison.target) if comparison.target is not None else usual_target(results)
     score = target.score if target else None
     return Results(comparison, [replace(result, target=score) for result in results], target)
 
 
 def usual_target(results: Sequence[Result]) -> Target | None:
-    """90 % of FedAvg's final accuracy on the server's held-out data, or of the first strategy that has one.
+    """90 % of the final accuracy of FedAvg, or of the first strategy that has one, on the server's held-out data.
 
-    An error is divided by as much. Only of runs that finished.
+    An error is divided by 0.9 instead. Only finished runs count.
     """
     known = {
         result.strategy: score.mean

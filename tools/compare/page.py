@@ -1,4 +1,4 @@
-"""A comparison as one HTML page (`page.py`): the table, curves per round and per byte, every round of every run."""
+"""The page of a comparison: the table, curves per round and per byte, and every round of every run."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 from markupsafe import Markup
 
+from tepal.records.columns import Column, bytes_text
+from tepal.records.round_record import columns
 from tepal.records.run_directory import REPORT
 from tepal.report.page import Figure, add_curve, config_html, empty_plot, figure_html, page, unit_of
 from tepal.report.round_figures import TEST_DATA
-from tepal.report.table import Column, Table
+from tepal.report.table import Table
 from tepal.report.templates import render
-from tepal.report.terminal import bytes_text, score_text, seconds_text
 from tepal.tools.compare.comparison import Point, Result, Results
 from tepal.tools.compare.picture import TEMPLATES, Look, data_note, looks
 from tepal.tools.compare.tables import about_seeds, about_target, columns_of, how_it_ended, strategies_table
@@ -36,14 +37,14 @@ def comparison_page(results: Results, above: str = "") -> str:
         above=Markup(above),
         heading=" · ".join(names) if len(names) <= _MANY else f"{len(names)} strategies",
         comparison=comparison,
-        unfinished=[how_it_ended(results, run) for run in results.unfinished],
+        unfinished=[how_it_ended(results, each) for each in results.unfinished],
         table=strategies_table(results, (*columns_of(results.by), Column("outcome", "outcome", left=True))).html(),
         seeds=about_seeds(results),
         target=about_target(results),
         figures=[figure_html(figure) for figure in drawn],
         by=results.by,
         rounds=_rounds_table(results).html(),
-        cells=[run.cell for result in results.strategies for run in result.runs],
+        runs=[each.run for result in results.strategies for each in result.runs],
         report=REPORT,
         config=config_html({**comparison.run_config, "seed": ", ".join(map(str, comparison.seeds))}),
     )
@@ -150,22 +151,16 @@ def _on_own_tests(results: Results) -> Figure:
 
 
 def _rounds_table(results: Results) -> Table:
-    by = results.by
-    columns = (
-        Column("strategy", "strategy", left=True), Column("seed", "seed"), Column("round", "round"),
-        Column(by.name, by.key, text=score_text), Column("test data", "accuracy_of", left=True),
-        Column("clients’ own tests", f"clients_{by.key}", text=score_text),
-        Column("spread over clients", "clients_spread", text=score_text),
-        Column("down", "bytes_down", "bytes", bytes_text), Column("up", "bytes_up", "bytes", bytes_text),
-        Column("transferred so far", "transferred", "bytes", bytes_text), Column("time", "seconds", text=seconds_text),
-    )  # fmt: skip
-    records = (
-        {**line, "strategy": run.cell.strategy, "seed": run.cell.seed, "transferred": nbytes}
+    key = results.by.key
+    shown = columns("round", key, "accuracy_of", f"clients_{key}", "clients_spread", "bytes_down", "bytes_up")
+    rows = [
+        [each.run.strategy, each.run.seed, *(line.value(one.key) for one in shown), transferred, line.seconds]
         for result in results.strategies
-        for run in result.runs
-        for line, nbytes in zip(run.metrics, run.transferred, strict=True)
-    )
-    return Table.of("Every round of every run", columns, records)
+        for each in result.runs
+        for line, transferred in zip(each.metrics, each.transferred, strict=True)
+    ]
+    run, so_far = (Column("strategy", left=True), Column("seed")), Column("transferred so far", "", "bytes", bytes_text)
+    return Table("Every round of every run", (*run, *shown, so_far, *columns("seconds")), rows)
 
 
 def style(strategies: Iterable[str]) -> str:

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, get_args
 from zlib import crc32
 
+from tepal.records.columns import bytes_text, score_text
 from tepal.report.page import unit_of
 from tepal.report.round_figures import TEST_DATA
 from tepal.report.templates import render
-from tepal.report.terminal import bytes_text, score_text
 from tepal.server_app.config import StrategyName
 from tepal.tools.compare.comparison import Point, Result, Results
 

@@ -1,8 +1,9 @@
-"""A comparison as tables: CSV with every figure unrounded, Markdown, LaTeX, and the one that a terminal shows."""
+"""A comparison as tables: CSV with unrounded figures, Markdown, LaTeX, and the table for a terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from rich import box
@@ -10,9 +11,10 @@ from rich.console import Group
 from rich.table import Table as TerminalTable
 from rich.text import Text
 
+from tepal.records.columns import Column, bytes_text, score_text, seconds_text, step_text
+from tepal.records.round_record import COLUMNS
 from tepal.records.run_directory import Measure
-from tepal.report.table import MISSING, Column, Table
-from tepal.report.terminal import bytes_text, score_text, seconds_text, step_text
+from tepal.report.table import MISSING, Table
 from tepal.tools.compare.comparison import (
     CSV,
     HTML,
@@ -27,7 +29,7 @@ from tepal.tools.compare.comparison import (
 )
 
 Figure = tuple[Statistic, int]
-"""A figure of a strategy over its seeds, and how many runs the strategy's figures are of."""
+"""A figure of a strategy over its seeds, and the number of the strategy's runs."""
 
 
 def _count_text(number: float) -> str:
@@ -35,7 +37,7 @@ def _count_text(number: float) -> str:
 
 
 def _mean(write: Callable[[float], str], *, deviates: bool = False) -> Callable[[Figure], str]:
-    """How a figure is written: its mean, `deviates` with ± its deviation; where only some runs have it, how many."""
+    """A text of a figure: its mean, if `deviates` with ± its deviation; if only some runs have it, their number."""
 
     def text(figure: Figure) -> str:
         statistic, counted = figure
@@ -46,23 +48,28 @@ def _mean(write: Callable[[float], str], *, deviates: bool = False) -> Callable[
     return text
 
 
+def _of_rounds(name: str, *, deviates: bool = False) -> Column:
+    """A column of the rounds as a column of their mean or sum."""
+    return replace(COLUMNS[name], text=_mean(COLUMNS[name].text, deviates=deviates))
+
+
 _COLUMNS = (
-    Column("spread over clients", "clients_spread", text=_mean(score_text)),
+    _of_rounds("clients_spread"),
     Column("rounds to target", "rounds_to_target", text=_mean(_count_text, deviates=True)),
     Column("bytes to target", "bytes_to_target", text=_mean(bytes_text, deviates=True)),
-    Column("down", "bytes_down", "bytes", _mean(bytes_text)),
-    Column("up", "bytes_up", "bytes", _mean(bytes_text)),
+    _of_rounds("bytes_down"),
+    _of_rounds("bytes_up"),
     Column("bytes in total", "bytes_total", text=_mean(bytes_text)),
     Column("share of FedAvg’s bytes", "bytes_vs_fedavg", text=_mean(score_text)),
-    Column("time", "seconds", text=_mean(seconds_text, deviates=True)),
+    _of_rounds("seconds", deviates=True),
     Column("time per round", "round_seconds", text=_mean(seconds_text, deviates=True)),
     Column("client’s step", "step_seconds", text=_mean(step_text)),
 )
-_NOT_IN_A_TEXT = ("bytes_down", "bytes_up")  # which is as wide as a page
+_NOT_IN_A_TEXT = ("bytes_down", "bytes_up")  # a page is not wide enough for them
 
 
 def columns_of(by: Measure) -> tuple[Column, ...]:
-    """All figures of strategies that are measured so; keys are those of `Result.figures`."""
+    """The columns of all figures of a strategy; keys are those of `Result.figures`."""
     score = _mean(score_text, deviates=True)
     return (
         Column(f"{by.name}, server’s data", f"server_{by.key}", text=score),
@@ -86,7 +93,7 @@ def strategies_table(results: Results, columns: Iterable[Column]) -> Table:
 
 
 def about_seeds(results: Results) -> str:
-    """Which seeds, and what stands behind a ±."""
+    """A sentence on the seeds, and on what follows a ±."""
     seeds = results.comparison.seeds
     if len(seeds) == 1:
         return f"Seed {seeds[0]}"
@@ -94,7 +101,7 @@ def about_seeds(results: Results) -> str:
 
 
 def about_target(results: Results) -> str:
-    """What the target is, and where it comes from."""
+    """A sentence on the target and how it was chosen."""
     target, by = results.target, results.by
     if target is None:
         return f"No run finished with an {by.name} on the server's held-out data, so there is no common target"
@@ -103,33 +110,33 @@ def about_target(results: Results) -> str:
     return f"Target: an {by.name} of {target.score:.4f}{of}"
 
 
-def how_it_ended(results: Results, run: Measured) -> str:
-    """What became of a run that has not finished."""
-    cell, planned = run.cell, results.comparison.run_config.get("num-server-rounds")
-    after = f" after round {run.summary.get('rounds')} of {planned}" if cell.run and planned else ""
-    return f"{results.comparison.name(cell)}: {cell.outcome}{after}{f': {cell.reason}' if cell.reason else ''}"
+def how_it_ended(results: Results, measured: Measured) -> str:
+    """The state of an unfinished run, with the reason if it failed."""
+    run, planned = measured.run, results.comparison.run_config.get("num-server-rounds")
+    after = f" after round {measured.summary.get('rounds')} of {planned}" if run.directory and planned else ""
+    return f"{results.comparison.name(run)}: {run.outcome}{after}{f': {run.reason}' if run.reason else ''}"
 
 
 def notes(results: Results) -> list[str]:
-    """What is said below every table."""
-    said = [how_it_ended(results, run) for run in results.unfinished]
-    said += [
+    """The notes below every table."""
+    notes = [how_it_ended(results, each) for each in results.unfinished]
+    notes += [
         f"{result.strategy}: {result.outcome}; its figures are of the finished runs"
         for result in results.strategies
         if 0 < result.finished < len(result.runs)
     ]
-    said += [
+    notes += [
         f"{result.strategy}: {result.figures['rounds_to_target'].runs} of {len(result.counted)} runs reached the target"  # type: ignore[union-attr]
         for result in results.unreached
     ]
-    return [*said, about_target(results), about_seeds(results)]
+    return [*notes, about_target(results), about_seeds(results)]
 
 
 # --- CSV ------------------------------------------------------------------------------------------------------------
 
 
 def strategies_csv(results: Results) -> str:
-    """One line a strategy: mean and standard deviation over its seeds; what is not known is empty."""
+    """One line per strategy: mean and standard deviation over its seeds; unknown values are empty."""
     return _csv(_strategy_row(result, results) for result in results.strategies)
 
 
@@ -151,22 +158,21 @@ def _strategy_row(result: Result, results: Results) -> dict[str, Any]:
 
 
 def runs_csv(results: Results) -> str:
-    """One line a run, in the order in which they are run; what is not known is empty."""
+    """One line per run, in the order in which they are run; unknown values are empty."""
     target = results.target.score if results.target else None
-    by_cell = {id(run.cell): run for result in results.strategies for run in result.runs}
-    runs = [by_cell[id(cell)] for cell in results.comparison.cells]
+    measured = {id(each.run): each for result in results.strategies for each in result.runs}
     return _csv(
         {
-            "strategy": run.cell.strategy,
-            "seed": run.cell.seed,
-            "outcome": run.cell.outcome,
-            "reason": run.cell.reason,
-            "run": run.cell.run.name if run.cell.run else "",
-            "rounds": run.summary.get("rounds"),
-            **run.figures(target),
+            "strategy": run.strategy,
+            "seed": run.seed,
+            "outcome": run.outcome,
+            "reason": run.reason,
+            "run": run.directory.name if run.directory else "",
+            "rounds": measured[id(run)].summary.get("rounds"),
+            **measured[id(run)].figures(target),
             f"target_{results.by.key}": target,
         }
-        for run in runs
+        for run in results.comparison.runs
     )
 
 
@@ -179,24 +185,22 @@ def _csv(records: Iterable[Mapping[str, Any]]) -> str:
 
 
 def markdown(results: Results) -> str:
-    """The table for a text."""
+    """The table in Markdown, with the notes below it."""
     table = _text_table(results)
     below = "\n".join(f"- {note}" for note in (*notes(results), _setting(results)))
     return f"# {table.title}\n\n{table.markdown()}\n\n{below}\n"
 
 
 def latex(results: Results) -> str:
-    """The table for a paper, in the manner of booktabs; what is said below it are comments."""
+    """The table in LaTeX with the package booktabs; the notes are comments."""
     table = _text_table(results)
-    said = (table.title, *notes(results), _setting(results), r"Needs \usepackage{booktabs}.")
-    comments = "\n".join(f"% {' '.join(line.split())}" for line in said)
+    lines = (table.title, *notes(results), _setting(results), r"Needs \usepackage{booktabs}.")
+    comments = "\n".join(f"% {' '.join(line.split())}" for line in lines)
     return f"{comments}\n{table.latex()}\n"
 
 
 def _text_table(results: Results) -> Table:
-    return strategies_table(
-        results, (column for column in columns_of(results.by) if column.key not in _NOT_IN_A_TEXT)
-    )
+    return strategies_table(results, (column for column in columns_of(results.by) if column.key not in _NOT_IN_A_TEXT))
 
 
 def _setting(results: Results) -> str:
@@ -209,7 +213,7 @@ def _setting(results: Results) -> str:
 
 
 def comparison_table(results: Results) -> Group:
-    """The comparison for a terminal, for `console.print(…, soft_wrap=True)`: table, failures, where it all is."""
+    """The table, the notes and the paths of the results, for `console.print(…, soft_wrap=True)`."""
     comparison = results.comparison
     one_seed = len(comparison.seeds) == 1
     table = TerminalTable(

@@ -22,6 +22,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tepal.records.columns import UNKNOWN, bytes_text, score_text
+from tepal.records.round_record import COLUMNS, INCIDENTS, RoundRecord, columns
 from tepal.records.run_directory import (
     ACCURACY,
     CONFIG,
@@ -40,9 +42,8 @@ from tepal.records.run_directory import (
     summarise,
 )
 from tepal.report.clients import natural
-from tepal.report.round_tables import COLUMNS, TROUBLE
 from tepal.report.table import MISSING
-from tepal.report.terminal import UNKNOWN, bytes_text, final_table, score_text
+from tepal.report.terminal import final_table
 from tepal.tools.compare.comparison import PLAN, Comparison, Results, is_comparison, read_comparison
 from tepal.tools.compare.tables import comparison_table
 
@@ -51,8 +52,10 @@ FINISHED, RUNNING, FAILED, INTERRUPTED, UNREADABLE = "finished", "running", "fai
 _STYLES = {FINISHED: "green", RUNNING: "cyan", FAILED: "red", INTERRUPTED: "yellow", UNREADABLE: "red"}
 _PLACE_KEYS = ("runs", "resume")  # of the run config: where a run lies, which its path says
 _MOST_ROUNDS = 20  # lines of the table of rounds
-_SHOWN = ("round", "phase", "clients_asked", "clients_replied", "refused", "lost", "accuracy", "rmse", "loss",
-          "train_loss", "bytes_down", "bytes_up", "seconds")  # fmt: skip
+_SHOWN = columns(
+    "round", "phase", "clients_asked", "clients_replied", "refused", "lost", "accuracy", "rmse", "loss", "train_loss",
+    "bytes_down", "bytes_up", "seconds",
+)  # fmt: skip
 _PIPED_WIDTH = 240  # columns of a table that no terminal shows
 _START = re.compile(r"(\d{8}-\d{6})-")
 
@@ -68,7 +71,7 @@ class RunView:
         return read_config(self.path)
 
     @cached_property
-    def metrics(self) -> list[dict[str, Any]]:
+    def metrics(self) -> list[RoundRecord]:
         return read_metrics(self.path)
 
     @cached_property
@@ -138,7 +141,7 @@ class ComparisonView:
 
     @property
     def state(self) -> str:
-        outcomes = {cell.outcome for cell in self.comparison.cells}
+        outcomes = {run.outcome for run in self.comparison.runs}
         if is_held(self.path):
             return RUNNING
         if outcomes == {"finished"}:
@@ -150,7 +153,7 @@ class ComparisonView:
         return _started(self.path)
 
     def facts(self) -> dict[str, Any]:
-        cells, config = self.comparison.cells, self.comparison.run_config
+        runs, config = self.comparison.runs, self.comparison.run_config
         return {
             "kind": "comparison",
             "name": self.path.name,
@@ -158,10 +161,10 @@ class ComparisonView:
             "strategy": ", ".join(self.comparison.strategies),
             "model": config.get("model"),
             "dataset": config.get("dataset"),
-            "runs": sum(cell.outcome == "finished" for cell in cells),
-            "runs_asked": len(cells),
+            "runs": sum(run.outcome == "finished" for run in runs),
+            "runs_asked": len(runs),
             "state": self.state,
-            "reason": "; ".join(f"{self.comparison.name(cell)}: {cell.reason}" for cell in cells if cell.reason),
+            "reason": "; ".join(f"{self.comparison.name(run)}: {run.reason}" for run in runs if run.reason),
             "started": _timestamp(self.started),
         }
 
@@ -267,16 +270,14 @@ class Troubles:
     last_reason: str
 
 
-def troubles(metrics: Sequence[Mapping[str, Any]]) -> list[Troubles]:
-    """The incidents of each client that had any, in the order of their names."""
+def troubles(metrics: Iterable[RoundRecord]) -> list[Troubles]:
+    """The incidents of each client that had any, in the order of the clients' names."""
     counts: dict[str, Counter[str]] = {}
     last: dict[str, tuple[int, str]] = {}
     for line in metrics:
-        for kind in TROUBLE:
-            for each in line.get(kind) or ():
-                client = str(each.get("client"))
-                counts.setdefault(client, Counter())[kind] += 1
-                last[client] = line["round"], str(each.get("reason") or "no reason given")
+        for kind, client, reason in line.incidents():
+            counts.setdefault(client, Counter())[kind] += 1
+            last[client] = line.round, reason
     return [Troubles(client, dict(counts[client]), *last[client]) for client in sorted(counts, key=natural)]
 
 
@@ -299,7 +300,7 @@ def run_facts(view: RunView, usual: Mapping[str, Any]) -> dict[str, Any]:
             **view.facts(),
             "config": own_settings(view.config, usual),
             "summary": view.summary,
-            "metrics": view.metrics,
+            "metrics": [line.to_line() for line in view.metrics],
             "clients": [asdict(each) for each in troubles(view.metrics)],
             "label_counts": read_label_counts(view.path),
             "files": files_of(view.path),
@@ -345,7 +346,7 @@ def comparison_facts(view: ComparisonView, results: Results) -> dict[str, Any]:
                 result.strategy: {key: asdict(value) if value else None for key, value in result.figures.items()}
                 for result in results.strategies
             },
-            "cells": [asdict(cell) for cell in view.comparison.cells],
+            "cells": [run.to_dict() for run in view.comparison.runs],
         }
     )
     return told
@@ -373,31 +374,27 @@ def some_of(count: int, most: int) -> list[int]:
     return [round(i * (count - 1) / (most - 1)) for i in range(most)]
 
 
-def _rounds_table(metrics: Sequence[Mapping[str, Any]], all_rounds: bool) -> Group:
-    def empty(key: str) -> bool:
-        # Refused and lost replies are lists, which are mostly empty.
-        return all(line.get(key) is None or line[key] == [] for line in metrics)
-
-    columns = [column for column in COLUMNS if column.key in _SHOWN and not empty(column.key)]
+def _rounds_table(metrics: Sequence[RoundRecord], all_rounds: bool) -> Group:
+    shown = [column for column in _SHOWN if any(line.value(column.key) not in (None, []) for line in metrics)]
     table = Table(box=None, pad_edge=False)
-    for column in columns:
+    for column in shown:
         table.add_column(column.heading, justify="left" if column.left else "right", no_wrap=True)
-    shown = list(range(len(metrics))) if all_rounds else some_of(len(metrics), _MOST_ROUNDS)
-    for line in (metrics[index] for index in shown):
-        values = ((column, line.get(column.key)) for column in columns)
+    places = some_of(len(metrics), len(metrics) if all_rounds else _MOST_ROUNDS)
+    for line in (metrics[place] for place in places):
+        values = ((column, line.value(column.key)) for column in shown)
         table.add_row(*(MISSING if value is None else Text(column.text(value)) for column, value in values))
-    if len(shown) == len(metrics):
+    if len(places) == len(metrics):
         return Group(table)
-    left = f"{len(shown)} of {len(metrics)} rounds; --all-rounds shows every one"
+    left = f"{len(places)} of {len(metrics)} rounds; --all-rounds shows every one"
     return Group(table, Text(left, style="dim"))
 
 
 def _troubles_table(troubled: Sequence[Troubles]) -> Table:
-    kinds = [kind for kind in TROUBLE if any(kind in each.counts for each in troubled)]
+    kinds = [kind for kind in INCIDENTS if any(kind in each.counts for each in troubled)]
     table = Table(box=None, pad_edge=False)
     table.add_column("client", no_wrap=True)
     for kind in kinds:
-        table.add_column(TROUBLE[kind], justify="right")
+        table.add_column(COLUMNS[kind].heading, justify="right")
     table.add_column("last incident", overflow="fold")
     for each in troubled:
         counts = (str(each.counts.get(kind, 0)) for kind in kinds)

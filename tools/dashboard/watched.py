@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tepal.records.columns import UNKNOWN, bytes_text, score_text
 from tepal.records.run_directory import (
     BLOCKS,
     CLIENTS,
@@ -36,7 +37,6 @@ from tepal.report.page import Figure, config_html, spoken
 from tepal.report.round_figures import figures
 from tepal.report.round_tables import rounds_html, trouble_html
 from tepal.report.templates import render
-from tepal.report.terminal import UNKNOWN, bytes_text, score_text
 from tepal.tools.dashboard.pages import TEMPLATES
 from tepal.tools.dashboard.views import RUNNING, UNREADABLE, ComparisonView, RunView, facts_of, views
 
@@ -167,8 +167,11 @@ class WatchedRun:
     def _diagram(self, view: RunView) -> Iterator[dict[str, Any]]:
         cells, now = read_json(self.path / BLOCKS) or [], read_json(self.path / NOW) or {}
         shares = {key: now[key] for key in ("travel_trains", "travel_down", "travel_up") if key in now}
-        if len(cells) > 1 and shares and all(len(each) == len(cells) for each in shares.values()) and any(
-            any(each) for each in shares.values()
+        if (
+            len(cells) > 1
+            and shares
+            and all(len(each) == len(cells) for each in shares.values())
+            and any(any(each) for each in shares.values())
         ):
             caption = f"Round {now['round']}{'' if now.get('ended') else ', which goes on'}: {now['phase']}."
             yield _html("diagram", diagram_html(cells, shares, caption))

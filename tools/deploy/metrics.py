@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING
 import psutil
 
 from tepal.host.metrics import Families
+from tepal.records.round_record import COUNTED
 from tepal.tools.deploy.journal import Journal
 
 if TYPE_CHECKING:
     from tepal.tools.dashboard.views import RunView
-
-_OUTCOMES = ("refused", "lost", "late", "left_out")  # lists of clients in a line of metrics.jsonl
 
 
 def server_families(journal: Journal, folders: Sequence[Path]) -> Families:
@@ -63,11 +62,11 @@ def run_families(runs: Sequence[RunView]) -> Families:
         if facts["score"] is not None:
             score.add_metric([name, facts["measure"]], facts["score"])
         for direction in ("down", "up", "overhead"):
-            moved.add_metric([name, direction], sum(line.get(f"bytes_{direction}") or 0 for line in lines))
-        replies.add_metric([name, "replied"], sum(line.get("clients_replied") or 0 for line in lines))
-        for outcome in _OUTCOMES:
-            replies.add_metric([name, outcome], sum(len(line.get(outcome) or ()) for line in lines))
-        took = [line["seconds"] for line in lines if line["round"] > 0 and line.get("seconds") is not None]
+            moved.add_metric([name, direction], sum(line.value(f"bytes_{direction}") or 0 for line in lines))
+        replies.add_metric([name, "replied"], sum(line.clients_replied or 0 for line in lines))
+        for outcome in COUNTED:
+            replies.add_metric([name, outcome], sum(len(line.value(outcome)) for line in lines))
+        took = [line.seconds for line in lines if line.round > 0 and line.seconds is not None]
         seconds.add_metric([name], len(took), sum(took))
     return [state, done, asked, score, moved, replies, seconds]
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from tepal.records.columns import Column
 from tepal.report.page import Figure
-from tepal.report.table import Column, Table
+from tepal.report.table import Table
 
 Values = Mapping[str, Any]
 """What was computed of a trial, in JSON's types."""

@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from tepal import __version__
+from tepal.records.columns import seconds_text
 from tepal.records.run_directory import LATEST, NOW, as_json, held, read_json, write_whole
 from tepal.report.page import figure_html, page
-from tepal.report.terminal import seconds_text
 from tepal.strategies import RoundFailed
 from tepal.tools.compare.page import style
 from tepal.tools.reproduce.data import find_data, sizes

@@ -87,13 +87,13 @@ def measured(config: Mapping[str, Any], clients: int, folder: Path, *, weights: 
     last = metrics[-1]
     shutil.rmtree(folder, ignore_errors=True)
     return {
-        "server": last["accuracy"] if last["accuracy_of"] == "server" else None,
-        "clients": last["clients_accuracy"],
-        "spread": last["clients_spread"],
-        "curve": [(line["round"], line["accuracy"]) for line in metrics if line["accuracy"] is not None],
-        "bytes": sum(total(metrics, key) or 0 for key in ("bytes_down", "bytes_up")),
-        "rounds": last["round"],
-        **{key: last.get(key) for key in _ENSEMBLE_METRICS},
+        "server": last.accuracy if last.accuracy_of == "server" else None,
+        "clients": last.clients_accuracy,
+        "spread": last.clients_spread,
+        "curve": [(line.round, line.accuracy) for line in metrics if line.accuracy is not None],
+        "bytes": (total(metrics, "bytes_down") or 0) + (total(metrics, "bytes_up") or 0),
+        "rounds": last.round,
+        **{key: last.value(key) for key in _ENSEMBLE_METRICS},
         "layers": [[round(float(share), 4) for share in of_round.mean(axis=0)] for of_round in masks],
     }
 

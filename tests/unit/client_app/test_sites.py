@@ -10,12 +10,12 @@ from PIL import Image
 
 from tepal.client_app import site
 from tepal.client_app.app import app
-from tepal.records.run_directory import read_metrics
 from tepal.server_app.config import defaults
 from tepal.server_app.run import run
 from tepal.strategies.in_process import InProcessGrid, Node
 from tepal.training.data import DataError, load_client, own_stamp, sources
 from tepal.training.data.inputs import InputConfig
+from tests.lines import read_lines
 
 
 def folder(root, names, values=(0, 255)):
@@ -38,7 +38,7 @@ def refused(tmp_path, monkeypatch, paths, **config):
     given = {**defaults(), "runs": str(tmp_path / "runs"), "strategy": "fedavg", "num-server-rounds": 1}
     given |= {"min-clients": 1, "local-steps": 1, **{key.replace("_", "-"): value for key, value in config.items()}}
     nodes = [Node(app, {"data-path": path, "partition-id": k}) for k, path in enumerate(paths)]
-    (line, *_) = read_metrics(run(InProcessGrid(nodes, given), given))
+    (line, *_) = read_lines(run(InProcessGrid(nodes, given), given))
     return {one["client"]: one["reason"] for one in line["refused"]}
 
 

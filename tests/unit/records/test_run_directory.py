@@ -15,17 +15,20 @@ import pytest
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file
 
+from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory import (
     METRICS_KEYS,
     SUMMARY_KEYS,
     RunDirectory,
     RunInUse,
+    as_json,
     directory,
     find_run,
     read_metrics,
     read_summary,
     write_whole,
 )
+from tests.lines import read_lines
 
 START = datetime(2026, 11, 20, 10, 15, tzinfo=UTC)
 CONFIG = {
@@ -114,28 +117,30 @@ def test_a_folder_that_is_no_run_is_refused_by_name(tmp_path, content):
 
 
 def test_a_round_is_on_disk_as_one_line_once_append_returns(run):
-    run.append({"note": "extra", "accuracy": 0.5, "round": 1})
-    run.append({"round": 2, "lost": ["client-4"]})
+    run.append(RoundRecord(round=1, accuracy=0.5, entropy=0.25))
+    run.append(RoundRecord(round=2, lost=[{"client": "client-4", "reason": "no answer"}]))
     lines = (run.path / "metrics.jsonl").read_text().splitlines()
     assert len(lines) == 2
-    assert list(json.loads(lines[0])) == [*METRICS_KEYS, "note"]
+    assert list(json.loads(lines[0])) == [*METRICS_KEYS, "entropy"]
     assert json.loads(lines[1])["accuracy"] is None
-    assert [line["round"] for line in read_metrics(run.path)] == [1, 2]
+    assert [line["round"] for line in read_lines(run.path)] == [1, 2]
+
+
+def test_a_line_of_another_version_is_read_as_far_as_its_columns_are_known(run):
+    line = {"round": 1, "loss": 0.5, "accuracy": None, "a column of a later version": 1}
+    (run.path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    (record,) = read_metrics(run.path)
+    assert record == RoundRecord(round=1, loss=0.5)
+    assert (record.accuracy, record.lost, record.value("loss")) == (None, [], 0.5)
+    with pytest.raises(KeyError):
+        record.value("to_line")
 
 
 def test_numbers_that_json_cannot_say_become_null(run):
-    run.append(
-        {
-            "round": np.int64(1),
-            "accuracy": np.float32(0.5),
-            "loss": math.nan,
-            "train_loss": np.float32("inf"),
-            "seconds": -math.inf,
-            "lost": {"b", "a"},
-            "norms": np.array([1.0, math.nan]),
-            "where": Path("/data"),
-        }
-    )
+    numbers = {"accuracy": np.float32(0.5), "loss": math.nan, "train_loss": np.float32("inf"), "seconds": -math.inf}
+    run.append(RoundRecord(round=np.int64(1), **numbers))
+    other = {"names": {"b", "a"}, "norms": np.array([1.0, math.nan]), "where": Path("/data")}
+    assert as_json(other) == {"names": ["a", "b"], "norms": [1.0, None], "where": "/data"}
     text = (run.path / "metrics.jsonl").read_text()
 
     def refuse(constant):
@@ -143,24 +148,23 @@ def test_numbers_that_json_cannot_say_become_null(run):
 
     line = json.loads(text, parse_constant=refuse)
     assert (line["round"], line["accuracy"], line["loss"], line["train_loss"], line["seconds"]) == (1, 0.5, *[None] * 3)
-    assert (line["lost"], line["norms"], line["where"]) == (["a", "b"], [1.0, None], "/data")
 
 
 @pytest.mark.parametrize("cut", range(1, 30))
 def test_a_line_torn_anywhere_costs_only_that_round(run, cut):
-    run.append({"round": 1, "accuracy": 0.1})
-    run.append({"round": 2, "accuracy": 0.2})
+    run.append(RoundRecord(round=1, accuracy=0.1))
+    run.append(RoundRecord(round=2, accuracy=0.2))
     path = run.path / "metrics.jsonl"
     whole = path.read_bytes()
     path.write_bytes(whole[:-cut])
     # Without its newline only, the line is still whole.
     rounds = [1, 2] if cut == 1 else [1]
-    assert [line["round"] for line in read_metrics(path)] == rounds
+    assert [line["round"] for line in read_lines(path)] == rounds
 
     resumed = RunDirectory.resume(run.path)
     with resumed.in_use():
-        resumed.append({"round": 2, "accuracy": 0.3})
-    assert [(line["round"], line["accuracy"]) for line in read_metrics(path)] == [(1, 0.1), (2, 0.3)]
+        resumed.append(RoundRecord(round=2, accuracy=0.3))
+    assert [(line["round"], line["accuracy"]) for line in read_lines(path)] == [(1, 0.1), (2, 0.3)]
     assert path.read_bytes().startswith(whole[: whole.index(b"\n") + 1])
 
 
@@ -178,16 +182,16 @@ def test_rounds_that_cannot_be_written_are_kept_back_and_written_later(run, monk
     def refuse(self, line):
         raise full
 
-    run.add({"round": 1})
+    run.add(RoundRecord(round=1))
     monkeypatch.setattr(RunDirectory, "append", refuse)
-    run.add({"round": 2})
-    run.add({"round": 3})
+    run.add(RoundRecord(round=2))
+    run.add(RoundRecord(round=3))
     assert "no space left" in caplog.text and "writes round 2 later" in caplog.text
     with pytest.raises(OSError, match="no space"):
         run.write_summary()
     monkeypatch.setattr(RunDirectory, "append", append)
     run.write_summary()
-    assert [line["round"] for line in read_metrics(run.path)] == [1, 2, 3]
+    assert [line["round"] for line in read_lines(run.path)] == [1, 2, 3]
 
 
 def test_a_resumed_run_keeps_its_config_and_becomes_the_latest(run):
@@ -201,14 +205,14 @@ def test_a_broken_line_in_the_middle_is_an_error_with_file_and_line(run):
     path = run.path / "metrics.jsonl"
     path.write_text('{"round": 1}\n{"rou\n{"round": 3}\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2"):
-        read_metrics(path)
+        read_lines(path)
     path.write_text('{"round": 1}\n[2]\n{"round": 3}\n')
     with pytest.raises(ValueError, match="line 2: not a round"):
-        read_metrics(path)
+        read_lines(path)
 
 
 def test_a_run_without_metrics_has_no_rounds(run):
-    assert read_metrics(run.path) == []
+    assert read_lines(run.path) == []
     assert read_summary(run.path) is None
 
 
@@ -263,12 +267,12 @@ def test_a_model_that_cannot_be_written_leaves_the_old_one(run, monkeypatch):
 def test_a_full_disk_is_said_with_the_file_and_what_helps(run):
     (run.path / "metrics.jsonl").symlink_to("/dev/full")
     with pytest.raises(OSError, match=r"cannot write .*metrics\.jsonl: No space left on device; .*MB free") as caught:
-        run.append({"round": 1})
+        run.append(RoundRecord(round=1))
     assert caught.value.errno == errno.ENOSPC
 
 
 def test_a_disk_that_fills_up_within_a_line_leaves_no_half_line(run, monkeypatch):
-    run.append({"round": 1})
+    run.append(RoundRecord(round=1))
 
     def disk_full(_):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -276,9 +280,9 @@ def test_a_disk_that_fills_up_within_a_line_leaves_no_half_line(run, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", disk_full)
         with pytest.raises(OSError, match="No space left"):
-            run.append({"round": 2})
-    run.append({"round": 3})
-    assert [line["round"] for line in read_metrics(run.path)] == [1, 3]
+            run.append(RoundRecord(round=2))
+    run.append(RoundRecord(round=3))
+    assert [line["round"] for line in read_lines(run.path)] == [1, 3]
 
 
 def test_a_folder_that_cannot_be_made_is_said_by_name(tmp_path):
@@ -302,10 +306,10 @@ def test_write_whole_leaves_the_old_file_when_it_fails(tmp_path, monkeypatch):
 
 
 def test_the_summary_adds_up_the_rounds(run):
-    run.append({"round": 0, "accuracy": 0.1, "accuracy_of": "server"})
-    run.append({"round": 1, "bytes_down": 60, "bytes_up": 40, "bytes_fedavg": 100, "seconds": 1.5, "accuracy": 0.6})
+    run.append(RoundRecord(round=0, accuracy=0.1, accuracy_of="server"))
+    run.append(RoundRecord(round=1, bytes_down=60, bytes_up=40, bytes_fedavg=100, seconds=1.5, accuracy=0.6))
     refused = [{"client": "a", "reason": "NaN"}, {"client": "b", "reason": "shape"}]
-    run.append({"round": 2, "bytes_down": 30, "bytes_up": 20, "bytes_fedavg": 100, "seconds": 0.5, "refused": refused})
+    run.append(RoundRecord(round=2, bytes_down=30, bytes_up=20, bytes_fedavg=100, seconds=0.5, refused=refused))
     summary = run.write_summary(parameters=1234, frozen_after=1)
     assert summary == json.loads((run.path / "summary.json").read_text())
     assert list(summary) == [*SUMMARY_KEYS, "frozen_after"]
@@ -330,29 +334,29 @@ def test_the_summary_adds_up_the_rounds(run):
 
 def test_the_summarys_step_is_the_median_of_the_rounds_that_tell_one(run):
     for number, seconds in enumerate((None, 0.02, 0.9, None, 0.05)):
-        run.append({"round": number, "step_seconds": seconds})
+        run.append(RoundRecord(round=number, step_seconds=seconds))
     assert run.write_summary()["step_seconds"] == 0.05
 
 
 def test_what_the_caller_knows_wins_in_the_summary(run):
-    run.append({"round": 1, "accuracy": 0.6, "seconds": 1.0})
+    run.append(RoundRecord(round=1, accuracy=0.6, seconds=1.0))
     summary = run.write_summary(accuracy=0.7, loss=math.nan, seconds=9.0)
     assert (summary["accuracy"], summary["loss"], summary["seconds"]) == (0.7, None, 9.0)
 
 
 def test_one_round_of_unknown_bytes_makes_the_total_unknown(run):
-    run.append({"round": 1, "bytes_down": 60, "bytes_up": 40, "bytes_fedavg": 100})
-    run.append({"round": 2, "bytes_down": 60, "bytes_up": None, "bytes_fedavg": 100})
+    run.append(RoundRecord(round=1, bytes_down=60, bytes_up=40, bytes_fedavg=100))
+    run.append(RoundRecord(round=2, bytes_down=60, bytes_up=None, bytes_fedavg=100))
     summary = run.write_summary()
     assert (summary["bytes_down"], summary["bytes_up"], summary["bytes_vs_fedavg"]) == (120, None, None)
 
 
 def test_a_score_that_the_clients_gave_a_round_later_belongs_to_the_round_before(tmp_path):
     run = RunDirectory.create(tmp_path, "fedavg", {})
-    run.append({"round": 1, "received_accuracy": 0.1, "received_loss": 2.0})
-    run.append({"round": 2, "received_accuracy": 0.5, "received_loss": 1.0})
-    run.append({"round": 4, "received_accuracy": 0.7, "accuracy": 0.8, "accuracy_of": "server"})
-    lines = read_metrics(run.path)
+    run.append(RoundRecord(round=1, received_accuracy=0.1, received_loss=2.0))
+    run.append(RoundRecord(round=2, received_accuracy=0.5, received_loss=1.0))
+    run.append(RoundRecord(round=4, received_accuracy=0.7, accuracy=0.8, accuracy_of="server"))
+    lines = read_lines(run.path)
     assert [(m["accuracy"], m["loss"], m["accuracy_of"]) for m in lines] == [
         (0.5, 1.0, "clients"), (None, None, None), (0.8, None, "server")
     ]  # fmt: skip

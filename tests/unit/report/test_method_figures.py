@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 
+from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory import BLOCKS, ROUNDS, RunDirectory, read_records
 from tepal.report.run_page import write_report
 from tests.unit.report.test_report import FIGURES, Page
@@ -22,7 +23,7 @@ def report(run, records, lines=None):
     for number, record in records.items():
         run.write_record(number, record)
     for line in lines or [{"round": number, "seconds": 1.0} for number in records]:
-        run.append(line)
+        run.append(RoundRecord.from_line(line))
     return Page(write_report(run.path)).figures
 
 

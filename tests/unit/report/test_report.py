@@ -7,6 +7,7 @@ from itertools import accumulate
 
 import pytest
 
+from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory import RunDirectory, read_label_counts
 from tepal.report.run_page import write_report
 
@@ -109,7 +110,7 @@ def metrics_line(number, **changes):
 def report(tmp_path, lines, config=CONFIG, summary=True, **summary_values):
     run = RunDirectory.create(tmp_path, "FedFrozen", config)
     for line in lines:
-        run.append(line)
+        run.append(RoundRecord.from_line(line))
     if summary:
         run.write_summary(**summary_values)
     return Page(write_report(run.path))
@@ -410,7 +411,7 @@ def test_a_run_that_has_only_begun_has_an_honest_report(tmp_path):
 
 def test_a_torn_last_line_costs_only_that_round(tmp_path):
     run = RunDirectory.create(tmp_path, "FedFrozen", CONFIG)
-    run.append(metrics_line(1))
+    run.append(RoundRecord.from_line(metrics_line(1)))
     with (run.path / "metrics.jsonl").open("ab") as file:
         file.write(b'{"round": 2, "accura')
     page = Page(write_report(run.path))
@@ -426,7 +427,7 @@ def test_the_report_is_found_through_latest_and_replaced(tmp_path):
     run = RunDirectory.create(tmp_path, "FedFrozen", CONFIG)
     first = write_report(tmp_path / "latest")
     assert first == run.path.resolve() / "report.html"
-    run.append(metrics_line(1))
+    run.append(RoundRecord.from_line(metrics_line(1)))
     assert len(Page(write_report(tmp_path / "latest")).figures) == 6
     assert sorted(p.name for p in run.path.iterdir()) == ["config.toml", "metrics.jsonl", "report.html"]
 

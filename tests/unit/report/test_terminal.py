@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tepal.report.terminal import RoundProgress, bytes_text, final_table, follow_metrics, seconds_text, step_text
+from tepal.records.columns import bytes_text, seconds_text, step_text
+from tepal.records.round_record import RoundRecord
+from tepal.report.terminal import RoundProgress, final_table, follow_metrics
 
 LINE = {
     "round": 3,
@@ -76,9 +78,11 @@ def test_a_pipe_gets_one_plain_line_a_round(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     out = io.StringIO()
     with RoundProgress(20, console=Console(file=out, width=40)) as progress:
-        progress.update({"round": 0, "accuracy": 0.1})
-        progress.update(LINE)
-        progress.update({**LINE, "round": 4, "phase": "frozen", "accuracy": None, "seconds": 60.0})
+        progress.update(RoundRecord(round=0, accuracy=0.1))
+        progress.update(RoundRecord.from_line(LINE))
+        progress.update(
+            RoundRecord.from_line({**LINE, "round": 4, "phase": "frozen", "accuracy": None, "seconds": 60.0})
+        )
     assert out.getvalue().splitlines()[1:] == [
         "round 3/20  warm-up  accuracy 0.8312  loss 0.4100  750 kB transferred  1.7 s",
         "round 4/20  frozen  loss 0.4100  1.50 MB transferred  1:02 min",
@@ -89,8 +93,8 @@ def test_a_pipe_gets_one_plain_line_a_round(monkeypatch):
 def test_a_regression_shows_its_error():
     out = io.StringIO()
     with RoundProgress(20, console=Console(file=out, width=40)) as progress:
-        progress.update({**LINE, "accuracy": None, "rmse": 0.6403})
-        progress.update({**LINE, "accuracy": None, "loss": None, "received_rmse": 0.5})
+        progress.update(RoundRecord.from_line({**LINE, "accuracy": None, "rmse": 0.6403}))
+        progress.update(RoundRecord.from_line({**LINE, "accuracy": None, "loss": None, "received_rmse": 0.5}))
     first, second = out.getvalue().splitlines()
     assert first == "round 3/20  warm-up  rmse 0.6403  loss 0.4100  750 kB transferred  1.7 s"
     assert "rmse before 0.5000" in second
@@ -103,7 +107,7 @@ def test_refused_and_lost_replies_are_named_and_not_taken_for_markup():
     refused = [{"client": "client-3", "reason": "shape [2, 3]; expected [bold]"}]
     with RoundProgress(20, console=Console(file=out)) as progress:
         lost = [{"client": client, "reason": "x"} for client in ("client-4", "client-5")]
-        progress.update({**LINE, "refused": refused, "lost": lost})
+        progress.update(RoundRecord.from_line({**LINE, "refused": refused, "lost": lost}))
     line = out.getvalue()
     assert "refused 1 (client-3: shape [2, 3]; expected [bold])" in line
     assert "no reply from client-4, client-5" in line
@@ -114,7 +118,7 @@ def test_what_was_late_left_out_or_got_over_is_named():
     with RoundProgress(20, console=Console(file=out)) as progress:
         late, left_out = [{"client": "client-4", "reason": "x"}], [{"client": "client-5", "reason": "x"}]
         notes = [{"client": "server", "reason": "no checkpoint of round 2 could be written"}]
-        progress.update({**LINE, "late": late, "left_out": left_out, "notes": notes})
+        progress.update(RoundRecord.from_line({**LINE, "late": late, "left_out": left_out, "notes": notes}))
     line = out.getvalue()
     for part in ("late and dropped: client-4", "left out: client-5", "server: no checkpoint of round 2 could be"):
         assert part in line
@@ -123,9 +127,9 @@ def test_what_was_late_left_out_or_got_over_is_named():
 def test_bytes_so_far_are_unknown_once_a_round_does_not_know_its_own():
     out = io.StringIO()
     with RoundProgress(20, console=Console(file=out)) as progress:
-        progress.update(LINE)
-        progress.update({**LINE, "round": 4, "bytes_up": None})
-        progress.update({**LINE, "round": 5})
+        progress.update(RoundRecord.from_line(LINE))
+        progress.update(RoundRecord.from_line({**LINE, "round": 4, "bytes_up": None}))
+        progress.update(RoundRecord.from_line({**LINE, "round": 5}))
     assert [("unknown transferred" in line) for line in out.getvalue().splitlines()] == [False, True, True]
 
 
@@ -133,7 +137,7 @@ def test_a_terminal_gets_a_bar_with_the_round_and_its_figures(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     out = Terminal()
     with RoundProgress(20, console=Console(file=out, width=100)) as progress:
-        progress.update({**LINE, "refused": [{"client": "client-3", "reason": "[red]NaN"}]})
+        progress.update(RoundRecord.from_line({**LINE, "refused": [{"client": "client-3", "reason": "[red]NaN"}]}))
     written = out.getvalue()
     for part in ("round 3/20 warm-up", "accuracy 0.8312", "750 kB transferred", "client-3: [red]NaN"):
         assert part in written
@@ -163,7 +167,7 @@ def test_following_a_run_yields_each_round_once_and_waits_for_whole_lines(tmp_pa
         return False
 
     for line in follow_metrics(path, stop, poll=0):
-        rounds.append(line["round"])
+        rounds.append(line.round)
     assert rounds == [1, 2]
     assert seen_at == [[], [], [1], [1], [1, 2], [1, 2]]
 
@@ -175,7 +179,7 @@ def test_following_reads_what_was_written_just_before_the_end(tmp_path):
         path.write_text('{"round": 1}\n{"round": 2}\n{"torn')
         return True
 
-    assert [line["round"] for line in follow_metrics(path, stop)] == [1, 2]
+    assert [line.round for line in follow_metrics(path, stop)] == [1, 2]
 
 
 def test_following_another_thread_that_writes(tmp_path):
@@ -192,7 +196,7 @@ def test_following_another_thread_that_writes(tmp_path):
 
     writer = threading.Thread(target=write)
     writer.start()
-    rounds = [line["round"] for line in follow_metrics(path, done.is_set, poll=0.001)]
+    rounds = [line.round for line in follow_metrics(path, done.is_set, poll=0.001)]
     writer.join()
     assert rounds == list(range(1, 201))
 
@@ -206,7 +210,9 @@ def test_following_says_which_line_is_no_round(tmp_path):
 
 def shown(summary, metrics, run=None):
     out = io.StringIO()
-    Console(file=out, width=60).print(final_table(summary, metrics, run), soft_wrap=True)
+    Console(file=out, width=60).print(
+        final_table(summary, [RoundRecord.from_line(line) for line in metrics], run), soft_wrap=True
+    )
     return out.getvalue()
 
 
@@ -259,7 +265,7 @@ def test_the_final_table_ends_with_the_paths_of_what_is_there_unbroken(tmp_path)
 def test_printed_without_soft_wrap_long_paths_are_folded_and_not_cut(tmp_path):
     run = tmp_path / ("x" * 100)
     out = io.StringIO()
-    Console(file=out, width=60).print(final_table(SUMMARY, [LINE], run))
+    Console(file=out, width=60).print(final_table(SUMMARY, [RoundRecord.from_line(LINE)], run))
     assert str(run) in out.getvalue().replace("\n", "")
 
 
@@ -274,5 +280,5 @@ def test_a_reason_that_many_clients_give_is_said_once():
     out = io.StringIO()
     with RoundProgress(3, console=Console(file=out)) as progress:
         refused = [{"client": f"client-{k}", "reason": "no images" if k else "NaN"} for k in range(3)]
-        progress.update({**LINE, "refused": refused})
+        progress.update(RoundRecord.from_line({**LINE, "refused": refused}))
     assert "refused 3 (client-0: NaN; client-1, client-2: no images)" in out.getvalue()

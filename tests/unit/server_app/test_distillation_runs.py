@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from tepal.client_app.app import app
-from tepal.records.run_directory import read_metrics
 from tepal.server_app.config import ConfigError, defaults, read_run_config
 from tepal.server_app.run import build_model, build_strategy, run
 from tepal.strategies.in_process import InProcessGrid, Node
 from tepal.training.data import CharVocabulary, load_client_texts
 from tepal.training.data.inputs import InputConfig, unlabelled_inputs
+from tests.lines import read_lines
 from tests.unit.training.data.word_tokenizer import WORDS, ids, written
 
 BERT = {"model_type": "bert", "vocab_size": len(WORDS), "hidden_size": 12, "num_attention_heads": 3, "pad_token_id": 0}
@@ -76,7 +76,7 @@ def test_a_run_of_fedbe_on_texts_learns(texts, tmp_path, monkeypatch):
     if texts["model"] == "char-lstm":
         given |= {"local-steps": 8, "learning-rate": 0.05, "fedbe.epochs": 1}
     nodes = [Node(app, {"partition-id": k, "num-partitions": 2}) for k in range(2)]
-    told = read_metrics(run(InProcessGrid(nodes, given), given))
+    told = read_lines(run(InProcessGrid(nodes, given), given))
     assert not any(line["refused"] or line["lost"] for line in told)
     assert told[-1]["accuracy"] > (0.55 if texts["model"] == "char-lstm" else 0.7)
 

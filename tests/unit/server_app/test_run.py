@@ -21,7 +21,7 @@ from tepal.client_app.site import Site
 from tepal.models import build
 from tepal.models.blocks import find_blocks
 from tepal.records.round_record import RoundRecord
-from tepal.records.run_directory import RunDirectory, read_label_counts, read_metrics
+from tepal.records.run_directory import RunDirectory, read_label_counts
 from tepal.server_app.config import ConfigError, defaults, read_run_config
 from tepal.server_app.run import build_model, build_strategy, run
 from tepal.strategies import FedACS, FedAMP, FedBE, FedEnsemble, RoundFailed, RoundReport, SelectiveLayers
@@ -30,6 +30,7 @@ from tepal.strategies.rounds import checkpoint
 from tepal.training import tasks
 from tepal.training.config import TrainingConfig
 from tepal.training.data import DataConfig, load_client
+from tests.lines import read_lines
 from tests.packages import ROOT
 
 SMALL = {"num-server-rounds": 3, "local-steps": 2, "fedfrozen.warmup-rounds": 1}
@@ -77,7 +78,7 @@ def test_sites_with_data_in_different_formats_train_together(small_run, tmp_path
     nodes = [{"data-path": str(tmp_path / name), "name": name} for name in ("arrays.npz", "folder", "table.csv")]
     local = {"dataset": "local", "image_shape": "1x8x8", "classes": 10, "normalise": "0.3/0.4"}
     path = small_run(nodes=nodes, strategy="fedavg", local_steps=0, local_epochs=4, batch_size=16, **local)
-    last = read_metrics(path)[-1]
+    last = read_lines(path)[-1]
     assert last["clients_replied"] == 3 and not last["refused"]
     assert last["accuracy"] > 0.4
 
@@ -98,7 +99,7 @@ def test_a_run_tells_which_labels_its_partition_has_where_and_nothing_of_a_sites
 
 
 def test_the_server_scores_as_often_as_it_is_asked_to(small_run):
-    each, *others = (read_metrics(small_run(strategy="fedavg", evaluate_every=n)) for n in (1, 2, 5))
+    each, *others = (read_lines(small_run(strategy="fedavg", evaluate_every=n)) for n in (1, 2, 5))
     assert [line["round"] for line in each if line["accuracy_of"] == "server"] == [0, 1, 2, 3]
     for some, scored in zip(others, ([0, 2, 3], [0, 3]), strict=True):
         assert [line["round"] for line in some if line["accuracy_of"] == "server"] == scored
@@ -115,7 +116,7 @@ def test_a_run_leaves_everything_in_its_directory(small_run):
         "rounds", "blocks.json", "now.json", "clients.json",
     }  # fmt: skip
     assert (path.parent / "latest").resolve() == path
-    metrics = read_metrics(path)
+    metrics = read_lines(path)
     assert [(m["round"], m["phase"]) for m in metrics] == [(0, "initial"), (1, "warm-up"), (2, "frozen"), (3, "frozen")]
     model = build("tiny-vit", image_shape=(1, 8, 8), classes=10, seed=42)
     layout, phi = find_blocks(model).layout, find_blocks(model).query_key
@@ -145,7 +146,7 @@ def test_clients_read_their_own_data_in_deployment(small_run, tmp_path):
         np.savez(file, images=rng.integers(0, 255, (40, 8, 8), dtype=np.uint8), labels=rng.integers(0, 4, 40))
         nodes.append({"data-path": str(file), "name": f"site-{k}"})
     path = small_run(nodes=nodes, dataset="local", image_shape="1x8x8", classes=4)
-    metrics = read_metrics(path)
+    metrics = read_lines(path)
     assert metrics[-1]["accuracy_of"] == "clients" and 0 <= metrics[-1]["accuracy"] <= 1
     assert metrics[0]["round"] == 1 and metrics[0]["received_accuracy"] is not None
 
@@ -156,7 +157,7 @@ def test_a_client_with_bad_data_is_refused_alone_before_the_first_round(small_ru
     nodes = [good, {**good, "partition-id": 1}, {"data-path": str(tmp_path / "empty"), "name": "site-9"}]
     with caplog.at_level("WARNING", logger="flwr"):
         path = small_run(nodes=nodes)
-    first = read_metrics(path)[1]
+    first = read_lines(path)[1]
     assert first["clients_replied"] == 2
     assert "empty" in first["refused"][0]["reason"] and first["refused"][0]["client"] == "site-9"
     with pytest.raises(RoundFailed, match="only 2 of 3 clients can take part"):
@@ -185,7 +186,7 @@ def test_the_cnn_trains_under_fedavg(small_run):
 
 
 def test_every_client_has_a_model_of_its_own_under_fedamp(small_run):
-    metrics = read_metrics(small_run(strategy="fedamp", model="cnn", num_server_rounds=2))
+    metrics = read_lines(small_run(strategy="fedamp", model="cnn", num_server_rounds=2))
     assert [line["accuracy_of"] for line in metrics] == ["personal", "personal"]
     assert metrics[-1]["bytes_up"] == metrics[-1]["bytes_fedavg"] - metrics[-1]["bytes_fedavg_down"]
 
@@ -196,7 +197,7 @@ FEDBE = {"strategy": "fedbe", "model": "cnn", "num_server_rounds": 2, "server_sh
 def test_fedbe_distils_on_the_servers_unlabelled_examples(small_run):
     options = {**FEDBE, "fedbe.samples": 2, "fedbe.epochs": 1}
     one, two = (small_run(**options) for _ in range(2))
-    assert [line["accuracy_of"] for line in read_metrics(one)] == ["server"] * 3
+    assert [line["accuracy_of"] for line in read_lines(one)] == ["server"] * 3
     first, second = (load_file(path / "model.safetensors") for path in (one, two))
     assert {name: array.tobytes() for name, array in first.items()} == {n: a.tobytes() for n, a in second.items()}
 
@@ -268,8 +269,8 @@ def test_a_run_goes_on_from_its_directory_alone(small_run, tmp_path, failing_in_
     uninterrupted = small_run(**UNUSUAL)
     ours, theirs = (load_file(path / "model.safetensors") for path in (stopped, uninterrupted))
     assert {name: array.tobytes() for name, array in ours.items()} == {n: a.tobytes() for n, a in theirs.items()}
-    assert read_metrics(whole)[1]["train_loss"] == read_metrics(stopped)[1]["train_loss"]
-    mine, other = read_metrics(stopped), read_metrics(uninterrupted)
+    assert read_lines(whole)[1]["train_loss"] == read_lines(stopped)[1]["train_loss"]
+    mine, other = read_lines(stopped), read_lines(uninterrupted)
     own = {"seconds", "seconds_train", "step_seconds", "bytes_overhead"}
     assert [{k: v for k, v in line.items() if k not in own} for line in mine] == [
         {k: v for k, v in line.items() if k not in own} for line in other
@@ -293,12 +294,12 @@ def test_a_run_starts_from_the_weights_that_it_is_given(small_run, tmp_path, cap
     with caplog.at_level("INFO", "flwr"):
         second = small_run(pretrained=str(first), num_server_rounds=1)
     assert f"tensors loaded from {first}/model.safetensors." in caplog.text
-    before, after = read_metrics(first)[-1], read_metrics(second)[0]
+    before, after = read_lines(first)[-1], read_lines(second)[0]
     assert (after["round"], after["accuracy"], after["loss"]) == (0, before["accuracy"], before["loss"])
     # What a run is resumed from is its checkpoint: the weights that it began with may be gone.
     first.rename(tmp_path / "away")
     resumed = small_run(pretrained=str(first), num_server_rounds=2, resume=str(second))
-    assert resumed == second and read_metrics(second)[-1]["round"] == 2
+    assert resumed == second and read_lines(second)[-1]["round"] == 2
     shutil.rmtree(second / "checkpoint")
     with pytest.raises(ConfigError, match="no such file"):
         small_run(pretrained=str(first), num_server_rounds=2, resume=str(second))
@@ -319,9 +320,9 @@ def test_weights_that_do_not_fit_stop_a_run_before_it_starts(small_run, tmp_path
 def test_all_modes_of_an_ensemble_start_from_the_weights_but_for_a_new_head(small_run):
     first = small_run(num_server_rounds=1)
     options = {"strategy": "fedensemble", "fedensemble.modes": 2, "num_server_rounds": 1}
-    drawn, given = (read_metrics(small_run(**options, **more))[0] for more in ({}, {"pretrained": str(first)}))
+    drawn, given = (read_lines(small_run(**options, **more))[0] for more in ({}, {"pretrained": str(first)}))
     assert drawn["disagreement"] > 0 and given["disagreement"] == 0
-    assert given["accuracy"] == read_metrics(first)[-1]["accuracy"]
+    assert given["accuracy"] == read_lines(first)[-1]["accuracy"]
 
 
 @pytest.mark.parametrize("strategy", ["fedfrozen", "selective"])
@@ -335,7 +336,7 @@ def test_a_directory_of_transformers_gives_model_and_weights(small_run, tmp_path
         path = small_run(strategy=strategy, model=saved, pretrained=saved)
     assert f"tensors loaded from {saved}/model.safetensors; initialised by seed" in caplog.text
     assert "none of this shape: classifier.weight, classifier.bias." in caplog.text
-    lines = read_metrics(path)
+    lines = read_lines(path)
     assert not any(line["refused"] or line["lost"] for line in lines) and len(lines) == 4
     layer = 4 * (12 * 12 + 12) + 2 * 24 + 2 * 12 * 16 + 12 + 16
     head = 12 * 10 + 10
@@ -388,7 +389,7 @@ def test_dropout_is_drawn_by_the_runs_seed(small_run, tmp_path, monkeypatch, str
     for number in (1, 2):
         torch.manual_seed(number)  # what else has drawn numbers before
         path = small_run(model="our_nets:dropping", strategy=strategy, deterministic=True)
-        told = read_metrics(path)
+        told = read_lines(path)
         lines = [{k: v for k, v in line.items() if "seconds" not in k and k != "bytes_overhead"} for line in told]
         runs.append((lines, {name: array.tobytes() for name, array in load_file(path / "model.safetensors").items()}))
     assert runs[0] == runs[1]
@@ -404,14 +405,14 @@ def test_a_model_of_ones_own_is_trained_with_the_blocks_that_the_config_names(sm
     with pytest.raises(ConfigError, match=r"fedfrozen\.ridge=0\.1 applies to .* set it, too"):
         small_run(model="our_nets:net", **{"blocks.query-key": "*.wq.*", "fedfrozen.ridge": 0.1})
     named = {"model": "our_nets:net", "blocks.query-key": "*.wq.*, *.wk.*", "blocks.layers": "step*"}
-    lines = read_metrics(small_run(**named))
+    lines = read_lines(small_run(**named))
     everything, frozen = 2 * 3 * (64 + 8) + 8 * 10 + 10, 2 * 2 * (64 + 8)
     assert [line["bytes_up"] for line in lines[1:]] == [
         3 * 4 * everything, 3 * 4 * (everything - frozen), 3 * 4 * (everything - frozen)
     ]  # fmt: skip
     assert not any(line["refused"] or line["lost"] for line in lines)
     path = small_run(**named, strategy="selective", num_server_rounds=1)
-    assert read_metrics(path)[-1]["bytes_up"] == 3 * 4 * (3 * 72 + 90)  # each client: a layer of two, and the head
+    assert read_lines(path)[-1]["bytes_up"] == 3 * 4 * (3 * 72 + 90)  # each client: a layer of two, and the head
 
 
 def test_what_cannot_change_is_refused_on_resume(small_run, tmp_path):
@@ -435,8 +436,8 @@ def test_a_full_disk_at_checkpoint_time_is_said_and_the_run_goes_on(small_run, m
     monkeypatch.setattr(checkpoint, "write_arrays", full)
     path = small_run(num_server_rounds=3)
     assert "no checkpoint of round 1 could be written: [Errno 28] no space left" in caplog.text
-    assert [note["client"] for note in read_metrics(path)[2]["notes"]] == ["server"]
-    assert read_metrics(path)[-1]["round"] == 3
+    assert [note["client"] for note in read_lines(path)[2]["notes"]] == ["server"]
+    assert read_lines(path)[-1]["round"] == 3
 
 
 def test_a_final_model_that_cannot_be_written_is_tried_again(small_run, monkeypatch, caplog):

@@ -8,10 +8,12 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from tepal.records.run_directory import RunDirectory, read_metrics
+from tepal.records.round_record import RoundRecord
+from tepal.records.run_directory import RunDirectory
 from tepal.server_app import trackers
 from tepal.server_app.config import ConfigError, defaults, read_run_config
 from tepal.server_app.trackers import TensorBoard, Trackers, check_trackers, open_trackers
+from tests.lines import read_lines
 from tests.packages import ROOT
 
 BOTH = {"trackers": "tensorboard, mlflow"}
@@ -28,7 +30,7 @@ def nothing_of_the_environment(monkeypatch):
 def line(number, **values):
     usual = {"phase": "train", "accuracy": number / 7, "loss": 1 / (number + 1), "bytes_down": 1000 * number,
              "refused": [], "lost": [{"client": "a", "reason": "x"}] * (number % 3)}  # fmt: skip
-    return {"round": number, **usual, **values}
+    return RoundRecord.from_line({"round": number, **usual, **values})
 
 
 def expected(run):
@@ -149,7 +151,7 @@ def test_scores_that_clients_give_a_round_later_are_shown_at_the_round_that_they
             directory.add(row)
             tracked.add(row)
     wanted = {**expected(directory.path), (1, "accuracy"): 0.25, (2, "accuracy"): 0.5}
-    assert read_metrics(directory.path)[1]["accuracy"] == 0.5
+    assert read_lines(directory.path)[1]["accuracy"] == 0.5
     check_that_they_show(directory.path, wanted)
 
 
@@ -168,7 +170,7 @@ def test_a_tracker_that_fails_is_said_once_and_caught_up_with(directory, caplog)
         def match(self, lines):
             if self.fails:
                 raise ConnectionError("no route")
-            self.shown = [each["round"] for each in lines]
+            self.shown = [each.round for each in lines]
 
         def write(self, values):
             self.shown += list(values)

@@ -7,11 +7,12 @@ import pytest
 
 from tepal.client_app.app import app
 from tepal.host.toml import parse_run_config
-from tepal.records.run_directory import read_metrics, read_records
+from tepal.records.run_directory import read_records
 from tepal.server_app.config import defaults, read_run_config
 from tepal.server_app.run import build_model, build_strategy, run
 from tepal.strategies import STRATEGIES
 from tepal.strategies.in_process import InProcessGrid, Node
+from tests.lines import read_lines
 from tests.packages import ROOT
 from tests.quiet import quiet  # noqa: F401
 
@@ -84,7 +85,7 @@ def expected(name, number, size):
 
 @pytest.mark.parametrize("name", [name for name in STRATEGIES if name != "selective"])
 def test_it_moves_what_its_formula_says(ran, sizes, name):
-    lines = {line["round"]: line for line in read_metrics(ran(name))}
+    lines = {line["round"]: line for line in read_lines(ran(name))}
     for number in (1, ROUNDS):
         down, up = expected(name, number, sizes)
         assert (lines[number]["bytes_down"], lines[number]["bytes_up"]) == (CLIENTS * down, CLIENTS * up), number
@@ -93,7 +94,7 @@ def test_it_moves_what_its_formula_says(ran, sizes, name):
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_what_it_says_of_blocks_and_of_clients_adds_up_to_what_it_moved(ran, name):
     run = ran(name)
-    lines = {line["round"]: line for line in read_metrics(run)}
+    lines = {line["round"]: line for line in read_lines(run)}
     cells, now, clients = (json.loads((run / f"{name}.json").read_text()) for name in ("blocks", "now", "clients"))
     of_cells = np.array([cell["bytes"] for cell in cells])
     records = dict(read_records(run))
@@ -122,7 +123,7 @@ def test_query_and_key_neither_train_nor_travel_when_they_are_frozen(ran):
 
 
 def test_selective_sends_up_the_chosen_layers_and_the_head(ran, sizes):
-    lines = {line["round"]: line for line in read_metrics(ran("selective"))}
+    lines = {line["round"]: line for line in read_lines(ran("selective"))}
     ways = {layer + sizes["head"] for layer in sizes["layers"]}
     for number in (1, ROUNDS):
         up = lines[number]["bytes_up"]
@@ -132,7 +133,7 @@ def test_selective_sends_up_the_chosen_layers_and_the_head(ran, sizes):
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_it_takes_any_encoding(ran, name):
     """Changes in int8, of each matrix the larger half: clients answer all the same, with fewer bytes."""
-    as_it_is, encoded = read_metrics(ran(name)), read_metrics(ran(name, **ENCODED))
+    as_it_is, encoded = read_lines(ran(name)), read_lines(ran(name, **ENCODED))
     for before, line in zip(as_it_is, encoded, strict=True):
         assert not line["refused"] and not line["lost"] and not line["notes"]
         if line["round"]:
@@ -153,7 +154,7 @@ def test_the_settings_for_a_comparison_of_all_suit_it(name):
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_its_result_is_scored_and_named_after_the_model_it_is_of(ran, name):
-    last = read_metrics(ran(name))[-1]
+    last = read_lines(ran(name))[-1]
     own = name in ("fedacs", "fedamp", "local", "ditto", "perfedavg", "pfedme", "apfl")
     assert last["accuracy_of"] == ("personal" if own else "server")
     assert 0 <= last["accuracy"] <= 1 and 0 <= last["clients_accuracy"] <= 1 and last["clients_spread"] >= 0

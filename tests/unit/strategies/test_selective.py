@@ -21,7 +21,6 @@ from tepal.exchange.mod import PartialExchange
 from tepal.exchange.parts import unpack
 from tepal.exchange.plan import MODEL, Reply
 from tepal.models.blocks import find_blocks
-from tepal.records.run_directory import read_metrics
 from tepal.server_app.config import ConfigError, defaults
 from tepal.server_app.run import run as run_config
 from tepal.strategies import FedEnsemble, MethodError, RoundFailed, SelectiveLayers, join_modes, modes_of
@@ -30,6 +29,7 @@ from tepal.strategies.layer_selection import choose
 from tepal.strategies.method import Run, ServerModel
 from tepal.strategies.selective import SelectiveLayersMethod
 from tepal.training.probing import probe_layers
+from tests.lines import read_lines
 from tests.packages import ROOT
 
 LAYERS = 5
@@ -1056,7 +1056,7 @@ def digits_bytes(*layers):
 def test_the_projects_own_app_trains_layers_of_digits(digits):
     """Three clients, of which one declares in its node config that it can train both layers."""
     path = digits({}, {"layer-budget": 2}, {})
-    metrics = [line for line in read_metrics(path) if line["round"]]
+    metrics = [line for line in read_lines(path) if line["round"]]
     full, one = digits_bytes(0)
     _, two = digits_bytes(0, 1)
     assert [line["bytes_up"] for line in metrics] == [2 * one + two] * 2
@@ -1069,7 +1069,7 @@ def test_the_projects_own_app_measures_how_long_layers_take(digits):
         "selective.costs": "milliseconds", "selective.budget": 1e6, "selective.selection": "top",
         "num-server-rounds": 1, "local-steps": 1,
     })  # fmt: skip
-    (first,) = [line for line in read_metrics(path) if line["round"]]
+    (first,) = [line for line in read_lines(path) if line["round"]]
     assert first["bytes_up"] == digits_bytes(0, 1)[1] + digits_bytes()[1]
 
 
@@ -1084,7 +1084,7 @@ IMPOSSIBLE = {
 def test_the_projects_own_app_declares_impossible_budgets_and_is_refused_alone(digits, caplog):
     wrong = [{"layer-budget": declared} for declared in IMPOSSIBLE]
     path = digits({}, {}, *wrong, **{"num-server-rounds": 1, "local-steps": 1})
-    (first,) = [line for line in read_metrics(path) if line["round"]]
+    (first,) = [line for line in read_lines(path) if line["round"]]
     assert first["clients_replied"] == 2
     refused = {refusal["client"]: refusal["reason"] for refusal in first["refused"]}
     for number, said in enumerate(IMPOSSIBLE.values(), 2):
@@ -1094,7 +1094,7 @@ def test_the_projects_own_app_declares_impossible_budgets_and_is_refused_alone(d
 def test_the_projects_own_app_refuses_a_budget_that_is_no_finite_number(digits):
     wrong = [{"layer-budget": declared} for declared in (math.nan, math.inf)]
     path = digits({}, {}, *wrong, **{"num-server-rounds": 1, "local-steps": 1})
-    (first,) = [line for line in read_metrics(path) if line["round"]]
+    (first,) = [line for line in read_lines(path) if line["round"]]
     assert first["clients_replied"] == 2
 
 

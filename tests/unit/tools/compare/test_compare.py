@@ -14,13 +14,15 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from tepal.host.superlink import RunError
-from tepal.records.run_directory import KEPT_IN, RunDirectory, find_run, held, read_config, read_metrics
+from tepal.records.round_record import RoundRecord
+from tepal.records.run_directory import KEPT_IN, RunDirectory, find_run, held, read_config
 from tepal.report.terminal import RoundProgress, TimeLeft
 from tepal.tools.cli.main import main
 from tepal.tools.compare.comparison import read_comparison
 from tepal.tools.compare.picture import STRATEGIES
 from tepal.tools.compare.runs import USUAL
 from tests.comparisons import continue_run, leave_run
+from tests.lines import read_lines
 from tests.packages import ROOT
 
 
@@ -38,7 +40,7 @@ def test_the_time_left_counts_starts_and_rounds_of_all_runs():
 
     def after(seconds, round_ended):
         now[0] += seconds
-        left.update({"round": round_ended})
+        left.update(RoundRecord(round=round_ended))
         return left.seconds
 
     left.begin()
@@ -57,11 +59,11 @@ def test_the_time_left_of_a_run_that_goes_on_counts_only_what_it_still_does():
     left = TimeLeft(2, 5, clock=lambda: now[0])
     left.begin(done=2)
     for old in (0, 1, 2):
-        left.update({"round": old})
+        left.update(RoundRecord(round=old))
     assert left.seconds is None and left.rounds_done == 2
     for number, seconds in ((3, 10), (4, 2)):
         now[0] += seconds
-        left.update({"round": number})
+        left.update(RoundRecord(round=number))
     assert left.seconds == 2 + (10 + 4 * 2)
     assert (left.rounds_done, left.rounds) == (4, 10)
     left.begin()
@@ -75,7 +77,7 @@ def test_the_bar_is_that_of_all_runs_and_every_run_leaves_a_line(monkeypatch):
     for number, name in enumerate(("1/2 fedavg", "2/2 fedacs")):
         with RoundProgress(2, name=name, time_left=left, console=Console(file=out, width=100)) as progress:
             for line in (1, 2):
-                progress.update({"round": line, "accuracy": 0.5, "bytes_down": 10, "bytes_up": 10, "seconds": 1.0})
+                progress.update(RoundRecord(round=line, accuracy=0.5, bytes_down=10, bytes_up=10, seconds=1.0))
                 task = progress._progress.tasks[0]
                 assert (task.completed, task.total) == (2 * number + line, 4)
     lines = [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line).strip() for line in out.getvalue().splitlines()]
@@ -272,10 +274,10 @@ def kill_in(compare, *cell):
 def test_what_a_comparison_is_to_do_is_known_from_its_folder_when_it_is_killed_in_its_first_run(compare):
     folder = kill_in(compare, "fedavg", 1)
     comparison = read_comparison(folder)
-    assert [(cell.strategy, cell.seed) for cell in comparison.cells] == [
+    assert [(run.strategy, run.seed) for run in comparison.runs] == [
         (strategy, seed) for seed in (1, 2) for strategy in ("fedavg", "fedfrozen", "fedacs")
     ]
-    assert [cell.outcome for cell in comparison.cells] == ["stopped", *["not run"] * 5]
+    assert [run.outcome for run in comparison.runs] == ["stopped", *["not run"] * 5]
     assert (comparison.clients, comparison.target, comparison.run_config["local-epochs"]) == (4, 0.5, 2)
 
 
@@ -284,7 +286,7 @@ def test_what_finished_is_not_run_again_and_what_was_under_way_goes_on(compare):
     before = {row["strategy"]: row for row in rows_of_runs(folder) if row["outcome"] == "finished"}
     assert set(before) == {"fedavg", "fedfrozen"}
     finished = {name: (folder / row["run"] / "metrics.jsonl").stat().st_mtime_ns for name, row in before.items()}
-    killed = read_comparison(folder).cells[2].run
+    killed = read_comparison(folder).runs[2].directory
 
     done = compare("--resume", str(folder), config=None)
     assert done.exit_code == 0, done.output
@@ -297,7 +299,7 @@ def test_what_finished_is_not_run_again_and_what_was_under_way_goes_on(compare):
 
     rows = rows_of_runs(folder)
     assert len(rows) == 6 and {row["outcome"] for row in rows} == {"finished"}
-    assert rows[2]["run"] == killed.name and [line["round"] for line in read_metrics(killed)] == [1, 2, 3]
+    assert rows[2]["run"] == killed.name and [line["round"] for line in read_lines(killed)] == [1, 2, 3]
     after = {name: (folder / row["run"] / "metrics.jsonl").stat().st_mtime_ns for name, row in before.items()}
     assert after == finished
     assert len(list(folder.glob("*-fed*"))) == 6, "a run directory each"
@@ -308,7 +310,7 @@ def test_what_finished_is_not_run_again_and_what_was_under_way_goes_on(compare):
 
 def test_a_run_without_a_checkpoint_is_run_anew(compare):
     folder = kill_in(compare, "fedfrozen", 2)
-    killed = read_comparison(folder).cells[4].run
+    killed = read_comparison(folder).runs[4].directory
     (killed / "checkpoint" / "round-000001").rmdir()
     done = compare("--resume", str(folder), config=None)
     assert done.exit_code == 0, done.output
@@ -371,11 +373,11 @@ def test_a_folder_in_which_no_comparison_was_begun_is_refused(compare, tmp_path)
         (["-c", 'strategy="fedavg"'], ["strategy='fedavg'", "sets the strategy itself", "--strategies"]),
         (["-c", str(ROOT / "conf" / "fedavg.toml")], ["strategy='fedavg'", "--strategies"]),
         (["-c", 'resume="runs/latest"'], ["resume='runs/latest'", "tepal compare --resume"]),
-        (["--strategies", "fedavg,fedfrosen"], ["'fedfrosen'", "did you mean 'fedfrozen'?", "known are fedavg"]),
-        (["--strategies", "fedavg,fedavg"], ["'fedavg' is there twice"]),
+        (["--strategies", "fedavg,fedfrosen"], ["'fedfrosen'", "did you mean 'fedfrozen'?", "allowed are fedavg"]),
+        (["--strategies", "fedavg,fedavg"], ["'fedavg' is named twice"]),
         (["--strategies", ","], ["names none"]),
         (["--seeds", "1,two"], ["--seeds '1,two'", "whole numbers", "1,2,3"]),
-        (["--seeds", "1,2,1"], ["--seeds: 1 is there twice"]),
+        (["--seeds", "1,2,1"], ["--seeds: 1 is named twice"]),
         (["--seeds", "1,-2"], ["seed=-2", "greater than or equal to 0"]),
         (["--seeds", ","], ["--seeds names none"]),
         (["--seeds", "1,2", "-c", "seed=5"], ["seed=5", "--seeds 1,2", "leave out one"]),

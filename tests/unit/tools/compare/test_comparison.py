@@ -13,8 +13,9 @@ from itertools import pairwise
 import pytest
 from rich.console import Console
 
+from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory import RunDirectory, held
-from tepal.tools.compare.comparison import Cell, find_comparison, measure, measured, read_comparison
+from tepal.tools.compare.comparison import ComparedRun, find_comparison, measure, measured, read_comparison
 from tepal.tools.compare.picture import STRATEGIES, draw, looks
 from tepal.tools.compare.runs import new_folder
 from tepal.tools.compare.tables import comparison_table
@@ -30,8 +31,8 @@ def folder(tmp_path_factory):
     """Four strategies that finished, and one that failed in its first round."""
     folder = new_folder(tmp_path_factory.mktemp("runs"))
     comparison = comparison_in(folder, RUNS)
-    failed = next(cell for cell in comparison.cells if cell.strategy == "selective")
-    failed.run = leave_run(folder, "selective", rounds=0, summary=False)
+    failed = next(run for run in comparison.runs if run.strategy == "selective")
+    failed.directory = leave_run(folder, "selective", rounds=0, summary=False)
     failed.outcome, failed.reason = "failed", "The run failed: <no> memory"
     return finish(comparison).folder
 
@@ -50,8 +51,8 @@ def seeds(tmp_path_factory):
     """Three strategies with three seeds each; FedFrozen's second run failed."""
     folder = new_folder(tmp_path_factory.mktemp("runs"))
     comparison = comparison_in(folder, ["fedavg", "fedfrozen", "fedacs"], ADDED)
-    failed = next(cell for cell in comparison.cells if (cell.strategy, cell.seed) == ("fedfrozen", 2))
-    failed.run = leave_run(folder, "fedfrozen", seed=2, rounds=1, summary=False)
+    failed = next(run for run in comparison.runs if (run.strategy, run.seed) == ("fedfrozen", 2))
+    failed.directory = leave_run(folder, "fedfrozen", seed=2, rounds=1, summary=False)
     failed.outcome, failed.reason = "failed", "no memory"
     return finish(comparison, ADDED.get).folder
 
@@ -181,9 +182,9 @@ def test_without_fedavg_the_target_is_of_the_first_that_finished_with_an_accurac
     def target(*strategies):
         (tmp_path / "-".join(strategies)).mkdir()
         comparison = comparison_in(tmp_path / "-".join(strategies), strategies)
-        for cell in comparison.cells:
-            if cell.strategy == "selective":
-                cell.outcome = "failed"
+        for run in comparison.runs:
+            if run.strategy == "selective":
+                run.outcome = "failed"
         return measure(finish(comparison)).target
 
     found = target("fedacs", "selective", "fedfrozen", "fedensemble")
@@ -217,7 +218,7 @@ def test_models_of_the_clients_own_have_no_accuracy_on_the_servers_data(tmp_path
     run = leave_run(tmp_path, "fedacs")
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"round": 4, "accuracy": 0.6, "accuracy_of": "server"}) + "\n")
-    result = measured(Cell("fedacs", 7, run), {})
+    result = measured(ComparedRun("fedacs", 7, run), {})
     assert result.server_score is None and result.curve.of == "personal"
 
 
@@ -225,16 +226,18 @@ def test_an_earlier_models_score_on_the_clients_is_not_the_results(tmp_path):
     run = leave_run(tmp_path, "fedacs")
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"round": 4, "clients_accuracy": None}) + "\n")
-    assert measured(Cell("fedacs", 7, run), {}).figures(None)["clients_accuracy"] is None
+    assert measured(ComparedRun("fedacs", 7, run), {}).figures(None)["clients_accuracy"] is None
 
 
 def test_bytes_after_an_unknown_round_are_not_made_up(tmp_path):
     run = RunDirectory.create(tmp_path, "fedavg", {})
     for number, down in ((1, 1000), (2, None), (3, 1000)):
         run.append(
-            {"round": number, "accuracy": 0.1 * number, "accuracy_of": "server", "bytes_down": down, "bytes_up": 0}
+            RoundRecord.from_line(
+                {"round": number, "accuracy": 0.1 * number, "accuracy_of": "server", "bytes_down": down, "bytes_up": 0}
+            )
         )
-    result = measured(Cell("fedavg", 7, run.path, "finished"), {})
+    result = measured(ComparedRun("fedavg", 7, run.path, "finished"), {})
     assert [(point.round, point.transferred) for point in result.curve.points] == [(1, 1000), (2, None), (3, None)]
     assert [point.round for point in result.curve.over_bytes] == [1]
     figures = result.figures(0.3)
@@ -246,55 +249,55 @@ def test_bytes_after_an_unknown_round_are_not_made_up(tmp_path):
 
 def test_a_comparison_is_read_as_it_was_written(tmp_path):
     written = comparison_in(tmp_path, ["fedavg", "fedacs"], [3, 1], target=0.5, gpus=0.25)
-    written.cells[2].outcome, written.cells[2].reason = "failed", "no “memory”"
+    written.runs[2].outcome, written.runs[2].reason = "failed", "no “memory”"
     written.save()
     assert read_comparison(tmp_path) == written
-    assert [(cell.strategy, cell.seed) for cell in written.cells] == [
+    assert [(run.strategy, run.seed) for run in written.runs] == [
         ("fedavg", 3), ("fedacs", 3), ("fedavg", 1), ("fedacs", 1),
     ]  # fmt: skip
 
 
 def test_a_run_that_was_resumed_and_finished_since_counts_as_finished(tmp_path):
     comparison = comparison_in(tmp_path, ["fedavg"])
-    comparison.cells[0].run = leave_run(tmp_path, "fedavg", rounds=1, summary=False)
-    comparison.cells[0].outcome = "stopped"
+    comparison.runs[0].directory = leave_run(tmp_path, "fedavg", rounds=1, summary=False)
+    comparison.runs[0].outcome = "stopped"
     comparison.save()
-    assert read_comparison(tmp_path).cells[0].outcome == "stopped"
-    run = RunDirectory(comparison.cells[0].run, {})
+    assert read_comparison(tmp_path).runs[0].outcome == "stopped"
+    run = RunDirectory(comparison.runs[0].directory, {})
     run.write_summary(stopped_by="too few replies, in the last round")
-    assert read_comparison(tmp_path).cells[0].outcome == "stopped"
+    assert read_comparison(tmp_path).runs[0].outcome == "stopped"
     run.write_summary()
-    assert read_comparison(tmp_path).cells[0].outcome == "finished"
+    assert read_comparison(tmp_path).runs[0].outcome == "finished"
 
 
 def test_a_run_of_a_comparison_that_was_killed_is_not_taken_for_running(tmp_path):
     comparison = comparison_in(tmp_path, ["fedavg", "fedacs"])
-    comparison.cells[0].run, comparison.cells[0].outcome = leave_run(tmp_path, "fedavg", summary=False), "running"
+    comparison.runs[0].directory, comparison.runs[0].outcome = leave_run(tmp_path, "fedavg", summary=False), "running"
     comparison.save()
     with held(tmp_path):
-        assert read_comparison(tmp_path).cells[0].outcome == "running"
-    assert [cell.outcome for cell in read_comparison(tmp_path).cells] == ["stopped", "not run"]
+        assert read_comparison(tmp_path).runs[0].outcome == "running"
+    assert [run.outcome for run in read_comparison(tmp_path).runs] == ["stopped", "not run"]
 
 
 def test_a_run_whose_directory_is_gone_was_not_run(tmp_path):
     comparison = finish(comparison_in(tmp_path, ["fedavg"]))
-    comparison.cells[0].run.rename(tmp_path.parent / "elsewhere")
-    (cell,) = read_comparison(tmp_path).cells
-    assert (cell.run, cell.outcome) == (None, "not run")
+    comparison.runs[0].directory.rename(tmp_path.parent / "elsewhere")
+    (run,) = read_comparison(tmp_path).runs
+    assert (run.directory, run.outcome) == (None, "not run")
 
 
 def test_a_comparison_that_was_moved_is_found_with_its_runs(tmp_path):
     (tmp_path / "here").mkdir()
     finish(comparison_in(tmp_path / "here", ["fedavg"]))
     there = (tmp_path / "here").rename(tmp_path / "there")
-    assert read_comparison(there).cells[0].run.parent == there
+    assert read_comparison(there).runs[0].directory.parent == there
     assert find_comparison(there) == there == find_comparison(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"cells": [{"name": "fedavg"}]}', '{"cells": 3}'])
 def test_a_plan_that_cannot_be_read_is_refused_by_name(tmp_path, content):
     (tmp_path / "comparison.json").write_text(content)
-    with pytest.raises(ValueError, match=r"comparison\.json does not say what is compared"):
+    with pytest.raises(ValueError, match=r"comparison\.json is damaged"):
         read_comparison(tmp_path)
 
 

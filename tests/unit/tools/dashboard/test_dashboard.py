@@ -87,15 +87,15 @@ def test_a_comparison_has_its_page_and_its_runs_theirs(runs):
     folder = runs / "20260101-000000-comparison"
     folder.mkdir()
     comparison = finish(comparison_in(folder, ["fedavg", "fedfrozen"]))
-    for cell in comparison.cells:
-        write_report(cell.run)
+    for run in comparison.runs:
+        write_report(run.directory)
     client = browser(runs)
     page = client.get(f"/run/{folder.name}/")
     assert page.status_code == 200 and "fedavg" in page.text
-    for cell in comparison.cells:
-        assert f'href="{cell.run.name}/report.html"' in page.text and f'href="{cell.run.name}/"' in page.text
-        assert client.get(f"/run/{folder.name}/{cell.run.name}/report.html").status_code == 200
-        shown = client.get(f"/run/{folder.name}/{cell.run.name}/")
+    for run in comparison.runs:
+        assert f'href="{run.directory.name}/report.html"' in page.text and f'href="{run.directory.name}/"' in page.text
+        assert client.get(f"/run/{folder.name}/{run.directory.name}/report.html").status_code == 200
+        shown = client.get(f"/run/{folder.name}/{run.directory.name}/")
         assert shown.status_code == 200 and f'<a href="../">{folder.name}</a>' in shown.text
     assert "2/2 runs" in client.get("/").text
 

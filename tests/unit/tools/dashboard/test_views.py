@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 from typer.testing import CliRunner
 
+from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory import RunDirectory, RunInUse, held, is_held
 from tepal.server_app.config import defaults
 from tepal.tools.cli.main import main
@@ -66,7 +67,7 @@ def test_a_run_that_was_prolonged_and_killed_is_not_finished(runs):
     os.utime(run / "summary.json", (1, 1))
     [facts] = told("runs", runs)
     assert (facts["state"], facts["rounds"]) == ("finished", 2), "a copy may have its files in any order of time"
-    RunDirectory(run, {}).append({"round": 3, "accuracy": 0.8, "bytes_down": 1, "bytes_up": 1})
+    RunDirectory(run, {}).append(RoundRecord(round=3, accuracy=0.8, bytes_down=1, bytes_up=1))
     [facts] = told("runs", runs)
     assert (facts["state"], facts["rounds"], facts["score"]) == ("interrupted", 3, 0.8)
 
@@ -101,12 +102,12 @@ def test_a_comparison_is_one_line_and_its_folder_lists_its_runs(tmp_path):
     comparison = finish(comparison_in(tmp_path / "runs" / "20260101-000000-compare", ("fedavg", "fedacs")))
     [facts] = told("runs", tmp_path / "runs")
     assert (facts["kind"], facts["strategy"], facts["state"]) == ("comparison", "fedavg, fedacs", "finished")
-    assert (facts["runs"], facts["runs_asked"]) == (len(comparison.cells),) * 2
+    assert (facts["runs"], facts["runs_asked"]) == (len(comparison.runs),) * 2
     assert {each["strategy"] for each in told("runs", comparison.folder)} == {"fedavg", "fedacs"}
     shown = told("show", comparison.folder.name, "--runs", tmp_path / "runs")
     assert shown["strategies"]["fedavg"]["bytes_total"]["mean"] == 60_000_000
     assert "fedacs" in CliRunner().invoke(main, ["show", str(comparison.folder)]).stdout
-    inside = comparison.cells[0].run.name
+    inside = comparison.runs[0].directory.name
     assert told("show", inside, "--runs", tmp_path / "runs")["name"] == inside
 
 
@@ -129,9 +130,9 @@ def test_a_run_shows_the_settings_that_are_its_own(runs):
 
 def test_a_run_shows_every_client_with_its_troubles(runs):
     directory = RunDirectory.create(runs, "fedavg", {"strategy": "fedavg"})
-    directory.append({"round": 1, "refused": [{"client": "site-10", "reason": "NaN"}]})
-    directory.append({"round": 2, "refused": [{"client": "site-10", "reason": "[shape]"}],
-                      "lost": [{"client": "site-2", "reason": "gone"}]})  # fmt: skip
+    directory.append(RoundRecord(round=1, refused=[{"client": "site-10", "reason": "NaN"}]))
+    refused, lost = [{"client": "site-10", "reason": "[shape]"}], [{"client": "site-2", "reason": "gone"}]
+    directory.append(RoundRecord(round=2, refused=refused, lost=lost))
     clients = told("show", directory.path)["clients"]
     assert clients == [
         {"client": "site-2", "counts": {"lost": 1}, "last_round": 2, "last_reason": "gone"},
@@ -143,7 +144,7 @@ def test_a_run_shows_every_client_with_its_troubles(runs):
 def test_a_long_run_shows_some_rounds_and_says_so(runs):
     directory = RunDirectory.create(runs, "fedavg", {"strategy": "fedavg"})
     for number in range(1, 101):
-        directory.append({"round": number, "phase": "train", "accuracy": number / 100})
+        directory.append(RoundRecord(round=number, phase="train", accuracy=number / 100))
     page = CliRunner().invoke(main, ["show", str(directory.path)]).stdout
     rounds = [int(line.split()[0]) for line in page.splitlines() if " train " in line]
     assert len(rounds) == 20 and rounds[0] == 1 and rounds[-1] == 100

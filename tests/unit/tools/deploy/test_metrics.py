@@ -12,6 +12,7 @@ from tepal.client_app.node.metrics import node_families
 from tepal.host import metrics
 from tepal.host.metrics import MetricsError, serving
 from tepal.host.processes import free_port
+from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory import RunDirectory, held
 from tepal.tools.deploy.journal import Journal
 from tepal.tools.deploy.metrics import server_families
@@ -37,8 +38,10 @@ def test_a_servers_runs_are_told_as_metrics_jsonl_has_them(tmp_path):
     journal = Journal(tmp_path / "server.json", superlink="running", superlink_starts=2, nodes=["a", "b", "c"])
     run = leave_run(tmp_path / "runs", "fedfrozen", rounds=1, summary=False)
     troubled = {"clients_replied": 2, "refused": [{"client": "a"}], "lost": [{"client": "b"}, {"client": "c"}]}
-    RunDirectory(run, {}).append({"round": 2, "accuracy": 0.73, "bytes_down": 5, "bytes_up": 7, "bytes_overhead": 3,
-                                  "seconds": 1.5, **troubled})  # fmt: skip
+    last = RoundRecord(
+        round=2, accuracy=0.73, bytes_down=5, bytes_up=7, bytes_overhead=3, seconds=1.5, **troubled
+    )  # fmt: skip
+    RunDirectory(run, {}).append(last)
     with held(run):
         told = scraped(lambda: server_families(journal, [tmp_path / "runs", tmp_path / "nothing"]))
     name = run.name

@@ -11,6 +11,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from typer.testing import CliRunner
 
+from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory import RunDirectory
 from tepal.tools.cli.server import app as server
 from tepal.tools.cli.server import describe, why_unhealthy
@@ -46,7 +47,7 @@ def new_run(tmp_path):
     def make_run(name, rounds=0, *, begun=1000.0, folder=tmp_path / "runs", **config):
         run = RunDirectory.create(folder, name, {**CONFIG, **config})
         for number in range(1, rounds + 1):
-            run.append({"round": number, "clients_replied": 2})
+            run.append(RoundRecord(round=number, clients_replied=2))
             (run.path / "checkpoint" / f"round-{number:06d}").mkdir(parents=True)
         os.utime(run.path / "config.toml", (begun, begun))
         return run
@@ -82,7 +83,7 @@ def test_a_summary_from_before_the_run_was_resumed_is_no_end(new_run):
     os.utime(run.path / "config.toml", (later, later))
     assert look_at(run.path).ended is False
     assert look_at(run.path).stopped_by is None
-    run.append({"round": 3, "clients_replied": 2})
+    run.append(RoundRecord(round=3, clients_replied=2))
     os.utime(run.path / "config.toml", (1000, 1000))
     (run.path / "checkpoint" / "round-000003").mkdir()
     assert look_at(run.path).ended is False, "a round that the summary does not know"

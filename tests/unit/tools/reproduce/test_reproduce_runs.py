@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tepal.client_app.app import app
-from tepal.records.run_directory import find_run, read_metrics
+from tepal.records.run_directory import find_run
 from tepal.server_app.config import defaults
 from tepal.server_app.run import run
 from tepal.strategies.in_process import InProcessGrid, Node
@@ -30,6 +30,7 @@ from tepal.tools.reproduce.fedfrozen_vision import METHODS, PAPER, FedFrozenVisi
 from tepal.tools.reproduce.runner import EXPERIMENTS, OtherData, reproduce
 from tepal.tools.reproduce.runs import mean_text, measured
 from tepal.tools.reproduce.selective import SUBJECTS, Selective
+from tests.lines import read_lines
 from tests.packages import ROOT
 from tests.quiet import quiet  # noqa: F401
 
@@ -139,7 +140,7 @@ def test_a_trial_measures_what_the_run_itself_does(tmp_path):
     values = measured(config, 4, tmp_path / "cell", weights=tmp_path / "kept" / "model.safetensors")
     nodes = [Node(app, {"partition-id": k, "num-partitions": 4}) for k in range(4)]
     whole = defaults() | config | {"runs": str(tmp_path / "runs")}
-    metrics = read_metrics(run(InProcessGrid(nodes, whole), whole))
+    metrics = read_lines(run(InProcessGrid(nodes, whole), whole))
     assert values["server"] == metrics[-1]["accuracy"] and values["clients"] == metrics[-1]["clients_accuracy"]
     assert values["curve"] == [(line["round"], line["accuracy"]) for line in metrics]
     assert values["bytes"] == sum(line["bytes_down"] + line["bytes_up"] for line in metrics)
@@ -163,7 +164,7 @@ def test_a_trial_that_was_stopped_goes_on_with_its_run(tmp_path, monkeypatch):
         patched.setattr(runs, "InProcessGrid", Stopped)
         with pytest.raises(KeyboardInterrupt):
             measured(config, 4, tmp_path / "cell")
-    before = len(read_metrics(find_run(tmp_path / "cell" / "runs")))
+    before = len(read_lines(find_run(tmp_path / "cell" / "runs")))
     assert 0 < before < 5
     values = measured(config, 4, tmp_path / "cell")
     assert values["server"] == expected["server"] and len(values["curve"]) == len(expected["curve"])

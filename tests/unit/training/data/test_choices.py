@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from tepal.client_app.app import app
-from tepal.records.run_directory import read_metrics
 from tepal.server_app.config import defaults
 from tepal.server_app.run import run
 from tepal.strategies.in_process import InProcessGrid, Node
 from tepal.training.data import DataConfig, DataError, load_client_texts
 from tepal.training.data.inputs import InputConfig, client_inputs, held_out_inputs, sizes
 from tepal.training.data.tokens import CHOICE, CONTEXT
+from tests.lines import read_lines
 from tests.unit.training.data.word_tokenizer import ID, WORDS, ids, written
 
 QUESTIONS = ["the sky is ?", "what is green ?", "very blue is ?"]
@@ -138,7 +138,7 @@ def test_a_run_on_questions(strategy, questions, tmp_path, monkeypatch):
     given = {**defaults(), "runs": str(tmp_path / "runs"), "num-server-rounds": 3, "fedfrozen.warmup-rounds": 1}
     given |= {**questions, "strategy": strategy, "local-epochs": 12, "learning-rate": 0.02}
     nodes = [Node(app, {"partition-id": k, "num-partitions": 3}) for k in range(3)]
-    told = read_metrics(run(InProcessGrid(nodes, given), given))
+    told = read_lines(run(InProcessGrid(nodes, given), given))
     assert not any(line["refused"] or line["lost"] for line in told)
     assert all(0 <= line["accuracy"] <= 1 and line["macro_f1"] is line["perplexity"] is None for line in told)
     if strategy in ("fedfrozen", "fedacs"):

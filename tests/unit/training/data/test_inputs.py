@@ -11,7 +11,7 @@ from torch import nn
 
 from tepal.client_app.app import app
 from tepal.models import ModelError
-from tepal.records.run_directory import read_metrics, read_summary
+from tepal.records.run_directory import read_summary
 from tepal.server_app.config import ConfigError, defaults, read_run_config
 from tepal.server_app.run import run
 from tepal.strategies.in_process import InProcessGrid, Node
@@ -20,6 +20,7 @@ from tepal.tools.predict.predict import load_predictor
 from tepal.training.data import CharVocabulary, DataError, held_out, load_client
 from tepal.training.data.inputs import InputConfig, client_inputs, held_out_inputs, sizes, written_sizes
 from tepal.training.data.tokens import TokenizerError
+from tests.lines import read_lines
 from tests.unit.training.data.word_tokenizer import ID, WORDS, ids, written
 
 BERT = {"model_type": "bert", "vocab_size": len(WORDS), "hidden_size": 12, "num_attention_heads": 3, "pad_token_id": 0}
@@ -182,7 +183,7 @@ def test_a_run_on_texts(strategy, table, bert, tmp_path, monkeypatch):
     columns = {"text_column": "said", "label_column": "colour", "partitioner": "iid", "text_length": 8}
     training = {"local_epochs": 12, "learning_rate": 0.02}
     path = in_process(tmp_path, dataset=table, model=bert, strategy=strategy, **training, **columns)
-    lines = read_metrics(path)
+    lines = read_lines(path)
     assert not any(line["refused"] or line["lost"] for line in lines)
     assert len(lines) == (3 if strategy == "fedacs" else 4), "of own models the initial one is not scored"
     assert all(0 <= line["macro_f1"] <= 1 and line["perplexity"] is None for line in lines)
@@ -199,7 +200,7 @@ def test_a_run_on_numbers(strategy, sequences, tmp_path, monkeypatch):
     data = {"dataset": sequences, "model": "linear-attention", "partitioner": "iid"}
     training = {"local_epochs": 10, "learning_rate": 0.03, "schedule": "constant"}
     path = in_process(tmp_path, strategy=strategy, **training, **data)
-    lines, personal = read_metrics(path), strategy in ("fedacs", "ditto")
+    lines, personal = read_lines(path), strategy in ("fedacs", "ditto")
     assert not any(line["refused"] or line["lost"] for line in lines) and len(lines) == (3 if personal else 4)
     assert [line["rmse"] ** 2 for line in lines] == pytest.approx([line["loss"] for line in lines])
     assert lines[-1]["loss"] < 0.8 * lines[0]["loss"] and lines[-1]["clients_rmse"] > 0
@@ -235,7 +236,7 @@ def test_a_run_on_a_tables_numbers_with_a_model_of_ones_own(tmp_path, monkeypatc
     data = {"dataset": str(path), "model": f"{__name__}:small", "task": "sequence-regression", "label-column": "target"}
     data |= {"feature-columns": "a,b", "group-column": "site", "partitioner": "natural"}
     left = in_process(tmp_path, strategy="selective", local_epochs=10, learning_rate=0.05, **data)
-    lines = read_metrics(left)
+    lines = read_lines(left)
     assert lines[-1]["rmse"] < 0.6 * lines[0]["rmse"] and not any(line["refused"] for line in lines)
     new = tmp_path / "new.csv"
     new.write_text("b,a\n0.5,1\n-1,0\n")
@@ -249,7 +250,7 @@ def test_a_run_on_characters(tmp_path, monkeypatch):
     path.write_text(PLAY)
     data = {"dataset": str(path), "partitioner": "iid", "min_partition_size": 1, "text_length": 8}
     left = in_process(tmp_path, 2, model="char-lstm", strategy="fedavg", local_steps=8, learning_rate=0.03, **data)
-    lines = read_metrics(left)
+    lines = read_lines(left)
     assert not any(line["refused"] or line["lost"] for line in lines)
     perplexities = [line["perplexity"] for line in lines]
     assert perplexities[0] == pytest.approx(80, rel=0.2), "a guess among 80 characters"
