@@ -31,8 +31,8 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from tepal.records.columns import Column
 from tepal.report.page import Figure, empty_plot, figure_html, page
-from tepal.report.table import Column
 from tepal.report.table import Table as ReportTable
 
 HERE = Path(__file__).resolve().parent

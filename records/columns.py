@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 UNKNOWN = "unknown"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,15 @@ def columns_of(record: type) -> dict[str, Column]:
     """Return the columns that a dataclass declares by `column`, in their order; keys are the fields' names."""
     declared = ((each.name, each.metadata["column"]) for each in fields(record) if "column" in each.metadata)
     return {name: replace(column, key=name) for name, column in declared}
+
+
+def from_values(record: type[T], values: Mapping[str, Any]) -> T:
+    """Make a dataclass from an object of a JSON file, also of one that another version wrote.
+
+    A field that is missing or null has its default; a value that no field is declared for is ignored.
+    """
+    declared = record.__dataclass_fields__  # type: ignore[attr-defined]
+    return record(**{name: value for name, value in values.items() if value is not None and name in declared})
 
 
 def count_text(values: list[Any]) -> str:

@@ -1,10 +1,10 @@
-"""What a run is doing now, in files of its directory that others look at while it goes on.
+"""The state of a run in progress, in files of its directory.
 
-    blocks.json     the model's cells (`strategies/rounds/travel.py`): stage, kind, parameters' bytes
-    now.json        the round that goes on, or the last one: each client's part in it, what has travelled
+    blocks.json     the model's parts (`strategies/rounds/travel.py`): stage, kind, parameters' bytes
+    now.json        the current round, or the last one: the state of each client, and what was transferred
     clients.json    each client over the whole run: rounds, replies, refusals, losses, examples, bytes, seconds
 
-All are written whole, and none is needed to resume a run: where one cannot be written, the run goes on without.
+Each is replaced as a whole. None is needed to resume a run: if one cannot be written, the run goes on without it.
 """
 
 from __future__ import annotations
@@ -12,28 +12,112 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
+from tepal.records.columns import bytes_text, column, columns_of, from_values, seconds_text
 from tepal.records.run_directory import BLOCKS, CLIENTS, NOW, as_json, read_json, write_whole
-from tepal.strategies.rounds.report import RoundReport
-from tepal.strategies.rounds.travel import Segment
+
+if TYPE_CHECKING:  # reading a run needs neither Flower nor torch
+    from tepal.strategies.rounds.report import RoundReport
+    from tepal.strategies.rounds.travel import Segment
 
 log = logging.getLogger(__name__)
 
-_OFTEN = 0.25  # seconds between two writings of a file that changes all the time, at least,
-_SHARE = 20  # and so many times what writing it took: of very many clients it is large
+_INTERVAL = 0.25  # seconds between two writings of a file, at least,
+_SHARE = 20  # and this many times the duration of the last writing, which is long if there are many clients
+
+
+class ModelPart(TypedDict):
+    """A part of the model in `blocks.json`; `bytes` are those of its parameters."""
+
+    stage: str
+    kind: str
+    bytes: int
+
+
+@dataclass
+class ClientTotals:
+    """A client over the whole run, in `clients.json`; its fields are the columns of the table of clients."""
+
+    rounds: int = column("rounds", default=0)
+    replied: int = column("replied", "rounds", default=0)
+    refused: int = column("refused", "replies", default=0)
+    lost: int = column("lost", "replies", default=0)
+    examples: int | None = column("examples", text="{:,}".format)
+    budget: float | None = column("budget", "layers", "{:g}".format)
+    bytes_down: int = column("down", "bytes", bytes_text, default=0)
+    bytes_up: int = column("up", "bytes", bytes_text, default=0)
+    seconds: float = column("time", text=seconds_text, default=0.0)
+    last_round: int = 0
+    state: str = ""
+    reason: str = column("last incident", left=True, default="")
+
+
+TOTALS = columns_of(ClientTotals)
+"""The columns of the table of clients."""
+
+
+@dataclass
+class ClientNow:
+    """A client in the current round, in `now.json`; `reason`: why it was refused or lost."""
+
+    state: str | None = None
+    examples: int | None = None
+    budget: float | None = None
+    bytes_down: int | None = None
+    bytes_up: int | None = None
+    seconds: float | None = None
+    reason: str = ""
+
+
+@dataclass
+class Now:
+    """The current round, or the last one, in `now.json`; `travel_…` as of `Travel.shares`, None if not known."""
+
+    round: int | None = None
+    phase: str = ""
+    ended: bool = False
+    clients: dict[str, ClientNow] = field(default_factory=dict)
+    travel_down: Sequence[float] | None = None
+    travel_up: Sequence[float] | None = None
+    travel_trains: Sequence[float] | None = None
+
+    @property
+    def travel(self) -> dict[str, Sequence[float]]:
+        """The shares that are known, by their names."""
+        return {name: each for name, each in vars(self).items() if name.startswith("travel_") and each is not None}
+
+
+def read_now(run: Path) -> Now | None:
+    """Read `now.json`; None if it is missing or cannot be read."""
+    values = read_json(run / NOW)
+    if not values:
+        return None
+    clients = {name: from_values(ClientNow, each) for name, each in (values.get("clients") or {}).items()}
+    return from_values(Now, {**values, "clients": clients})
+
+
+def read_clients(run: Path) -> dict[str, ClientTotals]:
+    """Read `clients.json`; {} if it is missing or cannot be read."""
+    return {name: from_values(ClientTotals, each) for name, each in (read_json(run / CLIENTS) or {}).items()}
+
+
+def read_parts(run: Path) -> list[ModelPart]:
+    """Read `blocks.json`; [] if it is missing or cannot be read."""
+    return read_json(run / BLOCKS) or []
 
 
 class Live:
-    """Tells of a run from its reports.
+    """Writes the state of a run from the reports of its rounds.
 
     Args:
-        path: the run directory.
-        rounds: how many are planned.
-        clock: seconds.
+        path: The run directory.
+        rounds: The number of planned rounds.
+        clock: Returns seconds.
     """
 
     def __init__(self, path: Path, rounds: int, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -41,44 +125,47 @@ class Live:
         self._rounds = rounds
         self._clock = clock
         self._due: dict[str, float] = {}
-        self._said: set[str] = set()
-        known = read_json(path / CLIENTS) or {}
-        self._totals: dict[str, dict[str, Any]] = {name: dict(each) for name, each in known.items()}
+        self._failed: set[str] = set()
+        self._totals = defaultdict(ClientTotals, read_clients(path))
 
     def model(self, cells: Sequence[Segment]) -> None:
-        """Tell what the model is made of."""
-        told = [{"stage": cell.stage, "kind": cell.kind, "bytes": cell.nbytes} for cell in cells]
-        self._write(BLOCKS, lambda: told, whenever=True)
+        """Write the parts of the model."""
+        parts: list[ModelPart] = [{"stage": cell.stage, "kind": cell.kind, "bytes": cell.nbytes} for cell in cells]
+        self._write(BLOCKS, lambda: parts, at_once=True)
 
     def progress(self, report: RoundReport) -> None:
-        """A round has come further; it is written now and then."""
+        """Write the state of a round, unless it was written just before."""
         self._write(NOW, lambda: self._now(report, ended=False))
 
     def end_round(self, report: RoundReport) -> None:
-        """A round has ended, or failed."""
+        """Write the state of a round that has ended or failed, and add it to the clients' totals."""
         for name, client in report.clients.items():
-            total = self._totals.setdefault(name, _nobody())
-            total["rounds"] += 1
-            for key, value in (("bytes_down", client.bytes_down), ("bytes_up", client.bytes_up)):
-                total[key] += value
-            total["seconds"] = round(total["seconds"] + client.seconds, 3)
-            total["last_round"], total["state"] = report.round, client.state
-            for key, latest in (("examples", client.examples), ("budget", client.budget)):
-                total[key] = total[key] if latest is None else latest
+            total = self._totals[name]
+            total.rounds += 1
+            total.bytes_down += client.bytes_down
+            total.bytes_up += client.bytes_up
+            total.seconds = round(total.seconds + client.seconds, 3)
+            total.last_round, total.state = report.round, client.state
+            total.examples = total.examples if client.examples is None else client.examples
+            total.budget = total.budget if client.budget is None else client.budget
         for name in report.replied:
-            self._totals.setdefault(name, _nobody())["replied"] += 1
-        for key, failed in (("refused", report.refused), ("lost", report.lost)):
-            for name, reason in failed:
-                total = self._totals.setdefault(name, _nobody())
-                total[key] += 1
-                total["reason"] = f"round {report.round}: {reason}"
-        self._write(NOW, lambda: self._now(report, ended=True), whenever=True)
-        self._write(CLIENTS, lambda: self._totals, whenever=report.round >= self._rounds)
+            self._totals[name].replied += 1
+        for name, _ in report.refused:
+            self._totals[name].refused += 1
+        for name, _ in report.lost:
+            self._totals[name].lost += 1
+        for name, reason in (*report.refused, *report.lost):
+            self._totals[name].reason = f"round {report.round}: {reason}"
+        self._write(NOW, lambda: self._now(report, ended=True), at_once=True)
+        self._write(CLIENTS, self._clients, at_once=report.round >= self._rounds)
 
     def close(self) -> None:
-        """Write what was kept back."""
+        """Write the clients' totals, which may not have been written since the last round."""
         if self._totals:
-            self._write(CLIENTS, lambda: self._totals, whenever=True)
+            self._write(CLIENTS, self._clients, at_once=True)
+
+    def _clients(self) -> Mapping[str, Any]:
+        return {name: vars(total) for name, total in self._totals.items()}
 
     def _now(self, report: RoundReport, *, ended: bool) -> Mapping[str, Any]:
         clients = {
@@ -98,23 +185,16 @@ class Live:
             **travel,
         }
 
-    def _write(self, name: str, content: Callable[[], Any], *, whenever: bool = False) -> None:
+    def _write(self, name: str, content: Callable[[], Any], *, at_once: bool = False) -> None:
         begun = self._clock()
-        if not whenever and begun < self._due.get(name, 0.0):
+        if not at_once and begun < self._due.get(name, 0.0):
             return
         try:
             write_whole(self._path / name, json.dumps(as_json(content()), allow_nan=False).encode() + b"\n")
-            self._said.discard(name)
+            self._failed.discard(name)
         except OSError as error:
-            if name not in self._said:  # once, not four times a second
-                self._said.add(name)
+            if name not in self._failed:  # logged once, not four times a second
+                self._failed.add(name)
                 log.error("%s. The run goes on without.", error)
         now = self._clock()
-        self._due[name] = now + max(_OFTEN, _SHARE * (now - begun))
-
-
-def _nobody() -> dict[str, Any]:
-    return {
-        "rounds": 0, "replied": 0, "refused": 0, "lost": 0, "examples": None, "budget": None, "bytes_down": 0,
-        "bytes_up": 0, "seconds": 0.0, "last_round": 0, "state": "", "reason": "",
-    }  # fmt: skip
+        self._due[name] = now + max(_INTERVAL, _SHARE * (now - begun))

@@ -16,6 +16,7 @@ from tepal.records.columns import (
     column,
     columns_of,
     count_text,
+    from_values,
     score_text,
     seconds_text,
     step_text,
@@ -150,11 +151,8 @@ class RoundRecord:
 
     @classmethod
     def from_line(cls, line: Mapping[str, Any]) -> RoundRecord:
-        """Make the record of a line of `metrics.jsonl`, also of one that an earlier version wrote.
-
-        A column that the line lacks has its default (None, or an empty list); one that is not declared is ignored.
-        """
-        return cls(**{name: value for name, value in line.items() if value is not None and name in COLUMNS})
+        """Make the record of a line of `metrics.jsonl`; of a missing column it has None, or an empty list."""
+        return from_values(cls, line)
 
     def to_line(self) -> dict[str, Any]:
         """Return column → value, as a line of `metrics.jsonl` has them."""

@@ -4,63 +4,64 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from markupsafe import Markup
 
 from tepal.records.columns import bytes_text
+from tepal.records.live import ModelPart
 from tepal.report.method_figures import Records
 from tepal.report.templates import render
 from tepal.strategies.rounds.travel import OTHER
 
 WAYS = {"travel_down": ("↓", "sent to"), "travel_up": ("↑", "returned by")}
 TRAINS = "travel_trains"
-_CLOSE = 5e-4  # shares that differ by less are written alike
+_CLOSE = 5e-4  # shares that differ by less have the same text
 
 
-class _Cell(NamedTuple):
-    """A part as the diagram shows it; shares of the clients in words, "" of none."""
+class _ShownPart(NamedTuple):
+    """A part as the diagram shows it; shares of the clients as text, "" for none."""
 
     bytes: str
     trained: str
     ways: tuple[tuple[str, str, str], ...]
 
 
-def diagram_html(cells: Sequence[Mapping[str, Any]], shares: Mapping[str, Sequence[float]], caption: str) -> Markup:
+def diagram_html(parts: Sequence[ModelPart], shares: Mapping[str, Sequence[float]], caption: str) -> Markup:
     """A table with a row for each stage of the model and a column for each kind of parts.
 
     Args:
-        cells: as `blocks.json` has them: stage, kind, bytes.
-        shares: `travel_down`, `travel_up`, `travel_trains`: how often each cell was transferred or trained, per client
+        parts: the model's parts.
+        shares: `travel_down`, `travel_up`, `travel_trains`: how often each part was transferred or trained, per client
             that was asked (`Travel.shares`).
-        caption: which round it shows.
+        caption: names the round.
     """
-    kinds = sorted({cell["kind"] for cell in cells}, key=lambda kind: (kind == OTHER, kind))
+    kinds = sorted({part["kind"] for part in parts}, key=lambda kind: (kind == OTHER, kind))
     stages = []
-    for stage, members in groupby(enumerate(cells), key=lambda member: member[1]["stage"]):
-        of_kind = {cell["kind"]: _cell(cell["bytes"], {key: shares[key][k] for key in shares}) for k, cell in members}
+    for stage, members in groupby(enumerate(parts), key=lambda member: member[1]["stage"]):
+        of_kind = {part["kind"]: _shown(part["bytes"], {key: shares[key][k] for key in shares}) for k, part in members}
         stages.append((stage, [of_kind.get(kind) for kind in kinds]))
     return render("diagram.html", caption=caption, kinds=kinds if len(kinds) > 1 else [""], rows=_together(stages))
 
 
-def last_diagram(records: Records, cells: Sequence[Mapping[str, Any]]) -> Markup:
-    """The block diagram of the last round that is known; "" of a model in one part."""
-    told = [(number, record) for number, record in records if len(record.get("travel_up", ())) == len(cells) > 1]
-    if not told:
+def last_diagram(records: Records, parts: Sequence[ModelPart]) -> Markup:
+    """The block diagram of the last round that is known; "" for a model in one part."""
+    known = [(number, record) for number, record in records if len(record.get("travel_up", ())) == len(parts) > 1]
+    if not known:
         return Markup()
-    number, record = told[-1]
+    number, record = known[-1]
     shares = {key: record[key].tolist() for key in ("travel_trains", "travel_down", "travel_up")}
     caption = f"Round {number}, the last: share of its clients that trained each part, were sent it and returned it."
-    return diagram_html(cells, shares, caption)
+    return diagram_html(parts, shares, caption)
 
 
-def _cell(nbytes: int, shares: Mapping[str, float]) -> _Cell:
+def _shown(nbytes: int, shares: Mapping[str, float]) -> _ShownPart:
     ways = tuple((*WAYS[key], _of(shares[key])) for key in WAYS if key in shares)
-    return _Cell(bytes_text(nbytes), _of(shares.get(TRAINS, 0.0)), ways)
+    return _ShownPart(bytes_text(nbytes), _of(shares.get(TRAINS, 0.0)), ways)
 
 
 def _of(share: float) -> str:
-    """A share of the clients in words, "" of none; more than 1 where some got it twice."""
+    """A share of the clients as text, "" for none; it is more than 1 if some received the part twice."""
     if share < _CLOSE:
         return ""
     if abs(share - 1) < _CLOSE:
@@ -68,8 +69,8 @@ def _of(share: float) -> str:
     return f"{share:.0%}" if share < 1 else f"all, × {share:.3g}"
 
 
-def _together(stages: Sequence[tuple[str, list[_Cell | None]]]) -> list[tuple[str, list[_Cell | None]]]:
-    """Layers one after another that look alike, as one row."""
+def _together(stages: Sequence[tuple[str, list[_ShownPart | None]]]) -> list[tuple[str, list[_ShownPart | None]]]:
+    """Join consecutive layers that look alike into one row."""
     rows = []
     for _, alike in groupby(stages, key=lambda stage: (stage[0].split(" ")[0], stage[1])):
         members = list(alike)

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from tepal.records.live import ModelPart
 from tepal.records.round_record import COLUMNS, RoundRecord
 from tepal.report.clients import MOST_CLIENTS, natural
 from tepal.report.page import Figure, add_curve, empty_plot
 
 Record = Mapping[str, np.ndarray]
 Records = Sequence[tuple[int, Record]]
-Cells = Sequence[Mapping[str, Any]]
 
 _GAPS = 40  # rows or columns up to which cells have a gap between them
 _MOST_FRAMES, _MOST_NUMBERS = 24, 150_000  # of a matrix that is shown round by round
@@ -22,18 +22,18 @@ _DRIFTS = {"query_key_drift": ("query and key", "main"), "value_drift": ("all el
 _SHARES = {"disagreement": "main", "lowest_accuracy": "second", "highest_accuracy": "third"}  # column → colour
 
 
-def travel_figures(records: Records, cells: Cells) -> list[Figure]:
-    """Which share of the clients was sent and returned each part of the model, by round; none for a model in one part.
+def travel_figures(records: Records, parts: Sequence[ModelPart]) -> list[Figure]:
+    """The shares of the clients that were sent and that returned each part of the model, by round; [] for one part.
 
     Args:
         records: of rounds in their order, as `run_directory.read_records` gives them.
-        cells: the model's parts, as `blocks.json` has them.
+        parts: the model's parts.
     """
-    told = [(number, record) for number, record in records if len(record.get("travel_up", ())) == len(cells)]
-    if len(cells) < 2 or not told:
+    told = [(number, record) for number, record in records if len(record.get("travel_up", ())) == len(parts)]
+    if len(parts) < 2 or not told:
         return []
-    many = len({cell["kind"] for cell in cells}) > 1
-    names = [f"{cell['stage']}, {cell['kind']}" if many else cell["stage"] for cell in cells]
+    many = len({part["kind"] for part in parts}) > 1
+    names = [f"{part['stage']}, {part['kind']}" if many else part["stage"] for part in parts]
     figures = []
     for way, said in (("down", "sent to"), ("up", "returned by")):
         shares = np.stack([record[f"travel_{way}"] for _, record in told], axis=1)

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
+from tepal.records.columns import Column
 from tepal.records.run_directory import add
 from tepal.report.script import PAGE_SCRIPT
 from tepal.report.style import STYLE
-from tepal.report.table import Column, Table
+from tepal.report.table import Table
 from tepal.report.templates import render
 
 if TYPE_CHECKING:

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tepal.records.live import ClientTotals, ModelPart, read_clients, read_parts
 from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory import (
-    BLOCKS,
-    CLIENTS,
     read_config,
-    read_json,
     read_label_counts,
     read_metrics,
     read_records,
@@ -31,15 +29,15 @@ class RunFiles:
     written_summary: Mapping[str, Any] | None
     records: Records
     label_counts: Mapping[str, Sequence[int]]
-    cells: Sequence[Mapping[str, Any]]
-    clients: Mapping[str, Mapping[str, Any]]
+    parts: Sequence[ModelPart]
+    clients: Mapping[str, ClientTotals]
 
     @staticmethod
     def of(run: Path) -> RunFiles:
         """Read the files of a run directory."""
         return RunFiles(
             read_config(run), read_metrics(run), read_summary(run), read_records(run), read_label_counts(run),
-            read_json(run / BLOCKS) or [], read_json(run / CLIENTS) or {},
+            read_parts(run), read_clients(run),
         )  # fmt: skip
 
     @property

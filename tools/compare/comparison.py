@@ -269,8 +269,8 @@ class Measured:
         summed = {key: self.summary.get(key) for key in ("bytes_down", "bytes_up", "bytes_vs_fedavg", "seconds")}
         return {
             f"server_{self.by.key}": self.server_score,
-            f"clients_{self.by.key}": last and last.value(f"clients_{self.by.key}"),
-            "clients_spread": last and last.clients_spread,
+            f"clients_{self.by.key}": last.value(f"clients_{self.by.key}") if last else None,
+            "clients_spread": last.clients_spread if last else None,
             "rounds_to_target": reached.round if reached else None,
             "bytes_to_target": reached.transferred if reached else None,
             **(summed if self.metrics else dict.fromkeys(summed)),

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tepal.records.columns import UNKNOWN, bytes_text, score_text
+from tepal.records.columns import UNKNOWN, bytes_text, score_text, seconds_text
+from tepal.records.live import TOTALS, ClientNow, Now, read_clients, read_now, read_parts
 from tepal.records.run_directory import (
     BLOCKS,
     CLIENTS,
@@ -25,7 +26,6 @@ from tepal.records.run_directory import (
     NOW,
     ROUNDS,
     SUMMARY,
-    read_json,
     read_label_counts,
     read_records,
 )
@@ -43,11 +43,25 @@ from tepal.tools.dashboard.views import RUNNING, UNREADABLE, ComparisonView, Run
 _TIMES, _LONGEST = 5, 10.0  # what took t seconds to make is not made again before 5 t, or 10 s
 _MOST_ROWS = 200  # of the tables of rounds and of troubles, the last ones
 
-CLIENT_KEYS = (
-    "client", "state", "examples", "budget", "down", "up", "seconds", "rounds", "replied", "refused", "lost",
-    "total_down", "total_up", "total_seconds", "reason",
-)  # fmt: skip
-"""Columns of the part `clients`: of the present round, then of the whole run."""
+_SENT = ("bytes_down", "bytes_up", "seconds")
+_COUNTS = ("rounds", "replied", "refused", "lost")
+
+
+def _heading(heading: str, key: str) -> tuple[str, str]:
+    kind = {bytes_text: "bytes", seconds_text: "seconds"}.get(TOTALS[key].text, "number")
+    return heading, kind
+
+
+CLIENT_COLUMNS = {
+    "client": ("client", "text"),
+    "state": ("state", "state"),
+    **{key: _heading(TOTALS[key].title, key) for key in ("examples", "budget")},
+    **{key: _heading(f"{TOTALS[key].heading}, this round", key) for key in _SENT},
+    **{key: _heading(TOTALS[key].heading, key) for key in _COUNTS},
+    **{f"total_{key}": _heading(f"{TOTALS[key].heading}, all rounds", key) for key in _SENT},
+    "reason": (TOTALS["reason"].heading, "text"),
+}
+"""Columns of the part `clients`: heading, and how the page writes a value (`write` in dashboard.js)."""
 
 
 @dataclass
@@ -127,12 +141,12 @@ class WatchedRun:
     # --- groups -----------------------------------------------------------------------------------------------------
 
     def _state(self, view: RunView) -> Iterator[dict[str, Any]]:
-        facts, now = view.facts(), read_json(self.path / NOW) or {}
+        facts, now = view.facts(), read_now(self.path)
         asked = facts["rounds_asked"]
         done, doing = facts["rounds"] or 0, ""
-        if view.running and now and not now.get("ended"):
-            states = [client.get("state") for client in (now.get("clients") or {}).values()]
-            doing = f"round {now['round']}, {now['phase']}: {states.count('replied')} of {len(states)} clients answered"
+        if view.running and now and not now.ended:
+            states = [client.state for client in now.clients.values()]
+            doing = f"round {now.round}, {now.phase}: {states.count('replied')} of {len(states)} clients answered"
         said = f"{done} of {UNKNOWN if asked is None else asked} rounds" + (f"; {doing}" if doing else "")
         yield _html("state", render("state.html.j2", TEMPLATES, facts=facts, done=done, said=said))
         score = "" if facts["score"] is None else f", {facts['measure']} {score_text(facts['score'])}"
@@ -148,42 +162,35 @@ class WatchedRun:
         yield _html("config", config_html(view.config))
 
     def _clients(self, view: RunView) -> Iterator[dict[str, Any]]:
-        now, totals = read_json(self.path / NOW) or {}, read_json(self.path / CLIENTS) or {}
-        here = now.get("clients") or {}
+        now, totals = read_now(self.path) or Now(), read_clients(self.path)
         rows = []
-        for name in sorted({*here, *totals}, key=natural):
-            one, all_ = here.get(name, {}), totals.get(name, {})
-            rows.append(
-                [
-                    name, one.get("state"), one.get("examples", all_.get("examples")),
-                    one.get("budget", all_.get("budget")), one.get("bytes_down"), one.get("bytes_up"),
-                    one.get("seconds") or None, *(all_.get(key) for key in ("rounds", "replied", "refused", "lost")),
-                    *(all_.get(key) for key in ("bytes_down", "bytes_up", "seconds")),
-                    one.get("reason") or all_.get("reason") or "",
-                ]
-            )  # fmt: skip
-        yield {"id": "clients", "kind": "clients", "round": now.get("round"), "rows": rows}
+        for name in sorted({*now.clients, *totals}, key=natural):
+            one, whole = now.clients.get(name, ClientNow()), vars(totals[name]) if name in totals else {}
+            examples = whole.get("examples") if one.examples is None else one.examples
+            budget = whole.get("budget") if one.budget is None else one.budget
+            sent = (one.bytes_down, one.bytes_up, one.seconds or None)
+            counts = (whole.get(key) for key in (*_COUNTS, *_SENT))
+            rows.append([name, one.state, examples, budget, *sent, *counts, one.reason or whole.get("reason", "")])
+        columns = list(CLIENT_COLUMNS.values())
+        yield {"id": "clients", "kind": "clients", "round": now.round, "columns": columns, "rows": rows}
 
     def _diagram(self, view: RunView) -> Iterator[dict[str, Any]]:
-        cells, now = read_json(self.path / BLOCKS) or [], read_json(self.path / NOW) or {}
-        shares = {key: now[key] for key in ("travel_trains", "travel_down", "travel_up") if key in now}
-        if (
-            len(cells) > 1
-            and shares
-            and all(len(each) == len(cells) for each in shares.values())
-            and any(any(each) for each in shares.values())
+        parts, now = read_parts(self.path), read_now(self.path) or Now()
+        shares = now.travel
+        if len(parts) > 1 and shares and all(len(each) == len(parts) for each in shares.values()) and any(
+            any(each) for each in shares.values()
         ):
-            caption = f"Round {now['round']}{'' if now.get('ended') else ', which goes on'}: {now['phase']}."
-            yield _html("diagram", diagram_html(cells, shares, caption))
+            caption = f"Round {now.round}{'' if now.ended else ', which goes on'}: {now.phase}."
+            yield _html("diagram", diagram_html(parts, shares, caption))
         elif "diagram" not in self._parts:  # a round has only begun: the last one is still shown
-            yield _html("diagram", last_diagram(read_records(self.path, most=2), cells))
+            yield _html("diagram", last_diagram(read_records(self.path, most=2), parts))
 
     def _curves(self, view: RunView) -> Iterator[dict[str, Any]]:
         yield from self._drawn("figures", figures(view.metrics, view.summary))
 
     def _records(self, view: RunView) -> Iterator[dict[str, Any]]:
         records = read_records(self.path, known=self._known)
-        yield from self._drawn("travel", travel_figures(records, read_json(self.path / BLOCKS) or []))
+        yield from self._drawn("travel", travel_figures(records, read_parts(self.path)))
         yield from self._drawn("method", method_figures(records, view.metrics))
 
     def _drawn(self, section: str, drawn: Iterable[Figure]) -> Iterator[dict[str, Any]]:

@@ -10,7 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from tepal.report.table import Column, Table
+from tepal.records.columns import Column
+from tepal.report.table import Table
 
 NASTY = "a|b & c < d > 5 % of x_y \\ {$#~^} *[1] `q` \"it's\""
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Cf", "Zl", "Zp", "Zs")) | st.just(" "))

@@ -1,13 +1,6 @@
 // The dashboard: parts of a run arrive as events (watched.py) and are put into the page (pages.py).
 // In front of this file stands `tepalDraw` (report/script.py), which draws one figure.
 
-// Columns of the table of clients, in the order of CLIENT_KEYS in watched.py: heading, and how a value is written.
-const columns = [
-  ['client', 'text'], ['state', 'state'], ['examples', 'number'], ['budget (layers)', 'number'],
-  ['down, this round', 'bytes'], ['up, this round', 'bytes'], ['time, this round', 'seconds'], ['rounds', 'number'],
-  ['replied', 'number'], ['refused', 'number'], ['lost', 'number'], ['down, all rounds', 'bytes'],
-  ['up, all rounds', 'bytes'], ['time, all rounds', 'seconds'], ['last incident', 'text'],
-];
 const most = 200;  // rows of a table that are drawn
 const $ = (selector, within = document) => within.querySelector(selector);
 
@@ -78,7 +71,7 @@ const showFigure = part => {
   if (plot.inView) draw(plot); else { plot.stale = true; seen.observe(plot); }
 };
 
-// The table of clients.
+// The table of clients. `columns`: heading, and the key in `write`, as CLIENT_COLUMNS in watched.py has them.
 const units = ['B', 'kB', 'MB', 'GB', 'TB'];
 const write = {
   text: value => value,
@@ -93,7 +86,7 @@ const write = {
     return minutes ? `${minutes}:${String(rest).padStart(2, '0')} min` : `${value.toFixed(1)} s`;
   },
 };
-const clients = {rows: [], by: null, descending: false};
+const clients = {columns: [], rows: [], by: null, descending: false};
 const showClients = () => {
   const table = document.getElementById('client-table');
   if (!table) return;
@@ -109,6 +102,7 @@ const showClients = () => {
     });
   }
   const shown = rows.slice(0, most);
+  const {columns} = clients;
   const used = columns.map((_, k) => k === 0 || clients.rows.some(row => row[k] !== null && row[k] !== ''));
   const head = $('thead tr', table), focused = document.activeElement?.dataset?.by;
   head.replaceChildren(...columns.flatMap(([name, kind], k) => {
@@ -151,8 +145,8 @@ const showClients = () => {
     rows.length > most ? `the first ${most} of ${rows.length}` : `${rows.length} of ${all}`;
 };
 
-const showRows = rows => {
-  clients.rows = rows;
+const showRows = ({columns, rows}) => {
+  Object.assign(clients, {columns, rows});
   if (rows.length) showSection('clients');
   showClients();
   if (!library) requestAnimationFrame(() => setTimeout(startLibrary));  // after the next paint
@@ -187,7 +181,7 @@ const show = part => {
   else if (part.kind === 'html') showHtml(part);
   else if (part.kind === 'text') $(`[data-part="${part.id}"]`).textContent = part.text;
   else if (part.kind === 'title') document.title = `${part.text} · Tepal`;
-  else if (part.kind === 'clients') showRows(part.rows);
+  else if (part.kind === 'clients') showRows(part);
 };
 
 document.getElementById('filter')?.addEventListener('input', filterRuns);

@@ -13,7 +13,7 @@ from tepal.records.run_directory import BLOCKS, CLIENTS, METRICS, NOW, RunDirect
 from tepal.report.run_page import write_report
 from tepal.tools.dashboard import watched
 from tepal.tools.dashboard.app import COOKIE, _listening, dashboard, is_loopback
-from tepal.tools.dashboard.watched import CLIENT_KEYS, Sent, WatchedFolder, WatchedRun
+from tepal.tools.dashboard.watched import CLIENT_COLUMNS, Sent, WatchedFolder, WatchedRun
 from tests.comparisons import comparison_in, continue_run, finish, leave_run
 
 TOKEN = "a-token-of-some-length"
@@ -237,11 +237,11 @@ def test_clients_are_shown_as_they_are_now_and_over_the_whole_run(runs, at_once)
     with held(path):
         parts = parts_of(path)
         assert "round 2, train: 1 of 2 clients answered" in parts["state"]["html"]
-    rows = [dict(zip(CLIENT_KEYS, row, strict=True)) for row in parts["clients"]["rows"]]
+    rows = [dict(zip(CLIENT_COLUMNS, row, strict=True)) for row in parts["clients"]["rows"]]
     assert [row["client"] for row in rows] == ["site-1", "site-2", "site-10"]
     assert (rows[0]["state"], rows[0]["refused"], rows[0]["reason"]) == (None, 1, "round 1: NaN")
     assert (rows[1]["state"], rows[1]["examples"], rows[1]["seconds"], rows[1]["rounds"]) == ("replied", 12, 1.25, None)
-    assert (rows[2]["state"], rows[2]["examples"], rows[2]["total_down"]) == ("training", 9, 50)
+    assert (rows[2]["state"], rows[2]["examples"], rows[2]["total_bytes_down"]) == ("training", 9, 50)
 
 
 def test_the_block_diagram_is_of_the_round_that_goes_on(runs, at_once):
