@@ -1,9 +1,10 @@
-"""The files of a run directory, as the report reads them."""
+"""The files of a run directory, as the report and the dashboard read them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,31 +23,39 @@ from tepal.report.method_figures import Records
 
 @dataclass(frozen=True)
 class RunFiles:
-    """The content of a run directory's files, as far as the run has written them."""
+    """The content of a run directory, as far as it is written; each file is read when it is first needed."""
 
-    config: Mapping[str, Any]
-    metrics: Sequence[RoundRecord]
-    written_summary: Mapping[str, Any] | None
-    records: Records
-    label_counts: Mapping[str, Sequence[int]]
-    parts: Sequence[ModelPart]
-    clients: Mapping[str, ClientTotals]
+    path: Path
 
-    @staticmethod
-    def of(run: Path) -> RunFiles:
-        """Read the files of a run directory."""
-        return RunFiles(
-            read_config(run), read_metrics(run), read_summary(run), read_records(run), read_label_counts(run),
-            read_parts(run), read_clients(run),
-        )  # fmt: skip
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        return read_config(self.path)
 
-    @property
+    @cached_property
+    def metrics(self) -> list[RoundRecord]:
+        return read_metrics(self.path)
+
+    @cached_property
+    def written_summary(self) -> dict[str, Any] | None:
+        return read_summary(self.path)
+
+    @cached_property
+    def records(self) -> Records:
+        return read_records(self.path)
+
+    @cached_property
+    def label_counts(self) -> Mapping[str, Sequence[int]]:
+        return read_label_counts(self.path)
+
+    @cached_property
+    def parts(self) -> Sequence[ModelPart]:
+        return read_parts(self.path)
+
+    @cached_property
+    def clients(self) -> Mapping[str, ClientTotals]:
+        return read_clients(self.path)
+
+    @cached_property
     def summary(self) -> dict[str, Any]:
-        """The figures of `summary.json`; before it is written, those that follow from the rounds so far."""
+        """The figures of `summary.json`; before it is written, those of the rounds so far."""
         return {**summarise(self.metrics, self.config), **(self.written_summary or {})}
-
-    @property
-    def title(self) -> str:
-        """Strategy, model and dataset."""
-        known = (self.summary.get("strategy"), self.summary.get("model"), self.config.get("dataset"))
-        return " · ".join(str(each) for each in known if each)

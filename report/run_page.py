@@ -33,7 +33,7 @@ def write_report(run: Path) -> Path:
     FileNotFoundError where there is no run, OSError naming the file where it cannot be written.
     """
     run = find_run(run)
-    write_whole(run / REPORT, _page(run.name, RunFiles.of(run)).encode())
+    write_whole(run / REPORT, _page(RunFiles(run)).encode())
     return run / REPORT
 
 
@@ -47,8 +47,9 @@ def drawn_of(run: RunFiles) -> dict[str, list[Figure]]:
     }
 
 
-def _page(name: str, run: RunFiles) -> str:
+def _page(run: RunFiles) -> str:
     summary, metrics, drawn = run.summary, run.metrics, drawn_of(run)
+    name = run.path.name
     ended, overhead = run.written_summary is not None, total(metrics, "bytes_overhead")
     strategy, model, dataset = (
         str(each or "") for each in (summary.get("strategy"), summary.get("model"), run.config.get("dataset"))
@@ -72,4 +73,5 @@ def _page(name: str, run: RunFiles) -> str:
         config=config_html(run.config),
         overhead=bytes_text(overhead) if metrics and overhead is not None else "",
     )
-    return page(run.title or name, body, chain.from_iterable(drawn.values()), style=DIAGRAM_STYLE)
+    title = " · ".join(part for part in (strategy, model, dataset) if part)
+    return page(title or name, body, chain.from_iterable(drawn.values()), style=DIAGRAM_STYLE)

@@ -1,22 +1,21 @@
-"""The directory that a run leaves behind: `runs/<start>-<strategy>/`.
+"""The directory of a run: `runs/<start>-<strategy>/`.
 
     config.toml         the whole validated run config, flat kebab-case keys
-    metrics.jsonl       one JSON line a round, on disk before the next round starts
-    rounds/             what a method tells of a round beside its metrics, as arrays: `np.load("rounds/000001.npz")`
+    metrics.jsonl       one JSON line per round, on disk before the next round starts
+    rounds/             the arrays that a method records of a round: `np.load("rounds/000001.npz")`
     model.safetensors   the final model under its raw state_dict names; an ensemble's begin with `mode/<k>/`
     summary.json        the figures of the whole run
     report.html         written by `tepal.report.run_page`
     blocks.json, now.json, clients.json
-                        the model's parts, the round that goes on, the clients so far (`tepal.records.live`)
-    checkpoint/         what it takes to resume the run (`tepal.strategies.rounds.checkpoint`)
+                        the model's parts, the current round, the clients so far (`tepal.records.live`)
+    checkpoint/         what is needed to resume the run (`tepal.strategies.rounds.checkpoint`)
     ../latest           a link to the newest run
 
-Files that are written whole are written under another name and then renamed (`tepal.host.files`). Only `metrics.jsonl`
-grows in place; a server that is killed leaves at most one torn last line there, which `read_metrics` passes over and
-`RunDirectory.in_use` cuts off.
+Files are written under another name and then renamed (`tepal.host.files`). Only `metrics.jsonl` grows in place; a
+server that is killed leaves at most one incomplete last line in it, which `read_metrics` ignores and
+`RunDirectory.in_use` removes.
 """
 
-from tepal.records.round_record import METRICS_KEYS
 from tepal.records.run_directory.directory import RunDirectory
 from tepal.records.run_directory.files import as_json, make_first_free, point_latest_at, write_whole
 from tepal.records.run_directory.holding import RunInUse, held, is_held
@@ -67,7 +66,6 @@ __all__ = [
     "LABELS",
     "LATEST",
     "METRICS",
-    "METRICS_KEYS",
     "MODEL",
     "NOW",
     "REPORT",

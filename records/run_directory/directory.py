@@ -1,4 +1,4 @@
-"""The run directory that a server writes: it is made or gone on with, and takes rounds, models and the summary."""
+"""`RunDirectory`: a new run's directory or a resumed run's, to which rounds, models and the summary are written."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tepal.host.files import remove_abandoned, replacing
 from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory.files import as_json, explained, make_first_free, point_latest_at, write_whole
 from tepal.records.run_directory.holding import held
-from tepal.records.run_directory.metrics import SUMMARY_KEYS, summarise
+from tepal.records.run_directory.metrics import summarise
 from tepal.records.run_directory.names import CONFIG, LABELS, METRICS, MODEL, ROUNDS, SUMMARY
 from tepal.records.run_directory.reading import find_run, parse_line, read_config, read_label_counts, read_metrics
 
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class RunDirectory:
-    """One run's directory. `create` starts a new one, `resume` goes on with one that was begun."""
+    """The directory of one run. `create` makes a new one, `resume` opens that of a run to be resumed."""
 
     def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
         self.path = path
@@ -45,8 +45,8 @@ class RunDirectory:
     ) -> RunDirectory:
         """Make `base/<start>-<strategy>`, write `config.toml` into it and point `base/latest` at it.
 
-        `started` (default: now) is shown in UTC. A name that is taken gets -2, -3, …; two servers that start in the
-        same second never share a directory. Raises OSError, naming the folder, where it cannot be made or written.
+        `started` (default: now) is written in UTC. If the name is taken, -2, -3, … is added, so that two servers that
+        start in the same second never share a directory. Raises OSError, naming the folder, if it cannot be written.
         """
         base = Path(base)
         start = (started or datetime.now(UTC)).astimezone(UTC).strftime("%Y%m%d-%H%M%S")
@@ -61,16 +61,16 @@ class RunDirectory:
 
     @classmethod
     def resume(cls, path: Path) -> RunDirectory:
-        """The run in `path` (or the `latest` link), to go on with it."""
+        """Open the run directory in `path` (or the `latest` link), to resume the run."""
         path = find_run(path)
         point_latest_at(path)
         return cls(path, read_config(path))
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Keep other processes from running in this directory; the lock ends with the block, or with this process.
+        """Lock the directory against other processes, until the block or this process ends.
 
-        A torn last line of the metrics is removed. Raises RunInUse where another process has the lock.
+        An incomplete last line of the metrics is removed. Raises RunInUse if another process has the lock.
         """
         with held(self.path):
             remove_abandoned(self.path)
@@ -81,7 +81,7 @@ class RunDirectory:
             yield
 
     def write_config(self, config: Mapping[str, Any]) -> None:
-        """Write `config.toml`, of a run that begins or goes on with other settings."""
+        """Write `config.toml`, for a new run or for one that is resumed with other settings."""
         self.config = dict(config)
         write_whole(self.path / CONFIG, tomli_w.dumps(_toml_table(config)).encode())
 
@@ -112,19 +112,19 @@ class RunDirectory:
                     file.write(line[written:])
                 os.fsync(file.fileno())
             except OSError:
-                # Half a line would swallow the next one.
+                # The next line would otherwise be appended to half a line.
                 with suppress(OSError):
                     file.truncate(before)
                 raise
 
     def add_label_counts(self, counts: Mapping[str, Sequence[float]]) -> None:
-        """Enter how many examples of each class clients have, in `labels.json`. Raises OSError naming the file."""
+        """Add clients' numbers of examples of each class to `labels.json`. Raises OSError naming the file."""
         if counts:
             known = read_label_counts(self.path) | {client: [int(n) for n in each] for client, each in counts.items()}
             write_whole(self.path / LABELS, (json.dumps(known, sort_keys=True) + "\n").encode())
 
     def write_record(self, round: int, arrays: Mapping[str, np.ndarray]) -> None:
-        """Write what a method tells of a round, `rounds/<round>.npz`. Raises OSError naming the file."""
+        """Write the arrays that a method records of a round, `rounds/<round>.npz`. Raises OSError naming the file."""
         content = io.BytesIO()
         np.savez_compressed(content, **dict(arrays))  # type: ignore[arg-type]
         path = self.path / ROUNDS / f"{round:06d}.npz"
@@ -133,9 +133,9 @@ class RunDirectory:
         write_whole(path, content.getvalue())
 
     def write_model(self, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None) -> Path:
-        """Write `model.safetensors`; its header tells run, strategy, model and config, and `metadata` beside them."""
-        # safetensors writes the buffer behind an array whatever its strides, so a transposed view would be stored
-        # wrong. (np.ascontiguousarray would turn BatchNorm's scalar counters into vectors.)
+        """Write `model.safetensors`, with run, strategy, model, config and `metadata` in its header."""
+        # safetensors ignores an array's strides, so a transposed view would be stored wrong. (np.ascontiguousarray
+        # would turn BatchNorm's scalar counters into vectors.)
         contiguous = {name: np.asarray(array, order="C") for name, array in arrays.items()}
         header: dict[str, str] = {
             "format": "pt",
@@ -156,19 +156,18 @@ class RunDirectory:
         return path
 
     def write_summary(self, **values: Any) -> dict[str, Any]:
-        """Write `summary.json` and return it. Keys that `values` leaves out follow from metrics and config.
+        """Write `summary.json` and return it; `values` replace or complete the figures of `summarise`.
 
-        Raises OSError where it cannot be written, or a round that was kept back still cannot.
+        Raises OSError if it cannot be written, or if a line that could not be written before still cannot.
         """
         self._write_kept_back()
-        known = summarise(read_metrics(self.path), self.config)
-        summary = as_json({key: values.get(key, known[key]) for key in SUMMARY_KEYS} | values)
+        summary = as_json(summarise(read_metrics(self.path), self.config) | values)
         write_whole(self.path / SUMMARY, (json.dumps(summary, indent=2, allow_nan=False) + "\n").encode())
         return summary
 
 
 def _toml_table(config: Mapping[str, Any]) -> dict[str, Any]:
-    # TOML has no null: a key that is not set is not there. Its floats may be NaN or infinite, so those stay.
+    # TOML has no null, so keys without a value are left out; its floats may be NaN or infinite.
     plain = {}
     for key, value in config.items():
         if isinstance(value, np.generic):

@@ -1,4 +1,4 @@
-"""Writing files and folders: whole, with errors that say what helps, and with values that JSON can hold."""
+"""Writing files and folders: atomically, with errors that name a remedy, and with values that JSON can represent."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ log = logging.getLogger(__name__)
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that a reader sees the old one or the new one, never a part. Raises OSError naming the file."""
+    """Write a file atomically: a reader sees the old or the new content. Raises OSError naming the file."""
     with explained("write", path), replacing(path) as partial:
         partial.write_bytes(content)
 
 
 def as_json(value: Any) -> Any:
-    """`value` in JSON's own types: numpy values unpacked, NaN and infinity as None, what is unknown as text."""
+    """Convert `value` to JSON's types: numpy values unpacked, NaN and infinity as None, other types as text."""
     if isinstance(value, np.generic | np.ndarray):
         value = value.tolist()
     if isinstance(value, Enum):
@@ -59,9 +59,8 @@ def make_first_free(base: Path, name: str) -> Path:
 
 
 def point_latest_at(run: Path, folder: Path | None = None) -> None:
-    """Let `latest` in a folder (by default the one that the run lies in) be this run."""
-    # A convenience, so whatever goes wrong with it (no right to make links, a folder of that name) is no reason to
-    # stop a run.
+    """Make `latest` in a folder (by default the run's parent) a link to this run."""
+    # Only a convenience, so a failure (no right to make links, a folder of that name) must not stop a run.
     folder = folder or run.parent
     target, latest = os.path.relpath(run, folder), folder / LATEST
     try:
@@ -76,12 +75,12 @@ def point_latest_at(run: Path, folder: Path | None = None) -> None:
 
 @contextmanager
 def explained(what: str, path: Path) -> Iterator[None]:
-    """Turn the system's error into one that says what could not be done, where, and what helps."""
+    """Turn the system's error into one that names the failed action, the path and a remedy."""
     try:
         yield
     except OSError as error:
         message = f"cannot {what} {path}: {error.strerror or error}"
-        # safetensors gives no number, so there the free space is said in any case.
+        # safetensors' errors have no number, so their message always has the free space.
         if error.errno in (None, errno.ENOSPC, errno.EDQUOT):
             with suppress(OSError):
                 folder = next(folder for folder in path.absolute().parents if folder.is_dir())

@@ -1,4 +1,4 @@
-"""The lock of a run directory: one process runs in it, and others see that it does."""
+"""The lock of a run directory: only one process runs in it, and others can ask whether one does."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tepal.host.files import locked
 
 __all__ = ["RunInUse", "held", "is_held"]
 
-_PATIENCE = 0.2  # seconds: `is_held` has the lock for an instant
+_PATIENCE = 0.2  # seconds to wait, because `is_held` has the lock for an instant
 
 
 class RunInUse(RuntimeError):
@@ -18,6 +18,6 @@ class RunInUse(RuntimeError):
 
 
 def held(folder: Path) -> AbstractContextManager[None]:
-    """Lock a run directory until the block or this process ends. Raises RunInUse where another process has the lock."""
+    """Lock a run directory until the block or this process ends. Raises RunInUse if another process has the lock."""
     refusal = RunInUse(f"{folder} belongs to a run that has not ended; stop that one first")
     return locked(folder, refusal, patience=_PATIENCE)

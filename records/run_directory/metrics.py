@@ -15,24 +15,6 @@ Summed = Literal[
 ]
 """Columns that are summed over the rounds."""
 
-SUMMARY_KEYS = (
-    "strategy",
-    "model",
-    "parameters",
-    "rounds",
-    "accuracy",
-    "loss",
-    "bytes_up",
-    "bytes_down",
-    "bytes_vs_fedavg",
-    "seconds",
-    "refused_replies",
-    "stopped_by",
-    "step_seconds",
-    "rmse",
-)
-
-
 @dataclass(frozen=True)
 class Measure:
     """What results are measured by.
@@ -96,14 +78,16 @@ def summarise(metrics: Sequence[RoundRecord], config: Mapping[str, Any]) -> dict
         "model": config.get("model"),
         "parameters": None,
         "rounds": max((line.round for line in metrics if line.clients_replied != 0), default=0),
-        **{key: _last_known(metrics, key) for key in ("accuracy", "loss", "rmse")},
+        "accuracy": _last_known(metrics, "accuracy"),
+        "loss": _last_known(metrics, "loss"),
         "bytes_up": up,
         "bytes_down": down,
         "bytes_vs_fedavg": (down + up) / fedavg if fedavg and down is not None and up is not None else None,
         "seconds": total(metrics, "seconds"),
-        "step_seconds": median(steps) if steps else None,
         "refused_replies": sum(len(line.refused) for line in metrics),
         "stopped_by": None,
+        "step_seconds": median(steps) if steps else None,
+        "rmse": _last_known(metrics, "rmse"),
     }
 
 
@@ -121,3 +105,7 @@ def add(*values: float | None) -> float | None:
 
 def _last_known(metrics: Sequence[RoundRecord], column: str) -> float | None:
     return next((value for line in reversed(metrics) if (value := line.value(column)) is not None), None)
+
+
+SUMMARY_KEYS = tuple(summarise([], {}))
+"""The keys of `summary.json`, in their order."""

@@ -1,19 +1,11 @@
-"""The names of the files in a run directory, and the line of a log that says where it is."""
+"""The names of the files in a run directory, and the log line that names the directory."""
 
 from __future__ import annotations
 
-CONFIG, METRICS, MODEL, SUMMARY, REPORT, LATEST = (
-    "config.toml",
-    "metrics.jsonl",
-    "model.safetensors",
-    "summary.json",
-    "report.html",
-    "latest",
-)
-
-CHECKPOINTS = "checkpoint"
-ROUNDS = "rounds"
+CONFIG, METRICS, MODEL = "config.toml", "metrics.jsonl", "model.safetensors"
+SUMMARY, REPORT, LATEST = "summary.json", "report.html", "latest"
+CHECKPOINTS, ROUNDS = "checkpoint", "rounds"
 LABELS, BLOCKS, NOW, CLIENTS = "labels.json", "blocks.json", "now.json", "clients.json"
 
 KEPT_IN = "This run is kept in "
-"""How a run's log says where its directory is; what follows a run from outside looks for it."""
+"""The start of the log line with the run directory, by which other processes find it."""

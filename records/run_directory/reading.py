@@ -1,4 +1,4 @@
-"""Reading a run directory: which one is meant, and what its files hold."""
+"""Finding a run directory and reading its files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from tepal.records.run_directory.names import CONFIG, LABELS, LATEST, METRICS, R
 
 
 def find_run(path: Path) -> Path:
-    """The run directory that `path` means: itself, the latest one in a folder of runs, or what `latest` names."""
+    """The run directory at `path`: `path` itself, or the target of its `latest` link, or of `path` if it is the link.
+
+    Raises FileNotFoundError if there is none.
+    """
     path = Path(path)
     if (path / LATEST).exists():
         path = path / LATEST
@@ -74,7 +77,7 @@ def parse_line(line: bytes) -> RoundRecord:
 
 
 def read_config(run: Path) -> dict[str, Any]:
-    """The run config from `config.toml`; {} where there is none."""
+    """The run config from `config.toml`; {} if the file is missing."""
     try:
         return tomllib.loads((run / CONFIG).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -82,7 +85,7 @@ def read_config(run: Path) -> dict[str, Any]:
 
 
 def read_label_counts(run: Path) -> dict[str, list[int]]:
-    """How many examples of each class a run's clients have, as far as they tell it."""
+    """The number of examples of each class, by client, as far as clients reported them."""
     if not (run / LABELS).is_file():
         return {}
     counts: dict[str, list[int]] = json.loads((run / LABELS).read_text(encoding="utf-8"))
@@ -90,7 +93,7 @@ def read_label_counts(run: Path) -> dict[str, list[int]]:
 
 
 def read_json(path: Path) -> Any | None:
-    """A file that is written whole and that nothing depends on; None where there is none, or it cannot be read."""
+    """The content of an optional JSON file; None if it is missing or cannot be read."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -98,7 +101,7 @@ def read_json(path: Path) -> Any | None:
 
 
 def read_summary(run: Path) -> dict[str, Any] | None:
-    """`summary.json`, or None for a run that goes on, or that was stopped before its end."""
+    """The content of `summary.json`; None if it is missing, as in a run in progress or one that was killed."""
     try:
         return json.loads((run / SUMMARY).read_text(encoding="utf-8"), parse_constant=lambda _: None)
     except FileNotFoundError:
@@ -108,14 +111,14 @@ def read_summary(run: Path) -> dict[str, Any] | None:
 def read_records(
     run: Path, most: int = 200, known: dict[Path, tuple[int, dict[str, np.ndarray]]] | None = None
 ) -> list[tuple[int, dict[str, np.ndarray]]]:
-    """What was told of rounds (`rounds/`), in their order: (round, arrays).
+    """Read the arrays that a method recorded of its rounds (`rounds/`), in their order: (round, arrays).
 
-    A file that cannot be read is passed over: it is torn, or being written.
+    A file that cannot be read is ignored: it is incomplete, or is being written.
 
     Args:
-        run: its directory.
-        most: of more rounds, every second, fourth, … is read, with the last: while a run goes on mostly the same ones.
-        known: file → (time of its last change, arrays), as it was read before; it is brought up to date.
+        run: The run directory.
+        most: Of more rounds only every second, fourth, … and the last is read; they stay the same as a run goes on.
+        known: file → (time of its last change, arrays) of an earlier call, which this one updates.
     """
     files = sorted((run / ROUNDS).glob("[0-9]*.npz"))
     apart = 1

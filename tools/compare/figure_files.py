@@ -50,7 +50,7 @@ def write_run_figures(run: Path, kind: str, folder: Path | None = None) -> list[
     where one cannot be written.
     """
     run = find_run(run)
-    drawn = [figure for of in drawn_of(RunFiles.of(run)).values() for figure in of]
+    drawn = [figure for of in drawn_of(RunFiles(run)).values() for figure in of]
     return _write(drawn, light_colours(), kind, folder or run / FOLDER)
 
 

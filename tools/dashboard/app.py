@@ -5,8 +5,8 @@
     /run/<name>/events           the parts of the page, each when it changes (server-sent events)
     /run/<name>/report.html      the run as one file, as `tepal report` wrote it
 
-On another address than loopback whoever asks needs the token; and the name that a browser asks for must be this
-machine's, so that no page from elsewhere can read along (DNS rebinding).
+Requests from other machines need the token. On loopback, the host name of a request must be this machine's, so that
+pages of other origins cannot read the dashboard (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -21,19 +21,16 @@ import signal
 import socket
 import threading
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from http.cookies import SimpleCookie
 from pathlib import Path
-from typing import Any
-from urllib.parse import parse_qs
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tepal import __version__
 from tepal.records.run_directory import LATEST, REPORT, find_run
@@ -53,12 +50,18 @@ from tepal.tools.dashboard.pages import (
 from tepal.tools.dashboard.views import RunView
 from tepal.tools.dashboard.watched import Sent, WatchedFolder, WatchedRun
 
-_LOOK = 0.2  # seconds between two looks at the files
-_ALIVE = 15.0  # seconds after which a silent connection says that it is there
+_LOOK = 0.2  # seconds between two checks of the files
+_ALIVE = 15.0  # seconds without an event after which a comment keeps the connection open
 _MOST_RUNS = 16  # runs whose parts are kept in memory
 
 COOKIE, TOKEN = "tepal-dashboard", "TEPAL_DASHBOARD_TOKEN"
-"""The cookie and the environment variable that a token is kept in."""
+"""The names of the cookie and of the environment variable that contain the token."""
+
+_ASSETS: dict[str, tuple[str, Callable[[], str]]] = {
+    "dashboard.js": ("text/javascript", dashboard_script),
+    "plotly.js": ("text/javascript", figure_library),
+    "style.css": ("text/css", dashboard_style),
+}
 
 _HEADERS = {
     "Content-Security-Policy": (
@@ -71,11 +74,6 @@ _HEADERS = {
     "X-Frame-Options": "DENY",
 }
 
-ASGI = Callable[
-    [MutableMapping[str, Any], Callable[[], Awaitable[Any]], Callable[[MutableMapping[str, Any]], Awaitable[None]]],
-    Awaitable[None],
-]
-
 
 def serve(
     folder: Path,
@@ -87,15 +85,15 @@ def serve(
     key: Path | None = None,
     said: Callable[[str], None],
 ) -> None:
-    """Serve the dashboard until the process is asked to end. Raises OSError where it cannot listen there.
+    """Serve the dashboard until the process is asked to end. Raises OSError if it cannot listen at the address.
 
     Args:
-        folder: of runs.
-        host: name or address to listen on.
-        port: 0 takes a free one.
-        token: see `dashboard`.
+        folder: The folder of runs.
+        host: The name or address to listen on.
+        port: The port; 0 takes a free one.
+        token: As of `dashboard`.
         certificate, key: PEM files, for TLS.
-        said: is told the address, as soon as a browser can be sent there.
+        said: Called with the address as soon as it can be opened in a browser.
     """
     import uvicorn
 
@@ -110,27 +108,23 @@ def serve(
         name = socket.gethostname() if everywhere else f"[{host}]" if ":" in host else host
         said(f"{'http' if certificate is None else 'https'}://{name}:{bound}/")
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: None)  # uvicorn ends on them, and then raises them anew
+            signal.signal(number, lambda *_: None)  # uvicorn ends on them, and then raises them again
         uvicorn.Server(config).run(sockets=[listening])
 
 
 def _listening(host: str, port: int) -> socket.socket:
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        made = socket.socket(family, kind, protocol)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind(address)
-        made.listen(128)
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address, family=family, backlog=128)
     except OSError as error:
         raise OSError(
             f"cannot listen on {host}, port {port}: {error.strerror or error}; choose another --port, or 0 for a free "
             "one, and a --host of this machine"
         ) from error
-    return made
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach what listens there."""
+    """Whether a host name or address can only be reached from this machine."""
     if host == "localhost":
         return True
     try:
@@ -139,13 +133,13 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def dashboard(folder: Path, *, token: str | None = None) -> ASGI:
+def dashboard(folder: Path, *, token: str | None = None) -> ASGIApp:
     """The dashboard of a folder of runs, as an ASGI application.
 
     Args:
-        folder: of run directories and comparisons.
-        token: that readers must bring, as `?token=`, once, or as a bearer token; None: they need none, but must ask for
-            this machine by a name of loopback.
+        folder: The folder of run directories and comparisons.
+        token: Required in every request, as a bearer token or, the first time, as `?token=`. None: no token is needed,
+            but requests must use a loopback name of this machine.
     """
     pages = _Dashboard(folder)
     threading.Thread(target=pages.prepare, daemon=True).start()
@@ -165,22 +159,15 @@ def dashboard(folder: Path, *, token: str | None = None) -> ASGI:
     return _Guard(app, token)
 
 
-@dataclass(frozen=True)
-class _Asset:
-    kind: str
-    packed: bytes
-    plain: bytes
-
-
 class _Dashboard:
-    """The pages. Files are read in threads, so that one large run keeps nobody waiting."""
+    """The pages. Files are read in threads, so that a large run does not delay other requests."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.resolve()
         self._runs = WatchedFolder(self.folder)
         self._watched: OrderedDict[Path, WatchedRun] = OrderedDict()
         self._lock = threading.Lock()
-        self._assets: dict[str, _Asset] = {}
+        self._assets: dict[str, tuple[str, bytes]] = {}  # name → media type, gzip of the content
         content = "\0".join((__version__, figure_library(), dashboard_script(), dashboard_style()))
         self._version = hashlib.sha256(content.encode()).hexdigest()[:12]
 
@@ -196,7 +183,7 @@ class _Dashboard:
             return self._missing(request)
         if is_comparison(path):
             html = await run_in_threadpool(_comparison, path)
-            # A page of its own, which carries its own, stricter policy, with script and style inside.
+            # This page has its own, stricter policy, and contains its script and style.
             return HTMLResponse(html, headers={**_HEADERS, "Content-Security-Policy": "frame-ancestors 'none'"})
         name, parent = request.path_params["name"], request.path_params.get("parent", "")
         config = await run_in_threadpool(lambda: RunView(path).config)
@@ -216,15 +203,16 @@ class _Dashboard:
         made = await run_in_threadpool(self._asset, name)
         if made is None:
             return self._missing(request)
+        kind, packed = made
         headers = {"Cache-Control": "public, max-age=31536000, immutable", "Vary": "Accept-Encoding"}
         headers["X-Content-Type-Options"] = "nosniff"
         if "gzip" in request.headers.get("accept-encoding", ""):
-            return Response(made.packed, media_type=made.kind, headers={**headers, "Content-Encoding": "gzip"})
-        return Response(made.plain, media_type=made.kind, headers=headers)
+            return Response(packed, media_type=kind, headers={**headers, "Content-Encoding": "gzip"})
+        return Response(gzip.decompress(packed), media_type=kind, headers=headers)
 
     def _missing(self, request: Request) -> Response:
         root = "../" * max(request.url.path.count("/") - 1, 0)
-        text = f"There is nothing here. The first page has the runs of {self.folder} that were not moved or removed."
+        text = f"There is no such page. The first page lists the runs in {self.folder}."
         return HTMLResponse(message_page("Not found", text, root, self._version), status_code=404, headers=_HEADERS)
 
     # --- events -----------------------------------------------------------------------------------------------------
@@ -243,10 +231,10 @@ class _Dashboard:
                 self._watched.popitem(last=False)
         return _events(watched.changes)
 
-    # --- what they share --------------------------------------------------------------------------------------------
+    # --- used by several pages --------------------------------------------------------------------------------------
 
     def _path(self, request: Request) -> Path | None:
-        """The run or comparison that a request is about: never anything outside of the folder."""
+        """The run or comparison of a request; None for any path outside of the folder."""
         path = self.folder
         for name in (request.path_params.get("parent"), request.path_params["name"]):
             if name is None:
@@ -264,23 +252,15 @@ class _Dashboard:
         except OSError:
             return None
 
-    def _asset(self, name: str) -> _Asset | None:
+    def _asset(self, name: str) -> tuple[str, bytes] | None:
         with self._lock:
-            if name not in self._assets:
-                makers: dict[str, tuple[str, Callable[[], str]]] = {
-                    "dashboard.js": ("text/javascript", dashboard_script),
-                    "plotly.js": ("text/javascript", figure_library),
-                    "style.css": ("text/css", dashboard_style),
-                }
-                if name not in makers:
-                    return None
-                kind, make = makers[name]
-                plain = make().encode()
-                self._assets[name] = _Asset(kind, gzip.compress(plain, 5), plain)
-            return self._assets[name]
+            if name in _ASSETS and name not in self._assets:
+                kind, content = _ASSETS[name]
+                self._assets[name] = kind, gzip.compress(content().encode(), 5)
+            return self._assets.get(name)
 
     def prepare(self) -> None:
-        """Make what takes longest before somebody waits for it."""
+        """Prepare what takes longest, before the first request."""
         with suppress(OSError):
             self._runs.changes(Sent())
         self._asset("plotly.js")
@@ -288,7 +268,7 @@ class _Dashboard:
 
 
 def _comparison(path: Path) -> str:
-    """The page of a comparison, with the way to the runs in it, those that go on among them."""
+    """The page of a comparison, with links to all its runs."""
     results = measure(read_comparison(path))
     return comparison_page(results, render("comparison_runs.html.j2", TEMPLATES, comparison=results.comparison))
 
@@ -318,32 +298,31 @@ def _events(changes: Callable[[Sent], list[str]]) -> StreamingResponse:
 
 
 class _Guard:
-    """Lets through who brings the token, or, where none is asked for, who asks for this machine by its own name."""
+    """Passes on requests with the token or, if there is none, with a loopback host name; refuses all others."""
 
-    def __init__(self, app: ASGI, token: str | None) -> None:
+    def __init__(self, app: ASGIApp, token: str | None) -> None:
         self._app = app
         self._token = token
 
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
         request = Request(scope)
-        answer: ASGI = self._app
+        answer: ASGIApp = self._app
         if self._token is None:
             if not is_loopback(request.url.hostname or ""):
-                text = "This dashboard is for this machine alone: ask for it as http://localhost or http://127.0.0.1."
+                text = "This dashboard is only for this machine: open it as http://localhost or http://127.0.0.1."
                 answer = Response(text, 421, _HEADERS, "text/plain")
-        elif given := parse_qs(request.url.query).get("token"):
-            if self._right(given[0]):
-                # The token goes into a cookie, and out of the address, which people copy.
+        elif given := request.query_params.get("token"):
+            if self._right(given):
+                # The token moves from the address, which people copy, to a cookie.
+                secure = request.url.scheme == "https"
                 answer = RedirectResponse(request.url.path, 303, headers=_HEADERS)
-                answer.set_cookie(
-                    COOKIE, self._token, httponly=True, samesite="strict", secure=request.url.scheme == "https"
-                )
+                answer.set_cookie(COOKIE, given, httponly=True, samesite="strict", secure=secure)
             else:
                 answer = _forbidden()
-        elif not self._right(_brought(request)):
+        elif not self._right(_token_of(request)):
             answer = _forbidden()
         await answer(scope, receive, send)
 
@@ -351,13 +330,9 @@ class _Guard:
         return secrets.compare_digest(given.encode(), (self._token or "").encode())
 
 
-def _brought(request: Request) -> str:
+def _token_of(request: Request) -> str:
     kind, _, bearer = request.headers.get("authorization", "").partition(" ")
-    if kind.lower() == "bearer":
-        return bearer.strip()
-    cookies: SimpleCookie = SimpleCookie()
-    cookies.load(request.headers.get("cookie", ""))
-    return cookies[COOKIE].value if COOKIE in cookies else ""
+    return bearer.strip() if kind.lower() == "bearer" else request.cookies.get(COOKIE, "")
 
 
 def _forbidden() -> Response:

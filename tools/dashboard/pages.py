@@ -1,7 +1,7 @@
-"""The dashboard's two pages, as HTML, style and script: the list of runs, and a run whose parts `watched.py` sends.
+"""The dashboard's pages: the list of runs, and a run whose parts `watched.py` sends; with their style and script.
 
-Nothing is written into a page but by this project's own code: templates escape names from runs, or the script sets them
-as text; a content security policy forbids anything else. Templates are in `templates/`, script and style in `assets/`.
+Names from runs are escaped by the templates or set as text by the script; a content security policy forbids any other
+script. Templates are in `templates/`, script and style in `assets/`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def run_page(name: str, subtitle: str, parent: str, version: str) -> str:
 
 
 def message_page(title: str, text: str, root: str, version: str) -> str:
-    """A page with a message: what does not exist, or who may not see it."""
+    """A page with a message, such as that a page does not exist."""
     return _page("message.html.j2", title, root, version, text=text)
 
 
@@ -41,17 +41,15 @@ def _page(template: str, title: str, root: str, version: str, **values: Any) -> 
 
 
 def dashboard_style() -> str:
-    """The style sheet: that of reports, and what the dashboard has beside them."""
+    """The style sheet: that of reports and the dashboard's own."""
     return STYLE + DIAGRAM_STYLE + (_ASSETS / "dashboard.css").read_text(encoding="utf-8")
 
 
 def dashboard_script() -> str:
-    """The script: what draws a figure in reports, too, and what puts parts into the page."""
+    """The script: that of reports, which draws figures, and the dashboard's own, which puts parts into the page."""
     return DRAW_SCRIPT + (_ASSETS / "dashboard.js").read_text(encoding="utf-8")
 
 
 def figure_library() -> str:
-    """What draws figures: plotly.js with the kinds that have two axes. A browser starts it in a third of the time that
-    the whole library takes, which the Python package brings for reports; its licence lies beside it.
-    """
+    """plotly.js, with only the figures that have two axes: a browser starts it in a third of the time of the whole."""
     return (_ASSETS / "plotly-cartesian.min.js").read_text(encoding="utf-8")

@@ -1,7 +1,7 @@
-"""Runs seen from the command line: `tepal runs` lists those in a folder, `tepal show` describes one.
+"""Runs on the command line: `tepal runs` lists those in a folder, `tepal show` describes one.
 
-Of a run that has ended its `config.toml` and `summary.json` are read, and no more: hundreds of runs are listed in the
-time of one. `metrics.jsonl` is read where there is no summary yet, and where a run is shown.
+To list a run that has ended, only its `config.toml` and `summary.json` are read, so that hundreds of runs are listed
+quickly. `metrics.jsonl` is read if there is no summary yet, and to show a run.
 """
 
 from __future__ import annotations
@@ -35,13 +35,10 @@ from tepal.records.run_directory import (
     as_json,
     find_run,
     is_held,
-    read_config,
-    read_label_counts,
-    read_metrics,
-    read_summary,
     summarise,
 )
 from tepal.report.clients import natural
+from tepal.report.run_files import RunFiles
 from tepal.report.table import MISSING
 from tepal.report.terminal import final_table
 from tepal.tools.compare.comparison import PLAN, Comparison, Results, is_comparison, read_comparison
@@ -61,27 +58,17 @@ _START = re.compile(r"(\d{8}-\d{6})-")
 
 
 @dataclass(frozen=True)
-class RunView:
-    """A run directory; what of it is read when it is first asked for."""
-
-    path: Path
-
-    @cached_property
-    def config(self) -> dict[str, Any]:
-        return read_config(self.path)
-
-    @cached_property
-    def metrics(self) -> list[RoundRecord]:
-        return read_metrics(self.path)
+class RunView(RunFiles):
+    """A run directory with the state of its run."""
 
     @cached_property
     def running(self) -> bool:
         return is_held(self.path)
 
     @cached_property
-    def _written(self) -> dict[str, Any] | None:
-        """`summary.json`, unless the run went on after it was written."""
-        written = read_summary(self.path)
+    def written_summary(self) -> dict[str, Any] | None:
+        """The content of `summary.json`; None if the run went on after it was written."""
+        written = super().written_summary
         if written is None or self.running:
             return None
         try:
@@ -93,22 +80,22 @@ class RunView:
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        return self._written or summarise(self.metrics, self.config)
+        return self.written_summary or summarise(self.metrics, self.config)
 
     @property
     def state(self) -> str:
         if self.running:
             return RUNNING
-        if self._written is None:
+        if self.written_summary is None:
             return INTERRUPTED
-        return FAILED if self._written.get("stopped_by") else FINISHED
+        return FAILED if self.written_summary.get("stopped_by") else FINISHED
 
     @property
     def started(self) -> datetime:
         return _started(self.path)
 
     def facts(self) -> dict[str, Any]:
-        """The run in a line: a flat dictionary of JSON's types, for `--json` as for the table."""
+        """The run as a flat dictionary of JSON's types, for `--json` and for the table."""
         by = ACCURACY if self.summary.get("rmse") is None else RMSE
         return {
             "kind": "run",
@@ -131,7 +118,7 @@ class RunView:
 
 @dataclass(frozen=True)
 class ComparisonView:
-    """The folder of a comparison; its runs are listed when it is itself what is listed."""
+    """The folder of a comparison, which is listed as one line; its runs are listed by listing this folder."""
 
     path: Path
 
@@ -170,7 +157,7 @@ class ComparisonView:
 
 
 def views(folder: Path) -> list[RunView | ComparisonView]:
-    """All runs and comparisons in a folder, the newest first. Raises OSError where there is no such folder."""
+    """All runs and comparisons in a folder, the newest first. Raises OSError if there is no such folder."""
     try:
         inside = [entry for entry in os.scandir(folder) if not entry.name.startswith(".") and not entry.is_symlink()]
     except FileNotFoundError as error:
@@ -179,7 +166,7 @@ def views(folder: Path) -> list[RunView | ComparisonView]:
             "names it"
         ) from error
     except NotADirectoryError as error:
-        raise NotADirectoryError(f"{folder} is no folder: expected one with run directories") from error
+        raise NotADirectoryError(f"{folder} is not a folder: expected one with run directories") from error
     found: list[RunView | ComparisonView] = []
     for path in (Path(entry.path) for entry in inside if entry.is_dir()):
         if (path / PLAN).is_file():
@@ -190,7 +177,7 @@ def views(folder: Path) -> list[RunView | ComparisonView]:
 
 
 def facts_of(view: RunView | ComparisonView) -> dict[str, Any]:
-    """A run's or comparison's facts; of one whose files cannot be read, the reason."""
+    """The facts of a run or comparison; if its files cannot be read, the reason."""
     try:
         return view.facts()
     except (OSError, ValueError) as error:
@@ -200,7 +187,7 @@ def facts_of(view: RunView | ComparisonView) -> dict[str, Any]:
 
 
 def runs_table(facts: Sequence[Mapping[str, Any]]) -> Table:
-    """What `facts_of` says of each, a line each."""
+    """The table of runs and comparisons, from their facts."""
     table = Table(box=None, pad_edge=False)
     for heading in ("name", "strategy", "model", "dataset"):
         table.add_column(heading, overflow="fold", no_wrap=heading == "name")
@@ -226,7 +213,7 @@ def runs_table(facts: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def reasons(facts: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Why runs failed or cannot be read, a line each."""
+    """One line for each run that failed or cannot be read, with the reason."""
     return [f"{one['name']}: {one['reason']}" for one in facts if one.get("reason")]
 
 
@@ -234,9 +221,9 @@ def reasons(facts: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def find(name: str, runs: Path) -> Path:
-    """The run or comparison that is meant: a path, a name in the folder `runs` or in a comparison there, or `latest`.
+    """Find a run or comparison by a path, by its name in the folder `runs` or in a comparison there, or by `latest`.
 
-    Raises FileNotFoundError, naming those that are alike, where there is none.
+    Raises FileNotFoundError with similar names if there is none.
     """
     if name == LATEST:
         return find_run(runs)
@@ -247,12 +234,12 @@ def find(name: str, runs: Path) -> Path:
             return candidate.resolve() if is_comparison(candidate) else find_run(candidate)
     known = [view.path.name for view in views(runs)] if runs.is_dir() else []
     alike = [each for each in known if name in each] or get_close_matches(name, known, n=3)
-    hint = f"did you mean {', '.join(alike[:5])}?" if alike else f"`tepal runs {runs}` lists what there is"
-    raise FileNotFoundError(f"there is no run {name}, and none of that name in {runs}: {hint}")
+    hint = f"did you mean {', '.join(alike[:5])}?" if alike else f"`tepal runs {runs}` lists all runs"
+    raise FileNotFoundError(f"there is no run {name}, also not in {runs}: {hint}")
 
 
 def own_settings(config: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a run's config that have another value than `usual`, the defaults."""
+    """The settings of a run whose values differ from `usual`, the defaults."""
     return {
         key: value
         for key, value in config.items()
@@ -262,7 +249,7 @@ def own_settings(config: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[st
 
 @dataclass(frozen=True)
 class Troubles:
-    """The incidents of a client: how many of each kind, and the last of them."""
+    """The incidents of a client: the number of each kind, and the last one."""
 
     client: str
     counts: Mapping[str, int]
@@ -282,7 +269,7 @@ def troubles(metrics: Iterable[RoundRecord]) -> list[Troubles]:
 
 
 def files_of(run: Path) -> dict[str, int]:
-    """Bytes of each file in a run directory; a folder counts as one, with all that is in it."""
+    """Bytes of each file in a run directory, and of each folder with all its files."""
     sizes = {}
     for entry in sorted(os.scandir(run), key=lambda entry: entry.name):
         if entry.is_dir(follow_symlinks=False):
@@ -294,7 +281,7 @@ def files_of(run: Path) -> dict[str, int]:
 
 
 def run_facts(view: RunView, usual: Mapping[str, Any]) -> dict[str, Any]:
-    """All that `tepal show` prints of a run, as JSON."""
+    """What `tepal show --json` prints of a run."""
     told: dict[str, Any] = as_json(
         {
             **view.facts(),
@@ -302,7 +289,7 @@ def run_facts(view: RunView, usual: Mapping[str, Any]) -> dict[str, Any]:
             "summary": view.summary,
             "metrics": [line.to_line() for line in view.metrics],
             "clients": [asdict(each) for each in troubles(view.metrics)],
-            "label_counts": read_label_counts(view.path),
+            "label_counts": view.label_counts,
             "files": files_of(view.path),
         }
     )
@@ -310,7 +297,7 @@ def run_facts(view: RunView, usual: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def run_page(view: RunView, usual: Mapping[str, Any], *, all_rounds: bool = False) -> Group:
-    """A run for a terminal: what it is, its settings, rounds, clients, bytes and files."""
+    """A run for a terminal: its facts, settings, rounds, clients, bytes and files."""
     facts = view.facts()
     state = Text(facts["state"], style=_STYLES[facts["state"]])
     if facts["reason"]:
@@ -337,7 +324,7 @@ def run_page(view: RunView, usual: Mapping[str, Any], *, all_rounds: bool = Fals
 
 
 def comparison_facts(view: ComparisonView, results: Results) -> dict[str, Any]:
-    """All that `tepal show` prints of a comparison, as JSON: the figures of each strategy over its seeds."""
+    """What `tepal show --json` prints of a comparison: the figures of each strategy over its seeds."""
     told: dict[str, Any] = as_json(
         {
             **view.facts(),
@@ -420,7 +407,7 @@ def _is_name(text: str) -> bool:
 
 
 def _started(path: Path) -> datetime:
-    """As the directory's name says; of another name, when its config was written."""
+    """The start in the directory's name; if it has none, when the config was written."""
     if match := _START.match(path.name):
         try:
             return datetime.strptime(match[1], "%Y%m%d-%H%M%S").replace(tzinfo=UTC)

@@ -1,7 +1,7 @@
-"""Runs as the dashboard shows them: read from their files when these change, and cut into parts that travel alone.
+"""Runs as the dashboard shows them: read from their files when these change, and sent in parts.
 
-A part is one figure, or one stretch of the page. Only the parts of a run that depend on a changed file are made anew,
-so that the state of a client comes through in a moment, and the heat maps of a thousand rounds when there is time.
+A part is one figure or one section of the page. Only the parts that depend on a changed file are made again, so that
+the state of a client is sent at once, and the heat maps of a thousand rounds less often.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,8 @@ from tepal.report.templates import render
 from tepal.tools.dashboard.pages import TEMPLATES
 from tepal.tools.dashboard.views import RUNNING, UNREADABLE, ComparisonView, RunView, facts_of, views
 
-_TIMES, _LONGEST = 5, 10.0  # what took t seconds to make is not made again before 5 t, or 10 s
-_MOST_ROWS = 200  # of the tables of rounds and of troubles, the last ones
+_TIMES, _LONGEST = 5, 10.0  # what took t seconds to make is made again after 5 t, or 10 s
+_MOST_ROWS = 200  # of the tables of rounds and of incidents, the last ones
 
 _SENT = ("bytes_down", "bytes_up", "seconds")
 _COUNTS = ("rounds", "replied", "refused", "lost")
@@ -75,15 +75,12 @@ class _Group:
     problem: str = ""
 
 
-@dataclass
-class Sent:
-    """What one reader has: part → its version."""
-
-    versions: dict[str, int] = field(default_factory=dict)
+Sent = dict[str, int]
+"""What was sent to one reader: part → its version."""
 
 
 class WatchedRun:
-    """A run directory whose parts are kept; several readers share it."""
+    """The parts of a run directory; several readers share them."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -101,13 +98,13 @@ class WatchedRun:
         )
 
     def changes(self, sent: Sent) -> list[str]:
-        """Parts, each as JSON, that a reader does not have: of the first group that has any. [] where it has all."""
+        """The parts, each as JSON, of the first group that has new ones for a reader; [] if there are none."""
         with self._lock:
             for group in self._groups:
                 self._refresh(group)
-                new = [name for name, (version, _) in self._parts.items() if sent.versions.get(name) != version]
+                new = [name for name, (version, _) in self._parts.items() if sent.get(name) != version]
                 if new:
-                    sent.versions.update({name: self._parts[name][0] for name in new})
+                    sent.update({name: self._parts[name][0] for name in new})
                     return [self._parts[name][1] for name in new]
         return []
 
@@ -123,7 +120,7 @@ class WatchedRun:
         try:
             for part in group.make(view):
                 self._keep(part)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # of files that are no run's
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # of damaged files
             problem = render("notice.html", text=f"{type(error).__name__}: {error}")
         group.problem = problem
         said = {each.problem: None for each in self._groups if each.problem}
@@ -182,7 +179,7 @@ class WatchedRun:
         ):
             caption = f"Round {now.round}{'' if now.ended else ', which goes on'}: {now.phase}."
             yield _html("diagram", diagram_html(parts, shares, caption))
-        elif "diagram" not in self._parts:  # a round has only begun: the last one is still shown
+        elif "diagram" not in self._parts:  # until a round has transferred something, the last one is shown
             yield _html("diagram", last_diagram(read_records(self.path, most=2), parts))
 
     def _curves(self, view: RunView) -> Iterator[dict[str, Any]]:
@@ -203,7 +200,7 @@ class WatchedRun:
 
 
 class WatchedFolder:
-    """A folder of runs, as a table; several readers share it."""
+    """The table of the runs in a folder; several readers share it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -213,7 +210,7 @@ class WatchedFolder:
         self._due = 0.0
 
     def changes(self, sent: Sent) -> list[str]:
-        """The table, as JSON, if it is another than the reader has. Raises OSError where there is no such folder."""
+        """The table, as JSON, if the reader does not have it yet. Raises OSError if there is no such folder."""
         with self._lock:
             if time.monotonic() >= self._due:
                 begun = time.monotonic()
@@ -221,9 +218,9 @@ class WatchedFolder:
                 if text != self._part[1]:
                     self._part = self._part[0] + 1, text
                 self._due = begun + max(1.0, _TIMES * (time.monotonic() - begun))
-            if sent.versions.get("runs") == self._part[0]:
+            if sent.get("runs") == self._part[0]:
                 return []
-            sent.versions["runs"] = self._part[0]
+            sent["runs"] = self._part[0]
             return [self._part[1]]
 
     def html(self) -> str:
@@ -250,7 +247,7 @@ def _html(name: str, html: str) -> dict[str, Any]:
 
 
 def _signature_of(view: RunView | ComparisonView) -> object:
-    """What changes whenever `facts` may."""
+    """A value that changes whenever `facts` may change."""
     if isinstance(view, ComparisonView):
         inside = sorted(entry.name for entry in os.scandir(view.path) if entry.is_dir(follow_symlinks=False))
         return tuple((name, _stamp(view.path / name / SUMMARY)) for name in inside), time.monotonic() // 2
@@ -258,7 +255,7 @@ def _signature_of(view: RunView | ComparisonView) -> object:
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
-    """By which a file's content is known to be the same; of a folder, its names."""
+    """A value that changes with a file's content, or with the names in a folder."""
     try:
         status = path.stat()
     except OSError:

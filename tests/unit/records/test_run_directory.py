@@ -15,9 +15,8 @@ import pytest
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file
 
-from tepal.records.round_record import RoundRecord
+from tepal.records.round_record import METRICS_KEYS, RoundRecord
 from tepal.records.run_directory import (
-    METRICS_KEYS,
     SUMMARY_KEYS,
     RunDirectory,
     RunInUse,

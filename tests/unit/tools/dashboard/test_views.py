@@ -76,7 +76,7 @@ def test_of_runs_that_ended_no_rounds_are_read(runs, monkeypatch):
     for number in range(3):
         named(leave_run(runs, "fedavg"), f"20260101-00000{number}-fedavg")
     read = []
-    monkeypatch.setattr(views, "read_metrics", read.append)
+    monkeypatch.setattr("tepal.report.run_files.read_metrics", read.append)
     assert len(told("runs", runs)) == 3 and read == []
 
 
