@@ -173,8 +173,6 @@ class RoundRecord:
 COLUMNS: Mapping[str, Column] = columns_of(RoundRecord)
 """Every column, by its name."""
 _OPTIONAL = {each.name for each in fields(RoundRecord) if each.metadata["optional"]}
-METRICS_KEYS = tuple(name for name in COLUMNS if name not in _OPTIONAL)
-"""The columns of every line, in their order."""
 COUNTED = ("refused", "lost", "late", "left_out")
 """Columns that list clients; trackers show how many clients they list."""
 INCIDENTS = (*COUNTED, "notes")

@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from tepal.records.columns import bytes_text
 from tepal.records.live import ModelPart
-from tepal.report.method_figures import Records
+from tepal.report.method_figures import ArraysOfRounds
 from tepal.report.templates import render
 from tepal.strategies.rounds.travel import OTHER
 
@@ -44,7 +44,7 @@ def diagram_html(parts: Sequence[ModelPart], shares: Mapping[str, Sequence[float
     return render("diagram.html", caption=caption, kinds=kinds if len(kinds) > 1 else [""], rows=_together(stages))
 
 
-def last_diagram(records: Records, parts: Sequence[ModelPart]) -> Markup:
+def last_diagram(records: ArraysOfRounds, parts: Sequence[ModelPart]) -> Markup:
     """The block diagram of the last round that is known; "" for a model in one part."""
     known = [(number, record) for number, record in records if len(record.get("travel_up", ())) == len(parts) > 1]
     if not known:

@@ -12,8 +12,8 @@ from tepal.records.round_record import COLUMNS, RoundRecord
 from tepal.report.clients import MOST_CLIENTS, natural
 from tepal.report.page import Figure, add_curve, empty_plot
 
-Record = Mapping[str, np.ndarray]
-Records = Sequence[tuple[int, Record]]
+Arrays = Mapping[str, np.ndarray]
+ArraysOfRounds = Sequence[tuple[int, Arrays]]
 
 _GAPS = 40  # rows or columns up to which cells have a gap between them
 _MOST_FRAMES, _MOST_NUMBERS = 24, 150_000  # of a matrix that is shown round by round
@@ -22,24 +22,25 @@ _DRIFTS = {"query_key_drift": ("query and key", "main"), "value_drift": ("all el
 _SHARES = {"disagreement": "main", "lowest_accuracy": "second", "highest_accuracy": "third"}  # column → colour
 
 
-def travel_figures(records: Records, parts: Sequence[ModelPart]) -> list[Figure]:
+def travel_figures(records: ArraysOfRounds, parts: Sequence[ModelPart]) -> list[Figure]:
     """The shares of the clients that were sent and that returned each part of the model, by round; [] for one part.
 
     Args:
-        records: of rounds in their order, as `run_directory.read_records` gives them.
-        parts: the model's parts.
+        records: As `run_directory.read_records` returns them.
+        parts: The model's parts.
     """
-    told = [(number, record) for number, record in records if len(record.get("travel_up", ())) == len(parts)]
-    if len(parts) < 2 or not told:
+    known = _with(records, "travel_up")
+    known = [(number, record) for number, record in known if len(record["travel_up"]) == len(parts)]
+    if len(parts) < 2 or not known:
         return []
     many = len({part["kind"] for part in parts}) > 1
     names = [f"{part['stage']}, {part['kind']}" if many else part["stage"] for part in parts]
     figures = []
     for way, said in (("down", "sent to"), ("up", "returned by")):
-        shares = np.stack([record[f"travel_{way}"] for _, record in told], axis=1)
+        shares = np.stack([record[f"travel_{way}"] for _, record in known], axis=1)
         plot = _heatmap(
-            shares, [number for number, _ in told], names, "round", "",
-            f"%{{y}}, round %{{x}}: {said} %{{z:.0%}} of the clients", f"{len(names)} parts in {len(told)} rounds.",
+            shares, [number for number, _ in known], names, "round", "",
+            f"%{{y}}, round %{{x}}: {said} %{{z:.0%}} of the clients", f"{len(names)} parts in {len(known)} rounds.",
             limits=(0, max(1.0, float(shares.max()))),
         )  # fmt: skip
         caption = f"Share of a round's clients that each part was {said}, by round; darker is more, empty is none."
@@ -47,23 +48,23 @@ def travel_figures(records: Records, parts: Sequence[ModelPart]) -> list[Figure]
     return figures
 
 
-def method_figures(records: Records, metrics: Sequence[RoundRecord]) -> list[Figure]:
-    """The figures that there are for a run.
+def method_figures(records: ArraysOfRounds, metrics: Sequence[RoundRecord]) -> list[Figure]:
+    """The figures of a run's method, from the arrays that it recorded.
 
     Args:
-        records: of rounds in their order, as `run_directory.read_records` gives them.
-        metrics: the lines of `metrics.jsonl`.
+        records: As `run_directory.read_records` returns them.
+        metrics: The rounds.
     """
     figures: list[Figure] = []
-    if drifts := [(number, record) for number, record in records if _DRIFTS.keys() <= record.keys()]:
+    if drifts := _with(records, *_DRIFTS):
         figures.append(_drift(drifts))
-    if layers := [(number, record) for number, record in records if "masks" in record]:
+    if layers := _with(records, "masks"):
         figures += [_layers_by_round(layers), _layers_by_client(layers)]
-    if modes := [(number, record) for number, record in records if "modes" in record]:
+    if modes := _with(records, "modes"):
         figures.append(_modes(modes))
     if any(line.disagreement is not None for line in metrics):
         figures.append(_diversity(metrics))
-    if mixed := [(number, record) for number, record in records if "weights" in record]:
+    if mixed := _with(records, "weights"):
         figures += [*_alike(mixed), _weights(mixed), _graph(mixed), _mixed(mixed)]
     return figures
 
@@ -71,7 +72,7 @@ def method_figures(records: Records, metrics: Sequence[RoundRecord]) -> list[Fig
 # --- FedFrozen ------------------------------------------------------------------------------------------------------
 
 
-def _drift(records: Records) -> Figure:
+def _drift(records: ArraysOfRounds) -> Figure:
     plot = empty_plot("round", "update norm / norm", rounds=len(records))
     for key, (name, role) in _DRIFTS.items():
         known = [(number, float(record[key])) for number, record in records if np.isfinite(record[key])]
@@ -85,11 +86,11 @@ def _drift(records: Records) -> Figure:
 # --- SelectiveLayers ------------------------------------------------------------------------------------------------
 
 
-def _layers_by_round(records: Records) -> Figure:
-    """z (layers, rounds): share of a round's clients that trained a layer."""
+def _layers_by_round(records: ArraysOfRounds) -> Figure:
+    """A heat map (layers, rounds): the share of a round's clients that trained a layer."""
     shares = np.stack([record["masks"].mean(axis=0) for _, record in records], axis=1)
     plot = _heatmap(
-        shares, [number for number, _ in records], _names("layer", len(shares)), "round", "",
+        shares, [number for number, _ in records], [f"layer {k + 1}" for k in range(len(shares))], "round", "",
         "layer %{y}, round %{x}: %{z:.0%} of the clients", f"{len(shares)} layers in {len(records)} rounds.",
         limits=(0, 1),
     )  # fmt: skip
@@ -98,8 +99,8 @@ def _layers_by_round(records: Records) -> Figure:
     return Figure("layers-rounds", "Trained layers by round", caption, plot)
 
 
-def _layers_by_client(records: Records) -> Figure:
-    """z (clients, layers): share of the rounds that a client took part in, in which it trained a layer."""
+def _layers_by_client(records: ArraysOfRounds) -> Figure:
+    """A heat map (clients, layers): the share of a client's rounds in which it trained a layer."""
     trained: dict[str, np.ndarray] = {}
     rounds: dict[str, int] = {}
     for _, record in records:
@@ -109,7 +110,7 @@ def _layers_by_client(records: Records) -> Figure:
     clients, more = _shown(trained)
     shares = np.stack([trained[client] / rounds[client] for client in clients])
     plot = _heatmap(
-        shares, _names("", shares.shape[1]), clients, "layer", "client",
+        shares, [str(k + 1) for k in range(shares.shape[1])], clients, "layer", "client",
         "%{y}, layer %{x}: in %{z:.0%} of its rounds", f"{len(clients)} clients, {shares.shape[1]} layers.",
         limits=(0, 1),
     )  # fmt: skip
@@ -120,8 +121,8 @@ def _layers_by_client(records: Records) -> Figure:
 # --- Fed-ensemble ---------------------------------------------------------------------------------------------------
 
 
-def _modes(records: Records) -> Figure:
-    """z (clients, rounds): the number of the mode that a client trained, from 1; none where it was not asked."""
+def _modes(records: ArraysOfRounds) -> Figure:
+    """A heat map (clients, rounds): the number, from 1, of the mode that a client trained; empty if not asked."""
     of_client: dict[str, dict[int, int]] = {}
     for column, (_, record) in enumerate(records):
         for client, mode in zip(record["clients"].tolist(), record["modes"].tolist(), strict=True):
@@ -154,8 +155,8 @@ def _diversity(metrics: Sequence[RoundRecord]) -> Figure:
 # --- FedACS and FedAMP ----------------------------------------------------------------------------------------------
 
 
-def _alike(records: Records) -> list[Figure]:
-    """z (clients, clients): cosine similarity of two clients' models, or their squared distance; round by round."""
+def _alike(records: ArraysOfRounds) -> list[Figure]:
+    """A heat map (clients, clients) per round: cosine similarity or squared distance of two clients' models."""
     number, record = records[-1]
     known = next((key for key in ("similarity", "distances") if key in record), None)
     if known is None:
@@ -164,14 +165,14 @@ def _alike(records: Records) -> list[Figure]:
     said = {"similarity": "cosine similarity", "distances": "squared distance"}[known]
     clients, more = _shown(record["clients"].tolist())
 
-    def matrix(record: Record) -> Any:
+    def matrix(record: Arrays) -> Any:
         names = record["clients"].tolist()
         return _matrix(record[known], names, names, clients, clients)
 
     plot = _heatmap(
         matrix(record), clients, clients, "", "", f"%{{y}} and %{{x}}: {said} %{{z:.4g}}", f"{len(clients)} clients."
     )  # fmt: skip
-    alike = [(number, record) for number, record in records if known in record and set(clients) <= _named(record)]
+    alike = [each for each in _with(records, known) if set(clients) <= set(each[1]["clients"].tolist())]
     _round_by_round(plot, [(number, [_z(matrix(record))]) for number, record in _some(alike, len(clients) ** 2)])
     caption = f"{said.capitalize()} of two clients' models at the start of round {number}; darker is larger.{more}"
     if "threshold" in record:
@@ -179,13 +180,13 @@ def _alike(records: Records) -> list[Figure]:
     return [Figure("alike", title, caption, plot)]
 
 
-def _weights(records: Records) -> Figure:
-    """z (cohort, clients): the weight of a client's model in another's mixture; round by round."""
+def _weights(records: ArraysOfRounds) -> Figure:
+    """A heat map (cohort, clients) per round: the weight of a client's model in the mixture of another client."""
     number, record = records[-1]
     clients, more = _shown(record["clients"].tolist())
     cohort, _ = _shown({client for _, each in records for client in each["cohort"].tolist()} & set(clients))
 
-    def matrix(record: Record) -> Any:
+    def matrix(record: Arrays) -> Any:
         return _matrix(record["weights"], record["cohort"].tolist(), record["clients"].tolist(), cohort, clients)
 
     largest = max(float(each["weights"].max(initial=0.0)) for _, each in records)
@@ -199,8 +200,8 @@ def _weights(records: Records) -> Figure:
     return Figure("weights", "Mixing weights", caption, plot)
 
 
-def _graph(records: Records) -> Figure:
-    """The clients on a circle; lines from each to those, besides itself, whose models weigh most in its mixture."""
+def _graph(records: ArraysOfRounds) -> Figure:
+    """The clients on a circle, with lines from each to the others whose models weigh most in its mixture."""
     import plotly.graph_objects as go
 
     number, record = records[-1]
@@ -209,8 +210,8 @@ def _graph(records: Records) -> Figure:
     angle = 2 * np.pi * np.arange(len(clients)) / max(len(clients), 1)
     place = {name: (float(np.sin(a)), float(np.cos(a))) for name, a in zip(clients, angle, strict=True)}
 
-    def lines(record: Record) -> list[Any]:
-        """Thin, middle and thick lines, by weight, as data of scatter traces; then the nodes, by how much they give."""
+    def lines(record: Arrays) -> list[Any]:
+        """Data of scatter traces: thin, medium and thick lines by weight; then the nodes, sized by their weights."""
         names, weights = record["clients"].tolist(), record["weights"].astype(float)
         given = dict.fromkeys(clients, 0.0)
         drawn: list[tuple[list[float | None], list[float | None]]] = [([], []) for _ in _WIDTHS]
@@ -255,8 +256,8 @@ def _graph(records: Records) -> Figure:
 _WIDTHS = (0.6, 1.6, 3.5)  # of lines, pixels
 
 
-def _mixed(records: Records) -> Figure:
-    """Of how many models a mixture is: 1/Σw², which is m for m equal weights; mean, least and most of a round."""
+def _mixed(records: ArraysOfRounds) -> Figure:
+    """The effective number of models of a mixture, (Σw)²/Σw²: m for m equal weights; mean, least, most per round."""
     rounds, counts = [], []
     for number, record in records:
         weights = record["weights"].astype(float)
@@ -276,7 +277,7 @@ def _mixed(records: Records) -> Figure:
 
 
 def label_figures(counts: Mapping[str, Sequence[int]]) -> list[Figure]:
-    """z (clients, classes): share of a client's examples, as `labels.json` has them; none where that is empty."""
+    """A heat map (clients, classes): the share of a client's examples, from `labels.json`; [] if that is empty."""
     if not counts:
         return []
     clients, more = _shown(counts)
@@ -292,14 +293,19 @@ def label_figures(counts: Mapping[str, Sequence[int]]) -> list[Figure]:
     return [Figure("labels", "Class distribution per client", caption, plot)]
 
 
-# --- what they share ------------------------------------------------------------------------------------------------
+# --- used by several figures ----------------------------------------------------------------------------------------
+
+
+def _with(records: ArraysOfRounds, *names: str) -> ArraysOfRounds:
+    """The rounds that have these arrays."""
+    return [(number, record) for number, record in records if record.keys() >= set(names)]
 
 
 def _heatmap(
     values: Any, x: Sequence[Any], y: Sequence[str], x_title: str, y_title: str, hover: str, spoken: str, *,
     limits: tuple[float, float] | None = None,
 ) -> Any:  # fmt: skip
-    """`limits`: of the values, from the lightest to the darkest; None: those that there are."""
+    """A heat map. `limits`: the values of the lightest and the darkest colour, by default the least and the largest."""
     plot = empty_plot(x_title, y_title)
     plot.add_heatmap(
         z=_written(values), x=list(x), y=list(y), showscale=False,
@@ -311,7 +317,7 @@ def _heatmap(
     plot.update_yaxes(type="category", autorange="reversed", nticks=0)
     plot.update_xaxes(rangemode="normal", type="category" if x and isinstance(x[0], str) else "-")
     if x and not isinstance(x[0], str) and len(x) <= 12:
-        plot.update_xaxes(tickvals=list(x))  # no such thing as round 1.5
+        plot.update_xaxes(tickvals=list(x))  # there is no round 1.5
     return plot
 
 
@@ -325,8 +331,8 @@ def _written(values: Any) -> list[list[float | None]]:
     return [[None if value is None else float(f"{value:.4g}") for value in row] for row in values]
 
 
-def _some(records: Records, numbers: int) -> Records:
-    """Those of the rounds that can be stepped through, evenly spaced with the last, by the numbers that each has."""
+def _some(records: ArraysOfRounds, numbers: int) -> ArraysOfRounds:
+    """The rounds to step through: evenly spaced with the last, and fewer, the more `numbers` each has."""
     most = max(min(_MOST_FRAMES, _MOST_NUMBERS // max(numbers, 1)), 1)
     if len(records) <= most:
         return records
@@ -334,30 +340,22 @@ def _some(records: Records, numbers: int) -> Records:
 
 
 def _round_by_round(plot: Any, frames: Sequence[tuple[int, Sequence[Any]]]) -> None:
-    """Let a reader choose the round; `frames`: round → data of the figure's traces, the last as the figure stands."""
+    """Let a reader choose the round. `frames`: (round, data of the figure's traces); the last is the figure itself."""
     import plotly.graph_objects as go
 
     if len(frames) > 1:
         plot.frames = [go.Frame(data=list(data), name=str(number)) for number, data in frames]
 
 
-def _named(record: Record) -> set[str]:
-    return set(record["clients"].tolist())
-
-
-def _names(word: str, count: int) -> list[str]:
-    return [f"{word} {number}".strip() for number in range(1, count + 1)]
-
-
 def _shown(clients: Any) -> tuple[list[str], str]:
-    """The clients that a figure shows, in their order, and the sentence on those that it leaves out."""
-    everybody = sorted(clients, key=natural)
-    shown = everybody[:MOST_CLIENTS]
-    return shown, f" The first {len(shown)} of {len(everybody)} clients." if len(shown) < len(everybody) else ""
+    """The clients that a figure shows, in their order, and a sentence on those that it omits."""
+    names = sorted(clients, key=natural)
+    shown = names[:MOST_CLIENTS]
+    return shown, f" The first {len(shown)} of {len(names)} clients." if len(shown) < len(names) else ""
 
 
 def _matrix(values: np.ndarray, of: list[str], by: list[str], rows: list[str], columns: list[str]) -> Any:
-    """The values (of, by) in these rows and columns, by the clients' names; None where there is none."""
+    """The values (of, by) in these rows and columns, by the clients' names; None for a client without a value."""
     row, column = ({name: k for k, name in enumerate(names)} for names in (of, by))
     places = [column.get(name) for name in columns]
     return [[None if k is None or name not in row else float(values[row[name], k]) for k in places] for name in rows]

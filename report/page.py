@@ -1,8 +1,8 @@
-"""What the pages of this project share: one HTML file with everything in it, that opens from disk and offline.
+"""The common parts of all pages: a page is one HTML file that can be opened from disk and offline.
 
-plotly.js is in it once, each figure as JSON, the style. A content security policy inside the page forbids any request,
-so that neither plotly nor a name from a run can make the page load something. Templates, style and script are text in
-Python files (`templates.py`, `style.py`, `script.py`) because a Flower app bundle carries no other kind.
+It contains plotly.js, each figure as JSON, and the style. A content security policy in the page forbids any request, so
+that neither plotly nor a name from a run can make the page load something. Templates, style and script are text in
+Python files (`templates.py`, `style.py`, `script.py`) because a Flower app bundle contains no other files.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def page(title: str, body: str, figures: Iterable[Figure], *, style: str = "") -
     """A whole page.
 
     Args:
-        title: text.
-        body: HTML, with each of the figures where `figure_html` puts it.
-        figures: those in the body; without any that is drawn, plotly.js stays away.
-        style: CSS beside the common one.
+        title: The title, as text.
+        body: HTML, which contains the result of `figure_html` for each figure.
+        figures: The figures in the body; plotly.js is only included if one of them has a plot.
+        style: The page's own CSS.
     """
     plotly = plotly_js() if any(figure.plot for figure in figures) else ""
     return render("page.html", title=title, style=STYLE + style, body=body, plotly=plotly, script=PAGE_SCRIPT)
@@ -43,7 +43,7 @@ def page(title: str, body: str, figures: Iterable[Figure], *, style: str = "") -
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure of the page. `plot` is None where there is nothing to draw; `caption` then says why."""
+    """One figure of a page. `plot` is None if there is nothing to draw; `caption` then has the reason."""
 
     key: str
     title: str
@@ -52,9 +52,9 @@ class Figure:
 
 
 def empty_plot(x_title: str, y_title: str, *, rounds: int | None = None) -> go.Figure:
-    """Axes and legend without curves. `rounds`: how many there are, where the horizontal axis is that of rounds."""
-    # Not at the top: plotly looks up its own version as it is imported, which fails now and then while Flower changes
-    # sys.path in another thread. When a report is written, that is long over.
+    """Axes and legend without curves. `rounds`: the number of rounds, if the horizontal axis is that of rounds."""
+    # Not at the top: plotly looks up its own version as it is imported, which sometimes fails while Flower changes
+    # sys.path in another thread. When a report is written, Flower has done that.
     import plotly.graph_objects as go
 
     plot = go.Figure()
@@ -71,7 +71,7 @@ def empty_plot(x_title: str, y_title: str, *, rounds: int | None = None) -> go.F
     if rounds is None:
         plot.update_xaxes(rangemode="tozero")
     elif rounds <= 12:
-        plot.update_xaxes(dtick=1)  # no such thing as round 1.5
+        plot.update_xaxes(dtick=1)  # there is no round 1.5
     return plot
 
 
@@ -82,10 +82,10 @@ def add_curve(
     """A curve with a mark at each point, above the band of its interval.
 
     Args:
-        x, y: of the points; None in `y` is a gap.
-        role: colour in the style sheet.
-        interval: lower and upper ends around each y.
-        trace: more of plotly's properties of the curve.
+        x, y: The points; None in `y` is a gap.
+        role: The name of the colour in the style sheet.
+        interval: The lower and upper ends around each y.
+        trace: Further properties of plotly's trace.
     """
     meta = {"role": role}
     if interval is not None:
@@ -97,7 +97,7 @@ def add_curve(
 
 
 def add_band(plot: go.Figure, x: Sequence[float], low: Sequence[float], high: Sequence[float], **trace: Any) -> None:
-    """A band around a curve; `trace`: its `meta`, with the role that colours it, and what else plotly shall know."""
+    """A band around a curve. `trace`: properties of plotly's trace; its `meta` has the role that colours it."""
     plot.add_scatter(
         x=[*x, *reversed(x)], y=[*high, *reversed(low)], mode="lines", fill="toself", opacity=0.18, line={"width": 0},
         hoverinfo="skip", showlegend=False, **{**trace, "meta": {**trace["meta"], "band": True}},
@@ -105,35 +105,35 @@ def add_band(plot: go.Figure, x: Sequence[float], low: Sequence[float], high: Se
 
 
 def unit_of(largest: float) -> tuple[float, str]:
-    """Divisor and name of the unit of bytes: MB, unless the numbers would be awkward in it."""
+    """Divisor and name of the unit of bytes for numbers up to `largest`: kB, MB or GB."""
     return (1e9, "GB") if largest >= 1e9 else (1e6, "MB") if largest >= 1e6 else (1e3, "kB")
 
 
 def scaled(value: float | None, divisor: float) -> float | None:
-    """`value` in a unit; what is unknown stays so."""
+    """`value` divided; None stays None."""
     return None if value is None else value / divisor
 
 
 def cumulative(values: Iterable[float | None]) -> list[float | None]:
-    """Running sum; from the first unknown on it is unknown."""
+    """The running sum; None from the first None on."""
     so_far: float | None = 0
     return [so_far := add(so_far, value) for value in values]
 
 
 def figure_html(figure: Figure) -> Markup:
-    """A figure with its title and caption, as `page` draws it."""
+    """A figure with its title and caption, for the body of a `page`."""
     return render("figure.html", figure=figure, label=spoken(figure))
 
 
 def plotly_js() -> str:
-    """The library that draws, as plotly brings it."""
+    """plotly.js, from the plotly package."""
     from plotly.offline import get_plotlyjs
 
     return str(get_plotlyjs())
 
 
 def spoken(figure: Figure) -> str:
-    """First and last value of every curve, for those who do not see it."""
+    """The first and last value of every curve, for readers who do not see the figure."""
     said = [f"{figure.title}."]
     for trace in figure.plot.data if figure.plot else ():
         if trace.meta.get("band") or trace.meta.get("edges"):
@@ -148,9 +148,7 @@ def spoken(figure: Figure) -> str:
 
 
 def thin(plot: go.Figure) -> go.Figure:
-    """Leave of each curve or row of bars no more points than a screen can show, the extremes of each stretch among
-    them; a heat map is not touched.
-    """
+    """Reduce each curve or row of bars to the points that a screen can show, with the extremes of each section."""
     for trace in plot.data:
         count = len(trace.x) if trace.type in ("scatter", "bar") and trace.x is not None else 0
         if count <= _MOST_POINTS or trace.meta.get("band") or trace.meta.get("edges"):
@@ -163,7 +161,7 @@ def thin(plot: go.Figure) -> go.Figure:
 
 
 def _extremes(values: Sequence[float | None], most: int) -> list[int]:
-    """Indices of the first and last value, and of the least and largest of each of `most`/2 equal stretches."""
+    """Indices of the first and last value, and of the least and largest of each of `most`/2 equal sections."""
     edges = [round(k * len(values) / (most // 2)) for k in range(most // 2 + 1)]
     chosen = {0, len(values) - 1}
     for start, end in pairwise(edges):
@@ -174,7 +172,7 @@ def _extremes(values: Sequence[float | None], most: int) -> list[int]:
 
 
 def config_html(config: Mapping[str, Any]) -> Markup:
-    """A run config, folded."""
+    """The table of a run config, folded."""
     if not config:
         return Markup("<p>No config.toml was found in this folder.</p>")
     columns = (Column("key", left=True), Column("value", text=_toml_text, left=True))

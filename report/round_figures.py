@@ -13,7 +13,7 @@ from tepal.report.page import Figure, add_curve, cumulative, empty_plot, scaled,
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-# Whose test data an accuracy is of, as `accuracy_of` says it: (short, for legends; long, for sentences).
+# The test data of a score, by `accuracy_of`: (short, for legends; long, for sentences).
 TEST_DATA = {
     "server": ("server's test data", "on the server's held-out data, the model after the round's merge"),
     "clients": (

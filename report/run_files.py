@@ -18,7 +18,7 @@ from tepal.records.run_directory import (
     read_summary,
     summarise,
 )
-from tepal.report.method_figures import Records
+from tepal.report.method_figures import ArraysOfRounds
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class RunFiles:
         return read_summary(self.path)
 
     @cached_property
-    def records(self) -> Records:
+    def records(self) -> ArraysOfRounds:
         return read_records(self.path)
 
     @cached_property

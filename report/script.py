@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-# Of a figure that is saved for a paper, in pixels: as wide as two columns, so that in one its text has 7 pt. A legend
-# of many has two columns, and makes the figure higher by its rows; a bar that is too thin for its number has none; a
-# heat map, of which nobody can ask a cell, has a scale.
+# The layout of a figure that is saved for a paper, in pixels: as wide as two columns, so that in one its text has 7 pt.
+# A legend with more than `many` entries has two columns, and each row makes the figure higher; a bar that is too thin
+# for its number has none; a heat map has a scale, because its cells cannot be pointed at.
 PAPER: dict[str, Any] = {
     "text": 14,
     "font": "Helvetica, Arial, 'Liberation Sans', sans-serif",
@@ -27,8 +27,8 @@ PAPER: dict[str, Any] = {
     },
 }  # fmt: skip
 
-# Draws one figure. Colours come from the style sheet, so that figures follow the reader's light or dark setting. What
-# is saved is for paper, and has the light ones; `figure_files.py` paints alike.
+# Draws one figure. Colours come from the style sheet, so that figures follow the reader's light or dark setting. Saved
+# figures have the light colours; `painted` in `figure_files.py` does the same.
 DRAW_SCRIPT = """
 const tepalPaint = ({data, layout}, colour, font) => {
   for (const trace of data) {

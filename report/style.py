@@ -1,4 +1,4 @@
-"""The style sheet of every page, and the colours that are in it."""
+"""The style sheet of all pages, and its colours."""
 
 from __future__ import annotations
 
@@ -80,6 +80,6 @@ summary { cursor: pointer; padding: 6px 0; font-weight: 600; }
 
 
 def light_colours(style: str = "") -> dict[str, str]:
-    """Role → colour on a light background, as the style sheet has it. `style`: the CSS that a page has beside it."""
+    """Role → colour on a light background, from the style sheet and a page's own CSS, `style`."""
     rules = re.findall(r"(@media[^{]*\{\s*)?:root \{([^}]*)\}", STYLE + style)
     return dict(pair for media, rule in rules if not media for pair in re.findall(r"--([\w-]+): ([^;]+);", rule))

@@ -1,4 +1,4 @@
-"""A table that is described once and written as CSV, Markdown, LaTeX or HTML."""
+"""`Table`: written as CSV, Markdown, LaTeX or HTML."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tepal.records.columns import Column
 from tepal.report.templates import render
 
 MISSING = "–"
-"""What a table for readers shows in the place of None or ""."""
+"""Shown for None or "" in all formats but CSV."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """A title, columns, and rows of values; None is a value that is not known."""
+    """A title, columns, and rows of values; None is an unknown value."""
 
     title: str
     columns: Sequence[Column]

@@ -1,6 +1,6 @@
 """The HTML of a run's page as Jinja2 templates, which escape every value that is not Markup.
 
-They are text in a Python file because Flower's app bundles carry no file of another kind that could hold them.
+They are text in a Python file because Flower's app bundles contain no files of a suitable other kind.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from jinja2 import DictLoader, Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-# Style and scripts are this project's and plotly's own, the body is made of templates that escaped their values.
+# Style and scripts are this project's and plotly's; the body comes from templates, which have escaped their values.
 _PAGE = """<!doctype html>
 <html lang="en">
 <head>
@@ -47,7 +47,7 @@ _FIGURE = """<figure><h3>{{ figure.title }}</h3>
 <figcaption>{{ figure.caption }}</figcaption></figure>
 """
 
-# A macro joins each row, so that the cells of thousands of rows are not all kept until the end.
+# A macro joins each row, so that the cells of thousands of rows are not all kept in memory.
 _TABLE = """{% macro line(row) %}
 <tr>
 {%- for column, cell in zip(columns, row) -%}
@@ -143,7 +143,7 @@ _HERE = DictLoader(
 
 
 def render(template: str, folder: Path | None = None, /, **values: Any) -> Markup:
-    """A template of this module, or a file in `folder`, with these values, each escaped unless it is Markup."""
+    """Fill a template of this module, or a file in `folder`, with values, each escaped unless it is Markup."""
     return Markup(_environment(folder).get_template(template).render(values))
 
 

@@ -1,8 +1,8 @@
-"""Trackers: a run's metrics in TensorBoard and MLflow, round by round, beside `metrics.jsonl`.
+"""Trackers: a run's metrics in TensorBoard and MLflow, round by round, in addition to `metrics.jsonl`.
 
-`metrics.jsonl` is what counts: a tracker shows what `read_metrics` reads from it, and where the two may differ (a run
-that goes on, a round that is repeated, a tracker that was away) it is brought into line with the file. A tracker that
-fails costs the run nothing but a line in its log.
+A tracker shows what `read_metrics` reads from `metrics.jsonl`. Where the two may differ (a run is resumed, a round is
+repeated, a tracker was not reachable), the tracker is updated from the file. If a tracker fails, that is logged, and
+the run goes on.
 """
 
 from __future__ import annotations
@@ -31,46 +31,46 @@ TENSORBOARD, MLFLOW = "tensorboard", "mlflow"
 NAMES = (TENSORBOARD, MLFLOW)
 
 EVENTS = "tensorboard"  # folder in a run directory: TensorBoard's event files
-MLFLOW_RUN = "mlflow.json"  # in a run directory: which run of MLflow it is
-MLFLOW_DATABASE = "mlflow.db"  # in the folder of runs, where no tracking server is named
+MLFLOW_RUN = "mlflow.json"  # in a run directory: names its run of MLflow
+MLFLOW_DATABASE = "mlflow.db"  # in the folder of runs, if no tracking server is named
 
-_BATCH = 900  # values in a call of MLflow, which takes 1000
+_BATCH = 900  # values in a call of MLflow, which accepts 1000
 
 
 class TrackerError(ValueError):
-    """A tracker that cannot be used. The text says why and what to do."""
+    """A tracker cannot be used. The message has the reason and a remedy."""
 
 
 class Tracker(Protocol):
     """Shows the rounds of one run."""
 
     def match(self, lines: Sequence[RoundRecord]) -> None:
-        """Show these rounds, as `read_metrics` returns them, and no others."""
+        """Show exactly these rounds, as `read_metrics` returns them."""
 
     def write(self, values: Mapping[int, Mapping[str, float]]) -> None:
-        """Show further values, by round and name; none of them is there yet."""
+        """Show further values, by round and name; none of them is shown yet."""
 
     def close(self, status: str) -> None:
-        """The run has ended: FINISHED, FAILED, or KILLED by a person or a signal."""
+        """Note the end of the run: FINISHED, FAILED, or KILLED by a person or a signal."""
 
 
 def names_of(text: str) -> list[str]:
-    """The trackers that `trackers` names. Raises TrackerError for one that is unknown."""
+    """Parse the run config's `trackers`. Raises TrackerError for an unknown one."""
     names = [part.strip() for part in text.split(",") if part.strip()]
     for name in names:
         if name not in NAMES:
-            raise TrackerError(f"{name!r} is no tracker: known are {', '.join(NAMES)}, with commas between")
+            raise TrackerError(f"{name!r} is not a tracker: allowed are {', '.join(NAMES)}, with commas between")
     return list(dict.fromkeys(names))
 
 
 def missing(names: Iterable[str]) -> list[str]:
-    """For each tracker whose package is not installed, what to do."""
+    """A message for each tracker whose packages are not installed."""
     needed = {TENSORBOARD: ("tensorboard",), MLFLOW: ("mlflow", "sqlalchemy", "alembic")}
     found = []
     for name in names:
         if lacking := [package for package in needed[name] if importlib.util.find_spec(package) is None]:
             found.append(
-                f"{name} needs {', '.join(lacking)}, and this Python has no such package: "
+                f"{name} needs {', '.join(lacking)}, which this Python does not have: "
                 f"pip install 'tepal[{name}]', or leave {name} out"
             )
     return found
@@ -84,7 +84,7 @@ def scalars(line: RoundRecord) -> dict[str, float]:
 
 
 class Trackers:
-    """The trackers of a run, fed with its lines of `metrics.jsonl`. Made by `open_trackers`; a context manager."""
+    """The trackers of a run, which are given its rounds. Made by `open_trackers`; a context manager."""
 
     def __init__(self, run: Path, trackers: Mapping[str, Tracker]) -> None:
         self._run = run
@@ -116,14 +116,14 @@ class Trackers:
         line = RoundRecord.from_line(as_json(record.to_line()))  # without NaN and infinity, as the file has it
         before, self._last = self._last, line
         if before is not None and before.round >= line.round:
-            self._behind = set(self._trackers)  # a round that is repeated has another outcome
+            self._behind = set(self._trackers)  # a repeated round may have other values
         news = _news(before, line)
         self._each(lambda tracker: tracker.write(news), self._trackers.keys() - self._behind)
         if self._behind:
             lines = [each for each in read_metrics(self._run) if each.round <= line.round]
             self._each(lambda tracker: tracker.match(lines), self._behind)
             if not lines or lines[-1].round < line.round:
-                self._behind = set(self._trackers)  # the disk is full, and the line will be written later
+                self._behind = set(self._trackers)  # the disk is full; the line is written later
 
     def _each(self, do: Callable[[Tracker], None], names: Iterable[str]) -> None:
         for name in sorted(names):
@@ -131,9 +131,9 @@ class Trackers:
                 do(self._trackers[name])
                 self._behind.discard(name)
                 self._away.discard(name)
-            except Exception as error:  # whatever goes wrong in somebody else's package is no reason to end a run
+            except Exception as error:  # no error of a tracker's package may end the run
                 if name not in self._away:
-                    log.error("%s shows nothing for now: %s. The run goes on, and tells it later.", name, error)
+                    log.error("%s could not be updated: %s. The run goes on, and updates it later.", name, error)
                 self._behind.add(name)
                 self._away.add(name)
 
@@ -151,7 +151,7 @@ def _news(before: RoundRecord | None, line: RoundRecord) -> dict[int, dict[str, 
 
 
 def check_trackers(config: RunConfig) -> None:
-    """What can be known before a run starts. Raises TrackerError where MLflow cannot be reached."""
+    """Check the trackers before a run starts. Raises TrackerError if MLflow cannot be reached."""
     if MLFLOW in names_of(config.rounds.trackers):
         uri = _tracking_uri(config, Path(config.rounds.runs).expanduser())
         if uri.startswith(("http:", "https:")):
@@ -159,7 +159,7 @@ def check_trackers(config: RunConfig) -> None:
                 _mlflow_client(uri).get_experiment_by_name(config.mlflow.experiment)
             except Exception as error:
                 raise TrackerError(
-                    f"mlflow.tracking-uri={uri!r} does not answer as a tracking server of MLflow: {error}. Start it, "
+                    f"mlflow.tracking-uri={uri!r} is not reachable as a tracking server of MLflow: {error}. Start it, "
                     f"name another one, or leave {MLFLOW} out of trackers"
                 ) from error
 
@@ -189,9 +189,9 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         if self._writer is not None:
-            with suppress(Exception):  # of one that failed, what it could not write
+            with suppress(Exception):  # it may have failed before
                 self._writer.close()
-        # A file that says "from step 0 on, forget what came before": every reader of event files knows that.
+        # An event file with a purge step of 0: readers then ignore all earlier values.
         again = self._folder.is_dir() and any(self._folder.iterdir())
         self._writer = SummaryWriter(str(self._folder), purge_step=0 if again else None)
         rows = "\n".join(f"| {key} | {json.dumps(as_json(value))} |" for key, value in self._config.items())
@@ -232,22 +232,21 @@ class MLflow:
             if self._client.get_run(known).info.status != "RUNNING":
                 self._client.update_run(known, status="RUNNING")
         else:
-            # MLflow takes no value back: what went otherwise begins anew.
+            # MLflow cannot remove a value, so a run with other values is replaced.
             self._run, shown = self._new(), {}
             if known:
                 self._client.set_tag(known, "tepal.replaced_by", self._run)
                 self._client.delete_run(known)
-        missing: dict[int, dict[str, float]] = {}
-        for (number, key), value in wanted.items():
-            if (number, key) not in shown:
-                missing.setdefault(number, {})[key] = value
-        self.write(missing)
+        self._log({at: value for at, value in wanted.items() if at not in shown})
 
     def write(self, values: Mapping[int, Mapping[str, float]]) -> None:
+        self._log({(number, key): value for number, named in values.items() for key, value in named.items()})
+
+    def _log(self, values: Mapping[tuple[int, str], float]) -> None:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        metrics = [Metric(key, value, now, number) for number, named in values.items() for key, value in named.items()]
+        metrics = [Metric(key, value, now, number) for (number, key), value in values.items()]
         for start in range(0, len(metrics), _BATCH):
             self._client.log_batch(self._run, metrics=metrics[start : start + _BATCH])
 
@@ -256,7 +255,7 @@ class MLflow:
             self._client.set_terminated(self._run, status)
 
     def _kept(self) -> str:
-        """The run of MLflow that this run directory was before; "" if none, or it is gone."""
+        """The run of MLflow that this run directory names; "" if it names none, or that was deleted."""
         try:
             kept = json.loads((self._path / MLFLOW_RUN).read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -266,12 +265,12 @@ class MLflow:
         from mlflow.exceptions import MlflowException
 
         try:
-            there = self._client.get_run(kept["run"]).info.lifecycle_stage == "active"
+            active = self._client.get_run(kept["run"]).info.lifecycle_stage == "active"
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
             return ""
-        return str(kept["run"]) if there else ""
+        return str(kept["run"]) if active else ""
 
     def _shown(self, run: str) -> dict[tuple[int, str], float]:
         return {
@@ -285,7 +284,7 @@ class MLflow:
 
         experiment = self._client.get_experiment_by_name(self._experiment)
         if experiment is None:
-            # In a local database, MLflow would else make a folder for artifacts wherever this process runs.
+            # For a local database, MLflow would otherwise make a folder for artifacts in the working directory.
             local = self._uri.startswith("sqlite:")
             place = (self._path.parent / "mlflow-artifacts").absolute().as_uri() if local else None
             identity = self._client.create_experiment(self._experiment, artifact_location=place)
@@ -302,7 +301,7 @@ class MLflow:
 
 
 def with_password(uri: str) -> bool:
-    """Whether a tracking URI has a user's password in it."""
+    """Whether a tracking URI contains a user's password."""
     try:
         return bool(urlsplit(uri).password)
     except ValueError:
@@ -310,13 +309,13 @@ def with_password(uri: str) -> bool:
 
 
 def _tracking_uri(config: RunConfig, runs: Path) -> str:
-    """As the run config or the environment names it; else a database in the folder of runs."""
+    """The URI that the run config or the environment names; otherwise that of a database in the folder of runs."""
     named = config.mlflow.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI", "")
     return named or f"sqlite:///{(runs / MLFLOW_DATABASE).absolute()}"
 
 
 def _mlflow_client(uri: str) -> Any:
-    # Its own defaults wait for minutes, in which the clients would wait too, and report its use to its makers.
+    # By default MLflow would retry for minutes, in which the clients wait, and would send usage data.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")

@@ -22,7 +22,6 @@ from tepal.records.run_directory.holding import RunInUse, held, is_held
 from tepal.records.run_directory.metrics import (
     ACCURACY,
     RMSE,
-    SUMMARY_KEYS,
     Measure,
     add,
     measured_by,
@@ -72,7 +71,6 @@ __all__ = [
     "RMSE",
     "ROUNDS",
     "SUMMARY",
-    "SUMMARY_KEYS",
     "Measure",
     "RunDirectory",
     "RunInUse",

@@ -105,7 +105,3 @@ def add(*values: float | None) -> float | None:
 
 def _last_known(metrics: Sequence[RoundRecord], column: str) -> float | None:
     return next((value for line in reversed(metrics) if (value := line.value(column)) is not None), None)
-
-
-SUMMARY_KEYS = tuple(summarise([], {}))
-"""The keys of `summary.json`, in their order."""

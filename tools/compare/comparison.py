@@ -214,11 +214,6 @@ class Curve:
     of: str
     points: tuple[Point, ...]
 
-    @property
-    def over_bytes(self) -> tuple[Point, ...]:
-        """The points whose bytes are known."""
-        return tuple(point for point in self.points if point.transferred is not None)
-
 
 @dataclass(frozen=True)
 class Measured:
@@ -365,6 +360,11 @@ class Result:
         common = [number for number in by_round[0] if all(number in points for points in by_round)]
         return Curve(curves[0].of, tuple(_mean([points[number] for points in by_round]) for number in common))
 
+    @property
+    def over_bytes(self) -> tuple[Point, ...]:
+        """The points of the curve whose bytes are known."""
+        return tuple(point for point in self.curve.points if point.transferred is not None) if self.curve else ()
+
 
 def _mean(points: Sequence[Point]) -> Point:
     transferred = over_seeds([point.transferred for point in points])
@@ -386,6 +386,7 @@ class Results:
     """The results of a comparison so far."""
 
     comparison: Comparison
+    runs: Sequence[Measured]
     strategies: Sequence[Result]
     target: Target | None
 
@@ -412,7 +413,7 @@ def measure(comparison: Comparison) -> Results:
     results = [Result(name, [each for each in runs if each.run.strategy == name]) for name in comparison.strategies]
     target = Target(comparison.target) if comparison.target is not None else usual_target(results)
     score = target.score if target else None
-    return Results(comparison, [replace(result, target=score) for result in results], target)
+    return Results(comparison, runs, [replace(result, target=score) for result in results], target)
 
 
 def usual_target(results: Sequence[Result]) -> Target | None:

@@ -1,7 +1,7 @@
-"""`tepal report RUN --figures svg|png|pdf`: the figures of a report, or of a comparison, each as a file for a paper.
+"""`tepal report RUN --figures svg|png|pdf`: the figures of a report or of a comparison, each as a file for a paper.
 
-plotly draws them in Chrome or Chromium, by kaleido; on white, with the light colours and the size that the pages save
-their figures with (`script.PAPER`). Nothing is asked of the network.
+plotly draws them in Chrome or Chromium, with kaleido: on white, in the light colours and the size in which the pages
+save figures (`script.PAPER`). The network is not used.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 FORMATS = ("svg", "png", "pdf")
 FOLDER = "figures"
-"""In the directory of the run or comparison, where no other folder is named."""
+"""The default folder, in the directory of the run or comparison."""
 
 _WITHOUT = "Without it: report.html and comparison.html save each figure as SVG or PNG, when the pointer is on it"
 _SECONDS = 120.0  # that a browser may take for one figure
 
 
 class FiguresError(ValueError):
-    """Figures cannot be written as files. The text says why, what to do, and what works without."""
+    """Figures cannot be written as files. The message has the reason, a remedy and an alternative."""
 
 
 def write_run_figures(run: Path, kind: str, folder: Path | None = None) -> list[Path]:
@@ -44,10 +44,10 @@ def write_run_figures(run: Path, kind: str, folder: Path | None = None) -> list[
     Args:
         run: A run directory, or the `latest` link.
         kind: One of FORMATS.
-        folder: Where to; by default "figures" in the run directory. It is made.
+        folder: Where to write them, by default "figures" in the run directory; it is made if needed.
 
-    Raises FiguresError where they cannot be drawn, FileNotFoundError where there is no run, OSError naming the file
-    where one cannot be written.
+    Raises FiguresError if they cannot be drawn, FileNotFoundError if there is no run, OSError naming a file that
+    cannot be written.
     """
     run = find_run(run)
     drawn = [figure for of in drawn_of(RunFiles(run)).values() for figure in of]
@@ -61,9 +61,9 @@ def write_comparison_figures(results: Results, kind: str, folder: Path | None = 
 
 
 def painted(plot: go.Figure, colours: Mapping[str, str]) -> go.Figure:
-    """A copy of a figure as it is to be on paper. `colours`: by role; `report/script.py` paints alike."""
+    """A copy of a figure for paper, with these colours by role; `tepalSave` in `report/script.py` does the same."""
     plot = type(plot)(plot)
-    plot.frames = []  # a figure stands in its last round
+    plot.frames = []  # the figure shows the last round
     ink = colours["ink"]
     for trace in plot.data:
         own = colours[trace.meta["role"]]
@@ -92,14 +92,14 @@ def painted(plot: go.Figure, colours: Mapping[str, str]) -> go.Figure:
 
 def _write(drawn: Iterable[Figure], colours: Mapping[str, str], kind: str, folder: Path) -> list[Path]:
     if kind not in FORMATS:
-        raise FiguresError(f"--figures {kind}: known are {', '.join(FORMATS)}")
+        raise FiguresError(f"--figures {kind}: allowed are {', '.join(FORMATS)}")
     if importlib.util.find_spec("kaleido") is None:
         raise FiguresError(
-            "--figures needs kaleido, and this Python has no such package: pip install 'tepal[figures]'. " + _WITHOUT
+            "--figures needs kaleido, which this Python does not have: pip install 'tepal[figures]'. " + _WITHOUT
         )
     plots = {figure.key: painted(figure.plot, colours) for figure in drawn if figure.plot is not None}
     if not plots:
-        raise FiguresError("--figures: there is nothing to draw yet: no round has reported a score or bytes")
+        raise FiguresError("--figures: there are no figures yet, because no round has reported a score or bytes")
     images = asyncio.run(_images(list(plots.values()), kind))
     folder.mkdir(parents=True, exist_ok=True)
     written = []
@@ -115,7 +115,7 @@ async def _images(plots: list[go.Figure], kind: str) -> list[bytes]:
 
     options = {"format": kind, "scale": PAPER["scale"] if kind == "png" else 1}
     try:
-        # MathJax would come from the network.
+        # MathJax would be loaded from the network.
         async with kaleido.Kaleido(n=1, timeout=_SECONDS, mathjax=False) as browser:
             return [
                 await browser.calc_fig(plot, opts={**options, "width": plot.layout.width, "height": plot.layout.height})
@@ -123,11 +123,11 @@ async def _images(plots: list[go.Figure], kind: str) -> list[bytes]:
             ]
     except ChromeNotFoundError as error:
         raise FiguresError(
-            "--figures needs Chrome or Chromium, and there is none on this machine: install one (apt-get install "
+            "--figures needs Chrome or Chromium, which was not found on this machine: install one (apt-get install "
             "chromium), or name its program with BROWSER_PATH. " + _WITHOUT
         ) from error
     except (BrowserClosedError, BrowserFailedError, TimeoutError) as error:
         raise FiguresError(
-            f"--figures: Chrome or Chromium does not draw them ({type(error).__name__}): see that it starts, for "
-            f"instance with `chromium --headless --version`. {_WITHOUT}"
+            f"--figures: Chrome or Chromium failed ({type(error).__name__}): check that it starts, for instance with "
+            f"`chromium --headless --version`. {_WITHOUT}"
         ) from error

@@ -21,13 +21,13 @@ from tepal.tools.compare.tables import about_seeds, about_target, columns_of, ho
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-_MANY, _TALL = 8, 560  # with more strategies than this the legends need room: pixels
+_MANY, _TALL = 8, 560  # with more strategies than the first, figures have the second's height (pixels) for legends
 
 _BAND = " Lines: mean over the seeds; bands: their standard deviation."
 
 
 def comparison_page(results: Results, above: str = "") -> str:
-    """The whole page. `above`: HTML that goes before everything else."""
+    """The whole page. `above`: HTML at its top."""
     comparison = results.comparison
     drawn = figures(results)
     names = comparison.strategies
@@ -62,7 +62,7 @@ def figures(results: Results) -> list[Figure]:
 
 def _empty_plot(results: Results, x_title: str, *, rounds: int | None = None) -> go.Figure:
     plot = empty_plot(x_title, results.by.name, rounds=rounds)
-    plot.update_layout(hovermode="closest")  # the values of many strategies would cover the figure
+    plot.update_layout(hovermode="closest")  # the values of all strategies would cover the figure
     plot.update_yaxes(rangemode="tozero", **({"tickformat": ".4~%"} if results.by.share else {}))
     if len(results.strategies) > _MANY:
         plot.update_layout(height=_TALL)
@@ -86,15 +86,14 @@ def _per_round(results: Results, look: dict[str, Look]) -> Figure:
 def _per_byte(results: Results, look: dict[str, Look]) -> Figure:
     by = results.by
     key, title = f"{by.key}-bytes", f"{by.title} over transferred bytes"
-    curves = [(result, result.curve.over_bytes) for result in results.strategies if result.curve]
-    known = [point.transferred or 0 for _, points in curves for point in points]
+    known = [point.transferred or 0 for result in results.strategies for point in result.over_bytes]
     if not known:
         return Figure(key, title, f"No {by.name} was measured, or the bytes of the rounds are not known.", None)
     divisor, unit = unit_of(max(known))
     plot = _empty_plot(results, f"transferred so far, down and up, all clients ({unit})")
     hover = f"%{{x:.4~g}} {unit}, after round %{{customdata}}: %{{y:{by.text()}}}"
-    for result, points in curves:
-        if points:
+    for result in results.strategies:
+        if points := result.over_bytes:
             xs = [(point.transferred or 0) / divisor for point in points]
             _add_strategy(plot, result, look, points, xs, hover)
     caption = " Where clients score the result, as after the last round, sending it to them counts in that round."
@@ -164,7 +163,7 @@ def _rounds_table(results: Results) -> Table:
 
 
 def style(strategies: Iterable[str]) -> str:
-    """CSS of the page beside the common one: the strategies' colours."""
+    """The page's own CSS, with the strategies' colours."""
     look = looks(strategies)
     light = "".join(f"--s-{name}: {one.light}; " for name, one in look.items())
     dark = "".join(f"--s-{name}: {one.dark}; " for name, one in look.items())

@@ -1,8 +1,8 @@
-"""How strategies look, and a comparison as an SVG picture: the score over transferred bytes, a line for each strategy.
+"""The look of each strategy, and a comparison's SVG picture: the score over transferred bytes, a line per strategy.
 
-Pages and `figure_files.py` draw by plotly; this picture is drawn without, because plotly writes files only where there
-is a browser, and its files do not follow the reader's light or dark setting, as a README's picture has to. Curves,
-intervals, units and looks are the same.
+Pages and `figure_files.py` draw with plotly. This picture is drawn without it: plotly writes files only with a browser,
+and its files do not follow the reader's light or dark setting, as a README's picture has to. Curves, intervals, units
+and looks are the same.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tepal.report.page import unit_of
 from tepal.report.round_figures import TEST_DATA
 from tepal.report.templates import render
 from tepal.server_app.config import StrategyName
-from tepal.tools.compare.comparison import Point, Result, Results
+from tepal.tools.compare.comparison import Result, Results
 
 STRATEGIES: tuple[str, ...] = get_args(StrategyName)
 TEMPLATES = Path(__file__).with_name("templates")
@@ -29,7 +29,7 @@ TEMPLATES = Path(__file__).with_name("templates")
 
 @dataclass(frozen=True)
 class Look:
-    """How a strategy is drawn: colour on light and on dark ground, plotly's name of its mark, the mark as a path."""
+    """The look of a strategy: colours on a light and a dark background, plotly's name of its mark, the mark's path."""
 
     light: str
     dark: str
@@ -37,7 +37,7 @@ class Look:
     mark: str
 
 
-# On light and on dark ground. Told apart by the colour-blind too (the first five after Okabe and Ito).
+# On a light and a dark background. Colour-blind readers can distinguish them (the first five after Okabe and Ito).
 _COLOURS = (
     ("#5b5663", "#b9b2c2"),
     ("#0069a8", "#56b4e9"),
@@ -48,7 +48,7 @@ _COLOURS = (
     ("#4a2a00", "#e8e04a"),
 )
 
-# Told apart where there is no colour. Their number and that of the colours have no common divisor.
+# For print without colour. Their number and that of the colours have no common divisor.
 _MARKS = (
     ("circle", "M-3.2 0a3.2 3.2 0 1 0 6.4 0a3.2 3.2 0 1 0-6.4 0z"),
     ("square", "M-3-3h6v6h-6z"),
@@ -66,9 +66,9 @@ _LOOKS = len(_COLOURS) * len(_MARKS)
 
 
 def looks(strategies: Iterable[str]) -> dict[str, Look]:
-    """A look for each name, all different, and the same in every comparison: it follows from the strategy's name.
+    """A look for each strategy, all different; it depends only on the name, so it is the same in every comparison.
 
-    (A name that is no strategy of this version may give way to another one of its kind.)
+    (A name that is not a strategy of this version may get another look next to a second one of its kind.)
     """
     names = sorted(strategies, key=lambda name: (STRATEGIES.index(name) if name in STRATEGIES else _LOOKS, name))
     taken: dict[int, str] = {}
@@ -86,15 +86,15 @@ def _look(number: int) -> Look:
 
 # --- picture --------------------------------------------------------------------------------------------------------
 
-_MANY = 8  # strategies; with more, lines are thin, marks few, bands left out, and the legend has one line for each
-_WIDTH, _WIDER = 760, 880  # with more in a line of the legend
+_MANY = 8  # strategies; with more, lines are thin, marks few, bands omitted, and the legend has one line for each
+_WIDTH, _WIDER = 760, 880  # pixels; the wider one for long lines in the legend
 _LEFT, _RIGHT, _TOP = 58, 556, 46  # of the plot
 _LEGEND = 580
 _PLOT_HEIGHT, _NOTE, _BELOW = 274, 70, 104
 
 
 def data_note(results: Sequence[Result]) -> tuple[str, ...]:
-    """Whose data the lines are of; in the picture a text is one line."""
+    """A note on the test data of the lines; each text is one line of the picture."""
     own = [result.strategy for result in results if result.curve is not None and result.curve.of != "server"]
     if not own:
         return ("The result after each round, on the server's held-out data.",)
@@ -107,7 +107,7 @@ def data_note(results: Sequence[Result]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class _Axes:
-    """Where values lie in the picture."""
+    """Maps values to positions in the picture."""
 
     divisor: float
     unit: str
@@ -123,11 +123,11 @@ class _Axes:
 
 
 def draw(results: Results) -> str:
-    """The score over transferred bytes as an SVG, a line for each strategy; it follows the reader's colour scheme."""
+    """The score over transferred bytes as an SVG with a line per strategy; it follows the reader's colour scheme."""
     shown = results.strategies
     many = len(shown) > _MANY
     legend, legend_bottom = _legend(shown, many)
-    # What is said below the plot is wider than the plot, and begins where the legend has ended.
+    # The note below the plot is wider than the plot, so it begins below the legend.
     axes = _axes(shown, max(_TOP + _PLOT_HEIGHT, legend_bottom - _NOTE + 12))
     note = data_note(shown)
     return render(
@@ -142,14 +142,14 @@ def draw(results: Results) -> str:
         left=_LEFT, right=_RIGHT, top=_TOP, legend_left=_LEGEND, note_top=axes.bottom + _NOTE,
         axes=axes,
         measure=results.by.name,
-        curves=[_curve(result, axes, many, number) for number, result in enumerate(shown) if _end(result)],
+        curves=[_curve(result, axes, many, number) for number, result in enumerate(shown) if result.over_bytes],
         legend=legend,
         note=note,
     )  # fmt: skip
 
 
 def _axes(results: Sequence[Result], bottom: float) -> _Axes:
-    points = [point for result in results if result.curve for point in result.curve.over_bytes]
+    points = [point for result in results for point in result.over_bytes]
     most = max((point.transferred or 0 for point in points), default=0)
     divisor, unit = unit_of(most)
     highest = max((point.interval[1] if point.interval else point.score for point in points), default=1)
@@ -158,7 +158,7 @@ def _axes(results: Sequence[Result], bottom: float) -> _Axes:
 
 
 def _ticks(largest: float) -> list[float]:
-    """Some five round numbers from 0 to `largest` or a little more."""
+    """About five round numbers from 0 to `largest` or slightly more."""
     if not largest > 0:
         return [0, 1]
     power = 10 ** math.floor(math.log10(largest / 5))
@@ -171,11 +171,11 @@ def _classes(result: Result) -> str:
 
 
 def _curve(result: Result, axes: _Axes, many: bool, number: int) -> dict[str, Any]:
-    """A line, its marks, and the outline of its interval; each a list of places."""
-    points = result.curve.over_bytes if result.curve else ()
+    """A line, its marks, and the outline of its interval, each a list of positions."""
+    points = result.over_bytes
     xs = [axes.x(point.transferred or 0) for point in points]
     line = [(x, axes.y(point.score)) for x, point in zip(xs, points, strict=True)]
-    # Of many strategies each has marks at other rounds than its neighbours, and at its end.
+    # With many strategies, each has marks at other rounds than its neighbours, and at its end.
     every = max(1, len(line) // 4) if many else 1
     marks = [place for k, place in enumerate(line) if (k - number) % every == 0 or k == len(line) - 1]
     ends = [] if many else [(x, *point.interval) for x, point in zip(xs, points, strict=True) if point.interval]
@@ -184,10 +184,10 @@ def _curve(result: Result, axes: _Axes, many: bool, number: int) -> dict[str, An
 
 
 def _legend(results: Sequence[Result], many: bool) -> tuple[list[dict[str, Any]], float]:
-    """The entries of the legend beside the plot, and how far down it reaches."""
+    """The entries of the legend right of the plot, and the position of its lower end."""
     entries, down = [], _TOP + 8.0
     for result in results:
-        small, drawn = _small_print(result), _end(result) is not None
+        small, drawn = _small_print(result), bool(result.over_bytes)
         below = [] if many else [(down + 16 * k + 4, text) for k, text in enumerate(small, start=1)]
         entries.append(
             {"name": result.strategy, "classes": _classes(result) if drawn else "", "y": down, "below": below,
@@ -198,25 +198,20 @@ def _legend(results: Sequence[Result], many: bool) -> tuple[list[dict[str, Any]]
 
 
 def _small_print(result: Result) -> list[str]:
-    end = _end(result)
-    if end is None or result.curve is None:
+    if result.curve is None or not result.over_bytes:
         small = ["nothing measured"]
     else:
+        end = result.over_bytes[-1]
         deviation = "" if end.deviation is None else f" ±{end.deviation:.4f}"
         small = [f"{score_text(end.score)}{deviation}, {bytes_text(end.transferred)}"]
         small += [TEST_DATA[result.curve.of][0]] if result.curve.of != "server" else []
     return small + ([result.outcome] if result.outcome not in ("finished", "not run") else [])
 
 
-def _end(result: Result) -> Point | None:
-    points = result.curve.over_bytes if result.curve else ()
-    return points[-1] if points else None
-
-
 def _spoken(result: Result) -> str:
-    """A line's end, for those who do not see it."""
-    end = _end(result)
-    if end is None or result.curve is None:
+    """The end of a line, for readers who do not see it."""
+    if result.curve is None or not result.over_bytes:
         return f"{result.strategy}: nothing measured."
+    end = result.over_bytes[-1]
     data = TEST_DATA[result.curve.of][0]
     return f"{result.strategy}: {score_text(end.score)} on the {data} after {bytes_text(end.transferred)}."

@@ -160,19 +160,18 @@ def _strategy_row(result: Result, results: Results) -> dict[str, Any]:
 def runs_csv(results: Results) -> str:
     """One line per run, in the order in which they are run; unknown values are empty."""
     target = results.target.score if results.target else None
-    measured = {id(each.run): each for result in results.strategies for each in result.runs}
     return _csv(
         {
-            "strategy": run.strategy,
-            "seed": run.seed,
-            "outcome": run.outcome,
-            "reason": run.reason,
-            "run": run.directory.name if run.directory else "",
-            "rounds": measured[id(run)].summary.get("rounds"),
-            **measured[id(run)].figures(target),
+            "strategy": each.run.strategy,
+            "seed": each.run.seed,
+            "outcome": each.run.outcome,
+            "reason": each.run.reason,
+            "run": each.run.directory.name if each.run.directory else "",
+            "rounds": each.summary.get("rounds"),
+            **each.figures(target),
             f"target_{results.by.key}": target,
         }
-        for run in results.comparison.runs
+        for each in results.runs
     )
 
 

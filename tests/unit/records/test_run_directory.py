@@ -15,9 +15,8 @@ import pytest
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file
 
-from tepal.records.round_record import METRICS_KEYS, RoundRecord
+from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory import (
-    SUMMARY_KEYS,
     RunDirectory,
     RunInUse,
     as_json,
@@ -25,6 +24,7 @@ from tepal.records.run_directory import (
     find_run,
     read_metrics,
     read_summary,
+    summarise,
     write_whole,
 )
 from tests.lines import read_lines
@@ -120,7 +120,7 @@ def test_a_round_is_on_disk_as_one_line_once_append_returns(run):
     run.append(RoundRecord(round=2, lost=[{"client": "client-4", "reason": "no answer"}]))
     lines = (run.path / "metrics.jsonl").read_text().splitlines()
     assert len(lines) == 2
-    assert list(json.loads(lines[0])) == [*METRICS_KEYS, "entropy"]
+    assert list(json.loads(lines[0])) == [*RoundRecord(round=1).to_line(), "entropy"]
     assert json.loads(lines[1])["accuracy"] is None
     assert [line["round"] for line in read_lines(run.path)] == [1, 2]
 
@@ -311,7 +311,7 @@ def test_the_summary_adds_up_the_rounds(run):
     run.append(RoundRecord(round=2, bytes_down=30, bytes_up=20, bytes_fedavg=100, seconds=0.5, refused=refused))
     summary = run.write_summary(parameters=1234, frozen_after=1)
     assert summary == json.loads((run.path / "summary.json").read_text())
-    assert list(summary) == [*SUMMARY_KEYS, "frozen_after"]
+    assert list(summary) == [*summarise([], {}), "frozen_after"]
     assert summary == {
         "strategy": "fedfrozen",
         "model": "vit_b_32",

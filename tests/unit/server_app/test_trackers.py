@@ -234,7 +234,7 @@ def test_a_missing_package_stops_the_run_with_the_command_that_installs_it(monke
 
 
 def test_an_unknown_tracker_and_a_password_are_refused():
-    with pytest.raises(ConfigError, match=r"'wandb' is no tracker: known are tensorboard, mlflow"):
+    with pytest.raises(ConfigError, match=r"'wandb' is not a tracker: allowed are tensorboard, mlflow"):
         read_run_config({"trackers": "tensorboard,wandb"})
     with pytest.raises(ConfigError, match="MLFLOW_TRACKING_PASSWORD") as error:
         read_run_config({"trackers": "mlflow", "mlflow.tracking-uri": "https://me:secret@host"})
@@ -243,7 +243,7 @@ def test_an_unknown_tracker_and_a_password_are_refused():
 
 def test_a_tracking_server_that_does_not_answer_stops_the_run_before_it_starts():
     config = read_run_config({"trackers": "mlflow", "mlflow.tracking-uri": "http://127.0.0.1:9"})
-    with pytest.raises(trackers.TrackerError, match=r"http://127\.0\.0\.1:9.*does not answer"):
+    with pytest.raises(trackers.TrackerError, match=r"http://127\.0\.0\.1:9.*is not reachable"):
         check_trackers(config)
 
 

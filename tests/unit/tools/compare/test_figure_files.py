@@ -204,19 +204,19 @@ def test_without_a_browser_it_is_said_what_to_install_and_what_works_without(run
 @needs_kaleido
 def test_a_browser_that_does_not_start_is_said(run, monkeypatch):
     monkeypatch.setenv("BROWSER_PATH", shutil.which("false"))
-    with pytest.raises(FiguresError, match=r"does not draw them .BrowserFailedError.: see that it starts"):
+    with pytest.raises(FiguresError, match=r"Chromium failed .BrowserFailedError.: check that it starts"):
         write_run_figures(run, "svg")
 
 
 @needs_kaleido
 def test_a_run_without_a_round_has_nothing_to_draw(tmp_path):
     run = RunDirectory.create(tmp_path, "fedavg", {"strategy": "fedavg"})
-    with pytest.raises(FiguresError, match="nothing to draw yet"):
+    with pytest.raises(FiguresError, match="there are no figures yet"):
         write_run_figures(run.path, "svg")
 
 
 def test_another_format_and_a_folder_without_one_are_refused(run, tmp_path):
-    with pytest.raises(FiguresError, match="--figures gif: known are svg, png, pdf"):
+    with pytest.raises(FiguresError, match="--figures gif: allowed are svg, png, pdf"):
         write_run_figures(run, "gif")
     done = report(run, "--output", tmp_path / "elsewhere")
     assert done.exit_code == 1 and "give their format with --figures" in done.output

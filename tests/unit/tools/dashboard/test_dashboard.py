@@ -52,7 +52,7 @@ def browser(runs, token=None, host="127.0.0.1", scheme="http"):
 def parts_of(run, sent=None):
     """All that a reader is sent until there is nothing more: id → part."""
     run = run if isinstance(run, WatchedRun) else WatchedRun(run)
-    sent, found = sent or Sent(), {}
+    sent, found = Sent() if sent is None else sent, {}
     while new := run.changes(sent):
         found |= {part["id"]: part for part in map(json.loads, new)}
     return found
