@@ -33,6 +33,7 @@ import numpy as np
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from tepal.host.processes import free_port
+from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory import BLOCKS, CLIENTS, METRICS, NOW, RunDirectory, as_json, held
 
 HERE = Path(__file__).resolve().parent
@@ -203,7 +204,7 @@ def updates(browser: Browser, folder: Path, repeats: int) -> list[float]:
         until(page, "document.querySelector('.state')?.innerText.includes('20 of')", time.monotonic())
         for number in range(21, 21 + repeats):
             time.sleep(1.0 + float(rng.random()))
-            RunDirectory(path, {}).append(line(number, rng))
+            RunDirectory(path, {}).append(RoundRecord.from_line(line(number, rng)))
             shown = f"document.querySelector('.state').innerText.includes('{number} of')"
             found.append(until(page, shown, time.monotonic()))
     return found

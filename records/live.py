@@ -1,6 +1,6 @@
 """The state of a run in progress, in files of its directory.
 
-    blocks.json     the model's parts (`strategies/rounds/travel.py`): stage, kind, parameters' bytes
+    blocks.json     the model's segments (`strategies/rounds/travel.py`): stage, kind, parameters' bytes
     now.json        the current round, or the last one: the state of each client, and what was transferred
     clients.json    each client over the whole run: rounds, replies, refusals, losses, examples, bytes, seconds
 
@@ -31,8 +31,8 @@ _INTERVAL = 0.25  # seconds between two writings of a file, at least,
 _SHARE = 20  # and this many times the duration of the last writing, which is long if there are many clients
 
 
-class ModelPart(TypedDict):
-    """A part of the model in `blocks.json`; `bytes` are those of its parameters."""
+class StoredSegment(TypedDict):
+    """A segment of the model in `blocks.json`; `bytes` are those of its parameters."""
 
     stage: str
     kind: str
@@ -106,7 +106,7 @@ def read_clients(run: Path) -> dict[str, ClientTotals]:
     return {name: from_values(ClientTotals, each) for name, each in (read_json(run / CLIENTS) or {}).items()}
 
 
-def read_parts(run: Path) -> list[ModelPart]:
+def read_segments(run: Path) -> list[StoredSegment]:
     """Read `blocks.json`; [] if it is missing or cannot be read."""
     return read_json(run / BLOCKS) or []
 
@@ -128,10 +128,10 @@ class Live:
         self._failed: set[str] = set()
         self._totals = defaultdict(ClientTotals, read_clients(path))
 
-    def model(self, cells: Sequence[Segment]) -> None:
-        """Write the parts of the model."""
-        parts: list[ModelPart] = [{"stage": cell.stage, "kind": cell.kind, "bytes": cell.nbytes} for cell in cells]
-        self._write(BLOCKS, lambda: parts, at_once=True)
+    def model(self, segments: Sequence[Segment]) -> None:
+        """Write the segments of the model."""
+        stored = [{"stage": each.stage, "kind": each.kind, "bytes": each.nbytes} for each in segments]
+        self._write(BLOCKS, lambda: stored, at_once=True)
 
     def progress(self, report: RoundReport) -> None:
         """Write the state of a round, unless it was written just before."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from markupsafe import Markup
 
 from tepal.records.columns import bytes_text
-from tepal.records.live import ModelPart
+from tepal.records.live import StoredSegment
 from tepal.report.method_figures import ArraysOfRounds
 from tepal.report.templates import render
 from tepal.strategies.rounds.travel import OTHER
@@ -19,45 +19,45 @@ TRAINS = "travel_trains"
 _CLOSE = 5e-4  # shares that differ by less have the same text
 
 
-class _ShownPart(NamedTuple):
-    """A part as the diagram shows it; shares of the clients as text, "" for none."""
+class _ShownSegment(NamedTuple):
+    """A segment as the diagram shows it; shares of the clients as text, "" for none."""
 
     bytes: str
     trained: str
     ways: tuple[tuple[str, str, str], ...]
 
 
-def diagram_html(parts: Sequence[ModelPart], shares: Mapping[str, Sequence[float]], caption: str) -> Markup:
+def diagram_html(segments: Sequence[StoredSegment], shares: Mapping[str, Sequence[float]], caption: str) -> Markup:
     """A table with a row for each stage of the model and a column for each kind of parts.
 
     Args:
-        parts: the model's parts.
+        segments: The model's segments.
         shares: `travel_down`, `travel_up`, `travel_trains`: how often each part was transferred or trained, per client
             that was asked (`Travel.shares`).
         caption: names the round.
     """
-    kinds = sorted({part["kind"] for part in parts}, key=lambda kind: (kind == OTHER, kind))
+    kinds = sorted({each["kind"] for each in segments}, key=lambda kind: (kind == OTHER, kind))
     stages = []
-    for stage, members in groupby(enumerate(parts), key=lambda member: member[1]["stage"]):
-        of_kind = {part["kind"]: _shown(part["bytes"], {key: shares[key][k] for key in shares}) for k, part in members}
+    for stage, members in groupby(enumerate(segments), key=lambda member: member[1]["stage"]):
+        of_kind = {each["kind"]: _shown(each["bytes"], {key: shares[key][k] for key in shares}) for k, each in members}
         stages.append((stage, [of_kind.get(kind) for kind in kinds]))
     return render("diagram.html", caption=caption, kinds=kinds if len(kinds) > 1 else [""], rows=_together(stages))
 
 
-def last_diagram(records: ArraysOfRounds, parts: Sequence[ModelPart]) -> Markup:
+def last_diagram(records: ArraysOfRounds, segments: Sequence[StoredSegment]) -> Markup:
     """The block diagram of the last round that is known; "" for a model in one part."""
-    known = [(number, record) for number, record in records if len(record.get("travel_up", ())) == len(parts) > 1]
+    known = [(number, record) for number, record in records if len(record.get("travel_up", ())) == len(segments) > 1]
     if not known:
         return Markup()
     number, record = known[-1]
     shares = {key: record[key].tolist() for key in ("travel_trains", "travel_down", "travel_up")}
     caption = f"Round {number}, the last: share of its clients that trained each part, were sent it and returned it."
-    return diagram_html(parts, shares, caption)
+    return diagram_html(segments, shares, caption)
 
 
-def _shown(nbytes: int, shares: Mapping[str, float]) -> _ShownPart:
+def _shown(nbytes: int, shares: Mapping[str, float]) -> _ShownSegment:
     ways = tuple((*WAYS[key], _of(shares[key])) for key in WAYS if key in shares)
-    return _ShownPart(bytes_text(nbytes), _of(shares.get(TRAINS, 0.0)), ways)
+    return _ShownSegment(bytes_text(nbytes), _of(shares.get(TRAINS, 0.0)), ways)
 
 
 def _of(share: float) -> str:
@@ -69,7 +69,7 @@ def _of(share: float) -> str:
     return f"{share:.0%}" if share < 1 else f"all, × {share:.3g}"
 
 
-def _together(stages: Sequence[tuple[str, list[_ShownPart | None]]]) -> list[tuple[str, list[_ShownPart | None]]]:
+def _together(stages: Sequence[tuple[str, list[_ShownSegment | None]]]) -> list[tuple[str, list[_ShownSegment | None]]]:
     """Join consecutive layers that look alike into one row."""
     rows = []
     for _, alike in groupby(stages, key=lambda stage: (stage[0].split(" ")[0], stage[1])):

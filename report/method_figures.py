@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tepal.records.live import ModelPart
+from tepal.records.live import StoredSegment
 from tepal.records.round_record import COLUMNS, RoundRecord
 from tepal.report.clients import MOST_CLIENTS, natural
 from tepal.report.page import Figure, add_curve, empty_plot
@@ -22,19 +22,19 @@ _DRIFTS = {"query_key_drift": ("query and key", "main"), "value_drift": ("all el
 _SHARES = {"disagreement": "main", "lowest_accuracy": "second", "highest_accuracy": "third"}  # column → colour
 
 
-def travel_figures(records: ArraysOfRounds, parts: Sequence[ModelPart]) -> list[Figure]:
-    """The shares of the clients that were sent and that returned each part of the model, by round; [] for one part.
+def travel_figures(records: ArraysOfRounds, segments: Sequence[StoredSegment]) -> list[Figure]:
+    """The shares of the clients that were sent and that returned each segment of the model, by round; [] for one segment.
 
     Args:
         records: As `run_directory.read_records` returns them.
-        parts: The model's parts.
+        segments: The model's segments.
     """
     known = _with(records, "travel_up")
-    known = [(number, record) for number, record in known if len(record["travel_up"]) == len(parts)]
-    if len(parts) < 2 or not known:
+    known = [(number, record) for number, record in known if len(record["travel_up"]) == len(segments)]
+    if len(segments) < 2 or not known:
         return []
-    many = len({part["kind"] for part in parts}) > 1
-    names = [f"{part['stage']}, {part['kind']}" if many else part["stage"] for part in parts]
+    many = len({each["kind"] for each in segments}) > 1
+    names = [f"{each['stage']}, {each['kind']}" if many else each["stage"] for each in segments]
     figures = []
     for way, said in (("down", "sent to"), ("up", "returned by")):
         shares = np.stack([record[f"travel_{way}"] for _, record in known], axis=1)

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tepal.records.live import ClientTotals, ModelPart, read_clients, read_parts
+from tepal.records.live import ClientTotals, StoredSegment, read_clients, read_segments
 from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory import (
     read_config,
@@ -48,8 +48,8 @@ class RunFiles:
         return read_label_counts(self.path)
 
     @cached_property
-    def parts(self) -> Sequence[ModelPart]:
-        return read_parts(self.path)
+    def segments(self) -> Sequence[StoredSegment]:
+        return read_segments(self.path)
 
     @cached_property
     def clients(self) -> Mapping[str, ClientTotals]:

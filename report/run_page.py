@@ -41,7 +41,7 @@ def drawn_of(run: RunFiles) -> dict[str, list[Figure]]:
     """All figures of a run, by section."""
     return {
         "figures": figures(run.metrics, run.summary),
-        "travel": travel_figures(run.records, run.parts),
+        "travel": travel_figures(run.records, run.segments),
         "method": method_figures(run.records, run.metrics),
         "clients": label_figures(run.label_counts),
     }
@@ -54,7 +54,7 @@ def _page(run: RunFiles) -> str:
     strategy, model, dataset = (
         str(each or "") for each in (summary.get("strategy"), summary.get("model"), run.config.get("dataset"))
     )
-    above = {"travel": last_diagram(run.records, run.parts), "clients": clients_html(run.clients)}
+    above = {"travel": last_diagram(run.records, run.segments), "clients": clients_html(run.clients)}
     body = render(
         "run.html",
         name=name,

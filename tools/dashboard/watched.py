@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tepal.records.columns import UNKNOWN, bytes_text, score_text, seconds_text
-from tepal.records.live import TOTALS, ClientNow, Now, read_clients, read_now, read_parts
+from tepal.records.live import TOTALS, ClientNow, Now, read_clients, read_now, read_segments
 from tepal.records.run_directory import (
     BLOCKS,
     CLIENTS,
@@ -172,22 +172,22 @@ class WatchedRun:
         yield {"id": "clients", "kind": "clients", "round": now.round, "columns": columns, "rows": rows}
 
     def _diagram(self, view: RunView) -> Iterator[dict[str, Any]]:
-        parts, now = read_parts(self.path), read_now(self.path) or Now()
+        segments, now = read_segments(self.path), read_now(self.path) or Now()
         shares = now.travel
-        if len(parts) > 1 and shares and all(len(each) == len(parts) for each in shares.values()) and any(
+        if len(segments) > 1 and shares and all(len(each) == len(segments) for each in shares.values()) and any(
             any(each) for each in shares.values()
         ):
             caption = f"Round {now.round}{'' if now.ended else ', which goes on'}: {now.phase}."
-            yield _html("diagram", diagram_html(parts, shares, caption))
+            yield _html("diagram", diagram_html(segments, shares, caption))
         elif "diagram" not in self._parts:  # until a round has transferred something, the last one is shown
-            yield _html("diagram", last_diagram(read_records(self.path, most=2), parts))
+            yield _html("diagram", last_diagram(read_records(self.path, most=2), segments))
 
     def _curves(self, view: RunView) -> Iterator[dict[str, Any]]:
         yield from self._drawn("figures", figures(view.metrics, view.summary))
 
     def _records(self, view: RunView) -> Iterator[dict[str, Any]]:
         records = read_records(self.path, known=self._known)
-        yield from self._drawn("travel", travel_figures(records, read_parts(self.path)))
+        yield from self._drawn("travel", travel_figures(records, read_segments(self.path)))
         yield from self._drawn("method", method_figures(records, view.metrics))
 
     def _drawn(self, section: str, drawn: Iterable[Figure]) -> Iterator[dict[str, Any]]:
