@@ -23,7 +23,7 @@ _SHARES = {"disagreement": "main", "lowest_accuracy": "second", "highest_accurac
 
 
 def travel_figures(records: ArraysOfRounds, segments: Sequence[StoredSegment]) -> list[Figure]:
-    """The shares of the clients that were sent and that returned each segment of the model, by round; [] for one segment.
+    """The shares of the clients that were sent and that returned each segment, by round; [] for a model of one segment.
 
     Args:
         records: As `run_directory.read_records` returns them.

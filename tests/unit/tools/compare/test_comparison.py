@@ -15,7 +15,7 @@ from rich.console import Console
 
 from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory import RunDirectory, held
-from tepal.tools.compare.comparison import ComparedRun, find_comparison, measure, measured, read_comparison
+from tepal.tools.compare.comparison import ComparedRun, Result, find_comparison, measure, measured, read_comparison
 from tepal.tools.compare.picture import STRATEGIES, draw, looks
 from tepal.tools.compare.runs import new_folder
 from tepal.tools.compare.tables import comparison_table
@@ -233,13 +233,11 @@ def test_bytes_after_an_unknown_round_are_not_made_up(tmp_path):
     run = RunDirectory.create(tmp_path, "fedavg", {})
     for number, down in ((1, 1000), (2, None), (3, 1000)):
         run.append(
-            RoundRecord.from_line(
-                {"round": number, "accuracy": 0.1 * number, "accuracy_of": "server", "bytes_down": down, "bytes_up": 0}
-            )
+            RoundRecord(round=number, accuracy=0.1 * number, accuracy_of="server", bytes_down=down, bytes_up=0)
         )
     result = measured(ComparedRun("fedavg", 7, run.path, "finished"), {})
     assert [(point.round, point.transferred) for point in result.curve.points] == [(1, 1000), (2, None), (3, None)]
-    assert [point.round for point in result.curve.over_bytes] == [1]
+    assert [point.round for point in Result("fedavg", [result]).over_bytes] == [1]
     figures = result.figures(0.3)
     assert (figures["rounds_to_target"], figures["bytes_to_target"], figures["bytes_total"]) == (3, None, None)
 
