@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from tepal.exchange import partial_exchange
 from tepal.models import build
+from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory import RunDirectory
 from tepal.server_app.config import defaults, open_run, read_run_config
 from tepal.strategies import STRATEGIES
@@ -155,7 +156,7 @@ def test_the_commands_that_look_at_runs(tmp_path, monkeypatch):
     """Those of docs/index.md and docs/runs.md, with names of runs that are there."""
     monkeypatch.chdir(tmp_path)
     run = RunDirectory.create(tmp_path / "runs", "fedfrozen", {"strategy": "fedfrozen"})
-    run.append({"round": 1, "phase": "train", "accuracy": 0.5})
+    run.append(RoundRecord(round=1, phase="train", accuracy=0.5))
     looked = [c for c in tepal_commands() if c.startswith(("tepal runs", "tepal show"))]
     assert len(looked) >= 5
     for command in looked:
@@ -239,7 +240,7 @@ def test_every_strategy_is_listed_with_its_options():
 
 def test_the_report_command_says_where_the_report_is(tmp_path):
     run = RunDirectory.create(tmp_path / "runs", "fedavg", {"strategy": "fedavg"})
-    run.append({"round": 1, "phase": "train", "accuracy": 0.5})
+    run.append(RoundRecord(round=1, phase="train", accuracy=0.5))
     done = CliRunner().invoke(main, ["report", str(tmp_path / "runs")])
     assert done.exit_code == 0 and Path(done.output.strip()).name == "report.html"
     failed = CliRunner().invoke(main, ["report", str(tmp_path / "nothing")])

@@ -171,4 +171,4 @@ def test_the_toys_bias_is_flat_and_its_variance_falls(monkeypatch):
     assert all(after < 0.75 * before for before, after in pairwise(variance))
     assert variance[2] < 0.2 * variance[0]
     table = experiment.results(found).tables[0]
-    assert [row[0] for row in table.rows] == [1, 2, 10] and table.rows[0][2] == PAPER[1][0]
+    assert [row[0] for row in table.rows] == [1, 2, 10] and table.rows[0][2] == PAPER[1]["bias"]
