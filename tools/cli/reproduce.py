@@ -28,17 +28,17 @@ def reproduce_command(
     ] = 1,
 ) -> None:
     """Run a named experiment of a paper, and show its results next to the paper's."""
-    from tepal.tools.reproduce.experiment import NotAtHand
+    from tepal.tools.reproduce.experiment import MissingData
     from tepal.tools.reproduce.runner import EXPERIMENTS, find_experiment, reproduce
 
     if not name:
         for each in EXPERIMENTS.values():
             typer.echo(f"{each.name:20} {each.title}. {each.paper}. {each.scale(full=False)}")
         return
-    with reported(NotAtHand, RunInUse):
+    with reported(MissingData, RunInUse):
         experiment = find_experiment(name)
         how = "one process (nothing asks for Ray)" if at_once == 1 else f"{at_once} processes (--at-once {at_once})"
         typer.echo(f"Engine: {how}")
-        page = reproduce(experiment, folder, full=full, said=typer.echo, data=data.expanduser(), at_once=at_once)
+        page = reproduce(experiment, folder, full=full, log=typer.echo, data=data.expanduser(), at_once=at_once)
         typer.echo((page.parent / "results.md").read_text(encoding="utf-8"))
         typer.echo(f"Results in {page.parent}\n  {page}  (open it in a browser)")

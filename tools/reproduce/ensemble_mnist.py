@@ -1,17 +1,25 @@
-"""MNIST of Fed-ensemble (arXiv 2107.10663): its table of methods, iid and with two labels a client, and Table 4, which
-goes through numbers of modes.
+"""Fed-ensemble on MNIST (arXiv 2107.10663): methods compared (Table 2), iid and with two labels per client, and the
+number of modes varied (Table 4).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import Any
 
-from tepal.tools.reproduce import runs
-from tepal.tools.reproduce.experiment import Cell, Outcome, Place, Table, Values
+from tepal.tools.reproduce.experiment import Experiment, Reproduction, Trial, TrialInputs, Values
 from tepal.tools.reproduce.networks import LENET
-from tepal.tools.reproduce.runs import by_setting, curves, mean_text, trained
+from tepal.tools.reproduce.runs import (
+    PAPER,
+    by_setting,
+    compared,
+    curves,
+    mean_text,
+    paper_table,
+    seeds_of,
+    slug,
+    trained,
+)
 
 METHODS: Mapping[str, Mapping[str, Any]] = {
     "FedAvg": {"strategy": "fedavg"},
@@ -23,17 +31,20 @@ SPLITS: Mapping[str, Mapping[str, Any]] = {
     "iid": {"partitioner": "iid"},
     "two-labels": {"partitioner": "pathological", "classes-per-client": 2},
 }
-PAPER = {
+PAPER_METHODS = {
     ("FedAvg", "iid"): 0.9508, ("FedAvg", "two-labels"): 0.9017,
     ("FedProx", "iid"): 0.9576, ("FedProx", "two-labels"): 0.9075,
     ("FedBE", "iid"): 0.9521,
     ("Fed-ensemble", "iid"): 0.9775, ("Fed-ensemble", "two-labels"): 0.9544,
 }  # fmt: skip
+"""Table 2: (method, split) → accuracy."""
 PAPER_MODES = {
     3: (0.9749, 0.9497, 0.9550, 0.16), 5: (0.9785, 0.9500, 0.9560, 0.15), 20: (0.9819, 0.9413, 0.9557, 0.16),
     40: (0.9817, 0.9353, 0.9553, 0.18), 80: (0.9798, 0.9274, 0.9484, 0.20),
 }  # fmt: skip
-"""K → of Table 4: the ensemble's accuracy, the worst and the best mode's, entropy in nats."""
+"""Table 4: K → accuracy of the ensemble, of its worst and of its best mode, and entropy in nats."""
+_MEASURED = {"server": "ours", "lowest_accuracy": "worst mode", "highest_accuracy": "best mode", "entropy": "entropy"}
+"""What is measured of an ensemble, in the order of `PAPER_MODES` → column."""
 
 _COMMON: Mapping[str, Any] = {
     "dataset": "mnist", "normalise": "mnist", "schedule": "constant", "optimizer": "sgd",
@@ -47,14 +58,14 @@ _SMALL: Mapping[str, Any] = {
 _FULL: Mapping[str, Any] = {
     "model": "cnn", "num-server-rounds": 400, "evaluate-every": 20, "local-epochs": 1, "learning-rate": 0.05,
 }  # fmt: skip
-# FedBE distils on unlabelled examples of the server's: .5 % of 60,000 in the small setting.
+# FedBE distils on the server's unlabelled examples: .5 % of 60,000 in the small setting.
 _FEDBE: Mapping[bool, Mapping[str, Any]] = {
     False: {"server-share": 0.005, "fedbe.samples": 5, "fedbe.epochs": 2},
     True: {"server-share": 0.05},
 }
 
 
-class EnsembleMnist:
+class EnsembleMnist(Experiment):
     """Accuracy of an ensemble, and of single models."""
 
     name = "ensemble-mnist"
@@ -68,105 +79,81 @@ class EnsembleMnist:
         "FedBE's unlabelled examples, which the server has, are taken from the training images; the paper has no "
         "number of it with two labels.",
     )
+    datasets = ("mnist",)
+    small_scale = (
+        "LeNet-5 on images of 20x20, 50 clients, 40 rounds of 20 steps of 32 images; two seeds with two labels, "
+        "one of all else."
+    )
+    full_scale = "60,000 images of 28x28, 100 clients, 400 rounds of one epoch, three seeds."
 
-    def data(self, full: bool) -> Sequence[str]:
-        return ("mnist",)
-
-    def scale(self, full: bool) -> str:
-        if full:
-            return "60,000 images of 28x28, 100 clients, 400 rounds of one epoch, three seeds."
-        return (
-            "LeNet-5 on images of 20x20, 50 clients, 40 rounds of 20 steps of 32 images; two seeds with two labels, "
-            "one of all else."
-        )
-
-    def cells(self, full: bool) -> Sequence[Cell]:
+    def trials(self, full: bool) -> Sequence[Trial]:
         seeds = {split: (1, 2, 3) if full else (1, 2) if split == "two-labels" else (1,) for split in SPLITS}
-        cells = [
-            _cell(f"{_slug(method)}-{split}-{seed}", method, split, seed, full)
+        methods = [
+            _trial(f"{slug(method)}-{split}-{seed}", method, split, seed, full)
             for split in SPLITS for method in METHODS for seed in seeds[split]
         ]  # fmt: skip
-        return cells + [
-            _cell(f"modes-{modes}-{seed}", "Fed-ensemble", "iid", seed, full, {"fedensemble.modes": modes})
+        return methods + [
+            _trial(f"modes-{modes}-{seed}", "Fed-ensemble", "iid", seed, full, {"fedensemble.modes": modes})
             for modes in _modes(full) for seed in seeds["iid"][:1] if modes != 5
         ]  # fmt: skip
 
-    def compute(self, cell: Cell, place: Place) -> Values:
-        return trained(cell, place)
+    def compute(self, trial: Trial, inputs: TrialInputs) -> Values:
+        return trained(trial, inputs)
 
-    def outcome(self, found: Mapping[str, Values]) -> Outcome:
-        def of(method: str, split: str) -> list[Values]:
-            start = f"{_slug(method)}-{split}-"
-            return [values for name, values in found.items() if name.startswith(start)]
+    def results(self, found: Mapping[str, Values]) -> Reproduction:
+        runs = {(method, split): seeds_of(found, f"{slug(method)}-{split}") for method in METHODS for split in SPLITS}
+        scores = {key: [values["server"] for values in each] for key, each in runs.items()}
+        splits = {split: split.replace("-", " ") for split in SPLITS}
+        all_modes = sorted({*_modes(True), *_modes(False)})
+        by_modes = {modes: seeds_of(found, f"modes-{modes}") for modes in all_modes}
+        by_modes[5] = runs["Fed-ensemble", "iid"]
+        sweep = {modes: each for modes, each in by_modes.items() if each}
 
-        def scores(method: str, split: str) -> list[float]:
-            return [values["server"] for values in of(method, split)]
+        def of_modes(modes: int, key: str) -> str | None:
+            return mean_text([values[key] for values in sweep[modes] if values[key] is not None])
 
-        rows = []
-        for method in METHODS:
-            beside = ((mean_text(scores(method, split)), PAPER.get((method, split))) for split in SPLITS)
-            rows.append((method, *chain.from_iterable(beside)))
-        headings = ("method", *(each for split in SPLITS for each in (split.replace("-", " "), "paper")))
-        by_modes = {
-            modes: [values for name, values in found.items() if name.startswith(f"modes-{modes}-")]
-            for modes in {*_modes(True), *_modes(False)}
-        } | {5: of("Fed-ensemble", "iid")}
-        sweep = {modes: by_modes[modes] for modes in sorted(by_modes) if by_modes[modes]}
+        def papers_modes(modes: int, key: str) -> float | None:
+            return dict(zip(_MEASURED, PAPER_MODES[modes], strict=True))[key] if modes in PAPER_MODES else None
+
         tables = [
-            Table("Accuracy by method", headings, rows),
-            Table(
-                "Accuracy by modes, iid",
-                ("K", "ours", "paper", "worst mode", "paper", "best mode", "paper", "entropy", "paper"),
-                [(modes, *_beside(modes, each)) for modes, each in sweep.items()],
+            paper_table(
+                "Accuracy by method", "method", splits, METHODS,
+                lambda method, split: mean_text(scores[method, split]),
+                lambda method, split: PAPER_METHODS.get((method, split)),
             ),
+            paper_table("Accuracy by modes, iid", "K", _MEASURED, sweep, of_modes, papers_modes),
         ]  # fmt: skip
         figures = [
-            curves(methods, split, f"MNIST, {split.replace('-', ' ')}", _CAPTION)
-            for split in SPLITS if any((methods := {method: of(method, split) for method in METHODS}).values())
+            curves({method: runs[method, split] for method in METHODS}, split, f"MNIST, {text}", _CAPTION)
+            for split, text in splits.items() if any(runs[method, split] for method in METHODS)
         ]  # fmt: skip
         if sweep:
             lines = {
                 "Fed-ensemble": {modes: [values["server"] for values in each] for modes, each in sweep.items()},
-                runs.PAPER: {modes: [each[0]] for modes, each in PAPER_MODES.items() if modes in sweep},
+                PAPER: {modes: [each[0]] for modes, each in PAPER_MODES.items() if modes in sweep},
             }
             figures.append(by_setting(lines, "modes", "Accuracy by modes, iid", "modes K", _CAPTION))
         findings = []
-        for split in SPLITS:
-            ensemble, single = scores("Fed-ensemble", split), scores("FedAvg", split)
-            if ensemble and single:
-                gain = sum(ensemble) / len(ensemble) - sum(single) / len(single)
-                theirs = PAPER["Fed-ensemble", split] - PAPER["FedAvg", split]
+        for split, text in splits.items():
+            ensemble, single = ("Fed-ensemble", split), ("FedAvg", split)
+            if scores[ensemble] and scores[single]:
                 findings.append(
-                    f"{split.replace('-', ' ').capitalize()}: Fed-ensemble is {abs(gain):.4f} "
-                    f"{'above' if gain > 0 else 'below'} FedAvg (paper: {theirs:.4f} above)."
+                    f"{text.capitalize()}: Fed-ensemble is {compared(scores[ensemble], scores[single])} FedAvg "
+                    f"(paper: {compared([PAPER_METHODS[ensemble]], [PAPER_METHODS[single]])})."
                 )
-        return Outcome(tables, figures, findings)
+        return Reproduction(tables, figures, findings)
 
 
 _CAPTION = "On the 10,000 test images, which no client has; the mean over the seeds."
-
-
-def _beside(modes: int, ours: Sequence[Values]) -> list[str | float | None]:
-    """Ours and the paper's by turns."""
-    keys = ("server", "lowest_accuracy", "highest_accuracy", "entropy")
-    theirs = PAPER_MODES.get(modes, (None,) * len(keys))
-    means = [mean_text([values[key] for values in ours if values[key] is not None]) for key in keys]
-    return [each for pair in zip(means, theirs, strict=True) for each in pair]
-
-
-def _slug(method: str) -> str:
-    return method.lower().replace("-", "")
 
 
 def _modes(full: bool) -> tuple[int, ...]:
     return (3, 5, 20, 40, 80) if full else (3, 5, 10)
 
 
-def _cell(
-    name: str, method: str, split: str, seed: int, full: bool, more: Mapping[str, Any] | None = None
-) -> Cell:
+def _trial(name: str, method: str, split: str, seed: int, full: bool, more: Mapping[str, Any] | None = None) -> Trial:
     scale = _FULL if full else _SMALL
     config = {**_COMMON, **scale, **SPLITS[split], **METHODS[method], "seed": seed, **(more or {})}
     if method == "FedBE":
         config |= _FEDBE[full]
-    return Cell(name, {"config": config, "clients": 100 if full else 50})
+    return Trial(name, {"config": config, "clients": 100 if full else 50})

@@ -1,13 +1,12 @@
-"""Shakespeare of Fed-ensemble (arXiv 2107.10663): the next character, a client for each role or so."""
+"""Fed-ensemble on Shakespeare (arXiv 2107.10663): prediction of the next character, roles dealt to clients."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tepal.tools.reproduce.experiment import Cell, Outcome, Place, Table, Values
-from tepal.tools.reproduce.runs import curves, mean_text, trained
+from tepal.tools.reproduce.experiment import Experiment, Reproduction, Trial, TrialInputs, Values, table
+from tepal.tools.reproduce.runs import compared, curves, mean_text, seeds_of, slug, trained
 
 METHODS: Mapping[str, tuple[Mapping[str, Any], float | None]] = {
     "FedAvg": ({"strategy": "fedavg"}, 0.6005),
@@ -15,7 +14,7 @@ METHODS: Mapping[str, tuple[Mapping[str, Any], float | None]] = {
     "FedBE, no distillation": ({"strategy": "fedbe", "fedbe.distil": False}, 0.6152),
     "Fed-ensemble": ({"strategy": "fedensemble"}, 0.6249),
 }
-"""Method → its keys, and the paper's accuracy."""
+"""Method → its keys of the run config, and the paper's accuracy."""
 
 _COMMON: Mapping[str, Any] = {
     "model": "char-lstm", "dataset": "shakespeare", "partitioner": "natural", "optimizer": "adam", "weight-decay": 0.0,
@@ -31,7 +30,7 @@ _FULL: Mapping[str, Any] = {
 }  # fmt: skip
 
 
-class EnsembleShakespeare:
+class EnsembleShakespeare(Experiment):
     """Accuracy of the next character."""
 
     name = "ensemble-shakespeare"
@@ -41,41 +40,27 @@ class EnsembleShakespeare:
         "Whole roles are dealt to 100 clients; the test passages are of all of them.",
         "Learning rate, local work, batch size and rounds are chosen here, as the paper does not give them.",
     )
+    datasets = ("shakespeare",)
+    small_scale = "10 characters before the next one (the paper: 80), three modes, 80 rounds of 20 steps; one seed."
+    full_scale = "80 characters, five modes, 300 rounds of one epoch of a tenth of the clients, three seeds."
 
-    def data(self, full: bool) -> Sequence[str]:
-        return ("shakespeare",)
-
-    def scale(self, full: bool) -> str:
-        if full:
-            return "80 characters, five modes, 300 rounds of one epoch of a tenth of the clients, three seeds."
-        return "10 characters before the next one (the paper: 80), three modes, 80 rounds of 20 steps; one seed."
-
-    def cells(self, full: bool) -> Sequence[Cell]:
+    def trials(self, full: bool) -> Sequence[Trial]:
+        common = {**_COMMON, **(_FULL if full else _SMALL)}
         return [
-            Cell(
-                f"{_slug(method)}-{seed}",
-                {"config": {**_COMMON, **(_FULL if full else _SMALL), **keys, "seed": seed}, "clients": 100},
-            )
+            Trial(f"{slug(method)}-{seed}", {"config": {**common, **keys, "seed": seed}, "clients": 100})
             for method, (keys, _) in METHODS.items() for seed in ((1, 2, 3) if full else (1,))
         ]  # fmt: skip
 
-    def compute(self, cell: Cell, place: Place) -> Values:
-        return trained(cell, place)
+    def compute(self, trial: Trial, inputs: TrialInputs) -> Values:
+        return trained(trial, inputs)
 
-    def outcome(self, found: Mapping[str, Values]) -> Outcome:
-        by_method = {
-            method: [of for name, of in found.items() if name.startswith(f"{_slug(method)}-")] for method in METHODS
-        }
-        scores = {method: [of["server"] for of in each] for method, each in by_method.items()}
+    def results(self, found: Mapping[str, Values]) -> Reproduction:
+        runs = {method: seeds_of(found, slug(method)) for method in METHODS}
+        scores = {method: [of["server"] for of in each] for method, each in runs.items()}
         rows = [(method, mean_text(scores[method]), paper) for method, (_, paper) in METHODS.items()]
         findings = []
         if scores["Fed-ensemble"] and scores["FedAvg"]:
-            ensemble, single = (sum(scores[key]) / len(scores[key]) for key in ("Fed-ensemble", "FedAvg"))
-            above = "above" if ensemble > single else "below"
-            findings.append(f"Fed-ensemble is {abs(ensemble - single):.4f} {above} FedAvg (paper: .0244 above).")
-        figure = curves(by_method, "rounds", "The next character", "On passages that no client has.")
-        return Outcome([Table("Accuracy by method", ("method", "ours", "paper"), rows)], [figure], findings)
-
-
-def _slug(method: str) -> str:
-    return re.sub("[^a-z]", "", method.lower())
+            gain = compared(scores["Fed-ensemble"], scores["FedAvg"])
+            findings.append(f"Fed-ensemble is {gain} FedAvg (paper: .0244 above).")
+        figure = curves(runs, "rounds", "The next character", "On passages that no client has.")
+        return Reproduction([table("Accuracy by method", ("method", "ours", "paper"), rows)], [figure], findings)

@@ -1,86 +1,109 @@
-"""What an experiment is: cells that are computed one by one, and what is told of all of them, beside the paper's
-numbers.
+"""The parts of an experiment: its trials, which are computed one by one, and the results that are made of their values.
 
-A cell is the smallest thing that is kept, so an experiment that was stopped goes on with the cells that it lacks.
+A trial is the smallest unit that is kept, so that an interrupted experiment continues with the missing trials.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 from tepal.report.page import Figure
+from tepal.report.table import Column, Table
 
 Values = Mapping[str, Any]
-"""Of JSON's types."""
+"""What was computed of a trial, in JSON's types."""
 
 
-class NotAtHand(RuntimeError):
-    """What this machine has not, be it of one cell or of all; the text says what, and where it comes from."""
+class MissingData(RuntimeError):
+    """Data or weights of a trial, or of all trials, are missing; the text names them and where they come from."""
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One thing to compute: its name, a file name without its end, and what it is computed from."""
+class Trial:
+    """One thing to compute and keep: a training run, or the communication cost of one model.
+
+    Args:
+        name: unique in the experiment, and a file name without suffix.
+        options: all that it is computed from, besides data and the trials that it needs.
+        needs: names of earlier trials whose values or files it is computed from.
+    """
 
     name: str
     options: Values
     needs: Sequence[str] = ()
-    """Cells before it whose values, or files, it is computed from."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """What is there when a cell is computed: a folder for files, data sets by name, the values of cells it needs."""
+class TrialInputs:
+    """What a trial can use: a folder for its files, data sets by name, and the values of the trials that it needs."""
 
     folder: Path
     data: Mapping[str, Path] = field(default_factory=dict)
-    found: Mapping[str, Values] = field(default_factory=dict)
+    needed: Mapping[str, Values] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Table:
-    """Rows of text and numbers below a title; None is what is not known."""
-
-    title: str
-    headings: Sequence[str]
-    rows: Sequence[Sequence[str | float | int | None]]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What came out: tables, figures, and sentences on what holds of the paper's claims and what does not."""
+class Reproduction:
+    """What an experiment reproduced: tables, figures, and sentences on the paper's claims."""
 
     tables: Sequence[Table]
     figures: Sequence[Figure] = ()
     findings: Sequence[str] = ()
 
 
-class Experiment(Protocol):
+def joined(*parts: Reproduction) -> Reproduction:
+    """All tables, figures and findings of several parts."""
+    names = ("tables", "figures", "findings")
+    return Reproduction(*([each for part in parts for each in getattr(part, name)] for name in names))
+
+
+class Experiment(ABC):
     """An experiment of a paper."""
 
-    name: str
-    title: str
-    paper: str
-    """Authors' table or figure, and arXiv number."""
-
-    @property
-    def deviations(self) -> Sequence[str]:
-        """What is not as in the paper, or not given there and chosen here; sentences."""
+    name: ClassVar[str]
+    title: ClassVar[str]
+    paper: ClassVar[str]
+    """The paper's table or figure, and its arXiv number."""
+    deviations: ClassVar[Sequence[str]]
+    """Sentences on what differs from the paper, and on what the paper omits and was chosen here."""
+    datasets: ClassVar[Sequence[str]] = ()
+    """Names, as in a run config, of the data sets that are needed."""
+    small_scale: ClassVar[str]
+    """A sentence on what the small setting reduces."""
+    full_scale: ClassVar[str]
+    """A sentence on the sizes of the full setting."""
 
     def data(self, full: bool) -> Sequence[str]:
-        """Data sets that must be there, by the names that a run config has for them."""
+        """Names of the data sets that a setting needs."""
+        return self.datasets
 
     def scale(self, full: bool) -> str:
-        """What the small setting leaves out of the paper's, or that the full one leaves nothing out; a sentence."""
+        """A sentence on the sizes of a setting."""
+        return self.full_scale if full else self.small_scale
 
-    def cells(self, full: bool) -> Sequence[Cell]:
-        """Everything that is to be computed; a cell stands after those that it needs."""
+    @abstractmethod
+    def trials(self, full: bool) -> Sequence[Trial]:
+        """All trials of a setting, each after those that it needs."""
 
-    def compute(self, cell: Cell, place: Place) -> Values:
-        """One cell. It depends on nothing but its options, the data and the cells that it needs. Raises NotAtHand."""
+    @abstractmethod
+    def compute(self, trial: Trial, inputs: TrialInputs) -> Values:
+        """Compute a trial from its options, the data and the trials that it needs alone. Raises MissingData."""
 
-    def outcome(self, found: Mapping[str, Values]) -> Outcome:
-        """What is told of cells, name → what was computed: of all, or of those that there are until now."""
+    @abstractmethod
+    def results(self, found: Mapping[str, Values]) -> Reproduction:
+        """The tables, figures and findings of the trials that are computed so far, given as name → values."""
+
+
+def table(title: str, headings: Iterable[str], rows: Sequence[Sequence[str | float | int | None]]) -> Table:
+    """A table whose first column is text; floats are shown with four decimals, None is a value that is not known."""
+    return Table(title, [Column(text, text=_text, left=not k) for k, text in enumerate(headings)], rows)
+
+
+def _text(value: str | float | int) -> str:
+    if isinstance(value, float):
+        return f"{value:.4f}"
+    return f"{value:,}" if isinstance(value, int) else value

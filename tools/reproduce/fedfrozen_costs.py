@@ -1,7 +1,7 @@
-"""The cost table of FedFrozen (arXiv 2605.06446): what its uploads are of FedAvg's, by model.
+"""FedFrozen's communication relative to FedAvg's, by model: the cost table of FedFrozen (arXiv 2605.06446).
 
-Two warm-up rounds of ten. The paper counts parameters on their way up, of base models without a task's head; `both` are
-both ways, with the frozen block's one way down.
+Two of ten rounds are warm-up. The paper counts the parameters that are uploaded, of base models without a task's head;
+`both` counts uploads and downloads, in which the frozen block is sent once.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from tepal.models.blocks import find_blocks
 from tepal.models.libraries import import_transformers
 from tepal.report.page import Figure, empty_plot
 from tepal.strategies.fedfrozen import cost_ratio
-from tepal.tools.reproduce.experiment import Cell, NotAtHand, Outcome, Place, Table, Values
+from tepal.tools.reproduce.experiment import Experiment, MissingData, Reproduction, Trial, TrialInputs, Values, table
 
 WARMUP, ROUNDS = 2, 10
 _BASE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
 _BART = {f"{half}_{key}": size for half in ("encoder", "decoder")
          for key, size in {"layers": 6, "attention_heads": 12, "ffn_dim": 3072}.items()}  # fmt: skip
 _T5 = {"d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8}
-# What a model is built for where it comes from; all else is ImageNet's, and texts of two classes.
+# Image shape and classes of the data sets that small models are made for; those of all others are ImageNet's.
 _IMAGES_OF = {"cnn": ((1, 28, 28), 10), "tiny-vit": ((1, 8, 8), 10), "resnet-20": ((3, 32, 32), 10)}
 
 PAPER: Mapping[str, tuple[str, Mapping[str, Any], float]] = {
@@ -34,54 +34,58 @@ PAPER: Mapping[str, tuple[str, Mapping[str, Any], float]] = {
     "ELECTRA-base": ("Electra", {"embedding_size": 768, **_BASE}, 0.8959),
     "BERT-base": ("Bert", _BASE, 0.8964),
 }
-"""Model → its family in transformers, its sizes, and the cost that the paper prints."""
+"""Model → its family in transformers, its sizes, and the paper's relative cost."""
 
 
 def on_meta(name: str) -> nn.Module:
-    """A model by its name, in its usual size, without weights. Raises ModelError where a library is missing."""
+    """A model by its name, in its usual size, without weights. Raises ModelError if a library is missing."""
+    kind = models.MODELS[name].kind
+    shape, classes = _IMAGES_OF.get(name, ((3, 224, 224), 1000))
+    sizes: dict[str, Any] = {
+        "image_shape": shape, "classes": 2 if kind == models.TEXTS else classes, "vocabulary": 80, "features": 64,
+        "outputs": 32,
+    }  # fmt: skip
     with torch.device("meta"):
-        return models.build(name, seed=0, **_usual(name))
+        return models.build(name, seed=0, **{key: sizes[key] for key in models.NEEDS[kind]})
 
 
-class FedFrozenCosts:
+class FedFrozenCosts(Experiment):
     """Costs of the paper's five models and of every model that a run config can name."""
 
     name = "fedfrozen-costs"
     title = "What FedFrozen uploads, relative to FedAvg"
     paper = "FedFrozen, table of communication costs (arXiv 2605.06446)"
     deviations = ("Models by name have the head of their task, the paper's five have none.",)
+    small_scale = full_scale = (
+        f"{WARMUP} warm-up rounds of {ROUNDS}, models in their full size, without weights: nothing is scaled."
+    )
 
-    def data(self, full: bool) -> Sequence[str]:
-        return ()
+    def trials(self, full: bool) -> Sequence[Trial]:
+        papers = [Trial(f"{name.replace('/', '-').lower()}-of-the-paper", {"paper": name}) for name in PAPER]
+        return [*papers, *(Trial(name.replace("/", "-"), {"model": name}) for name in models.names())]
 
-    def scale(self, full: bool) -> str:
-        return f"{WARMUP} warm-up rounds of {ROUNDS}, models in their full size, without weights: nothing is scaled."
-
-    def cells(self, full: bool) -> Sequence[Cell]:
-        papers = [Cell(name.replace("/", "-").lower() + "-of-the-paper", {"paper": name}) for name in PAPER]
-        return [*papers, *(Cell(name.replace("/", "-"), {"model": name}) for name in models.names())]
-
-    def compute(self, cell: Cell, place: Place) -> Values:
+    def compute(self, trial: Trial, inputs: TrialInputs) -> Values:
+        of = trial.options
         try:
-            model = _papers(cell.options["paper"]) if "paper" in cell.options else on_meta(cell.options["model"])
+            model = _papers(of["paper"]) if "paper" in of else on_meta(of["model"])
         except models.ModelError as error:
-            raise NotAtHand(str(error)) from error
+            raise MissingData(str(error)) from error
         blocks = find_blocks(model)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         frozen = sum(blocks.layout.by_name[name].size for name in blocks.query_key)
-        told: dict[str, Any] = {**cell.options, "parameters": parameters, "frozen": frozen}
+        costs: dict[str, float] = {}
         if frozen:
-            told["up"] = cost_ratio(model, WARMUP, ROUNDS)
-            told["both"] = cost_ratio(model, WARMUP, ROUNDS, downlink=True)
-        return told
+            costs["up"] = cost_ratio(model, WARMUP, ROUNDS)
+            costs["both"] = cost_ratio(model, WARMUP, ROUNDS, downlink=True)
+        return {**of, "parameters": parameters, "frozen": frozen, **costs}
 
-    def outcome(self, found: Mapping[str, Values]) -> Outcome:
+    def results(self, found: Mapping[str, Values]) -> Reproduction:
         headings = ("model", "parameters", "query and key", "up", "paper", "both ways")
         papers = [of for of in found.values() if "paper" in of]
         others = [of for of in found.values() if "paper" not in of]
         tables = [
-            Table("The paper's models", headings, [_row(of["paper"], of, PAPER[of["paper"]][2]) for of in papers]),
-            Table("Models by name", headings, [_row(of["model"], of, None) for of in others]),
+            table("The paper's models", headings, [_row(of["paper"], of, PAPER[of["paper"]][2]) for of in papers]),
+            table("Models by name", headings, [_row(of["model"], of, None) for of in others]),
         ]
         findings = []
         if len(papers) == len(PAPER):
@@ -90,10 +94,11 @@ class FedFrozenCosts:
         without = [of["model"] for of in others if not of["frozen"]]
         if without:
             findings.append(f"Without attention, so that FedFrozen refuses them: {', '.join(without)}.")
-        return Outcome(tables, [_figure([of for of in [*papers, *others] if of["frozen"]])], findings)
+        return Reproduction(tables, [_figure([of for of in [*papers, *others] if of["frozen"]])], findings)
 
 
 def _papers(name: str) -> nn.Module:
+    """One of the paper's models without weights."""
     family, sizes, _ = PAPER[name]
     transformers = import_transformers(name)
     make: Callable[[Any], nn.Module] = getattr(transformers, f"{family}Model")
@@ -101,28 +106,15 @@ def _papers(name: str) -> nn.Module:
         return make(getattr(transformers, f"{family}Config")(**sizes))
 
 
-def _usual(name: str) -> dict[str, Any]:
-    kind = models.MODELS[name].kind
-    shape, classes = _IMAGES_OF.get(name, ((3, 224, 224), 1000))
-    known = {
-        "image_shape": shape,
-        "classes": 2 if kind == models.TEXTS else classes,
-        "vocabulary": 80,
-        "features": 64,
-        "outputs": 32,
-    }
-    return {key: known[key] for key in models.NEEDS[kind]}
-
-
 def _row(name: str, of: Values, printed: float | None) -> Sequence[str | float | int | None]:
     return (name, of["parameters"], of["frozen"] / of["parameters"], of.get("up"), printed, of.get("both"))
 
 
-def _figure(told: Sequence[Values]) -> Figure:
+def _figure(costs: Sequence[Values]) -> Figure:
     plot = empty_plot("relative to FedAvg", "")
-    names = [of.get("paper") or of["model"] for of in told]
+    names = [of.get("paper") or of["model"] for of in costs]
     plot.add_bar(
-        x=[of["up"] for of in told], y=names, orientation="h",
+        x=[of["up"] for of in costs], y=names, orientation="h",
         meta={"role": "main", "spoken": f"{len(names)} models."}, hovertemplate="%{y}: %{x:.4f}<extra></extra>",
     )  # fmt: skip
     plot.update_layout(showlegend=False, height=80 + 22 * len(names))

@@ -1,7 +1,7 @@
-"""Figures 1 to 3 of FedFrozen (arXiv 2605.06446): when freezing query and key helps linear attention, and how much.
+"""When freezing the query and key block helps linear attention: FedFrozen (arXiv 2605.06446), Figures 1 to 3.
 
-FedAvg is FedFrozen that never freezes, and a run that freezes after T_warm rounds is FedAvg's until then: so a cell
-trains with FedAvg once, and goes on from its model at each T_warm with the value block alone.
+A run that freezes after T_warm rounds is FedAvg's until then. A trial therefore trains with FedAvg once, and from its
+model at each T_warm continues with the value block alone.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -32,22 +32,22 @@ from tepal.tools.reproduce.attention_clients import (
     steepness,
     train,
 )
-from tepal.tools.reproduce.experiment import Cell, Outcome, Place, Table, Values
+from tepal.tools.reproduce.experiment import Experiment, Reproduction, Trial, TrialInputs, Values, joined, table
 
 STEPS, RATE, RIDGE, PROFILE_RATE, MU = 20, 2e-4, 1e-3, 1e-3, 200.0
-"""E, η, λ, η of figure 1, and FedProx's μ."""
+"""E, η, λ, η of Figure 1, and FedProx's μ."""
 WARMUPS, CHOSEN = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0), 0.75
-"""T_warm/T, and the one that FedFrozen has where it is not what varies."""
+"""Values of T_warm/T, and the one that is used when something else varies."""
 SHIFTED, PROFILED = 2.0, (0.0, 1.0, 2.0)
-"""ρ where it is not what varies, and those of figure 1."""
+"""ρ when something else varies, and the values of ρ of Figure 1."""
 ROLES = {"FedFrozen": "main", "FedAvg": "fedavg", "FedProx": "second", "SCAFFOLD": "third"}
-_DIVERGED = 1e9  # a loss that no start has
-_ALMOST = 1e-3  # a relative difference of medians that is none
+_DIVERGED = 1e9  # a loss above that of all initial weights
+_ALMOST = 1e-3  # relative difference below which medians count as equal
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Seeds, T, T of figure 1, and what the figures vary: ρ, E and λ."""
+    """Number of seeds, T, T of Figure 1, and the values of ρ, E and λ."""
 
     seeds: int
     rounds: int
@@ -61,7 +61,7 @@ FULL = Scale(10, 200, 200, (0.0, 0.5, 1.0, 1.5, 2.0), (5, 10, 20, 40), (0.0, 0.1
 SMALL = Scale(3, 100, 25, (0.0, 1.0, 2.0), (5, 20, 40), (1.0, 100.0))
 
 
-class FedFrozenSimulation:
+class FedFrozenSimulation(Experiment):
     """Loss by the length of the warm-up, by local steps, by heterogeneity and by ridge, and the profile h_λ."""
 
     name = "fedfrozen-simulation"
@@ -80,34 +80,28 @@ class FedFrozenSimulation:
         "The paper's numbers are in figures alone, so that its sentences stand here beside ours.",
         "A seed's data and weights are the same draws for every ρ, but for the clients' means, which are ρ times one.",
     )
+    small_scale = (
+        f"{SMALL.seeds} seeds, T = {SMALL.rounds} and {SMALL.profile_rounds} for the profile, of the paper's "
+        f"{FULL.seeds} and {FULL.rounds}, and fewer values of ρ, E and λ."
+    )
+    full_scale = f"{FULL.seeds} seeds, T = {FULL.rounds}, as in the paper."
 
-    def data(self, full: bool) -> Sequence[str]:
-        return ()
-
-    def scale(self, full: bool) -> str:
-        of = FULL if full else SMALL
-        text = f"{of.seeds} seeds, T = {of.rounds}"
-        if full:
-            return f"{text}, as in the paper."
-        return (
-            f"{text} and {of.profile_rounds} for the profile, of the paper's {FULL.seeds} and {FULL.rounds}, and fewer "
-            "values of ρ, E and λ."
-        )
-
-    def cells(self, full: bool) -> Sequence[Cell]:
+    def trials(self, full: bool) -> Sequence[Trial]:
         of = FULL if full else SMALL
         usual = {"seeds": of.seeds, "rounds": of.rounds, "rate": RATE, "profile": False}
         shifted = {"rho": SHIFTED, "warmups": (CHOSEN, 1.0), **usual}
-        made = [_cell("FedAvg", **usual, rho=rho, warmups=WARMUPS) for rho in of.rhos]
-        made += [_cell("FedAvg", **shifted, steps=steps) for steps in of.steps if steps != STEPS]
-        made += [_cell("FedAvg", **shifted, ridge=ridge) for ridge in of.ridges if ridge != RIDGE]
-        others = ("FedProx", "SCAFFOLD")
-        made += [_cell(method, **usual, rho=rho) for method in others for rho in of.rhos]
         profiled = {"seeds": of.seeds, "rounds": of.profile_rounds, "rate": PROFILE_RATE, "profile": True}
-        return made + [_cell(method, **profiled, rho=rho) for method in ("FedAvg", *others) for rho in PROFILED]
+        others = ("FedProx", "SCAFFOLD")
+        return [
+            *(_trial("FedAvg", **usual, rho=rho, warmups=WARMUPS) for rho in of.rhos),
+            *(_trial("FedAvg", **shifted, steps=steps) for steps in of.steps if steps != STEPS),
+            *(_trial("FedAvg", **shifted, ridge=ridge) for ridge in of.ridges if ridge != RIDGE),
+            *(_trial(method, **usual, rho=rho) for method in others for rho in of.rhos),
+            *(_trial(method, **profiled, rho=rho) for method in ("FedAvg", *others) for rho in PROFILED),
+        ]
 
-    def compute(self, cell: Cell, place: Place) -> Values:
-        of = cell.options
+    def compute(self, trial: Trial, inputs: TrialInputs) -> Values:
+        of = trial.options
         rounds, ridge, local = of["rounds"], of["ridge"], {"rate": of["rate"], "steps": of["steps"]}
         with _one_thread():
             clients, student = problem(range(of["seeds"]), of["rho"])
@@ -118,7 +112,7 @@ class FedFrozenSimulation:
             watch = _Watch(clients, rounds, ridge, profiled=of["profile"])
             start = ArrayRecord(student.state_dict())
             steep = steepness(clients, student.query.detach(), student.key.detach())
-            if of["method"] == "FedAvg":
+            if of["method"] == "FedAvg":  # FedFrozen that never freezes; its plan contains the ridge
                 whole = FedFrozen(warmup_rounds=rounds, ridge=ridge, **common)
                 train(whole, clients, start, rounds, watch, ridge=0.0, **local)
             else:
@@ -136,25 +130,23 @@ class FedFrozenSimulation:
         by_share = {f"{share:g}": runs[share] for share in sorted(runs)}
         return {**of, "runs": by_share, "h": watch.profile, "steepness": steep.tolist()}
 
-    def outcome(self, found: Mapping[str, Values]) -> Outcome:
+    def results(self, found: Mapping[str, Values]) -> Reproduction:
         kept = [of for of in found.values() if not of["profile"]]
-        parts = [
+        fedavg = [of for of in kept if of["method"] == "FedAvg"]
+        return joined(
             _by_warmup([of for of in kept if len(of["warmups"]) == len(WARMUPS)]),
-            _by_steps([of for of in kept if of["method"] == "FedAvg" and _at(of, rho=SHIFTED, ridge=RIDGE)]),
+            _by_steps([of for of in fedavg if _at(of, rho=SHIFTED, ridge=RIDGE)]),
             _by_rho([of for of in kept if _at(of, steps=STEPS, ridge=RIDGE)]),
-            _by_ridge([of for of in kept if of["method"] == "FedAvg" and _at(of, rho=SHIFTED, steps=STEPS)]),
+            _by_ridge([of for of in fedavg if _at(of, rho=SHIFTED, steps=STEPS)]),
             _profiles([of for of in found.values() if of["profile"]]),
-            _frozen_phase(kept),
-            _step_sizes(found.values()),
-        ]
-        return Outcome(*([each for part in parts for each in getattr(part, name)]
-                         for name in ("tables", "figures", "findings")))  # fmt: skip
+            Reproduction([], findings=[*_closed_form_finding(kept), *_step_size_finding(found.values())]),
+        )
 
 
-def _cell(method: str, **of: Any) -> Cell:
+def _trial(method: str, **of: Any) -> Trial:
     of = {"method": method, "steps": STEPS, "ridge": RIDGE, "warmups": (), **of}
     name = f"{method}-rho-{of['rho']:g}-steps-{of['steps']}-ridge-{of['ridge']:g}-rate-{of['rate']:g}"
-    return Cell(name.lower(), of)
+    return Trial(name.lower(), of)
 
 
 def _at(of: Values, **wanted: float) -> bool:
@@ -163,7 +155,7 @@ def _at(of: Values, **wanted: float) -> bool:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Small matrices: more threads only wait for each other."""
+    """Use one thread of torch in a block: with matrices as small as these, more threads are slower."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -174,7 +166,15 @@ def _one_thread() -> Iterator[None]:
 
 @dataclass
 class _Watch:
-    """What is measured of a run while it goes on; `before`: the rounds that were before it."""
+    """Measures a run after each round.
+
+    Args:
+        clients: of the run.
+        rounds: its last round.
+        ridge: λ of the profile.
+        before: rounds that were trained before this run.
+        profiled: whether to compute h_λ.
+    """
 
     clients: Sequence[Client]
     rounds: int
@@ -182,9 +182,9 @@ class _Watch:
     before: int = 0
     profiled: bool = False
     models: dict[int, ArrayRecord] = field(default_factory=dict)
-    """By how many rounds they had."""
+    """Model by number of rounds."""
     profile: list[list[float]] = field(default_factory=list)
-    """h_λ of each seed, round by round, from the start on."""
+    """h_λ of each seed, for every round from 0."""
     drifts: list[Tensor] = field(default_factory=list)
 
     def __call__(self, number: int, arrays: ArrayRecord) -> None:
@@ -195,7 +195,7 @@ class _Watch:
             self.profile.append(mean_quadratic(self.clients, *matrices_of(arrays)[:2]).profile(self.ridge).tolist())
 
     def result(self) -> dict[str, Any]:
-        """Final loss and mean drift of each seed."""
+        """Final loss and mean client drift of each seed."""
         query, key, value = matrices_of(self.models[self.rounds])
         loss = mean_quadratic(self.clients, query, key).loss(value.double())
         return {"loss": loss.tolist(), "drift": torch.stack(self.drifts).mean(0).tolist()}
@@ -204,7 +204,7 @@ class _Watch:
 def _closed_form(
     clients: Sequence[Client], arrays: ArrayRecord, rounds: int, *, rate: float, steps: int, ridge: float
 ) -> Tensor:
-    """θ after so many frozen rounds, by the affine map of one."""
+    """θ after a number of frozen rounds, by the affine map of one round."""
     query, key, value = matrices_of(arrays)
     p, b = affine_round(clients, query, key, rate=rate, ridge=ridge, steps=steps)
     theta = value.double()
@@ -213,15 +213,15 @@ def _closed_form(
     return theta
 
 
-# --- what is told ---------------------------------------------------------------------------------------------------
+# --- the results ----------------------------------------------------------------------------------------------------
 
 
 Spread = tuple[float, float, float]
 
 
 def spread(values: Iterable[float | None]) -> Spread:
-    """Median, lower and upper quartile over seeds; infinite where so many of them diverged."""
-    far = 1e300  # percentiles of infinity are no numbers
+    """Median, lower and upper quartile over seeds; infinite if that many of them diverged."""
+    far = 1e300  # stands for infinity, of which percentiles are NaN
     known = [value if value is not None and value < _DIVERGED else far for value in values]
     low, median, high = (float(each) if each < far / 1e3 else math.inf for each in np.percentile(known, (25, 50, 75)))
     return median, low, high
@@ -229,14 +229,20 @@ def spread(values: Iterable[float | None]) -> Spread:
 
 _QUARTILES = ("median", "lower quartile", "upper quartile")
 _BAND = "Median and quartiles over the seeds."
+_FREEZES = f"{CHOSEN:g}"  # key of the run that freezes at the chosen time
 
 
 def _loss(of: Values, share: float = 1.0) -> Spread:
     return spread(of["runs"][f"{share:g}"]["loss"])
 
 
+def _frozen(kept: Sequence[Values], key: str) -> list[Values]:
+    """Trials with a run that freezes at the chosen time, sorted by an option."""
+    return sorted((of for of in kept if _FREEZES in of["runs"]), key=lambda of: of[key])
+
+
 def _less(a: float, b: float) -> bool:
-    """Whether a median is less than another by more than almost nothing."""
+    """Whether a median is less than another by more than a negligible difference."""
     return a < b * (1 - _ALMOST)
 
 
@@ -245,25 +251,23 @@ def _say(value: float) -> str:
 
 
 def _written(values: Iterable[float]) -> list[float | None]:
-    """For tables: None is what diverged."""
+    """Values of a table, in which None stands for a diverged run."""
     return [value if math.isfinite(value) else None for value in values]
 
 
 def _curve(plot: Any, name: str, x: Sequence[float], spreads: Sequence[Spread]) -> None:
-    """Median and, as a band, quartiles, where all are finite."""
+    """Add medians, and quartiles as a band, where all are finite."""
     meta = {"role": ROLES.get(name, "main")}
-    if shown := [(at, of) for at, of in zip(x, spreads, strict=True) if all(map(math.isfinite, of))]:
-        at = [each for each, _ in shown]
-        median, low, high = ([of[k] for _, of in shown] for k in range(3))
+    if shown := [(at, *of) for at, of in zip(x, spreads, strict=True) if all(map(math.isfinite, of))]:
+        at, median, low, high = zip(*shown, strict=True)
         add_band(plot, at, low, high, meta=meta)
         plot.add_scatter(x=at, y=median, name=name, mode="lines+markers" if len(at) < 20 else "lines", meta=meta)
 
 
-def _by_warmup(kept: Sequence[Values]) -> Outcome:
-    """Figure 2, middle, and figure 3a."""
+def _by_warmup(kept: Sequence[Values]) -> Reproduction:
+    """Figure 2, middle, and Figure 3a."""
     kept = sorted(kept, key=lambda of: of["rho"])
     rows = [(f"{of['rho']:g}", f"{share:g}", *_written(_loss(of, share))) for of in kept for share in WARMUPS]
-    table = Table("Final loss by warm-up", ("ρ", "T_warm/T", *_QUARTILES), rows)
     figures, findings = [], []
     for of in kept:
         median = {share: _loss(of, share)[0] for share in WARMUPS}
@@ -291,18 +295,19 @@ def _by_warmup(kept: Sequence[Values]) -> Outcome:
         plot.update_yaxes(type="category")
         caption = "log₁₀ of the median loss, the darker the larger; nothing where it diverged."
         figures.append(Figure("heat", "Loss by warm-up and heterogeneity", caption, plot))
-    return Outcome([table], figures, findings)
+    return Reproduction([table("Final loss by warm-up", ("ρ", "T_warm/T", *_QUARTILES), rows)], figures, findings)
 
 
-def _by_steps(kept: Sequence[Values]) -> Outcome:
+def _by_steps(kept: Sequence[Values]) -> Reproduction:
     """Figure 2, left."""
-    kept = sorted((of for of in kept if f"{CHOSEN:g}" in of["runs"]), key=lambda of: of["steps"])
+    kept = _frozen(kept, "steps")
     steps = [of["steps"] for of in kept]
-    pairs = ((of["runs"][f"{CHOSEN:g}"]["loss"], of["runs"]["1"]["loss"]) for of in kept)
+    pairs = ((of["runs"][_FREEZES]["loss"], of["runs"]["1"]["loss"]) for of in kept)
     ratios = [spread(map(_ratio, *pair)) for pair in pairs]
-    rows = [(str(of["steps"]), *_written([_loss(of, CHOSEN)[0], _loss(of)[0], *ratio]))
-            for of, ratio in zip(kept, ratios, strict=True)]  # fmt: skip
-    headings = ("E", "FedFrozen", "FedAvg", *(f"ratio, {each}" for each in _QUARTILES))
+    rows = [
+        (str(of["steps"]), *_written([_loss(of, CHOSEN)[0], _loss(of)[0], *ratio]))
+        for of, ratio in zip(kept, ratios, strict=True)
+    ]
     plot = empty_plot("local steps E", "loss of FedFrozen / FedAvg")
     _curve(plot, "FedFrozen / FedAvg", steps, ratios)
     findings = []
@@ -313,16 +318,22 @@ def _by_steps(kept: Sequence[Values]) -> Outcome:
             f"The ratio of FedFrozen's loss to FedAvg's {'falls' if falls else 'does not fall everywhere'} with E: "
             f"{', '.join(f'{_say(m)} at {e}' for m, e in zip(medians, steps, strict=True))} (paper: falls)."
         )
+    headings = ("E", "FedFrozen", "FedAvg", *(f"ratio, {each}" for each in _QUARTILES))
     figure = Figure("steps", "FedFrozen and FedAvg by local steps", f"{_BAND} Below 1, FedFrozen is better.", plot)
-    return Outcome([Table("Final loss by local steps", headings, rows)], [figure] if kept else [], findings)
+    tables = [table("Final loss by local steps", headings, rows)]
+    return Reproduction(tables, [figure] if kept else [], findings)
 
 
-def _by_rho(kept: Sequence[Values]) -> Outcome:
+def _ratio(above: float | None, below: float | None) -> float | None:
+    return above / below if above is not None and below is not None else None
+
+
+def _by_rho(kept: Sequence[Values]) -> Reproduction:
     """Figure 2, right."""
     found: dict[str, dict[float, Spread]] = {name: {} for name in ROLES}
     for of in sorted(kept, key=lambda of: of["rho"]):
         found[of["method"]][of["rho"]] = _loss(of)
-        if f"{CHOSEN:g}" in of["runs"]:
+        if _FREEZES in of["runs"]:
             found["FedFrozen"][of["rho"]] = _loss(of, CHOSEN)
     plot = empty_plot("heterogeneity ρ", "final loss")
     for name, by_rho in found.items():
@@ -333,9 +344,8 @@ def _by_rho(kept: Sequence[Values]) -> Outcome:
     for rho in rhos:
         known = {name: by_rho[rho][0] for name, by_rho in found.items() if rho in by_rho}
         if len(known) == len(ROLES):
-            order = sorted(known, key=lambda name: known[name])
-            said = ", ".join(f"{name} {_say(known[name])}" for name in order)
-            findings.append(f"ρ = {rho:g}, from the least loss: {said}.")
+            ranking = ", ".join(f"{name} {_say(known[name])}" for name in sorted(known, key=lambda name: known[name]))
+            findings.append(f"ρ = {rho:g}, from the least loss: {ranking}.")
     if len(rhos) > 1 and all({rhos[0], rhos[-1]} <= by_rho.keys() for by_rho in found.values()):
         grown = {name: by_rho[rhos[-1]][0] / by_rho[rhos[0]][0] for name, by_rho in found.items()}
         least = min(grown, key=lambda name: grown[name])
@@ -343,42 +353,36 @@ def _by_rho(kept: Sequence[Values]) -> Outcome:
             f"From ρ = {rhos[0]:g} to {rhos[-1]:g} the loss grows by the factor "
             f"{', '.join(f'{_say(grown[name])} ({name})' for name in grown)}: least for {least} (paper: FedFrozen)."
         )
-    figure = Figure("rho", "Loss by heterogeneity", f"{_BAND} FedFrozen with T_warm/T = {CHOSEN:g}.", plot)
-    headings = ("ρ", "method", *_QUARTILES)
-    return Outcome([Table("Final loss by heterogeneity", headings, rows)], [figure] if kept else [], findings)
+    figure = Figure("rho", "Loss by heterogeneity", f"{_BAND} FedFrozen with T_warm/T = {_FREEZES}.", plot)
+    tables = [table("Final loss by heterogeneity", ("ρ", "method", *_QUARTILES), rows)]
+    return Reproduction(tables, [figure] if kept else [], findings)
 
 
-def _ratio(above: float | None, below: float | None) -> float | None:
-    return above / below if above is not None and below is not None else None
-
-
-def _by_ridge(kept: Sequence[Values]) -> Outcome:
+def _by_ridge(kept: Sequence[Values]) -> Reproduction:
     """Figure 3b."""
-    kept = sorted((of for of in kept if f"{CHOSEN:g}" in of["runs"]), key=lambda of: of["ridge"])
-    names, of_each = [f"{of['ridge']:g}" for of in kept], [of["runs"][f"{CHOSEN:g}"] for of in kept]
-    losses, drifts = ([spread(of[key]) for of in of_each] for key in ("loss", "drift"))
-    rows = [(name, *_written([*loss, *moved])) for name, loss, moved in zip(names, losses, drifts, strict=True)]
-    headings = ("λ", *(f"{of}, {each}" for of in ("loss", "drift") for each in _QUARTILES))
+    kept = _frozen(kept, "ridge")
+    names = [f"{of['ridge']:g}" for of in kept]
+    spreads = {key: [spread(of["runs"][_FREEZES][key]) for of in kept] for key in ("loss", "drift")}
+    rows = [(name, *_written(chain(*both))) for name, *both in zip(names, *spreads.values(), strict=True)]
+    headings = ("λ", *(f"{key}, {each}" for key in spreads for each in _QUARTILES))
     figures, findings = [], []
-    for key, title, spreads in (("loss", "Loss by ridge", losses), ("drift", "Client drift by ridge", drifts)):
+    for key, title in (("loss", "Loss by ridge"), ("drift", "Client drift by ridge")):
+        medians = [of[0] for of in spreads[key]]
         plot = empty_plot("λ", key)
-        plot.add_scatter(
-            x=names, y=_written(of[0] for of in spreads), name="FedFrozen", mode="lines+markers", meta={"role": "main"}
-        )
+        plot.add_scatter(x=names, y=_written(medians), name="FedFrozen", mode="lines+markers", meta={"role": "main"})
         plot.update_xaxes(type="category", rangemode="normal")
         plot.update_yaxes(type="log", dtick="D2")
         figures.append(Figure(f"ridge-{key}", title, f"Medians, at ρ = {SHIFTED:g}.", plot))
         if len(kept) > 1:
-            medians = [of[0] for of in spreads]
             least = int(np.argmin(medians))
             findings.append(
                 f"The {key} is least at λ = {names[least]}: {_say(medians[least])}; at λ = {names[-1]} it is "
                 f"{_say(medians[-1])} (paper: least at a moderate λ, large at an excessive one)."
             )
-    return Outcome([Table("Loss and drift by ridge", headings, rows)], figures if kept else [], findings)
+    return Reproduction([table("Loss and drift by ridge", headings, rows)], figures if kept else [], findings)
 
 
-def _profiles(found: Sequence[Values]) -> Outcome:
+def _profiles(found: Sequence[Values]) -> Reproduction:
     """Figure 1."""
     rows, figures, findings = [], [], []
     for rho in sorted({of["rho"] for of in found}):
@@ -388,15 +392,16 @@ def _profiles(found: Sequence[Values]) -> Outcome:
             rounds = len(of["h"]) - 1
             if of["method"] == "FedAvg":
                 end = round(CHOSEN * rounds)
-                by_method["FedFrozen"] = [of["h"][min(number, end)] for number in range(rounds + 1)]
+                by_method["FedFrozen"] = [*of["h"][:end], *[of["h"][end]] * (rounds + 1 - end)]
             for method, profile in by_method.items():
                 spreads = [spread(of_round) for of_round in profile]
                 _curve(plot, method, [*range(rounds + 1)], spreads)
                 medians = [each[0] for each in spreads]
                 least = int(np.argmin(medians))
                 first, lowest, last = _written([medians[0], medians[least], medians[-1]])
-                away = sum(loss is None or not loss < _DIVERGED for loss in of["runs"]["1"]["loss"])
-                rows.append((f"{rho:g}", method, first, lowest, least, last, away if method == of["method"] else None))
+                diverged = sum(loss is None or not loss < _DIVERGED for loss in of["runs"]["1"]["loss"])
+                own = diverged if method == of["method"] else None
+                rows.append((f"{rho:g}", method, first, lowest, least, last, own))
                 if method == "FedAvg":
                     ups = sum(after > before for before, after in pairwise(medians))
                     findings.append(
@@ -407,28 +412,30 @@ def _profiles(found: Sequence[Values]) -> Outcome:
         caption = f"{_BAND} η = {PROFILE_RATE:g}. FedFrozen is FedAvg until T_warm = {round(CHOSEN * rounds)}."
         figures.append(Figure(f"profile-{rho:g}", f"Profile h_λ at ρ = {rho:g}", caption, plot))
     headings = ("ρ", "method", "h_λ at the start", "least", "in round", "at the end", "seeds that diverged")
-    return Outcome([Table("Profile of the kernel", headings, rows)], figures, findings)
+    return Reproduction([table("Profile of the kernel", headings, rows)], figures, findings)
 
 
-def _frozen_phase(kept: Sequence[Values]) -> Outcome:
-    """Whether trained θ is that of the closed form."""
+def _closed_form_finding(kept: Sequence[Values]) -> list[str]:
+    """How far the trained θ of frozen phases is from the closed form."""
     runs = [run for of in kept for run in of["runs"].values() if "from closed form" in run]
-    away = [away for run in runs for loss, away in zip(run["loss"], run["from closed form"], strict=True)
-            if loss is not None and loss < _DIVERGED]  # fmt: skip
-    said = (
+    away = [
+        away for run in runs for loss, away in zip(run["loss"], run["from closed form"], strict=True)
+        if loss is not None and loss < _DIVERGED
+    ]  # fmt: skip
+    finding = (
         f"In {len(away)} frozen phases, each of one seed, θ ends where θ⁺ = Pθ + b leads, to a relative "
         f"{max(away, default=0):.0e}."
     )
-    return Outcome([], [], [said] if away else [])
+    return [finding] if away else []
 
 
-def _step_sizes(found: Iterable[Values]) -> Outcome:
-    """Where something diverges for its step alone, and not for what the paper is about."""
+def _step_size_finding(found: Iterable[Values]) -> list[str]:
+    """Settings in which training diverges because of its step size alone."""
     by_setting = {(of["rate"], of["rho"]): of["rate"] * max(of["steepness"]) for of in found}
     above = {setting: times for setting, times in sorted(by_setting.items()) if times > 2}
     steep = [f"{times:.2g} at η = {rate:g}, ρ = {rho:g}" for (rate, rho), times in above.items()]
-    said = (
+    finding = (
         "Steps on θ diverge at a client where η times the largest eigenvalue of its G_k is above 2. At the start this "
         f"is, for the steepest client: {'; '.join(steep)}."
     )
-    return Outcome([], [], [said] if steep else [])
+    return [finding] if steep else []

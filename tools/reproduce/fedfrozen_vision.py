@@ -1,16 +1,15 @@
-"""CIFAR-10 of FedFrozen (arXiv 2605.06446): seven methods, ten clients, three Dirichlet distributions, from pretrained
-weights.
-"""
+"""FedFrozen and six other methods on CIFAR-10 (arXiv 2605.06446), from pretrained weights, at three Dirichlet α."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from tepal.tools.reproduce.data import shuffled_images, write_images
-from tepal.tools.reproduce.experiment import Cell, NotAtHand, Outcome, Place, Table, Values
+from tepal.tools.reproduce.experiment import Experiment, MissingData, Reproduction, Trial, TrialInputs, Values, table
 from tepal.tools.reproduce.networks import VIT
-from tepal.tools.reproduce.runs import by_setting, curves, mean_text, measured, trained
+from tepal.tools.reproduce.runs import by_setting, compared, curves, mean_text, slug, trained
 
 ALPHAS = (0.1, 0.3, 0.5)
 METHODS: Mapping[str, Mapping[str, Any]] = {
@@ -44,13 +43,14 @@ PRETRAIN: Mapping[str, Any] = {
     "optimizer": "adamw", "learning-rate": 0.001, "held-out-fraction": 0.1, "test-fraction": 0.01,
     "fraction-evaluate": 0.0, "score-in-training": False, "seed": 42,
 }  # fmt: skip
-"""A run of this project whose model others start from: other images, with other classes."""
+"""The run that pretrains the small model, on images of other classes."""
 _TRAIN, _TEST = 5_000, 2_000
 WEIGHTS = "weights"
-"""Folder of what is pretrained; of the full scale, where the paper's weights are looked for."""
+"""Folder of pretrained weights; at the full scale the paper's are read from it."""
+_SAME = f"{_TRAIN:,} training and {_TEST:,} test images, ten clients, ten rounds, seed 42"
 
 
-class FedFrozenVision:
+class FedFrozenVision(Experiment):
     """Accuracy by method and α."""
 
     name = "fedfrozen-vision"
@@ -60,91 +60,78 @@ class FedFrozenVision:
         "The small setting's weights are from eight rounds of FedAvg on PACS, with other images and classes, not from "
         "ImageNet; --full starts from the paper's ImageNet weights of ViT-B/32, put at weights/vit-b-32.",
     )
+    small_scale = (
+        f"{_SAME} as in the paper, but a ViT of 314,186 parameters on images of 32x32, one epoch a round instead of "
+        "ten, and a learning rate of .001 instead of .0001."
+    )
+    full_scale = f"{_SAME}, ViT-B/32 on images of 224x224, ten epochs a round: nothing is scaled."
 
     def data(self, full: bool) -> Sequence[str]:
         return ("cifar-10",) if full else ("cifar-10", "pacs")
 
-    def scale(self, full: bool) -> str:
-        same = f"{_TRAIN:,} training and {_TEST:,} test images, ten clients, ten rounds, seed 42"
-        if full:
-            return f"{same}, ViT-B/32 on images of 224x224, ten epochs a round: nothing is scaled."
-        return (
-            f"{same} as in the paper, but a ViT of 314,186 parameters on images of 32x32, one epoch a round instead of "
-            "ten, and a learning rate of .001 instead of .0001."
-        )
-
-    def cells(self, full: bool) -> Sequence[Cell]:
-        first = [] if full else [Cell("pretrained", {"config": PRETRAIN, "clients": 2})]
-        return first + [
-            Cell(
-                f"{method.lower()}-{alpha}",
-                {
-                    "config": {
-                        **_COMMON, **(_FULL if full else _SMALL), **keys, "dirichlet-alpha": alpha, "seed": 42
-                    },
-                    "clients": 10,
-                },
-                needs=() if full else ("pretrained",),
+    def trials(self, full: bool) -> Sequence[Trial]:
+        common, needs = {**_COMMON, **(_FULL if full else _SMALL)}, () if full else ("pretrained",)
+        pretraining = [] if full else [Trial("pretrained", {"config": PRETRAIN, "clients": 2})]
+        return pretraining + [
+            Trial(
+                _name(method, alpha),
+                {"config": {**common, **keys, "dirichlet-alpha": alpha, "seed": 42}, "clients": 10},
+                needs,
             )
             for alpha in ALPHAS for method, keys in METHODS.items()
         ]  # fmt: skip
 
-    def compute(self, cell: Cell, place: Place) -> Values:
-        weights = place.folder / WEIGHTS / "vit.safetensors"
-        if cell.name == "pretrained":
-            config = {**cell.options["config"], "dataset-path": str(place.data["pacs"])}
-            return measured(config, cell.options["clients"], place.folder / "runs" / cell.name, weights=weights)
-        if not cell.needs:
-            weights = place.folder / WEIGHTS / "vit-b-32"
+    def compute(self, trial: Trial, inputs: TrialInputs) -> Values:
+        weights = inputs.folder / WEIGHTS / "vit.safetensors"
+        if trial.name == "pretrained":
+            return trained(trial, inputs, weights=weights)
+        if not trial.needs:
+            weights = inputs.folder / WEIGHTS / "vit-b-32"
             if not weights.exists():
-                raise NotAtHand(
+                raise MissingData(
                     f"put torchvision's ImageNet weights of ViT-B/32 (vit_b_32, IMAGENET1K_V1) into {weights}, as "
                     "model.safetensors or pytorch_model.bin"
                 )
-        images = place.folder / "images" / "cifar-10.npz"
+        images = inputs.folder / "images" / "cifar-10.npz"
         if not images.exists():
-            train, test = shuffled_images("cifar-10", place.data["cifar-10"], seed=42)
+            train, test = shuffled_images("cifar-10", inputs.data["cifar-10"], seed=42)
             if test is None or len(train) < _TRAIN or len(test) < _TEST:
-                raise NotAtHand(f"{place.data['cifar-10']} has fewer than {_TRAIN} and {_TEST} images")
+                raise MissingData(f"{inputs.data['cifar-10']} has fewer than {_TRAIN} and {_TEST} images")
             write_images(images, train.first(_TRAIN), test.first(_TEST))
-        return trained(cell, place, dataset=str(images), pretrained=str(weights))
+        return trained(trial, inputs, dataset=str(images), pretrained=str(weights))
 
-    def outcome(self, found: Mapping[str, Values]) -> Outcome:
-        def of(method: str, alpha: float) -> list[Values]:
-            return [found[name] for name in (f"{method.lower()}-{alpha}",) if name in found]
-
-        def score(method: str, alpha: float) -> list[float]:
-            return [values["server"] for values in of(method, alpha)]
-
+    def results(self, found: Mapping[str, Values]) -> Reproduction:
+        runs = {
+            (method, alpha): [found[name] for name in (_name(method, alpha),) if name in found]
+            for method in METHODS for alpha in ALPHAS
+        }  # fmt: skip
+        scores = {key: [values["server"] for values in each] for key, each in runs.items()}
         rows = []
         for method in METHODS:
-            theirs = PAPER[method]
-            ours = [mean_text(score(method, alpha)) for alpha in ALPHAS]
-            megabytes = [values["bytes"] / 1e6 for alpha in ALPHAS for values in of(method, alpha)]
-            moved = sum(megabytes) / len(megabytes) if megabytes else None
-            rows.append((method, *(each for pair in zip(ours, theirs, strict=True) for each in pair), moved))
+            pairs = [(mean_text(scores[method, alpha]), PAPER[method][k]) for k, alpha in enumerate(ALPHAS)]
+            megabytes = [values["bytes"] / 1e6 for alpha in ALPHAS for values in runs[method, alpha]]
+            rows.append((method, *chain(*pairs), sum(megabytes) / len(megabytes) if megabytes else None))
         headings = ("method", *(each for alpha in ALPHAS for each in (f"α = {alpha}", "paper")), "MB moved")
-        figures = [
-            curves({method: of(method, alpha) for method in METHODS}, f"alpha-{k}", f"CIFAR-10, α = {alpha}", _CAPTION)
-            for k, alpha in enumerate(ALPHAS) if any(of(method, alpha) for method in METHODS)
-        ]  # fmt: skip
+        figures = []
+        for k, alpha in enumerate(ALPHAS):
+            if any((methods := {method: runs[method, alpha] for method in METHODS}).values()):
+                figures.append(curves(methods, f"alpha-{k}", f"CIFAR-10, α = {alpha}", _CAPTION))
         if figures:
-            lines = {method: {alpha: score(method, alpha) for alpha in ALPHAS} for method in METHODS}
+            lines = {method: {alpha: scores[method, alpha] for alpha in ALPHAS} for method in METHODS}
             figures.append(by_setting(lines, "alphas", "After ten rounds", "α of the Dirichlet distribution", _CAPTION))
         findings = []
         if "pretrained" in found:
             findings.append(f"Pretraining reached {found['pretrained']['server']:.4f} on held-out images of PACS.")
-        for alpha in ALPHAS:
-            frozen, whole = score("FedFrozen", alpha), score("FedAvg", alpha)
+        for k, alpha in enumerate(ALPHAS):
+            frozen, whole = scores["FedFrozen", alpha], scores["FedAvg", alpha]
             if frozen and whole:
-                k = ALPHAS.index(alpha)
-                gain = PAPER["FedFrozen"][k] - PAPER["FedAvg"][k]
-                findings.append(
-                    f"α = {alpha}: FedFrozen is {abs(frozen[0] - whole[0]):.4f} "
-                    f"{'above' if frozen[0] > whole[0] else 'below'} FedAvg (paper: {abs(gain):.4f} "
-                    f"{'above' if gain > 0 else 'below'})."
-                )
-        return Outcome([Table("Accuracy by method", headings, rows)], figures, findings)
+                theirs = compared([PAPER["FedFrozen"][k]], [PAPER["FedAvg"][k]])
+                findings.append(f"α = {alpha}: FedFrozen is {compared(frozen, whole)} FedAvg (paper: {theirs}).")
+        return Reproduction([table("Accuracy by method", headings, rows)], figures, findings)
 
 
 _CAPTION = "On 2,000 test images, which no client has."
+
+
+def _name(method: str, alpha: float) -> str:
+    return f"{slug(method)}-{alpha}"

@@ -1,5 +1,6 @@
-"""Small networks for experiments whose papers name none, or one that is too large here; in a run config by their path,
-`tepal.tools.reproduce.networks:lenet`.
+"""Small networks for experiments whose papers name none, or one that is too large for a small machine.
+
+A run config names them by their path, such as `tepal.tools.reproduce.networks:lenet`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from tepal.models.tiny_vit import TinyViT
 LENET = f"{__name__}:lenet"
 VIT = f"{__name__}:vit"
 VOCABULARY = 2000
-"""Tokens of a small model of texts: with more, most of its time goes into them."""
+"""Tokens of the small text model; more of them would take most of its training time."""
 
 
 def lenet(image_shape: tuple[int, int, int], classes: int) -> nn.Module:
@@ -41,9 +42,12 @@ def vit(image_shape: tuple[int, int, int], classes: int) -> nn.Module:
 
 
 def write_text_model(folder: Path, texts: Iterable[str], sizes: Mapping[str, Any]) -> None:
-    """A directory that a run takes as its `model`: a tokenizer of word pieces, trained on texts, and a config.json.
+    """Write a directory that a run config can name as its `model`: a word-piece tokenizer and a config.json.
 
-    `sizes`: what is in the latter beside the tokens; a BERT of at most 64 tokens where it names no other type.
+    Args:
+        folder: the directory.
+        texts: what the tokenizer is trained on.
+        sizes: entries of config.json; by default a BERT of at most 64 tokens.
     """
     import tokenizers
 

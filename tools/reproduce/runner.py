@@ -1,10 +1,10 @@
-"""`tepal reproduce`: computes an experiment's cells, each once, and writes tables, figures and findings of them.
+"""`tepal reproduce`: compute the trials of an experiment, each once, and write its tables, figures and findings.
 
-    runs/reproduce/<name>/           the small setting; <name>-full/ the paper's
-        cells/<cell>.json            what was computed of a cell: options, values, seconds, when
-        data.json                    the data sets that it is computed from, by files and bytes
-        <table>.csv, results.md      the tables, with the paper's numbers beside ours
-        index.html                   tables and figures as a page
+runs/reproduce/<name>/           the small setting; <name>-full/ the paper's
+    cells/<trial>.json           a computed trial: options, values, seconds, date
+    data.json                    number of files and bytes of the data sets that were used
+    <table>.csv, results.md      the tables, with the paper's numbers next to ours
+    index.html                   tables and figures as a page
 """
 
 from __future__ import annotations
@@ -29,21 +29,19 @@ from typing import Any
 from tepal import __version__
 from tepal.records.run_directory import LATEST, NOW, as_json, held, read_json, write_whole
 from tepal.report.page import figure_html, page
-from tepal.report.table import Column
-from tepal.report.table import Table as ReportTable
 from tepal.report.terminal import seconds_text
 from tepal.strategies import RoundFailed
 from tepal.tools.compare.page import style
-from tepal.tools.reproduce.data import at_hand, sizes
+from tepal.tools.reproduce.data import find_data, sizes
 from tepal.tools.reproduce.ensemble_mnist import EnsembleMnist
 from tepal.tools.reproduce.ensemble_shakespeare import EnsembleShakespeare
 from tepal.tools.reproduce.ensemble_toy import EnsembleToy
-from tepal.tools.reproduce.experiment import Cell, Experiment, NotAtHand, Outcome, Place, Table
+from tepal.tools.reproduce.experiment import Experiment, MissingData, Reproduction, Trial, TrialInputs
 from tepal.tools.reproduce.fedacs import FedAcs
 from tepal.tools.reproduce.fedfrozen_costs import FedFrozenCosts
 from tepal.tools.reproduce.fedfrozen_simulation import FedFrozenSimulation
 from tepal.tools.reproduce.fedfrozen_vision import FedFrozenVision
-from tepal.tools.reproduce.runs import LOOK
+from tepal.tools.reproduce.runs import METHOD_ROLE
 from tepal.tools.reproduce.selective import Selective
 
 EXPERIMENTS: Mapping[str, Experiment] = {
@@ -55,26 +53,26 @@ EXPERIMENTS: Mapping[str, Experiment] = {
 }  # fmt: skip
 """All experiments by name."""
 
-_CELLS = "cells"
+_TRIALS = "cells"
 _DATA = "data.json"
-_A_WHILE = 60.0  # seconds between two lines on runs in progress
-_STYLE = ".plot { height: auto; }\n"  # figures have their own
+_PROGRESS_SECONDS = 60.0  # between two lines on runs in progress
+_STYLE = ".plot { height: auto; }\n"  # these figures have their own heights
 
 
 class UnknownExperiment(ValueError):
-    """There is no experiment of that name."""
+    """No experiment has that name."""
 
 
 class OtherData(ValueError):
-    """What a folder holds was computed from other data than what is there now."""
+    """The kept results of an experiment were computed from other data than the data that is given now."""
 
 
 def find_experiment(name: str) -> Experiment:
-    """The experiment of a name. Raises UnknownExperiment, naming those that are alike."""
+    """The experiment of a name. Raises UnknownExperiment with a similar name, or all names."""
     if name in EXPERIMENTS:
         return EXPERIMENTS[name]
-    alike = get_close_matches(name, EXPERIMENTS, n=1)
-    hint = f"did you mean {alike[0]!r}?" if alike else f"there are {', '.join(EXPERIMENTS)}"
+    similar = get_close_matches(name, EXPERIMENTS, n=1)
+    hint = f"did you mean {similar[0]!r}?" if similar else f"there are {', '.join(EXPERIMENTS)}"
     raise UnknownExperiment(f"there is no experiment {name!r}: {hint}")
 
 
@@ -83,79 +81,82 @@ def reproduce(
     folder: Path,
     *,
     full: bool,
-    said: Callable[[str], None],
+    log: Callable[[str], None],
     data: Path = Path("data"),
     at_once: int = 1,
 ) -> Path:
-    """Compute what is missing in a folder, write the results there, and return the page's path.
+    """Compute the missing trials of an experiment, write its results, and return the page's path.
 
     Args:
-        experiment: which.
-        folder: of all experiments; this one's has its name.
-        full: the paper's scale.
-        said: is told of each cell.
-        data: where the data sets lie, each under its name.
-        at_once: so many cells are computed at once, each in a process of its own with one thread; 1: in this one.
+        experiment: which one.
+        folder: of all experiments; this one's subfolder has its name.
+        full: the paper's scale instead of the small one.
+        log: called with a line for each trial, and with the progress of long runs.
+        data: folder of the data sets, each under its name.
+        at_once: number of trials to compute at a time, each in a process of its own with one thread; 1: in this one.
 
-    Raises NotAtHand where data is missing, OtherData where what is kept is of other data, RunInUse where another
-    process computes it, OSError where a file cannot be written.
+    Raises:
+        MissingData: data sets are missing.
+        OtherData: kept trials were computed from other data.
+        RunInUse: another process computes this experiment.
+        OSError: a file cannot be written.
     """
     place = folder / (f"{experiment.name}-full" if full else experiment.name)
-    found = at_hand(data, experiment.data(full))
-    (place / _CELLS).mkdir(parents=True, exist_ok=True)
-    cells = experiment.cells(full)
+    found = find_data(data, experiment.data(full))
+    (place / _TRIALS).mkdir(parents=True, exist_ok=True)
+    trials = experiment.trials(full)
     left_out = dict[str, str]()
-    with held(place), _told_of_rounds(place, said):
+    with held(place), _rounds_logged(place, log):
         _check_data(place, found)
-        said(f"{experiment.title}: {experiment.paper}. {experiment.scale(full)}")
-        todo = _missing(place, cells)
-        numbers = {cell.name: number for number, cell in enumerate(cells, start=1)}
-        for cell, ended in _compute(experiment, todo, Place(place.absolute(), found), at_once):
-            where = f"{numbers[cell.name]}/{len(cells)} {cell.name}"
+        log(f"{experiment.title}: {experiment.paper}. {experiment.scale(full)}")
+        numbers = {trial.name: number for number, trial in enumerate(trials, start=1)}
+        inputs = TrialInputs(place.absolute(), found)
+        for trial, ended in _compute(experiment, _missing(place, trials), inputs, at_once):
+            where = f"{numbers[trial.name]}/{len(trials)} {trial.name}"
             if isinstance(ended, str):
-                left_out[cell.name] = ended
-                said(f"{where}: left out: {ended}")
+                left_out[trial.name] = ended
+                log(f"{where}: left out: {ended}")
             else:
-                said(f"{where}: {seconds_text(ended)}")
-        return _write(experiment, place, cells, full, left_out)
+                log(f"{where}: {seconds_text(ended)}")
+        return _write(experiment, place, trials, full, left_out)
 
 
 def _check_data(place: Path, found: Mapping[str, Path]) -> None:
-    """Note what is computed from, the first time; later, raise OtherData for what has changed."""
+    """Record the sizes of the data the first time; later, raise OtherData if they have changed."""
     now, before = sizes(found), read_json(place / _DATA) or {}
     for name in [name for name in now if before.get(name, now[name]) != now[name]]:
-        told = (f"{of['bytes']:,} in {of['files']:,}" for of in (before[name], now[name]))
+        both = (f"{of['bytes']:,} in {of['files']:,}" for of in (before[name], now[name]))
         raise OtherData(
             f"{place} was computed from another {name} than {found[name]} is now (bytes in files: "
-            f"{', now '.join(told)}); name another --folder, or remove that one"
+            f"{', now '.join(both)}); name another --folder, or remove that one"
         )
     write_whole(place / _DATA, (json.dumps(now) + "\n").encode())
 
 
-def _missing(place: Path, cells: Sequence[Cell]) -> list[Cell]:
-    """Cells to compute: those that are not there, and those computed from what is to be computed, or was anew."""
+def _missing(place: Path, trials: Sequence[Trial]) -> list[Trial]:
+    """The trials to compute: those without values, and those that need a trial which is to be, or was, recomputed."""
     due = set[str]()
-    for cell in cells:
-        if _computed(place, cell) is None or not due.isdisjoint(cell.needs):
-            due.add(cell.name)
-    return [cell for cell in cells if cell.name in due]
+    for trial in trials:
+        if _computed(place, trial) is None or not due.isdisjoint(trial.needs):
+            due.add(trial.name)
+    return [trial for trial in trials if trial.name in due]
 
 
 @contextmanager
-def _told_of_rounds(place: Path, said: Callable[[str], None]) -> Iterator[None]:
-    """Say once a while which round the runs have come to that go on for longer than that."""
+def _rounds_logged(place: Path, log: Callable[[str], None]) -> Iterator[None]:
+    """Log the round of each run in progress at intervals, if it has changed."""
     over = threading.Event()
 
-    def tell() -> None:
+    def watch() -> None:
         before: dict[str, str] = {}
-        while not over.wait(_A_WHILE):
+        while not over.wait(_PROGRESS_SECONDS):
             runs = {path.parents[2].name: read_json(path) for path in sorted(place.glob(f"runs/*/runs/{LATEST}/{NOW}"))}
-            now = {cell: f"{cell} at round {of['round']} of {of['rounds']}" for cell, of in runs.items() if of}
-            if news := [text for cell, text in now.items() if cell in before and text != before[cell]]:
-                said(f"   {', '.join(news)}")
+            now = {name: f"{name} at round {of['round']} of {of['rounds']}" for name, of in runs.items() if of}
+            if news := [text for name, text in now.items() if name in before and text != before[name]]:
+                log(f"   {', '.join(news)}")
             before = now
 
-    thread = threading.Thread(target=tell, daemon=True)
+    thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     try:
         yield
@@ -165,31 +166,29 @@ def _told_of_rounds(place: Path, said: Callable[[str], None]) -> Iterator[None]:
 
 
 def _compute(
-    experiment: Experiment, todo: Sequence[Cell], place: Place, at_once: int
-) -> Iterator[tuple[Cell, float | str]]:
-    """Compute cells and keep them, each after those that it needs; yields each, as it ends, with its seconds, or with
-    why there is nothing of it.
-    """
+    experiment: Experiment, todo: Sequence[Trial], inputs: TrialInputs, at_once: int
+) -> Iterator[tuple[Trial, float | str]]:
+    """Compute and keep trials, each after those that it needs; yields each with its seconds, or why it was left out."""
     if at_once == 1:
-        for cell in todo:
-            yield cell, _compute_one(experiment, cell, place)
+        for trial in todo:
+            yield trial, _compute_one(experiment, trial, inputs)
         return
-    with ProcessPoolExecutor(at_once, get_context("spawn"), _prepared) as pool:
-        waiting, running = list(todo), dict[Future[float | str], Cell]()
+    with ProcessPoolExecutor(at_once, get_context("spawn"), _start_worker) as pool:
+        waiting, running = list(todo), dict[Future[float | str], Trial]()
         try:
             while waiting or running:
-                due = {cell.name for cell in (*waiting, *running.values())}
-                for cell in [cell for cell in waiting if due.isdisjoint(cell.needs)][: at_once - len(running)]:
-                    waiting.remove(cell)
-                    running[pool.submit(_compute_one, experiment, cell, place)] = cell
+                due = {trial.name for trial in (*waiting, *running.values())}
+                for trial in [trial for trial in waiting if due.isdisjoint(trial.needs)][: at_once - len(running)]:
+                    waiting.remove(trial)
+                    running[pool.submit(_compute_one, experiment, trial, inputs)] = trial
                 for ended in wait(running, return_when=FIRST_COMPLETED).done:
                     yield running.pop(ended), ended.result()
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def _prepared() -> None:
-    """Of a process of the pool: one thread, and an end when the process that asks is gone."""
+def _start_worker() -> None:
+    """Use one thread in a process of the pool, and end the process when its parent has ended."""
     import torch
 
     torch.set_num_threads(1)
@@ -203,72 +202,69 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _compute_one(experiment: Experiment, cell: Cell, place: Place) -> float | str:
-    """Compute a cell and keep it; the seconds that it took, or why there is nothing of it: something is missing, or its
-    clients gave no good reply, as where all of them diverge.
-    """
-    quiet = logging.getLogger("flwr")
-    level, begun = quiet.level, time.monotonic()
+def _compute_one(experiment: Experiment, trial: Trial, inputs: TrialInputs) -> float | str:
+    """Compute and keep a trial. Returns its seconds, or why it was left out: missing data, or a round that failed."""
+    flower = logging.getLogger("flwr")
+    level, begun = flower.level, time.monotonic()
     try:
-        quiet.setLevel(logging.ERROR)  # rounds by the thousand
-        needed = {name: _kept(place.folder, name) for name in cell.needs}
-        if absent := [name for name, of in needed.items() if of is None]:
+        flower.setLevel(logging.ERROR)  # it logs every one of thousands of rounds
+        needed = {name: read_json(_file(inputs.folder, name)) for name in trial.needs}
+        if absent := [name for name, kept in needed.items() if kept is None]:
             return f"it needs {', '.join(absent)}"
-        found = {name: of["values"] for name, of in needed.items() if of}
-        values = experiment.compute(cell, replace(place, found=found))
-    except (NotAtHand, RoundFailed) as error:
+        values = {name: kept["values"] for name, kept in needed.items() if kept}
+        computed = experiment.compute(trial, replace(inputs, needed=values))
+    except (MissingData, RoundFailed) as error:
         return str(error)
     finally:
-        quiet.setLevel(level)
-    took = time.monotonic() - begun
-    _keep(place.folder, cell, values, took)
-    return took
+        flower.setLevel(level)
+    seconds = time.monotonic() - begun
+    _keep(inputs.folder, trial, computed, seconds)
+    return seconds
 
 
-def _computed(place: Path, cell: Cell) -> dict[str, Any] | None:
-    """What was kept of a cell; None where it is missing, torn, or was computed from other options or cells."""
-    kept = _kept(place, cell.name)
-    same = kept and kept.get("options") == as_json(cell.options) and kept.get("needs") == _ages(place, cell)
+def _file(place: Path, name: str) -> Path:
+    return place / _TRIALS / f"{name}.json"
+
+
+def _computed(place: Path, trial: Trial) -> dict[str, Any] | None:
+    """What was kept of a trial; None if it is missing, damaged, or computed from other options or other trials."""
+    kept: dict[str, Any] | None = read_json(_file(place, trial.name))
+    same = kept and kept.get("options") == as_json(trial.options) and kept.get("needs") == _dates(place, trial)
     return kept if same else None
 
 
-def _ages(place: Path, cell: Cell) -> dict[str, str | None]:
-    """When the cells that it needs were computed."""
-    return {name: (_kept(place, name) or {}).get("computed") for name in cell.needs}
+def _dates(place: Path, trial: Trial) -> dict[str, str | None]:
+    """When each trial that this one needs was computed."""
+    return {name: (read_json(_file(place, name)) or {}).get("computed") for name in trial.needs}
 
 
-def _kept(place: Path, name: str) -> dict[str, Any] | None:
-    try:
-        kept = json.loads((place / _CELLS / f"{name}.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return kept if isinstance(kept, dict) else None
-
-
-def _keep(place: Path, cell: Cell, values: Mapping[str, Any], seconds: float) -> None:
+def _keep(place: Path, trial: Trial, values: Mapping[str, Any], seconds: float) -> None:
     kept = {
-        "options": cell.options, "needs": _ages(place, cell), "values": values, "seconds": round(seconds, 3),
+        "options": trial.options, "needs": _dates(place, trial), "values": values, "seconds": round(seconds, 3),
         "tepal": __version__, "computed": datetime.now(UTC).isoformat(timespec="seconds"),
     }  # fmt: skip
-    write_whole(place / _CELLS / f"{cell.name}.json", (json.dumps(as_json(kept), indent=1) + "\n").encode())
+    write_whole(_file(place, trial.name), (json.dumps(as_json(kept), indent=1) + "\n").encode())
+
+
+# --- the results ----------------------------------------------------------------------------------------------------
 
 
 def _write(
-    experiment: Experiment, place: Path, cells: Sequence[Cell], full: bool, left_out: Mapping[str, str]
+    experiment: Experiment, place: Path, trials: Sequence[Trial], full: bool, left_out: Mapping[str, str]
 ) -> Path:
-    kept = {cell.name: found for cell in cells if (found := _computed(place, cell)) is not None}
-    outcome = experiment.outcome({name: of["values"] for name, of in kept.items()})
-    for table in outcome.tables:
-        write_whole(place / f"{_file_name(table.title)}.csv", _as_report(table).csv().encode())
+    kept = {trial.name: of for trial in trials if (of := _computed(place, trial)) is not None}
+    results = experiment.results({name: of["values"] for name, of in kept.items()})
+    for table in results.tables:
+        write_whole(place / f"{_file_name(table.title)}.csv", table.csv().encode())
     about = _about(experiment, full, kept)
     about += [f"Left out: {name}: {why}." for name, why in left_out.items()]
-    write_whole(place / "results.md", _markdown(experiment, outcome, about).encode())
-    write_whole(place / "index.html", _page(experiment, outcome, about).encode())
+    write_whole(place / "results.md", _markdown(experiment, results, about).encode())
+    write_whole(place / "index.html", _page(experiment, results, about).encode())
     return place / "index.html"
 
 
 def _about(experiment: Experiment, full: bool, kept: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Sentences on how it was computed."""
+    """Sentences on the setting, and on when and how long it was computed."""
     seconds = sum(of["seconds"] for of in kept.values())
     dates = sorted({of["computed"][:10] for of in kept.values()})
     when = " to ".join(dict.fromkeys((dates[0], dates[-1]))) if dates else "nothing yet"
@@ -276,39 +272,28 @@ def _about(experiment: Experiment, full: bool, kept: Mapping[str, Mapping[str, A
     return [f"{experiment.paper}. {experiment.scale(full)}", *experiment.deviations, how]
 
 
-def _text(value: str | float | int) -> str:
-    if isinstance(value, float):
-        return f"{value:.4f}"
-    return f"{value:,}" if isinstance(value, int) else value
-
-
 def _file_name(title: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
 
 
-def _as_report(table: Table) -> ReportTable:
-    columns = [Column(heading, text=_text, left=not number) for number, heading in enumerate(table.headings)]
-    return ReportTable(table.title, columns, table.rows)
-
-
-def _markdown(experiment: Experiment, outcome: Outcome, about: Sequence[str]) -> str:
+def _markdown(experiment: Experiment, results: Reproduction, about: Sequence[str]) -> str:
     parts = [f"## {experiment.title}", "\n".join(f"- {each}" for each in about)]
-    for table in outcome.tables:
-        parts += [f"### {table.title}", _as_report(table).markdown()]
-    parts.append("\n".join(f"- {each}" for each in outcome.findings))
+    for table in results.tables:
+        parts += [f"### {table.title}", table.markdown()]
+    parts.append("\n".join(f"- {each}" for each in results.findings))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _page(experiment: Experiment, outcome: Outcome, about: Sequence[str]) -> str:
+def _page(experiment: Experiment, results: Reproduction, about: Sequence[str]) -> str:
     def points(sentences: Sequence[str]) -> str:
         return f"<ul>{''.join(f'<li>{escape(each)}</li>' for each in sentences)}</ul>"
 
-    tables = "".join(f"<h2>{escape(table.title)}</h2>{_as_report(table).html()}" for table in outcome.tables)
+    tables = "".join(f"<h2>{escape(table.title)}</h2>{table.html()}" for table in results.tables)
     body = (
         f"<header><h1>{escape(experiment.title)}</h1></header>{points(about)}"
-        f"<h2>What came out</h2>{points(outcome.findings)}{tables}"
-        f'<h2>Figures</h2><div class="figures">{"".join(map(figure_html, outcome.figures))}</div>'
+        f"<h2>What came out</h2>{points(results.findings)}{tables}"
+        f'<h2>Figures</h2><div class="figures">{"".join(map(figure_html, results.figures))}</div>'
     )
-    roles = {trace.meta["role"] for figure in outcome.figures if figure.plot for trace in figure.plot.data}
-    methods = sorted(role.removeprefix(LOOK) for role in roles if role.startswith(LOOK))
-    return page(experiment.title, body, outcome.figures, style=style(methods) + _STYLE)
+    roles = {trace.meta["role"] for figure in results.figures if figure.plot for trace in figure.plot.data}
+    methods = sorted(role.removeprefix(METHOD_ROLE) for role in roles if role.startswith(METHOD_ROLE))
+    return page(experiment.title, body, results.figures, style=style(methods) + _STYLE)

@@ -1,50 +1,74 @@
-"""A run of this project as a cell of an experiment: a run config, so many clients, and what was measured."""
+"""Trials that train: one run of a run config each; and tables, figures and sentences that compare such runs."""
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from statistics import stdev
-from typing import Any
+from typing import Any, TypeVar
 
 from tepal.records.run_directory import CHECKPOINTS, MODEL, read_metrics, read_records, total
 from tepal.report.page import Figure, empty_plot
+from tepal.report.table import Table
 from tepal.server_app.config import defaults
 from tepal.strategies.in_process import InProcessGrid, Node
 from tepal.strategies.rounds.checkpoint import Checkpoints
 from tepal.tools.compare.picture import looks
-from tepal.tools.reproduce.experiment import Cell, Place, Values
+from tepal.tools.reproduce.experiment import Trial, TrialInputs, Values, table
 
 PAPER = "paper"
-"""What a line of the paper's numbers is called."""
-LOOK = "s-"
-"""What roles of traces begin with that have a method's colour."""
+"""The label of a line that shows the paper's numbers."""
+METHOD_ROLE = "s-"
+"""Prefix of the roles of traces that have a method's colour."""
+_ENSEMBLE_METRICS = ("lowest_accuracy", "highest_accuracy", "entropy")
+_MARKS = "lines+markers"
+
+Row = TypeVar("Row")
+Setting = TypeVar("Setting")
 
 
-_OF_MODES = ("lowest_accuracy", "highest_accuracy", "entropy")  # of an ensemble
+# --- training -------------------------------------------------------------------------------------------------------
+
+
+def trained(trial: Trial, inputs: TrialInputs, *, weights: Path | None = None, **files: str | float) -> Values:
+    """Train as a trial's options `config` and `clients` say.
+
+    Args:
+        trial: the run; the data set that its config names is read from the path among the inputs.
+        inputs: folder and data sets.
+        weights: where to save the final model.
+        files: keys of the run config that depend on this machine or on other trials.
+    """
+    config = dict(trial.options["config"])
+    name = str(config.get("dataset", ""))
+    if name in inputs.data and "dataset" not in files:
+        files["dataset-path"] = str(inputs.data[name])
+    folder = inputs.folder / "runs" / trial.name
+    return measured(config | files, int(trial.options["clients"]), folder, weights=weights)
 
 
 def measured(config: Mapping[str, Any], clients: int, folder: Path, *, weights: Path | None = None) -> Values:
-    """Train as a run config says, in this process, and say what came out.
+    """Train as a run config says, in this process, and return what was measured.
 
-    A run that was stopped goes on from its last round. When it is finished its folder is gone.
+    An interrupted run continues after its last round. The folder of a finished run is removed.
 
     Args:
-        config: changes to the run config.
-        clients: how many there are.
-        folder: for the run's files, and what its clients keep.
-        weights: where to leave the final model.
+        config: changes to the default run config.
+        clients: number of clients.
+        folder: for the run's files and the clients' caches.
+        weights: where to save the final model.
 
-    Returns `server` and `clients`: accuracies on the server's examples and, as a mean over the clients, on their own
-    (None: not measured), `spread`: of the latter over the clients, `curve`: pairs (round, accuracy), `bytes`: of all
-    messages, `rounds`, of an ensemble's modes the worst and best accuracy and the entropy, and `layers`: by
-    round, the share of its clients that train each, where a method selects them.
+    Returns:
+        `server`, `clients`: accuracy on the server's examples, and mean over the clients of the accuracy on their own
+        (None: not measured); `spread`: standard deviation of the latter over the clients; `curve`: pairs (round,
+        accuracy); `bytes`: of all messages; `rounds`; for an ensemble the accuracy of its worst and best mode and the
+        entropy in nats; `layers`: for each round the share of its clients that train each layer, if a method selects
+        layers.
     """
-    # Flower and torch are loaded by who trains alone.
+    # Imported here: only training needs Flower's apps and torch.
     from tepal.client_app.app import app
     from tepal.server_app.run import run
 
@@ -52,15 +76,13 @@ def measured(config: Mapping[str, Any], clients: int, folder: Path, *, weights: 
     begun = [path for path in sorted((folder / "runs").glob("*")) if not path.is_symlink()]
     if stopped := [path for path in begun if Checkpoints(path / CHECKPOINTS).latest()]:
         values["resume"] = str(stopped[-1])
-    nodes = [Node(app, {"partition-id": k, "num-partitions": clients}) for k in range(clients)]
-    with _kept_by_clients(folder / "clients"):
-        directory = run(InProcessGrid(nodes, values), values)
+    node = {"num-partitions": clients, "cache-path": str(folder / "clients")}
+    directory = run(InProcessGrid([Node(app, {"partition-id": k, **node}) for k in range(clients)], values), values)
     metrics = read_metrics(directory)
     if weights is not None:
         weights.parent.mkdir(parents=True, exist_ok=True)
         shutil.move(directory / MODEL, weights)
-    records = [record["masks"] for _, record in read_records(directory, most=len(metrics)) if "masks" in record]
-    layers = [[round(float(share), 4) for share in masks.mean(axis=0)] for masks in records]
+    masks = [record["masks"] for _, record in read_records(directory, most=len(metrics)) if "masks" in record]
     last = metrics[-1]
     shutil.rmtree(folder, ignore_errors=True)
     return {
@@ -70,73 +92,92 @@ def measured(config: Mapping[str, Any], clients: int, folder: Path, *, weights: 
         "curve": [(line["round"], line["accuracy"]) for line in metrics if line["accuracy"] is not None],
         "bytes": sum(total(metrics, key) or 0 for key in ("bytes_down", "bytes_up")),
         "rounds": last["round"],
-        **{key: last.get(key) for key in _OF_MODES},
-        "layers": layers,
+        **{key: last.get(key) for key in _ENSEMBLE_METRICS},
+        "layers": [[round(float(share), 4) for share in of_round.mean(axis=0)] for of_round in masks],
     }
 
 
-@contextmanager
-def _kept_by_clients(folder: Path) -> Iterator[None]:
-    before = os.environ.get("TEPAL_CACHE")
-    os.environ["TEPAL_CACHE"] = str(folder)
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["TEPAL_CACHE"]
-        else:
-            os.environ["TEPAL_CACHE"] = before
+# --- comparing ------------------------------------------------------------------------------------------------------
 
 
-def trained(cell: Cell, place: Place, **files: str | float) -> Values:
-    """A cell whose options are a run: `config`, `clients`. `files`: keys of the config that depend on the machine."""
-    config = dict(cell.options["config"])
-    name = str(config.get("dataset", ""))
-    if name in place.data and "dataset" not in files:
-        files["dataset-path"] = str(place.data[name])
-    return measured(config | files, int(cell.options["clients"]), place.folder / "runs" / cell.name)
+def slug(label: str) -> str:
+    """A method's label as part of a trial's name."""
+    return re.sub("[^a-z0-9]", "", label.lower())
+
+
+def seeds_of(found: Mapping[str, Values], name: str) -> list[Values]:
+    """The values of the trials `<name>-<seed>`."""
+    return [values for each, values in found.items() if each.rpartition("-")[0] == name]
 
 
 def mean_text(values: Sequence[float]) -> str | None:
-    """Mean and standard deviation over seeds, as a table has them; None of none."""
+    """Mean and, of several values, standard deviation as text; None without values."""
     if not values:
         return None
-    mean = sum(values) / len(values)
-    return f"{mean:.4f} ± {stdev(values):.4f}" if len(values) > 1 else f"{mean:.4f}"
+    deviation = f" ± {stdev(values):.4f}" if len(values) > 1 else ""
+    return f"{_mean(values):.4f}{deviation}"
+
+
+def compared(ours: Sequence[float], others: Sequence[float]) -> str:
+    """By how much the mean of the first is above or below that of the others."""
+    gain = _mean(ours) - _mean(others)
+    return f"{abs(gain):.4f} {'above' if gain > 0 else 'below'}"
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def paper_table(
+    title: str,
+    corner: str,
+    headings: Mapping[Setting, str],
+    rows: Iterable[Row],
+    ours: Callable[[Row, Setting], str | float | None],
+    paper: Callable[[Row, Setting], float | None],
+    paper_heading: str = PAPER,
+) -> Table:
+    """A table with two columns for each setting: our number, and the paper's.
+
+    Args:
+        title: of the table.
+        corner: heading of the first column.
+        headings: of the columns with our numbers, by setting.
+        rows: what the first column shows.
+        ours, paper: the numbers of a row and a setting, None if not known.
+        paper_heading: of the columns with the paper's numbers.
+    """
+    pairs = [[row, *chain.from_iterable((ours(row, each), paper(row, each)) for each in headings)] for row in rows]
+    return table(title, (corner, *chain.from_iterable((text, paper_heading) for text in headings.values())), pairs)
 
 
 def curves(methods: Mapping[str, Sequence[Values]], key: str, title: str, caption: str) -> Figure:
     """Accuracy over rounds by method: the mean over its seeds."""
-    known = {label: cells for label, cells in methods.items() if cells}
-    rounds = max((of["rounds"] for cells in known.values() for of in cells), default=1)
+    known = {label: runs for label, runs in methods.items() if runs}
+    rounds = max((of["rounds"] for runs in known.values() for of in runs), default=1)
     plot = empty_plot("round", "accuracy", rounds=rounds)
-    for label, cells in known.items():
-        points = list(zip(*(of["curve"] for of in cells), strict=False))
-        plot.add_scatter(
-            x=[each[0][0] for each in points], y=[sum(score for _, score in each) / len(each) for each in points],
-            name=label, **_look(label),
-        )  # fmt: skip
+    for label, runs in known.items():
+        points = list(zip(*(of["curve"] for of in runs), strict=False))
+        accuracies = [_mean([accuracy for _, accuracy in each]) for each in points]
+        plot.add_scatter(x=[each[0][0] for each in points], y=accuracies, name=label, **_look(label))
     return Figure(key, title, caption, plot)
 
 
 def by_setting(
     methods: Mapping[str, Mapping[Any, Sequence[float]]], key: str, title: str, x_title: str, caption: str
 ) -> Figure:
-    """The mean over seeds by setting, a line for each method; settings as words stand side by side."""
+    """Accuracy by setting, a line for each method: the mean over its seeds. Settings are categories."""
     plot = empty_plot(x_title, "accuracy")
     for label, values in methods.items():
-        known = {setting: scores for setting, scores in values.items() if scores}
-        plot.add_scatter(
-            x=[*known], y=[sum(scores) / len(scores) for scores in known.values()], name=label, **_look(label)
-        )
+        means = {setting: _mean(scores) for setting, scores in values.items() if scores}
+        plot.add_scatter(x=[*means], y=[*means.values()], name=label, **_look(label))
     plot.update_xaxes(type="category")
     return Figure(key, title, caption, plot)
 
 
 def _look(label: str) -> dict[str, Any]:
-    """Colour and mark of a method, by its name: a strategy's are the same on all pages. The paper's own are grey."""
+    """Colour and mark of a method by its label, as on all pages; the paper's line is grey and dashed."""
     if label == PAPER:
-        return {"mode": "lines+markers", "line": {"dash": "dash"}, "meta": {"role": "fedavg"}}
-    name = re.sub("[^a-z0-9]", "", label.lower())
-    symbol = looks([name])[name].symbol
-    return {"mode": "lines+markers", "marker": {"symbol": symbol}, "meta": {"role": f"{LOOK}{name}"}}
+        return {"mode": _MARKS, "line": {"dash": "dash"}, "meta": {"role": "fedavg"}}
+    name = slug(label)
+    return {"mode": _MARKS, "marker": {"symbol": looks([name])[name].symbol}, "meta": {"role": f"{METHOD_ROLE}{name}"}}

@@ -1,5 +1,7 @@
-"""Table 1 and 2 and Figure 2 of selective layer fine-tuning (arXiv 2408.15600): labels that differ between clients
-(CIFAR-10), and features that do (the domains of PACS, newsgroups), with one layer a client, two, and one to four.
+"""Selective layer fine-tuning (arXiv 2408.15600), Tables 1 and 2 and Figure 2.
+
+Clients differ in labels (CIFAR-10) or in features (domains of PACS, newsgroups), and train one, two, or one to four
+layers.
 """
 
 from __future__ import annotations
@@ -13,18 +15,19 @@ import numpy as np
 
 from tepal.records.run_directory import write_whole
 from tepal.report.page import Figure, empty_plot
+from tepal.report.table import Table
 from tepal.tools.reproduce.data import Images, shuffled_images, write_images
-from tepal.tools.reproduce.experiment import Cell, NotAtHand, Outcome, Place, Table, Values
+from tepal.tools.reproduce.experiment import Experiment, MissingData, Reproduction, Trial, TrialInputs, Values, table
 from tepal.tools.reproduce.fedfrozen_vision import PRETRAIN
 from tepal.tools.reproduce.networks import VIT, write_text_model
-from tepal.tools.reproduce.runs import by_setting, measured, trained
+from tepal.tools.reproduce.runs import by_setting, paper_table, trained
 from tepal.training.data.config import DataConfig
 from tepal.training.data.examples import Source, Texts
 from tepal.training.data.sources import named_source
 
 SELECTIONS = ("full", "top", "bottom", "both", "snr", "rgn", "gradient")
 BUDGETS = {"1": 1, "2": 2, "1-4": 0}
-"""R, 0: drawn for each client."""
+"""The budget R: how many layers a client trains; 0: drawn for each client."""
 PAPER: Mapping[str, Mapping[str, Mapping[str, float]]] = {
     "cifar-10": {
         "1": {"top": 0.9309, "bottom": 0.2738, "snr": 0.9447, "rgn": 0.9269, "gradient": 0.9547, "full": 0.9543},
@@ -44,9 +47,9 @@ PAPER: Mapping[str, Mapping[str, Mapping[str, float]]] = {
 }
 """Data set → R → selection → accuracy."""
 BESIDE = {"cifar-10": "cifar-10", "pacs": "domainnet", "20newsgroups": "xglue-nc"}
-"""Data set of the small setting → the paper's that is as skewed, and of the full setting."""
+"""Data set → the paper's data set with the same kind of heterogeneity."""
 COUPLINGS = (0.0, 0.001, 0.01, 0.1, 1.0)
-"""λ of (P1), gone through on CIFAR-10 with budgets that differ: with R = 1 all clients have the same layer anyway."""
+"""λ of problem (P1), varied on CIFAR-10 with different budgets: with R = 1 all clients select the same layer anyway."""
 COUPLING = 0.1
 
 _COMMON: Mapping[str, Any] = {
@@ -85,8 +88,8 @@ _CLIENTS = {"cifar-10": 20, "pacs": 20, "20newsgroups": 16}
 _PRETRAINED_ON = {"cifar-10": "pacs", "pacs": "cifar-10", "20newsgroups": "20newsgroups"}
 _TEXT_MODEL = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 256}
 
-# Newsgroups by what they are about. Of each subject the first two make two domains; the others are what the small text
-# model is pretrained on, as classes of its own.
+# Newsgroups by subject. The first two of each subject are its two domains; the small text model is pretrained on the
+# others, each a class.
 SUBJECTS = {
     "computers": ("comp.graphics", "comp.os.ms-windows.misc", "comp.sys.ibm.pc.hardware",
                   "comp.sys.mac.hardware", "comp.windows.x"),
@@ -98,7 +101,7 @@ SUBJECTS = {
 _DOMAINS, _PARTS = 2, 8
 
 
-class Selective:
+class Selective(Experiment):
     """Accuracy by selection and budget, and which layers are selected."""
 
     name = "selective"
@@ -114,68 +117,65 @@ class Selective:
         "for every data set; the norms that it is set against are those of other models.",
         "--full has no QA with LLaMA-2-7B, and a client a domain of DomainNet.",
     )
+    small_scale = (
+        "4,000 images, or ten newsgroups; 20 clients (16), half of them a round, 15 rounds (10) of ten steps at a "
+        "learning rate of .1 (the paper: .01); one seed."
+    )
+    full_scale = "The paper's models, data sets, rounds and batches, from pretrained weights put into weights/."
 
     def data(self, full: bool) -> Sequence[str]:
         return tuple(FULL if full else SMALL)
 
-    def scale(self, full: bool) -> str:
-        if full:
-            return "The paper's models, data sets, rounds and batches, from pretrained weights put into weights/."
-        return (
-            "4,000 images, or ten newsgroups; 20 clients (16), half of them a round, 15 rounds (10) of ten steps at a "
-            "learning rate of .1 (the paper: .01); one seed."
-        )
-
-    def cells(self, full: bool) -> Sequence[Cell]:
+    def trials(self, full: bool) -> Sequence[Trial]:
         if full:
             return [
-                _cell(data, selection, budget, {**_COMMON, **keys}, _FULL_CLIENTS[data])
-                for data, keys in FULL.items() for budget, selection in _asked()
+                _trial(data, selection, budget, {**_COMMON, **keys}, _FULL_CLIENTS[data])
+                for data, keys in FULL.items() for budget, selection in _runs()
             ]  # fmt: skip
-        cells = [Cell(f"pretrained-for-{data}", _pretraining(data)) for data in SMALL]
-        for data, keys in SMALL.items():
-            common, needs = {**_COMMON, **_SMALL, **keys}, (f"pretrained-for-{data}",)
-            cells += [_cell(data, each, budget, common, _CLIENTS[data], needs) for budget, each in _asked()]
-        coupled = {**_COMMON, **_SMALL, **SMALL["cifar-10"]}
-        return cells + [
-            _cell("cifar-10", "gradient", "1-4", coupled, _CLIENTS["cifar-10"], ("pretrained-for-cifar-10",), coupling)
+        trials = [Trial(f"pretrained-for-{data}", _pretraining(data)) for data in SMALL]
+        commons = {data: {**_COMMON, **_SMALL, **keys} for data, keys in SMALL.items()}
+        for data, common in commons.items():
+            needs = (f"pretrained-for-{data}",)
+            trials += [_trial(data, each, budget, common, _CLIENTS[data], needs) for budget, each in _runs()]
+        needs = ("pretrained-for-cifar-10",)
+        return trials + [
+            _trial("cifar-10", "gradient", "1-4", commons["cifar-10"], _CLIENTS["cifar-10"], needs, coupling)
             for coupling in COUPLINGS if coupling != COUPLING
         ]  # fmt: skip
 
-    def compute(self, cell: Cell, place: Place) -> Values:
-        data = str(cell.options["data"])
-        if not cell.needs and not cell.name.startswith("pretrained"):
-            weights = place.folder / "weights" / str(cell.options["config"]["model"])
+    def compute(self, trial: Trial, inputs: TrialInputs) -> Values:
+        data, pretraining = str(trial.options["data"]), trial.name.startswith("pretrained")
+        if not pretraining and not trial.needs:
+            model = str(trial.options["config"]["model"])
+            weights = inputs.folder / "weights" / model
             if not weights.exists():
-                raise NotAtHand(f"put the paper's weights of {cell.options['config']['model']} into {weights}")
-            return trained(cell, place, pretrained=str(weights), **{"dataset-path": str(place.data[data])})
-        weights = place.folder / "weights" / f"for-{data}.safetensors"
-        keys: dict[str, Any] = {}
+                raise MissingData(f"put the paper's weights of {model} into {weights}")
+            return trained(trial, inputs, pretrained=str(weights), **{"dataset-path": str(inputs.data[data])})
+        weights = inputs.folder / "weights" / f"for-{data}.safetensors"
+        files: dict[str, str] = {}
         if data == "20newsgroups":
-            pretraining, main = newsgroups(place.folder / "texts", place.data[data])
-            keys = {"dataset": str(main if cell.needs else pretraining), "model": str(main.parent / "model")}
-        elif cell.needs:
-            keys = {"dataset": str(_images(data, place))}
-        if cell.needs:
-            return trained(cell, place, pretrained=str(weights), **keys)
-        on = _PRETRAINED_ON[data]
-        config = {**cell.options["config"], **({"dataset-path": str(place.data[on])} if on != data else {}), **keys}
-        return measured(config, cell.options["clients"], place.folder / "runs" / cell.name, weights=weights)
+            others, main = newsgroups(inputs.folder / "texts", inputs.data[data])
+            files = {"dataset": str(others if pretraining else main), "model": str(main.parent / "model")}
+        elif not pretraining:
+            files = {"dataset": str(_images(data, inputs))}
+        if pretraining:
+            return trained(trial, inputs, weights=weights, **files)
+        return trained(trial, inputs, pretrained=str(weights), **files)
 
-    def outcome(self, found: Mapping[str, Values]) -> Outcome:
+    def results(self, found: Mapping[str, Values]) -> Reproduction:
         tables, figures, findings = [], [], []
-        for data in (*SMALL, *(name for name in FULL if name not in SMALL)):
+        for data in dict.fromkeys((*SMALL, *FULL)):
             scores = {
                 (budget, selection): found[name]["server"]
-                for budget, selection in _asked() if (name := _name(data, selection, budget)) in found
+                for budget, selection in _runs() if (name := _name(data, selection, budget)) in found
             }  # fmt: skip
             if not scores:
                 continue
             tables.append(_table(data, scores))
             lines = {
                 selection: {budget: [scores[budget, selection]] for budget in BUDGETS if (budget, selection) in scores}
-                for selection in SELECTIONS if selection != "full"
-            }  # fmt: skip
+                for selection in SELECTIONS[1:]
+            }
             title = f"{data}, by budget"
             figures.append(by_setting(lines, f"{data}-budgets", title, "layers a client trains", _CAPTION))
             if layers := found.get(_name(data, "gradient", "1"), {}).get("layers"):
@@ -183,47 +183,51 @@ class Selective:
                 shares = np.mean(layers, axis=0)
                 most = (f"{k + 1} ({shares[k]:.0%})" for k in np.argsort(-shares) if shares[k] >= 0.005)
                 findings.append(f"{data}, R = 1: of {len(shares)} layers the gradients select {', '.join(most)}.")
-            for budget in BUDGETS:
-                rivals = {each: scores[budget, each] for each in SELECTIONS[1:] if (budget, each) in scores}
-                if len(rivals) == len(SELECTIONS) - 1 and ("1", "full") in scores:
-                    order = sorted(rivals, key=lambda each: -rivals[each])
-                    findings.append(
-                        f"{data}, R = {budget}: {', '.join(f'{each} {rivals[each]:.4f}' for each in order)}; "
-                        f"all layers {scores['1', 'full']:.4f}."
-                    )
-        couplings = {
-            coupling: found[name] for coupling in COUPLINGS
-            if (name := _name("cifar-10", "gradient", "1-4", coupling)) in found
-        }  # fmt: skip
-        if len(couplings) > 1:
-            rows = [
-                (f"{coupling:g}", of["server"], float(np.sum(of["layers"], axis=1).mean()))
-                for coupling, of in couplings.items()
-            ]
-            tables.append(Table("Accuracy on CIFAR-10 by λ, R = 1-4", ("λ", "ours", "layers a client"), rows))
+            findings += _rankings(data, scores)
+        by_coupling = {each: found.get(_name("cifar-10", "gradient", "1-4", each)) for each in COUPLINGS}
+        rows = [
+            (f"{coupling:g}", of["server"], float(np.sum(of["layers"], axis=1).mean()))
+            for coupling, of in by_coupling.items() if of
+        ]  # fmt: skip
+        if len(rows) > 1:
+            tables.append(table("Accuracy on CIFAR-10 by λ, R = 1-4", ("λ", "ours", "layers a client"), rows))
         for data in SMALL:
             if of := found.get(f"pretrained-for-{data}"):
                 findings.append(f"Pretraining for {data} reached {of['server']:.4f} on held-out examples of its own.")
-        return Outcome(tables, figures, findings)
+        return Reproduction(tables, figures, findings)
 
 
 _CAPTION = "On examples that no client has."
 
 
 def _table(data: str, scores: Mapping[tuple[str, str], float]) -> Table:
-    beside = BESIDE.get(data, data)
-    rows = []
-    for selection in SELECTIONS:
-        row: list[str | float | None] = [selection]
-        for budget in BUDGETS:
-            of = "1" if selection == "full" else budget  # has no budget
-            row += [scores.get((of, selection)), PAPER[beside][of].get(selection)]
-        rows.append(row)
-    headings = ("selection", *(each for budget in BUDGETS for each in (f"R = {budget}", f"paper, {beside}")))
-    return Table(f"Accuracy on {data}", headings, rows)
+    theirs = BESIDE.get(data, data)
+
+    def setting(selection: str, budget: str) -> tuple[str, str]:
+        return ("1" if selection == "full" else budget), selection  # `full` has no budget
+
+    def printed(selection: str, budget: str) -> float | None:
+        of, _ = setting(selection, budget)
+        return PAPER[theirs][of].get(selection)
+
+    return paper_table(
+        f"Accuracy on {data}", "selection", {budget: f"R = {budget}" for budget in BUDGETS}, SELECTIONS,
+        lambda selection, budget: scores.get(setting(selection, budget)), printed, f"paper, {theirs}",
+    )  # fmt: skip
 
 
-def _asked() -> list[tuple[str, str]]:
+def _rankings(data: str, scores: Mapping[tuple[str, str], float]) -> list[str]:
+    """Sentences that rank the selections of each budget, if all of them were computed."""
+    sentences = []
+    for budget in BUDGETS:
+        rivals = {each: scores[budget, each] for each in SELECTIONS[1:] if (budget, each) in scores}
+        if len(rivals) == len(SELECTIONS) - 1 and ("1", "full") in scores:
+            ranking = ", ".join(f"{each} {rivals[each]:.4f}" for each in sorted(rivals, key=lambda each: -rivals[each]))
+            sentences.append(f"{data}, R = {budget}: {ranking}; all layers {scores['1', 'full']:.4f}.")
+    return sentences
+
+
+def _runs() -> list[tuple[str, str]]:
     """(budget, selection) of all runs; `full` has no budget."""
     return [("1", "full"), *((budget, each) for budget in BUDGETS for each in SELECTIONS[1:])]
 
@@ -232,19 +236,19 @@ def _name(data: str, selection: str, budget: str, coupling: float = COUPLING) ->
     return f"{data}-{selection}-{budget}" + (f"-coupling-{coupling:g}" if coupling != COUPLING else "")
 
 
-def _cell(
+def _trial(
     data: str, selection: str, budget: str, common: Mapping[str, Any], clients: int, needs: Sequence[str] = (),
     coupling: float = COUPLING,
-) -> Cell:  # fmt: skip
+) -> Trial:  # fmt: skip
     config: dict[str, Any] = {**common, "selective.selection": selection, "seed": 1}
     if selection == "gradient":
-        config.setdefault("selective.coupling", coupling)  # --full has the paper's
+        config.setdefault("selective.coupling", coupling)  # the full setting has the paper's
     config |= {"selective.budget": float(BUDGETS[budget])} if BUDGETS[budget] else {"selective.draw-budgets": True}
-    return Cell(_name(data, selection, budget, coupling), {"data": data, "config": config, "clients": clients}, needs)
+    return Trial(_name(data, selection, budget, coupling), {"data": data, "config": config, "clients": clients}, needs)
 
 
 def _pretraining(data: str) -> Values:
-    """A run of FedAvg on other data, whose model those of `data` start from."""
+    """Options of the FedAvg run on other data that pretrains the model for `data`."""
     config: dict[str, Any] = dict(PRETRAIN)
     if data == "20newsgroups":
         for key in ("image-shape", "normalise", "model", "dataset"):
@@ -255,28 +259,35 @@ def _pretraining(data: str) -> Values:
     return {"data": data, "config": config, "clients": 2}
 
 
-def _images(data: str, place: Place) -> Path:
-    """4,000 training and 1,500 test images; of PACS a group is a fifth of a domain."""
-    path = place.folder / "images" / f"{data}.npz"
+def _images(data: str, inputs: TrialInputs) -> Path:
+    """A file of 4,000 training and 1,500 test images, written once; for PACS a group is a fifth of a domain."""
+    path = inputs.folder / "images" / f"{data}.npz"
     if path.exists():
         return path
-    train, test = shuffled_images(data, place.data[data], seed=1)
+    train, test = shuffled_images(data, inputs.data[data], seed=1)
     if test is None:
         test, train = train.first(1_500), train.first(len(train), after=1_500)
     train = train.first(4_000)
     if data == "pacs":
         if train.groups is None:
-            raise NotAtHand(f"{place.data[data]} does not say which domain an image is of")
-        places = [int(np.sum(train.groups[:k] == group)) % 5 for k, group in enumerate(train.groups)]
-        groups = np.array([f"{group}-{k}" for group, k in zip(train.groups, places, strict=True)])
+            raise MissingData(f"{inputs.data[data]} has no domain for each image")
+        fifths = [int(np.sum(train.groups[:k] == group)) % 5 for k, group in enumerate(train.groups)]
+        groups = np.array([f"{group}-{k}" for group, k in zip(train.groups, fifths, strict=True)])
         train = Images(train.images, train.labels, groups)
     return write_images(path, train, test.first(1_500))
 
 
 def newsgroups(folder: Path, path: Path) -> tuple[Path, Path]:
-    """Tables of the newsgroups to pretrain on and of those by domain, and a small model's config beside the latter.
+    """Write two tables of texts, once: newsgroups to pretrain on, and newsgroups by domain with a small model's folder.
 
-    Label is the subject, or in pretraining the newsgroup; a group is an eighth of a domain.
+    Labels are the newsgroups to pretrain on, and the subjects otherwise; a group is an eighth of a domain.
+
+    Args:
+        folder: for the tables and the model.
+        path: of the data set 20newsgroups.
+
+    Returns:
+        Paths of the table to pretrain on and of the table by domain.
     """
     pretraining, main = folder / "pretraining.jsonl", folder / "by-domain.jsonl"
     if main.exists():
@@ -310,7 +321,7 @@ def newsgroups(folder: Path, path: Path) -> tuple[Path, Path]:
 
 
 def _selected(layers: Sequence[Sequence[float]], data: str) -> Figure:
-    """Figure 2: share of a round's clients that train a layer; `layers` (rounds, layers)."""
+    """The share of clients that train each layer, by round, as in Figure 2; `layers`: (rounds, layers)."""
     plot = empty_plot("round", "layer", rounds=len(layers))
     share = np.array(layers).T
     plot.add_heatmap(

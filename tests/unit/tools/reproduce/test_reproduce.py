@@ -1,4 +1,4 @@
-"""`tepal reproduce`: cells that are computed once, tables beside the paper's numbers, and the experiments' claims."""
+"""`tepal reproduce`: trials that are computed once, tables beside the paper's numbers, and the experiments' claims."""
 
 import csv
 import json
@@ -15,12 +15,12 @@ from tepal.strategies import RoundFailed
 from tepal.tools.cli.main import main
 from tepal.tools.reproduce import ensemble_toy, runner
 from tepal.tools.reproduce.ensemble_toy import PAPER, EnsembleToy, data_of, features, trained
-from tepal.tools.reproduce.experiment import Cell, NotAtHand, Outcome, Place, Table
+from tepal.tools.reproduce.experiment import MissingData, Reproduction, Trial, TrialInputs, table
 from tepal.tools.reproduce.fedfrozen_costs import FedFrozenCosts
 from tepal.tools.reproduce.runner import UnknownExperiment, find_experiment, reproduce
 from tests.quiet import quiet  # noqa: F401
 
-NOWHERE = Place(Path())
+NOWHERE = TrialInputs(Path())
 
 
 class Squares:
@@ -38,55 +38,55 @@ class Squares:
     def scale(self, full):
         return "All of it." if full else "Few numbers."
 
-    def cells(self, full):
-        return [Cell(f"square-{n}", {"number": n}) for n in self.numbers]
+    def trials(self, full):
+        return [Trial(f"square-{n}", {"number": n}) for n in self.numbers]
 
-    def compute(self, cell, place):
-        number = cell.options["number"]
+    def compute(self, trial, inputs):
+        number = trial.options["number"]
         if number in self.fails:
             raise self.fails[number]
         self.computed.append(number)
         return {"square": number * number}
 
-    def outcome(self, found):
+    def results(self, found):
         rows = [(name, of["square"], None) for name, of in found.items()]
         figure = Figure("squares", "Squares", "None.", None)
-        return Outcome([Table("All squares", ("cell", "ours", "paper"), rows)], [figure], ["They grow."])
+        return Reproduction([table("All squares", ("cell", "ours", "paper"), rows)], [figure], ["They grow."])
 
 
 def results(page):
     return (page.parent / "results.md").read_text()
 
 
-def test_a_cell_is_computed_once_and_again_only_for_other_options(tmp_path):
-    experiment, said = Squares(), []
-    page = reproduce(experiment, tmp_path, full=False, said=said.append)
+def test_a_trial_is_computed_once_and_again_only_for_other_options(tmp_path):
+    experiment, lines = Squares(), []
+    page = reproduce(experiment, tmp_path, full=False, log=lines.append)
     assert page == tmp_path / "squares" / "index.html" and experiment.computed == [0, 1, 2]
-    assert "Few numbers." in said[0] and [line.split(":")[0] for line in said[1:]] == [
+    assert "Few numbers." in lines[0] and [line.split(":")[0] for line in lines[1:]] == [
         "1/3 square-0", "2/3 square-1", "3/3 square-2",
     ]  # fmt: skip
-    reproduce(experiment, tmp_path, full=False, said=said.append)
+    reproduce(experiment, tmp_path, full=False, log=lines.append)
     assert experiment.computed == [0, 1, 2]
     kept = page.parent / "cells" / "square-1.json"
     kept.write_text(kept.read_text()[:20])  # torn
     changed = json.loads((page.parent / "cells" / "square-2.json").read_text())
     (page.parent / "cells" / "square-2.json").write_text(json.dumps({**changed, "options": {"number": 7}}))
-    reproduce(experiment, tmp_path, full=False, said=said.append)
+    reproduce(experiment, tmp_path, full=False, log=lines.append)
     assert experiment.computed == [0, 1, 2, 1, 2]
-    assert reproduce(experiment, tmp_path, full=True, said=said.append).parent.name == "squares-full"
+    assert reproduce(experiment, tmp_path, full=True, log=lines.append).parent.name == "squares-full"
 
 
 def test_what_stopped_half_way_goes_on_with_the_rest(tmp_path):
     broken = Squares(fails={2: KeyboardInterrupt()})
     with pytest.raises(KeyboardInterrupt):
-        reproduce(broken, tmp_path, full=False, said=lambda text: None)
+        reproduce(broken, tmp_path, full=False, log=lambda text: None)
     whole = Squares()
-    reproduce(whole, tmp_path, full=False, said=lambda text: None)
+    reproduce(whole, tmp_path, full=False, log=lambda text: None)
     assert (broken.computed, whole.computed) == ([0, 1], [2])
 
 
 def test_tables_are_written_for_people_and_for_programs(tmp_path):
-    page = reproduce(Squares(), tmp_path, full=False, said=lambda text: None)
+    page = reproduce(Squares(), tmp_path, full=False, log=lambda text: None)
     with (page.parent / "all-squares.csv").open() as file:
         assert list(csv.reader(file)) == [
             ["cell", "ours", "paper"], ["square-0", "0", ""], ["square-1", "1", ""], ["square-2", "4", ""],
@@ -98,22 +98,22 @@ def test_tables_are_written_for_people_and_for_programs(tmp_path):
 
 
 def test_what_is_not_at_hand_is_left_out_and_said(tmp_path):
-    said = []
-    page = reproduce(Squares(fails={1: NotAtHand("get it there")}), tmp_path, full=False, said=said.append)
-    assert any("square-1: left out: get it there" in line for line in said)
+    lines = []
+    page = reproduce(Squares(fails={1: MissingData("get it there")}), tmp_path, full=False, log=lines.append)
+    assert any("square-1: left out: get it there" in line for line in lines)
     assert "Left out: square-1: get it there." in results(page) and "square-2" in results(page)
 
 
-def test_clients_that_all_fail_are_the_end_of_their_cell_alone(tmp_path):
+def test_clients_that_all_fail_are_the_end_of_their_trial_alone(tmp_path):
     failed = Squares(fails={0: RoundFailed("round 3 failed: all clients diverged")})
-    page = reproduce(failed, tmp_path, full=False, said=lambda text: None)
+    page = reproduce(failed, tmp_path, full=False, log=lambda text: None)
     assert "Left out: square-0: round 3 failed: all clients diverged." in results(page) and failed.computed == [1, 2]
 
 
 def test_two_do_not_compute_the_same(tmp_path):
     (tmp_path / "squares").mkdir()
     with held(tmp_path / "squares"), pytest.raises(RunInUse):
-        reproduce(Squares(), tmp_path, full=False, said=lambda text: None)
+        reproduce(Squares(), tmp_path, full=False, log=lambda text: None)
 
 
 def test_the_command_lists_finds_and_runs_experiments(tmp_path, monkeypatch):
@@ -133,13 +133,13 @@ def test_the_command_lists_finds_and_runs_experiments(tmp_path, monkeypatch):
 
 def test_the_costs_of_the_papers_models_are_the_papers():
     experiment = FedFrozenCosts()
-    cells = [cell for cell in experiment.cells(False) if "paper" in cell.options]
-    assert len(cells) == 5
-    found = {cell.name: experiment.compute(cell, NOWHERE) for cell in cells}
-    outcome = experiment.outcome(found)
-    for _, parameters, share, up, printed, _ in outcome.tables[0].rows:
+    trials = [trial for trial in experiment.trials(False) if "paper" in trial.options]
+    assert len(trials) == 5
+    found = {trial.name: experiment.compute(trial, NOWHERE) for trial in trials}
+    results = experiment.results(found)
+    for _, parameters, share, up, printed, _ in results.tables[0].rows:
         assert up == pytest.approx(1 - 0.8 * share) and up == pytest.approx(printed, abs=5e-5) and parameters > 10**7
-    assert "Ours are the paper's to 0.0000" in outcome.findings[0]
+    assert "Ours are the paper's to 0.0000" in results.findings[0]
 
 
 def test_local_steps_of_the_toy_are_gradient_steps_and_repetitions_do_not_touch():
@@ -164,11 +164,11 @@ def test_the_toys_bias_is_flat_and_its_variance_falls(monkeypatch):
     experiment = EnsembleToy()
     found = {}
     for modes in (1, 2, 10):
-        cell = Cell(f"modes-{modes}", {"modes": modes, "repetitions": 30, "seed": 1})
-        found[cell.name] = experiment.compute(cell, NOWHERE)
+        trial = Trial(f"modes-{modes}", {"modes": modes, "repetitions": 30, "seed": 1})
+        found[trial.name] = experiment.compute(trial, NOWHERE)
     bias, variance = ([of[key] for of in found.values()] for key in ("bias", "variance"))
     assert max(bias) - min(bias) < 0.25 * max(bias)
     assert all(after < 0.75 * before for before, after in pairwise(variance))
     assert variance[2] < 0.2 * variance[0]
-    table = experiment.outcome(found).tables[0]
+    table = experiment.results(found).tables[0]
     assert [row[0] for row in table.rows] == [1, 2, 10] and table.rows[0][2] == PAPER[1][0]

@@ -1,4 +1,4 @@
-"""Experiments on real data: what they need, how their cells are run, and the papers' claims on small settings."""
+"""Experiments on real data: what they need, how their trials are run, and the papers' claims on small settings."""
 
 import json
 import os
@@ -22,9 +22,9 @@ from tepal.server_app.run import run
 from tepal.strategies.in_process import InProcessGrid, Node
 from tepal.tools.cli.main import main
 from tepal.tools.reproduce import runner, runs, selective
-from tepal.tools.reproduce.data import Images, at_hand, by_distribution, grouped, shuffled_images, write_images
+from tepal.tools.reproduce.data import Images, by_distribution, find_data, grouped, shuffled_images, write_images
 from tepal.tools.reproduce.ensemble_mnist import EnsembleMnist
-from tepal.tools.reproduce.experiment import Cell, NotAtHand, Outcome, Place, Table
+from tepal.tools.reproduce.experiment import MissingData, Reproduction, Trial, TrialInputs, table
 from tepal.tools.reproduce.fedacs import QUANTILES, FedAcs
 from tepal.tools.reproduce.fedfrozen_vision import METHODS, PAPER, FedFrozenVision
 from tepal.tools.reproduce.runner import EXPERIMENTS, OtherData, reproduce
@@ -45,11 +45,11 @@ def test_data_is_found_by_its_name_as_a_folder_or_a_file(tmp_path):
     (tmp_path / "mnist").mkdir()
     (tmp_path / "cifar-10.npz").touch()
     (tmp_path / "20newsgroups.jsonl.xz").touch()
-    found = at_hand(tmp_path, ("mnist", "cifar-10", "20newsgroups"))
+    found = find_data(tmp_path, ("mnist", "cifar-10", "20newsgroups"))
     assert {name: path.name for name, path in found.items()} == {
         "mnist": "mnist", "cifar-10": "cifar-10.npz", "20newsgroups": "20newsgroups.jsonl.xz",
     }  # fmt: skip
-    assert at_hand(tmp_path / "nowhere", ()) == {}
+    assert find_data(tmp_path / "nowhere", ()) == {}
 
 
 @pytest.mark.parametrize("name", ON_DATA)
@@ -66,8 +66,8 @@ def test_missing_data_is_said_with_its_files_format_and_origin_and_nothing_is_co
 
 def test_only_what_is_missing_is_named(tmp_path):
     (tmp_path / "cifar-10").mkdir()
-    with pytest.raises(NotAtHand) as error:
-        at_hand(tmp_path, ("cifar-10", "pacs"))
+    with pytest.raises(MissingData) as error:
+        find_data(tmp_path, ("cifar-10", "pacs"))
     assert "pacs" in str(error.value) and "cifar-10" not in str(error.value)
 
 
@@ -126,7 +126,7 @@ def test_parts_become_groups():
     assert of.groups.tolist() == ["client-000", "client-000", "client-001"] and of.labels.tolist() == [3, 4, 7]
 
 
-# --- a run as a cell ------------------------------------------------------------------------------------------------
+# --- a run as a trial ------------------------------------------------------------------------------------------------
 
 SMALL = {
     "dataset": "digits", "model": "cnn", "optimizer": "sgd", "learning-rate": 0.1, "local-epochs": 1, "seed": 3,
@@ -134,7 +134,7 @@ SMALL = {
 }  # fmt: skip
 
 
-def test_a_cell_measures_what_the_run_itself_does(tmp_path):
+def test_a_trial_measures_what_the_run_itself_does(tmp_path):
     config = {**SMALL, "strategy": "fedavg", "num-server-rounds": 3}
     values = measured(config, 4, tmp_path / "cell", weights=tmp_path / "kept" / "model.safetensors")
     nodes = [Node(app, {"partition-id": k, "num-partitions": 4}) for k in range(4)]
@@ -147,7 +147,7 @@ def test_a_cell_measures_what_the_run_itself_does(tmp_path):
     assert json.loads(json.dumps(values))["rounds"] == 3
 
 
-def test_a_cell_that_was_stopped_goes_on_with_its_run(tmp_path, monkeypatch):
+def test_a_trial_that_was_stopped_goes_on_with_its_run(tmp_path, monkeypatch):
     config = {**SMALL, "strategy": "fedavg", "num-server-rounds": 4}
     expected = measured(config, 4, tmp_path / "whole")
     rounds = []
@@ -179,11 +179,11 @@ def test_means_are_written_with_their_spread():
     assert (mean_text([]), mean_text([0.5]), mean_text([0.4, 0.6])) == (None, "0.5000", "0.5000 ± 0.1414")
 
 
-# --- cells that need others, several at once ------------------------------------------------------------------------
+# --- trials that need others, several at once ------------------------------------------------------------------------
 
 
 class Sums:
-    """Each cell adds one to what it needs."""
+    """Each trial adds one to what it needs."""
 
     name, title, paper, deviations = "sums", "Sums", "Nobody", ()
 
@@ -193,58 +193,64 @@ class Sums:
     def scale(self, full):
         return "All."
 
-    def cells(self, full):
-        return [Cell("a", {}), Cell("b", {}, ("a",)), Cell("c", {}, ("a",)), Cell("d", {}, ("b", "c")), Cell("e", {})]
+    def trials(self, full):
+        return [
+            Trial("a", {}),
+            Trial("b", {}, ("a",)),
+            Trial("c", {}, ("a",)),
+            Trial("d", {}, ("b", "c")),
+            Trial("e", {}),
+        ]
 
-    def compute(self, cell, place):
-        if cell.name == "c" and (place.folder / "no-c").exists():
-            raise NotAtHand("there is no c")
-        return {"sum": 1 + sum(of["sum"] for of in place.found.values()), "process": os.getpid()}
+    def compute(self, trial, inputs):
+        if trial.name == "c" and (inputs.folder / "no-c").exists():
+            raise MissingData("there is no c")
+        return {"sum": 1 + sum(of["sum"] for of in inputs.needed.values()), "process": os.getpid()}
 
-    def outcome(self, found):
-        return Outcome([Table("Sums", ("cell", "sum"), [(name, of["sum"]) for name, of in found.items()])])
+    def results(self, found):
+        return Reproduction([table("Sums", ("cell", "sum"), [(name, of["sum"]) for name, of in found.items()])])
 
 
 @pytest.mark.parametrize("at_once", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_a_cell_is_computed_after_those_that_it_needs(tmp_path, at_once):
-    page = reproduce(Sums(), tmp_path, full=False, said=lambda text: None, at_once=at_once)
+def test_a_trial_is_computed_after_those_that_it_needs(tmp_path, at_once):
+    page = reproduce(Sums(), tmp_path, full=False, log=lambda text: None, at_once=at_once)
     assert (page.parent / "sums.csv").read_text() == "cell,sum\na,1\nb,2\nc,2\nd,5\ne,1\n"
     kept = [json.loads(path.read_text())["values"] for path in (page.parent / "cells").iterdir()]
     assert (os.getpid() in {of["process"] for of in kept}) == (at_once == 1)
 
 
 @pytest.mark.parametrize("at_once", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_what_needs_a_cell_that_is_not_there_is_left_out(tmp_path, at_once):
+def test_what_needs_a_trial_that_is_not_there_is_left_out(tmp_path, at_once):
     (tmp_path / "sums").mkdir()
     (tmp_path / "sums" / "no-c").touch()
-    said = []
-    page = reproduce(Sums(), tmp_path, full=False, said=said.append, at_once=at_once)
-    assert "4/5 d: left out: it needs c" in said and "3/5 c: left out: there is no c" in said
+    lines = []
+    page = reproduce(Sums(), tmp_path, full=False, log=lines.append, at_once=at_once)
+    assert "4/5 d: left out: it needs c" in lines and "3/5 c: left out: there is no c" in lines
     assert (page.parent / "sums.csv").read_text() == "cell,sum\na,1\nb,2\ne,1\n"
 
 
-def test_a_cell_is_computed_again_when_one_that_it_needs_was(tmp_path):
-    def left_out(cell):
-        path = tmp_path / "sums" / "cells" / f"{cell}.json"
+def test_a_trial_is_computed_again_when_one_that_it_needs_was(tmp_path):
+    def left_out(trial):
+        path = tmp_path / "sums" / "cells" / f"{trial}.json"
         kept = json.loads(path.read_text())
         path.write_text(json.dumps({**kept, "options": {"other": 1}}))
-        return [each.name for each in runner._missing(tmp_path / "sums", Sums().cells(False))]
+        return [each.name for each in runner._missing(tmp_path / "sums", Sums().trials(False))]
 
-    reproduce(Sums(), tmp_path, full=False, said=lambda text: None)
+    reproduce(Sums(), tmp_path, full=False, log=lambda text: None)
     assert left_out("c") == ["c", "d"] and left_out("a") == ["a", "b", "c", "d"]
     # Stopped between the two: what is there is of another `a` than before.
-    cells = {cell.name: cell for cell in Sums().cells(False)}
-    runner._keep(tmp_path / "sums", cells["c"], {"sum": 2}, 1.0)
+    trials = {trial.name: trial for trial in Sums().trials(False)}
+    runner._keep(tmp_path / "sums", trials["c"], {"sum": 2}, 1.0)
     kept = json.loads((tmp_path / "sums" / "cells" / "a.json").read_text())
     again = {**kept, "options": {}, "computed": "2031-01-01T00:00:00+00:00"}
     (tmp_path / "sums" / "cells" / "a.json").write_text(json.dumps(again))
-    assert [cell.name for cell in runner._missing(tmp_path / "sums", Sums().cells(False))] == ["b", "c", "d"]
-    reproduce(Sums(), tmp_path, full=False, said=lambda text: None)
-    assert runner._missing(tmp_path / "sums", Sums().cells(False)) == []
+    assert [trial.name for trial in runner._missing(tmp_path / "sums", Sums().trials(False))] == ["b", "c", "d"]
+    reproduce(Sums(), tmp_path, full=False, log=lambda text: None)
+    assert runner._missing(tmp_path / "sums", Sums().trials(False)) == []
 
 
 class OnDigits(Sums):
-    """Sums that are said to need data."""
+    """Sums that declare data sets."""
 
     name = "on-digits"
 
@@ -252,39 +258,39 @@ class OnDigits(Sums):
         return ("mnist", "cifar-10")
 
 
-def test_cells_of_two_data_sets_are_never_in_one_folder(tmp_path):
-    data, said = tmp_path / "data", []
+def test_trials_of_two_data_sets_are_never_in_one_folder(tmp_path):
+    data, lines = tmp_path / "data", []
     (data / "mnist").mkdir(parents=True)
     (data / "mnist" / "one").write_bytes(b"1234")
     (data / "cifar-10.npz").write_bytes(b"12")
     for _ in range(2):
-        page = reproduce(OnDigits(), tmp_path, full=False, said=said.append, data=data)
+        page = reproduce(OnDigits(), tmp_path, full=False, log=lines.append, data=data)
     moved = data.rename(tmp_path / "moved")
-    reproduce(OnDigits(), tmp_path, full=False, said=said.append, data=moved)
+    reproduce(OnDigits(), tmp_path, full=False, log=lines.append, data=moved)
     before = {path: path.read_bytes() for path in page.parent.rglob("*") if path.is_file()}
     (moved / "mnist" / "two").write_bytes(b"5")
     message = r"another mnist than .*moved/mnist is now \(bytes in files: 4 in 1, now 5 in 2\)"
     with pytest.raises(OtherData, match=message):
-        reproduce(OnDigits(), tmp_path, full=False, said=said.append, data=moved)
+        reproduce(OnDigits(), tmp_path, full=False, log=lines.append, data=moved)
     assert before == {path: path.read_bytes() for path in page.parent.rglob("*") if path.is_file()}
-    assert reproduce(OnDigits(), tmp_path / "elsewhere", full=False, said=said.append, data=moved).exists()
+    assert reproduce(OnDigits(), tmp_path / "elsewhere", full=False, log=lines.append, data=moved).exists()
 
 
 def test_rounds_of_long_runs_are_said_while_they_go_on(tmp_path, monkeypatch):
-    said = []
+    lines = []
 
     class Long(Sums):
-        def cells(self, full):
-            return [Cell("digits", {})]
+        def trials(self, full):
+            return [Trial("digits", {})]
 
-        def compute(self, cell, place):
+        def compute(self, trial, inputs):
             config = {**SMALL, "strategy": "fedavg", "num-server-rounds": 3}
-            values = measured(config, 3, place.folder / "runs" / cell.name)
+            values = measured(config, 3, inputs.folder / "runs" / trial.name)
             return {"sum": values["rounds"]}
 
-    monkeypatch.setattr(runner, "_A_WHILE", 0.01)
-    reproduce(Long(), tmp_path, full=False, said=said.append)
-    told = [line for line in said if "at round" in line]
+    monkeypatch.setattr(runner, "_PROGRESS_SECONDS", 0.01)
+    reproduce(Long(), tmp_path, full=False, log=lines.append)
+    told = [line for line in lines if "at round" in line]
     assert told and set(told) <= {f"   digits at round {k} of 3" for k in range(4)} and len(set(told)) == len(told)
 
 
@@ -293,21 +299,21 @@ class Slow(Sums):
 
     name = "slow"
 
-    def cells(self, full):
-        return [Cell("a", {}), Cell("b", {})]
+    def trials(self, full):
+        return [Trial("a", {}), Trial("b", {})]
 
-    def compute(self, cell, place):
-        (place.folder / f"{os.getpid()}.pid").touch()
+    def compute(self, trial, inputs):
+        (inputs.folder / f"{os.getpid()}.pid").touch()
         time.sleep(60)
 
 
 @pytest.mark.long
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="processes are looked for in /proc")
-def test_processes_of_cells_end_with_the_one_that_started_them(tmp_path):
+def test_processes_of_trials_end_with_the_one_that_started_them(tmp_path):
     code = (
         "from pathlib import Path; from tepal.tools.reproduce.runner import reproduce; "
         "from tests.unit.tools.reproduce.test_reproduce_runs import Slow\n"
-        f"if __name__ == '__main__': reproduce(Slow(), Path({str(tmp_path)!r}), full=False, said=print, at_once=2)"
+        f"if __name__ == '__main__': reproduce(Slow(), Path({str(tmp_path)!r}), full=False, log=print, at_once=2)"
     )
     (tmp_path / "slow.py").write_text(code)
     root = ROOT
@@ -340,20 +346,20 @@ def _runs(pid):
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 @pytest.mark.parametrize("full", [False, True])
-def test_cells_have_names_of_their_own_and_stand_after_those_that_they_need(name, full):
-    cells, before = EXPERIMENTS[name].cells(full), set()
-    for cell in cells:
-        assert cell.name not in before and before.issuperset(cell.needs)
-        assert Path(cell.name).name == cell.name
-        before.add(cell.name)
-        assert cell.options.get("config", {}).keys() <= defaults().keys()
+def test_trials_have_names_of_their_own_and_stand_after_those_that_they_need(name, full):
+    trials, before = EXPERIMENTS[name].trials(full), set()
+    for trial in trials:
+        assert trial.name not in before and before.issuperset(trial.needs)
+        assert Path(trial.name).name == trial.name
+        before.add(trial.name)
+        assert trial.options.get("config", {}).keys() <= defaults().keys()
     assert EXPERIMENTS[name].scale(full) and EXPERIMENTS[name].deviations
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_an_experiment_of_which_nothing_is_computed_yet_has_a_page(tmp_path, name):
-    outcome = EXPERIMENTS[name].outcome({})
-    text, html = runner._markdown(EXPERIMENTS[name], outcome, []), runner._page(EXPERIMENTS[name], outcome, [])
+    results = EXPERIMENTS[name].results({})
+    text, html = runner._markdown(EXPERIMENTS[name], results, []), runner._page(EXPERIMENTS[name], results, [])
     assert EXPERIMENTS[name].title in text and "</html>" in html
 
 
@@ -381,10 +387,10 @@ def data(tmp_path_factory):
     return folder
 
 
-def cut(cell):
-    """The cell with two rounds, and as little work."""
-    config = {**cell.options["config"], "num-server-rounds": 2, "local-steps": 1, "evaluate-every": 2}
-    return replace(cell, options={**cell.options, "config": config})
+def cut(trial):
+    """The trial with two rounds, and as little work."""
+    config = {**trial.options["config"], "num-server-rounds": 2, "local-steps": 1, "evaluate-every": 2}
+    return replace(trial, options={**trial.options, "config": config})
 
 
 @pytest.mark.long
@@ -398,15 +404,15 @@ def cut(cell):
         ("selective", ("pretrained-for-20newsgroups", "20newsgroups-rgn-1-4")),
     ],
 )  # fmt: skip
-def test_cells_run_on_data_in_its_own_format(tmp_path, data, name, asked):
+def test_trials_run_on_data_in_its_own_format(tmp_path, data, name, asked):
     experiment = EXPERIMENTS[name]
-    cells = {cell.name: cell for cell in experiment.cells(False)}
-    found, place = {}, Place(tmp_path, at_hand(data, experiment.data(False)))
+    trials = {trial.name: trial for trial in experiment.trials(False)}
+    found, inputs = {}, TrialInputs(tmp_path, find_data(data, experiment.data(False)))
     for each in asked:
-        found[each] = experiment.compute(cut(cells[each]), replace(place, found=found))
+        found[each] = experiment.compute(cut(trials[each]), replace(inputs, needed=found))
         assert 0 <= found[each]["server"] <= 1 and found[each]["rounds"] == 2
-    outcome = experiment.outcome(json.loads(json.dumps(found)))
-    assert outcome.tables and runner._page(experiment, outcome, [])
+    results = experiment.results(json.loads(json.dumps(found)))
+    assert results.tables and runner._page(experiment, results, [])
     if name == "selective":
         layers = np.array(found[asked[-1]]["layers"])
         assert layers.shape == (2, 6 if "pacs" in asked[-1] else 4) and (layers.sum(axis=1) > 0.999).all()
@@ -415,29 +421,29 @@ def test_cells_run_on_data_in_its_own_format(tmp_path, data, name, asked):
 
 def test_fedacs_takes_the_quantile_that_was_best_on_other_clients(tmp_path, data):
     experiment = FedAcs()
-    cells = {cell.name: cell for cell in experiment.cells(False)}
-    cell = cells["fashion-mnist-two-classes-fedacs-1"]
-    assert len(cell.needs) == 3 and all(cells[name].options["part"] == "validation" for name in cell.needs)
-    found = {name: {"clients": 0.2 + 0.7 * (p == 0.7), "p": p} for name, p in zip(cell.needs, QUANTILES, strict=True)}
-    assert [cells[name].options["config"]["fedacs.quantile"] for name in cell.needs] == list(QUANTILES)
-    few = replace(cut(cell), options={**cut(cell).options, "clients": 10})
-    values = experiment.compute(few, Place(tmp_path, at_hand(data, experiment.data(False)), found))
+    trials = {trial.name: trial for trial in experiment.trials(False)}
+    trial = trials["fashion-mnist-two-classes-fedacs-1"]
+    assert len(trial.needs) == 3 and all(trials[name].options["part"] == "validation" for name in trial.needs)
+    found = {name: {"clients": 0.2 + 0.7 * (p == 0.7), "p": p} for name, p in zip(trial.needs, QUANTILES, strict=True)}
+    assert [trials[name].options["config"]["fedacs.quantile"] for name in trial.needs] == list(QUANTILES)
+    few = replace(cut(trial), options={**cut(trial).options, "clients": 10})
+    values = experiment.compute(few, TrialInputs(tmp_path, find_data(data, experiment.data(False)), found))
     assert values["p"] == 0.7 and values["server"] is None and 0 <= values["clients"] <= 1
 
 
 def test_what_fedacs_trains_on_and_what_p_is_chosen_on_share_no_image(tmp_path, data):
     experiment = FedAcs()
-    place = Place(tmp_path, at_hand(data, experiment.data(False)))
-    cells = {cell.name: cell for cell in experiment.cells(False)}
-    for cell, p in ((cells["cifar-10-scarce-local-1"], None), (cells["cifar-10-scarce-p-0.7"], 0.7)):
+    inputs = TrialInputs(tmp_path, find_data(data, experiment.data(False)))
+    trials = {trial.name: trial for trial in experiment.trials(False)}
+    for trial, p in ((trials["cifar-10-scarce-local-1"], None), (trials["cifar-10-scarce-p-0.7"], 0.7)):
         with pytest.MonkeyPatch.context() as patched:
             where = "tepal.tools.reproduce.fedacs.trained"
             patched.setattr(where, lambda *given, **keys: {"file": keys["dataset"]})
-            values = experiment.compute(cell, place)
+            values = experiment.compute(trial, inputs)
         assert values["p"] == p
         file = values["file"]
         with np.load(file) as arrays:
-            clients = cell.options["clients"]
+            clients = trial.options["clients"]
             assert len(np.unique(arrays["group"])) == clients and len(arrays["x_train"]) % clients == 0
     one, other = (
         {image.tobytes() for image in np.load(path)["x_train"]} for path in (tmp_path / "images").glob("*.npz")
@@ -461,18 +467,18 @@ def test_newsgroups_are_divided_by_subject_and_domain(tmp_path, data):
 def test_at_full_scale_missing_weights_are_asked_for(tmp_path, data):
     for experiment in (FedFrozenVision(), Selective()):
         paths = dict.fromkeys(experiment.data(full=True), data)
-        with pytest.raises(NotAtHand, match=str(tmp_path / "weights")):
-            experiment.compute(experiment.cells(full=True)[0], Place(tmp_path, paths))
+        with pytest.raises(MissingData, match=str(tmp_path / "weights")):
+            experiment.compute(experiment.trials(full=True)[0], TrialInputs(tmp_path, paths))
 
 
 def test_tables_have_the_papers_numbers_beside_ours():
     alphas = (0.1, 0.3, 0.5)
     found = {f"{m.lower()}-{alpha}": values(0.5 + 0.01 * k) for k, alpha in enumerate(alphas) for m in METHODS}
     found["fedfrozen-0.1"] = values(0.55)
-    outcome = FedFrozenVision().outcome(found)
-    row = next(row for row in outcome.tables[0].rows if row[0] == "FedFrozen")
+    results = FedFrozenVision().results(found)
+    row = next(row for row in results.tables[0].rows if row[0] == "FedFrozen")
     assert row[1:7:2] == ("0.5500", "0.5100", "0.5200") and row[2:7:2] == PAPER["FedFrozen"] == (0.904, 0.9325, 0.947)
-    assert "α = 0.1: FedFrozen is 0.0500 above FedAvg (paper: 0.0030 below)." in outcome.findings
+    assert "α = 0.1: FedFrozen is 0.0500 above FedAvg (paper: 0.0030 below)." in results.findings
 
 
 def values(score, **more):
@@ -484,14 +490,14 @@ def values(score, **more):
 
 def test_findings_say_what_came_out_also_where_it_is_not_the_papers():
     found = {"fedavg-iid-1": values(0.9), "fedavg-iid-2": values(0.8), "fedensemble-iid-1": values(0.8)}
-    outcome = EnsembleMnist().outcome(found)
-    assert outcome.findings == ["Iid: Fed-ensemble is 0.0500 below FedAvg (paper: 0.0267 above)."]
+    results = EnsembleMnist().results(found)
+    assert results.findings == ["Iid: Fed-ensemble is 0.0500 below FedAvg (paper: 0.0267 above)."]
     found = {"cifar-10-scarce-fedacs-1": values(0.5, p=0.7), "cifar-10-scarce-local-1": values(0.6),
              "cifar-10-scarce-fedavg-1": values(0.2)}  # fmt: skip
-    (said,) = FedAcs().outcome(found).findings
-    assert "(p = 0.7) is 0.3000 above FedAvg; ahead of it: Local." in said
+    (finding,) = FedAcs().results(found).findings
+    assert "(p = 0.7) is 0.3000 above FedAvg; ahead of it: Local." in finding
     found = {"pacs-gradient-1": values(0.4, layers=[[0.0, 1.0, 0.0, 0.0], [0.3, 0.5, 0.2, 0.0]])}
-    assert Selective().outcome(found).findings == [
+    assert Selective().results(found).findings == [
         "pacs, R = 1: of 4 layers the gradients select 2 (75%), 1 (15%), 3 (10%)."
     ]
 
@@ -514,8 +520,8 @@ def claimed(dataset, config):
 def test_fed_ensemble_is_above_fedavg_with_two_labels_a_client(tmp_path, dataset):
     scores = {}
     for method in ("fedavg", "fedensemble"):
-        cell = {cell.name: cell for cell in EnsembleMnist().cells(False)}[f"{method}-two-labels-1"]
-        config = claimed(dataset, cell.options["config"])
+        trial = {trial.name: trial for trial in EnsembleMnist().trials(False)}[f"{method}-two-labels-1"]
+        config = claimed(dataset, trial.options["config"])
         if dataset == "digits":
             config |= {"fedensemble.modes": 3, "num-server-rounds": 60, "evaluate-every": 6, "batch-size": 10,
                        "local-steps": 6}  # fmt: skip
@@ -527,9 +533,9 @@ def test_fed_ensemble_is_above_fedavg_with_two_labels_a_client(tmp_path, dataset
 @pytest.mark.long
 @pytest.mark.parametrize("dataset", ["digits", "fashion-mnist"])
 def test_fedacs_is_above_fedavg_with_two_classes_a_client(tmp_path, dataset):
-    cells, scores = {cell.name: cell for cell in FedAcs().cells(False)}, {}
+    trials, scores = {trial.name: trial for trial in FedAcs().trials(False)}, {}
     for method in ("fedavg", "fedacs"):
-        config = claimed(dataset, cells[f"fashion-mnist-two-classes-{method}-1"].options["config"])
+        config = claimed(dataset, trials[f"fashion-mnist-two-classes-{method}-1"].options["config"])
         config |= {"num-server-rounds": 8, "fedacs.quantile": 0.7}
         if dataset != "digits":
             config |= {"local-steps": 8}

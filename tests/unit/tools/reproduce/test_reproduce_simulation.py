@@ -27,12 +27,12 @@ from tepal.tools.reproduce.attention_clients import (
     steepness,
     train,
 )
-from tepal.tools.reproduce.experiment import Cell, Place
+from tepal.tools.reproduce.experiment import Trial, TrialInputs
 from tepal.tools.reproduce.fedfrozen_simulation import RIDGE, WARMUPS, FedFrozenSimulation, spread
 from tests.quiet import quiet  # noqa: F401
 
 RATE, STEPS = 1e-3, 3
-NOWHERE = Place(Path())
+NOWHERE = TrialInputs(Path())
 
 
 def ignored(number, arrays):
@@ -257,16 +257,16 @@ def options(**of):
 def test_no_training_is_computed_twice_and_the_papers_grids_are_there():
     experiment = FedFrozenSimulation()
     for full in (False, True):
-        cells = experiment.cells(full)
-        assert len({cell.name for cell in cells}) == len(cells)
-        of = [{key: value for key, value in cell.options.items() if key != "warmups"} for cell in cells]
-        assert len({json.dumps(each, sort_keys=True) for each in of}) == len(cells)
-    by_rho = [cell.options for cell in experiment.cells(True) if set(cell.options["warmups"]) >= {0, 0.25, 0.5, 1}]
+        trials = experiment.trials(full)
+        assert len({trial.name for trial in trials}) == len(trials)
+        of = [{key: value for key, value in trial.options.items() if key != "warmups"} for trial in trials]
+        assert len({json.dumps(each, sort_keys=True) for each in of}) == len(trials)
+    by_rho = [trial.options for trial in experiment.trials(True) if set(trial.options["warmups"]) >= {0, 0.25, 0.5, 1}]
     assert [of["rho"] for of in by_rho] == [0, 0.5, 1, 1.5, 2]
     assert {of["seeds"] for of in by_rho} == {10} and {of["rounds"] for of in by_rho} == {200}
-    steps = {cell.options["steps"] for cell in experiment.cells(True)}
+    steps = {trial.options["steps"] for trial in experiment.trials(True)}
     assert steps == {5, 10, 20, 40}
-    assert {cell.options["ridge"] for cell in experiment.cells(True)} == {0, 0.1, 1, 10, 100, RIDGE}
+    assert {trial.options["ridge"] for trial in experiment.trials(True)} == {0, 0.1, 1, 10, 100, RIDGE}
 
 
 def test_medians_and_quartiles_count_what_diverged_as_the_largest():
@@ -281,17 +281,17 @@ def test_an_interior_warmup_is_best_under_shift_and_the_ratio_falls_with_local_s
     experiment = FedFrozenSimulation()
     found = {}
     for steps in (5, 20, 40):
-        cell = Cell(f"steps-{steps}", options(steps=steps, warmups=WARMUPS if steps == 20 else (0.75, 1.0)))
-        found[cell.name] = as_json(experiment.compute(cell, NOWHERE))
-    outcome = experiment.outcome(found)
-    tables = {table.title: table.rows for table in outcome.tables}
+        trial = Trial(f"steps-{steps}", options(steps=steps, warmups=WARMUPS if steps == 20 else (0.75, 1.0)))
+        found[trial.name] = as_json(experiment.compute(trial, NOWHERE))
+    results = experiment.results(found)
+    tables = {table.title: table.rows for table in results.tables}
     losses = {row[1]: math.inf if row[2] is None else row[2] for row in tables["Final loss by warm-up"]}
     assert min(losses["0.75"], losses["0.9"]) < 0.97 * min(losses["1"], losses["0"])
     ratios = [row[3] for row in tables["Final loss by local steps"]]
     assert [row[0] for row in tables["Final loss by local steps"]] == ["5", "20", "40"]
     assert ratios[0] > 1 > ratios[1] > ratios[2]
-    said = " ".join(outcome.findings)
-    assert "freezing in between is better than both ends" in said and "loss to FedAvg's falls with E" in said
+    findings = " ".join(results.findings)
+    assert "freezing in between is better than both ends" in findings and "loss to FedAvg's falls with E" in findings
     assert all(away < 1e-4 for of in found.values() for share, run in of["runs"].items() if share not in ("0", "1")
                for away in run["from closed form"])  # fmt: skip
 
@@ -314,32 +314,32 @@ def test_what_is_told_follows_from_the_numbers():
     at_one = {**whole, "rho": 1.0}
     profile = {**whole, "profile": True, "warmups": [], "h": [[3.0, 3.0], [1.0, 1.0], [2.0, None]]}
     found = {"a": whole, "b": more, "c": ridge, "d": profile, "e": at_one, **others}
-    outcome = FedFrozenSimulation().outcome(found)
-    said = "\n".join(outcome.findings)
+    results = FedFrozenSimulation().results(found)
+    findings = "\n".join(results.findings)
     assert "ρ = 2: the least median loss is at T_warm/T = 1, 1 (never frozen 1, frozen from the start 6): freezing in "
-    assert "freezing in between is not better than both ends" in said
-    assert "does not fall everywhere with E: 3 at 20, 9 at 40" in said
-    assert "ρ = 2, from the least loss: FedAvg 1, FedProx 2.5, SCAFFOLD 2.5, FedFrozen 3." in said
-    assert "least for FedFrozen" in said and "1 (FedFrozen), 1 (FedAvg), 1.667 (FedProx)" in said
-    assert "The loss is least at λ = 100: 2" in said and "The drift is least at λ = 0.001: 1" in said
-    assert "h_λ of FedAvg goes from 3 to diverged, rises in 1 of 2 rounds and is least in round 1" in said
-    assert "to a relative 1e-06" in said
-    assert "for the steepest client: 4 at η = 0.0002, ρ = 1; 4 at η = 0.0002, ρ = 2." in said
-    assert {figure.key for figure in outcome.figures} == {
+    assert "freezing in between is not better than both ends" in findings
+    assert "does not fall everywhere with E: 3 at 20, 9 at 40" in findings
+    assert "ρ = 2, from the least loss: FedAvg 1, FedProx 2.5, SCAFFOLD 2.5, FedFrozen 3." in findings
+    assert "least for FedFrozen" in findings and "1 (FedFrozen), 1 (FedAvg), 1.667 (FedProx)" in findings
+    assert "The loss is least at λ = 100: 2" in findings and "The drift is least at λ = 0.001: 1" in findings
+    assert "h_λ of FedAvg goes from 3 to diverged, rises in 1 of 2 rounds and is least in round 1" in findings
+    assert "to a relative 1e-06" in findings
+    assert "for the steepest client: 4 at η = 0.0002, ρ = 1; 4 at η = 0.0002, ρ = 2." in findings
+    assert {figure.key for figure in results.figures} == {
         "warmup", "heat", "steps", "rho", "ridge-loss", "ridge-drift", "profile-2",
     }  # fmt: skip
-    for figure in outcome.figures:
+    for figure in results.figures:
         assert all(trace.meta["role"] for trace in figure.plot.data)
         assert spoken(figure) and figure.key in figure_html(figure)
 
 
-def test_some_cells_are_enough_for_an_outcome():
+def test_some_trials_are_enough_for_an_outcome():
     experiment = FedFrozenSimulation()
-    nothing = experiment.outcome({})
+    nothing = experiment.results({})
     assert not nothing.figures and not nothing.findings and all(not table.rows for table in nothing.tables)
-    cell = Cell("profile", options(method="SCAFFOLD", rounds=4, steps=2, profile=True, warmups=(), rate=1e-3))
-    found = as_json(experiment.compute(cell, NOWHERE))
+    trial = Trial("profile", options(method="SCAFFOLD", rounds=4, steps=2, profile=True, warmups=(), rate=1e-3))
+    found = as_json(experiment.compute(trial, NOWHERE))
     assert np.shape(found["h"]) == (5, 1) and np.shape(found["runs"]["1"]["drift"]) == (1,)
-    outcome = experiment.outcome({"profile": found})
-    assert [figure.key for figure in outcome.figures] == ["profile-2"]
-    assert "SCAFFOLD" in [row[1] for row in outcome.tables[-1].rows]
+    results = experiment.results({"profile": found})
+    assert [figure.key for figure in results.figures] == ["profile-2"]
+    assert "SCAFFOLD" in [row[1] for row in results.tables[-1].rows]
