@@ -1,4 +1,4 @@
-"""The file of a saved model: where it is, what its metadata tells, and whether its tensors are the model's."""
+"""The file of a saved model: its path, its metadata, and a check of its tensors."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tepal.records.run_directory import LATEST, MODEL, find_run
 from tepal.training.data import CharVocabulary, DataError, DatasetInfo, NumberInfo, dataset_info, number_info, text_info
 from tepal.training.data.inputs import InputConfig
 
-_BESIDE = ("model", "dataset", "image-shape", "classes", "class-names", "features", "outputs")
-"""Keys of the run config that stand in the metadata beside it."""
+_IN_METADATA = ("model", "dataset", "image-shape", "classes", "class-names", "features", "outputs")
+"""Keys of the run config that the metadata repeats, and that have precedence there."""
 
 
 def model_file(path: Path) -> Path:
-    """The safetensors file that is meant. Raises FileNotFoundError where there is none."""
+    """The safetensors file at a path, or of the run there. Raises FileNotFoundError if there is none."""
     if path.is_file() and path.name != LATEST:
         return path
     if not path.exists():
@@ -30,12 +30,12 @@ def model_file(path: Path) -> Path:
         )
     file = find_run(path) / MODEL
     if not file.exists():
-        raise FileNotFoundError(f"{file}: not there; a run writes its model when it ends")
+        raise FileNotFoundError(f"{file}: no such file; a run writes its model when it ends")
     return file
 
 
 def opened(file: Path) -> Any:
-    """A safetensors file, to be read in a `with` block. Raises ValueError where it is none."""
+    """Open a safetensors file, to be read in a `with` block. Raises ValueError if it is not one."""
     try:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
@@ -45,27 +45,26 @@ def opened(file: Path) -> Any:
 
 
 def described(metadata: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
-    """The model's name, and the run config that it comes from, what stands beside the config in the metadata in it."""
+    """The model's name and the run config from a file's metadata. Raises ValueError if the model is not named."""
     try:
         config = json.loads(metadata.get("config", "{}"))
     except ValueError as error:
         raise ValueError(f"the run config in its metadata is not JSON ({error})") from error
     if not isinstance(config, dict):
         raise ValueError("the run config in its metadata is not a JSON object")
-    beside = {key: metadata[key] for key in _BESIDE if key in metadata}
-    told = {**config, **beside}
-    if not told.get("model"):
+    config |= {key: metadata[key] for key in _IN_METADATA if key in metadata}
+    if not config.get("model"):
         raise ValueError(
-            f"its metadata does not tell which model it is; expected is the {MODEL} of a run directory, whose metadata "
-            "has model, image-shape and classes (or features and outputs)"
+            f"its metadata does not name the model; expected is the {MODEL} of a run directory, whose metadata has "
+            "model, image-shape and classes (or features and outputs)"
         )
-    return str(told["model"]), told
+    return str(config["model"]), config
 
 
-def built_for(
-    told: Mapping[str, Any], config: InputConfig
+def sizes_of(
+    run_config: Mapping[str, Any], config: InputConfig
 ) -> tuple[DatasetInfo | NumberInfo | None, dict[str, Any]]:
-    """What is known of images or numbers, if the model takes such; and what it is built with."""
+    """The sizes of a model of images or numbers (None for texts), and the arguments that the model is built with."""
     kind = config.kind
     if kind == models.CHARACTERS:
         return None, {"vocabulary": len(CharVocabulary())}
@@ -78,8 +77,8 @@ def built_for(
     if kind == models.IMAGES and config.shape and config.classes:
         return _of_images(DatasetInfo(config.shape, config.classes))
     missing = {models.IMAGES: "image-shape and classes", models.SEQUENCES: "features and outputs"}.get(kind, "classes")
-    if "dataset" not in told:
-        raise ValueError(f"its metadata has no {missing}, and no dataset that would tell")
+    if "dataset" not in run_config:
+        raise ValueError(f"its metadata has no {missing}, and no dataset to read them from")
     try:
         if kind == models.IMAGES:
             return _of_images(dataset_info(config))
@@ -87,7 +86,7 @@ def built_for(
             return _of_numbers(number_info(config))
         return None, {"classes": text_info(config).classes}
     except DataError as error:
-        raise ValueError(f"its metadata has no {missing}, and its dataset cannot tell: {error}") from error
+        raise ValueError(f"its metadata has no {missing}, and its dataset cannot be read: {error}") from error
 
 
 def _of_images(info: DatasetInfo) -> tuple[DatasetInfo, dict[str, Any]]:
@@ -99,7 +98,7 @@ def _of_numbers(info: NumberInfo) -> tuple[NumberInfo, dict[str, Any]]:
 
 
 def prefixes_of(names: Iterable[str]) -> tuple[str, ...]:
-    """What comes before the tensor names of each member: "" for a single model, else mode/0/, mode/1/, …"""
+    """The prefix of each member's tensor names: "" for a single model, else mode/0/, mode/1/, …"""
     of_member = {name: OF_MODE.fullmatch(name) for name in sorted(names)}
     modes = sorted({int(match[1]) for match in of_member.values() if match})
     if not modes:
@@ -107,7 +106,7 @@ def prefixes_of(names: Iterable[str]) -> tuple[str, ...]:
     for name, match in of_member.items():
         if not match:
             raise ValueError(
-                f"has a tensor {name!r} beside those of an ensemble, whose names begin with mode/<number>/"
+                f"has a tensor {name!r} in addition to those of an ensemble, whose names begin with mode/<number>/"
             )
     for expected, mode in enumerate(modes):
         if mode != expected:
@@ -118,7 +117,7 @@ def prefixes_of(names: Iterable[str]) -> tuple[str, ...]:
 def check_fit(
     shapes: Mapping[str, tuple[int, ...]], prefixes: Sequence[str], model: nn.Module, model_name: str
 ) -> None:
-    """Raise ValueError for the first tensor that is missing, has another shape, or is too many."""
+    """Raise ValueError for the first tensor that is missing, has another shape, or is not one of the model's."""
     expected = {
         prefix + name: tuple(tensor.shape) for prefix in prefixes for name, tensor in model.state_dict().items()
     }

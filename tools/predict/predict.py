@@ -1,15 +1,14 @@
-"""`tepal predict`: what a saved model, or the ensemble of all models in one file, says of images, texts or numbers.
+"""`tepal predict`: predict images, texts or numbers with a saved model, or with the ensemble that one file contains.
 
     predictor = load_predictor(Path("runs/latest"))
     rows = predictor.predict_files([Path("scan.png"), Path("more/"), Path("test.npz")])
     write_csv(rows, Path("predictions.csv"))
 
-A model file is safetensors. One model's tensors have their state_dict names there; of an ensemble, the tensors of its
-k-th model are named `mode/<k>/<state_dict name>`, k = 0..K-1. The metadata tells what to build: `model`, and
-`image-shape` ("1x8x8") and `classes`, or of a regression `features` and `outputs`; where these are missing, the run
-config in `config` tells them, else the dataset that it names. The run config also says which columns of a table have
-the texts or numbers, and by which tokenizer and at which length texts become tokens. `class-names` are the classes'
-names, where they have names.
+A model file is safetensors. The tensors of one model have their state_dict names; those of the k-th model of an
+ensemble are named `mode/<k>/<state_dict name>`, k = 0..K-1. The metadata describes what to build: `model`, with
+`image-shape` ("1x8x8") and `classes`, or for a regression `features` and `outputs`. If these are missing, they are read
+from the run config in `config`, or from the dataset that it names. The run config also names the columns of a table,
+the tokenizer and the length of texts. `class-names`: the names of the classes, if they have any.
 """
 
 from __future__ import annotations
@@ -19,73 +18,73 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from tepal import models
 from tepal.strategies import STRATEGIES
-from tepal.tools.predict.images import expanded_images, image_arrays
-from tepal.tools.predict.model_file import built_for, check_fit, described, model_file, opened, prefixes_of
+from tepal.tools.predict.images import image_batches
+from tepal.tools.predict.model_file import check_fit, described, model_file, opened, prefixes_of, sizes_of
 from tepal.tools.predict.numbers import NumberPrediction, read
 from tepal.tools.predict.results import Prediction
-from tepal.tools.predict.texts import Batch, expanded_texts, text_batches
+from tepal.tools.predict.texts import Batch, text_batches
 from tepal.training.config import TrainingConfig
-from tepal.training.data import CharVocabulary, DatasetInfo, NumberInfo, check_normalise, normalise
+from tepal.training.data import CharVocabulary, DatasetInfo, NumberInfo, check_normalise
 from tepal.training.data.inputs import InputConfig, tokens_of
 from tepal.training.loop import device_of
 from tepal.training.prediction import Predictions, predict
 from tepal.training.tasks import TASKS
 
-_AT_ONCE = 512  # examples in memory as floats; each member's weights are read once for as many
+_AT_ONCE = 512  # examples in memory as floats; the weights of each member are read once for each batch
 
 
 @dataclass(frozen=True, eq=False)
 class Predictor:
-    """A model that was read and checked. `prefixes` come before the tensor names of its members in `file`."""
+    """A saved model whose file was checked; its weights are read when they are used."""
 
     file: Path
     model: nn.Module
     info: DatasetInfo | NumberInfo | None
-    """Of images or numbers; None for a model of texts."""
+    """Sizes of a model of images or numbers; None for a model of texts."""
     config: InputConfig
-    """What the run config says of what the model takes."""
+    """The keys of the run config that describe the model's inputs."""
     training: TrainingConfig
-    """What fits in a pass of the model."""
+    """How many examples fit into a pass of the model, and in which number format."""
     prefixes: tuple[str, ...]
+    """Prefix of each member's tensor names in `file`."""
     caution: str = ""
-    """What to know before its predictions are used; "" for nothing."""
+    """A warning about the use of its predictions; "" for none."""
 
     @property
     def members(self) -> int:
+        """Number of models in the ensemble; 1 for a single model."""
         return len(self.prefixes)
 
     def predict_files(
         self, files: Sequence[Path], on_progress: Callable[[int], object] = lambda done: None
     ) -> list[Prediction] | list[NumberPrediction]:
-        """Predict images, texts or numbers, as the model takes them, in the order of `files`.
+        """Predict images, texts or numbers, whichever the model takes, in the order of `files`.
 
         Args:
-            files: image files, folders (all images below them, sorted by path), and .npz files: their test images
-                where they have a test set, else all, with labels or without. Image files are made grey or coloured
-                and resized to what the model needs; arrays must have its shape. Texts: see `text_batches`. Numbers:
-                .npz files and tables.
+            files: for a model of images, image files, folders (all images below them, sorted by path), and .npz files
+                (their test set, or all images if they have none; labels are optional). Image files are converted to
+                the model's channels and size; arrays must have its shape. Texts: see `text_batches`. Numbers: .npz
+                files and tables.
             on_progress: called with the number of examples that are done.
 
         Raises:
-            OSError: a file is not there, or cannot be opened.
-            ValueError: a file is not what the model takes; the text names it, and what the model needs. Also where the
-                model's outputs are not finite.
+            OSError: a file does not exist, or cannot be opened.
+            ValueError: a file does not fit the model, or the model's outputs are not finite.
         """
         if isinstance(self.info, NumberInfo):
             return self._numbers(files, self.info, on_progress)
         rows: list[Prediction] = []
         for batch in self._batches(files):
-            said = self._said(batch.values)
-            labels = said.labels
-            probabilities = said.outputs.gather(1, labels[:, None])[:, 0]
-            numbers = (column.tolist() for column in (labels, probabilities, said.entropy, said.dissent))
+            predicted = self._predicted(batch.values)
+            labels = predicted.labels
+            probabilities = predicted.outputs.gather(1, labels[:, None])[:, 0]
+            numbers = (each.tolist() for each in (labels, probabilities, predicted.entropy, predicted.dissent))
             true_labels = [None] * len(labels) if batch.labels is None else batch.labels.tolist()
             rows += [
                 Prediction(file, index, label, probability, entropy, dissent, true_label, batch.name(place, label))
@@ -101,37 +100,34 @@ class Predictor:
     ) -> list[NumberPrediction]:
         rows: list[NumberPrediction] = []
         for examples in read(files, info, self.config):
-            said = self._said(examples.inputs)
-            assert said.variance is not None
-            targets = [None] * len(said.outputs) if examples.targets is None else map(tuple, examples.targets.tolist())
-            numbers = zip(said.outputs.tolist(), said.variance.sqrt().tolist(), targets, strict=True)
+            predicted = self._predicted(examples.inputs)
+            outputs, variance = predicted.outputs, predicted.variance
+            assert variance is not None
+            targets = [None] * len(outputs) if examples.targets is None else map(tuple, examples.targets.tolist())
+            numbers = zip(outputs.tolist(), variance.sqrt().tolist(), targets, strict=True)
             rows += [
-                NumberPrediction(examples.file, index, tuple(outputs), tuple(deviations), known)
-                for index, (outputs, deviations, known) in enumerate(numbers)
+                NumberPrediction(examples.file, index, tuple(means), tuple(deviations), known)
+                for index, (means, deviations, known) in enumerate(numbers)
             ]
             on_progress(len(rows))
         return rows
 
-    def _said(self, inputs: NDArray[Any]) -> Predictions:
-        """Raises ValueError for what is no number."""
+    def _predicted(self, inputs: NDArray[Any]) -> Predictions:
+        """The mean over the members. Raises ValueError if an output is not finite."""
         device, task = next(self.model.parameters()).device, TASKS[self.config.kind]
-        said = predict(self.model, self._states(), torch.from_numpy(inputs).to(device), self.training, task)
-        if not said.outputs.isfinite().all():
+        predicted = predict(self.model, self._states(), torch.from_numpy(inputs).to(device), self.training, task)
+        if not predicted.outputs.isfinite().all():
             raise ValueError(f"{self.file}: the model's outputs are NaN or infinite; its training has diverged")
-        return said
+        return predicted
 
     def _batches(self, files: Sequence[Path]) -> Iterator[Batch]:
-        if not isinstance(self.info, DatasetInfo):
-            names = CharVocabulary().characters if self.config.kind == models.CHARACTERS else self.config.names
-            yield from text_batches(expanded_texts(files), self.config, names, _AT_ONCE)
-            return
-        for batch in image_arrays(expanded_images(files), self.info, _AT_ONCE):
-            examples = batch.arrays.take(np.arange(len(batch.origins)))
-            values = normalise(examples.images, self.config.normalise)
-            yield Batch(batch.origins, values, examples.labels if batch.labelled else None, self.config.names)
+        if isinstance(self.info, DatasetInfo):
+            return image_batches(files, self.info, self.config, _AT_ONCE)
+        names = CharVocabulary().characters if self.config.kind == models.CHARACTERS else self.config.names
+        return text_batches(files, self.config, names, _AT_ONCE)
 
     def _states(self) -> Iterator[dict[str, Tensor]]:
-        """One member's tensors after the other's, read when they are wanted."""
+        """The tensors of each member, read when they are needed."""
         with opened(self.file) as content:
             for prefix in self.prefixes:
                 yield {name: content.get_tensor(prefix + name) for name in self.model.state_dict()}
@@ -141,12 +137,11 @@ def load_predictor(path: Path) -> Predictor:
     """Read and check a saved model.
 
     Args:
-        path: a run directory, a folder of runs (then the latest), or a safetensors file.
+        path: a run directory, a folder of runs (of which the latest is used), or a safetensors file.
 
     Raises:
-        OSError: there is no model at `path`.
-        ValueError: the file is not a model, does not tell which, or its tensors are not those of that model; the text
-            names the file and what is wrong.
+        OSError: `path` has no model.
+        ValueError: the file is not a model, does not name it, or has other tensors than that model.
     """
     file = model_file(Path(path).expanduser())
     with opened(file) as content:
@@ -154,12 +149,13 @@ def load_predictor(path: Path) -> Predictor:
         names = content.keys()
         shapes = {name: tuple(content.get_slice(name).get_shape()) for name in names}
     try:
-        name, told = described(metadata)
-        config, training = InputConfig.from_run_config(told), TrainingConfig.of({**told, "autocast": "no"})
-        info, sizes = built_for(told, config)
+        name, run_config = described(metadata)
+        config, training = InputConfig.from_run_config(run_config), TrainingConfig.of({**run_config, "autocast": "no"})
+        info, sizes = sizes_of(run_config, config)
         model = models.build(name, **sizes, seed=0)
         prefixes = prefixes_of(shapes)
-        expected = told.get("fedensemble.modes") if told.get("strategy") == "fedensemble" else len(prefixes)
+        strategy = str(run_config.get("strategy"))
+        expected = run_config.get("fedensemble.modes") if strategy == "fedensemble" else len(prefixes)
         if len(prefixes) != expected:
             raise ValueError(f"part of the ensemble is missing: it has {len(prefixes)} of its {expected} modes")
         check_fit(shapes, prefixes, model, name)
@@ -169,8 +165,8 @@ def load_predictor(path: Path) -> Predictor:
             tokens_of(config)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
-    strategy = STRATEGIES.get(str(told.get("strategy")))
+    result = STRATEGIES[strategy].result if strategy in STRATEGIES else ""
     caution = ""
-    if strategy and strategy.result and "run" in metadata:
-        caution = f"this is {strategy.result}; each client's own is where its node's model-path says"
+    if result and "run" in metadata:
+        caution = f"this is {result}; each client's own model is where its node's model-path says"
     return Predictor(file, model.to(device_of(None)), info, config, training, prefixes, caution)

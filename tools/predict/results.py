@@ -1,19 +1,20 @@
-"""What was predicted for images and texts, and how it is shown: as CSV, and in the terminal."""
+"""Predictions as CSV, and as a table for the terminal."""
 
 from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from tepal.tools.predict.numbers import NumberPrediction, numbers_table, write_numbers
+from tepal.tools.predict.numbers import NumberPrediction, error_of
 
 SHOWN = 20  # rows of the table in the terminal
 
@@ -22,15 +23,16 @@ _COLUMNS = ("file", "index", "label", "class_name", "probability", "entropy", "d
 
 @dataclass(frozen=True)
 class Prediction:
-    """What was predicted for one example.
+    """The prediction for one example of images or texts.
 
     file, index: where the example is; the index counts from 0 in a .npz file, the rows of a table and the lines of
         plain text, and is None for an image file.
-    label: the class number with the highest mean probability; `probability` is that.
+    label: the class number with the highest mean probability.
+    probability: of that class, the mean over the members.
     entropy: of the mean probabilities, in nats.
-    disagreement: share of the members whose own label is another one.
-    true_label: as the .npz file or the table has it, else None.
-    class_name: the class's, the character, or the choice's text; "" where it has no name.
+    disagreement: share of the members that predict another label.
+    true_label: from the .npz file or the table, None if it has none.
+    class_name: the name of the class, the character, or the text of the choice; "" if it has none.
     """
 
     file: Path
@@ -44,48 +46,73 @@ class Prediction:
 
 
 def accuracy(rows: Sequence[Prediction]) -> float | None:
-    """Share of correct labels among the examples whose true label is known; None where there is none."""
+    """Share of correct labels among the examples whose true label is known; None without such examples."""
     correct = [row.label == row.true_label for row in rows if row.true_label is not None]
     return sum(correct) / len(correct) if correct else None
 
 
-def write_csv(rows: Sequence[Prediction | NumberPrediction], file: Path) -> None:
-    """One line for each example under a line of column names; what is not known is empty. Raises OSError."""
-    if regressed := [row for row in rows if isinstance(row, NumberPrediction)]:
-        write_numbers(regressed, file)
-        return
-    # Not written beside and renamed: `file` may be a pipe or a device. Names of files need not be valid text.
+def write_csv(rows: Sequence[Prediction] | Sequence[NumberPrediction], file: Path) -> None:
+    """Write one line for each example below the column names; unknown values are empty. Raises OSError."""
+    # Not written to a temporary file and renamed: `file` may be a pipe or a device. File names need not be valid text.
     with Path(file).open("w", newline="", encoding="utf-8", errors="surrogateescape") as out:
         writer = csv.writer(out, lineterminator="\n")
-        writer.writerow(_COLUMNS)
-        for row in rows:
-            writer.writerow([getattr(row, column) for column in _COLUMNS])
+        if rows and isinstance(rows[0], NumberPrediction):
+            count = len(rows[0].outputs)
+            names = ("output", "deviation", "target")
+            columns = [name if count == 1 else f"{name}_{k}" for name in names for k in range(count)]
+            writer.writerow(["file", "index", *columns])
+        else:
+            writer.writerow(_COLUMNS)
+        writer.writerows(map(_values, rows))
 
 
-def results_table(rows: Sequence[Prediction | NumberPrediction]) -> Group:
-    """The first rows, how many more there are, and the accuracy where labels are known, for the terminal."""
-    if regressed := [row for row in rows if isinstance(row, NumberPrediction)]:
-        return numbers_table(regressed)
-    images = [row for row in rows if isinstance(row, Prediction)]
-    labelled = [row for row in images if row.true_label is not None]
-    table = Table(box=SIMPLE_HEAD)
-    table.add_column("file", overflow="fold")
+def _values(row: Prediction | NumberPrediction) -> list[Any]:
+    if isinstance(row, Prediction):
+        return [getattr(row, column) for column in _COLUMNS]
+    return [row.file, row.index, *row.outputs, *row.deviations, *(row.targets or ("",) * len(row.outputs))]
+
+
+def results_table(rows: Sequence[Prediction] | Sequence[NumberPrediction]) -> Group:
+    """The first rows, the number of further ones, and the accuracy or error if labels or targets are known."""
+    numbers = [row for row in rows if isinstance(row, NumberPrediction)]
+    table, scores = (
+        _numbers_table(numbers) if numbers else _labels_table([r for r in rows if isinstance(r, Prediction)])
+    )
+    more = [f"… and {len(rows) - SHOWN:,} more"] if len(rows) > SHOWN else []
+    return Group(table, *map(Text, [*more, *scores]))
+
+
+def _labels_table(rows: Sequence[Prediction]) -> tuple[Table, list[str]]:
+    labelled = [row for row in rows if row.true_label is not None]
     named = any(row.class_name for row in rows)
-    there = (("label", True), ("class", named), ("true", bool(labelled)))
-    for heading in (*(name for name, shown in there if shown), "probability", "entropy", "disagreement"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in images[:SHOWN]:
-        known = [] if not labelled else ["" if row.true_label is None else str(row.true_label)]
-        numbers = (f"{value:.4f}" for value in (row.probability, row.entropy, row.disagreement))
+    optional = [name for name, shown in (("class", named), ("true", bool(labelled))) if shown]
+    table = _table("file", ["label", *optional, "probability", "entropy", "disagreement"])
+    for row in rows[:SHOWN]:
         name = [Text(row.class_name if row.class_name.strip() else repr(row.class_name))] if named else []
-        table.add_row(_origin(row), str(row.label), *name, *known, *numbers)
-    lines = [f"… and {len(rows) - SHOWN:,} more"] if len(rows) > SHOWN else []
-    if labelled:
-        lines.append(f"Accuracy {accuracy(labelled):.4f} on {len(labelled):,} examples with a label")
-    return Group(table, *map(Text, lines))
+        true = [] if not labelled else ["" if row.true_label is None else str(row.true_label)]
+        measures = (f"{value:.4f}" for value in (row.probability, row.entropy, row.disagreement))
+        table.add_row(_origin(row), str(row.label), *name, *true, *measures)
+    return table, [f"Accuracy {accuracy(rows):.4f} on {len(labelled):,} examples with a label"] if labelled else []
 
 
-def _origin(row: Prediction) -> Text:
-    # Text, since brackets in a string would be read as markup; and names that no terminal can print lose those bytes.
+def _numbers_table(rows: Sequence[NumberPrediction]) -> tuple[Table, list[str]]:
+    known = [row for row in rows if row.targets is not None]
+    table = _table("example", ["output", "deviation", *(["target"] if known else [])])
+    for row in rows[:SHOWN]:
+        shown = (row.outputs, row.deviations, *([row.targets or ()] if known else []))
+        table.add_row(_origin(row), *(" ".join(f"{n:.4g}" for n in numbers) for numbers in shown))
+    return table, [f"RMSE {error_of(rows):.4f} on {len(known):,} examples with a target"] if known else []
+
+
+def _table(first: str, others: Iterable[str]) -> Table:
+    table = Table(box=SIMPLE_HEAD)
+    table.add_column(first, overflow="fold")
+    for heading in others:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+def _origin(row: Prediction | NumberPrediction) -> Text:
+    # Text, since brackets in a string would be read as markup. Bytes that are not valid UTF-8 are replaced.
     name = os.fsencode(row.file).decode("utf-8", "replace")
     return Text(name if row.index is None else f"{name}[{row.index}]")

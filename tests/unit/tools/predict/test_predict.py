@@ -186,7 +186,7 @@ def test_numbers_without_targets_are_predicted_and_what_does_not_fit_is_named(sa
     (tmp_path / "t.csv").write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match="was trained without feature-columns"):
         predictor.predict_files([tmp_path / "t.csv"])
-    with pytest.raises(ValueError, match=r"p\.png: read are \.npz files and tables"):
+    with pytest.raises(ValueError, match=r"p\.png: allowed for this model are \.npz files and tables"):
         predictor.predict_files([png(tmp_path / "p.png", np.zeros((8, 8), np.uint8))])
     with pytest.raises(FileNotFoundError, match="no such file or folder"):
         predictor.predict_files([tmp_path / "gone.npz"])
@@ -199,21 +199,21 @@ def without(name):
 @pytest.mark.parametrize(
     ("tensors", "metadata", "message"),
     [
-        (arrays(), None, "does not tell which model it is.*image-shape and classes"),
+        (arrays(), None, "does not name the model.*image-shape and classes"),
         (arrays(), {**TOLD, "model": "tiny-vti"}, "unknown model 'tiny-vti': did you mean 'tiny-vit'"),
         (arrays(), {**TOLD, "model": "char-lstm"}, "has no tensor 'embedding.weight'; the model 'char-lstm' needs it"),
         (arrays(), {**TOLD, "image-shape": "8x8"}, "image-shape='8x8'.*CxHxW"),
         (arrays(), {**TOLD, "config": "{"}, "metadata is not JSON"),
         (arrays(), {**TOLD, "config": "[1]"}, "not a JSON object"),
         (arrays(), {"model": "tiny-vit"}, "no image-shape and classes, and no dataset"),
-        (arrays(), {"model": "tiny-vit", "dataset": "gone.npz"}, "its dataset cannot tell: .*gone.npz: no such file"),
+        (arrays(), {"model": "tiny-vit", "dataset": "gone.npz"}, "its dataset cannot be read: .*gone.npz: no such file"),
         (arrays(), {**TOLD, "classes": "7"}, r"'head.weight' has shape \(10, 64\); .*'tiny-vit' needs \(7, 64\)"),
         (arrays(), {**TOLD, "model": "cnn"}, "has no tensor '.*'; the model 'cnn' needs it with shape"),
         (arrays() | {"more": np.zeros(1)}, TOLD, "has a tensor 'more' that the model 'tiny-vit' does not have"),
         (without("mode/1/"), TOLD, "it has mode 2, but no mode 1"),
         (without("mode/0/"), TOLD, "it has mode 2, but no mode 0"),
         (without("mode/1/norm.bias"), TOLD, r"no tensor 'mode/1/norm.bias'; .* needs it with shape \(64,\)"),
-        (ensemble(0) | {"norm.bias": np.zeros(64)}, TOLD, "'norm.bias' beside those of an ensemble"),
+        (ensemble(0) | {"norm.bias": np.zeros(64)}, TOLD, "'norm.bias' in addition to those of an ensemble"),
     ],
 )
 def test_a_file_that_is_not_the_model_it_should_be_is_named(saved, tensors, metadata, message):
