@@ -70,31 +70,24 @@ def sizes_of(
         return None, {"vocabulary": len(CharVocabulary())}
     if kind == models.CHOICES:
         return None, {}
-    if kind == models.TEXTS and config.class_count:
-        return None, {"classes": config.class_count}
-    if kind == models.SEQUENCES and config.features and config.outputs:
-        return _of_numbers(NumberInfo(config.features, config.outputs))
-    if kind == models.IMAGES and config.shape and config.classes:
-        return _of_images(DatasetInfo(config.shape, config.classes))
-    missing = {models.IMAGES: "image-shape and classes", models.SEQUENCES: "features and outputs"}.get(kind, "classes")
-    if "dataset" not in run_config:
-        raise ValueError(f"its metadata has no {missing}, and no dataset to read them from")
+    if kind == models.IMAGES:
+        keys, known = "image-shape and classes", bool(config.shape and config.classes)
+    elif kind == models.SEQUENCES:
+        keys, known = "features and outputs", bool(config.features and config.outputs)
+    else:
+        keys, known = "classes", bool(config.class_count)
+    if not known and "dataset" not in run_config:
+        raise ValueError(f"its metadata has no {keys}, and no dataset to read them from")
     try:
         if kind == models.IMAGES:
-            return _of_images(dataset_info(config))
+            images = DatasetInfo(config.shape, config.classes) if config.shape and known else dataset_info(config)
+            return images, {"image_shape": images.shape, "classes": images.classes}
         if kind == models.SEQUENCES:
-            return _of_numbers(number_info(config))
-        return None, {"classes": text_info(config).classes}
+            numbers = NumberInfo(config.features, config.outputs) if known else number_info(config)
+            return numbers, {"features": numbers.features, "outputs": numbers.outputs}
+        return None, {"classes": config.class_count or text_info(config).classes}
     except DataError as error:
-        raise ValueError(f"its metadata has no {missing}, and its dataset cannot be read: {error}") from error
-
-
-def _of_images(info: DatasetInfo) -> tuple[DatasetInfo, dict[str, Any]]:
-    return info, {"image_shape": info.shape, "classes": info.classes}
-
-
-def _of_numbers(info: NumberInfo) -> tuple[NumberInfo, dict[str, Any]]:
-    return info, {"features": info.features, "outputs": info.outputs}
+        raise ValueError(f"its metadata has no {keys}, and its dataset cannot be read: {error}") from error
 
 
 def prefixes_of(names: Iterable[str]) -> tuple[str, ...]:

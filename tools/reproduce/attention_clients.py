@@ -1,11 +1,10 @@
-"""What FedFrozen's simulation (arXiv 2605.06446, section 4.1 and appendix B) trains: linear attention on clients that
-differ.
+"""Linear attention on heterogeneous clients: FedFrozen's simulation (arXiv 2605.06446, section 4.1 and appendix B).
 
     O = φ(H W_Q) φ(H W_K)ᵀ H W_V,    f = 1/K Σ_k F_k,    F_k = mean over k's examples and tokens of ‖O − y‖²
 
-Client k's tokens are N(μ_k, I), its mean μ_k ~ N(0, ρ²I); one teacher labels them all. With Φ = (W_Q, W_K) fixed F_k
-is quadratic in θ = W_V, so that h_λ(Φ) = min_θ f(Φ, θ) + λ/2‖θ‖² (eq. 7) and a frozen round have closed forms. All
-seeds are trained as one model of stacked matrices: none touches another in gradient steps nor in means.
+Client k's tokens are N(μ_k, I) with mean μ_k ~ N(0, ρ²I); one teacher labels all of them. With Φ = (W_Q, W_K) fixed,
+F_k is quadratic in θ = W_V, so that h_λ(Φ) = min_θ f(Φ, θ) + λ/2‖θ‖² (eq. 7) and a frozen round have closed forms. All
+seeds are trained as one model of stacked matrices, which neither gradient steps nor means mix.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ from tepal.training.config import TrainingConfig
 from tepal.training.loop import Batches, Fitted
 
 CLIENTS, EXAMPLES, TOKENS, WIDTH, SIZE, NOISE = 10, 40, 16, 64, 32, 0.01
-"""K, examples a client, n, d, d_k = d_v, and the standard deviation of the labels' noise."""
+"""K, examples per client, n, d, d_k = d_v, and the standard deviation of the labels' noise."""
 SHARPNESS = 4.0
-"""What the teacher's W_Q and W_K are multiplied by."""
+"""Factor of the teacher's W_Q and W_K."""
 FAR = 1e6
-"""A seed whose weights a client drives beyond this has diverged. There it stays, and the other seeds go on."""
+"""A seed with a larger weight at a client has diverged: it keeps its last weights, and the other seeds continue."""
 
 
 # --- the problem ----------------------------------------------------------------------------------------------------
@@ -53,6 +52,7 @@ class Quadratic:
     constant: Tensor
 
     def loss(self, theta: Tensor) -> Tensor:
+        """F(θ): (seeds,)."""
         return (theta * (0.5 * self.hessian @ theta - self.linear)).sum((1, 2)) + self.constant
 
     def ridge_solution(self, ridge: float) -> Tensor:
@@ -66,7 +66,7 @@ class Quadratic:
 
 
 class Client:
-    """One client's examples of all seeds: H (seeds, examples, n, d), y (seeds, examples, n, d_v)."""
+    """The examples of one client for all seeds: H (seeds, examples, n, d), y (seeds, examples, n, d_v)."""
 
     def __init__(self, inputs: Tensor, labels: Tensor) -> None:
         self.inputs, self.labels = inputs, labels
@@ -74,10 +74,10 @@ class Client:
         self._columns = self._rows.mT.contiguous()
         self._frozen: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
         self.trained: tuple[Tensor, ...] = ()
-        """Its entries that trained, as its latest round ended."""
+        """The matrices that it trained in its latest round."""
 
     def gradient(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        """∇F_k at (W_Q, W_K, W_V), each (seeds, d, size). Seed by seed: one fits into the processor's cache."""
+        """∇F_k at (W_Q, W_K, W_V), each (seeds, d, size). Seed by seed, as one fits into the processor's cache."""
         each = zip(self._rows, self._columns, self.labels, query, key, value, strict=True)
         return tuple(map(torch.stack, zip(*(_gradient(*of) for of in each), strict=True)))
 
@@ -95,7 +95,7 @@ class Client:
         )  # fmt: skip
 
     def frozen_gradient(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """∇_θ F_k at a Φ that stays: its attention map is computed once."""
+        """∇_θ F_k at a frozen Φ, whose attention map is computed once."""
         kept = self._frozen
         if kept is None or not (torch.equal(kept[0], query) and torch.equal(kept[1], key)):
             of = self.quadratic(query, key)
@@ -125,7 +125,7 @@ def _shapeless() -> LinearAttention:
 
 
 class Student(nn.Module):
-    """The trained matrices of all seeds, each (seeds, d, size)."""
+    """The trained matrices W_Q, W_K and W_V of all seeds, each (seeds, d, size)."""
 
     def __init__(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class Student(nn.Module):
 
 
 def problem(seeds: Sequence[int], rho: float) -> tuple[list[Client], Student]:
-    """Clients and initial weights. A seed's draws are the same for every ρ, but for the clients' means, ρ times one."""
+    """Clients and initial weights; for another ρ, the same draws with only the clients' means scaled."""
     drawn = [_drawn(seed, rho) for seed in seeds]
     inputs, labels, student = (torch.stack(each) for each in zip(*drawn, strict=True))
     return [Client(inputs[:, k], labels[:, k]) for k in range(CLIENTS)], Student(*student.unbind(1))
@@ -155,14 +155,14 @@ def _drawn(seed: int, rho: float) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def mean_quadratic(clients: Sequence[Client], query: Tensor, key: Tensor) -> Quadratic:
-    """f as a function of θ at this Φ."""
+    """f, the mean over the clients, as a function of θ at this Φ."""
     found = [client.quadratic(query, key) for client in clients]
     return Quadratic(*(torch.stack([getattr(of, name) for of in found]).mean(0)
                        for name in ("hessian", "linear", "constant")))  # fmt: skip
 
 
 def steepness(clients: Sequence[Client], query: Tensor, key: Tensor) -> Tensor:
-    """max_k of G_k's largest eigenvalue at this Φ: (seeds,). Steps η on θ alone diverge at a client where η·it > 2."""
+    """Largest eigenvalue of all G_k at this Φ: (seeds,). Above 2/η, steps on θ alone diverge at a client."""
     return torch.stack([torch.linalg.eigvalsh(of.quadratic(query, key).hessian)[:, -1] for of in clients]).amax(0)
 
 
@@ -187,10 +187,10 @@ def affine_round(
 
 @dataclass
 class FullBatch(Work):
-    """Local training by E steps along the exact gradient."""
+    """Local training by E steps with the exact gradient."""
 
     gradients: Callable[[], None] = lambda: None
-    """Sets the gradient of the client's loss at the model, what the plan adds to it included."""
+    """Sets the gradient of the client's loss at the model, with the terms that the plan adds."""
 
     def fit(self, penalty: Callable[[], Tensor | float] | None = None, **how: Callable[[], None]) -> Fitted:
         parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -211,15 +211,15 @@ class FullBatch(Work):
 
 
 def client_app(clients: Sequence[Client], *, rate: float, steps: int, ridge: float) -> ClientApp:
-    """Trains on the client of its partition. `ridge`: λ of its own loss, under a server whose plan brings none."""
+    """A ClientApp that trains on the client of its partition; `ridge`: λ of its loss if the server's plan has none."""
     app = ClientApp(mods=[partial_exchange])
     config = TrainingConfig(optimizer="sgd", learning_rate=rate, local_steps=steps)
 
     @app.train()
     def train(msg: Message, context: Context) -> Message:
-        client, came = clients[int(context.node_config["partition-id"])], received(msg)
-        assert came is not None
-        model = Student(*(torch.from_numpy(np.array(came.model[name])) for name in ("query", "key", "value")))
+        client, message = clients[int(context.node_config["partition-id"])], received(msg)
+        assert message is not None
+        model = Student(*(torch.from_numpy(np.array(message.model[name])) for name in ("query", "key", "value")))
         plan = apply_plan(model, msg)
         matrices = (model.query, model.key, model.value)
         trained = [matrix for matrix in matrices if matrix.requires_grad]
@@ -235,31 +235,31 @@ def client_app(clients: Sequence[Client], *, rate: float, steps: int, ridge: flo
                 matrix.grad = gradient
 
         work = FullBatch(
-            model, Batches(client.inputs, client.labels, EXAMPLES, 0), config, layout=came.layout,
-            received=came.model, options=came.plan.options, trees=came.trees, load_personal=came.personal.load,
+            model, Batches(client.inputs, client.labels, EXAMPLES, 0), config, layout=message.layout,
+            received=message.model, options=plan.options, trees=message.trees, load_personal=message.personal.load,
             gradients=gradients,
         )  # fmt: skip
-        outcome = objectives.find(came.plan.objective).fit(work)
+        outcome = objectives.find(message.plan.objective).fit(work)
         if outcome.personal is not None:
-            came.personal.save(outcome.personal)
+            message.personal.save(outcome.personal)
         client.trained = tuple(matrix.detach() for matrix in trained)
         metrics = MetricRecord({"num-examples": EXAMPLES})
         content = RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics})
         for tree, values in outcome.trees.items():
-            content[tree] = came.record_of(tree, values)
+            content[tree] = message.record_of(tree, values)
         return Message(content, reply_to=msg)
 
     return app
 
 
 def matrices_of(arrays: ArrayRecord) -> tuple[Tensor, Tensor, Tensor]:
-    """W_Q, W_K, W_V of a model as it travels."""
+    """W_Q, W_K, W_V from Flower's arrays."""
     query, key, value = (torch.from_numpy(arrays[name].numpy().copy()) for name in ("query", "key", "value"))
     return query, key, value
 
 
 def drift(clients: Sequence[Client]) -> Tensor:
-    """1/K Σ_k ‖w_k − w̄‖ of what the clients trained in their latest round: (seeds,)."""
+    """Client drift 1/K Σ_k ‖w_k − w̄‖ of the matrices trained in the latest round: (seeds,)."""
     squares = torch.zeros(len(clients), len(clients[0].inputs))
     for matrices in zip(*(client.trained for client in clients), strict=True):
         stacked = torch.stack(matrices)
@@ -268,13 +268,13 @@ def drift(clients: Sequence[Client]) -> Tensor:
 
 
 Watch = Callable[[int, ArrayRecord], None]
-"""Called with each round's number and model, from round 0, the start."""
+"""Called with the number and model of each round from 0, the initial model."""
 
 
 def train(
     strategy: MethodStrategy, clients: Sequence[Client], start: ArrayRecord, rounds: int, watch: Watch, **local: Any
 ) -> ArrayRecord:
-    """The model after all rounds. `local`: see `client_app`."""
+    """The model after all rounds. `local`: keyword arguments of `client_app`."""
     if not rounds:
         return start
     app = client_app(clients, **local)

@@ -38,12 +38,16 @@ PAPER_ALPHAS = {
 """Table 2: accuracy of FedACS by α, with 50 training examples per client."""
 QUANTILES = (0.5, 0.7, 0.9)
 """Values of p; each setting uses the best one on its validation clients."""
-SETTINGS = {
-    "two-classes": "two classes a client",
-    "dirichlet": "Dirichlet .5",
-    "scarce": "50 examples each, Dirichlet .5",
-    "many": "500 clients, a tenth takes part",
-}
+_DRAWN: Mapping[str, Any] = {"partitioner": "natural", "min-partition-size": 2, "test-fraction": 30 / 80}
+SETTINGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "two-classes": (
+        "two classes a client", {"partitioner": "pathological", "classes-per-client": 2, "test-fraction": 0.3},
+    ),
+    "dirichlet": ("Dirichlet .5", {"partitioner": "dirichlet", "dirichlet-alpha": 0.5, "test-fraction": 0.3}),
+    "scarce": ("50 examples each, Dirichlet .5", _DRAWN),
+    "many": ("500 clients, a tenth takes part", {**_DRAWN, "fraction-train": 0.1}),
+}  # fmt: skip
+"""Setting → its text in tables and titles, and its keys of the run config."""
 _COMMON: Mapping[str, Any] = {
     "model": LENET, "optimizer": "sgd", "learning-rate": 0.1, "weight-decay": 0.0, "batch-size": 32,
     "schedule": "constant", "fraction-evaluate": 1.0, "held-out-fraction": 0.0, "local-steps": 10,
@@ -116,16 +120,15 @@ def _results(data: str, found: Mapping[str, Values]) -> Reproduction:
     def accuracies(runs: Sequence[Values]) -> list[float]:
         return [values["clients"] for values in runs]
 
-    by_setting_ = {setting: {method: of(setting, method) for method in METHODS} for setting in SETTINGS}
     rows = []
     for method in METHODS:
-        runs = [methods[method] for methods in by_setting_.values()]
+        runs = [of(setting, method) for setting in SETTINGS]
         pairs = [(mean_text(accuracies(each)), mean_text([values["spread"] for values in each])) for each in runs]
         rows.append((method, *chain(*pairs)))
-    headings = ("method", *(each for text in SETTINGS.values() for each in (text, "over clients")))
+    headings = ("method", *(each for text, _ in SETTINGS.values() for each in (text, "over clients")))
     figures, findings = list[Figure](), list[str]()
-    for setting, methods in by_setting_.items():
-        where = f"{data}, {SETTINGS[setting]}"
+    for setting, (text, _) in SETTINGS.items():
+        methods, where = {method: of(setting, method) for method in METHODS}, f"{data}, {text}"
         if any(values["curve"] for runs in methods.values() for values in runs):
             figures.append(curves(methods, f"{data}-{setting}", where, _CAPTION))
         if methods["FedACS"] and methods["FedAvg"]:
@@ -166,26 +169,15 @@ def _trial(
     }  # fmt: skip
     if not full:
         config["image-shape"] = "1x20x20" if data == "fashion-mnist" else "3x20x20"
-    if setting == "two-classes":
-        config |= {"partitioner": "pathological", "classes-per-client": 2, "test-fraction": 0.3}
-    elif setting == "dirichlet":
-        config |= {"partitioner": "dirichlet", "dirichlet-alpha": 0.5, "test-fraction": 0.3}
-    else:
-        config |= {"partitioner": "natural", "min-partition-size": 2, "test-fraction": 30 / 80}
-    if setting == "many":
-        config["fraction-train"] = 0.1
-    needs: tuple[str, ...] = ()
+    config |= SETTINGS[setting][1]
+    options = {"data": data, "setting": setting, "alpha": alpha, "full": full, "config": config}
     if p is not None:
         config["fedacs.quantile"] = p
-        name = f"{_name(data, setting, 'p', alpha)}-{p}"
-        clients //= 2
-    else:
-        of = "scarce" if setting == "many" else setting
-        name = f"{_name(data, setting, method, alpha)}-{seed}"
-        needs = tuple(f"{data}-{of}-p-{each}" for each in QUANTILES) if method == "FedACS" else ()
-    part = "main" if p is None else "validation"
-    options = {"data": data, "setting": setting, "alpha": alpha, "part": part, "full": full}
-    return Trial(name, {**options, "config": config, "clients": clients}, needs)
+        return Trial(f"{data}-{setting}-p-{p}", {**options, "part": "validation", "clients": clients // 2})
+    of = "scarce" if setting == "many" else setting
+    needs = tuple(f"{data}-{of}-p-{each}" for each in QUANTILES) if method == "FedACS" else ()
+    name = f"{_name(data, setting, method, alpha)}-{seed}"
+    return Trial(name, {**options, "part": "main", "clients": clients}, needs)
 
 
 def _file(options: Mapping[str, Any], inputs: TrialInputs) -> Path:

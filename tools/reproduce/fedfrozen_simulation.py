@@ -166,15 +166,7 @@ def _one_thread() -> Iterator[None]:
 
 @dataclass
 class _Watch:
-    """Measures a run after each round.
-
-    Args:
-        clients: of the run.
-        rounds: its last round.
-        ridge: λ of the profile.
-        before: rounds that were trained before this run.
-        profiled: whether to compute h_λ.
-    """
+    """Measures a run after each round; `before`: the rounds that were trained before it."""
 
     clients: Sequence[Client]
     rounds: int

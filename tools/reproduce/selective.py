@@ -127,21 +127,11 @@ class Selective(Experiment):
         return tuple(FULL if full else SMALL)
 
     def trials(self, full: bool) -> Sequence[Trial]:
-        if full:
-            return [
-                _trial(data, selection, budget, {**_COMMON, **keys}, _FULL_CLIENTS[data])
-                for data, keys in FULL.items() for budget, selection in _runs()
-            ]  # fmt: skip
-        trials = [Trial(f"pretrained-for-{data}", _pretraining(data)) for data in SMALL]
-        commons = {data: {**_COMMON, **_SMALL, **keys} for data, keys in SMALL.items()}
-        for data, common in commons.items():
-            needs = (f"pretrained-for-{data}",)
-            trials += [_trial(data, each, budget, common, _CLIENTS[data], needs) for budget, each in _runs()]
-        needs = ("pretrained-for-cifar-10",)
-        return trials + [
-            _trial("cifar-10", "gradient", "1-4", commons["cifar-10"], _CLIENTS["cifar-10"], needs, coupling)
-            for coupling in COUPLINGS if coupling != COUPLING
-        ]  # fmt: skip
+        settings = FULL if full else SMALL
+        pretraining = [] if full else [Trial(f"pretrained-for-{data}", _pretraining(data)) for data in settings]
+        runs = [_trial(data, selection, budget, full) for data in settings for budget, selection in _runs()]
+        couplings = [] if full else [each for each in COUPLINGS if each != COUPLING]
+        return [*pretraining, *runs, *(_trial("cifar-10", "gradient", "1-4", full, each) for each in couplings)]
 
     def compute(self, trial: Trial, inputs: TrialInputs) -> Values:
         data, pretraining = str(trial.options["data"]), trial.name.startswith("pretrained")
@@ -150,9 +140,10 @@ class Selective(Experiment):
             weights = inputs.folder / "weights" / model
             if not weights.exists():
                 raise MissingData(f"put the paper's weights of {model} into {weights}")
-            return trained(trial, inputs, pretrained=str(weights), **{"dataset-path": str(inputs.data[data])})
+            files = {"dataset": data, "dataset-path": str(inputs.data[data])}
+            return trained(trial, inputs, pretrained=str(weights), **files)
         weights = inputs.folder / "weights" / f"for-{data}.safetensors"
-        files: dict[str, str] = {}
+        files = {}
         if data == "20newsgroups":
             others, main = newsgroups(inputs.folder / "texts", inputs.data[data])
             files = {"dataset": str(others if pretraining else main), "model": str(main.parent / "model")}
@@ -202,18 +193,15 @@ _CAPTION = "On examples that no client has."
 
 def _table(data: str, scores: Mapping[tuple[str, str], float]) -> Table:
     theirs = BESIDE.get(data, data)
-
-    def setting(selection: str, budget: str) -> tuple[str, str]:
-        return ("1" if selection == "full" else budget), selection  # `full` has no budget
-
-    def printed(selection: str, budget: str) -> float | None:
-        of, _ = setting(selection, budget)
-        return PAPER[theirs][of].get(selection)
-
     return paper_table(
         f"Accuracy on {data}", "selection", {budget: f"R = {budget}" for budget in BUDGETS}, SELECTIONS,
-        lambda selection, budget: scores.get(setting(selection, budget)), printed, f"paper, {theirs}",
+        lambda selection, budget: scores.get((_counted(selection, budget), selection)),
+        lambda selection, budget: PAPER[theirs][_counted(selection, budget)].get(selection), f"paper, {theirs}",
     )  # fmt: skip
+
+
+def _counted(selection: str, budget: str) -> str:
+    return "1" if selection == "full" else budget  # `full` has no budget, and is run once
 
 
 def _rankings(data: str, scores: Mapping[tuple[str, str], float]) -> list[str]:
@@ -236,15 +224,15 @@ def _name(data: str, selection: str, budget: str, coupling: float = COUPLING) ->
     return f"{data}-{selection}-{budget}" + (f"-coupling-{coupling:g}" if coupling != COUPLING else "")
 
 
-def _trial(
-    data: str, selection: str, budget: str, common: Mapping[str, Any], clients: int, needs: Sequence[str] = (),
-    coupling: float = COUPLING,
-) -> Trial:  # fmt: skip
-    config: dict[str, Any] = {**common, "selective.selection": selection, "seed": 1}
+def _trial(data: str, selection: str, budget: str, full: bool, coupling: float = COUPLING) -> Trial:
+    keys = FULL[data] if full else {**_SMALL, **SMALL[data]}
+    config: dict[str, Any] = {**_COMMON, **keys, "selective.selection": selection, "seed": 1}
     if selection == "gradient":
         config.setdefault("selective.coupling", coupling)  # the full setting has the paper's
     config |= {"selective.budget": float(BUDGETS[budget])} if BUDGETS[budget] else {"selective.draw-budgets": True}
-    return Trial(_name(data, selection, budget, coupling), {"data": data, "config": config, "clients": clients}, needs)
+    options = {"data": data, "config": config, "clients": (_FULL_CLIENTS if full else _CLIENTS)[data]}
+    needs = () if full else (f"pretrained-for-{data}",)
+    return Trial(_name(data, selection, budget, coupling), options, needs)
 
 
 def _pretraining(data: str) -> Values:
@@ -281,10 +269,6 @@ def newsgroups(folder: Path, path: Path) -> tuple[Path, Path]:
     """Write two tables of texts, once: newsgroups to pretrain on, and newsgroups by domain with a small model's folder.
 
     Labels are the newsgroups to pretrain on, and the subjects otherwise; a group is an eighth of a domain.
-
-    Args:
-        folder: for the tables and the model.
-        path: of the data set 20newsgroups.
 
     Returns:
         Paths of the table to pretrain on and of the table by domain.
