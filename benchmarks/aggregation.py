@@ -1,12 +1,13 @@
-"""How fast replies are merged, against Flower's own aggregation and a plain copy of the same bytes.
+"""Seconds to merge replies, compared with Flower's aggregation and with a plain copy of the same bytes.
 
     python benchmarks/aggregation.py [--model vit-b-32] [--replies 10] [--repeats 5] [--quick] [--json FILE]
 
-First the mean alone: replies that are in memory as they arrive (packed at Tepal, numpy files at Flower) become one
-model. Flower's is `aggregate_arrayrecords` of its strategies. The copy writes every reply over one array that is in
-memory already; its rate is the bound that a single pass over the replies could reach on one processor. Then the whole
-way of Tepal's replies, from the chunks as the SuperLink hands them out to the next state, step by step. All ways take
-turns, and the medians over the repeats are shown.
+Measured, as medians over repeats that are taken in turn:
+
+- the mean alone: replies in memory, as they arrive (packed parts with Tepal, numpy files with Flower), are averaged by
+  Tepal's `WeightedMean` and by Flower's `aggregate_arrayrecords`. The copy writes every reply over one allocated array;
+  no single pass over the replies on one processor can be faster;
+- all steps with Tepal, from the chunks that the SuperLink delivers to the next state.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def models(name: str, count: int) -> Models:
 
 
 def means(replies: Models, repeats: int) -> dict[str, list[float]]:
-    """Seconds of each way to merge the replies, and of the copy."""
+    """Seconds to merge the replies with Tepal and with Flower, and to copy them, for each repeat."""
     shaped = [(name, array.dtype.name, array.shape) for name, array in replies[0].items()]
     packed = [pack(reply, reply) for reply in replies]
     records = [
@@ -82,7 +83,7 @@ def means(replies: Models, repeats: int) -> dict[str, list[float]]:
         begun = time.perf_counter()
         merged = aggregate_arrayrecords(records, "num-examples")
         seconds["Flower"].append(time.perf_counter() - begun)
-        for name, array in merged.items():  # each rounds in its own way
+        for name, array in merged.items():  # the two round differently
             np.testing.assert_allclose(found[name], array.numpy(), rtol=0, atol=1e-6)
     return seconds
 
@@ -94,25 +95,25 @@ def clocked(work: Callable[[], object]) -> float:
 
 
 def whole_way(replies: Models, repeats: int) -> dict[str, list[float]]:
-    """Seconds of each step from the chunks of all replies to the next state."""
+    """Seconds of each step from the chunks of all replies to the next state, for each repeat."""
     TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
     layout = Layout.of_arrays(replies[0])
     sends = sender.Sender(layout, {"model": layout.names}, experiment="aggregation", record="arrays")
     names = layout.names
-    came = []
+    replied = []
     for k, reply in enumerate(replies):
         plan = Plan(client=f"client-{k}", round=1, needs={MODEL: names}, trains=names, returns={MODEL: names})
         content, exchange = sends.content(Outgoing(plan, lambda tree: replies[0]))
         answer = answered(Message(content, 1, "train"), reply, k + 1)
         contents = {each: one.deflate() for each, one in get_all_nested_objects(answer).items()}
-        came.append((exchange, answer.object_id, contents))
+        replied.append((exchange, answer.object_id, contents))
     seconds: dict[str, list[float]] = {step: [] for step in STEPS}
     with stopwatch(seconds, manifest.Header, "checksum_of", "checksum verified"):
         for _ in range(repeats):
             for step in STEPS:
                 seconds[step].append(0.0)
             merger = ModelMerger(ModelState(replies[0]))
-            for exchange, object_id, contents in came:
+            for exchange, object_id, contents in replied:
                 begun = time.perf_counter()
                 message: Any = fetch(object_id, contents.__getitem__, at_once)
                 message.metadata.__dict__["_message_id"] = object_id
@@ -136,7 +137,7 @@ def at_once(object_ids: list[str], pull: Callable[[str], bytes]) -> dict[str, by
 
 
 def answered(message: Message, trained: dict[str, np.ndarray], examples: int) -> Message:
-    """What a client's mod makes of a message, whose app answers with these arrays."""
+    """The reply of a client's mod to a message, whose app returns these arrays."""
     arrays = ArrayRecord({name: Array(array) for name, array in trained.items()})
 
     def app(message: Message, context: Context) -> Message:
@@ -148,7 +149,7 @@ def answered(message: Message, trained: dict[str, np.ndarray], examples: int) ->
 
 @contextmanager
 def stopwatch(seconds: dict[str, list[float]], of: Any, name: str, step: str) -> Iterator[None]:
-    """Add the time spent in `of.name` to the step's last figure."""
+    """Add the seconds spent in `of.name` to the step's last figure, while the context lasts."""
     before = getattr(of, name)
 
     def watched(*args: Any) -> Any:
@@ -171,7 +172,7 @@ def main() -> None:
     parser.add_argument("--model", choices=("tiny", "vit-b-32"), default="vit-b-32")
     parser.add_argument("--replies", type=int, default=10)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="a tiny model: whether it works at all")
+    parser.add_argument("--quick", action="store_true", help="a tiny model, to test that it works")
     parser.add_argument("--json", type=Path, help="file for the figures")
     options = parser.parse_args()
     model, repeats = ("tiny", 2) if options.quick else (options.model, options.repeats)

@@ -1,13 +1,13 @@
-"""All benchmarks in one go, each beside what one would use instead: a table, the figures as JSON, a page of plots.
+"""Run all benchmarks, and write a table, the figures as JSON and a page of plots.
 
-    make bench                                             (an hour or so; leave the machine alone meanwhile)
+    make bench                                             (about an hour; do not use the machine meanwhile)
     python benchmarks/bench.py [--only aggregation,mixing] [--quick] [--folder runs/bench]
 
-Every topic is a script of this folder, which says what it measures and can be run alone; it runs in a process of its
-own. Figures are medians of several runs, taken in turns with what they are compared with. The machine is described in
-the results, with its load before each topic: on a machine that does something else, look at the ratios. A topic that
-fails is said, and the others go on; the exit status tells it. `--quick` tries all of them out and means nothing.
-Where PFLLIB names a checkout of PFLlib (`PFLLIB=path make bench`), it is one of those that Tepal stands beside.
+Every topic is a script of this folder, whose docstring says what it measures, compared with what, in which unit; it can
+be run alone, and runs in a process of its own. Figures are medians of several runs, taken in turn with those that they
+are compared with. The results describe the machine and its load before each topic: on a loaded machine only the ratios
+are meaningful. If a topic fails, this is reported, the others continue, and the exit status is not 0. `--quick` only
+tests that all of them work. If PFLLIB names a checkout of PFLlib (`PFLLIB=path make bench`), it is compared, too.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PFLLIB = "pfllib"
 
 @dataclass(frozen=True)
 class Row:
-    """One figure beside that of something else. `goal`: of the ratio, "≥ 3" or "≤ 1.25"; "" where there is none."""
+    """A figure of Tepal and the one it is compared with; `goal`: of their ratio, "≥ 3" or "≤ 1.25", "" for none."""
 
     what: str
     ours: float
@@ -50,8 +50,7 @@ class Row:
     unit: str
     goal: str = ""
     faster: bool = True
-    """Whether the ratio says how many times less ours is (theirs / ours), or how it relates to theirs (ours / theirs).
-    """
+    """Whether the ratio is a speed-up (theirs / ours), or a share (ours / theirs)."""
 
     @property
     def ratio(self) -> float:
@@ -67,7 +66,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Topic:
-    """A script with its arguments, and the rows that its figures are shown as."""
+    """A script with its arguments, and a function that converts its figures into rows."""
 
     title: str
     script: str
@@ -151,7 +150,7 @@ def mixing(figures: Mapping[str, Any]) -> Iterable[Row]:
 def many_clients(figures: Mapping[str, Any]) -> Iterable[Row]:
     row = figures["rounds"][0]
     what = f"a round of {row['asked a round']:g} of {row['clients']:,} clients"
-    yield Row(what, row["round s"], "what of it is in the clients' apps", row["of it at the apps s"], "s", faster=False)
+    yield Row(what, row["round s"], "its part in the clients' apps", row["of it at the apps s"], "s", faster=False)
 
 
 def dashboard(figures: Mapping[str, Any]) -> Iterable[Row]:
@@ -162,7 +161,7 @@ def dashboard(figures: Mapping[str, Any]) -> Iterable[Row]:
     if figures[what]:
         first = "first paint"
         yield Row(f"{runs}, {first}", median("list", first), what, median(what, first), "s")
-        yield Row(f"{runs}, all there", median("list", "all runs"), f"{what}, one there", median(what, "a run"), "s")
+        yield Row(f"{runs}, all listed", median("list", "all runs"), f"{what}, one listed", median(what, "a run"), "s")
     large = f"{figures['rounds']:,} rounds x {figures['clients']} clients"
     for name, most in (("figures in sight", 2.0), ("everything", 2.0)):
         yield Row(f"{large}, {name}", median("large run", name), "the goal", most, "s", "≥ 1")
@@ -182,11 +181,11 @@ TOPICS: Mapping[str, Topic] = {
         "The server's memory, 350 MB model", "server_memory.py", memory, ("--clients", "2,10,50", "--ways", "tepal"),
     ),
     "memory-stock": Topic(
-        "The server's memory beside Flower's", "server_memory.py", memory,
+        "The server's memory, compared with Flower's", "server_memory.py", memory,
         ("--clients", "2,10", "--ways", "tepal,flower"),
     ),
     "latency": Topic(
-        "What a round costs beside training, tiny model", "round_latency.py",
+        "A round without its training, tiny model", "round_latency.py",
         latency({"unchanged": "≥ 3", "warm": "≥ 40"}), ("--runs", "3"),
     ),
     "large-model": Topic(
@@ -199,7 +198,7 @@ TOPICS: Mapping[str, Topic] = {
     ),
     "bytes": Topic("Bytes of FedFrozen", "bytes.py", bytes_moved, ("--model", "bert-base"), ("--rounds", "3")),
     "simulation": Topic("Simulation", "simulation.py", simulation),
-    PFLLIB: Topic("Simulation beside PFLlib", "pfllib.py", pfllib),
+    PFLLIB: Topic("Simulation, compared with PFLlib", "pfllib.py", pfllib),
     "mixing": Topic(
         "FedACS's similarities and mixtures", "mixing.py", mixing,
         ("--clients", "100", "--participants", "100", "--rounds", "5"),
@@ -211,7 +210,7 @@ TOPICS: Mapping[str, Topic] = {
 
 
 def machine() -> dict[str, Any]:
-    """What the figures are of."""
+    """Description of the machine and of the versions of Python and libraries."""
     model = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -225,7 +224,7 @@ def machine() -> dict[str, Any]:
 
 
 def run(topic: Topic, folder: Path, name: str, quick: bool) -> tuple[list[Row], dict[str, Any]]:
-    """The topic's rows, and how it was run. Raises CalledProcessError."""
+    """The topic's rows, and its command, seconds and the machine's load. Raises CalledProcessError."""
     file = folder / f"{name}.json"
     arguments = topic.quick if quick else topic.arguments
     load, begun = os.getloadavg()[0], time.monotonic()
@@ -241,8 +240,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     usual = [name for name in TOPICS if name != PFLLIB or "PFLLIB" in os.environ]
     parser.add_argument("--only", default=",".join(usual), help=f"topics, of {', '.join(TOPICS)}")
-    parser.add_argument("--quick", action="store_true", help="as little as shows that everything works")
-    parser.add_argument("--folder", type=Path, default=Path("runs/bench"), help="for a folder of this run's results")
+    parser.add_argument("--quick", action="store_true", help="as little as possible, to test that everything works")
+    parser.add_argument("--folder", type=Path, default=Path("runs/bench"), help="for the folder of this run's results")
     options = parser.parse_args()
     names = [name.strip() for name in options.only.split(",") if name.strip()]
     if unknown := [name for name in names if name not in TOPICS]:
@@ -273,7 +272,7 @@ def cells(row: Row) -> list[str]:
     return [row.what, figures[0], row.other, figures[1], row.unit, f"{row.ratio:,.2f}", row.goal, met]
 
 
-HEADINGS = ("", "Tepal", "beside it", "", "unit", "ratio", "goal", "met")
+HEADINGS = ("", "Tepal", "compared with", "", "unit", "ratio", "goal", "met")
 
 
 def table(topic: Topic, rows: Iterable[Row]) -> Table:
@@ -286,7 +285,7 @@ def table(topic: Topic, rows: Iterable[Row]) -> Table:
 
 
 def write(folder: Path, host: Mapping[str, Any], rows: Mapping[str, list[Row]], runs: Mapping[str, Any]) -> None:
-    """`bench.json` and `index.html`, of what is finished."""
+    """Write `bench.json` and `index.html` with the finished topics."""
     result = {
         "machine": host,
         "topics": {
@@ -306,14 +305,14 @@ def write(folder: Path, host: Mapping[str, Any], rows: Mapping[str, list[Row]], 
 
 
 def figure(name: str, topic: Topic, rows: list[Row]) -> Figure:
-    """Bars of the ratios: how much less, or what share."""
-    plot = empty_plot("times less (or, where the goal is ≤, share)", "")
+    """Bars of the ratios, speed-ups or shares."""
+    plot = empty_plot("speed-up (if the goal is ≤: share)", "")
     labels = [f"{row.what} · {row.other}" for row in rows]
     spoken = " ".join(f"{label}: {row.ratio:.3g}." for label, row in zip(labels, rows, strict=True))
     plot.add_bar(x=[row.ratio for row in rows], y=labels, orientation="h", meta={"role": "main", "spoken": spoken})
     plot.update_layout(showlegend=False)
     plot.update_yaxes(autorange="reversed")  # the first row on top
-    return Figure(name, topic.title, "1 is as much as what stands beside it.", plot)
+    return Figure(name, topic.title, "Ratio to the figure that it is compared with; 1 is equal.", plot)
 
 
 if __name__ == "__main__":

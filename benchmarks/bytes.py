@@ -1,10 +1,10 @@
-"""Bytes that FedFrozen moves, against FedAvg and against the closed form.
+"""Bytes that FedFrozen transfers, compared with FedAvg's and with the closed form.
 
     python benchmarks/bytes.py [--model bert-base] [--rounds 10] [--warmup 2] [--clients 3]
 
-Every figure is measured: the bytes of all Arrays in all messages that pass the grid, per round and direction. Clients
-train nothing (bytes do not depend on it), they nudge what the plan lets them train. Beside the two strategies stands
-what a user would pick instead, Flower's own FedAvg with the same app.
+Measured: the bytes of all Arrays in all messages that pass the grid, in MB per round and direction, with FedFrozen,
+Tepal's FedAvg and Flower's own FedAvg. Clients do not train (bytes do not depend on it); they change the entries that
+the plan lets them train.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tepal.strategies.in_process import InProcessGrid, Node
 
 
 class CountingGrid(InProcessGrid):
-    """Counts the bytes of all Arrays that pass, whatever strategy sends them; `down` and `up` have an item a round."""
+    """Counts the bytes of all Arrays in both directions, for any strategy; `down` and `up` have one item per round."""
 
     def __init__(self, clients: int) -> None:
         self.down, self.up = [0], [0]
@@ -76,7 +76,7 @@ def measure(strategy: str, model: nn.Module, options: argparse.Namespace) -> Cou
 
 
 def closed_form(model: nn.Module, options: argparse.Namespace) -> tuple[list[int], list[int]]:
-    """(down, up) per round: everything in the warm-up, θ after it, and Φ̄ once."""
+    """Bytes (down, up) per round: the whole model in the warm-up, then θ, and Φ̄ once."""
     blocks = find_blocks(model)
     full = blocks.layout.nbytes()
     theta = blocks.layout.nbytes(blocks.value)

@@ -1,4 +1,4 @@
-"""What several benchmarks share: models by name, and a client that stands in for training."""
+"""Shared by several benchmarks: models by name, and a client app that replaces training."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def nudging_app(step: float = 1e-3) -> ClientApp:
-    """Adds `step` to whatever the plan lets it train."""
+    """A ClientApp that adds `step` to the entries that the plan lets it train."""
     app = ClientApp(mods=[partial_exchange])
 
     @app.train()
     def train(msg: Message, context: Context) -> Message:
-        came = received(msg)
-        frozen = {came.layout.by_name[name].raw for name in came.frozen} if came else set()
+        plan = received(msg)
+        frozen = {plan.layout.by_name[name].raw for name in plan.frozen} if plan else set()
         arrays = ArrayRecord()
         for name, array in msg.content["arrays"].items():
             values = array.numpy()
-            still = name in frozen or values.dtype.kind != "f"
-            arrays[name] = array if still else Array(values + values.dtype.type(step))
+            unchanged = name in frozen or values.dtype.kind != "f"
+            arrays[name] = array if unchanged else Array(values + values.dtype.type(step))
         return Message(RecordDict({"arrays": arrays, "metrics": MetricRecord({"num-examples": 1})}), reply_to=msg)
 
     return app

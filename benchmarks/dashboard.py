@@ -1,14 +1,14 @@
-"""How fast the dashboard is for who looks at it, in a headless Chromium, beside TensorBoard over the same runs.
+"""Seconds until the dashboard shows runs in a headless Chromium, compared with TensorBoard for the same runs.
 
     python benchmarks/dashboard.py [--runs 200] [--rounds 1000] [--clients 500] [--repeats 5] [--quick] [--json FILE]
 
-- The list of many finished runs: first contentful paint, and until every run is there. TensorBoard reads the same
-  rounds from its own files; its page shows as many runs as fit, so until the first is there.
-- A run of many rounds and clients: until the figures that are in sight are drawn, and until the last part has come. The
-  server has not read it before.
-- A run that goes on: from a round's line in `metrics.jsonl` until the page says it.
+- A list of many finished runs: until the first contentful paint, and until every run is listed. TensorBoard reads the
+  same rounds from its own files; its page lists as many runs as fit, therefore until the first one is listed.
+- A run with many rounds and clients: until the visible figures are drawn, and until the last part is loaded. The server
+  has not read it before.
+- A running run: from the line of a round in `metrics.jsonl` until the page shows it.
 
-The runs are written with the project's own run directory, and their figures are made up. Needs the `dev` extra and
+The runs are written with the project's own run directory, and their numbers are invented. Needs the `dev` extra and
 Chromium.
 """
 
@@ -52,11 +52,11 @@ def line(number: int, rng: np.random.Generator) -> dict[str, Any]:
 
 
 def write_run(folder: Path, rounds: int, seed: int, *, ended: bool = True) -> Path:
-    """A run directory with so many rounds."""
+    """Write a run directory with a number of rounds."""
     rng = np.random.default_rng(seed)
     config = {"strategy": "selective", "model": "vit-b-32", "dataset": "digits", "num-server-rounds": rounds}
     run = RunDirectory.create(folder, "selective", config)
-    with (run.path / METRICS).open("w") as file:  # not `append`, which waits for the disk each time
+    with (run.path / METRICS).open("w") as file:  # not `append`, which waits for the disk every time
         for number in range(1, rounds + 1 if ended else rounds):
             file.write(json.dumps(as_json(line(number, rng))) + "\n")
     if ended:
@@ -65,7 +65,7 @@ def write_run(folder: Path, rounds: int, seed: int, *, ended: bool = True) -> Pa
 
 
 def write_large_run(folder: Path, rounds: int, clients: int) -> Path:
-    """A run with all that a strategy tells of every round and every client."""
+    """Write a run with everything that a strategy records of every round and every client."""
     path, rng = write_run(folder, rounds, 0), np.random.default_rng(0)
     names = np.array([f"client-{k}" for k in range(clients)], str)
     kinds = ("query and key", "other")
@@ -89,7 +89,7 @@ def write_large_run(folder: Path, rounds: int, clients: int) -> Path:
 
 @contextmanager
 def serving(command: list[str], address: str) -> Iterator[str]:
-    """A server as a process of its own, until it answers."""
+    """Start a server in a process of its own, and wait until it answers."""
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
@@ -110,13 +110,13 @@ def dashboard(folder: Path) -> Iterator[str]:
     port = free_port()
     command = [sys.executable, "-m", "tepal.tools.cli.main", "dashboard", str(folder), "--port", str(port)]
     with serving(command, f"http://127.0.0.1:{port}/") as address:
-        time.sleep(1)  # it makes ready what it serves
+        time.sleep(1)  # it prepares what it serves
         yield address
 
 
 @contextmanager
 def page_of(browser: Browser) -> Iterator[Page]:
-    """A page of a browser that has nothing in its cache."""
+    """A page of a browser with an empty cache."""
     context = browser.new_context(viewport={"width": 1600, "height": 1000})
     yield context.new_page()
     context.close()
@@ -155,7 +155,7 @@ def list_of_runs(browser: Browser, folder: Path, runs: int, repeats: int) -> dic
 
 
 def tensorboard(browser: Browser, folder: Path, logs: Path, repeats: int) -> dict[str, Any] | None:
-    """The same of TensorBoard; None where it is not installed."""
+    """The same for TensorBoard; None if it is not installed."""
     program = Path(sys.executable).with_name("tensorboard")
     if not program.exists():
         return None
@@ -168,14 +168,14 @@ def tensorboard(browser: Browser, folder: Path, logs: Path, repeats: int) -> dic
             continue
         writer = EventFileWriter(str(logs / path.name))
         for text in (path / METRICS).read_text().splitlines():
-            told = json.loads(text)
-            values = [Summary.Value(tag=key, simple_value=told[key]) for key in ("accuracy", "loss", "bytes_up")]
-            writer.add_event(Event(step=told["round"], summary=Summary(value=values), wall_time=time.time()))
+            line = json.loads(text)
+            values = [Summary.Value(tag=key, simple_value=line[key]) for key in ("accuracy", "loss", "bytes_up")]
+            writer.add_event(Event(step=line["round"], summary=Summary(value=values), wall_time=time.time()))
         writer.close()
     port = free_port()
     command = [str(program), "--logdir", str(logs), "--port", str(port), "--host", "127.0.0.1"]
     with serving(command, f"http://127.0.0.1:{port}/") as address:
-        time.sleep(10)  # it reads its files beside
+        time.sleep(10)  # it reads its files in the background
         listed = "document.body.innerText.includes('-selective')"
         return repeated(repeats, lambda: opening(browser, address, listed), ("first paint", "a run"))
 
@@ -187,7 +187,7 @@ def large_run(browser: Browser, folder: Path, rounds: int, clients: int, repeats
     everything = "document.getElementById('figure-layers-clients') !== null && document.querySelector('#clients td')"
     found: list[list[float]] = []
     for _ in range(repeats):
-        with dashboard(folder) as address:  # a new one each time: it keeps what it has read
+        with dashboard(folder) as address:  # a new server each time: it caches what it has read
             found.append(opening(browser, f"{address}run/{path.name}/", in_sight, everything))
     names = ("first paint", "figures in sight", "everything")
     return {name: [each[k] for each in found] for k, name in enumerate(names)}

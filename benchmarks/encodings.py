@@ -1,11 +1,12 @@
-"""What encodings save, what they cost, and what they do to accuracy.
+"""Bytes and seconds of the encodings, compared with float32, and their effect on accuracy.
 
     python benchmarks/encodings.py [--model vit-b-32] [--runs 5] [--seeds 1,2,3] [--data FILE] [--only bytes|accuracy]
 
-First the bytes of one client's messages in a frozen round of FedFrozen, against a round of FedAvg as it is, and the
-seconds of encoding and decoding one upload (medians), of a model by its name. Then whole runs, one process and one
-thread, with every encoding and seed: on the digits that come with scikit-learn (10 clients, all of them in every
-round), or with `--data` on Fashion-MNIST (200 clients, ten of them in a round), with conf/results/fashion-mnist.toml.
+- Bytes of one client's messages in a frozen round of FedFrozen, compared with a round of FedAvg in float32, and seconds
+  to encode and decode one upload (medians), for a model by its name.
+- Accuracy and MB of whole runs in one process with one thread, for every encoding and seed: on the digits of
+  scikit-learn (10 clients, all in every round), or with `--data` on Fashion-MNIST (200 clients, ten per round) with
+  conf/results/fashion-mnist.toml.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ ENCODINGS = {
 
 
 def bytes_and_seconds(chosen: Mapping[str, Encoding], name: str, repeats: int) -> dict[str, Any]:
-    """Of each encoding: payload of one client's messages in a frozen round, and seconds for what it sends."""
+    """Bytes of one client's messages in a frozen round, and seconds to encode and decode its upload, by encoding."""
     model = MODELS[name]()
     blocks = find_blocks(model)
     whole = blocks.layout.nbytes()
@@ -98,7 +99,7 @@ def seconds_of(layout: Any, names: tuple[str, ...], encoding: Encoding, repeats:
 def accuracies(
     chosen: Mapping[str, Encoding], data: Path | None, seeds: list[int], rounds: int, console: Console
 ) -> dict[str, Any]:
-    """Of each encoding: accuracy of the last round by seed, and MB down and up of a run."""
+    """Accuracy of the last round by seed, and MB down and up of a run, by encoding."""
     torch.set_num_threads(1)
     clients, config = 10, {"model": "cnn", "num-server-rounds": 15, "evaluate-every": 5}
     if data:

@@ -1,12 +1,16 @@
-"""What a client's training costs on a GPU: steps a second and peak memory, several clients at once, and starting up.
+"""Cost of a client's training on a GPU: steps per second, peak memory in bytes, and seconds to start.
 
     python benchmarks/gpu.py [--device cuda] [--batch 64] [--steps 30] [--hidden 768] [--quick] [--json FILE]
 
-The model of train_step.py: with a width of 768 it is ViT-B/32. Steps are forward, backward, AdamW, in float32 and with
-autocast to bfloat16, where everything trains, where query and key projections are frozen (FedFrozen after its warm-up),
-and where the top layer trains (selective layers). Then one, two and four processes that train at once on the same
-device, as clients on one machine do. Then what a client that is started for every message pays again and again, and a
-warm node once: a new process until its first step is done, against a further step. `--device cpu` tries it out.
+The model is that of train_step.py; with a width of 768 it is ViT-B/32. Measured:
+
+- steps (forward, backward, AdamW) in float32 and with autocast to bfloat16, if everything trains, if query and key
+  projections are frozen (FedFrozen after its warm-up), and if the top layer trains (selective layers);
+- one, two and four processes that train at the same time on one device, as clients on one machine do;
+- the time from a new process until its first step is done, which a warm node needs once and a client that is started
+  for every message needs every time, compared with a further step.
+
+`--device cpu` is for trying it out.
 """
 
 from __future__ import annotations
@@ -42,7 +46,7 @@ AT_ONCE = (1, 2, 4)
 
 
 def stepper(model: nn.Module, device: torch.device, batch: int, precision: str) -> Callable[[], None]:
-    """What takes one step of what trains in the model, and waits until it is taken."""
+    """A function that trains the given entries of the model for one step, and waits for its end."""
     generator = torch.Generator().manual_seed(1)
     images = torch.rand(batch, 3, 224, 224, generator=generator).to(device)
     labels = torch.randint(0, CLASSES, (batch,), generator=generator).to(device)
@@ -85,7 +89,7 @@ def trainings(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def timed(step: Callable[[], None], steps: int) -> list[float]:
-    """Seconds of each step but the first few."""
+    """Seconds of each step, without the first few."""
     seconds = []
     for number in range(-3, steps):
         begun = time.perf_counter()
@@ -96,7 +100,7 @@ def timed(step: Callable[[], None], steps: int) -> list[float]:
 
 
 def trainer(options: argparse.Namespace) -> None:
-    """One process of several: it says when its first step is done, trains when told to, and says how long it took."""
+    """One of several processes: reports the end of its first step, trains when asked to, and reports the seconds."""
     model = build(options.hidden).to(options.device).train()
     step = stepper(model, options.device, options.batch, "bf16")
     step()
@@ -106,7 +110,7 @@ def trainer(options: argparse.Namespace) -> None:
 
 
 def at_once(options: argparse.Namespace, count: int) -> tuple[float, float]:
-    """(Steps a second of `count` processes together, seconds from a process's start until its first step is done)."""
+    """Steps per second of `count` processes together, and seconds from a process's start to its first step."""
     command = [sys.executable, __file__, "--trainer", "--device", str(options.device), "--batch", str(options.batch)]
     command += ["--steps", str(options.steps), "--hidden", str(options.hidden)]
     begun = time.perf_counter()

@@ -1,13 +1,13 @@
-"""Curves of what grows with what: clients, parameters, modes, and clients whose models are mixed.
+"""Seconds and bytes by the number of clients, parameters, modes, and clients whose models are mixed.
 
     python benchmarks/growth.py [--quick] [--json FILE] [--svg docs/scaling.svg]
 
-- by connected clients: what a server does before a message leaves it, for a cohort of 50 (as in many_clients.py);
-- by parameters: a round of FedAvg with ten clients, beside what it takes in their apps, and a checkpoint;
-- by modes: the same of Fed-ensemble, with 4 M parameters a mode;
-- by clients that have reported: FedACS's similarities and mixtures for 50 of them, 250,000 parameters each.
+- by connected clients: the server's seconds before a message is sent, for a cohort of 50 (as in many_clients.py);
+- by parameters: seconds of a round of FedAvg with ten clients without those in their apps, and bytes of a checkpoint;
+- by modes: the same for Fed-ensemble, with 4 M parameters per mode;
+- by clients that have replied: seconds of FedACS's similarities and mixtures for 50 of them, 250,000 parameters each.
 
-Rounds are with clients in this process that answer with what they were sent; medians of several.
+The clients of a round are in this process and return the values that they received. Figures are medians.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ROWS = {
 
 
 class TimedGrid(InProcessGrid):
-    """Adds up what the clients' side takes."""
+    """Sums the seconds of the clients' side."""
 
     seconds = 0.0
 
@@ -64,7 +64,7 @@ def model(millions: int) -> ArrayRecord:
 
 
 def server(strategy: str, millions: int, modes: int, rounds: int, folder: Path) -> dict[str, float]:
-    """Seconds of a round beside the clients, and bytes of a checkpoint."""
+    """Seconds of a round without the clients' side, and bytes of a checkpoint."""
     spent: list[float] = []
     grid = TimedGrid([Node(nudging_app(), {}, name=f"site-{k}") for k in range(CLIENTS)])
 
@@ -112,7 +112,7 @@ def measure(quick: bool) -> dict[str, Any]:
 
 
 def draw(found: Mapping[str, Any], file: Path) -> None:
-    """Four plots, both axes logarithmic: a straight line of slope 1 is growth in proportion."""
+    """Four plots with logarithmic axes, in which proportional growth is a straight line of slope 1."""
     figure = Figure(figsize=(10, 7), layout="constrained")
     figure.patch.set_facecolor("white")
     (clients, parameters), (modes, reported) = figure.subplots(2, 2)
@@ -140,7 +140,7 @@ def draw(found: Mapping[str, Any], file: Path) -> None:
         (parameters, "parameters", "FedAvg's server, ten clients", "million parameters"),
         (modes, "modes", f"Fed-ensemble's server, ten clients, {MODE} M a mode", "modes"),
     ):
-        lines = {"a round beside its clients, s": of(what, "round s", 1),
+        lines = {"a round without its clients, s": of(what, "round s", 1),
                  "a checkpoint, GB": of(what, "checkpoint", 1e-9)}  # fmt: skip
         plot(axes, title, lines, below, "")
     plot(reported, "FedACS: similarities and mixtures of a round", {"": found["reported"]},

@@ -1,11 +1,11 @@
-"""Whether local training waits for its data: examples a second of the input path, against those of training steps.
+"""Examples per second of the input path, compared with a DataLoader and with training steps.
 
     python benchmarks/input_path.py [--images 20000] [--batch 32] [--repeats 5] [--device cpu] [--json FILE]
 
-Images as of CIFAR (3x32x32, random) lie in a .npz file. A client loads them as in a run (normalised), and then takes
-batches in a new order every epoch. Beside it stands what a user would pick instead: a DataLoader over the same arrays,
-which normalises and collates image by image. The steps are forward, backward and SGD of models by name. Everything is
-the median over turns.
+Random images of CIFAR's size (3x32x32) are in a .npz file. A client loads them as in a run (normalised), and takes
+batches in a new order every epoch. The DataLoader reads the same arrays, and normalises and collates image by image.
+Steps are forward, backward and SGD of models by name; if they are slower than the input path, training does not wait
+for data. Figures are medians of runs that are taken in turn.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TEPAL, LOADER = "Tepal's batches", "DataLoader, image by image"
 
 
 class OneByOne(Dataset[tuple[Tensor, int]]):
-    """Images of bytes, made floats and normalised one at a time."""
+    """Byte images that are converted to floats and normalised one at a time."""
 
     def __init__(self, images: np.ndarray, labels: np.ndarray) -> None:
         self.images = images
@@ -73,7 +73,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         return ((x.to(options.device), y.to(options.device)) for x, y in loader)
 
     def rate(path: Callable[[], Iterator[tuple[Tensor, Tensor]]], most: int) -> float:
-        """Examples a second of at most so many batches."""
+        """Examples per second over at most a number of batches."""
         begun, taken = now(options.device), 0
         for _, labels in islice(path(), most):
             taken += len(labels)

@@ -1,10 +1,10 @@
-"""Time and quality of the layer selection (P1): fast solver, exact program, and plain coordinate ascent.
+"""Milliseconds and quality of the layer selection (P1): fast solver, exact program, and plain coordinate ascent.
 
     python benchmarks/layer_selection.py [--quick] [--json FILE] [--limit 20]
 
-Coordinate ascent from each client's own best layers is what one would write first. Gaps are relative to the exact
-optimum, over the instances where the program proves it within --limit seconds. Larger cases are not given to it.
-Milliseconds are medians of repeated solutions, except of the exact program, which solves every instance once.
+Plain coordinate ascent starts from each client's own best layers. Quality is the gap to the exact optimum, relative to
+it, over the instances for which the exact program proves it within --limit seconds; larger instances are not given to
+it. Milliseconds are medians of repeated solutions, except those of the exact program, which solves every instance once.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from tepal.strategies.layer_selection.exact import solve_exact
 from tepal.strategies.layer_selection.problem import problem_of
 
 SIZES = ((4, 5), (10, 12), (20, 12), (50, 24), (100, 32))
-PROGRAM_UP_TO = {"hamming": 50 * 24, "squared": 20 * 12}  # clients × layers that the program is asked for
+PROGRAM_UP_TO = {"hamming": 50 * 24, "squared": 20 * 12}  # largest clients × layers for the exact program
 
 
 def instance(clients: int, layers: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Squared norms (n, L) of clients that agree in part (odd seeds: not at all), and budgets (n,) from 1 to 4."""
+    """Squared norms (n, L) of partly similar clients (odd seeds: of independent ones), and budgets (n,) from 1 to 4."""
     rng = np.random.default_rng(seed)
     common = rng.gamma(1.0, size=layers) * rng.lognormal(0, 0.7, size=(clients, layers))
     norms = rng.gamma(0.5, size=(clients, layers)) if seed % 2 else common
@@ -39,12 +39,12 @@ def instance(clients: int, layers: int, seed: int) -> tuple[np.ndarray, np.ndarr
 
 
 def couplings(clients: int, distance: str) -> list[float]:
-    """Weak, middle and strong: between everybody's own layers and everybody's same ones."""
+    """A weak, a medium and a strong λ: from separate layers for each client to the same layers for all."""
     return [factor / clients / (4 if distance == "squared" else 1) for factor in (0.1, 0.5, 2.0)]
 
 
 def coordinate_ascent(norms: np.ndarray, budgets: np.ndarray, coupling: float, distance: str) -> np.ndarray:
-    """Each client in turn takes its best row, starting from everybody's own best layers."""
+    """Each client in turn takes its best row, starting from each client's own best layers."""
     masks = select_layers(norms, budgets, 0)
     problem = problem_of(norms, budgets.astype(float), np.ones(norms.shape), coupling, distance)
     ascend(problem, masks)
@@ -52,7 +52,7 @@ def coordinate_ascent(norms: np.ndarray, budgets: np.ndarray, coupling: float, d
 
 
 def timed(solve: Callable[[], np.ndarray], runs: int) -> tuple[np.ndarray, float]:
-    """The result, and the median of the milliseconds that it takes."""
+    """The result, and the median of its milliseconds."""
     times = []
     for _ in range(runs):
         start = time.perf_counter()

@@ -1,16 +1,17 @@
-"""What grows with the number of clients: a round, sampling and planning, what the server keeps, Flower's SuperLink.
+"""Seconds and bytes by the number of clients: a round, sampling and planning, the server's records, Flower's SuperLink.
 
     python benchmarks/many_clients.py [--quick] [--json FILE]
 
 Four tables, medians of several runs:
 
-- rounds of FedAvg with 1,000 simulated clients in this process, 50 of them a round, of which about 10 % give no result;
-- what a server does before a message leaves it, by the number of connected clients, all under registered names;
-- what it remembers of a client, and what a checkpoint of that costs;
-- what Flower's SuperLink does for a heartbeat, for a poll and for a list of its nodes, called in process, without a
-  network: its state in memory, which is the default, and in SQLite, which is `--database`.
+- seconds of rounds of FedAvg with 1,000 simulated clients in this process, 50 of them per round, of which about 10 %
+  return no result;
+- the server's seconds before a message is sent, by the number of connected clients, all under registered names;
+- bytes of the server's record of a client, and seconds and bytes of a checkpoint of it;
+- seconds of Flower's SuperLink for a heartbeat, a poll and a list of its nodes, called in process, without a network:
+  with its state in memory, the default, and in SQLite (`--database`).
 
-Nothing is trained: a stub app answers with the model that it was given.
+Nothing is trained: a stub app returns the model that it received.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ COHORT = 50
 FAILING = 0.1
 ENTRIES, ENTRY = 200, 500  # of the model in the rounds: as many entries as ViT-B/32 has, 100,000 parameters
 MODES = 3
-REPORTED = 500  # clients whose models FedACS holds
+REPORTED = 500  # clients whose models FedACS has
 
 logging.getLogger("flwr").setLevel(logging.CRITICAL)
 
@@ -107,7 +108,7 @@ def fails(client: str, number: int) -> bool:
 
 
 class TimedGrid(InProcessGrid):
-    """Also measures what the apps and their mods take."""
+    """Also measures the seconds of the apps and their mods."""
 
     seconds = 0.0
 
@@ -119,7 +120,7 @@ class TimedGrid(InProcessGrid):
 
 
 def rounds(clients: int, number: int) -> dict[str, Any]:
-    """Rounds of FedAvg with a stub app; the first, in which all introduce themselves, apart."""
+    """Seconds of rounds of FedAvg with a stub app; separately of the first, in which clients introduce themselves."""
     rng = np.random.default_rng(0)
     arrays = {f"layers.{k}.weight": rng.standard_normal(ENTRY).astype(np.float32) for k in range(ENTRIES)}
     grid = TimedGrid([Node(stub_app(), {}, name=name) for name in names_of(clients)])
@@ -161,7 +162,7 @@ def connected(clients: int, restarted: float = 0.0) -> list[NodeInfo]:
 
 
 def meeting(clients: int) -> tuple[Nodes, dict[str, float]]:
-    """Who is there: the first look, a look at which nothing has changed, one after 1 % were restarted."""
+    """Seconds to find the connected clients: the first time, without changes, and after 1 % were restarted."""
     nodes = Nodes()
     first, restarted = connected(clients), connected(clients, 0.01)
     taken = {}
@@ -201,7 +202,7 @@ def reply(client: str, plan: Plan, arrays: Any, layers: int) -> Reply:
 
 
 def planning(clients: int, runs: int) -> dict[str, float]:
-    """Seconds from the list of nodes to the plans of a cohort, by strategy; and of the list alone."""
+    """Seconds from the list of nodes to the plans of a cohort, by strategy, and for the list alone."""
     nodes, taken = meeting(clients)
     until = dict.fromkeys(names_of(clients)[:: int(1 / FAILING)], 10)
     model = build("tiny-vit", image_shape=(1, 8, 8), classes=10, seed=0)
@@ -218,7 +219,7 @@ def planning(clients: int, runs: int) -> dict[str, float]:
         cohorts = Cohorts(Rules(fraction_train=share), list, ledger)
         cohorts._nodes = nodes
         report = RoundReport(2, "train")
-        if name == "FedACS":  # the clients that have reported: no more than took part in a round
+        if name == "FedACS":  # the clients that have replied: no more than participated in a round
             some = names_of(clients)[:REPORTED]
             merger = method.merger(state, 1)
             for plan in method.plan(state, 1, TRAIN, some, {}):
@@ -240,7 +241,7 @@ def planning(clients: int, runs: int) -> dict[str, float]:
             return state, plans
 
         taken[f"{name}, first" if name == "FedEnsemble" else name] = seconds(one, runs)
-        if name == "FedEnsemble":  # once every client has its stratum
+        if name == "FedEnsemble":  # after every client has its stratum
             state, _ = one()
             taken[name] = seconds(lambda one=one, state=state: one(state=state), runs)  # type: ignore[misc]
         if method.storage:
@@ -248,7 +249,7 @@ def planning(clients: int, runs: int) -> dict[str, float]:
     return taken
 
 
-# ---- what is kept ----------------------------------------------------------------------------------------------------
+# ---- the server's records --------------------------------------------------------------------------------------------
 
 
 def bytes_of(make: Callable[[], Any]) -> tuple[Any, int]:
@@ -265,7 +266,7 @@ def hexadecimal(k: int, kind: str) -> str:
 
 
 def kept(clients: int, runs: int, folder: Path) -> dict[str, Any]:
-    """Bytes in memory of what the server remembers of each client; seconds and bytes of a checkpoint of it."""
+    """Bytes in memory of the server's record of each client, and seconds and bytes of a checkpoint of it."""
     names = names_of(clients)
     nodes, of_nodes = bytes_of(lambda: meeting(clients)[0])
     held, of_held = bytes_of(lambda: {name: frozenset([hexadecimal(k, "part")]) for k, name in enumerate(names)})
@@ -313,7 +314,7 @@ def message_cost(runs: int) -> dict[str, float]:
 
 
 def superlink(clients: int, database: str, runs: int) -> dict[str, Any]:
-    """Seconds of what a SuperLink's state does for its nodes, with a round's messages waiting for other nodes."""
+    """Seconds of a SuperLink's state per request of a node, while a round's messages wait for other nodes."""
     state: Any = LinkStateFactory(database, NoOpFederationManager(), ObjectStoreFactory(database)).state()
     run = state.create_run(None, None, "fab", {}, NOOP_FEDERATION_ID, None, "account", TaskType.SERVER_APP)
     ids = [2 * k + 3 for k in range(clients)]

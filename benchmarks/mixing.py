@@ -1,14 +1,17 @@
-"""What a round of FedACS costs a server that holds many models: seconds and anonymous memory.
+"""Seconds and anonymous memory of a round of FedACS at a server with many models, compared with two simpler ways.
 
     python benchmarks/mixing.py [--clients 500] [--parameters 1000000] [--participants 50] [--rounds 3] [--quick]
 
-Models lie in a `ModelStore`. A round writes the models of its participants, brings the dot products up to date, mixes
-the participants' next models and writes these into another mapped file. Beside it stands what a user would do instead:
-all models in one NumPy array, every similarity computed and every model mixed anew in every round; and a loop over
-pairs of models as torch code for personalised federated learning usually has it, in which each pair is flattened and
-compared, and each model added to each mixture, tensor by tensor. They are left out where they would not fit into memory
-or would take minutes. Memory is RssAnon of /proc/self/status (Linux), the highest of samples 5 ms apart,
-with the interpreter and its libraries in it. BLAS has the threads that it takes by default.
+Tepal has the models in a `ModelStore`. A round writes the models of its participants, updates the dot products, mixes
+the participants' next models and writes these into another mapped file. It is compared with
+
+- NumPy in memory: all models in one array, all similarities and mixtures computed again in every round;
+- a loop over pairs of models, as torch code for personalised federated learning usually has it: each pair is flattened
+  and compared, and each model added to each mixture, tensor by tensor.
+
+Both are left out if they would not fit into memory or would take minutes. Memory is RssAnon of /proc/self/status
+(Linux) in bytes, the highest of samples 5 ms apart, including the interpreter and its libraries. BLAS uses its default
+number of threads.
 """
 
 from __future__ import annotations
@@ -35,21 +38,21 @@ from tepal.strategies.mixing import cosine, mix, mix_rows, update_gram
 from tepal.strategies.personal.store import ModelStore
 
 GROUPS = 10  # clients of a group share the larger part of their models, so that similarities differ
-COPIES = 3.3  # of all models that the in-memory round has at once: the models, normalised, mixed, and some room
-PAIRS = 2e10  # clients² · parameters up to which the loop over pairs is run
+COPIES = 3.3  # of all models at once in the in-memory round: the models, normalised, mixed, and a reserve
+PAIRS = 2e10  # largest clients² · parameters for the loop over pairs
 SHARES = (0.001, 0.0, 0.05, 0.0, 0.94, 0.0, 0.009, 0.0)
 """Of a CNN's parameters, in its eight tensors: two convolutions and two dense layers, each with a bias."""
 COLUMNS = TEPAL, NUMPY, LOOP = "Tepal", "NumPy in memory", "loop over pairs"
 STAGES = {
     "first": "first similarity of all (once)",
-    "write": "write the models that came",
+    "write": "write the received models",
     "similarity": "similarity",
     "mix": "mix",
 }
 
 
 class Peak:
-    """The highest anonymous memory of this process while the context lasts, in bytes."""
+    """The highest anonymous memory of this process in bytes, while the context lasts."""
 
     def __enter__(self) -> Peak:
         self.bytes = anonymous_bytes()
@@ -75,7 +78,7 @@ def anonymous_bytes() -> int:
 
 
 class Clients:
-    """Makes random models: what the client's group shares, and noise."""
+    """Makes random models, each the sum of values that its group shares and noise."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.rng = np.random.default_rng(0)
@@ -102,7 +105,7 @@ class Stopwatch:
             seconds.append(0.0)
 
     def medians(self) -> dict[str, float]:
-        """Of all rounds but the first item, which is what came before them."""
+        """Medians over the rounds, without the first item, which precedes them."""
         first = {"first": self.seconds["first"][0]}
         return first | {stage: statistics.median(self.seconds[stage][1:]) for stage in STAGES if stage != "first"}
 

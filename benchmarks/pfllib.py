@@ -1,13 +1,13 @@
-"""A round of FedAvg, FedAMP and Ditto in PFLlib, and in Tepal in one process.
+"""Seconds of a round of FedAvg, FedAMP and Ditto, compared with PFLlib's, both in one process.
 
     PFLLIB=path/to/PFLlib python benchmarks/pfllib.py [--clients 100] [--rounds 20] [--runs 3] [--quick] [--json F]
 
-PFLlib (github.com/TsingZ0/PFLlib) is a library of personalised methods that simulates clients one after the other; its
-checkout stays as it is: its `system` folder is copied, and the clients' data written beside it in its format (one .npz
-a client, since its version 0.1.9). Both train its CNN for images of 28x28 (582,026 parameters) by plain SGD for an
-epoch, on 40 images a client in batches of 20, which PFLlib's loader does not cut short; nobody is scored in the rounds
-that are timed. PFLlib has PyTorch's usual threads, Tepal one for each of as many clients at once as there are cores.
-A round's time is the median of all but the first.
+PFLlib (github.com/TsingZ0/PFLlib) is a library of personalised methods that simulates clients one after the other. Its
+checkout is not changed: its `system` folder is copied, and the clients' data is written next to the copy in its format
+(one .npz per client, since its version 0.1.9). Both train its CNN for images of 28x28 (582,026 parameters) by plain SGD
+for an epoch, on 40 images per client in batches of 20, which PFLlib's loader does not shorten; no client is scored in
+the rounds that are timed. PFLlib has PyTorch's default threads, Tepal one thread for each of as many clients at a time
+as there are cores. A round's time is the median of all rounds except the first.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SPENT = re.compile(r"time cost\W+([\d.]+)")
 
 
 def written(images: Path, clients: int, target: Path) -> None:
-    """The clients' shares of `images`, four fifths of each to train on, as PFLlib reads them."""
+    """Write each client's share of `images`, four fifths of it to train on, in PFLlib's format."""
     with np.load(images) as data:
         pixels = ((data["x_train"].astype(np.float32) / 255 - 0.5) / 0.5)[:, np.newaxis]
         labels = data["y_train"]
@@ -48,7 +48,7 @@ def written(images: Path, clients: int, target: Path) -> None:
 
 
 def theirs(checkout: Path, folder: Path, method: str, clients: int, rounds: int) -> list[float]:
-    """Seconds of each round in PFLlib but the first, in which it scores everybody."""
+    """Seconds of each round in PFLlib, without the first, in which it scores all clients."""
     shutil.copytree(checkout / "system", folder / "system", ignore=shutil.ignore_patterns("__pycache__"))
     written(folder / "images.npz", clients, folder / "dataset" / NAME)
     options = {
@@ -59,7 +59,7 @@ def theirs(checkout: Path, folder: Path, method: str, clients: int, rounds: int)
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     done = subprocess.run(command, cwd=folder / "system", env=environment, capture_output=True, text=True)
     seconds = [float(found) for found in SPENT.findall(done.stdout)]
-    if len(seconds) <= rounds:  # it has one more than it is asked for
+    if len(seconds) <= rounds:  # it runs one more than requested
         raise SystemExit(f"PFLlib's {method} ended with status {done.returncode} after {len(seconds)} rounds:\n"
                          f"{(done.stdout + done.stderr)[-3000:]}")  # fmt: skip
     return seconds[1 : rounds + 1]

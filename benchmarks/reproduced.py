@@ -1,8 +1,8 @@
-"""What `tepal reproduce` found, all experiments on one page.
+"""Write the results of `tepal reproduce`, all experiments on one page; nothing is computed.
 
     python benchmarks/reproduced.py FOLDER > docs/reproduced.md
 
-FOLDER is that of `tepal reproduce --folder`. Nothing is computed here.
+FOLDER is that of `tepal reproduce --folder`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ unless another is named. The paper's numbers are next to ours, at the paper's ow
 gives the differences from the paper's setting, and the settings that the paper omits and were chosen here. How to run
 the experiments, and a summary, are [here](reproduce.md).
 
-Times are sums over the cells, of which two were computed at a time if they train on data. Figures are mean ± standard
+Times are sums over the trials, of which two were computed at a time if they train on data. Figures are mean ± standard
 deviation over seeds, if there are several.
 """
 

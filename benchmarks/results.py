@@ -1,11 +1,11 @@
-"""Short federated runs on real data: FedAvg and the four methods, three seeds each, as docs/results.md shows them.
+"""Accuracy and bytes of short federated runs on real data: FedAvg and the four methods, three seeds each.
 
     python benchmarks/results.py DATA [--only mnist,pacs] [--seeds 1,2,3] [--runs runs/results] [--page]
 
-DATA is a folder with the files that EXPERIMENTS names, in any of the formats of docs/data.md. Each experiment is a
-`tepal compare` of its own, with conf/results/<name>.toml; one that was stopped goes on, and one that is finished is not
-run again. `--page` prints docs/results.md from what there is. Models for texts are small and have random weights: their
-tokenizers are trained here, on the training texts. One process and one thread for each experiment.
+DATA is a folder with the files that EXPERIMENTS names, in any of the formats of docs/data.md. Each experiment is one
+`tepal compare` with conf/results/<name>.toml; an interrupted one is resumed, a finished one is not run again. `--page`
+prints docs/results.md from the finished experiments. Models for texts are small and have random weights; their
+tokenizers are trained here on the training texts. Each experiment uses one process and one thread.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LLAMA = {"model_type": "llama", "vocab_size": VOCABULARY, "tie_word_embeddings":
 
 @dataclass(frozen=True)
 class Experiment:
-    """A data set, in the folder DATA, and how many clients it is divided among; `model`: of texts, its config.json."""
+    """A data set in the folder DATA, and its number of clients; `model`: config.json of a model of texts."""
 
     title: str
     file: str
@@ -80,7 +80,7 @@ def config_file(name: str) -> Path:
 
 
 def run(name: str, data: Path, runs: Path, seeds: str) -> int:
-    """Run what is not finished of one experiment; returns the exit status of `tepal compare`."""
+    """Run the unfinished part of one experiment; returns the exit status of `tepal compare`."""
     experiment, folder = EXPERIMENTS[name], runs / name
     command = [sys.executable, "-m", "tepal.tools.cli.main", "compare", str(ROOT)]
     if found := begun(folder):
@@ -100,7 +100,7 @@ def described(model: Mapping[str, object]) -> str:
 
 
 def begun(folder: Path) -> Path | None:
-    """The experiment's comparison, if one was begun."""
+    """The experiment's comparison, if one was started."""
     return find_comparison(folder) if any(map(is_comparison, folder.glob("*"))) else None
 
 
@@ -144,7 +144,7 @@ Summary:
 
 
 def page(runs: Path) -> Iterator[str]:
-    """docs/results.md, from what is finished."""
+    """The text of docs/results.md, from the finished experiments."""
     yield INTRODUCTION
     for name, experiment in EXPERIMENTS.items():
         if (found := begun(runs / name)) is None:

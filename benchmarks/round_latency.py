@@ -1,15 +1,17 @@
-"""What a round costs beside training: Flower as it comes, Tepal on unchanged SuperNodes, Tepal on warm nodes.
+"""Seconds of a round without its training: Tepal on SuperNodes and on warm nodes, compared with Flower's FedAvg.
 
     python benchmarks/round_latency.py [--model tiny|vit-b-32] [--rounds 30] [--runs 1] [--only stock,warm] [--quick]
 
-Real processes on this machine, one after the other: a SuperLink, two clients, TLS, registered keys. The clients do not
-train, and send back a whole model. Flower's FedAvg has a train and an evaluate exchange in every round, and Flower's
-poll interval; Tepal's has the metrics in the train exchange, and the interval that its images set. A round's time is
-from the end of the one before; the first is left out (it starts processes and loads the app). Flower's polls keep the
-phase in which a run began, so a few runs tell more than many rounds. Then: where an exchange's
-time goes on a warm node, by its own log; the memory of all of a client's processes, between messages and at its most,
-as proportional set size (shared pages counted once); and, over the rounds, whether memory, processes, open files and
-temporary files of a warm node grow.
+Real processes on this machine, one setting after the other: a SuperLink, two clients, TLS, registered keys. The clients
+do not train, and return a whole model. Flower's FedAvg has a train and an evaluate exchange in every round, and
+Flower's poll interval; Tepal's has the metrics in the train exchange, and the interval of its images. A round is timed
+from the end of the previous one; the first is left out (it starts processes and loads the app). Flower's polls keep the
+phase in which a run began, so that a few runs give more information than many rounds. Also measured:
+
+- seconds of each step of an exchange on a warm node, from its log;
+- memory of all processes of a client, between messages and at its maximum, in bytes of proportional set size (shared
+  pages are counted once);
+- growth of memory, processes, open files and temporary files of a warm node over the rounds.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ STEPS = ("fetch it", "hand it to the app", "in the app", "hand it back", "send i
 
 @dataclass
 class Measured:
-    """Of one way. `seconds` of each round from the second on; memory in bytes, of one client."""
+    """Figures of one setting: `seconds` of each round from the second on; memory of one client in bytes."""
 
     seconds: list[float]
     idle: int
@@ -55,7 +57,7 @@ class Measured:
 
 
 class Memory:
-    """Samples the memory of a client's processes while the context lasts."""
+    """Samples the memory of a client's processes, while the context lasts."""
 
     def __init__(self, node: Process) -> None:
         self._node = node
@@ -77,7 +79,7 @@ class Memory:
 
 
 def look(node: Process) -> tuple[int, int, int, int]:
-    """(bytes, processes, open files, temporary files) of a client now."""
+    """Current (bytes, processes, open files, temporary files) of a client."""
     memory = files = processes = 0
     for process in node.tree():
         with contextlib.suppress(psutil.Error):
@@ -97,7 +99,7 @@ def running(way: str, folder: Path) -> Iterator[Deployment]:
 
 
 def app(way: str, folder: Path) -> Path:
-    """The app of a way, as a folder that can be submitted."""
+    """Folder of a setting's app, which can be submitted."""
     stage_app(APP, folder)
     if way == "stock":
         project = folder / "pyproject.toml"
@@ -109,7 +111,7 @@ def measure(way: str, model: str, rounds: int, console: Console) -> Measured:
     folder = Path(tempfile.mkdtemp(prefix="tepal-latency-"))
     try:
         with running(way, folder) as started, console.status(f"{WAYS[way]}: {rounds} rounds of {model} …"):
-            time.sleep(8)  # until a warm node has its spare process
+            time.sleep(8)  # until a warm node has started its spare process
             idle = look(started.nodes[0])[0]
             bundle = folder / "app"
             bundle.mkdir()
@@ -137,7 +139,7 @@ def measure(way: str, model: str, rounds: int, console: Console) -> Measured:
 
 
 def steps(log: str) -> dict[str, float]:
-    """Median seconds of each step of an exchange, from what a warm node logs."""
+    """Median seconds of each step of an exchange, from a warm node's log."""
     number = r"(\d+\.\d+)"
     pattern = "Answered train .*?: " + ", ".join(f"{number} (?:to )?{step}" for step in STEPS)
     found = [tuple(map(float, match)) for match in re.findall(pattern, log)]
@@ -145,7 +147,7 @@ def steps(log: str) -> dict[str, float]:
 
 
 def growth(samples: list[tuple[float, int, int, int, int]], ended: list[float]) -> dict[str, float]:
-    """Slope of a line through the samples, for each hundred rounds, without the first tenth of the run."""
+    """Growth per hundred rounds: slope of a line through the samples, without the first tenth of the run."""
     begin = ended[len(ended) // 10]
     table = np.array([sample for sample in samples if begin <= sample[0] <= ended[-1]], float)
     if len(table) < 4:

@@ -1,12 +1,12 @@
-"""Anonymous memory of the ServerApp's process over the model's size, by the number of clients, beside Flower's FedAvg.
+"""Peak anonymous memory of the ServerApp, by the number of clients, compared with Flower's FedAvg and the model's size.
 
     python benchmarks/server_memory.py [--megabytes 350] [--clients 2,10,50] [--ways flower,tepal] [--quick] [--json F]
 
 A real SuperLink and ServerApp, and stub nodes: threads of this process that talk to the Fleet API as SuperNodes do, and
-answer every message with the same arrays. Anonymous memory is what the system cannot have back (`RssAnon`): what a
-process has of files on disk does not count. The most of it over the run is shown, of the SuperLink too, and the memory
-that the ServerApp has before there is a model. Flower's FedAvg holds all replies of a round at once: choose --clients
-and --megabytes so that this machine has room for them.
+answer every message with the same arrays. Anonymous memory (`RssAnon`, in bytes) is memory that the system cannot
+reclaim; it does not include files on disk. Its maximum over the run is shown, also for the SuperLink, and the memory of
+the ServerApp before the model is loaded. Flower's FedAvg has all replies of a round in memory: choose --clients and
+--megabytes accordingly.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Stub:
                 message, tree = received
                 run = message.metadata.run_id
                 content = self._answer(message, self._settings(tree, partial(pull, run)))
-                # What is confirmed is deleted: not before the ServerApp has brought all of it.
+                # Confirmed objects are deleted; therefore only after the ServerApp has pushed all of them.
                 for each in identifiers(tree):
                     quick(pull_objects)([each], partial(pull, run))
                 confirm(run, message.metadata.message_id)
@@ -169,7 +169,7 @@ def measure(way: str, clients: int, megabytes: float, rounds: int) -> dict[str, 
 
 @contextlib.contextmanager
 def superlink(folder: Path) -> Iterator[tuple[Process, str, str, dict[str, str]]]:
-    """(process, address, address of the Fleet API, environment of Flower's commands) of a SuperLink without TLS."""
+    """Start a SuperLink without TLS: (process, address, Fleet API's address, environment of Flower's commands)."""
     address, fleet = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
     (folder / "work").mkdir()
     environment = flower_environment(folder / "home")
@@ -184,7 +184,7 @@ def superlink(folder: Path) -> Iterator[tuple[Process, str, str, dict[str, str]]
 
 
 class Watch:
-    """The most anonymous memory, in bytes, of each kind of process under a SuperLink while the context lasts."""
+    """Peak anonymous memory in bytes of each kind of process of a SuperLink, while the context lasts."""
 
     def __init__(self, process: Process) -> None:
         self._process = process

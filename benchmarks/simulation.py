@@ -1,18 +1,18 @@
-"""How long simulated rounds take: Tepal in one process, Tepal in Flower's runtime, and Flower's own FedAvg there.
+"""Seconds of simulated rounds: Tepal in one process and in Flower's runtime, compared with Flower's FedAvg.
 
     python benchmarks/simulation.py [--runs 3] [--only "in process,stock,inside"] [--model small-cnn] [--quick]
 
 *Many clients*: 100 clients of 50 images (40 of them to train on) train a CNN for 20 rounds, one epoch with batches of
-32 and SGD: the FedAvg paper's, or with --model small-cnn that of Flower's quickstart; no client scores anything. Ways
-take turns, each with one PyTorch thread for a client and as many clients at once as there are cores. "All" is the whole
-call, from nothing running to nothing running. "Rounds" is the time of all rounds but the first, in which a run still
-starts what it needs, and "a round" the median of them.
+32 and SGD: the FedAvg paper's CNN, or with --model small-cnn that of Flower's quickstart; no client scores. Runs are
+taken in turn, each with one PyTorch thread per client and as many clients at a time as there are cores. "All" is the
+whole call, including start and end of all processes. "Rounds" is the time of all rounds except the first, in which a
+run still starts processes, and "a round" their median.
 
-*Inside a round*: 20 clients of 100 images (80 to train on), in one process and by turns, with five epochs (the default)
-and with one: the time of a round over that of the training steps in it, by the clients' own clocks; with what clients
-score in a round, and without. Beside it the same steps as a plain PyTorch loop in a process of its own.
+*Inside a round*: 20 clients of 100 images (80 to train on), in one process and one after the other, with five epochs
+(the default) and with one: the time of a round relative to that of its training steps, by the clients' own clocks, with
+and without the clients' scoring. It is compared with the same steps as a plain PyTorch loop in a process of its own.
 
-The images are MNIST's where the folder TEPAL_TEST_DATA has mnist.npz, else random ones of their size.
+The images are MNIST's if the folder TEPAL_TEST_DATA has mnist.npz, otherwise random ones of the same size.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MODELS = {"cnn": "cnn", "small-cnn": "stock_model:small_cnn"}
 BATCH, RATE = 32, 0.05
 UNSCORED = {"score-in-training": False, "fraction-evaluate": 0.0}
 
-# One client's steps, on its share of the images, as often as there are clients; the first turn warms up.
+# The steps of one client on its share of the images, for each client; the first turn warms up.
 LOOP = """
 import sys, time
 import numpy as np, torch
@@ -72,7 +72,7 @@ for turn in range(rounds + 1):
 
 
 def write_images(path: Path, count: int) -> str:
-    """`count` images of 28x28 to train on, and a test set, in an .npz file; returns what they are."""
+    """Write `count` images of 28x28 to train on and a test set to an .npz file; returns a description of them."""
     rng = np.random.default_rng(0)
     given = Path(os.environ.get("TEPAL_TEST_DATA", "")) / "mnist.npz"
     if "TEPAL_TEST_DATA" in os.environ and given.is_file():
@@ -94,7 +94,7 @@ def write_images(path: Path, count: int) -> str:
 
 
 def tepal(way: str, folder: Path, clients: int, rounds: int, **changes: object) -> tuple[list[float], float, float]:
-    """A run of this checkout: seconds of each round, of the whole call, and of a round's training steps (median)."""
+    """A run of Tepal: seconds of each round, of the whole call, and of a round's training steps (median)."""
     config = {
         "strategy": "fedavg", "model": "cnn", "dataset": "mnist", "dataset-path": str(folder / "images.npz"),
         "partitioner": "iid", "num-server-rounds": rounds, "batch-size": BATCH, "optimizer": "sgd",
@@ -113,7 +113,7 @@ def tepal(way: str, folder: Path, clients: int, rounds: int, **changes: object) 
 
 
 def stock(folder: Path, clients: int, samples: int, rounds: int, model: str = "cnn") -> tuple[list[float], float]:
-    """A run of Flower's own: seconds of each round, and of the whole call."""
+    """A run of Flower's FedAvg: seconds of each round, and of the whole call."""
     config = {
         "clients": clients, "rounds": rounds, "samples": samples, "data": str(folder / "images.npz"),
         "batch-size": BATCH, "learning-rate": RATE, "model": model, "output": str(folder / "ended.json"),
@@ -127,7 +127,7 @@ def stock(folder: Path, clients: int, samples: int, rounds: int, model: str = "c
 def many(
     ways: list[str], clients: int, samples: int, rounds: int, runs: int, model: str
 ) -> dict[str, dict[str, list[float]]]:
-    """Way → seconds of all of a run, of its rounds, and of its median round; one number for each run."""
+    """Seconds of the whole call, of all rounds and of the median round of each run, by engine."""
     taken: dict[str, dict[str, list[float]]] = {way: {"all": [], "rounds": [], "round": []} for way in ways}
     for _ in range(runs):
         for way in ways:
@@ -148,7 +148,7 @@ def many(
 def inside(
     clients: int, samples: int, rounds: int, runs: int, epochs_of: tuple[int, ...] = (5, 1)
 ) -> dict[str, dict[str, list[float]]]:
-    """What is trained and scored → a round's seconds, those of its steps, and of a plain loop; for each run."""
+    """Seconds of a round, of its steps and of a plain loop for each run, by what is trained and scored."""
     found: dict[str, dict[str, list[float]]] = {}
     train = samples * 4 // 5
     for _ in range(runs):

@@ -1,14 +1,13 @@
-"""What one training step costs a client that trains few layers, against one that trains all.
+"""Milliseconds and bytes of a training step of a few layers, compared with a step of all layers.
 
     python benchmarks/train_step.py [--quick] [--batch 8] [--repeats 5] [--hidden 384] [--device cpu] [--json FILE]
 
-A vision transformer of 12 blocks on images of 224x224 pixels (patches of 32, random weights and data) takes the step
-that a client takes: forward, backward, SGD. What trains is set by `apply_plan` from a plan, as in a run; the head
-always trains. Times are medians over steps taken in turns, so that a busy machine slows all alike. Bytes are what
-autograd keeps from the forward pass for the backward pass, parameters not counted; gradients and the optimizer's state
-come on top.
+A vision transformer of 12 blocks for images of 224x224 pixels (patches of 32, random weights and data) is trained by a
+client's steps: forward, backward, SGD. The trained layers are set by `apply_plan` from a plan, as in a run; the head
+always trains. Times are medians over steps taken in turn, so that load on the machine affects all alike. Bytes are what
+autograd saves in the forward pass for the backward pass, without parameters, gradients and the optimizer's state.
 
-The last line is the probe that goes before the choice of layers: one batch, forward and backward, for all layers.
+The last line is the probe that precedes the selection of layers: one batch, forward and backward, for all layers.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ ALL, PROBE = "all", "probe (all layers)"
 
 
 class Logits(nn.Module):
-    """A classifier of transformers as one that returns its logits."""
+    """A classifier of transformers that returns its logits."""
 
     def __init__(self, vit: nn.Module) -> None:
         super().__init__()
@@ -72,7 +71,7 @@ def build(hidden: int) -> nn.Module:
 
 
 def message_that_trains(model: nn.Module, blocks: Blocks, trains: Names) -> Message:
-    """The message of a server whose plan trains these entries, as the client's app gets it."""
+    """A server's message with a plan that trains these entries, as the client's app receives it."""
     plan = Plan(client="c", round=1, needs={MODEL: blocks.layout.names}, trains=trains, returns={MODEL: trains})
     sender = Sender(blocks.layout, {"all": blocks.layout.names}, experiment="benchmark", record="arrays")
     entries = {name: tensor.numpy() for name, tensor in canonical_state(model).items()}
@@ -88,7 +87,7 @@ def message_that_trains(model: nn.Module, blocks: Blocks, trains: Names) -> Mess
 
 
 def choices(blocks: Blocks) -> dict[str, Names]:
-    """What trains in each row of the table."""
+    """The trained entries of each row of the table."""
     layers, middle = blocks.layers, len(blocks.layers) // 2
     return {
         ALL: blocks.layout.names,
@@ -100,7 +99,7 @@ def choices(blocks: Blocks) -> dict[str, Names]:
 
 
 def saved_bytes(model: nn.Module, forward: Callable[[], Tensor]) -> int:
-    """Bytes that autograd keeps for the backward pass of `forward`: each storage once, without the parameters'."""
+    """Bytes that autograd saves for the backward pass of `forward`: each storage once, without parameters."""
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, int] = {}
 
@@ -111,7 +110,7 @@ def saved_bytes(model: nn.Module, forward: Callable[[], Tensor]) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = forward()  # held to the end: a storage that is freed early could lend its address to another
+        loss = forward()  # kept to the end: the address of a freed storage could be used again
     del loss
     return sum(kept.values())
 

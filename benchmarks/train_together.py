@@ -1,9 +1,9 @@
-"""A step of local training of clients that train together (`train-together`), beside the same clients by turns.
+"""Milliseconds of a local training step of clients that train together, compared with the same clients one by one.
 
     python benchmarks/train_together.py [--clients 10] [--repeats 3] [--quick] [--json FILE]
 
-Each client has two batches of random images. Figures are milliseconds of processor time for one step of one client,
-with one thread, medians over the repeats, which take turns; the first, which warms up, does not count.
+Each client has two batches of random images; `train-together` stacks the clients. Figures are processor time for one
+step of one client with one thread, medians over repeats taken in turn, without the first, which warms up.
 """
 
 from __future__ import annotations

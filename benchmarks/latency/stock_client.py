@@ -1,4 +1,4 @@
-"""A client without training: what a round costs beside it."""
+"""A Flower client that does not train, for measuring the time of a round without training."""
 
 import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict

@@ -1,4 +1,4 @@
-"""Flower's FedAvg as it comes: train and evaluate in every round. Writes when each round was over."""
+"""Flower's FedAvg, unchanged: train and evaluate in every round. Writes the time at which each round ended."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""The same with Tepal's FedAvg, whose clients answer with their metrics. Writes when each round was over."""
+"""Tepal's FedAvg, whose clients return their metrics with the model. Writes the time at which each round ended."""
 
 import json
 import time

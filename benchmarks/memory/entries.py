@@ -1,4 +1,4 @@
-"""The model: matrices of 8 MB as a transformer has them, up to the size that is asked for."""
+"""A model of matrices of 8 MB, as a transformer has them, up to a given size."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""A Flower app must have a ClientApp; nothing of this one is ever run, because the nodes are stubs."""
+"""The ClientApp that a Flower app must have; it is never run, because the nodes are stubs."""
 
 from flwr.clientapp import ClientApp
 

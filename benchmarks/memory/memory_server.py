@@ -1,4 +1,4 @@
-"""FedAvg of Flower or Tepal with a large model. Says how much memory the process has before there is a model."""
+"""FedAvg of Flower or Tepal with a large model. Reports the memory of the process before the model is loaded."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A client as Flower's examples have it: load the model, train, send it back. Its data is read once in a process."""
+"""A client as in Flower's examples: load the model, train, return it. Its data is read once per process."""
 
 from functools import cache
 

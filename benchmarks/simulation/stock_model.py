@@ -1,10 +1,10 @@
-"""The CNNs that are trained, for images of 28x28 pixels: this app needs nothing of Tepal."""
+"""The CNNs that are trained, for images of 28x28 pixels; this app does not import Tepal."""
 
 from torch import nn
 
 
 def cnn() -> nn.Module:
-    """That of the FedAvg paper (1,663,370 parameters): Tepal's `cnn`, written down again."""
+    """The CNN of the FedAvg paper (1,663,370 parameters), the same as Tepal's `cnn`."""
     return nn.Sequential(
         nn.Conv2d(1, 32, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(32, 64, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
@@ -13,7 +13,7 @@ def cnn() -> nn.Module:
 
 
 def small_cnn(image_shape: tuple[int, ...] = (1, 28, 28), classes: int = 10) -> nn.Module:
-    """That of Flower's PyTorch quickstart, for one channel (44,426 parameters). Both ways train this very one."""
+    """The CNN of Flower's PyTorch quickstart, for one channel (44,426 parameters); Tepal trains it, too."""
     return nn.Sequential(
         nn.Conv2d(1, 6, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2),
         nn.Flatten(), nn.Linear(16 * 4 * 4, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10),
@@ -21,7 +21,7 @@ def small_cnn(image_shape: tuple[int, ...] = (1, 28, 28), classes: int = 10) -> 
 
 
 def pfllib_cnn(image_shape: tuple[int, ...] = (1, 28, 28), classes: int = 10) -> nn.Module:
-    """That of PFLlib for such images (582,026 parameters): the FedAvg paper's without padding."""
+    """The CNN of PFLlib for such images (582,026 parameters): the FedAvg paper's without padding."""
     return nn.Sequential(
         nn.Conv2d(1, 32, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(32, 64, 5), nn.ReLU(), nn.MaxPool2d(2),
         nn.Flatten(), nn.Linear(64 * 4 * 4, 512), nn.ReLU(), nn.Linear(512, 10),

@@ -1,4 +1,4 @@
-"""Flower's FedAvg, which nobody evaluates. Writes when the rounds began, and when each was over."""
+"""Flower's FedAvg without evaluation. Writes the time at which the rounds began and at which each ended."""
 
 import json
 import time

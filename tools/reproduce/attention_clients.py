@@ -236,8 +236,8 @@ def client_app(clients: Sequence[Client], *, rate: float, steps: int, ridge: flo
 
         work = FullBatch(
             model, Batches(client.inputs, client.labels, EXAMPLES, 0), config, layout=message.layout,
-            received=message.model, options=plan.options, trees=message.trees, load_personal=message.personal.load,
-            gradients=gradients,
+            received=message.model, options=message.plan.options, trees=message.trees,
+            load_personal=message.personal.load, gradients=gradients,
         )  # fmt: skip
         outcome = objectives.find(message.plan.objective).fit(work)
         if outcome.personal is not None:

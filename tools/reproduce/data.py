@@ -26,7 +26,7 @@ def find_data(folder: Path, names: Sequence[str]) -> dict[str, Path]:
     found = {name: path for name, each in paths.items() if (path := next(filter(Path.exists, each), None))}
     if missing := [name for name in names if name not in found]:
         wanted = "".join(f"\n{_wanted(folder, name)}" for name in missing)
-        raise MissingData(f"data is missing, to be put there or named by --data FOLDER:{wanted}")
+        raise MissingData(f"missing data; put it there, or name its folder by --data FOLDER:{wanted}")
     return found
 
 

@@ -69,20 +69,20 @@ class EnsembleMnist(Experiment):
     """Accuracy of an ensemble, and of single models."""
 
     name = "ensemble-mnist"
-    title = "Fed-ensemble on MNIST, iid and with two labels a client"
-    paper = "Fed-ensemble, tables 2 and 4 (arXiv 2107.10663)"
+    title = "Fed-ensemble on MNIST, iid and with two labels per client"
+    paper = "Fed-ensemble, Tables 2 and 4 (arXiv 2107.10663)"
     deviations = (
-        "All clients train in every round. Where a fifth of 100 do, and have two labels each, a mode gets four of them "
-        "a round, which is too few: after 80 rounds FedAvg was ahead by .006.",
+        "All clients participate in every round. If only a fifth of 100 do, with two labels each, a mode is trained by "
+        "four clients per round, which is too few: after 80 rounds the accuracy of FedAvg was .006 higher.",
         "Clients, learning rate, local work, batch size and rounds are chosen here, as the paper does not give them; "
-        "the rate is constant, where the paper's falls by 1 % in ten rounds.",
-        "FedBE's unlabelled examples, which the server has, are taken from the training images; the paper has no "
-        "number of it with two labels.",
+        "the learning rate is constant, while the paper's decreases by 1 % every ten rounds.",
+        "The server's unlabelled examples for FedBE are taken from the training images; the paper has no result of "
+        "FedBE with two labels.",
     )
     datasets = ("mnist",)
     small_scale = (
         "LeNet-5 on images of 20x20, 50 clients, 40 rounds of 20 steps of 32 images; two seeds with two labels, "
-        "one of all else."
+        "otherwise one."
     )
     full_scale = "60,000 images of 28x28, 100 clients, 400 rounds of one epoch, three seeds."
 
@@ -144,7 +144,7 @@ class EnsembleMnist(Experiment):
         return Reproduction(tables, figures, findings)
 
 
-_CAPTION = "On the 10,000 test images, which no client has; the mean over the seeds."
+_CAPTION = "Accuracy on the 10,000 test images, which no client has; mean over the seeds."
 
 
 def _modes(full: bool) -> tuple[int, ...]:

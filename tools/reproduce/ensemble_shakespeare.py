@@ -34,15 +34,17 @@ class EnsembleShakespeare(Experiment):
     """Accuracy of the next character."""
 
     name = "ensemble-shakespeare"
-    title = "Fed-ensemble on Shakespeare's roles, the next character"
-    paper = "Fed-ensemble, table 2 (arXiv 2107.10663)"
+    title = "Fed-ensemble on Shakespeare, prediction of the next character"
+    paper = "Fed-ensemble, Table 2 (arXiv 2107.10663)"
     deviations = (
-        "Whole roles are dealt to 100 clients; the test passages are of all of them.",
+        "Each role is assigned to one of 100 clients; the test passages are from all roles.",
         "Learning rate, local work, batch size and rounds are chosen here, as the paper does not give them.",
     )
     datasets = ("shakespeare",)
-    small_scale = "10 characters before the next one (the paper: 80), three modes, 80 rounds of 20 steps; one seed."
-    full_scale = "80 characters, five modes, 300 rounds of one epoch of a tenth of the clients, three seeds."
+    small_scale = "A context of 10 characters (the paper: 80), three modes, 80 rounds of 20 steps; one seed."
+    full_scale = (
+        "A context of 80 characters, five modes, 300 rounds of one epoch of a tenth of the clients, three seeds."
+    )
 
     def trials(self, full: bool) -> Sequence[Trial]:
         common = {**_COMMON, **(_FULL if full else _SMALL)}
@@ -62,5 +64,7 @@ class EnsembleShakespeare(Experiment):
         if scores["Fed-ensemble"] and scores["FedAvg"]:
             gain = compared(scores["Fed-ensemble"], scores["FedAvg"])
             findings.append(f"Fed-ensemble is {gain} FedAvg (paper: .0244 above).")
-        figure = curves(runs, "rounds", "The next character", "On passages that no client has.")
+        figure = curves(
+            runs, "rounds", "The next character", "Accuracy on passages that no client has; mean over the seeds."
+        )
         return Reproduction([table("Accuracy by method", ("method", "ours", "paper"), rows)], [figure], findings)

@@ -85,8 +85,8 @@ class EnsembleToy(Experiment):
     deviations = (
         "The initial weights, N(0, 1), the learning rate, .1, five local steps and 100 rounds are chosen here: the "
         "paper does not give them.",
-        "The bias is the root of its mean square, which is of the size of the paper's numbers.",
-        "All repetitions meet the same schedule of modes; the paper does not say whether its do.",
+        "The bias is the square root of bias², which is of the same magnitude as the paper's numbers.",
+        "All repetitions have the same schedule of modes; the paper does not say whether its repetitions do.",
     )
     small_scale = f"20 repetitions of the paper's 100; {CLIENTS} clients, {ROUNDS} rounds."
     full_scale = f"100 repetitions, as in the paper; {CLIENTS} clients, {ROUNDS} rounds."
@@ -134,6 +134,6 @@ class EnsembleToy(Experiment):
                 f"{variances[-1]:.4f} (paper: {PAPER[1]['variance']} to {PAPER[40]['variance']}).",
                 f"The bias is {min(biases):.3f} to {max(biases):.3f} for every K (paper: .109 to .117).",
                 "The paper's variance at K = 2 is less than half of that at K = 1; the mean of two independent models "
-                "has half.",
+                "would have exactly half.",
             ]
         return Reproduction([table], figures, findings)

@@ -41,11 +41,11 @@ QUANTILES = (0.5, 0.7, 0.9)
 _DRAWN: Mapping[str, Any] = {"partitioner": "natural", "min-partition-size": 2, "test-fraction": 30 / 80}
 SETTINGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "two-classes": (
-        "two classes a client", {"partitioner": "pathological", "classes-per-client": 2, "test-fraction": 0.3},
+        "two classes per client", {"partitioner": "pathological", "classes-per-client": 2, "test-fraction": 0.3},
     ),
     "dirichlet": ("Dirichlet .5", {"partitioner": "dirichlet", "dirichlet-alpha": 0.5, "test-fraction": 0.3}),
     "scarce": ("50 examples each, Dirichlet .5", _DRAWN),
-    "many": ("500 clients, a tenth takes part", {**_DRAWN, "fraction-train": 0.1}),
+    "many": ("500 clients, a tenth participates", {**_DRAWN, "fraction-train": 0.1}),
 }  # fmt: skip
 """Setting → its text in tables and titles, and its keys of the run config."""
 _COMMON: Mapping[str, Any] = {
@@ -63,24 +63,25 @@ class FedAcs(Experiment):
 
     name = "fedacs"
     title = "FedACS and personalised methods on Fashion-MNIST and CIFAR-10"
-    paper = "FedACS, figure 1 and Table 2 (arXiv 2312.15148)"
+    paper = "FedACS, Figure 1 and Table 2 (arXiv 2312.15148)"
     deviations = (
-        "Network, learning rate, local epochs and p are not in the paper: LeNet-5, SGD .1, ten batches of 32 a "
-        "round, and p as found on other clients.",
-        f"p is chosen among {', '.join(map(str, QUANTILES))} on clients of their own, with examples that the other "
-        "runs do not have; but for those of 500 clients, which take the p of 50 examples each, and all images, those "
-        "that it was chosen on among them. The rivals have this project's defaults and are not tuned.",
-        "Figure 1 of the paper has no numbers to read; Table 2 has.",
+        "The paper does not give network, learning rate, local epochs and p: here LeNet-5, SGD with .1, ten batches of "
+        "32 per round, and p chosen on other clients.",
+        f"p is chosen among {', '.join(map(str, QUANTILES))} on separate clients, whose examples the other runs do not "
+        "have. The runs with 500 clients are an exception: they use the p of the setting with 50 examples each, and "
+        "all images, including those that it was chosen on. The other methods have this project's defaults and are not "
+        "tuned.",
+        "Figure 1 of the paper has no numbers; Table 2 has.",
     )
     datasets = DATA
     small_scale = (
-        "8,000 images of each data set, 40 clients where data suffices, 50 of 80 images where it is scarce, 500 of "
-        "16 images where a tenth takes part; images of 20x20, 10 rounds (15 of 500 clients); one "
-        "seed. Of CIFAR-10 two classes a client, and scarce data alone."
+        "8,000 images of each data set, resized to 20x20; 40 clients, or 50 with 80 images each, or 500 with 16 images "
+        "each of which a tenth participates; 10 rounds (15 with 500 clients); one seed. CIFAR-10 with two classes per "
+        "client and with 50 examples each only."
     )
     full_scale = (
-        "Two thirds of 70,000 and 60,000 images, the rest to choose p on; 100 clients, or of all images 500 of "
-        "whom a tenth takes part; 100 rounds, five seeds."
+        "Two thirds of 70,000 and 60,000 images, the rest to choose p on; 100 clients, or 500 with all images, of "
+        "which a tenth participates; 100 rounds, five seeds."
     )
 
     def trials(self, full: bool) -> Sequence[Trial]:
@@ -108,7 +109,7 @@ class FedAcs(Experiment):
         return joined(*(_results(data, found) for data in DATA))
 
 
-_CAPTION = "The mean over the clients, of each one's model on its own test examples."
+_CAPTION = "Mean over the clients of the accuracy of each one's model on its own test examples."
 
 
 def _results(data: str, found: Mapping[str, Values]) -> Reproduction:
@@ -125,7 +126,7 @@ def _results(data: str, found: Mapping[str, Values]) -> Reproduction:
         runs = [of(setting, method) for setting in SETTINGS]
         pairs = [(mean_text(accuracies(each)), mean_text([values["spread"] for values in each])) for each in runs]
         rows.append((method, *chain(*pairs)))
-    headings = ("method", *(each for text, _ in SETTINGS.values() for each in (text, "over clients")))
+    headings = ("method", *(each for text, _ in SETTINGS.values() for each in (text, "std over clients")))
     figures, findings = list[Figure](), list[str]()
     for setting, (text, _) in SETTINGS.items():
         methods, where = {method: of(setting, method) for method in METHODS}, f"{data}, {text}"
@@ -136,8 +137,8 @@ def _results(data: str, found: Mapping[str, Values]) -> Reproduction:
             ahead = [method for method in scores if np.mean(scores[method]) > np.mean(scores["FedACS"])]
             chosen = ", ".join(map(str, sorted({values["p"] for values in methods["FedACS"]})))
             findings.append(
-                f"{where}: FedACS (p = {chosen}) is {compared(scores['FedACS'], scores['FedAvg'])} FedAvg; ahead of "
-                f"it: {', '.join(ahead) or 'none'}."
+                f"{where}: FedACS (p = {chosen}) is {compared(scores['FedACS'], scores['FedAvg'])} FedAvg; more "
+                f"accurate than FedACS: {', '.join(ahead) or 'none'}."
             )
     paper = dict(zip(ALPHAS, PAPER_ALPHAS[data], strict=True))
     scarce = {

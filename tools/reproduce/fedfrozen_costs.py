@@ -53,11 +53,11 @@ class FedFrozenCosts(Experiment):
     """Costs of the paper's five models and of every model that a run config can name."""
 
     name = "fedfrozen-costs"
-    title = "What FedFrozen uploads, relative to FedAvg"
+    title = "FedFrozen's communication relative to FedAvg"
     paper = "FedFrozen, table of communication costs (arXiv 2605.06446)"
-    deviations = ("Models by name have the head of their task, the paper's five have none.",)
+    deviations = ("The models by name include the head of their task; the paper's five do not.",)
     small_scale = full_scale = (
-        f"{WARMUP} warm-up rounds of {ROUNDS}, models in their full size, without weights: nothing is scaled."
+        f"{WARMUP} warm-up rounds of {ROUNDS}; models in their full size, built without weights: nothing is reduced."
     )
 
     def trials(self, full: bool) -> Sequence[Trial]:
@@ -90,10 +90,10 @@ class FedFrozenCosts(Experiment):
         findings = []
         if len(papers) == len(PAPER):
             furthest = max(abs(of["up"] - PAPER[of["paper"]][2]) for of in papers)
-            findings.append(f"Ours are the paper's to {furthest:.5f}.")
+            findings.append(f"Our costs differ from the paper's by at most {furthest:.5f}.")
         without = [of["model"] for of in others if not of["frozen"]]
         if without:
-            findings.append(f"Without attention, so that FedFrozen refuses them: {', '.join(without)}.")
+            findings.append(f"Models without attention, which FedFrozen rejects: {', '.join(without)}.")
         return Reproduction(tables, [_figure([of for of in [*papers, *others] if of["frozen"]])], findings)
 
 
@@ -119,4 +119,6 @@ def _figure(costs: Sequence[Values]) -> Figure:
     )  # fmt: skip
     plot.update_layout(showlegend=False, height=80 + 22 * len(names))
     plot.update_yaxes(autorange="reversed", dtick=1)
-    return Figure("costs", "Uploads of FedFrozen", "Two warm-up rounds of ten. 1 is FedAvg.", plot)
+    return Figure(
+        "costs", "Uploads of FedFrozen", "Uploaded parameters relative to FedAvg, two warm-up rounds of ten.", plot
+    )

@@ -68,17 +68,18 @@ class FedFrozenSimulation(Experiment):
     title = "FedFrozen on linear attention"
     paper = "FedFrozen, Figures 1 to 3 (arXiv 2605.06446)"
     deviations = (
-        "The paper does not give φ and the scales. Chosen here: φ(x) = sigmoid(x)/√d_k; teacher and student from "
+        "The paper gives neither φ nor the scales. Chosen here: φ(x) = sigmoid(x)/√d_k; teacher and student from "
         "N(0, 1/d), the teacher's W_Q and W_K times 4; the squared error summed over d_v, averaged over tokens and "
         "examples.",
-        "Nor does it say what a final loss is: here f, the mean of the clients' training losses at the global model, "
-        "without the ridge.",
-        f"Nor T_warm and ρ where another thing varies: here T_warm/T = {CHOSEN:g} and ρ = {SHIFTED:g}.",
-        "Nor the measure of client drift: here 1/K Σ ‖w_k − w̄‖ after local training, of what is trained, in the last "
-        "quarter of the rounds (50 of 200, as in the paper).",
-        "A seed whose weights pass 10⁶ has diverged; its loss counts as infinite, and a dash is such a median.",
-        "The paper's numbers are in figures alone, so that its sentences stand here beside ours.",
-        "A seed's data and weights are the same draws for every ρ, but for the clients' means, which are ρ times one.",
+        "The paper does not define the final loss: here it is f, the mean of the clients' training losses at the "
+        "global model, without the ridge.",
+        f"The paper does not give T_warm and ρ when another parameter varies: here T_warm/T = {CHOSEN:g} and ρ = "
+        f"{SHIFTED:g}.",
+        "The paper does not define client drift: here it is 1/K Σ ‖w_k − w̄‖ of the trained matrices after local "
+        "training, averaged over the last quarter of the rounds (50 of 200, as in the paper).",
+        "A seed whose weights exceed 10⁶ has diverged; its loss counts as infinite, and an infinite median is a dash.",
+        "The paper's numbers are only in figures; therefore its statements are quoted next to our numbers.",
+        "For every ρ a seed has the same data and weights, except that the clients' means are scaled by ρ.",
     )
     small_scale = (
         f"{SMALL.seeds} seeds, T = {SMALL.rounds} and {SMALL.profile_rounds} for the profile, of the paper's "
@@ -220,7 +221,7 @@ def spread(values: Iterable[float | None]) -> Spread:
 
 
 _QUARTILES = ("median", "lower quartile", "upper quartile")
-_BAND = "Median and quartiles over the seeds."
+_BAND = "Median over the seeds, with a band between the quartiles."
 _FREEZES = f"{CHOSEN:g}"  # key of the run that freezes at the chosen time
 
 
@@ -268,8 +269,8 @@ def _by_warmup(kept: Sequence[Values]) -> Reproduction:
         findings.append(
             f"ρ = {of['rho']:g}: the least median loss is at T_warm/T = {best:g}, {_say(median[best])} (never frozen "
             f"{_say(median[1.0])}, frozen from the start {_say(median[0.0])}): freezing in between is "
-            f"{'better than both ends' if within else 'not better than both ends'} (paper: better than never from ρ = "
-            "1 on)."
+            f"{'better than both ends' if within else 'not better than both ends'} (paper: better than never freezing "
+            "for ρ ≥ 1)."
         )
         if of["rho"] == SHIFTED:
             plot = empty_plot("T_warm/T", "final loss")
@@ -285,7 +286,7 @@ def _by_warmup(kept: Sequence[Values]) -> Reproduction:
         )  # fmt: skip
         plot.update_xaxes(type="category", rangemode="normal")
         plot.update_yaxes(type="category")
-        caption = "log₁₀ of the median loss, the darker the larger; nothing where it diverged."
+        caption = "log₁₀ of the median loss over the seeds; darker is larger, empty if it diverged."
         figures.append(Figure("heat", "Loss by warm-up and heterogeneity", caption, plot))
     return Reproduction([table("Final loss by warm-up", ("ρ", "T_warm/T", *_QUARTILES), rows)], figures, findings)
 
@@ -337,7 +338,7 @@ def _by_rho(kept: Sequence[Values]) -> Reproduction:
         known = {name: by_rho[rho][0] for name, by_rho in found.items() if rho in by_rho}
         if len(known) == len(ROLES):
             ranking = ", ".join(f"{name} {_say(known[name])}" for name in sorted(known, key=lambda name: known[name]))
-            findings.append(f"ρ = {rho:g}, from the least loss: {ranking}.")
+            findings.append(f"ρ = {rho:g}, median losses in increasing order: {ranking}.")
     if len(rhos) > 1 and all({rhos[0], rhos[-1]} <= by_rho.keys() for by_rho in found.values()):
         grown = {name: by_rho[rhos[-1]][0] / by_rho[rhos[0]][0] for name, by_rho in found.items()}
         least = min(grown, key=lambda name: grown[name])
@@ -364,7 +365,7 @@ def _by_ridge(kept: Sequence[Values]) -> Reproduction:
         plot.add_scatter(x=names, y=_written(medians), name="FedFrozen", mode="lines+markers", meta={"role": "main"})
         plot.update_xaxes(type="category", rangemode="normal")
         plot.update_yaxes(type="log", dtick="D2")
-        figures.append(Figure(f"ridge-{key}", title, f"Medians, at ρ = {SHIFTED:g}.", plot))
+        figures.append(Figure(f"ridge-{key}", title, f"Medians over the seeds, at ρ = {SHIFTED:g}.", plot))
         if len(kept) > 1:
             least = int(np.argmin(medians))
             findings.append(
@@ -397,7 +398,7 @@ def _profiles(found: Sequence[Values]) -> Reproduction:
                 if method == "FedAvg":
                     ups = sum(after > before for before, after in pairwise(medians))
                     findings.append(
-                        f"ρ = {rho:g}: h_λ of FedAvg goes from {_say(medians[0])} to {_say(medians[-1])}, rises "
+                        f"ρ = {rho:g}: h_λ of FedAvg changes from {_say(medians[0])} to {_say(medians[-1])}, rises "
                         f"in {ups} of {rounds} rounds and is least in round {least} (paper: falls steadily at ρ = 0, "
                         "falls and then rises at 1 and 2)."
                     )
@@ -415,8 +416,8 @@ def _closed_form_finding(kept: Sequence[Values]) -> list[str]:
         if loss is not None and loss < _DIVERGED
     ]  # fmt: skip
     finding = (
-        f"In {len(away)} frozen phases, each of one seed, θ ends where θ⁺ = Pθ + b leads, to a relative "
-        f"{max(away, default=0):.0e}."
+        f"In {len(away)} frozen phases of one seed each, the final θ agrees with the closed form θ⁺ = Pθ + b to a "
+        f"relative difference of {max(away, default=0):.0e}."
     )
     return [finding] if away else []
 

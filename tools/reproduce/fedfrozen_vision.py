@@ -54,17 +54,17 @@ class FedFrozenVision(Experiment):
     """Accuracy by method and α."""
 
     name = "fedfrozen-vision"
-    title = "FedFrozen and its rivals on CIFAR-10"
+    title = "FedFrozen and six other methods on CIFAR-10"
     paper = "FedFrozen, table of accuracies, CIFAR-10 (arXiv 2605.06446)"
     deviations = (
-        "The small setting's weights are from eight rounds of FedAvg on PACS, with other images and classes, not from "
-        "ImageNet; --full starts from the paper's ImageNet weights of ViT-B/32, put at weights/vit-b-32.",
+        "The small setting starts from weights of eight rounds of FedAvg on PACS, which has other images and classes, "
+        "not from ImageNet weights; --full starts from the paper's ImageNet weights of ViT-B/32 in weights/vit-b-32.",
     )
     small_scale = (
-        f"{_SAME} as in the paper, but a ViT of 314,186 parameters on images of 32x32, one epoch a round instead of "
-        "ten, and a learning rate of .001 instead of .0001."
+        f"{_SAME} as in the paper, but a ViT of 314,186 parameters on images of 32x32, one epoch per round instead "
+        "of ten, and a learning rate of .001 instead of .0001."
     )
-    full_scale = f"{_SAME}, ViT-B/32 on images of 224x224, ten epochs a round: nothing is scaled."
+    full_scale = f"{_SAME}, ViT-B/32 on images of 224x224, ten epochs per round: nothing is reduced."
 
     def data(self, full: bool) -> Sequence[str]:
         return ("cifar-10",) if full else ("cifar-10", "pacs")
@@ -111,7 +111,7 @@ class FedFrozenVision(Experiment):
             pairs = [(mean_text(scores[method, alpha]), PAPER[method][k]) for k, alpha in enumerate(ALPHAS)]
             megabytes = [values["bytes"] / 1e6 for alpha in ALPHAS for values in runs[method, alpha]]
             rows.append((method, *chain(*pairs), sum(megabytes) / len(megabytes) if megabytes else None))
-        headings = ("method", *(each for alpha in ALPHAS for each in (f"α = {alpha}", "paper")), "MB moved")
+        headings = ("method", *(each for alpha in ALPHAS for each in (f"α = {alpha}", "paper")), "MB transferred")
         figures = []
         for k, alpha in enumerate(ALPHAS):
             if any((methods := {method: runs[method, alpha] for method in METHODS}).values()):
@@ -121,7 +121,9 @@ class FedFrozenVision(Experiment):
             figures.append(by_setting(lines, "alphas", "After ten rounds", "α of the Dirichlet distribution", _CAPTION))
         findings = []
         if "pretrained" in found:
-            findings.append(f"Pretraining reached {found['pretrained']['server']:.4f} on held-out images of PACS.")
+            findings.append(
+                f"Pretraining reached an accuracy of {found['pretrained']['server']:.4f} on held-out images of PACS."
+            )
         for k, alpha in enumerate(ALPHAS):
             frozen, whole = scores["FedFrozen", alpha], scores["FedAvg", alpha]
             if frozen and whole:
@@ -130,7 +132,7 @@ class FedFrozenVision(Experiment):
         return Reproduction([table("Accuracy by method", headings, rows)], figures, findings)
 
 
-_CAPTION = "On 2,000 test images, which no client has."
+_CAPTION = "Accuracy of the global model on 2,000 test images that no client has."
 
 
 def _name(method: str, alpha: float) -> str:

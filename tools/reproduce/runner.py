@@ -1,10 +1,10 @@
 """`tepal reproduce`: compute the trials of an experiment, each once, and write its tables, figures and findings.
 
-runs/reproduce/<name>/           the small setting; <name>-full/ the paper's
-    cells/<trial>.json           a computed trial: options, values, seconds, date
-    data.json                    number of files and bytes of the data sets that were used
-    <table>.csv, results.md      the tables, with the paper's numbers next to ours
-    index.html                   tables and figures as a page
+    runs/reproduce/<name>/           the small setting; <name>-full/ the paper's
+        cells/<trial>.json           a computed trial: options, values, seconds, date
+        data.json                    number of files and bytes of the data sets that were used
+        <table>.csv, results.md      the tables, with the paper's numbers next to ours
+        index.html                   tables and figures as a page
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _check_data(place: Path, found: Mapping[str, Path]) -> None:
         both = (f"{of['bytes']:,} in {of['files']:,}" for of in (before[name], now[name]))
         raise OtherData(
             f"{place} was computed from another {name} than {found[name]} is now (bytes in files: "
-            f"{', now '.join(both)}); name another --folder, or remove that one"
+            f"{', now '.join(both)}): choose another --folder, or remove that one"
         )
     write_whole(place / _DATA, (json.dumps(now) + "\n").encode())
 
@@ -210,7 +210,7 @@ def _compute_one(experiment: Experiment, trial: Trial, inputs: TrialInputs) -> f
         flower.setLevel(logging.ERROR)  # it logs every one of thousands of rounds
         needed = {name: read_json(_file(inputs.folder, name)) for name in trial.needs}
         if absent := [name for name, kept in needed.items() if kept is None]:
-            return f"it needs {', '.join(absent)}"
+            return f"it needs {', '.join(absent)}, which was not computed"
         values = {name: kept["values"] for name, kept in needed.items() if kept}
         computed = experiment.compute(trial, replace(inputs, needed=values))
     except (MissingData, RoundFailed) as error:
@@ -267,8 +267,8 @@ def _about(experiment: Experiment, full: bool, kept: Mapping[str, Mapping[str, A
     """Sentences on the setting, and on when and how long it was computed."""
     seconds = sum(of["seconds"] for of in kept.values())
     dates = sorted({of["computed"][:10] for of in kept.values()})
-    when = " to ".join(dict.fromkeys((dates[0], dates[-1]))) if dates else "nothing yet"
-    how = f"{len(kept)} cells, {seconds_text(seconds)} in all, {when}, tepal {__version__}."
+    when = " to ".join(dict.fromkeys((dates[0], dates[-1]))) if dates else "none computed yet"
+    how = f"{len(kept)} trials, {seconds_text(seconds)} in total, {when}, tepal {__version__}."
     return [f"{experiment.paper}. {experiment.scale(full)}", *experiment.deviations, how]
 
 
@@ -291,7 +291,7 @@ def _page(experiment: Experiment, results: Reproduction, about: Sequence[str]) -
     tables = "".join(f"<h2>{escape(table.title)}</h2>{table.html()}" for table in results.tables)
     body = (
         f"<header><h1>{escape(experiment.title)}</h1></header>{points(about)}"
-        f"<h2>What came out</h2>{points(results.findings)}{tables}"
+        f"<h2>Findings</h2>{points(results.findings)}{tables}"
         f'<h2>Figures</h2><div class="figures">{"".join(map(figure_html, results.figures))}</div>'
     )
     roles = {trace.meta["role"] for figure in results.figures if figure.plot for trace in figure.plot.data}

@@ -26,7 +26,7 @@ METHOD_ROLE = "s-"
 _ENSEMBLE_METRICS = ("lowest_accuracy", "highest_accuracy", "entropy")
 _MARKS = "lines+markers"
 
-Row = TypeVar("Row")
+Row = TypeVar("Row", bound=str | int)
 Setting = TypeVar("Setting")
 
 
@@ -76,8 +76,9 @@ def measured(config: Mapping[str, Any], clients: int, folder: Path, *, weights: 
     begun = [path for path in sorted((folder / "runs").glob("*")) if not path.is_symlink()]
     if stopped := [path for path in begun if Checkpoints(path / CHECKPOINTS).latest()]:
         values["resume"] = str(stopped[-1])
-    node = {"num-partitions": clients, "cache-path": str(folder / "clients")}
-    directory = run(InProcessGrid([Node(app, {"partition-id": k, **node}) for k in range(clients)], values), values)
+    common: dict[str, str | int | float] = {"num-partitions": clients, "cache-path": str(folder / "clients")}
+    nodes = [Node(app, {**common, "partition-id": k}) for k in range(clients)]
+    directory = run(InProcessGrid(nodes, values), values)
     metrics = read_metrics(directory)
     if weights is not None:
         weights.parent.mkdir(parents=True, exist_ok=True)

@@ -108,20 +108,20 @@ class Selective(Experiment):
     title = "Selective layer fine-tuning: which layers to train"
     paper = "Selective layer fine-tuning, Tables 1 and 2, Figure 2 (arXiv 2408.15600)"
     deviations = (
-        "The small setting has models of six and four layers in the place of CLIP ViT-B/32 and XLM-R, pretrained by "
-        "FedAvg here: for CIFAR-10 on PACS, for PACS on CIFAR-10, for the newsgroups on other newsgroups. Far weaker "
-        "weights need more of their layers changed.",
-        "PACS stands in for DomainNet, newsgroups by subject for XGLUE-NC: a client has one domain (one newsgroup of "
-        "each subject).",
-        f"λ is {COUPLING:g}, the best of five on CIFAR-10 with R = 1 to 4, where the paper tunes it among 1 to 1000 "
-        "for every data set; the norms that it is set against are those of other models.",
-        "--full has no QA with LLaMA-2-7B, and a client a domain of DomainNet.",
+        "The small setting has models of six and four layers instead of CLIP ViT-B/32 and XLM-R, pretrained by FedAvg "
+        "here: for CIFAR-10 on PACS, for PACS on CIFAR-10, for the newsgroups on other newsgroups. Such weaker weights "
+        "need more layers to be trained.",
+        "PACS replaces DomainNet, and newsgroups by subject replace XGLUE-NC: a client has one domain (one newsgroup "
+        "of each subject).",
+        f"λ is {COUPLING:g}, the best of five values on CIFAR-10 with R = 1 to 4, while the paper tunes it between 1 "
+        "and 1000 for every data set; the gradient norms that it is weighed against are those of other models.",
+        "--full omits question answering with LLaMA-2-7B, and has one client per domain of DomainNet.",
     )
     small_scale = (
-        "4,000 images, or ten newsgroups; 20 clients (16), half of them a round, 15 rounds (10) of ten steps at a "
+        "4,000 images, or ten newsgroups; 20 clients (16), half of them per round, 15 rounds (10) of ten steps at a "
         "learning rate of .1 (the paper: .01); one seed."
     )
-    full_scale = "The paper's models, data sets, rounds and batches, from pretrained weights put into weights/."
+    full_scale = "The paper's models, data sets, rounds and batch sizes, from pretrained weights in weights/."
 
     def data(self, full: bool) -> Sequence[str]:
         return tuple(FULL if full else SMALL)
@@ -135,15 +135,14 @@ class Selective(Experiment):
 
     def compute(self, trial: Trial, inputs: TrialInputs) -> Values:
         data, pretraining = str(trial.options["data"]), trial.name.startswith("pretrained")
+        files: dict[str, Any] = {"dataset": data}
         if not pretraining and not trial.needs:
             model = str(trial.options["config"]["model"])
             weights = inputs.folder / "weights" / model
             if not weights.exists():
                 raise MissingData(f"put the paper's weights of {model} into {weights}")
-            files = {"dataset": data, "dataset-path": str(inputs.data[data])}
-            return trained(trial, inputs, pretrained=str(weights), **files)
+            return trained(trial, inputs, **files, pretrained=str(weights), **{"dataset-path": str(inputs.data[data])})
         weights = inputs.folder / "weights" / f"for-{data}.safetensors"
-        files = {}
         if data == "20newsgroups":
             others, main = newsgroups(inputs.folder / "texts", inputs.data[data])
             files = {"dataset": str(others if pretraining else main), "model": str(main.parent / "model")}
@@ -168,12 +167,12 @@ class Selective(Experiment):
                 for selection in SELECTIONS[1:]
             }
             title = f"{data}, by budget"
-            figures.append(by_setting(lines, f"{data}-budgets", title, "layers a client trains", _CAPTION))
+            figures.append(by_setting(lines, f"{data}-budgets", title, "layers that a client trains", _CAPTION))
             if layers := found.get(_name(data, "gradient", "1"), {}).get("layers"):
                 figures.append(_selected(layers, data))
                 shares = np.mean(layers, axis=0)
                 most = (f"{k + 1} ({shares[k]:.0%})" for k in np.argsort(-shares) if shares[k] >= 0.005)
-                findings.append(f"{data}, R = 1: of {len(shares)} layers the gradients select {', '.join(most)}.")
+                findings.append(f"{data}, R = 1: of {len(shares)} layers, gradient norms select {', '.join(most)}.")
             findings += _rankings(data, scores)
         by_coupling = {each: found.get(_name("cifar-10", "gradient", "1-4", each)) for each in COUPLINGS}
         rows = [
@@ -181,14 +180,16 @@ class Selective(Experiment):
             for coupling, of in by_coupling.items() if of
         ]  # fmt: skip
         if len(rows) > 1:
-            tables.append(table("Accuracy on CIFAR-10 by λ, R = 1-4", ("λ", "ours", "layers a client"), rows))
+            tables.append(table("Accuracy on CIFAR-10 by λ, R = 1-4", ("λ", "ours", "layers per client"), rows))
         for data in SMALL:
             if of := found.get(f"pretrained-for-{data}"):
-                findings.append(f"Pretraining for {data} reached {of['server']:.4f} on held-out examples of its own.")
+                findings.append(
+                    f"Pretraining for {data} reached an accuracy of {of['server']:.4f} on its held-out examples."
+                )
         return Reproduction(tables, figures, findings)
 
 
-_CAPTION = "On examples that no client has."
+_CAPTION = "Accuracy on examples that no client has."
 
 
 def _table(data: str, scores: Mapping[tuple[str, str], float]) -> Table:
@@ -314,5 +315,5 @@ def _selected(layers: Sequence[Sequence[float]], data: str) -> Figure:
         meta={"role": "second", "spoken": f"{share.shape[0]} layers, {share.shape[1]} rounds."},
     )  # fmt: skip
     plot.update_yaxes(dtick=1)
-    caption = "Share of a round's clients that train a layer, 1 next to the input; R = 1, by gradients."
+    caption = "Share of a round's clients that train each layer (1: next to the input); R = 1, by gradient norms."
     return Figure(f"{data}-layers", f"{data}, layers selected", caption, plot)

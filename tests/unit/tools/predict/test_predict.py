@@ -206,7 +206,11 @@ def without(name):
         (arrays(), {**TOLD, "config": "{"}, "metadata is not JSON"),
         (arrays(), {**TOLD, "config": "[1]"}, "not a JSON object"),
         (arrays(), {"model": "tiny-vit"}, "no image-shape and classes, and no dataset"),
-        (arrays(), {"model": "tiny-vit", "dataset": "gone.npz"}, "its dataset cannot be read: .*gone.npz: no such file"),
+        (
+            arrays(),
+            {"model": "tiny-vit", "dataset": "gone.npz"},
+            "its dataset cannot be read: .*gone.npz: no such",
+        ),
         (arrays(), {**TOLD, "classes": "7"}, r"'head.weight' has shape \(10, 64\); .*'tiny-vit' needs \(7, 64\)"),
         (arrays(), {**TOLD, "model": "cnn"}, "has no tensor '.*'; the model 'cnn' needs it with shape"),
         (arrays() | {"more": np.zeros(1)}, TOLD, "has a tensor 'more' that the model 'tiny-vit' does not have"),

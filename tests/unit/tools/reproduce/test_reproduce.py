@@ -1,4 +1,4 @@
-"""`tepal reproduce`: trials that are computed once, tables beside the paper's numbers, and the experiments' claims."""
+"""`tepal reproduce`: trials that are computed once, tables with the paper's numbers, and the experiments' claims."""
 
 import csv
 import json
@@ -139,7 +139,7 @@ def test_the_costs_of_the_papers_models_are_the_papers():
     results = experiment.results(found)
     for _, parameters, share, up, printed, _ in results.tables[0].rows:
         assert up == pytest.approx(1 - 0.8 * share) and up == pytest.approx(printed, abs=5e-5) and parameters > 10**7
-    assert "Ours are the paper's to 0.0000" in results.findings[0]
+    assert "Our costs differ from the paper's by at most 0.0000" in results.findings[0]
 
 
 def test_local_steps_of_the_toy_are_gradient_steps_and_repetitions_do_not_touch():

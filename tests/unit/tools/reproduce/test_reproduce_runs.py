@@ -61,7 +61,7 @@ def test_missing_data_is_said_with_its_files_format_and_origin_and_nothing_is_co
     for wanted in ON_DATA[name].data(full):
         line = next(line for line in ended.stderr.splitlines() if line.startswith(f"  {wanted}: "))
         assert str(tmp_path / wanted) in line and ".jsonl" in line and line.count("From ") == 1
-    assert "named by --data FOLDER" in ended.stderr
+    assert "name its folder by --data FOLDER" in ended.stderr
 
 
 def test_only_what_is_missing_is_named(tmp_path):
@@ -225,7 +225,7 @@ def test_what_needs_a_trial_that_is_not_there_is_left_out(tmp_path, at_once):
     (tmp_path / "sums" / "no-c").touch()
     lines = []
     page = reproduce(Sums(), tmp_path, full=False, log=lines.append, at_once=at_once)
-    assert "4/5 d: left out: it needs c" in lines and "3/5 c: left out: there is no c" in lines
+    assert "4/5 d: left out: it needs c, which was not computed" in lines and "3/5 c: left out: there is no c" in lines
     assert (page.parent / "sums.csv").read_text() == "cell,sum\na,1\nb,2\ne,1\n"
 
 
@@ -495,10 +495,10 @@ def test_findings_say_what_came_out_also_where_it_is_not_the_papers():
     found = {"cifar-10-scarce-fedacs-1": values(0.5, p=0.7), "cifar-10-scarce-local-1": values(0.6),
              "cifar-10-scarce-fedavg-1": values(0.2)}  # fmt: skip
     (finding,) = FedAcs().results(found).findings
-    assert "(p = 0.7) is 0.3000 above FedAvg; ahead of it: Local." in finding
+    assert "(p = 0.7) is 0.3000 above FedAvg; more accurate than FedACS: Local." in finding
     found = {"pacs-gradient-1": values(0.4, layers=[[0.0, 1.0, 0.0, 0.0], [0.3, 0.5, 0.2, 0.0]])}
     assert Selective().results(found).findings == [
-        "pacs, R = 1: of 4 layers the gradients select 2 (75%), 1 (15%), 3 (10%)."
+        "pacs, R = 1: of 4 layers, gradient norms select 2 (75%), 1 (15%), 3 (10%)."
     ]
 
 
