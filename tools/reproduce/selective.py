@@ -135,13 +135,14 @@ class Selective(Experiment):
 
     def compute(self, trial: Trial, inputs: TrialInputs) -> Values:
         data, pretraining = str(trial.options["data"]), trial.name.startswith("pretrained")
-        files: dict[str, Any] = {"dataset": data}
+        files: dict[str, Any] = {}
         if not pretraining and not trial.needs:
             model = str(trial.options["config"]["model"])
             weights = inputs.folder / "weights" / model
             if not weights.exists():
                 raise MissingData(f"put the paper's weights of {model} into {weights}")
-            return trained(trial, inputs, **files, pretrained=str(weights), **{"dataset-path": str(inputs.data[data])})
+            files = {"dataset": data, "dataset-path": str(inputs.data[data])}
+            return trained(trial, inputs, pretrained=str(weights), **files)
         weights = inputs.folder / "weights" / f"for-{data}.safetensors"
         if data == "20newsgroups":
             others, main = newsgroups(inputs.folder / "texts", inputs.data[data])
