@@ -168,5 +168,5 @@ def load_predictor(path: Path) -> Predictor:
     result = STRATEGIES[strategy].result if strategy in STRATEGIES else ""
     caution = ""
     if result and "run" in metadata:
-        caution = f"this is {result}; each client's own model is where its node's model-path says"
+        caution = f"this is {result}; each client's own model is at its node's model-path"
     return Predictor(file, model.to(device_of(None)), info, config, training, prefixes, caution)

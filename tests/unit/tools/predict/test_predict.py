@@ -235,7 +235,7 @@ def test_the_mean_of_personal_models_comes_with_a_caution_and_a_clients_own_with
     config = {"strategy": "fedacs", "model": "tiny-vit", "image-shape": "1x8x8", "classes": 10}
     run = RunDirectory.create(tmp_path / "runs", "fedacs", config)
     run.write_model({name: array.numpy() for name, array in tiny_vit().state_dict().items()})
-    assert "mean of the clients' own models" in load_predictor(run.path).caution
+    assert "mean of the clients' personal models" in load_predictor(run.path).caution
     assert load_predictor(saved(arrays(), {**TOLD, "config": json.dumps(config)})).caution == ""
 
 
