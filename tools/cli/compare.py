@@ -13,7 +13,6 @@ from tepal import models
 from tepal.host.superlink import RunError, app_run_config
 from tepal.host.toml import Value, parse_run_config
 from tepal.records.run_directory import LATEST, RunInUse
-from tepal.report.terminal import RoundProgress
 from tepal.server_app.config import ConfigError, RunConfig, defaults
 from tepal.tools.cli import commands, reported
 from tepal.tools.cli.running import CPUS, ENGINE, AppFolder, RunConfigs, Verbose, cache_in, check_clients, run_once
@@ -21,6 +20,7 @@ from tepal.tools.compare.comparison import OWN_KEYS, Comparison, find_comparison
 from tepal.tools.compare.runs import ALL, USUAL, check, new_folder, run_all, seed_numbers, strategy_names
 from tepal.tools.compare.tables import comparison_table
 from tepal.tools.simulation.engines import AUTO, engine_for
+from tepal.tools.terminal import RoundProgress
 from tepal.training.data.inputs import InputConfig
 
 app = commands("compare")

@@ -16,8 +16,8 @@ from tepal import models
 from tepal.host.files import new_log
 from tepal.host.superlink import EndedRun, RunError, keep_log
 from tepal.records.run_directory import CHECKPOINTS, KEPT_IN, METRICS, find_run, read_metrics, read_summary
-from tepal.report.terminal import RoundProgress, final_table, follow_metrics
 from tepal.server_app.config import ConfigError, RunConfig
+from tepal.tools.terminal import RoundProgress, final_table, follow_metrics
 
 ENGINE = (
     "process: all clients in one process; ray: in Flower's simulation runtime; auto: in one process, unless --gpus is "

@@ -40,9 +40,9 @@ from tepal.records.run_directory import (
 from tepal.report.clients import natural
 from tepal.report.run_files import RunFiles
 from tepal.report.table import MISSING
-from tepal.report.terminal import final_table
 from tepal.tools.compare.comparison import PLAN, Comparison, Results, is_comparison, read_comparison
 from tepal.tools.compare.tables import comparison_table
+from tepal.tools.terminal import final_table
 
 FINISHED, RUNNING, FAILED, INTERRUPTED, UNREADABLE = "finished", "running", "failed", "interrupted", "unreadable"
 

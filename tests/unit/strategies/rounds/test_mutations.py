@@ -796,10 +796,10 @@ def test_answers_that_are_changed_at_random_are_never_merged(mutation):
 
 CLAIMS = {
     "holds": header_value(
-        "holds", [], ["0" * 32], ["", "x"] * 1000, "abc", [LAYOUT.names[0]], ["é\ud800"], ["ab" * 16] * 10
+        "holds", [], ["0" * 32], ["", "x"] * 1000, [LAYOUT.names[0]], ["é\ud800"], ["ab" * 16] * 10
     ),
     "missing": header_value(
-        "missing", {"0" * 32: ["embed"]}, {"": []}, {"x": []}, {"x": "abc"}, {"\ud800": ["\ud800"] * 1000}
+        "missing", {"0" * 32: ["embed"]}, {"": []}, {"x": []}, {"x": ["abc"]}, {"\ud800": ["\ud800"] * 1000}
     ),
     "notes": header_value("notes", ["x" * 10**6], ["\ud800"], ["\x1b[2J"], [""] * 100),
 }

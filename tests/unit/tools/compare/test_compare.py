@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 from tepal.host.superlink import RunError
 from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory import KEPT_IN, RunDirectory, find_run, held, read_config
-from tepal.report.terminal import RoundProgress, TimeLeft
 from tepal.tools.cli.main import main
 from tepal.tools.compare.comparison import read_comparison
 from tepal.tools.compare.picture import STRATEGIES
 from tepal.tools.compare.runs import USUAL
+from tepal.tools.terminal import RoundProgress, TimeLeft
 from tests.comparisons import continue_run, leave_run
 from tests.lines import read_lines
 from tests.packages import ROOT
@@ -122,7 +122,7 @@ def compare(monkeypatch, tmp_path):
 
     def engine_for(name, app, **resources):
         asked.append({"engine": name, **resources})
-        return contextlib.nullcontext(SimpleNamespace(run=simulate, said="Engine: none"))
+        return contextlib.nullcontext(SimpleNamespace(run=simulate, description="Engine: none"))
 
     monkeypatch.setattr("tepal.tools.cli.compare.engine_for", engine_for)
 
@@ -240,7 +240,7 @@ def test_ctrl_c_ends_all_and_shows_what_is_there(compare):
 def test_nothing_is_left_where_no_run_could_begin(compare):
     compare.failing["fedavg"] = ValueError("cpus_per_client is 99, but this machine has 2 cores")
     done = compare("--strategies", "fedavg,fedacs")
-    assert done.exit_code == 1 and done.output.strip().endswith("there are 2 cores here")
+    assert done.exit_code == 1 and done.output.strip().endswith("but this machine has 2 cores")
     assert list(compare.runs.iterdir()) == []
 
 

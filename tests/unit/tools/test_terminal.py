@@ -10,7 +10,7 @@ from rich.console import Console
 
 from tepal.records.columns import bytes_text, seconds_text, step_text
 from tepal.records.round_record import RoundRecord
-from tepal.report.terminal import RoundProgress, final_table, follow_metrics
+from tepal.tools.terminal import RoundProgress, final_table, follow_metrics
 
 LINE = {
     "round": 3,
