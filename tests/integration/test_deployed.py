@@ -44,7 +44,7 @@ def deployed(deployment, tmp_path_factory) -> Path:
     log = outcome.log.read_text()
     assert outcome.status == "completed", explain(log, outcome.details)
     seconds = [round(line["seconds"], 1) for line in read_lines(runs / "latest")]
-    print(f"deployment: {outcome.seconds}, seconds of each round: {seconds}")
+    print(f"seconds of each round: {seconds}")
     return (runs / "latest").resolve()
 
 
@@ -128,7 +128,6 @@ def test_a_foreign_app_without_apply_plan_is_told_the_line_that_it_lacks(deploym
     assert "call `apply_plan(model, msg)` (from tepal.client_app import apply_plan)" in said
     assert "'encoder.layers.0.self_attn.in_proj_weight:q' first" in said
     assert uploads(log)[1] == (CLIENTS, CLIENTS * MODEL)
-    print(f"foreign app, refused: {outcome.seconds}")
 
 
 # Sites with data of their own ---------------------------------------------------------------------------------------

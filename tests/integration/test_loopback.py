@@ -53,7 +53,6 @@ def test_a_foreign_app_that_applies_the_plan_uploads_less_in_its_frozen_round(de
     log = outcome.log.read_text()
     assert outcome.status == "completed", explain(log, outcome.details)
     assert uploads(log) == {1: (CLIENTS, CLIENTS * MODEL), 2: (CLIENTS, CLIENTS * (MODEL - QUERY_AND_KEY))}
-    print(f"foreign app: {outcome.seconds}")
 
 
 @pytest.mark.long

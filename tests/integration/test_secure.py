@@ -152,7 +152,6 @@ def test_a_run_has_the_registered_sites_and_goes_on_without_the_one_whose_key_is
     assert "SuperNode terminated gracefully." in deployment.nodes[1].log.read_text()
     assert "[code: 2004] Failed to activate SuperNode." in refusal(supernode(deployment, "revoked", deployment.keys[1]))
     assert deployment.nodes[0].running
-    print(f"roll call: {outcome.seconds}")
 
 
 def test_a_key_that_nobody_registered_is_refused(deployment, strangers):
