@@ -91,7 +91,7 @@ def _layers_by_round(records: ArraysOfRounds) -> Figure:
     shares = np.stack([record["masks"].mean(axis=0) for _, record in records], axis=1)
     plot = _heatmap(
         shares, [number for number, _ in records], [f"layer {k + 1}" for k in range(len(shares))], "round", "",
-        "layer %{y}, round %{x}: %{z:.0%} of the clients", f"{len(shares)} layers in {len(records)} rounds.",
+        "%{y}, round %{x}: %{z:.0%} of the clients", f"{len(shares)} layers in {len(records)} rounds.",
         limits=(0, 1),
     )  # fmt: skip
     plot.update_yaxes(autorange=True)

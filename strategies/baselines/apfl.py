@@ -16,11 +16,11 @@ from tepal.exchange import plan
 from tepal.exchange.plan import ADAPTIVE, ALPHA, Scalar
 from tepal.strategies.fedavg import ModelMerger, ModelState
 from tepal.strategies.options import RoundOptions, listed
-from tepal.strategies.personal.averaging import COMMON_MODEL, Personalised
+from tepal.strategies.personal.averaging import COMMON_MODEL, PersonalisedMethod
 from tepal.strategies.rounds.strategy import MethodStrategy
 
 
-class APFLMethod(Personalised):
+class APFLMethod(PersonalisedMethod):
     """The method of APFL."""
 
     objective = plan.APFL

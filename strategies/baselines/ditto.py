@@ -12,11 +12,11 @@ from typing import Unpack
 
 from tepal.exchange.plan import DITTO, LAMBDA, Scalar
 from tepal.strategies.options import NonNegative, RoundOptions, listed
-from tepal.strategies.personal.averaging import COMMON_MODEL, Personalised
+from tepal.strategies.personal.averaging import COMMON_MODEL, PersonalisedMethod
 from tepal.strategies.rounds.strategy import MethodStrategy
 
 
-class DittoMethod(Personalised):
+class DittoMethod(PersonalisedMethod):
     """The method of Ditto."""
 
     objective = DITTO

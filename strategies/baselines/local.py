@@ -12,11 +12,11 @@ from typing import Unpack
 from tepal.exchange.plan import LOCAL, Plan, Reply
 from tepal.strategies.fedavg import ModelMerger, ModelState
 from tepal.strategies.options import RoundOptions, listed
-from tepal.strategies.personal.averaging import Personalised
+from tepal.strategies.personal.averaging import PersonalisedMethod
 from tepal.strategies.rounds.strategy import MethodStrategy
 
 
-class LocalMethod(Personalised):
+class LocalMethod(PersonalisedMethod):
     """The method of LocalOnly."""
 
     objective = LOCAL

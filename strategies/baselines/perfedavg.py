@@ -12,11 +12,11 @@ from typing import Literal, Unpack
 
 from tepal.exchange.plan import ALPHA, DELTA, HESSIAN_FREE, PERFEDAVG, Scalar
 from tepal.strategies.options import NonNegative, Positive, RoundOptions, listed
-from tepal.strategies.personal.averaging import COMMON_MODEL, Personalised
+from tepal.strategies.personal.averaging import COMMON_MODEL, PersonalisedMethod
 from tepal.strategies.rounds.strategy import MethodStrategy
 
 
-class PerFedAvgMethod(Personalised):
+class PerFedAvgMethod(PersonalisedMethod):
     """The method of Per-FedAvg."""
 
     objective = PERFEDAVG

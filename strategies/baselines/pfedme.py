@@ -18,11 +18,11 @@ from tepal.exchange.plan import INNER_RATE, INNER_STEPS, LAMBDA, PFEDME, Scalar
 from tepal.strategies.fedavg import ModelMerger, ModelState
 from tepal.strategies.method import Run, ServerModel, parameters_of
 from tepal.strategies.options import Positive, RoundOptions, listed
-from tepal.strategies.personal.averaging import COMMON_MODEL, Personalised
+from tepal.strategies.personal.averaging import COMMON_MODEL, PersonalisedMethod
 from tepal.strategies.rounds.strategy import MethodStrategy
 
 
-class PFedMeMethod(Personalised):
+class PFedMeMethod(PersonalisedMethod):
     """The method of pFedMe."""
 
     objective = PFEDME

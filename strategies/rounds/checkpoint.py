@@ -271,7 +271,7 @@ _RENAMED = {
 """Classes of methods and states as checkpoints of earlier versions name them → their names now."""
 
 
-def _current_names(method: Mapping[str, Any]) -> dict[str, Any]:
+def current_names(method: Mapping[str, Any]) -> dict[str, Any]:
     """Name and options of a strategy from a checkpoint, with the names that the classes of methods have now."""
     return {key: _RENAMED.get(value, value) if key in ("name", "member") else value for key, value in method.items()}
 
@@ -311,7 +311,7 @@ def _read(path: Path) -> Checkpoint:
         facts["state"] = from_json(facts["state"], read_arrays(path / STATE))
         facts["held"] = {client: tuple(ids) for client, ids in facts["held"].items()}
         facts["clients"] = tuple(facts["clients"])
-        facts["method"] = _current_names(facts["method"])
+        facts["method"] = current_names(facts["method"])
         return Checkpoint(**facts)
     except (AttributeError, KeyError, TypeError) as error:
         raise DamagedFile(f"fields are missing or wrong ({error!r})") from error

@@ -15,7 +15,13 @@ from flwr.serverapp.strategy import Result
 from tepal.exchange.files import DamagedFile
 from tepal.exchange.layout import Layout
 from tepal.strategies.method import Method
-from tepal.strategies.rounds.checkpoint import Checkpoint, CheckpointError, Checkpoints, layout_digest
+from tepal.strategies.rounds.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    Checkpoints,
+    current_names,
+    layout_digest,
+)
 from tepal.strategies.rounds.ledger import ClientLedger
 
 log = getLogger("flwr")
@@ -120,4 +126,4 @@ class Resuming:
 
     def _identity(self) -> Mapping[str, str | int | float]:
         options = {key: np.asarray(value).item() for key, value in self.method.describe().items()}
-        return {"name": type(self.method).__name__, **options}
+        return current_names({"name": type(self.method).__name__, **options})  # as it is read from a checkpoint

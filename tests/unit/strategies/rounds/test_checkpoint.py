@@ -20,13 +20,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flwr.serverapp.strategy import Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
 from tepal.exchange import files, parts
+from tepal.exchange.layout import Layout
 from tepal.exchange.parts import digest
 from tepal.strategies.baselines.scaffold import ScaffoldState
+from tepal.strategies.fedavg import FedAvgMethod, ModelState
 from tepal.strategies.rounds import checkpoint as module
 from tepal.strategies.rounds.checkpoint import (
     FACTS,
@@ -37,6 +40,8 @@ from tepal.strategies.rounds.checkpoint import (
     from_json,
     to_json,
 )
+from tepal.strategies.rounds.ledger import ClientLedger
+from tepal.strategies.rounds.resuming import Resuming
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="does to files and disks what Linux lets it do")
 
@@ -103,6 +108,16 @@ def test_classes_of_methods_and_states_are_found_under_their_earlier_names(tmp_p
     read = Checkpoints(tmp_path).latest()
     assert type(read.state) is ScaffoldState and read.state.control["w"].tolist() == [0, 0]
     assert read.method == {"name": "FedEnsembleMethod", "member": "FedAvgMethod", "assign": "schedule"}
+
+
+def test_a_method_of_ones_own_that_has_an_earlier_name_of_ours_is_resumed(tmp_path):
+    class Mixture(FedAvgMethod):
+        """Called as APFL's method was."""
+
+    layout = Layout.of_arrays({"w": np.zeros(2)})
+    resuming = Resuming(Checkpoints(tmp_path), Mixture(), 0, layout)
+    resuming.save(ModelState({"w": np.ones(2)}), 1, "experiment", ClientLedger(), [], Result())
+    assert resuming.latest(resume=True).round == 1
 
 
 def there_and_back(state, folder):
