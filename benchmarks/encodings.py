@@ -35,6 +35,7 @@ from tepal.exchange.encodings import Encoding
 from tepal.exchange.parts import pack, shapes_of, unpacked
 from tepal.host.toml import parse_run_config
 from tepal.models.blocks import find_blocks
+from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory import read_metrics
 from tepal.server_app.config import defaults
 from tepal.server_app.run import run
@@ -128,7 +129,7 @@ def keys(encoding: Encoding) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def one_run(config: Mapping[str, Any], clients: int) -> list[dict[str, Any]]:
+def one_run(config: Mapping[str, Any], clients: int) -> list[RoundRecord]:
     with tempfile.TemporaryDirectory(prefix="tepal-encodings-") as folder:
         os.environ["TEPAL_CACHE"] = str(Path(folder, "cache"))
         whole = {**defaults(), **config, "runs": str(Path(folder, "runs"))}

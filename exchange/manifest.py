@@ -19,6 +19,7 @@ import reprlib
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from typing import Annotated, Any
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord
@@ -42,6 +43,7 @@ _KNOWN = "_tepal_digests"
 _PIECE = 1 << 22  # bytes of a packed part that are hashed at a time
 # Limits of a header's bytes: a client must not be able to fill the server's memory.
 _HEADER, _HEADER_PER_ENTRY = 1_000_000, 1000
+_MOST_KEYS = 10_000  # trees, or missing parts, of a header
 
 
 class ProtocolError(ValueError):
@@ -273,13 +275,21 @@ class Header:
         data = _from_record(content, "header", _HEADER + _HEADER_PER_ENTRY * entries)
         if absent := [of.name for of in fields(cls) if of.name not in data]:
             raise ProtocolError(f"its header cannot be read (it has no {absent[0]!r})")
+        for key in ("parts", "missing"):  # pydantic would make an error for each wrong value of a mapping
+            if isinstance(data[key], dict) and len(data[key]) > _MOST_KEYS:
+                raise ProtocolError(
+                    f"its header cannot be read ({key!r} has {len(data[key])} keys; at most {_MOST_KEYS} are allowed)"
+                )
         try:
-            return _HEADERS.validate_python(data)
+            return _headers().validate_python(data)
         except ValidationError as error:
             raise ProtocolError(f"its header cannot be read ({_first(error)})") from None
 
 
-_HEADERS = TypeAdapter(Header)
+@cache
+def _headers() -> TypeAdapter[Header]:
+    """Reads headers. It is made on demand, because only the server reads them."""
+    return TypeAdapter(Header)
 
 
 def _first(error: ValidationError) -> str:

@@ -195,6 +195,6 @@ class Live:
         except OSError as error:
             if name not in self._failed:  # logged once, not four times a second
                 self._failed.add(name)
-                log.error("%s. The run goes on without.", error)
+                log.error("%s. The run continues without this file.", error)
         now = self._clock()
         self._due[name] = now + max(_INTERVAL, _SHARE * (now - begun))

@@ -84,7 +84,7 @@ class RoundRecord:
     bytes_down: int | None = column("down", "bytes", bytes_text)
     """Payload to all clients; `bytes_up` from all."""
     bytes_up: int | None = column("up", "bytes", bytes_text)
-    bytes_overhead: int | None = column("names, digests", "bytes", bytes_text)
+    bytes_overhead: int | None = column("manifests and headers", "bytes", bytes_text)
     """Manifests and headers, both ways."""
     bytes_fedavg: int | None = column("FedAvg", "bytes", bytes_text)
     """What FedAvg would have transferred in the same exchanges, both ways; `bytes_fedavg_down` of it to clients."""

@@ -133,7 +133,7 @@ class Trackers:
                 self._away.discard(name)
             except Exception as error:  # no error of a tracker's package may end the run
                 if name not in self._away:
-                    log.error("%s could not be updated: %s. The run goes on, and updates it later.", name, error)
+                    log.error("%s could not be updated: %s. The run continues, and it is updated later.", name, error)
                 self._behind.add(name)
                 self._away.add(name)
 

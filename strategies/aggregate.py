@@ -174,7 +174,7 @@ ON_TESTS = ("received-", "trained-", "personal-", "ensemble-")
 
 
 def mean_metrics(
-    replies: Iterable[tuple[Mapping[str, float], int]], weighted_by: str, *, alike: bool = False
+    replies: Iterable[tuple[Mapping[str, float], int]], weighted_by: str, *, uniform: bool = False
 ) -> dict[str, float]:
     """Weighted means of the metrics of several clients.
 
@@ -184,7 +184,7 @@ def mean_metrics(
     Args:
         replies: (metrics, weight) of each client. A mean is over the clients that have the metric.
         weighted_by: the metric from which the weight was taken; it and `test-examples` are summed, not averaged.
-        alike: for metrics on test examples, all clients have the same weight, as is usual for personal models.
+        uniform: for metrics on test examples, all clients have the same weight, as is usual for personal models.
     """
     terms: dict[str, list[float]] = {}
     weights: dict[str, list[float]] = {}
@@ -195,7 +195,7 @@ def mean_metrics(
                 terms.setdefault(name, []).append(value)
                 weights[name] = [1.0]
                 continue
-            w = (1.0 if alike else on_tests) if name.startswith(ON_TESTS) else weight
+            w = (1.0 if uniform else on_tests) if name.startswith(ON_TESTS) else weight
             terms.setdefault(name, []).append(w * value)
             weights.setdefault(name, []).append(w)
     # Exact sums: the result does not depend on the order of the replies.

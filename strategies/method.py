@@ -213,7 +213,7 @@ class Method(ABC, Generic[State]):
         return "train"
 
     def describe(self) -> Mapping[str, str | int | float]:
-        """Option → value, logged at the start of a run. A run is resumed only with the same options."""
+        """Option → value, for the log. Called before `init`; a run is resumed only with equal options."""
         return {}
 
     def record(self, state: State, plans: Sequence[Plan]) -> Mapping[str, np.ndarray]:

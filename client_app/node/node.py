@@ -33,14 +33,8 @@ from tepal.host.toml import to_toml
 
 log = getLogger("flwr")
 
-_PAUSES = (
-    1.0,
-    2.0,
-    4.0,
-    8.0,
-    15.0,
-    30.0,
-)  # seconds before a restart of the SuperNode, by the number in a row
+# Seconds before a restart of the SuperNode, by the number of restarts in a row.
+_PAUSES = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
 _LONG_ENOUGH = 60.0  # seconds after which a restart of the SuperNode is not counted as one in a row
 _SILENCE = 20.0  # seconds without an answer of the SuperLink, after which it is unreachable
 _LAST_ANSWER = 15.0  # seconds for sending the last answer to the SuperLink
@@ -80,13 +74,8 @@ class WarmNode:
         self._stages: dict[str, tuple[int, float]] = {}
         """Stage of an answered message → number of messages, and the sum of their seconds."""
         self._environment = _environment(folder)
-        self._executor = Executor(
-            "127.0.0.1:0",  # set when a SuperNode is started
-            secret,
-            folder,
-            self._environment,
-            settings,
-        )
+        # Its address is set when a SuperNode is started.
+        self._executor = Executor("127.0.0.1:0", secret, folder, self._environment, settings)
 
     def run(self) -> None:
         """Run until SIGTERM or SIGINT. Must be called in the main thread."""

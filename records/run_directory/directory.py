@@ -91,7 +91,7 @@ class RunDirectory:
         try:
             self._write_kept_back()
         except OSError as error:
-            log.error("%s. The run goes on, and writes round %s later.", error, line.round)
+            log.error("%s. The run continues, and round %s is written later.", error, line.round)
 
     def _write_kept_back(self) -> None:
         while self._unwritten:

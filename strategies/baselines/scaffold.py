@@ -73,7 +73,7 @@ class ScaffoldMethod(GlobalModelMethod[ScaffoldState]):
 
 
 class ScaffoldMerger(ModelMerger[ScaffoldState]):
-    """Merge replies into x and c, with uniform weights; buffers into their mean."""
+    """Merge replies into x, c and the buffers, with uniform weights."""
 
     def __init__(self, state: ScaffoldState, learning_rate: float) -> None:
         super().__init__(state, uniform=True)

@@ -66,7 +66,7 @@ class PersonalMixing(Method[PersonalModels]):
         self, state: PersonalModels, round: int, phase: str, cohort: Sequence[str], probe_replies: Mapping[str, Reply]
     ) -> list[Plan]:
         rows = _rows_of(state, cohort)
-        self.storage.mix(state, rows, self.weights(state, rows) if rows else np.empty((0, 0)))
+        self.storage.mix(state, rows, partial(self.weights, state, rows))
         names = tuple(state.initial)
         return [
             Plan(

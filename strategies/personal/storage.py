@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from logging import getLogger
 from typing import TypeVar
@@ -138,13 +138,13 @@ class PersonalStorage:
         """(width,) the mixture of a client of the current cohort."""
         return self._mixtures[client]
 
-    def mix(self, state: PersonalModels, rows: Sequence[int], weights: np.ndarray) -> None:
+    def mix(self, state: PersonalModels, rows: Sequence[int], weights: Callable[[], np.ndarray]) -> None:
         """Make the mixtures of a cohort, in one pass over the models, in an unnamed file.
 
         Args:
             state: what the mixtures are made from, n clients.
             rows: the clients of the cohort, by their place in `state.clients`.
-            weights: (len(rows), n), of each model in each mixture.
+            weights: returns (len(rows), n), the weight of each model in each mixture; called only if there are rows.
 
         Raises:
             OSError: the file cannot be written.
@@ -155,7 +155,7 @@ class PersonalStorage:
             width, dtype = self.rows.width, self.rows.dtype
             with tempfile.TemporaryFile(dir=self._run.folder, prefix=".mixtures-", buffering=0) as file:
                 written = [0] * len(rows)
-                for k, chunk in weighted_rows(models, weights):
+                for k, chunk in weighted_rows(models, weights()):
                     write_at(file.fileno(), (k * width + written[k]) * dtype.itemsize, chunk)
                     written[k] += chunk.size
                 mixtures = np.memmap(file, dtype, "r", shape=(len(rows), width))

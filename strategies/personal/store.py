@@ -1,4 +1,4 @@
-"""Many models on disk, a row each: what a server holds when every client has a model of its own."""
+"""A file of models, one in each row: the clients' personal models on the server."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class ModelStore:
     map. So a full disk is an OSError and never the signal SIGBUS, which a store into a map would get, and the process
     has no changed pages mapped.
 
-    Rows are known to be on disk after `flush` alone. The file holds no digests: who keeps slots across a restart keeps
-    `digest` with them and compares. One process and one thread at a time.
+    Rows are known to be on disk after `flush` alone. The file has no digests: a caller that keeps slots across a
+    restart must keep their `digest` as well, and compare. One process and one thread at a time.
     """
 
     def __init__(
@@ -47,13 +47,13 @@ class ModelStore:
         """Open a file or make it, with the folders above it.
 
         Args:
-            path: the file. None: an unnamed one, which goes with the process or when it is closed.
+            path: the file. None: an unnamed file, which is removed when it is closed or the process ends.
             width: numbers in a row, at least 1.
             dtype: of all rows; bool, integer or floating-point.
-            folder: for an unnamed file; None: that for temporary files.
+            folder: of an unnamed file; None: the folder for temporary files.
 
-        A piece of a row at the end of the file, which is what a growth that was interrupted leaves, is no slot; the
-        next growth takes it up. Opening changes nothing in a file.
+        A part of a row at the end of the file, left by an interrupted growth, is not a slot; the next growth completes
+        it. Opening a file does not change it.
 
         Raises:
             ValueError: a width or dtype out of range.
@@ -190,7 +190,8 @@ class ModelStore:
                 same = (values.astype(piece.dtype) == piece) | (piece != piece)
                 if not same.all():
                     at = int(np.argmin(same))
-                    raise ValueError(f"number {before + at} of a model is {piece[at]!r}, which {self.dtype} has not")
+                    found = f"number {before + at} of a model is {piece[at]!r}"
+                    raise ValueError(f"{found}, which {self.dtype} cannot represent")
         return values
 
 
@@ -231,7 +232,7 @@ class RowLayout:
         """The rows of a model. Raises MethodError, which says `needed_for` what, for one without parameters."""
         parameters = [model.layout.by_name[name] for name in parameters_of(model)]
         if not parameters:
-            raise MethodError(f"{model.name} has no floating-point parameters, which {needed_for}")
+            raise MethodError(f"{model.name} has no floating-point parameters, but {needed_for} them")
         floating = [entry for entry in model.layout.entries if np.dtype(entry.dtype).kind == "f"]
         entries = (*parameters, *(entry for entry in floating if entry not in parameters))
         return RowLayout(

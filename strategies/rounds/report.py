@@ -214,7 +214,7 @@ class RoundReport:
             found = {c: own[f"{of}-{name}"] for c, (own, _) in sorted(metrics.items()) if f"{of}-{name}" in own}
             names, scores = np.array([*found], str), np.array([*found.values()], float)
             self.record = {**self.record, **({"scored": names, name: scores} if found else {})}
-        return mean_metrics(metrics.values(), weighted_by, alike=personal)
+        return mean_metrics(metrics.values(), weighted_by, uniform=personal)
 
     def reasons(self) -> str:
         """Each reason for which clients were refused or lost, once, with their names; "" for none."""

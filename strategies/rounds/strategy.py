@@ -6,6 +6,7 @@ that the server's memory does not grow with the number of clients.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 import uuid
@@ -173,13 +174,16 @@ class MethodStrategy(WithoutHooks):
         resuming = Resuming(saved, self.method, self.rules.seed, model.layout) if saved else None
         checkpoint = resuming.latest(resume=self.resume) if resuming else None
         run = Run(self.rules.seed, saved.folder, saved.keep) if saved else Run(self.rules.seed)
-        state = self.method.init(model, run)
-        self._prepare_run(grid, model, run, checkpoint)
-        self.summary()
         result = Result()
         first = 1
         train_config, evaluate_config = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
-        try:
+        with contextlib.ExitStack() as ends:
+            state = self.method.init(model, run)
+            if self.method.storage:
+                ends.callback(self.method.storage.close)
+            self._prepare_run(grid, model, run, checkpoint)
+            ends.callback(self._messenger.close)
+            self.summary()
             if resuming and checkpoint is not None:
                 first = checkpoint.round + 1
                 state, checkpoint = resuming.restore(checkpoint, self._ledger, result), None
@@ -208,10 +212,6 @@ class MethodStrategy(WithoutHooks):
                     )
             result.arrays = joined(self.method.models(state), self._layout)
             return result
-        finally:
-            self._messenger.close()
-            if self.method.storage:
-                self.method.storage.close()
 
     def _prepare_run(self, grid: Grid, model: ServerModel, run: Run, checkpoint: Checkpoint | None) -> None:
         self._layout, self._segments, self._trouble = model.layout, segments(model.layout, self.blocks), ""

@@ -80,7 +80,7 @@ def run_once(
     verbose: bool,
     on_run: Callable[[Path], None],
 ) -> Path:
-    """Run once by an engine or `loopback`; return the run directory. `on_run` is called with it when it is made."""
+    """Run once with an engine; return the run directory. `on_run` is called with it when it is made."""
     resumed, runs = places(config)
     done = threading.Event()
     found: list[Path] = []
@@ -93,7 +93,7 @@ def run_once(
     def on_event(kind: str, text: str) -> None:
         if verbose:
             console.print(text, markup=False, highlight=False)
-        if kind == "stage" and not found and text:
+        if kind == "stage" and not found:
             progress.stage(text)
         if kind == "log" and KEPT_IN in text and not found:
             # The ServerApp runs in another process: its progress is read from the metrics that it writes.

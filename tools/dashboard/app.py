@@ -114,8 +114,13 @@ def serve(
 
 def _listening(host: str, port: int) -> socket.socket:
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address, family=family, backlog=128)
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        # Not `socket.create_server`, which limits "::" to IPv6 and whose errors repeat the address.
+        listening = socket.socket(family, kind, protocol)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(128)
+        return listening
     except OSError as error:
         raise OSError(
             f"cannot listen on {host}, port {port}: {error.strerror or error}; choose another --port, or 0 for a free "

@@ -235,7 +235,7 @@ def find(name: str, runs: Path) -> Path:
     known = [view.path.name for view in views(runs)] if runs.is_dir() else []
     alike = [each for each in known if name in each] or get_close_matches(name, known, n=3)
     hint = f"did you mean {', '.join(alike[:5])}?" if alike else f"`tepal runs {runs}` lists all runs"
-    raise FileNotFoundError(f"there is no run {name}, also not in {runs}: {hint}")
+    raise FileNotFoundError(f"no run {name} was found, neither as a path nor in {runs}: {hint}")
 
 
 def own_settings(config: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:

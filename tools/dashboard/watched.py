@@ -177,7 +177,7 @@ class WatchedRun:
         if len(segments) > 1 and shares and all(len(each) == len(segments) for each in shares.values()) and any(
             any(each) for each in shares.values()
         ):
-            caption = f"Round {now.round}{'' if now.ended else ', which goes on'}: {now.phase}."
+            caption = f"Round {now.round}{'' if now.ended else ', in progress'}: {now.phase}."
             yield _html("diagram", diagram_html(segments, shares, caption))
         elif "diagram" not in self._parts:  # until a round has transferred something, the last one is shown
             yield _html("diagram", last_diagram(read_records(self.path, most=2), segments))

@@ -44,7 +44,7 @@ def run_families(runs: Sequence[RunView]) -> Families:
     asked = GaugeMetricFamily("tepal_run_rounds_asked", "Rounds of the whole run", labels=["run", "strategy"])
     score = GaugeMetricFamily("tepal_run_score", "The last accuracy, or RMSE", labels=["run", "measure"])
     moved = CounterMetricFamily(
-        "tepal_run_bytes", "Payload bytes of all clients, and names and digests", labels=["run", "direction"]
+        "tepal_run_bytes", "Bytes of all clients: payload, and manifests and headers", labels=["run", "direction"]
     )
     replies = CounterMetricFamily("tepal_run_replies", "Clients' replies, by outcome", labels=["run", "outcome"])
     seconds = SummaryMetricFamily("tepal_run_round_seconds", "Duration of the rounds", labels=["run"])

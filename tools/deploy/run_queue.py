@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -171,7 +170,7 @@ class RunQueue:
     def _submit_now(self, superlink: Process, config: Mapping[str, Value], result: Future[int]) -> None:
         try:
             result.set_result(self.app.submit(config, superlink))
-        except (RuntimeError, OSError, ValueError, subprocess.TimeoutExpired) as error:
+        except Exception as error:  # without a result no other run would be submitted
             result.set_exception(error)
 
     def watch(self, run_id: int, superlink: Process, due: Due | None) -> Watch:

@@ -151,8 +151,8 @@ class Supervisor:
                     if now >= next_runs:
                         statuses, next_runs = fleet.runs(), now + _RUNS_INTERVAL
                     last_answer = now
-                except FleetError as error:
-                    if not isinstance(error, Unreachable):
+                except (FleetError, OSError) as error:  # of the Control API, or of the folder of keys
+                    if isinstance(error, FleetError) and not isinstance(error, Unreachable):
                         log.error("%s", error)
                     elif now - last_answer > _SILENT:
                         raise ProcessError(f"it has not answered for {_SILENT:g} s ({error})") from error

@@ -60,6 +60,7 @@ class Watch:
         self._clock.limit = 0.0
         self._thread.join(5)
         with contextlib.suppress(OSError):
-            if self.directory is not None:
+            if self.directory is None:
+                self.log.unlink(missing_ok=True)
+            else:
                 keep_log(self.log, self.directory)
-            self.log.unlink(missing_ok=True)

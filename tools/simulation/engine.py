@@ -98,7 +98,7 @@ class Engine(ABC):
             raise RunError(
                 f"{self.app.name} has no run configuration key {', '.join(unknown)}. It has: {', '.join(sorted(known))}"
             )
-        log = log or new_log("simulation")
+        log = log or new_log("run")
         log.parent.mkdir(parents=True, exist_ok=True)
         try:
             self._start()

@@ -70,11 +70,11 @@ def figures_of(run: Path, number: int) -> dict:
 
 
 def main(archive: Path) -> None:
-    from tepal.server_app.catalogue import CATALOGUE
+    from tepal.strategies import STRATEGIES
 
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)
-        for name in CATALOGUE:
+        for name in STRATEGIES:
             run = run_rounds(root / name, {"strategy": name, "num-server-rounds": ROUNDS, "fraction-evaluate": 0.0})
             copy = root / "copies" / name
             shutil.copytree(root / name, copy, symlinks=True)

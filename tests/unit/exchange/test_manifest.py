@@ -193,6 +193,13 @@ def test_a_header_of_other_types_is_refused_in_a_sentence(changes):
     assert str(refused.value).startswith("its header cannot be read (") and "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("field", ["parts", "missing"])
+def test_a_mapping_of_very_many_wrong_values_is_refused_before_an_error_is_made_for_each(field):
+    content = header_record(**{field: {f"{k:x}": 1 for k in range(100_000)}})
+    with pytest.raises(ProtocolError, match=f"'{field}' has 100000 keys; at most 10000 are allowed"):
+        Header.from_content(content)
+
+
 def test_fields_that_a_later_version_adds_are_ignored():
     assert Header.from_content(header_record(added=[1, {"x": 2}])) == HEADER
 

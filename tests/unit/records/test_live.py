@@ -142,7 +142,8 @@ def test_a_disk_that_takes_nothing_is_said_once_and_stops_no_run(tmp_path, caplo
         live.end_round(report_of(number, a=ClientReport("replied")))
     live.model([Segment("model", OTHER, ("w",), 4)])
     said = [record.getMessage() for record in caplog.records]
-    assert sum("now.json" in text for text in said) == 1 and all("The run goes on without." in text for text in said)
+    assert sum("now.json" in text for text in said) == 1
+    assert all("The run continues without this file." in text for text in said)
 
 
 def test_many_thousands_of_clients_do_not_slow_a_round(tmp_path, monkeypatch):

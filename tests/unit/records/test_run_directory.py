@@ -185,7 +185,7 @@ def test_rounds_that_cannot_be_written_are_kept_back_and_written_later(run, monk
     monkeypatch.setattr(RunDirectory, "append", refuse)
     run.add(RoundRecord(round=2))
     run.add(RoundRecord(round=3))
-    assert "no space left" in caplog.text and "writes round 2 later" in caplog.text
+    assert "no space left" in caplog.text and "round 2 is written later" in caplog.text
     with pytest.raises(OSError, match="no space"):
         run.write_summary()
     monkeypatch.setattr(RunDirectory, "append", append)

@@ -185,7 +185,7 @@ def test_a_tracker_that_fails_is_said_once_and_caught_up_with(directory, caplog)
             directory.add(line(number))
             tracked.add(line(number))
     assert away.shown == [0, 1, 2, 3, 4, 5] and away.status == "FINISHED"
-    assert caplog.text.count("no route") == 1 and "The run goes on" in caplog.text
+    assert caplog.text.count("no route") == 1 and "The run continues" in caplog.text
     assert dict(in_tensorboard(directory.path)).keys() == expected(directory.path).keys()
 
 

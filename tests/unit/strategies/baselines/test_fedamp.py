@@ -305,7 +305,7 @@ def test_options_out_of_range_are_refused(value):
 
 def test_errors_name_fedamp():
     start = ArrayRecord({"ids": Array(np.arange(3))})
-    with pytest.raises(MethodError, match="no floating-point parameters, which FedAMP compares"):
+    with pytest.raises(MethodError, match="no floating-point parameters, but FedAMP compares them"):
         FedAMP(sigma=1.0, alpha=1.0).start(InProcessGrid([]), start)
     with pytest.raises(MethodError, match="of 2 models; FedAMP starts from one"):
         FedAMP(sigma=1.0, alpha=1.0).start(InProcessGrid([]), join_modes([start, start]))

@@ -482,7 +482,7 @@ def test_options_out_of_range_are_refused(options, words):
 
 def test_a_model_without_parameters_is_refused():
     start = ArrayRecord({"ids": Array(np.arange(3))})
-    with pytest.raises(MethodError, match="no floating-point parameters, which FedBE draws"):
+    with pytest.raises(MethodError, match="no floating-point parameters, but FedBE draws them"):
         FedBE(distil=False).start(InProcessGrid([]), start)
 
 

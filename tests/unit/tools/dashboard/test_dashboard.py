@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import socket
 
 import httpx
 import numpy as np
@@ -180,6 +181,12 @@ def test_the_token_moves_from_the_address_into_a_cookie_that_scripts_cannot_read
     assert "secure" in over_tls.get("/", params={"token": TOKEN}).headers["set-cookie"].lower()
 
 
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no socket for IPv4 and IPv6")
+def test_all_addresses_of_ipv6_are_those_of_ipv4_too():
+    with _listening("::", 0) as listening:
+        socket.create_connection(("127.0.0.1", listening.getsockname()[1]), timeout=5).close()
+
+
 def test_a_port_that_is_taken_is_said_with_what_helps():
     with _listening("127.0.0.1", 0) as first:
         port = first.getsockname()[1]
@@ -251,7 +258,7 @@ def test_the_block_diagram_is_of_the_round_that_goes_on(runs, at_once):
     shares = {f"travel_{way}": [1, 0.5, 0] for way in ("down", "trains", "up")}
     (path / NOW).write_text(json.dumps({"round": 2, "phase": "frozen", "ended": False, "clients": {}, **shares}))
     drawn = parts_of(path)["diagram"]["html"]
-    assert "Round 2, which goes on: frozen." in drawn and "sent to</span> 50%" in drawn
+    assert "Round 2, in progress: frozen." in drawn and "sent to</span> 50%" in drawn
 
 
 def test_method_figures_come_from_records(runs, at_once):

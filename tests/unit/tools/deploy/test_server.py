@@ -6,7 +6,9 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
 from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -176,6 +178,16 @@ def test_attempts_are_counted_until_a_round_is_finished():
 def test_a_clock_that_was_set_back_delays_nothing():
     entry = JournalEntry(attempts=1, round=2, tried=1e9)
     assert next_attempt(entry, 2, 5, 100.0) == 101.0
+
+
+@pytest.mark.parametrize("error", [KeyError("run-id"), TypeError("no TOML"), OSError("no room")])
+def test_a_submission_that_fails_in_any_way_has_its_error_as_the_result(error):
+    def submit(config, superlink):
+        raise error
+
+    result = Future()
+    RunQueue._submit_now(SimpleNamespace(app=SimpleNamespace(submit=submit)), None, {}, result)
+    assert result.exception(timeout=0) is error
 
 
 def test_a_submitted_run_is_found_again_by_its_config(new_run):
