@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,11 +14,13 @@ from safetensors.numpy import save_file
 
 from tepal.exchange.layout import Arrays
 from tepal.exchange.parts import Digests, digest
-from tepal.host.files import replacing
+from tepal.host.files import remove_abandoned, replacing
 
 SUFFIX = ".safetensors"
 
 _DIGEST = "sha256/"  # followed by an array's name: the key of its digest in the file's metadata
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
+_UNFINISHED = ".tmp*"  # names under which the format's library begins to write
 _RESERVED = "__metadata__"  # the key of the metadata in the format's header
 _DTYPES = {
     "BOOL": "bool",
@@ -44,7 +47,7 @@ def write_arrays(
         replace: replace an existing file; otherwise it stays.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: the file cannot be written; FileNotFoundError: its folder was removed meanwhile.
         ValueError: the format does not allow the name of an array.
     """
     if _RESERVED in arrays:
@@ -58,7 +61,7 @@ def write_arrays(
         try:
             save_file(contiguous, partial, metadata=metadata)
         except SafetensorError as error:
-            raise OSError(str(error)) from error
+            raise _as_os_error(error) from error
 
 
 def read_arrays(path: Path, digests: Mapping[str, bytes] | None = None) -> dict[str, np.ndarray]:
@@ -113,6 +116,17 @@ def map_arrays(path: Path) -> dict[str, tuple[np.ndarray, bytes]]:
         array = np.ndarray(tuple(about["shape"]), kind, mapping, begin + about["data_offsets"][0])
         found[name] = array, bytes.fromhex(metadata[f"{_DIGEST}{name}"])
     return found
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what `write_arrays` left in this folder because its process was killed."""
+    remove_abandoned(folder, _UNFINISHED)
+
+
+def _as_os_error(error: SafetensorError) -> OSError:
+    """The error with the system's number, from which Python makes FileNotFoundError, for example."""
+    number = _OS_ERROR.search(str(error))
+    return OSError(int(number[1]), str(error)) if number else OSError(str(error))
 
 
 def _contiguous(array: np.ndarray) -> np.ndarray:
