@@ -21,6 +21,7 @@ SUFFIX = ".safetensors"
 _DIGEST = "sha256/"  # followed by an array's name: the key of its digest in the file's metadata
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 _UNFINISHED = ".tmp*"  # names under which the format's library begins to write
+_UNREADABLE = "it cannot be read as a safetensors file of this project ({})"
 _RESERVED = "__metadata__"  # the key of the metadata in the format's header
 _DTYPES = {
     "BOOL": "bool",
@@ -91,7 +92,7 @@ def read_arrays(path: Path, digests: Mapping[str, bytes] | None = None) -> dict[
     except OSError:
         raise
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise DamagedFile(f"it cannot be read as a safetensors file of this project ({error})") from error
+        raise DamagedFile(_UNREADABLE.format(error)) from error
     if changed:
         raise DamagedFile(f"{len(changed)} entries do not have their digests, {changed[0]!r} first")
     for array in arrays.values():
@@ -100,22 +101,29 @@ def read_arrays(path: Path, digests: Mapping[str, bytes] | None = None) -> dict[
 
 
 def map_arrays(path: Path) -> dict[str, tuple[np.ndarray, bytes]]:
-    """Name → (array, digest) of a file that was just written. Nothing is checked.
+    """Name → (array, digest) of a file that was just written. The arrays are not compared with their digests.
 
     The arrays are read-only views of the memory-mapped file, which the system can drop from memory. They stay valid
     when the file is removed or replaced.
+
+    Raises:
+        DamagedFile: the file is not one of `write_arrays`.
+        OSError: the file does not exist or cannot be opened.
     """
-    with path.open("rb") as file:
-        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    begin = 8 + int.from_bytes(mapping[:8], "little")
-    header = json.loads(mapping[8:begin])
-    metadata = header.pop(_RESERVED)
-    found: dict[str, tuple[np.ndarray, bytes]] = {}
-    for name, about in header.items():
-        kind = np.dtype(_DTYPES[about["dtype"]])
-        array = np.ndarray(tuple(about["shape"]), kind, mapping, begin + about["data_offsets"][0])
-        found[name] = array, bytes.fromhex(metadata[f"{_DIGEST}{name}"])
-    return found
+    try:
+        with path.open("rb") as file:
+            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        begin = 8 + int.from_bytes(mapping[:8], "little")
+        header = json.loads(mapping[8:begin])
+        metadata = header.pop(_RESERVED)
+        found: dict[str, tuple[np.ndarray, bytes]] = {}
+        for name, about in header.items():
+            kind = np.dtype(_DTYPES[about["dtype"]])
+            array = np.ndarray(tuple(about["shape"]), kind, mapping, begin + about["data_offsets"][0])
+            found[name] = array, bytes.fromhex(metadata[f"{_DIGEST}{name}"])
+        return found
+    except (AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
+        raise DamagedFile(_UNREADABLE.format(error)) from error
 
 
 def remove_unfinished(folder: Path) -> None:
