@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import re
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from tepal.exchange.layout import Arrays
-from tepal.exchange.parts import Digests, digest
+from tepal.exchange.parts import DIGEST_BYTES, Digests, digest
 from tepal.host.files import remove_abandoned, replacing
 
 SUFFIX = ".safetensors"
@@ -119,8 +120,13 @@ def map_arrays(path: Path) -> dict[str, tuple[np.ndarray, bytes]]:
         found: dict[str, tuple[np.ndarray, bytes]] = {}
         for name, about in header.items():
             kind = np.dtype(_DTYPES[about["dtype"]])
-            array = np.ndarray(tuple(about["shape"]), kind, mapping, begin + about["data_offsets"][0])
+            shape, start = tuple(about["shape"]), begin + about["data_offsets"][0]
+            if start < begin or min(shape, default=0) < 0 or start + math.prod(shape) * kind.itemsize > len(mapping):
+                raise ValueError(f"{name!r} is not within the file")  # NumPy does not check a negative start
+            array = np.ndarray(shape, kind, mapping, start)
             found[name] = array, bytes.fromhex(metadata[f"{_DIGEST}{name}"])
+            if len(found[name][1]) != DIGEST_BYTES:
+                raise ValueError(f"the digest of {name!r} has the wrong length")
         return found
     except (AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
         raise DamagedFile(_UNREADABLE.format(error)) from error

@@ -216,8 +216,11 @@ def _checked(manifest: Manifest) -> Manifest:
         texts += [part.tree, part.block]
         if not len(part.names) == len(set(part.names)) == len(part.digests):
             raise ValueError(f"a part of block {reprlib.repr(part.block)} has {len(part.digests)} digests")
-        if parcel.dtype not in DTYPES or type(parcel.keep) is not bool or not set(part.names) >= set(parcel.sent):
-            raise ValueError(f"a parcel of block {reprlib.repr(part.block)} is wrong")
+        sent = set(parcel.sent)
+        if not set(part.names) >= sent or len(sent) < len(parcel.sent):
+            raise ValueError(f"a parcel of block {reprlib.repr(part.block)} sends entries that its part does not have")
+        if parcel.dtype not in DTYPES or type(parcel.keep) is not bool:
+            raise ValueError(f"a parcel of block {reprlib.repr(part.block)} has the wrong dtype, or no true or false")
     if wrong := [text for text in texts if type(text) is not str]:
         raise ValueError(f"{reprlib.repr(wrong[0])} is not text")
     if wrong := [value for value in (plan.round, upload.seed) if type(value) is not int]:

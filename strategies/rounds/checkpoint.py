@@ -118,7 +118,10 @@ class Checkpoints:
 
         The system can release the memory of mapped arrays, see `map_arrays`. Raises OSError and DamagedFile.
         """
-        return self._mapped(self._path(number), _read_facts(self._path(number) / FACTS)["state"])
+        facts = _read_facts(self._path(number) / FACTS)
+        if "state" not in facts:
+            raise DamagedFile("it has no state")
+        return self._mapped(self._path(number), facts["state"])
 
     def on_disk(self, state: Any) -> Any:
         """A state with its arrays mapped from an unnamed file in this folder. Raises OSError."""
