@@ -230,6 +230,9 @@ def build_strategy(config: RunConfig, blocks: Blocks) -> MethodStrategy:
         "schedule": rounds.schedule,
         "seed": rounds.seed,
         "deterministic": config.training.deterministic,
+        "robust": rounds.robust,
+        "hostile_share": rounds.hostile_share,
+        "krum_keep": rounds.krum_keep,
         "encoding": config.wire.encoding(rounds.seed),
     }
     try:

@@ -61,6 +61,9 @@ class RoundOptions(TypedDict, total=False):
     schedule: str
     seed: int
     deterministic: bool
+    robust: str
+    hostile_share: float
+    krum_keep: int
     encoding: Encoding | None
     experiment: str | None
     checkpoints: Checkpoints | Path | str | None
