@@ -121,7 +121,7 @@ class RunDirectory:
     def add_label_counts(self, counts: Mapping[str, Sequence[float]]) -> None:
         """Add clients' numbers of examples of each class to `labels.json`. Raises OSError naming the file."""
         if counts:
-            finite = {client: [int(n) for n in each] for client, each in counts.items() if all(map(math.isfinite, each))}
+            finite = {name: [int(n) for n in each] for name, each in counts.items() if all(map(math.isfinite, each))}
             known = read_label_counts(self.path, most=None) | finite
             write_whole(self.path / LABELS, (json.dumps(known, sort_keys=True) + "\n").encode())
 

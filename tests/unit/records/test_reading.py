@@ -26,7 +26,8 @@ READERS = {"config.toml": read_config, "metrics.jsonl": read_metrics, "summary.j
            "labels.json": read_label_counts}  # fmt: skip
 DAMAGED = {
     "config.toml": [b"a = [", b"\xff", b"a = " + DEEP.encode(), b"num-server-rounds = 'many'",
-                    b"num-server-rounds = -1", b"num-server-rounds = 99999999999999999999", b"a = " + b"[" * 60 + b"]" * 60],
+                    b"num-server-rounds = -1", b"num-server-rounds = 99999999999999999999",
+                    b"a = " + b"[" * 60 + b"]" * 60],
     "metrics.jsonl": [b"{\n{}", b"[1]\n\n", b'{"round": "1"}\n', b'{"round": -1}\n', b'{"round": 1e400}\n',
                       b'{"round": 99999999999}\n', b'{"round": 1, "x": ' + DEEP.encode() + b"}\n", b"\xff\xfe\n",
                       b'{"round": 1, "refused": 5}\n', b'{"round": ' + b"9" * 5000 + b"}\n"],
