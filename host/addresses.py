@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ipaddress
-
 
 def is_loopback(host: str) -> bool:
     """Whether a host name or address can only be reached from this machine."""
+    import ipaddress  # `tepal server status` does not need it
+
     if host == "localhost":
         return True
     try:
