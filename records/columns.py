@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
@@ -69,12 +67,13 @@ def columns_of(record: type) -> dict[str, Column]:
 def from_values(record: type[T], values: Mapping[str, Any]) -> T:
     """Make a dataclass from an object of a JSON file, also of one that another version wrote.
 
-    A field that is missing, null, NaN or infinite has its default; a value that no field is declared for is ignored.
+    A field that is missing, null, NaN, infinite or larger than 1e300 has its default; a value that no field is declared
+    for is ignored.
     Raises ValueError for a value of another type than its field's.
     """
     if not isinstance(values, Mapping):
         raise ValueError(f"{_quoted(values)} is not an object")
-    kinds = _kinds(record)
+    kinds = _kinds(record)  # type: ignore[arg-type]  # a class is hashable
     read = {name: _read(name, value, kinds[name]) for name, value in values.items() if name in kinds}
     return record(**{name: value for name, value in read.items() if value is not None})
 
@@ -102,7 +101,7 @@ def _read(name: str, value: Any, kind: str) -> Any:
         case _ if value is None:
             return None
         case "a number" if is_number(value):
-            return value if isinstance(value, int) or math.isfinite(value) else None
+            return value if abs(value) <= _LARGEST else None
         case "text" if isinstance(value, str):
             return value
         case "true or false" if isinstance(value, bool):
@@ -110,7 +109,7 @@ def _read(name: str, value: Any, kind: str) -> Any:
         case "an object" if isinstance(value, Mapping):
             return value
         case "a list of numbers" if isinstance(value, list | tuple) and all(map(is_number, value)):
-            return value if all(map(math.isfinite, value)) else None
+            return value if all(abs(each) <= _LARGEST for each in value) else None
         case "a list of incidents" if isinstance(value, list | tuple) and all(map(_is_incident, value)):
             return value
     raise ValueError(f"its {name} is {_quoted(value)}, expected {kind}")
@@ -121,13 +120,13 @@ def _quoted(value: Any) -> str:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value of a JSON file is a number that calculations can be made with: at most of the size of a float."""
+    """Whether a value of a JSON file is a number (an integer of at most 1e300, whose sums are floats, too)."""
     if isinstance(value, int):
         return not isinstance(value, bool) and abs(value) <= _LARGEST
     return isinstance(value, float)
 
 
-_LARGEST = int(sys.float_info.max)
+_LARGEST = 10**300  # so that sums of many are floats, too
 
 
 def _is_incident(value: Any) -> bool:

@@ -223,7 +223,7 @@ def read_summary(run: Path) -> dict[str, Any] | None:
             value = summary[name]
             if value is not None and not is_number(value):
                 raise ValueError(f"its {name} is not a number")
-            if isinstance(value, float) and not math.isfinite(value):
+            if isinstance(value, float) and not abs(value) <= _LARGEST:
                 summary[name] = None
         if not 0 <= (summary.get("rounds") or 0) <= LARGEST_ROUND:
             raise ValueError(f"its rounds are not 0 to {LARGEST_ROUND:,}")
@@ -234,6 +234,7 @@ def read_summary(run: Path) -> dict[str, Any] | None:
         raise _damaged(path, error) from error
 
 
+_LARGEST = 1e300  # as of `from_values`
 _TEXTS = ("strategy", "model", "stopped_by")
 _NUMBERS = {
     "parameters", "rounds", "accuracy", "loss", "bytes_up", "bytes_down", "bytes_vs_fedavg", "seconds",

@@ -35,6 +35,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tepal import __version__
 from tepal.host.addresses import is_loopback
+from tepal.host.text import visible
 from tepal.records.run_directory import LATEST, REPORT, find_run
 from tepal.report.page import empty_plot
 from tepal.report.templates import render
@@ -180,11 +181,17 @@ class _Dashboard:
         if path is None:
             return self._missing(request)
         if is_comparison(path):
-            html = await run_in_threadpool(_comparison, path)
+            try:
+                html = await run_in_threadpool(_comparison, path)
+            except Exception as error:  # of damaged files
+                return self._unreadable(request, path, error)
             # This page has its own, stricter policy, and contains its script and style.
             return HTMLResponse(html, headers={**_HEADERS, "Content-Security-Policy": "frame-ancestors 'none'"})
         name, parent = request.path_params["name"], request.path_params.get("parent", "")
-        config = await run_in_threadpool(lambda: RunView(path).config)
+        try:
+            config = await run_in_threadpool(lambda: RunView(path).config)
+        except Exception:  # the parts of the page have the reason
+            config = {}
         known = (config.get("strategy"), config.get("model"), config.get("dataset"))
         subtitle = " · ".join(str(each) for each in known if each)
         whole = f"{parent}/{name}" if parent else name
@@ -208,6 +215,12 @@ class _Dashboard:
         if "gzip" in request.headers.get("accept-encoding", ""):
             return Response(packed, media_type=kind, headers={**headers, "Content-Encoding": "gzip"})
         return Response(gzip.decompress(packed), media_type=kind, headers=headers)
+
+    def _unreadable(self, request: Request, path: Path, error: Exception) -> Response:
+        root = "../" * max(request.url.path.count("/") - 1, 0)
+        text = f"{path.name} cannot be read: {error if isinstance(error, OSError | ValueError) else repr(error)}"
+        page = message_page("Not readable", text, root, self._version)
+        return HTMLResponse(page, status_code=422, headers=_HEADERS)
 
     def _missing(self, request: Request) -> Response:
         root = "../" * max(request.url.path.count("/") - 1, 0)
@@ -294,8 +307,8 @@ def _events(changes: Callable[[Sent], list[str]]) -> StreamingResponse:
         while True:
             try:
                 parts = await run_in_threadpool(changes, sent)
-            except (OSError, ValueError) as error:
-                parts, said_before, said = [], said, str(error)
+            except Exception as error:  # the connection stays, until the files can be read
+                parts, said_before, said = [], said, visible(error)
                 if said != said_before:
                     parts = [json.dumps({"id": "problems", "kind": "text", "text": said})]
             for part in parts:
