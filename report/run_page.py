@@ -56,10 +56,11 @@ def drawn_of(run: RunFiles) -> dict[str, list[Figure]]:
         "method": lambda: method_figures(run.records, run.metrics),
         "clients": lambda: label_figures(run.label_counts),
     }
-    return {
-        section: _whatever(make, lambda why, section=section: [Figure(section, SECTIONS[section], why, None)])
-        for section, make in drawn.items()
-    }
+
+    def failed(section: str) -> Callable[[str], list[Figure]]:
+        return lambda why: [Figure(section, SECTIONS[section], why, None)]
+
+    return {section: _whatever(make, failed(section)) for section, make in drawn.items()}
 
 
 def _whatever(make: Callable[[], T], failed: Callable[[str], T]) -> T:

@@ -55,6 +55,7 @@ _SHOWN = columns(
     "bytes_down", "bytes_up", "seconds",
 )  # fmt: skip
 _LONGEST = 500  # characters of a cell
+_WIDEST = 60  # of a cell that is not folded, so that the columns next to it have room
 _PIPED_WIDTH = 240  # columns of a table that no terminal shows
 _START = re.compile(r"(\d{8}-\d{6})-")
 
@@ -372,7 +373,7 @@ def _rounds_table(metrics: Sequence[RoundRecord], all_rounds: bool) -> Group:
     places = some_of(len(metrics), len(metrics) if all_rounds else _MOST_ROUNDS)
     for line in (metrics[place] for place in places):
         values = ((column, line.value(column.key)) for column in used)
-        table.add_row(*(MISSING if value is None else shown(column.text(value), _LONGEST) for column, value in values))
+        table.add_row(*(MISSING if value is None else shown(column.text(value), _WIDEST) for column, value in values))
     if len(places) == len(metrics):
         return Group(table)
     left = f"{len(places)} of {len(metrics)} rounds; --all-rounds shows every one"
@@ -389,7 +390,7 @@ def _troubles_table(troubled: Sequence[Troubles]) -> Table:
     for each in troubled:
         counts = (str(each.counts.get(kind, 0)) for kind in kinds)
         reason = shown(f"round {each.last_round}: {each.last_reason}", _LONGEST)
-        table.add_row(shown(each.client, LONGEST_NAME), *counts, reason)
+        table.add_row(shown(each.client, _WIDEST), *counts, reason)
     return table
 
 

@@ -174,6 +174,8 @@ def test_hostile_names_reach_page_and_terminal_as_text(runs):
     for arguments in (["show", str(run)], ["show", str(run), "--json"], ["runs", str(runs)]):
         shown = CliRunner().invoke(main, arguments)
         assert shown.exit_code == 0 and shown.stdout.replace("\n", "").isprintable(), arguments
+        if "--json" not in arguments and "show" in arguments:
+            assert shown.stdout.count("round 1: a|b") == 1, "a long name leaves room for the reasons"
     parts = parts_of(run)
     rows = [dict(zip(CLIENT_COLUMNS, row, strict=True)) for row in parts["clients"]["rows"]]
     assert len(rows) == len(HOSTILE)
