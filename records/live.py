@@ -18,8 +18,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from tepal.records.columns import bytes_text, column, columns_of, from_values, seconds_text
-from tepal.records.run_directory import BLOCKS, CLIENTS, NOW, as_json, read_json, write_whole
+from tepal.host.text import visible
+from tepal.records.columns import bytes_text, column, columns_of, from_values, is_number, seconds_text
+from tepal.records.run_directory import BLOCKS, CLIENTS, MOST_SEGMENTS, NOW, as_json, read_json, write_whole
 
 if TYPE_CHECKING:  # reading a run needs neither Flower nor torch
     from tepal.strategies.rounds.report import RoundReport
@@ -93,22 +94,52 @@ class Now:
 
 
 def read_now(run: Path) -> Now | None:
-    """Read `now.json`; None if it is missing or cannot be read."""
+    """Read `now.json`; None if it is missing or cannot be read. Raises ValueError if it is not a state of a round."""
     values = read_json(run / NOW)
     if not values:
         return None
-    clients = {name: from_values(ClientNow, each) for name, each in (values.get("clients") or {}).items()}
+    clients = {name: from_values(ClientNow, each) for name, each in _object(run / NOW, values, "clients").items()}
     return from_values(Now, {**values, "clients": clients})
 
 
 def read_clients(run: Path) -> dict[str, ClientTotals]:
-    """Read `clients.json`; {} if it is missing or cannot be read."""
-    return {name: from_values(ClientTotals, each) for name, each in (read_json(run / CLIENTS) or {}).items()}
+    """Read `clients.json`; {} if it is missing or cannot be read. Raises ValueError if it does not have clients."""
+    values = _object(run / CLIENTS, {"clients": read_json(run / CLIENTS)}, "clients")
+    return {name: from_values(ClientTotals, each) for name, each in values.items()}
 
 
 def read_segments(run: Path) -> list[StoredSegment]:
-    """Read `blocks.json`; [] if it is missing or cannot be read."""
-    return read_json(run / BLOCKS) or []
+    """Read `blocks.json`; [] if it is missing or cannot be read. Raises ValueError if it does not have segments."""
+    segments = read_json(run / BLOCKS) or []
+    if not isinstance(segments, list) or len(segments) > MOST_SEGMENTS or not all(map(_is_segment, segments)):
+        raise ValueError(f"{run / BLOCKS} is damaged: it is not a list of at most {MOST_SEGMENTS:,} segments")
+    return segments
+
+
+def _is_segment(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("stage"), str)
+        and isinstance(value.get("kind"), str)
+        and is_number(value.get("bytes"))
+    )
+
+
+def _object(path: Path, values: Any, key: str) -> Mapping[str, Any]:
+    """The object under a key of another; {} for none."""
+    inner = values.get(key) if isinstance(values, dict) else values
+    if inner is not None and not isinstance(inner, dict):
+        raise ValueError(f"{path} is damaged: the clients are not an object")
+    return inner or {}
+
+
+def _earlier(run: Path) -> dict[str, ClientTotals]:
+    """The totals of a run that is resumed; {} if they are damaged, which must not end the run."""
+    try:
+        return read_clients(run)
+    except ValueError as error:
+        log.error("%s. The run continues, and its clients are counted from this round on.", error)
+        return {}
 
 
 class Live:
@@ -126,7 +157,7 @@ class Live:
         self._clock = clock
         self._due: dict[str, float] = {}
         self._failed: set[str] = set()
-        self._totals = defaultdict(ClientTotals, read_clients(path))
+        self._totals = defaultdict(ClientTotals, _earlier(path))
 
     def model(self, segments: Sequence[Segment]) -> None:
         """Write the segments of the model."""
@@ -155,7 +186,7 @@ class Live:
         for name, _ in report.lost:
             self._totals[name].lost += 1
         for name, reason in (*report.refused, *report.lost):
-            self._totals[name].reason = f"round {report.round}: {reason}"
+            self._totals[name].reason = visible(f"round {report.round}: {reason}")
         self._write(NOW, lambda: self._now(report, ended=True), at_once=True)
         self._write(CLIENTS, self._clients, at_once=report.round >= self._rounds)
 
@@ -174,7 +205,7 @@ class Live:
         }
         for name, reason in [*report.refused, *report.lost]:
             if name in clients:
-                clients[name]["reason"] = reason
+                clients[name]["reason"] = visible(reason)
         travel = report.travel.shares(len(report.clients)) if report.travel else {}
         return {
             "round": report.round,

@@ -8,8 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
+from itertools import islice
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from tepal.host.text import LONGEST_NAME, visible
 from tepal.records.columns import (
     Column,
     bytes_text,
@@ -33,6 +35,10 @@ class Incident(TypedDict):
     client: str
     reason: str
 
+
+MOST_REASONS = 100
+"""Reasons of a kind of incident that are kept of a round."""
+NOT_KEPT = f"its reason is not kept: the round has more than {MOST_REASONS}"
 
 _SCORES = ("accuracy", "loss")
 _LARGEST = 700.0  # the exponential of more than this overflows
@@ -121,7 +127,7 @@ class RoundRecord:
             lost=_incident_list(report.lost),
             late=_incident_list((client, f"it is an answer to round {number}") for client, number in report.late),
             left_out=_incident_list((client, "it failed several times in a row") for client in report.left_out),
-            notes=_incident_list(report.notes),
+            notes=_incident_list(report.notes, counted=False),
             accuracy=scored.get("accuracy"),
             loss=loss,
             macro_f1=scored.get("macro-f1"),
@@ -151,7 +157,10 @@ class RoundRecord:
 
     @classmethod
     def from_line(cls, line: Mapping[str, Any]) -> RoundRecord:
-        """Make the record of a line of `metrics.jsonl`; of a missing column it has None, or an empty list."""
+        """Make the record of a line of `metrics.jsonl`; of a missing column it has None, or an empty list.
+
+        Raises ValueError for a value of another type than its column's.
+        """
         return from_values(cls, line)
 
     def to_line(self) -> dict[str, Any]:
@@ -207,9 +216,19 @@ def _of_result(report: RoundReport) -> dict[str, float | None]:
 
 
 def _root(loss: float | None, task: Task) -> float | None:
-    """The root of the mean squared error; None if the task's loss is another one."""
-    return math.sqrt(loss) if task.regression and loss is not None else None
+    """The root of the mean squared error; None if the task's loss is another one, or is no such error (below 0)."""
+    return math.sqrt(loss) if task.regression and loss is not None and loss >= 0 else None
 
 
-def _incident_list(reasons: Iterable[tuple[str, str]]) -> list[Incident]:
-    return [{"client": client, "reason": reason} for client, reason in reasons]
+def _incident_list(reasons: Iterable[tuple[str, str]], *, counted: bool = True) -> list[Incident]:
+    """Incidents as they are kept: on one line each, of bounded length, and the reasons of the first MOST_REASONS.
+
+    Of further ones the clients are kept if they are `counted`, and otherwise only how many there are.
+    """
+    left = iter(reasons)
+    kept = [Incident(client=visible(client, LONGEST_NAME), reason=visible(reason))
+            for client, reason in islice(left, MOST_REASONS)]  # fmt: skip
+    further = [client for client, _ in left]
+    if counted:
+        return kept + [Incident(client=visible(client, LONGEST_NAME), reason=NOT_KEPT) for client in further]
+    return kept + ([Incident(client="", reason=f"and {len(further):,} more")] if further else [])

@@ -15,9 +15,14 @@ from tepal.report.templates import render
 
 MOST_CLIENTS = 300  # rows of a table or figure
 
+
 def natural(name: str) -> list[tuple[int, str]]:
     """A sort key by which client-2 comes before client-10."""
-    return [(int(part or 0), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+    # A number by its digits, of which there may be more than Python converts.
+    return [
+        (len(part.lstrip("0")), part.lstrip("0")) if place % 2 else (-1, part)
+        for place, part in enumerate(re.split("([0-9]+)", name))
+    ]
 
 
 def clients_html(clients: Mapping[str, ClientTotals]) -> Markup:

@@ -10,12 +10,13 @@ from markupsafe import Markup
 
 from tepal.records.columns import bytes_text
 from tepal.records.live import StoredSegment
-from tepal.report.method_figures import ArraysOfRounds
+from tepal.report.heatmaps import ArraysOfRounds
 from tepal.report.templates import render
 from tepal.strategies.rounds.travel import OTHER
 
 WAYS = {"travel_down": ("↓", "sent to"), "travel_up": ("↑", "returned by")}
 TRAINS = "travel_trains"
+_MOST_ROWS, _MOST_KINDS = 300, 20
 _CLOSE = 5e-4  # shares that differ by less have the same text
 
 
@@ -40,8 +41,12 @@ def diagram_html(segments: Sequence[StoredSegment], shares: Mapping[str, Sequenc
     stages = []
     for stage, members in groupby(enumerate(segments), key=lambda member: member[1]["stage"]):
         of_kind = {each["kind"]: _shown(each["bytes"], {key: shares[key][k] for key in shares}) for k, each in members}
-        stages.append((stage, [of_kind.get(kind) for kind in kinds]))
-    return render("diagram.html", caption=caption, kinds=kinds if len(kinds) > 1 else [""], rows=_together(stages))
+        stages.append((stage, [of_kind.get(kind) for kind in kinds[:_MOST_KINDS]]))
+    rows = _together(stages)
+    if len(rows) > _MOST_ROWS:
+        caption += f" The first {_MOST_ROWS} of {len(rows):,} parts."
+    kinds = kinds[:_MOST_KINDS] if len(kinds) > 1 else [""]
+    return render("diagram.html", caption=caption, kinds=kinds, rows=rows[:_MOST_ROWS])
 
 
 def last_diagram(records: ArraysOfRounds, segments: Sequence[StoredSegment]) -> Markup:

@@ -9,14 +9,12 @@ import numpy as np
 
 from tepal.records.live import StoredSegment
 from tepal.records.round_record import COLUMNS, RoundRecord
-from tepal.report.clients import MOST_CLIENTS, natural
-from tepal.report.page import Figure, add_curve, empty_plot
+from tepal.report.heatmaps import GAPS, Arrays, ArraysOfRounds, heatmap, placed, round_by_round, shown, some, z
+from tepal.report.page import Figure, add_curve, empty_plot, labels
 
-Arrays = Mapping[str, np.ndarray]
-ArraysOfRounds = Sequence[tuple[int, Arrays]]
+MOST_COLUMNS = 100
+"""Classes or layers of a figure: of more classes the most frequent are drawn, and the others together."""
 
-_GAPS = 40  # rows or columns up to which cells have a gap between them
-_MOST_FRAMES, _MOST_NUMBERS = 24, 150_000  # of a matrix that is shown round by round
 _MOST_NODES, _EDGES = 100, 3  # clients of a graph, and lines from each
 _DRIFTS = {"query_key_drift": ("query and key", "main"), "value_drift": ("all else", "second")}
 _SHARES = {"disagreement": "main", "lowest_accuracy": "second", "highest_accuracy": "third"}  # column → colour
@@ -38,7 +36,7 @@ def travel_figures(records: ArraysOfRounds, segments: Sequence[StoredSegment]) -
     figures = []
     for way, said in (("down", "sent to"), ("up", "returned by")):
         shares = np.stack([record[f"travel_{way}"] for _, record in known], axis=1)
-        plot = _heatmap(
+        plot = heatmap(
             shares, [number for number, _ in known], names, "round", "",
             f"%{{y}}, round %{{x}}: {said} %{{z:.0%}} of the clients", f"{len(names)} parts in {len(known)} rounds.",
             limits=(0, max(1.0, float(shares.max()))),
@@ -89,7 +87,7 @@ def _drift(records: ArraysOfRounds) -> Figure:
 def _layers_by_round(records: ArraysOfRounds) -> Figure:
     """A heat map (layers, rounds): the share of a round's clients that trained a layer."""
     shares = np.stack([record["masks"].mean(axis=0) for _, record in records], axis=1)
-    plot = _heatmap(
+    plot = heatmap(
         shares, [number for number, _ in records], [f"layer {k + 1}" for k in range(len(shares))], "round", "",
         "%{y}, round %{x}: %{z:.0%} of the clients", f"{len(shares)} layers in {len(records)} rounds.",
         limits=(0, 1),
@@ -107,9 +105,9 @@ def _layers_by_client(records: ArraysOfRounds) -> Figure:
         for client, mask in zip(record["clients"].tolist(), record["masks"], strict=True):
             trained[client] = trained.get(client, 0) + mask.astype(int)
             rounds[client] = rounds.get(client, 0) + 1
-    clients, more = _shown(trained)
+    clients, more = shown(trained)
     shares = np.stack([trained[client] / rounds[client] for client in clients])
-    plot = _heatmap(
+    plot = heatmap(
         shares, [str(k + 1) for k in range(shares.shape[1])], clients, "layer", "client",
         "%{y}, layer %{x}: in %{z:.0%} of its rounds", f"{len(clients)} clients, {shares.shape[1]} layers.",
         limits=(0, 1),
@@ -127,10 +125,10 @@ def _modes(records: ArraysOfRounds) -> Figure:
     for column, (_, record) in enumerate(records):
         for client, mode in zip(record["clients"].tolist(), record["modes"].tolist(), strict=True):
             of_client.setdefault(client, {})[column] = mode + 1
-    clients, more = _shown(of_client)
+    clients, more = shown(of_client)
     numbers = [[of_client[client].get(column) for column in range(len(records))] for client in clients]
     most = max(mode for of in of_client.values() for mode in of.values())
-    plot = _heatmap(
+    plot = heatmap(
         numbers, [number for number, _ in records], clients, "round", "client",
         "%{y}, round %{x}: mode %{z}", f"{len(clients)} clients, {most} modes.", limits=(0, most),
     )  # fmt: skip
@@ -163,17 +161,17 @@ def _alike(records: ArraysOfRounds) -> list[Figure]:
         return []
     title = {"similarity": "Similarity of clients' models", "distances": "Distances between clients' models"}[known]
     said = {"similarity": "cosine similarity", "distances": "squared distance"}[known]
-    clients, more = _shown(record["clients"].tolist())
+    clients, more = shown(record["clients"].tolist())
 
     def matrix(record: Arrays) -> Any:
         names = record["clients"].tolist()
-        return _matrix(record[known], names, names, clients, clients)
+        return placed(record[known], names, names, clients, clients)
 
-    plot = _heatmap(
+    plot = heatmap(
         matrix(record), clients, clients, "", "", f"%{{y}} and %{{x}}: {said} %{{z:.4g}}", f"{len(clients)} clients."
     )  # fmt: skip
     alike = [each for each in _with(records, known) if set(clients) <= set(each[1]["clients"].tolist())]
-    _round_by_round(plot, [(number, [_z(matrix(record))]) for number, record in _some(alike, len(clients) ** 2)])
+    round_by_round(plot, [(number, [z(matrix(record))]) for number, record in some(alike, len(clients) ** 2)])
     caption = f"{said.capitalize()} of two clients' models at the start of round {number}; darker is larger.{more}"
     if "threshold" in record:
         caption += f" In round {number}, models of a similarity above δ = {float(record['threshold']):.4g} are mixed."
@@ -183,19 +181,19 @@ def _alike(records: ArraysOfRounds) -> list[Figure]:
 def _weights(records: ArraysOfRounds) -> Figure:
     """A heat map (cohort, clients) per round: the weight of a client's model in the mixture of another client."""
     number, record = records[-1]
-    clients, more = _shown(record["clients"].tolist())
-    cohort, _ = _shown({client for _, each in records for client in each["cohort"].tolist()} & set(clients))
+    clients, more = shown(record["clients"].tolist())
+    cohort, _ = shown({client for _, each in records for client in each["cohort"].tolist()} & set(clients))
 
     def matrix(record: Arrays) -> Any:
-        return _matrix(record["weights"], record["cohort"].tolist(), record["clients"].tolist(), cohort, clients)
+        return placed(record["weights"], record["cohort"].tolist(), record["clients"].tolist(), cohort, clients)
 
     largest = max(float(each["weights"].max(initial=0.0)) for _, each in records)
-    plot = _heatmap(
+    plot = heatmap(
         matrix(record), clients, cohort, "client whose model is mixed", "client of the mixture",
         "%{x}'s model in the mixture of %{y}: %{z:.2%}",
         f"{len(cohort)} mixtures of {len(clients)} models.", limits=(0, largest or 1.0),
     )  # fmt: skip
-    _round_by_round(plot, [(number, [_z(matrix(each))]) for number, each in _some(records, len(clients) * len(cohort))])
+    round_by_round(plot, [(number, [z(matrix(each))]) for number, each in some(records, len(clients) * len(cohort))])
     caption = f"Weight of a client's model in the mixture for a client of round {number}; darker is larger.{more}"
     return Figure("weights", "Mixing weights", caption, plot)
 
@@ -205,21 +203,24 @@ def _graph(records: ArraysOfRounds) -> Figure:
     import plotly.graph_objects as go
 
     number, record = records[-1]
-    clients = _shown(record["clients"].tolist())[0][:_MOST_NODES]
+    clients = shown(record["clients"].tolist())[0][:_MOST_NODES]
     more = len(record["clients"]) - len(clients)
     angle = 2 * np.pi * np.arange(len(clients)) / max(len(clients), 1)
     place = {name: (float(np.sin(a)), float(np.cos(a))) for name, a in zip(clients, angle, strict=True)}
 
     def lines(record: Arrays) -> list[Any]:
         """Data of scatter traces: thin, medium and thick lines by weight; then the nodes, sized by their weights."""
-        names, weights = record["clients"].tolist(), record["weights"].astype(float)
+        weights = record["weights"].astype(float)
+        names = [(k, name) for k, name in enumerate(record["clients"].tolist()) if name in place]
         given = dict.fromkeys(clients, 0.0)
         drawn: list[tuple[list[float | None], list[float | None]]] = [([], []) for _ in _WIDTHS]
-        largest = max((w for row in weights for w in row), default=0.0)
+        largest = float(weights.max(initial=0.0))
         for client, row in zip(record["cohort"].tolist(), weights, strict=True):
-            others = [(float(row[k]), name) for k, name in enumerate(names) if name != client and name in place]
+            if client not in place:
+                continue
+            others = [(float(row[k]), name) for k, name in names if name != client]
             for weight, name in sorted(others, reverse=True)[:_EDGES]:
-                if client in place and weight > 1e-3:
+                if weight > 1e-3:
                     given[name] += weight
                     xs, ys = drawn[min(int(len(_WIDTHS) * weight / largest), len(_WIDTHS) - 1)]
                     xs += [place[client][0], place[name][0], None]
@@ -236,16 +237,17 @@ def _graph(records: ArraysOfRounds) -> Figure:
             meta={"role": "second", "edges": True},
         )  # fmt: skip
     plot.add_scatter(
-        x=[place[name][0] for name in clients], y=[place[name][1] for name in clients], text=clients, **first[-1],
-        mode="markers+text" if len(clients) <= _GAPS else "markers", textposition="top center", showlegend=False,
+        x=[place[name][0] for name in clients], y=[place[name][1] for name in clients], text=labels(clients),
+        **first[-1],
+        mode="markers+text" if len(clients) <= GAPS else "markers", textposition="top center", showlegend=False,
         meta={"role": "main", "spoken": f"{len(clients)} clients."}, hovertemplate="%{text}<extra></extra>",
     )  # fmt: skip
     plot.update_xaxes(visible=False, range=[-1.25, 1.25], rangemode="normal")
     plot.update_yaxes(visible=False, range=[-1.25, 1.25], rangemode="normal", scaleanchor="x")
     frames = [
-        (number, [go.Scatter(each) for each in lines(record)]) for number, record in _some(records, 10 * len(clients))
+        (number, [go.Scatter(each) for each in lines(record)]) for number, record in some(records, 10 * len(clients))
     ]
-    _round_by_round(plot, frames)
+    round_by_round(plot, frames)
     caption = (
         f"From each client lines to the {_EDGES} others whose models weigh most in its mixture: the thicker, the more. "
         f"The larger a dot, the larger its weights in the mixtures of others. Round {number}."
@@ -280,11 +282,17 @@ def label_figures(counts: Mapping[str, Sequence[int]]) -> list[Figure]:
     """A heat map (clients, classes): the share of a client's examples, from `labels.json`; [] if that is empty."""
     if not counts:
         return []
-    clients, more = _shown(counts)
+    clients, more = shown(counts)
     classes = max(map(len, counts.values()))
-    rows = [[*counts[client], *[0] * (classes - len(counts[client]))] for client in clients]
-    plot = _heatmap(
-        [[count / (sum(row) or 1) for count in row] for row in rows], range(classes), clients, "class", "client",
+    drawn = _most_frequent(counts, classes)
+    rows = [_of_classes(counts[client], drawn) for client in clients]
+    names: Sequence[Any] = drawn
+    if len(drawn) < classes:
+        names = [*map(str, drawn), "others"]
+        rows = [[*row, sum(counts[client]) - sum(row)] for client, row in zip(clients, rows, strict=True)]
+        more += f" The {len(drawn)} most frequent of {classes:,} classes, and the others together."
+    plot = heatmap(
+        [[count / (sum(row) or 1) for count in row] for row in rows], names, clients, "class", "client",
         "%{y}, class %{x}: %{customdata} examples, %{z:.0%} of its own", f"{len(clients)} clients, {classes} classes.",
     )  # fmt: skip
     plot.update_traces(customdata=rows)
@@ -293,69 +301,24 @@ def label_figures(counts: Mapping[str, Sequence[int]]) -> list[Figure]:
     return [Figure("labels", "Class distribution per client", caption, plot)]
 
 
+def _most_frequent(counts: Mapping[str, Sequence[int]], classes: int) -> list[int]:
+    """The classes that are drawn, in their order: all, or the MOST_COLUMNS with most examples."""
+    if classes <= MOST_COLUMNS:
+        return list(range(classes))
+    examples = [0] * classes
+    for each in counts.values():
+        for place, count in enumerate(each):
+            examples[place] += count
+    return sorted(sorted(range(classes), key=lambda place: -examples[place])[:MOST_COLUMNS])
+
+
+def _of_classes(counts: Sequence[int], drawn: Sequence[int]) -> list[int]:
+    return [counts[place] if place < len(counts) else 0 for place in drawn]
+
+
 # --- used by several figures ----------------------------------------------------------------------------------------
 
 
 def _with(records: ArraysOfRounds, *names: str) -> ArraysOfRounds:
     """The rounds that have these arrays."""
     return [(number, record) for number, record in records if record.keys() >= set(names)]
-
-
-def _heatmap(
-    values: Any, x: Sequence[Any], y: Sequence[str], x_title: str, y_title: str, hover: str, spoken: str, *,
-    limits: tuple[float, float] | None = None,
-) -> Any:  # fmt: skip
-    """A heat map. `limits`: the values of the lightest and the darkest colour, by default the least and the largest."""
-    plot = empty_plot(x_title, y_title)
-    plot.add_heatmap(
-        z=_written(values), x=list(x), y=list(y), showscale=False,
-        xgap=int(len(x) <= _GAPS), ygap=int(len(y) <= _GAPS), meta={"role": "second", "spoken": spoken},
-        hovertemplate=f"{hover}<extra></extra>",
-    )  # fmt: skip
-    if limits is not None:
-        plot.update_traces(zmin=limits[0], zmax=limits[1])
-    plot.update_yaxes(type="category", autorange="reversed", nticks=0)
-    plot.update_xaxes(rangemode="normal", type="category" if x and isinstance(x[0], str) else "-")
-    if x and not isinstance(x[0], str) and len(x) <= 12:
-        plot.update_xaxes(tickvals=list(x))  # there is no round 1.5
-    return plot
-
-
-def _z(values: Any) -> Any:
-    import plotly.graph_objects as go
-
-    return go.Heatmap(z=_written(values))
-
-
-def _written(values: Any) -> list[list[float | None]]:
-    return [[None if value is None else float(f"{value:.4g}") for value in row] for row in values]
-
-
-def _some(records: ArraysOfRounds, numbers: int) -> ArraysOfRounds:
-    """The rounds to step through: evenly spaced with the last, and fewer, the more `numbers` each has."""
-    most = max(min(_MOST_FRAMES, _MOST_NUMBERS // max(numbers, 1)), 1)
-    if len(records) <= most:
-        return records
-    return [records[int(k)] for k in np.linspace(len(records) - 1, 0, most)][::-1]
-
-
-def _round_by_round(plot: Any, frames: Sequence[tuple[int, Sequence[Any]]]) -> None:
-    """Let a reader choose the round. `frames`: (round, data of the figure's traces); the last is the figure itself."""
-    import plotly.graph_objects as go
-
-    if len(frames) > 1:
-        plot.frames = [go.Frame(data=list(data), name=str(number)) for number, data in frames]
-
-
-def _shown(clients: Any) -> tuple[list[str], str]:
-    """The clients that a figure shows, in their order, and a sentence on those that it omits."""
-    names = sorted(clients, key=natural)
-    shown = names[:MOST_CLIENTS]
-    return shown, f" The first {len(shown)} of {len(names)} clients." if len(shown) < len(names) else ""
-
-
-def _matrix(values: np.ndarray, of: list[str], by: list[str], rows: list[str], columns: list[str]) -> Any:
-    """The values (of, by) in these rows and columns, by the clients' names; None for a client without a value."""
-    row, column = ({name: k for k, name in enumerate(names)} for names in (of, by))
-    places = [column.get(name) for name in columns]
-    return [[None if k is None or name not in row else float(values[row[name], k]) for k in places] for name in rows]

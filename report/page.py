@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
+from tepal.host.text import visible
 from tepal.records.columns import Column
 from tepal.records.run_directory import add
 from tepal.report.script import PAGE_SCRIPT
@@ -38,7 +40,10 @@ def page(title: str, body: str, figures: Iterable[Figure], *, style: str = "") -
         style: The page's own CSS.
     """
     plotly = plotly_js() if any(figure.plot for figure in figures) else ""
-    return render("page.html", title=title, style=STYLE + style, body=body, plotly=plotly, script=PAGE_SCRIPT)
+    return render(
+        "page.html", title=title, style=Markup(STYLE + style), body=Markup(body), plotly=Markup(plotly),
+        script=Markup(PAGE_SCRIPT),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -91,8 +96,9 @@ def add_curve(
     if interval is not None:
         low, high = interval
         add_band(plot, x, low, high, meta=meta, legendgroup=trace.get("legendgroup"))
+    [label] = labels([name])
     plot.add_scatter(
-        **{"x": x, "y": y, "name": name, "mode": "lines+markers", "hovertemplate": hover, "meta": meta, **trace}
+        **{"x": x, "y": y, "name": label, "mode": "lines+markers", "hovertemplate": hover, "meta": meta, **trace}
     )
 
 
@@ -102,6 +108,20 @@ def add_band(plot: go.Figure, x: Sequence[float], low: Sequence[float], high: Se
         x=[*x, *reversed(x)], y=[*high, *reversed(low)], mode="lines", fill="toself", opacity=0.18, line={"width": 0},
         hoverinfo="skip", showlegend=False, **{**trace, "meta": {**trace["meta"], "band": True}},
     )  # fmt: skip
+
+
+def labels(names: Sequence[str]) -> list[str]:
+    """Names as plotly shows them: as text (it reads `<a href=…>` and other markup), bounded, each different."""
+    shown: dict[str, None] = {}
+    for name in names:
+        text = first = escape(visible(name, _LONGEST_LABEL), quote=False)
+        while text in shown:
+            text = f"{first} ({len(shown) + 1})"
+        shown[text] = None
+    return list(shown)
+
+
+_LONGEST_LABEL = 60  # characters
 
 
 def unit_of(largest: float) -> tuple[float, str]:

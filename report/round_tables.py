@@ -30,8 +30,9 @@ def trouble_html(metrics: Sequence[RoundRecord], most: int | None = None) -> Mar
     ]
     if not rows:
         return Markup()
-    table = Table("Incidents", _INCIDENTS, rows if most is None else rows[-most:])
-    return render("incidents.html", table=table.html())
+    shown = rows if most is None else rows[-most:]
+    note = "" if len(shown) == len(rows) else f"The last {len(shown):,} of {len(rows):,}."
+    return render("incidents.html", note=note, table=Table("Incidents", _INCIDENTS, shown).html())
 
 
 def rounds_html(metrics: Sequence[RoundRecord], most: int | None = None) -> Markup:

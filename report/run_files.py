@@ -18,7 +18,7 @@ from tepal.records.run_directory import (
     read_summary,
     summarise,
 )
-from tepal.report.method_figures import ArraysOfRounds
+from tepal.report.heatmaps import ArraysOfRounds
 
 
 @dataclass(frozen=True)

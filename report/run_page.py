@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
+from typing import TypeVar
 
+from markupsafe import Markup
+
+from tepal.host.text import visible
 from tepal.records.columns import bytes_text
 from tepal.records.run_directory import REPORT, find_run, total, write_whole
 from tepal.report.clients import clients_html
@@ -16,6 +21,8 @@ from tepal.report.round_figures import figures
 from tepal.report.round_tables import rounds_html, trouble_html
 from tepal.report.run_files import RunFiles
 from tepal.report.templates import render
+
+T = TypeVar("T")
 
 SECTIONS = {
     "figures": "Scores and transferred bytes",
@@ -38,23 +45,48 @@ def write_report(run: Path) -> Path:
 
 
 def drawn_of(run: RunFiles) -> dict[str, list[Figure]]:
-    """All figures of a run, by section."""
-    return {
-        "figures": figures(run.metrics, run.summary),
-        "travel": travel_figures(run.records, run.segments),
-        "method": method_figures(run.records, run.metrics),
-        "clients": label_figures(run.label_counts),
+    """All figures of a run, by section.
+
+    A section that cannot be drawn has one figure, without a plot, that has the reason. Raises OSError or
+    ValueError where the rounds or the summary cannot be read.
+    """
+    drawn: dict[str, Callable[[], list[Figure]]] = {
+        "figures": lambda: figures(run.metrics, run.summary),
+        "travel": lambda: travel_figures(run.records, run.segments),
+        "method": lambda: method_figures(run.records, run.metrics),
+        "clients": lambda: label_figures(run.label_counts),
     }
+
+    def failed(section: str) -> Callable[[str], list[Figure]]:
+        return lambda why: [Figure(section, SECTIONS[section], why, None)]
+
+    return {section: _whatever(make, failed(section)) for section, make in drawn.items()}
+
+
+def _whatever(make: Callable[[], T], failed: Callable[[str], T]) -> T:
+    """A part of the page or, where the files of the run do not allow it, what `failed` makes of the reason."""
+    try:
+        return make()
+    except Exception as error:  # a file that is damaged in one part must not cost the others
+        return failed(f"This part cannot be drawn: {type(error).__name__}: {visible(error, _LONGEST_REASON)}")
+
+
+_LONGEST_REASON = 300  # characters
+_MOST_ROUNDS, _MOST_INCIDENTS = 5000, 2000  # rows of the tables, the last ones
 
 
 def _page(run: RunFiles) -> str:
-    summary, metrics, drawn = run.summary, run.metrics, drawn_of(run)
+    metrics, summary = run.metrics, run.summary
+    drawn = drawn_of(run)
     name = run.path.name
     ended, overhead = run.written_summary is not None, total(metrics, "bytes_overhead")
     strategy, model, dataset = (
         str(each or "") for each in (summary.get("strategy"), summary.get("model"), run.config.get("dataset"))
     )
-    above = {"travel": last_diagram(run.records, run.segments), "clients": clients_html(run.clients)}
+    above = {
+        "travel": _whatever(lambda: last_diagram(run.records, run.segments), lambda _: Markup()),  # figures have why
+        "clients": _whatever(lambda: clients_html(run.clients), lambda why: render("notice.html", text=why)),
+    }
     body = render(
         "run.html",
         name=name,
@@ -68,8 +100,8 @@ def _page(run: RunFiles) -> str:
             (key, heading, above.get(key, ""), [figure_html(figure) for figure in drawn[key]])
             for key, heading in SECTIONS.items()
         ],
-        incidents=trouble_html(metrics),
-        rounds=rounds_html(metrics),
+        incidents=trouble_html(metrics, _MOST_INCIDENTS),
+        rounds=rounds_html(metrics, _MOST_ROUNDS),
         config=config_html(run.config),
         overhead=bytes_text(overhead) if metrics and overhead is not None else "",
     )

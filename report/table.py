@@ -1,9 +1,14 @@
-"""`Table`: written as CSV, Markdown, LaTeX or HTML."""
+"""`Table`: written as CSV, Markdown, LaTeX or HTML.
+
+Cells contain text of clients and of others' runs. In each format it is text: on one line, with every character visible
+(`visible`), and no formula, link or command.
+"""
 
 from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -11,6 +16,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from tepal.host.text import visible
 from tepal.records.columns import Column
 from tepal.report.templates import render
 
@@ -35,23 +41,23 @@ class Table:
     def csv(self) -> str:
         """All values unrounded under the columns' keys, or titles where a column has no key; None is empty.
 
-        Every line break is a line feed, also inside of a cell.
+        A text that a spreadsheet would calculate as a formula begins with an apostrophe, by which it shows the text.
         """
-        text = io.StringIO(newline=None)
-        writer = csv.writer(text)
-        writer.writerow([column.key or column.title for column in self.columns])
-        writer.writerows(self.rows)
+        text = io.StringIO(newline="")
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow([_csv_cell(column.key or column.title) for column in self.columns])
+        writer.writerows(map(_csv_cell, row) for row in self.rows)
         return text.getvalue()
 
     def markdown(self) -> str:
-        """A table of GitHub's Markdown; a line break in a cell is a space."""
+        """A table of GitHub's Markdown."""
         rule = ["---" if column.left else "---:" for column in self.columns]
-        head, *rows = [[_one_line(cell).translate(_MARKDOWN) for cell in row] for row in self._lines()]
+        head, *rows = [[markdown_text(cell) for cell in row] for row in self._lines()]
         return "\n".join(f"| {' | '.join(row)} |" for row in (head, rule, *rows))
 
     def latex(self) -> str:
-        """A tabular for the package booktabs; a line break in a cell is a space."""
-        head, *rows = [rf"{' & '.join(_one_line(cell).translate(_LATEX) for cell in row)} \\" for row in self._lines()]
+        """A tabular for the package booktabs."""
+        head, *rows = [rf"{' & '.join(_words(cell).translate(_LATEX) for cell in row)} \\" for row in self._lines()]
         kinds = "".join("l" if column.left else "r" for column in self.columns)
         begin, end = rf"\begin{{tabular}}{{{kinds}}}", r"\end{tabular}"
         return "\n".join((begin, r"\toprule", head, r"\midrule", *rows, r"\bottomrule", end))
@@ -68,10 +74,27 @@ class Table:
             yield [MISSING if value in (None, "") else text(value) for text, value in zip(texts, row, strict=True)]
 
 
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
+def markdown_text(text: str) -> str:
+    """Text as Markdown that shows it; no part of it is markup or becomes a link."""
+    escaped = _words(text).translate(_MARKDOWN)
+    return _LINKS.sub(lambda match: f"{match[1]}\\{match[2]}", escaped)
 
 
+def _words(text: str) -> str:
+    """A text with every character visible, and one space between words."""
+    return " ".join(visible(text).split())
+
+
+def _csv_cell(value: Any) -> Any:
+    """A cell of a CSV file: a number as it is, a text with every character visible, and never as a formula."""
+    if not isinstance(value, str):
+        return value
+    text = visible(value)
+    return f"'{text}" if text.lstrip().startswith(_FORMULA) else text
+
+
+_FORMULA = ("=", "+", "-", "@", "＝", "＋", "－", "＠")  # also the full-width ones, which some spreadsheets accept
+_LINKS = re.compile(r"((?:https?|ftp|mailto|xmpp|www))([:.])", re.IGNORECASE)  # what GitHub makes a link of
 _MARKDOWN = str.maketrans({character: f"\\{character}" for character in "\\`*_[]<>&|~$"})
 _LATEX = str.maketrans(
     {

@@ -1,5 +1,8 @@
 """The HTML of a run's page as Jinja2 templates, which escape every value that is not Markup.
 
+Text is shown on one line, with every character visible and of bounded length (`visible`), also in the templates of the
+dashboard and of comparisons.
+
 They are text in a Python file because Flower's app bundles contain no files of a suitable other kind.
 """
 
@@ -11,6 +14,8 @@ from typing import Any
 
 from jinja2 import DictLoader, Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
+
+from tepal.host.text import visible
 
 # Style and scripts are this project's and plotly's; the body comes from templates, which have escaped their values.
 _PAGE = """<!doctype html>
@@ -72,7 +77,8 @@ _FOLDED = """<details><summary>{{ summary }}</summary>
 
 _NOTICE = '<p class="notice" role="note">{{ text }}</p>'
 
-_INCIDENTS = """<section aria-labelledby="incidents"><h2 id="incidents">Incidents</h2>{{ table }}</section>"""
+_INCIDENTS = """<section aria-labelledby="incidents"><h2 id="incidents">Incidents</h2>
+{%- if note %}<p>{{ note }}</p>{% endif %}{{ table }}</section>"""
 
 _HEADLINES = """{% for name, value, note in headlines %}
 <div><dt>{{ name }}</dt><dd{% if value == unknown %} class="unknown"{% endif %}>{{ value }}</dd>
@@ -147,12 +153,17 @@ def render(template: str, folder: Path | None = None, /, **values: Any) -> Marku
     return Markup(_environment(folder).get_template(template).render(values))
 
 
+def _finalized(value: Any) -> Any:
+    """What a template writes of a value: of text that others may have written, what is safe to show."""
+    return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
 @cache
 def _environment(folder: Path | None) -> Environment:
     loader = _HERE if folder is None else FileSystemLoader(folder)
     made = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
-        auto_reload=False,
+        auto_reload=False, finalize=_finalized,
     )  # fmt: skip
     made.globals["zip"] = zip
     return made

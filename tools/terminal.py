@@ -1,6 +1,7 @@
 """What a run shows in the terminal: the progress over its rounds, read from its file as it grows, and the final table.
 
-Into a pipe or a file the same calls print one plain line per round, without colours or cursor movements.
+Into a pipe or a file the same calls print one plain line per round, without colours or cursor movements. Text of
+clients and of run directories is shown with its control characters visible: it cannot forge lines or move the cursor.
 """
 
 from __future__ import annotations
@@ -16,11 +17,28 @@ from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Ta
 from rich.table import Table
 from rich.text import Text
 
+from tepal.host.text import LONGEST_NAME, LONGEST_TEXT, visible
 from tepal.records.columns import UNKNOWN, bytes_text, score_text, seconds_text
 from tepal.records.round_record import Incident, RoundRecord
 from tepal.records.run_directory import METRICS, MODEL, REPORT, SUMMARY, add, parse_line, total
 
 _SCORES = ("accuracy", "rmse", "loss")
+_MOST_LINES = 50  # of a message
+_MOST_NAMES = 20  # clients that are named, of one kind of incident in a round
+_MOST_NOTES = 10  # notes, and reasons, that are shown of a round
+_LONGEST_REASON = 300  # characters
+
+
+def shown(text: object, longest: int = LONGEST_TEXT, style: str = "") -> Text:
+    """Text of a run for a cell or a line of the terminal: on one line, every character visible, of bounded length."""
+    return Text(visible(text, longest), style=style)
+
+
+def visible_lines(text: object) -> str:
+    """A message of several lines, of which each is as of `visible`; at most _MOST_LINES."""
+    lines = str(text).split("\n")
+    more = [f"… and {len(lines) - _MOST_LINES} more lines"] if len(lines) > _MOST_LINES else []
+    return "\n".join([*map(visible, lines[:_MOST_LINES]), *more])
 
 
 class TimeLeft:
@@ -101,7 +119,7 @@ class RoundProgress:
         done: int = 0,
         console: Console | None = None,
     ) -> None:
-        self._name = f"{name}: " if name else ""
+        self._name = f"{visible(name, LONGEST_NAME)}: " if name else ""
         self._time_left = time_left
         self._done_before = done
         self._rounds = rounds
@@ -145,6 +163,7 @@ class RoundProgress:
 
     def stage(self, text: str) -> None:
         """Show what is done before the first round."""
+        text = visible(text)
         if self._progress is not None:
             self._progress.update(self._task, description=f"{self._name}{text}")
         else:
@@ -160,7 +179,7 @@ class RoundProgress:
         self._bytes = add(self._bytes, total([line], "bytes_down"), total([line], "bytes_up"))
 
         where = f"{self._name}round {line.round}/{self._rounds}"
-        phase = line.phase or ("initial model" if line.round == 0 else "")
+        phase = visible(line.phase or ("initial model" if line.round == 0 else ""), LONGEST_NAME)
         scores = [f"{key} {score_text(score)}" for key in _SCORES if (score := line.value(key)) is not None]
         if not scores:
             before = (("accuracy", line.received_accuracy), ("rmse", line.received_rmse))
@@ -209,16 +228,32 @@ def _trouble(line: RoundRecord) -> list[str]:
     if line.refused:
         by_reason: dict[str, list[str]] = {}
         for reply in line.refused:
-            by_reason.setdefault(reply["reason"], []).append(reply["client"])
-        reasons = "; ".join(f"{', '.join(clients)}: {reason}" for reason, clients in by_reason.items())
-        found.append(f"refused {len(line.refused)} ({reasons})")
+            reason = visible(reply.get("reason") or "no reason given", _LONGEST_REASON)
+            by_reason.setdefault(reason, []).append(_client(reply))
+        reasons = [f"{_names(clients)}: {reason}" for reason, clients in by_reason.items()]
+        found.append(f"refused {len(line.refused)} ({'; '.join(_some(reasons, _MOST_NOTES))})")
     named = (("no reply from", line.lost), ("late and dropped:", line.late), ("left out:", line.left_out))
     found += [f"{what} {_clients(incidents)}" for what, incidents in named if incidents]
-    return found + [f"{note['client']}: {note['reason']}" for note in line.notes]
+    notes = [f"{_client(note)}: {visible(note.get('reason') or '', _LONGEST_REASON)}" for note in line.notes]
+    return found + _some(notes, _MOST_NOTES)
 
 
 def _clients(incidents: Sequence[Incident]) -> str:
-    return ", ".join(incident["client"] for incident in incidents)
+    return _names([_client(incident) for incident in incidents])
+
+
+def _client(incident: Incident) -> str:
+    return visible(incident.get("client") or "", LONGEST_NAME)
+
+
+def _names(clients: Sequence[str]) -> str:
+    return ", ".join(_some(clients, _MOST_NAMES))
+
+
+def _some(texts: Sequence[str], most: int) -> list[str]:
+    """The first texts, and how many more there are."""
+    more = [f"and {len(texts) - most:,} more"] if len(texts) > most else []
+    return [*texts[:most], *more]
 
 
 def follow_metrics(path: Path, stop: Callable[[], bool], *, poll: float = 0.2) -> Iterator[RoundRecord]:
@@ -253,7 +288,7 @@ def follow_metrics(path: Path, stop: Callable[[], bool], *, poll: float = 0.2) -
                 try:
                     parsed = parse_line(line)
                 except ValueError as error:
-                    raise ValueError(f"{path}: a line is {error}: {line[:80]!r}") from error
+                    raise ValueError(f"{path}: a line cannot be read, {error}: {line[:80]!r}") from error
                 yield parsed
         if last:
             return
@@ -276,8 +311,8 @@ def final_table(summary: Mapping[str, Any], metrics: Sequence[RoundRecord], run:
 
     rounds = summary.get("rounds")
     table = Table(
-        title=Text(" · ".join(str(summary[key]) for key in ("strategy", "model") if summary.get(key)), style="bold"),
-        caption=Text(f"{rounds} rounds, {seconds_text(summary.get('seconds'))}, payload bytes of all clients"),
+        title=shown(" · ".join(str(summary[key]) for key in ("strategy", "model") if summary.get(key)), style="bold"),
+        caption=shown(f"{rounds} rounds, {seconds_text(summary.get('seconds'))}, payload bytes of all clients"),
         title_justify="left",
         caption_justify="left",
     )
@@ -300,4 +335,4 @@ def final_table(summary: Mapping[str, Any], metrics: Sequence[RoundRecord], run:
     for name, what in ((REPORT, "  (open it in a browser)"), (SUMMARY, ""), (METRICS, ""), (MODEL, "")):
         if (Path(run) / name).exists():
             lines.append(f"  {Path(run) / name}{what}")
-    return Group(table, *(Text(line) for line in lines))
+    return Group(table, *map(shown, lines))

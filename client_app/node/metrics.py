@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from tepal.client_app.node.node_pb2 import NodeStatus
 from tepal.host.metrics import Families
+from tepal.host.text import LONGEST_NAME, visible
 
 _STATES = ("starting", "connected", "unreachable", "refused", "draining", "drained", "stopping")
 
@@ -37,11 +38,11 @@ def node_families(status: NodeStatus, stages: Mapping[str, tuple[int, float]]) -
         "tepal_node_message_seconds", "Seconds of answered messages, by stage", labels=["stage"]
     )
     for stage, (count, seconds) in stages.items():
-        latency.add_metric([stage], count, seconds)
+        latency.add_metric([visible(stage, LONGEST_NAME)], count, seconds)
     memory = GaugeMetricFamily("tepal_node_resident_bytes", "Resident memory", labels=["process"])
     sizes: Counter[str] = Counter()
     for process in status.processes:
         sizes[process.role] += process.resident_bytes
     for role, size in sizes.items():
-        memory.add_metric([role], size)
+        memory.add_metric([visible(role, LONGEST_NAME)], size)
     return [state, up, messages, deaths, at_work, latency, memory]

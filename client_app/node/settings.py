@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tepal.host.metrics import Endpoint
 from tepal.host.toml import Value
 
 
@@ -28,7 +29,7 @@ class NodeSettings:
         grace: time in which a message may be finished when the node is stopped.
         spare: keep a process with torch loaded for the next run.
         memory_limit: private memory of a process that runs a ClientApp; 0 for no limit other than the machine's.
-        metrics: address of the node's metrics for Prometheus; "" for none.
+        metrics: the node's metrics for Prometheus; by default none.
         preload: modules that the spare process imports, if they are installed.
     """
 
@@ -46,5 +47,5 @@ class NodeSettings:
     grace: float = 30.0
     spare: bool = True
     memory_limit: int = 0
-    metrics: str = ""
+    metrics: Endpoint = field(default_factory=Endpoint)
     preload: tuple[str, ...] = ("torch",)

@@ -19,6 +19,7 @@ server that is killed leaves at most one incomplete last line in it, which `read
 from tepal.records.run_directory.directory import RunDirectory
 from tepal.records.run_directory.files import as_json, make_first_free, point_latest_at, write_whole
 from tepal.records.run_directory.holding import RunInUse, held, is_held
+from tepal.records.run_directory.limits import DEEPEST, LARGEST_ROUND, MOST_CONFIG, MOST_SEGMENTS
 from tepal.records.run_directory.metrics import (
     ACCURACY,
     RMSE,
@@ -48,6 +49,7 @@ from tepal.records.run_directory.reading import (
     find_run,
     parse_line,
     read_config,
+    read_file,
     read_json,
     read_label_counts,
     read_metrics,
@@ -61,11 +63,15 @@ __all__ = [
     "CHECKPOINTS",
     "CLIENTS",
     "CONFIG",
+    "DEEPEST",
     "KEPT_IN",
     "LABELS",
+    "LARGEST_ROUND",
     "LATEST",
     "METRICS",
     "MODEL",
+    "MOST_CONFIG",
+    "MOST_SEGMENTS",
     "NOW",
     "REPORT",
     "RMSE",
@@ -84,6 +90,7 @@ __all__ = [
     "parse_line",
     "point_latest_at",
     "read_config",
+    "read_file",
     "read_json",
     "read_label_counts",
     "read_metrics",

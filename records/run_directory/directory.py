@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import math
 import os
 import re
 import stat
@@ -120,7 +121,8 @@ class RunDirectory:
     def add_label_counts(self, counts: Mapping[str, Sequence[float]]) -> None:
         """Add clients' numbers of examples of each class to `labels.json`. Raises OSError naming the file."""
         if counts:
-            known = read_label_counts(self.path) | {client: [int(n) for n in each] for client, each in counts.items()}
+            finite = {name: [int(n) for n in each] for name, each in counts.items() if all(map(math.isfinite, each))}
+            known = read_label_counts(self.path, most=None) | finite
             write_whole(self.path / LABELS, (json.dumps(known, sort_keys=True) + "\n").encode())
 
     def write_record(self, round: int, arrays: Mapping[str, np.ndarray]) -> None:
@@ -161,7 +163,7 @@ class RunDirectory:
         Raises OSError if it cannot be written, or if a line that could not be written before still cannot.
         """
         self._write_kept_back()
-        summary = as_json(summarise(read_metrics(self.path), self.config) | values)
+        summary = as_json(summarise(read_metrics(self.path, most=None), self.config) | values)
         write_whole(self.path / SUMMARY, (json.dumps(summary, indent=2, allow_nan=False) + "\n").encode())
         return summary
 

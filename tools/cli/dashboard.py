@@ -28,7 +28,8 @@ def dashboard_command(
     key: Annotated[Path | None, typer.Option(help="PEM file with the certificate's private key")] = None,
 ) -> None:
     """Show runs in a browser, during and after training. It only reads files, and needs no internet access."""
-    from tepal.tools.dashboard.app import TOKEN, is_loopback, serve  # the other commands do not need a web server
+    from tepal.host.addresses import is_loopback
+    from tepal.tools.dashboard.app import TOKEN, serve  # the other commands do not need a web server
     from tepal.tools.dashboard.views import views
 
     with reported():

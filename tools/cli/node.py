@@ -68,8 +68,29 @@ def run(
         str, typer.Option(envvar="TEPAL_NODE_MEMORY_LIMIT", help="memory limit of a ClientApp, such as 2GB; 0: none")
     ] = "0",
     metrics: Annotated[
-        str, typer.Option(envvar="TEPAL_NODE_METRICS", help="HOST:PORT of /metrics for Prometheus; none by default")
+        str, typer.Option(envvar="TEPAL_NODE_METRICS", help="[HOST:]PORT of /metrics for Prometheus; none by default")
     ] = "",
+    metrics_token_file: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="TEPAL_NODE_METRICS_TOKEN_FILE",
+            help="file with the token of /metrics; by default $TEPAL_NODE_METRICS_TOKEN",
+        ),
+    ] = None,
+    metrics_cert: Annotated[
+        Path | None, typer.Option(envvar="TEPAL_NODE_METRICS_CERT", help="PEM file, for https of /metrics")
+    ] = None,
+    metrics_key: Annotated[
+        Path | None, typer.Option(envvar="TEPAL_NODE_METRICS_KEY", help="PEM file with the certificate's private key")
+    ] = None,
+    metrics_open: Annotated[
+        bool,
+        typer.Option(
+            "--metrics-open",
+            envvar="TEPAL_NODE_METRICS_OPEN",
+            help="no token, on a network that only Prometheus reaches",
+        ),
+    ] = False,
     log_format: Annotated[
         str, typer.Option(envvar="TEPAL_LOG_FORMAT", help="text, or json: an object for each line of the log")
     ] = "text",
@@ -87,6 +108,7 @@ def run(
         from tepal.client_app.node.settings import NodeSettings
         from tepal.host.limits import parse_size
         from tepal.host.log_format import log_format as formatted
+        from tepal.host.metrics import endpoint
         from tepal.host.site import read_site
         from tepal.host.toml import parse_run_config
 
@@ -121,7 +143,10 @@ def run(
             grace=grace,
             spare=spare,
             memory_limit=parse_size(memory_limit),
-            metrics=metrics,
+            metrics=endpoint(
+                metrics, token_file=metrics_token_file, token=os.environ.get("TEPAL_NODE_METRICS_TOKEN", ""),
+                certificate=metrics_cert, key=metrics_key, open=metrics_open,
+            ),
         )
         with formatted(log_format), reported(UnsupportedFlowerVersion):
             run_node(settings)

@@ -154,8 +154,26 @@ def run_server(
         int, typer.Option(envvar="TEPAL_ATTEMPTS", min=1, help="attempts to resume a run that finishes no round")
     ] = 5,
     metrics: Annotated[
-        str, typer.Option(envvar="TEPAL_METRICS", help="HOST:PORT of /metrics for Prometheus; none by default")
+        str, typer.Option(envvar="TEPAL_METRICS", help="[HOST:]PORT of /metrics for Prometheus; none by default")
     ] = "",
+    metrics_token_file: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="TEPAL_METRICS_TOKEN_FILE", help="file with the token of /metrics; by default $TEPAL_METRICS_TOKEN"
+        ),
+    ] = None,
+    metrics_cert: Annotated[
+        Path | None, typer.Option(envvar="TEPAL_METRICS_CERT", help="PEM file, for https of /metrics")
+    ] = None,
+    metrics_key: Annotated[
+        Path | None, typer.Option(envvar="TEPAL_METRICS_KEY", help="PEM file with the certificate's private key")
+    ] = None,
+    metrics_open: Annotated[
+        bool,
+        typer.Option(
+            "--metrics-open", envvar="TEPAL_METRICS_OPEN", help="no token, on a network that only Prometheus reaches"
+        ),
+    ] = False,
     log_format: Annotated[
         str, typer.Option(envvar="TEPAL_LOG_FORMAT", help="text, or json: an object for each line of the log")
     ] = TEXT,
@@ -163,6 +181,7 @@ def run_server(
     """Run the server until it is stopped. Started again after a stop or a crash, it resumes its runs."""
     if context.invoked_subcommand is not None:
         return
+    from tepal.host.metrics import endpoint
     from tepal.host.toml import parse_run_config
     from tepal.tools.deploy.provision import find_server
 
@@ -185,7 +204,10 @@ def run_server(
             host=host,
             port=port,
             attempts=attempts,
-            metrics=metrics,
+            metrics=endpoint(
+                metrics, token_file=metrics_token_file, token=os.environ.get("TEPAL_METRICS_TOKEN", ""),
+                certificate=metrics_cert, key=metrics_key, open=metrics_open,
+            ),
         )
         with formatted(log_format), reported(ServerError):
             _serve(settings, insecure)

@@ -16,175 +16,40 @@ The runs of one seed differ only in their strategy. All figures are read from th
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from tepal.host.toml import Value
 from tepal.records.round_record import RoundRecord
-from tepal.records.run_directory import (
-    ACCURACY,
-    CHECKPOINTS,
-    Measure,
-    is_held,
-    measured_by,
-    read_metrics,
-    read_summary,
-    summarise,
-    write_whole,
-)
+from tepal.records.run_directory import ACCURACY, Measure, measured_by, read_metrics, read_summary, summarise
 from tepal.report.round_figures import TEST_DATA, transferred
-from tepal.tools.simulation.engines import AUTO, PROCESS
+from tepal.tools.compare.plan import (
+    CSV,
+    HTML,
+    LATEX,
+    MARKDOWN,
+    OWN_KEYS,
+    PLAN,
+    RUNS_CSV,
+    SVG,
+    ComparedRun,
+    Comparison,
+    find_comparison,
+    is_comparison,
+    planned_runs,
+    read_comparison,
+)
 
-PLAN = "comparison.json"
-CSV, RUNS_CSV, MARKDOWN, LATEX = "comparison.csv", "runs.csv", "comparison.md", "comparison.tex"
-HTML, SVG = "comparison.html", "comparison.svg"
-
-OWN_KEYS = ("strategy", "seed", "runs", "resume")
-"""Keys of the run config that differ between the runs of a comparison."""
+__all__ = [
+    "CSV", "HTML", "LATEX", "MARKDOWN", "OWN_KEYS", "PLAN", "RUNS_CSV", "SVG", "ComparedRun", "Comparison", "Curve",
+    "Measured", "Point", "Result", "Results", "Statistic", "Target", "find_comparison", "is_comparison", "measure",
+    "measured", "over_seeds", "planned_runs", "read_comparison", "usual_target",
+]  # fmt: skip
 
 _TARGET = 0.9  # of FedAvg's final accuracy; its final error is divided by it
-
-# --- what is run ----------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class ComparedRun:
-    """One run of a comparison: a strategy with a seed, its run directory once it has begun, and its state."""
-
-    strategy: str
-    seed: int
-    directory: Path | None = None
-    outcome: str = "not run"  # or "running", "finished", "failed", "stopped"
-    reason: str = ""  # why it failed
-
-    @property
-    def checkpointed(self) -> bool:
-        """Whether it can be resumed."""
-        return self.directory is not None and any((self.directory / CHECKPOINTS).glob("round-*"))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return its values under the keys of `comparison.json`."""
-        return {"run" if key == "directory" else key: value for key, value in vars(self).items()}
-
-
-@dataclass
-class Comparison:
-    """The runs that are compared, in the order in which they are run, and their common settings.
-
-    Args:
-        folder: The folder of the comparison.
-        runs: Every strategy with every seed.
-        run_config: The run config of all runs, without `OWN_KEYS`.
-        clients: The number of simulated clients.
-        cpus, gpus: Resources of each client, as of `tepal compare`.
-        engine: What simulates the clients.
-        target: The score until which rounds and bytes are counted; None: `usual_target`.
-    """
-
-    folder: Path
-    runs: list[ComparedRun]
-    run_config: Mapping[str, Value]
-    clients: int
-    cpus: float | None = None
-    gpus: float = 0
-    engine: str = AUTO
-    target: float | None = None
-
-    @property
-    def strategies(self) -> list[str]:
-        return list(dict.fromkeys(run.strategy for run in self.runs))
-
-    @property
-    def seeds(self) -> list[int]:
-        return list(dict.fromkeys(run.seed for run in self.runs))
-
-    @property
-    def task(self) -> str:
-        """Model and dataset."""
-        names = [str(self.run_config[key]) for key in ("model", "dataset") if key in self.run_config]
-        return " on ".join(names) or "strategies compared"
-
-    def name(self, run: ComparedRun) -> str:
-        """The name of a run: its strategy, with the seed if there are several."""
-        return run.strategy if len(self.seeds) == 1 else f"{run.strategy} seed {run.seed}"
-
-    def config_of(self, run: ComparedRun) -> dict[str, Value]:
-        """The run config with which a run is begun or, if it has a checkpoint, resumed."""
-        resume = str(run.directory) if run.checkpointed else ""
-        values = (run.strategy, run.seed, str(self.folder), resume)
-        return {**self.run_config, **dict(zip(OWN_KEYS, values, strict=True))}
-
-    def save(self) -> None:
-        """Write `comparison.json`. Raises OSError, naming the file, where it cannot be written."""
-        plan = {key: value for key, value in vars(self).items() if key not in ("folder", "runs")}
-        cells = [{**run.to_dict(), "run": run.directory.name if run.directory else None} for run in self.runs]
-        write_whole(self.folder / PLAN, (json.dumps({**plan, "cells": cells}, indent=2) + "\n").encode())
-
-
-def planned_runs(strategies: Sequence[str], seeds: Sequence[int]) -> list[ComparedRun]:
-    """All runs in their order: every strategy with the first seed, then with the next."""
-    return [ComparedRun(strategy, seed) for seed in seeds for strategy in strategies]
-
-
-def is_comparison(folder: Path) -> bool:
-    """Whether a folder is that of a comparison."""
-    return (folder / PLAN).is_file() or (folder / CSV).is_file()
-
-
-def find_comparison(path: Path) -> Path:
-    """The folder of a comparison: `path` itself, or the folder in it whose `comparison.json` is the newest.
-
-    Raises FileNotFoundError if there is none.
-    """
-    if is_comparison(path):
-        return path
-    inside = list(path.glob(f"*/{PLAN}"))
-    if not inside:
-        raise FileNotFoundError(
-            f"no comparison at {path}: expected runs/<start>-compare, as `tepal compare` makes it, or a folder of those"
-        )
-    return max(inside, key=lambda plan: plan.stat().st_mtime_ns).parent
-
-
-def read_comparison(folder: Path) -> Comparison:
-    """Read the comparison in a folder. Raises OSError or ValueError if it is not one."""
-    folder = folder.resolve()
-    plan = folder / PLAN
-    if not plan.is_file():
-        raise FileNotFoundError(
-            f"{folder} has no {PLAN}, which names what is compared: it is not a comparison, or an older version made it"
-        )
-    try:
-        values = json.loads(plan.read_text(encoding="utf-8"))
-        if values.pop("in_process", False):  # the key's name in earlier versions
-            values["engine"] = PROCESS
-        runs = []
-        for cell in values.pop("cells"):
-            name = cell.pop("run")
-            runs.append(ComparedRun(**cell, directory=folder / name if name else None))
-        comparison = Comparison(folder, runs, **values)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{plan} is damaged ({error}): take it from a copy") from error
-    for run in comparison.runs:
-        _update_state(run, folder)
-    return comparison
-
-
-def _update_state(run: ComparedRun, folder: Path) -> None:
-    """Correct the state of a run whose comparison was killed, or that was resumed without it."""
-    if run.directory is not None and not run.directory.is_dir():
-        run.directory, run.outcome, run.reason = None, "not run", ""
-    summary = read_summary(run.directory) if run.directory else None
-    if summary is not None and summary.get("stopped_by") is None:
-        run.outcome, run.reason = "finished", ""
-    elif run.outcome == "running" and not is_held(folder):
-        run.outcome = "stopped"
-
 
 # --- what a run measured --------------------------------------------------------------------------------------------
 
@@ -301,11 +166,14 @@ class Statistic:
 
 
 def over_seeds(values: Sequence[float | None]) -> Statistic | None:
-    """The statistic of a figure's values; None if one of them is unknown."""
+    """The statistic of a figure's values; None if one of them is unknown, or their mean or deviation is too large."""
     known = [value for value in values if value is not None]
     if not known or len(known) < len(values):
         return None
-    return Statistic(statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None, len(known))
+    try:
+        return Statistic(statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None, len(known))
+    except (OverflowError, ValueError):  # of numbers that are as large as a float can be
+        return None
 
 
 _TO_TARGET = ("rounds_to_target", "bytes_to_target")
@@ -358,7 +226,8 @@ class Result:
             return None
         by_round = [{point.round: point for point in curve.points} for curve in curves]
         common = [number for number in by_round[0] if all(number in points for points in by_round)]
-        return Curve(curves[0].of, tuple(_mean([points[number] for points in by_round]) for number in common))
+        means = (_mean([points[number] for points in by_round]) for number in common)
+        return Curve(curves[0].of, tuple(point for point in means if point is not None))
 
     @property
     def over_bytes(self) -> tuple[Point, ...]:
@@ -366,10 +235,11 @@ class Result:
         return tuple(point for point in self.curve.points if point.transferred is not None) if self.curve else ()
 
 
-def _mean(points: Sequence[Point]) -> Point:
+def _mean(points: Sequence[Point]) -> Point | None:
     transferred = over_seeds([point.transferred for point in points])
     score = over_seeds([point.score for point in points])
-    assert score is not None
+    if score is None:
+        return None
     return Point(points[0].round, transferred.mean if transferred else None, score.mean, score.deviation)
 
 

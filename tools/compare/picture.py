@@ -157,9 +157,12 @@ def _axes(results: Sequence[Result], bottom: float) -> _Axes:
     return _Axes(divisor, unit, _ticks(most / divisor), _ticks(min(highest, 1) if share else highest), bottom)
 
 
+_LEAST = 1e-300  # less than this cannot be divided into ticks
+
+
 def _ticks(largest: float) -> list[float]:
     """About five round numbers from 0 to `largest` or slightly more."""
-    if not largest > 0:
+    if not largest > _LEAST:
         return [0, 1]
     power = 10 ** math.floor(math.log10(largest / 5))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power * 5 >= largest * 0.9999)

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from tepal.host.superlink import RunError
+from tepal.host.text import visible
 from tepal.records.run_directory import held, make_first_free, point_latest_at, read_metrics, write_whole
 from tepal.server_app.config import ConfigError, RunConfig, read_run_config
 from tepal.tools.compare.comparison import (
@@ -33,7 +34,7 @@ from tepal.tools.compare.comparison import (
 from tepal.tools.compare.page import comparison_page
 from tepal.tools.compare.picture import STRATEGIES, draw
 from tepal.tools.compare.tables import latex, markdown, runs_csv, strategies_csv
-from tepal.tools.terminal import RoundProgress, TimeLeft
+from tepal.tools.terminal import RoundProgress, TimeLeft, visible_lines
 
 USUAL = ("fedavg", "fedfrozen", "selective", "fedensemble", "fedacs")
 """The strategies that are compared unless others are named."""
@@ -161,8 +162,8 @@ def _run_one(
         run.outcome, run.reason = "finished", ""
     except (RunError, OSError) as error:
         run.outcome = "failed"
-        run.reason = (error.reason if isinstance(error, RunError) else str(error)).partition("\n")[0]
-        text = f"[bold red]error:[/] {escape(f'{comparison.name(run)}: {error}')}"
+        run.reason = visible((error.reason if isinstance(error, RunError) else str(error)).partition("\n")[0])
+        text = f"[bold red]error:[/] {escape(visible_lines(f'{comparison.name(run)}: {error}'))}"
         errors.print(text, highlight=False, soft_wrap=True)
     comparison.save()
 

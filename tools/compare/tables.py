@@ -11,10 +11,11 @@ from rich.console import Group
 from rich.table import Table as TerminalTable
 from rich.text import Text
 
+from tepal.host.text import visible
 from tepal.records.columns import Column, bytes_text, score_text, seconds_text, step_text
 from tepal.records.round_record import COLUMNS
 from tepal.records.run_directory import Measure
-from tepal.report.table import MISSING, Table
+from tepal.report.table import MISSING, Table, markdown_text
 from tepal.tools.compare.comparison import (
     CSV,
     HTML,
@@ -27,6 +28,7 @@ from tepal.tools.compare.comparison import (
     Results,
     Statistic,
 )
+from tepal.tools.terminal import shown
 
 Figure = tuple[Statistic, int]
 """A figure of a strategy over its seeds, and the number of the strategy's runs."""
@@ -186,15 +188,15 @@ def _csv(records: Iterable[Mapping[str, Any]]) -> str:
 def markdown(results: Results) -> str:
     """The table in Markdown, with the notes below it."""
     table = _text_table(results)
-    below = "\n".join(f"- {note}" for note in (*notes(results), _setting(results)))
-    return f"# {table.title}\n\n{table.markdown()}\n\n{below}\n"
+    below = "\n".join(f"- {markdown_text(note)}" for note in (*notes(results), _setting(results)))
+    return f"# {markdown_text(table.title)}\n\n{table.markdown()}\n\n{below}\n"
 
 
 def latex(results: Results) -> str:
     """The table in LaTeX with the package booktabs; the notes are comments."""
     table = _text_table(results)
     lines = (table.title, *notes(results), _setting(results), r"Needs \usepackage{booktabs}.")
-    comments = "\n".join(f"% {' '.join(line.split())}" for line in lines)
+    comments = "\n".join(f"% {visible(line)}" for line in lines)
     return f"{comments}\n{table.latex()}\n"
 
 
@@ -216,8 +218,9 @@ def comparison_table(results: Results) -> Group:
     comparison = results.comparison
     one_seed = len(comparison.seeds) == 1
     table = TerminalTable(
-        title=Text(_title(results), style="bold"), title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=0
-    )  # for a terminal of 80
+        title=shown(_title(results), style="bold"), title_justify="left",
+        box=box.SIMPLE_HEAD, show_edge=False, padding=0,
+    )  # fmt: skip  # for a terminal of 80
     table.add_column("\nstrategy")
     to_target = f"{results.target.score:.4f}" if results.target else "target"
     for heading in (
@@ -226,15 +229,15 @@ def comparison_table(results: Results) -> Group:
     ):  # fmt: skip
         table.add_column(heading, justify="right")
     for result in results.strategies:
-        name = result.strategy + ("" if result.outcome == "finished" else f"\n{result.outcome}")
-        table.add_row(name, *_terminal_row(result, one_seed))
+        name = visible(result.strategy) + ("" if result.outcome == "finished" else f"\n{result.outcome}")
+        table.add_row(Text(name), *_terminal_row(result, one_seed))
     behind = "over the clients" if one_seed else "over the seeds"
     lines = [*notes(results), f"Clients' own tests: mean ± standard deviation {behind}"]
     if results.unfinished:
         lines += [f"Resume the unfinished runs with `tepal compare --resume {comparison.folder}`"]
     lines += [f"Results in {comparison.folder}", f"  {comparison.folder / HTML}  (open it in a browser)"]
     lines += [f"  {comparison.folder / name}" for name in (CSV, RUNS_CSV, MARKDOWN, LATEX, SVG)]
-    return Group(table, *(Text(line) for line in lines))
+    return Group(table, *map(shown, lines))
 
 
 def _title(results: Results) -> str:

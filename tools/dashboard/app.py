@@ -6,7 +6,8 @@
     /run/<name>/report.html      the run as one file, as `tepal report` wrote it
 
 Requests from other machines need the token. On loopback, the host name of a request must be this machine's, so that
-pages of other origins cannot read the dashboard (DNS rebinding).
+pages of other origins cannot read the dashboard (DNS rebinding). A file is only served if it lies in the run's folder,
+and a run that cannot be read is shown with its error.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from __future__ import annotations
 import asyncio
 import gzip
 import hashlib
-import ipaddress
 import json
+import re
 import secrets
 import signal
 import socket
 import threading
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -33,6 +34,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tepal import __version__
+from tepal.host.addresses import is_loopback
+from tepal.host.text import visible
 from tepal.records.run_directory import LATEST, REPORT, find_run
 from tepal.report.page import empty_plot
 from tepal.report.templates import render
@@ -97,7 +100,7 @@ def serve(
     """
     import uvicorn
 
-    app = dashboard(folder, token=token)
+    app = dashboard(folder, token=token, host=host)
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1,
         ssl_certfile=certificate, ssl_keyfile=key,
@@ -128,23 +131,14 @@ def _listening(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def is_loopback(host: str) -> bool:
-    """Whether a host name or address can only be reached from this machine."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
-
-
-def dashboard(folder: Path, *, token: str | None = None) -> ASGIApp:
+def dashboard(folder: Path, *, token: str | None = None, host: str = "127.0.0.1") -> ASGIApp:
     """The dashboard of a folder of runs, as an ASGI application.
 
     Args:
         folder: The folder of run directories and comparisons.
         token: Required in every request, as a bearer token or, the first time, as `?token=`. None: no token is needed,
             but requests must use a loopback name of this machine.
+        host: The name or address that is listened on. If it is a loopback name, requests may use it too.
     """
     pages = _Dashboard(folder)
     threading.Thread(target=pages.prepare, daemon=True).start()
@@ -161,7 +155,7 @@ def dashboard(folder: Path, *, token: str | None = None) -> ASGIApp:
             Route("/run/{parent}/{name}/", pages.run),
         ]
     )
-    return _Guard(app, token)
+    return _Guard(app, token, {*_LOOPBACK, *([_in_header(host)] if is_loopback(host) else [])})
 
 
 class _Dashboard:
@@ -187,11 +181,17 @@ class _Dashboard:
         if path is None:
             return self._missing(request)
         if is_comparison(path):
-            html = await run_in_threadpool(_comparison, path)
+            try:
+                html = await run_in_threadpool(_comparison, path)
+            except Exception as error:  # of damaged files
+                return self._unreadable(request, path, error)
             # This page has its own, stricter policy, and contains its script and style.
             return HTMLResponse(html, headers={**_HEADERS, "Content-Security-Policy": "frame-ancestors 'none'"})
         name, parent = request.path_params["name"], request.path_params.get("parent", "")
-        config = await run_in_threadpool(lambda: RunView(path).config)
+        try:
+            config = await run_in_threadpool(lambda: RunView(path).config)
+        except Exception:  # the parts of the page have the reason
+            config = {}
         known = (config.get("strategy"), config.get("model"), config.get("dataset"))
         subtitle = " · ".join(str(each) for each in known if each)
         whole = f"{parent}/{name}" if parent else name
@@ -199,9 +199,10 @@ class _Dashboard:
 
     async def report(self, request: Request) -> Response:
         path = self._path(request)
-        if path is None or not (path / REPORT).is_file():
+        file = None if path is None else await run_in_threadpool(_inside, path, REPORT)
+        if file is None:
             return self._missing(request)
-        return FileResponse(path / REPORT, headers={**_HEADERS, "Content-Security-Policy": "frame-ancestors 'none'"})
+        return FileResponse(file, headers={**_HEADERS, "Content-Security-Policy": "frame-ancestors 'none'"})
 
     async def asset(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -214,6 +215,12 @@ class _Dashboard:
         if "gzip" in request.headers.get("accept-encoding", ""):
             return Response(packed, media_type=kind, headers={**headers, "Content-Encoding": "gzip"})
         return Response(gzip.decompress(packed), media_type=kind, headers=headers)
+
+    def _unreadable(self, request: Request, path: Path, error: Exception) -> Response:
+        root = "../" * max(request.url.path.count("/") - 1, 0)
+        text = f"{path.name} cannot be read: {error if isinstance(error, OSError | ValueError) else repr(error)}"
+        page = message_page("Not readable", text, root, self._version)
+        return HTMLResponse(page, status_code=422, headers=_HEADERS)
 
     def _missing(self, request: Request) -> Response:
         root = "../" * max(request.url.path.count("/") - 1, 0)
@@ -247,14 +254,15 @@ class _Dashboard:
             if not name or name.startswith(".") or "/" in name or "\\" in name or "\0" in name:
                 return None
             path = path / name
-            if path.is_symlink() and name != LATEST:
-                return None
+            with suppress(OSError):  # of a name that is too long
+                if path.is_symlink() and name != LATEST:
+                    return None
         try:
             path = path.resolve()
             if not path.is_relative_to(self.folder) or not path.is_dir():
                 return None
-            return path if is_comparison(path) else find_run(path)
-        except OSError:
+            return path if is_comparison(path) else _run_inside(path, self.folder)
+        except (OSError, ValueError, RuntimeError):  # RuntimeError: a loop of links
             return None
 
     def _asset(self, name: str) -> tuple[str, bytes] | None:
@@ -272,6 +280,21 @@ class _Dashboard:
         empty_plot("", "").to_json()  # imports what builds figures
 
 
+def _run_inside(path: Path, folder: Path) -> Path | None:
+    """The run directory at a path, or the newest of a folder of runs; None if it is not in the dashboard's folder."""
+    run = find_run(path)
+    return run if run.is_relative_to(folder) else None
+
+
+def _inside(run: Path, name: str) -> Path | None:
+    """The regular file of this name in a run directory; None for a link that leads out of it, and for anything else."""
+    try:
+        file = (run / name).resolve(strict=True)
+        return file if file.is_file() and file.is_relative_to(run.resolve()) else None
+    except (OSError, RuntimeError):  # RuntimeError: a loop of links
+        return None
+
+
 def _comparison(path: Path) -> str:
     """The page of a comparison, with links to all its runs."""
     results = measure(read_comparison(path))
@@ -284,8 +307,8 @@ def _events(changes: Callable[[Sent], list[str]]) -> StreamingResponse:
         while True:
             try:
                 parts = await run_in_threadpool(changes, sent)
-            except (OSError, ValueError) as error:
-                parts, said_before, said = [], said, str(error)
+            except Exception as error:  # the connection stays, until the files can be read
+                parts, said_before, said = [], said, visible(error)
                 if said != said_before:
                     parts = [json.dumps({"id": "problems", "kind": "text", "text": said})]
             for part in parts:
@@ -302,12 +325,21 @@ def _events(changes: Callable[[Sent], list[str]]) -> StreamingResponse:
     return StreamingResponse(stream(), media_type="text/event-stream", headers={**_HEADERS, "X-Accel-Buffering": "no"})
 
 
-class _Guard:
-    """Passes on requests with the token or, if there is none, with a loopback host name; refuses all others."""
+_LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
-    def __init__(self, app: ASGIApp, token: str | None) -> None:
+
+def _in_header(host: str) -> str:
+    """A name or address as the header `Host` has it."""
+    return f"[{host.strip('[]')}]" if ":" in host else host.lower()
+
+
+class _Guard:
+    """Passes on requests with the token or, if there is none, with one of the `names` as host; refuses all others."""
+
+    def __init__(self, app: ASGIApp, token: str | None, names: Collection[str]) -> None:
         self._app = app
         self._token = token
+        self._names = names
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -316,7 +348,7 @@ class _Guard:
         request = Request(scope)
         answer: ASGIApp = self._app
         if self._token is None:
-            if not is_loopback(request.url.hostname or ""):
+            if not self._of_this_machine(scope):
                 text = "This dashboard is only for this machine: open it as http://localhost or http://127.0.0.1."
                 answer = Response(text, 421, _HEADERS, "text/plain")
         elif given := request.query_params.get("token"):
@@ -330,6 +362,12 @@ class _Guard:
         elif not self._right(_token_of(request)):
             answer = _forbidden()
         await answer(scope, receive, send)
+
+    def _of_this_machine(self, scope: Scope) -> bool:
+        """Whether the request has one header `Host`, and that is one of the names, with or without a port."""
+        # Not `request.url`: for a host that the framework finds invalid, it has the server's own address.
+        hosts = [value.decode("latin-1") for name, value in scope["headers"] if name.lower() == b"host"]
+        return len(hosts) == 1 and re.sub(r":[0-9]{1,5}\Z", "", hosts[0]).lower() in self._names
 
     def _right(self, given: str) -> bool:
         return secrets.compare_digest(given.encode(), (self._token or "").encode())

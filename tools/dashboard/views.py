@@ -22,6 +22,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tepal.host.text import LONGEST_NAME, visible
 from tepal.records.columns import UNKNOWN, bytes_text, score_text
 from tepal.records.round_record import COLUMNS, INCIDENTS, RoundRecord, columns
 from tepal.records.run_directory import (
@@ -42,7 +43,7 @@ from tepal.report.run_files import RunFiles
 from tepal.report.table import MISSING
 from tepal.tools.compare.comparison import PLAN, Comparison, Results, is_comparison, read_comparison
 from tepal.tools.compare.tables import comparison_table
-from tepal.tools.terminal import final_table
+from tepal.tools.terminal import final_table, shown
 
 FINISHED, RUNNING, FAILED, INTERRUPTED, UNREADABLE = "finished", "running", "failed", "interrupted", "unreadable"
 
@@ -53,6 +54,8 @@ _SHOWN = columns(
     "round", "phase", "clients_asked", "clients_replied", "refused", "lost", "accuracy", "rmse", "loss", "train_loss",
     "bytes_down", "bytes_up", "seconds",
 )  # fmt: skip
+_LONGEST = 500  # characters of a cell
+_WIDEST = 60  # of a cell that is not folded, so that the columns next to it have room
 _PIPED_WIDTH = 240  # columns of a table that no terminal shows
 _START = re.compile(r"(\d{8}-\d{6})-")
 
@@ -101,9 +104,9 @@ class RunView(RunFiles):
             "kind": "run",
             "name": self.path.name,
             "path": str(self.path),
-            "strategy": self.summary.get("strategy") or self.config.get("strategy"),
-            "model": self.summary.get("model") or self.config.get("model"),
-            "dataset": self.config.get("dataset"),
+            "strategy": _name(self.summary.get("strategy") or self.config.get("strategy")),
+            "model": _name(self.summary.get("model") or self.config.get("model")),
+            "dataset": _name(self.config.get("dataset")),
             "rounds": self.summary.get("rounds"),
             "rounds_asked": self.config.get("num-server-rounds"),
             "state": self.state,
@@ -146,8 +149,8 @@ class ComparisonView:
             "name": self.path.name,
             "path": str(self.path),
             "strategy": ", ".join(self.comparison.strategies),
-            "model": config.get("model"),
-            "dataset": config.get("dataset"),
+            "model": _name(config.get("model")),
+            "dataset": _name(config.get("dataset")),
             "runs": sum(run.outcome == "finished" for run in runs),
             "runs_asked": len(runs),
             "state": self.state,
@@ -168,10 +171,10 @@ def views(folder: Path) -> list[RunView | ComparisonView]:
     except NotADirectoryError as error:
         raise NotADirectoryError(f"{folder} is not a folder: expected one with run directories") from error
     found: list[RunView | ComparisonView] = []
-    for path in (Path(entry.path) for entry in inside if entry.is_dir()):
-        if (path / PLAN).is_file():
+    for path in (Path(entry.path) for entry in inside if entry.is_dir(follow_symlinks=False)):
+        if os.path.isfile(path / PLAN):
             found.append(ComparisonView(path))
-        elif any((path / name).is_file() for name in (CONFIG, METRICS, SUMMARY)):
+        elif any(os.path.lexists(path / name) for name in (CONFIG, METRICS, SUMMARY)):
             found.append(RunView(path))
     return sorted(found, key=lambda view: (view.started, natural(view.path.name)), reverse=True)
 
@@ -180,10 +183,11 @@ def facts_of(view: RunView | ComparisonView) -> dict[str, Any]:
     """The facts of a run or comparison; if its files cannot be read, the reason."""
     try:
         return view.facts()
-    except (OSError, ValueError) as error:
+    except Exception as error:  # a run that is damaged in any way must not hide the others
         kind = "run" if isinstance(view, RunView) else "comparison"
         known = {"kind": kind, "name": view.path.name, "path": str(view.path), "started": _timestamp(view.started)}
-        return {**known, "state": UNREADABLE, "reason": str(error)}
+        expected = isinstance(error, OSError | ValueError)
+        return {**known, "state": UNREADABLE, "reason": str(error) if expected else f"{type(error).__name__}: {error}"}
 
 
 def runs_table(facts: Sequence[Mapping[str, Any]]) -> Table:
@@ -201,8 +205,8 @@ def runs_table(facts: Sequence[Mapping[str, Any]]) -> Table:
             else f"{_or_unknown(one.get('rounds'))}/{_or_unknown(one.get('rounds_asked'))}"
         )
         table.add_row(
-            Text(one["name"]),
-            *(Text(str(one.get(key) or "–")) for key in ("strategy", "model", "dataset")),
+            shown(one["name"], LONGEST_NAME),
+            *(shown(one.get(key) or "–", LONGEST_NAME) for key in ("strategy", "model", "dataset")),
             "–" if one["state"] == UNREADABLE else done,
             Text(one["state"], style=_STYLES[one["state"]]),
             "–" if score is None else f"{'RMSE ' if one['measure'] == RMSE.key else ''}{score_text(score)}",
@@ -214,7 +218,7 @@ def runs_table(facts: Sequence[Mapping[str, Any]]) -> Table:
 
 def reasons(facts: Iterable[Mapping[str, Any]]) -> list[str]:
     """One line for each run that failed or cannot be read, with the reason."""
-    return [f"{one['name']}: {one['reason']}" for one in facts if one.get("reason")]
+    return [visible(f"{one['name']}: {one['reason']}") for one in facts if one.get("reason")]
 
 
 # --- one run --------------------------------------------------------------------------------------------------------
@@ -301,10 +305,10 @@ def run_page(view: RunView, usual: Mapping[str, Any], *, all_rounds: bool = Fals
     facts = view.facts()
     state = Text(facts["state"], style=_STYLES[facts["state"]])
     if facts["reason"]:
-        state.append(f": {facts['reason']}", style="default")
+        state.append(f": {visible(facts['reason'])}", style="default")
     head = _pairs(
         {
-            "run": Text(facts["path"]),
+            "run": shown(facts["path"]),
             "state": state,
             "rounds": f"{_or_unknown(facts['rounds'])} of {_or_unknown(facts['rounds_asked'])}",
             "started": f"{facts['started'][:19].replace('T', ' ')} UTC",
@@ -344,7 +348,7 @@ def comparison_summary_page(view: ComparisonView, results: Results) -> Group:
     facts = view.facts()
     state = Text(facts["state"], style=_STYLES[facts["state"]])
     runs = f"{facts['runs']} of {facts['runs_asked']} finished"
-    return Group(_pairs({"comparison": Text(facts["path"]), "state": state, "runs": runs}), comparison_table(results))
+    return Group(_pairs({"comparison": shown(facts["path"]), "state": state, "runs": runs}), comparison_table(results))
 
 
 def console() -> Console:
@@ -362,14 +366,14 @@ def some_of(count: int, most: int) -> list[int]:
 
 
 def _rounds_table(metrics: Sequence[RoundRecord], all_rounds: bool) -> Group:
-    shown = [column for column in _SHOWN if any(line.value(column.key) not in (None, []) for line in metrics)]
+    used = [column for column in _SHOWN if any(line.value(column.key) not in (None, []) for line in metrics)]
     table = Table(box=None, pad_edge=False)
-    for column in shown:
+    for column in used:
         table.add_column(column.heading, justify="left" if column.left else "right", no_wrap=True)
     places = some_of(len(metrics), len(metrics) if all_rounds else _MOST_ROUNDS)
     for line in (metrics[place] for place in places):
-        values = ((column, line.value(column.key)) for column in shown)
-        table.add_row(*(MISSING if value is None else Text(column.text(value)) for column, value in values))
+        values = ((column, line.value(column.key)) for column in used)
+        table.add_row(*(MISSING if value is None else shown(column.text(value), _WIDEST) for column, value in values))
     if len(places) == len(metrics):
         return Group(table)
     left = f"{len(places)} of {len(metrics)} rounds; --all-rounds shows every one"
@@ -385,7 +389,8 @@ def _troubles_table(troubled: Sequence[Troubles]) -> Table:
     table.add_column("last incident", overflow="fold")
     for each in troubled:
         counts = (str(each.counts.get(kind, 0)) for kind in kinds)
-        table.add_row(Text(each.client), *counts, Text(f"round {each.last_round}: {each.last_reason}"))
+        reason = shown(f"round {each.last_round}: {each.last_reason}", _LONGEST)
+        table.add_row(shown(each.client, _WIDEST), *counts, reason)
     return table
 
 
@@ -398,7 +403,7 @@ def _pairs(values: Mapping[str, str | Text]) -> Table:
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in values.items():
-        table.add_row(Text(name), Text(value) if isinstance(value, str) else value)
+        table.add_row(shown(name, LONGEST_NAME), shown(value, _LONGEST) if isinstance(value, str) else value)
     return table
 
 
@@ -413,12 +418,21 @@ def _started(path: Path) -> datetime:
             return datetime.strptime(match[1], "%Y%m%d-%H%M%S").replace(tzinfo=UTC)
         except ValueError:
             pass
-    config = path / CONFIG
-    return datetime.fromtimestamp((config if config.exists() else path).stat().st_mtime, UTC)
+    for file in (path / CONFIG, path):
+        try:
+            return datetime.fromtimestamp(file.lstat().st_mtime, UTC)
+        except (OSError, ValueError, OverflowError):  # missing, or a time that no calendar has
+            continue
+    return datetime.fromtimestamp(0, UTC)
 
 
 def _timestamp(when: datetime) -> str:
     return when.strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _name(value: Any) -> str | None:
+    """A name from a run config, where it may be anything."""
+    return None if value is None else str(value)
 
 
 def _or_unknown(value: Any) -> str:

@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
+from tepal.host.text import LONGEST_NAME, visible
 from tepal.records.columns import UNKNOWN, bytes_text, score_text, seconds_text
 from tepal.records.live import TOTALS, ClientNow, Now, read_clients, read_now, read_segments
 from tepal.records.run_directory import (
@@ -42,6 +44,8 @@ from tepal.tools.dashboard.views import RUNNING, UNREADABLE, ComparisonView, Run
 
 _TIMES, _LONGEST = 5, 10.0  # what took t seconds to make is made again after 5 t, or 10 s
 _MOST_ROWS = 200  # of the tables of rounds and of incidents, the last ones
+
+_MOST_CLIENTS = 10_000  # of the table of clients
 
 _SENT = ("bytes_down", "bytes_up", "seconds")
 _COUNTS = ("rounds", "replied", "refused", "lost")
@@ -120,7 +124,7 @@ class WatchedRun:
         try:
             for part in group.make(view):
                 self._keep(part)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # of damaged files
+        except Exception as error:  # of damaged files: the other parts are shown
             problem = render("notice.html", text=f"{type(error).__name__}: {error}")
         group.problem = problem
         said = {each.problem: None for each in self._groups if each.problem}
@@ -143,13 +147,14 @@ class WatchedRun:
         done, doing = facts["rounds"] or 0, ""
         if view.running and now and not now.ended:
             states = [client.state for client in now.clients.values()]
-            doing = f"round {now.round}, {now.phase}: {states.count('replied')} of {len(states)} clients answered"
+            phase = visible(now.phase, LONGEST_NAME)
+            doing = f"round {now.round}, {phase}: {states.count('replied')} of {len(states)} clients answered"
         said = f"{done} of {UNKNOWN if asked is None else asked} rounds" + (f"; {doing}" if doing else "")
         yield _html("state", render("state.html.j2", TEMPLATES, facts=facts, done=done, said=said))
         score = "" if facts["score"] is None else f", {facts['measure']} {score_text(facts['score'])}"
         yield {"id": "said", "kind": "text", "text": f"Round {done} has ended{score}." if done else ""}
         title = f"{done}/{asked} · {facts['strategy']}" if view.running else f"{facts['strategy']} · {self.path.name}"
-        yield {"id": "title", "kind": "title", "text": title}
+        yield {"id": "title", "kind": "title", "text": visible(title, LONGEST_NAME)}
 
     def _numbers(self, view: RunView) -> Iterator[dict[str, Any]]:
         ended = view.state != RUNNING
@@ -161,13 +166,15 @@ class WatchedRun:
     def _clients(self, view: RunView) -> Iterator[dict[str, Any]]:
         now, totals = read_now(self.path) or Now(), read_clients(self.path)
         rows = []
-        for name in sorted({*now.clients, *totals}, key=natural):
+        for name in sorted({*now.clients, *totals}, key=natural)[:_MOST_CLIENTS]:
             one, whole = now.clients.get(name, ClientNow()), vars(totals[name]) if name in totals else {}
             examples = whole.get("examples") if one.examples is None else one.examples
             budget = whole.get("budget") if one.budget is None else one.budget
             sent = (one.bytes_down, one.bytes_up, one.seconds or None)
             counts = (whole.get(key) for key in (*_COUNTS, *_SENT))
-            rows.append([name, one.state, examples, budget, *sent, *counts, one.reason or whole.get("reason", "")])
+            reason = visible(one.reason or whole.get("reason", ""))
+            state = one.state and visible(one.state, LONGEST_NAME)
+            rows.append([visible(name, LONGEST_NAME), state, examples, budget, *sent, *counts, reason])
         columns = list(CLIENT_COLUMNS.values())
         yield {"id": "clients", "kind": "clients", "round": now.round, "columns": columns, "rows": rows}
 
@@ -224,22 +231,36 @@ class WatchedFolder:
             return [self._part[1]]
 
     def html(self) -> str:
-        """The table as it is now."""
-        self.changes(Sent())
+        """The table as it is now; if the folder cannot be read, the reason."""
+        try:
+            self.changes(Sent())
+        except OSError as error:
+            return render("notice.html", text=str(error))
         return str(json.loads(self._part[1])["html"])
 
     def _table(self) -> str:
         facts: dict[Path, tuple[object, Mapping[str, Any]]] = {}
         for view in views(self.folder):
-            signature = _signature_of(view)
+            try:
+                signature = _signature_of(view)
+            except OSError:  # its facts have the reason
+                signature = object()
             known = self._facts.get(view.path)
             facts[view.path] = known if known and known[0] == signature else (signature, facts_of(view))
         self._facts = facts
         runs = [each for _, each in facts.values()]
         return render(
             "table.html.j2", TEMPLATES, folder=self.folder, runs=runs, unreadable=UNREADABLE, bytes_text=bytes_text,
-            score_text=score_text,
+            score_text=score_text, link=_link,
         )  # fmt: skip
+
+
+def _link(name: str) -> str:
+    """The part of an address that names a run; "" for a name that an address cannot have."""
+    try:
+        return quote(name, safe="") if name.isprintable() and "\\" not in name else ""
+    except UnicodeEncodeError:
+        return ""
 
 
 def _html(name: str, html: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from tepal.host.metrics import Families
+from tepal.host.text import LONGEST_NAME, visible
 from tepal.records.round_record import COUNTED
 from tepal.tools.deploy.journal import Journal
 
@@ -49,12 +50,13 @@ def run_families(runs: Sequence[RunView]) -> Families:
     replies = CounterMetricFamily("tepal_run_replies", "Clients' replies, by outcome", labels=["run", "outcome"])
     seconds = SummaryMetricFamily("tepal_run_round_seconds", "Duration of the rounds", labels=["run"])
     for run in runs:
+        name = visible(run.path.name, LONGEST_NAME)
         try:
             facts, lines = run.facts(), run.metrics
-        except (OSError, ValueError):  # a damaged file must not hide the other runs
-            state.add_metric([run.path.name, "unreadable"], 1)
+        except Exception:  # a damaged file must not hide the other runs
+            state.add_metric([name, "unreadable"], 1)
             continue
-        name, strategy = facts["name"], str(facts["strategy"] or "")
+        strategy = visible(facts["strategy"] or "", LONGEST_NAME)
         state.add_metric([name, facts["state"]], 1)
         done.add_metric([name, strategy], facts["rounds"] or 0)
         if facts["rounds_asked"]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from tepal.host.metrics import Endpoint
 
 if TYPE_CHECKING:
     from tepal.host.toml import Value
@@ -24,8 +26,8 @@ class Settings:
     host: str = "127.0.0.1"
     port: int = 8000
     attempts: int = 5
-    metrics: str = ""
-    """HOST:PORT for Prometheus; "" for none."""
+    metrics: Endpoint = field(default_factory=Endpoint)
+    """Metrics for Prometheus; by default none."""
 
     @property
     def control(self) -> str:

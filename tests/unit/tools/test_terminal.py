@@ -10,7 +10,7 @@ from rich.console import Console
 
 from tepal.records.columns import bytes_text, seconds_text, step_text
 from tepal.records.round_record import RoundRecord
-from tepal.tools.terminal import RoundProgress, final_table, follow_metrics
+from tepal.tools.terminal import RoundProgress, final_table, follow_metrics, visible_lines
 
 LINE = {
     "round": 3,
@@ -282,3 +282,27 @@ def test_a_reason_that_many_clients_give_is_said_once():
         refused = [{"client": f"client-{k}", "reason": "no images" if k else "NaN"} for k in range(3)]
         progress.update(RoundRecord.from_line({**LINE, "refused": refused}))
     assert "refused 3 (client-0: NaN; client-1, client-2: no images)" in out.getvalue()
+
+
+@pytest.mark.parametrize("terminal", [io.StringIO, Terminal])
+def test_names_and_reasons_of_clients_forge_no_line_and_move_no_cursor(terminal, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    evil = "site-1\nround 4/4  accuracy 0.9999\x1b]0;title\x07\x1b[2J\0\u202e"
+    many = [{"client": f"{evil}{k}", "reason": f"{evil}{k}" + "x" * 5000} for k in range(500)]
+    file = terminal()
+    with RoundProgress(4, console=Console(file=file, width=200, color_system=None)) as progress:
+        progress.stage(evil)
+        progress.update(RoundRecord.from_line({**LINE, "phase": evil, "refused": many, "lost": many, "notes": many}))
+    text = file.getvalue()
+    for hostile in ("\x1b]0;", "\x1b[2J", "\x07", "\0", "\u202e", "\nround 4/4  accuracy 0.9999"):
+        assert hostile not in text, hostile
+    assert r"site-1\nround 4/4" in text.replace("\n", "") and "and 490 more" in text and "and 480 more" in text
+    assert len(text) < 60_000
+
+
+def test_the_final_table_and_messages_show_control_characters():
+    file = io.StringIO()
+    Console(file=file, width=120).print(final_table({"strategy": "a\nb\x1b[2J", "model": "\u202e"}, []))
+    assert r"a\nb\x1b[2J · \u202e" in file.getvalue() and "\x1b[2J" not in file.getvalue()
+    assert visible_lines("a\x1bb\nc\rd") == "a\\x1bb\nc\\rd"
+    assert visible_lines("\n" * 1000).splitlines()[-1] == "… and 951 more lines"

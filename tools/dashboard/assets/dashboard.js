@@ -76,12 +76,13 @@ const units = ['B', 'kB', 'MB', 'GB', 'TB'];
 const write = {
   text: value => value,
   state: value => value,
-  number: value => value.toLocaleString('en'),
+  number: value => Math.abs(value) < 1e15 ? value.toLocaleString('en') : value.toExponential(2),
   bytes: value => {
     const k = value < 1000 ? 0 : Math.min(Math.floor(Math.log10(value) / 3), units.length - 1);
     return `${k ? (value / 1000 ** k).toPrecision(3) : value} ${units[k]}`;
   },
   seconds: value => {
+    if (!(Math.abs(value) < 1e12)) return `${value.toExponential(2)} s`;
     const [minutes, rest] = [Math.floor(value / 60), Math.floor(value % 60)];
     return minutes ? `${minutes}:${String(rest).padStart(2, '0')} min` : `${value.toFixed(1)} s`;
   },

@@ -11,13 +11,22 @@ from html.parser import HTMLParser
 from itertools import pairwise
 
 import pytest
+from markdown_it import MarkdownIt
 from rich.console import Console
 
 from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory import RunDirectory, held
-from tepal.tools.compare.comparison import ComparedRun, Result, find_comparison, measure, measured, read_comparison
+from tepal.tools.compare.comparison import (
+    ComparedRun,
+    Result,
+    find_comparison,
+    measure,
+    measured,
+    over_seeds,
+    read_comparison,
+)
 from tepal.tools.compare.picture import STRATEGIES, draw, looks
-from tepal.tools.compare.runs import new_folder
+from tepal.tools.compare.runs import new_folder, write_comparison
 from tepal.tools.compare.tables import comparison_table
 from tests.comparisons import RUNS, comparison_in, finish, leave_run
 from tests.packages import ROOT
@@ -600,3 +609,47 @@ def test_the_readmes_picture_is_that_of_a_comparison(folder, tmp_path):
     script = runpy.run_path(str(ROOT / "docs" / "picture.py"))
     script["main"](folder, tmp_path / "main-job.svg")
     assert (tmp_path / "main-job.svg").read_text() == (folder / "comparison.svg").read_text()
+
+
+# --- what others wrote ----------------------------------------------------------------------------------------------
+
+
+def test_a_hostile_reason_is_text_in_every_form(tmp_path):
+    evil = "=1+1\n\x1b[2J\u202e\\input{/etc/passwd} | <script>alert(1)</script> [a](http://b) " + "x" * 5000
+    comparison = comparison_in(tmp_path, ["fedavg", "fedfrozen"])
+    finish(comparison)
+    comparison.runs[1].outcome, comparison.runs[1].reason = "failed", evil
+    write_comparison(comparison)
+    file = io.StringIO()
+    Console(file=file, width=200, color_system=None).print(comparison_table(measure(comparison)), soft_wrap=True)
+    texts = {name: (tmp_path / name).read_text() for name in ("comparison.csv", "runs.csv", "comparison.md",
+                                                              "comparison.tex", "comparison.svg")}  # fmt: skip
+    for name, text in {**texts, "terminal": file.getvalue()}.items():
+        assert text.replace("\n", "").isprintable() and "x" * 2001 not in text, name
+    [row] = [row for row in csv.DictReader(io.StringIO(texts["runs.csv"])) if row["strategy"] == "fedfrozen"]
+    assert row["reason"].startswith("'=1+1\\n\\x1b[2J")
+    tokens = MarkdownIt().enable("table").parse(texts["comparison.md"])
+    inline = {child.type for token in tokens for child in token.children or ()}
+    assert inline <= {"text", "text_special"} and not [token for token in tokens if token.type.startswith("html")]
+    comments = [line for line in texts["comparison.tex"].splitlines() if "input" in line]
+    assert all(line.startswith("% ") for line in comments) and comments
+    page = (tmp_path / "comparison.html").read_text()
+    assert "<script>alert" not in page and "&lt;script&gt;alert" in page
+
+
+@pytest.mark.parametrize("score", [1e300, -1e300, 1e-320, 0.0, None])
+def test_any_score_is_compared(tmp_path, score):
+    comparison = comparison_in(tmp_path, ["fedavg", "fedfrozen"], seeds=[1, 2])
+    finish(comparison)
+    for run in comparison.runs:
+        with open(run.directory / "metrics.jsonl", "a") as file:
+            keys = ("rmse", "loss", "clients_rmse", "seconds", "bytes_down", "bytes_up")
+            file.write(json.dumps({"round": 4, "accuracy_of": "server", **dict.fromkeys(keys, score)}) + "\n")
+        (run.directory / "summary.json").unlink()
+        RunDirectory(run.directory, {}).write_summary()
+    write_comparison(comparison)
+    assert comparison_table(measure(comparison))
+
+
+def test_a_mean_that_no_float_has_is_not_known():
+    assert over_seeds([1.7e308, 1.7e308]) is None and over_seeds([1.0, 3.0]).mean == 2

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from plotly.offline import get_plotlyjs
 
+from tepal.host.addresses import is_loopback
 from tepal.records.run_directory import BLOCKS, CLIENTS, METRICS, NOW, RunDirectory, held
 from tepal.report.run_page import write_report
 from tepal.tools.dashboard import watched
-from tepal.tools.dashboard.app import COOKIE, _listening, dashboard, is_loopback
+from tepal.tools.dashboard.app import COOKIE, _listening, dashboard
 from tepal.tools.dashboard.watched import CLIENT_COLUMNS, Sent, WatchedFolder, WatchedRun
 from tests.comparisons import comparison_in, continue_run, finish, leave_run
 
@@ -158,6 +159,67 @@ def test_without_a_token_only_this_machine_is_answered_under_its_own_names(runs)
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "host", ["rebind_x.evil.example", "r\xe9bind.example", "user@evil.example", "evil.example@127.0.0.1", "localhost.",
+             "localhost:80:80", "localhost:", "localhost:x", "localhost ", " localhost", "127.0.0.1.evil.example",
+             "", "::1", "[::1", "127.0.0.1/", "localhost#", "0", "2130706433", "localhost\r"],
+)  # fmt: skip
+def test_a_host_that_is_no_loopback_name_is_refused_however_it_is_written(runs, host):
+    answer = browser(runs).get("/", headers=[(b"host", host.encode("latin-1"))])
+    assert answer.status_code == 421
+
+
+def status_of(app, headers):
+    """The status of an answer to GET / with exactly these headers."""
+    sent = []
+
+    async def ask():
+        scope = {"type": "http", "http_version": "1.1", "method": "GET", "path": "/", "raw_path": b"/", "root_path": "",
+                 "scheme": "http", "query_string": b"", "headers": headers, "server": ("127.0.0.1", 8765)}  # fmt: skip
+
+        async def send(message):
+            sent.append(message)
+
+        async def receive():
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        await app(scope, receive, send)
+
+    asyncio.run(ask())
+    return sent[0]["status"]
+
+
+def test_a_request_names_its_host_exactly_once(runs):
+    app = dashboard(runs)
+    assert status_of(app, [(b"host", b"localhost:8765")]) == status_of(app, [(b"host", b"LocalHost")]) == 200
+    assert status_of(app, []) == 421
+    assert status_of(app, [(b"host", b"localhost"), (b"host", b"localhost")]) == 421
+    assert status_of(app, [(b"host", b"localhost"), (b"Host", b"evil.example")]) == 421
+
+
+def test_the_address_that_is_listened_on_is_a_name_of_this_machine_if_it_is_loopback(runs):
+    assert status_of(dashboard(runs, host="127.0.0.2"), [(b"host", b"127.0.0.2:80")]) == 200
+    assert status_of(dashboard(runs, host="127.0.0.2"), [(b"host", b"127.0.0.3:80")]) == 421
+    assert status_of(dashboard(runs, host="lab-server"), [(b"host", b"lab-server")]) == 421
+
+
+def test_a_report_that_leads_out_of_its_run_is_not_served(runs, tmp_path):
+    run = leave_run(runs, "fedavg")
+    other = leave_run(runs, "fedfrozen")
+    (tmp_path / "secret.html").write_text("a secret")
+    (other / "report.html").write_text("a secret")
+    report = run / "report.html"
+    for target in (tmp_path / "secret.html", other / "report.html", report, run):
+        report.unlink(missing_ok=True)
+        report.symlink_to(target)
+        answer = browser(runs).get(f"/run/{run.name}/report.html")
+        assert answer.status_code == 404 and "secret" not in answer.text, target
+    report.unlink()
+    (run / "kept.html").write_text("its own")
+    report.symlink_to("kept.html")
+    assert browser(runs).get(f"/run/{run.name}/report.html").text == "its own"
+
+
 def test_with_a_token_every_path_asks_for_it(runs):
     run = leave_run(runs, "fedavg")
     for path in ("/", f"/run/{run.name}/", f"/run/{run.name}/events", "/events", "/assets/dashboard.js", "/nothing"):
@@ -278,7 +340,7 @@ def test_a_file_that_cannot_be_read_is_said_and_the_rest_is_shown(runs, at_once)
     assert parts["problems"]["html"].count("line 2") == 1
     assert parts["clients"]["rows"][0][0] == "site-1"
     (path / NOW).write_text('["of another kind"]')
-    assert "AttributeError" in parts_of(path)["problems"]["html"]
+    assert "now.json is damaged" in parts_of(path)["problems"]["html"]
 
 
 def test_a_folder_is_listed_anew_when_a_run_appears(runs, at_once, monkeypatch):

@@ -1,16 +1,24 @@
 """What Prometheus reads of a server and of a node, scraped over HTTP and parsed by its own parser."""
 
+import contextlib
+import ipaddress
+import json
 import os
 import socket
+import ssl
 import urllib.error
 import urllib.request
+from datetime import UTC, datetime, timedelta
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
 from tepal.client_app.node import node_pb2
 from tepal.client_app.node.metrics import node_families
-from tepal.host import metrics
-from tepal.host.metrics import MetricsError, serving
+from tepal.host import metrics, metrics_server
+from tepal.host.metrics import Endpoint, MetricsError, endpoint, serving
 from tepal.host.processes import free_port
 from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory import RunDirectory, held
@@ -26,7 +34,7 @@ def scraped(families):
     from prometheus_client.parser import text_string_to_metric_families
 
     address = f"127.0.0.1:{free_port()}"
-    with serving(address, families):
+    with serving(Endpoint(address), families):
         text = urllib.request.urlopen(f"http://{address}/metrics", timeout=10).read().decode()
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(f"http://{address}/metrics", timeout=10)
@@ -90,16 +98,141 @@ def test_an_address_that_cannot_be_listened_on_is_said():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(MetricsError, match=f"cannot listen on --metrics {address}"), serving(address, list):
+        said = f"cannot listen on --metrics {address}"
+        with pytest.raises(MetricsError, match=said), serving(Endpoint(address), list):
             pass
-    for wrong in ("9464", "localhost:", "localhost:0"):
-        with pytest.raises(MetricsError, match="expected HOST:PORT"), serving(wrong, list):
+    for wrong in ("localhost:", "localhost:0", ":9464", "x", "0", "65536", "1" * 9000, "127.0.0.1:\u0662"):
+        with pytest.raises(MetricsError, match="expected HOST:PORT or PORT"), serving(Endpoint(wrong), list):
             pass
+
+
+NOTHING = {"token_file": None, "token": "", "certificate": None, "key": None, "open": False}
+TOKEN = "a-token-of-some-length"
+
+
+def status(address, token="", **options):
+    """The status of an answer to GET /metrics."""
+    request = urllib.request.Request(address, headers={"Authorization": f"Bearer {token}"} if token else {})
+    try:
+        return urllib.request.urlopen(request, timeout=10, **options).status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_a_port_alone_is_one_of_this_machine():
+    port = free_port()
+    with serving(endpoint(str(port), **NOTHING), list), socket.socket() as other:
+        assert status(f"http://127.0.0.1:{port}/metrics") == 200
+        other.bind(("127.0.0.2", port))  # which is free: it is not listened on all addresses
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.7", "[::]", "lab-server", "::", "::ffff:10.0.0.7"])
+def test_where_other_machines_reach_it_a_token_is_needed_unless_the_operator_says_otherwise(host, tmp_path):
+    address = f"{host}:9464"
+    with pytest.raises(MetricsError, match=r"no token is given: .* --metrics-token-file, use 127.0.0.1:9464, or add"):
+        endpoint(address, **NOTHING)
+    (tmp_path / "token").write_text(TOKEN + "\n")
+    assert endpoint(address, **{**NOTHING, "token": TOKEN}).token == TOKEN
+    both = {**NOTHING, "token": "of the environment", "token_file": tmp_path / "token"}
+    assert endpoint(address, **both).token == TOKEN
+    assert endpoint(address, **{**NOTHING, "open": True}).token == ""
+
+
+@pytest.mark.parametrize("token", ["short", "ü" * 20, "a\nb" * 10])
+def test_a_token_that_can_be_guessed_or_is_no_header_is_refused(token, tmp_path):
+    (tmp_path / "empty").write_text("")
+    with pytest.raises(MetricsError, match="expected at least 12"):
+        endpoint("9464", **{**NOTHING, "token": token})
+    with pytest.raises(MetricsError, match="has 0 characters"):
+        endpoint("9464", **{**NOTHING, "token": TOKEN, "token_file": tmp_path / "empty"})
+
+
+def test_with_a_token_only_who_has_it_is_answered():
+    port = free_port()
+    with serving(Endpoint(f"127.0.0.1:{port}", TOKEN), list):
+        address = f"http://127.0.0.1:{port}/metrics"
+        assert [status(address, token) for token in ("", "wrong", TOKEN + "x", TOKEN[:-1])] == [401] * 4
+        assert status(address, TOKEN) == status(f"http://127.0.0.1:{port}/", TOKEN) == 200
+        assert status(f"http://127.0.0.1:{port}/") == 401
+
+
+@pytest.fixture
+def pems(tmp_path):
+    """A certificate for 127.0.0.1 and its key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "metrics")])
+    now = datetime.now(UTC)
+    alternative = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    made = (
+        x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
+        .serial_number(1).not_valid_before(now - timedelta(1)).not_valid_after(now + timedelta(1))
+        .add_extension(alternative, critical=False).sign(key, hashes.SHA256())
+    )  # fmt: skip
+    (tmp_path / "cert.pem").write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    (tmp_path / "key.pem").write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+    )
+    return tmp_path / "cert.pem", tmp_path / "key.pem"
+
+
+def test_with_a_certificate_it_is_https_and_who_is_silent_delays_nobody(pems):
+    certificate, key = pems
+    port = free_port()
+    context = ssl.create_default_context(cafile=certificate)
+    at = endpoint(f"127.0.0.1:{port}", **{**NOTHING, "certificate": certificate, "key": key, "token": TOKEN})
+    with serving(at, list), socket.create_connection(("127.0.0.1", port)):
+        assert status(f"https://127.0.0.1:{port}/metrics", TOKEN, context=context) == 200
+        assert status(f"https://127.0.0.1:{port}/metrics", context=context) == 401
+        with pytest.raises(OSError):
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10)
+
+
+def test_a_certificate_belongs_to_a_key_and_both_are_readable(pems, tmp_path):
+    certificate, key = pems
+    for given in ({"certificate": certificate}, {"key": key}):
+        with pytest.raises(MetricsError, match="belong together"):
+            endpoint("9464", **{**NOTHING, **given})
+    for wrong in (tmp_path / "missing", certificate):
+        with pytest.raises(MetricsError, match="cannot be used"), serving(
+            Endpoint(str(free_port()), certificate=certificate, key=wrong), list
+        ):
+            pass
+
+
+def test_of_very_many_connections_the_further_are_closed(monkeypatch):
+    monkeypatch.setattr(metrics_server, "_MOST_REQUESTS", 2)
+    port = free_port()
+    with serving(Endpoint(str(port)), list), contextlib.ExitStack() as opened:
+        silent = [opened.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10)) for _ in range(3)]
+        assert silent[2].recv(1) == b""
+        silent[0].close()
+        silent[1].close()
+
+
+@pytest.mark.parametrize("name", ["a\nb", "\x1b[2J", 'quoted" } 1', "\ud800", "x" * 5000])
+def test_a_hostile_strategy_is_one_label_and_the_run_is_told(tmp_path, name):
+    run = leave_run(tmp_path / "runs", "fedavg", rounds=1, summary=False)
+    (run / "summary.json").write_text(json.dumps({"strategy": name, "rounds": 1}))
+    told = scraped(lambda: server_families(Journal(tmp_path / "server.json"), [tmp_path / "runs"]))
+    [[_, first, second]] = [key for key in told if key[0] == "tepal_run_rounds"]
+    assert run.name in (first, second) and (first + second).isprintable() and len(first + second) < 500
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"round": 1, "bytes_up": "x"}', '{"round": 1, "refused": 7}'])
+def test_a_run_that_cannot_be_read_hides_no_other(tmp_path, content):
+    run = leave_run(tmp_path / "runs", "fedavg", rounds=1, summary=False)
+    (run / "metrics.jsonl").write_text(content + "\n{}")
+    told = scraped(lambda: server_families(Journal(tmp_path / "server.json"), [tmp_path / "runs"]))
+    assert told["tepal_run_state", run.name, "unreadable"] == 1
 
 
 def test_a_missing_package_is_said_with_the_command_that_installs_it(monkeypatch):
     monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MetricsError, match=r"pip install 'tepal\[prometheus\]'"), serving("127.0.0.1:9464", list):
+    with pytest.raises(MetricsError, match=r"pip install 'tepal\[prometheus\]'"), serving(
+        Endpoint("127.0.0.1:9464"), list
+    ):
         pass
-    with serving("", list):
+    with serving(Endpoint(), list):
         pass  # nothing is asked for

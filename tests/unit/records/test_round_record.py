@@ -1,0 +1,91 @@
+"""A round's record: what clients reported is kept, bounded and on one line each, and never ends the run."""
+
+import json
+import math
+
+import pytest
+
+from tepal.records.columns import bytes_text, score_text, seconds_text, step_text
+from tepal.records.round_record import MOST_REASONS, RoundRecord
+from tepal.records.run_directory import RunDirectory, read_metrics, summarise
+from tepal.strategies.rounds.report import RoundReport
+from tepal.training import tasks
+
+HOSTILE = "a\nb\x1b[2J\x00\u202e"
+
+
+def record_of(task=tasks.REGRESSION, **values):
+    return RoundRecord.of(RoundReport(round=1, phase="train", **values), 1, task)
+
+
+@pytest.mark.parametrize("loss", [-1.0, -0.0, 0.0, 2.25, 1e300, -1e300, math.nan, math.inf, -math.inf])
+def test_an_error_without_a_root_is_not_known(loss):
+    metrics = {"received-loss": loss}
+    record = record_of(train_metrics=metrics, server_metrics={"loss": loss})
+    expected = loss**0.5 if loss >= 0 else None
+    assert record.received_rmse == expected and record.rmse == expected
+    # and the round is kept with the loss that was reported
+    assert record.loss == loss or math.isnan(loss)
+
+
+@pytest.mark.parametrize("loss", [-1e300, 1e300, math.nan, math.inf, 0.0])
+def test_a_perplexity_is_calculated_of_any_loss(loss):
+    record_of(tasks.NEXT_CHARACTER, server_metrics={"loss": loss})
+
+
+@pytest.mark.parametrize("write", [score_text, bytes_text, seconds_text, step_text])
+@pytest.mark.parametrize("value", [1e300, -1e300, 1.7e308, 10**300, 0, -1, 1e18])
+def test_no_number_is_hundreds_of_digits_long(write, value):
+    assert 0 < len(write(value)) < 40
+
+
+def test_numbers_of_a_usual_size_are_written_as_before():
+    assert [score_text(0.73219), score_text(123456.7), bytes_text(1.5e15), bytes_text(2.5e17)] == [
+        "0.7322", "123456.7000", "1.50 PB", "250 PB",
+    ]  # fmt: skip
+    assert seconds_text(999_999) == "277:46:39 h"
+
+
+def test_notes_of_a_round_are_bounded_and_further_ones_counted(tmp_path):
+    many = [("site-1", f"note {k} {HOSTILE}" + "x" * 10_000) for k in range(500)]
+    record = record_of(notes=many)
+    assert len(record.notes) == MOST_REASONS + 1 and record.notes[-1]["reason"] == "and 400 more"
+    assert record.notes[0]["reason"].startswith(r"note 0 a\nb\x1b[2J\x00\u202e")
+    run = RunDirectory.create(tmp_path, "fedavg", {})
+    run.append(record)
+    size = (run.path / "metrics.jsonl").stat().st_size
+    assert size < 300_000 and read_metrics(run.path)[0].notes == record.notes
+
+
+@pytest.mark.parametrize("kind", ["refused", "lost"])
+def test_clients_that_failed_are_all_counted_and_the_first_reasons_kept(kind):
+    record = record_of(**{kind: [(f"site-{k}{HOSTILE}", "x" * 10_000) for k in range(500)]})
+    kept = record.value(kind)
+    assert len(kept) == 500 and kept[-1]["client"].startswith(r"site-499a\nb")
+    assert len({each["reason"] for each in kept[:MOST_REASONS]}) == 1 and "not kept" in kept[-1]["reason"]
+    assert len(json.dumps(kept)) < 350_000
+    assert summarise([record], {})["refused_replies"] == (500 if kind == "refused" else 0)
+
+
+def test_few_incidents_are_kept_as_they_are():
+    record = record_of(refused=[("a", "it is NaN")], notes=[("server", "restarted")], late=[("b", 3)], left_out=["c"])
+    assert list(record.incidents()) == [
+        ("refused", "a", "it is NaN"), ("late", "b", "it is an answer to round 3"),
+        ("left_out", "c", "it failed several times in a row"), ("notes", "server", "restarted"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [("accuracy", "0.5"), ("accuracy", [1]), ("accuracy", True), ("phase", 3), ("refused", "text"), ("refused", ["a"]),
+     ("refused", [{"client": 3}]), ("refused", {"a": 1}), ("bytes_down", 10**4000), ("notes", [[]])],
+)  # fmt: skip
+def test_a_value_of_another_type_is_refused_with_its_column(column, value):
+    with pytest.raises(ValueError, match=f"its {column} is .*, expected"):
+        RoundRecord.from_line({"round": 1, column: value})
+
+
+def test_what_no_number_represents_is_not_known():
+    line = json.loads('{"round": 1, "accuracy": NaN, "loss": 1e999, "seconds": -Infinity, "bytes_up": 5}')
+    record = RoundRecord.from_line(line)
+    assert (record.accuracy, record.loss, record.seconds, record.bytes_up) == (None, None, None, 5)
