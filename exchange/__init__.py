@@ -4,11 +4,12 @@ The client's half is a Flower mod, `partial_exchange`; the server's half, `Sende
 `tepal.strategies`. This package needs no torch.
 """
 
+from tepal.exchange.bounds import BadReply
 from tepal.exchange.encodings import Encoding
 from tepal.exchange.layout import Entry, Layout, Names, RawTensor
 from tepal.exchange.mod import PartialExchange, Received, partial_exchange, received
 from tepal.exchange.plan import MODEL, Outgoing, Plan, Reply, Tree
-from tepal.exchange.sender import BadReply, ClientRecord, Exchange, Missing, Sender, Traffic
+from tepal.exchange.sender import ClientRecord, Exchange, Missing, Sender, Traffic
 
 __all__ = [
     "MODEL",

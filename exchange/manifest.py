@@ -25,6 +25,7 @@ from typing import Annotated, Any
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord
 from pydantic import FailFast, Field, StrictInt, TypeAdapter, ValidationError
 
+from tepal.exchange.bounds import HEADER_BYTES, HEADER_BYTES_PER_ENTRY, MOST_KEYS
 from tepal.exchange.encodings import PLAIN, Wire
 from tepal.exchange.layout import Layout, Names
 from tepal.exchange.parts import DIGEST_BYTES, Part
@@ -41,9 +42,6 @@ _ID = "id"
 _LIMIT = 64_000_000  # bytes of decompressed JSON
 _KNOWN = "_tepal_digests"
 _PIECE = 1 << 22  # bytes of a packed part that are hashed at a time
-# Limits of a header's bytes: a client must not be able to fill the server's memory.
-_HEADER, _HEADER_PER_ENTRY = 1_000_000, 1000
-_MOST_KEYS = 10_000  # trees, or missing parts, of a header
 
 
 class ProtocolError(ValueError):
@@ -272,13 +270,13 @@ class Header:
 
         `entries`: number of entries of the model, from which the longest header that is read follows.
         """
-        data = _from_record(content, "header", _HEADER + _HEADER_PER_ENTRY * entries)
+        data = _from_record(content, "header", HEADER_BYTES + HEADER_BYTES_PER_ENTRY * entries)
         if absent := [of.name for of in fields(cls) if of.name not in data]:
             raise ProtocolError(f"its header cannot be read (it has no {absent[0]!r})")
         for key in ("parts", "missing"):  # pydantic would make an error for each wrong value of a mapping
-            if isinstance(data[key], dict) and len(data[key]) > _MOST_KEYS:
+            if isinstance(data[key], dict) and len(data[key]) > MOST_KEYS:
                 raise ProtocolError(
-                    f"its header cannot be read ({key!r} has {len(data[key])} keys; at most {_MOST_KEYS} are allowed)"
+                    f"its header cannot be read ({key!r} has {len(data[key])} keys; at most {MOST_KEYS} are allowed)"
                 )
         try:
             return _headers().validate_python(data)

@@ -25,6 +25,7 @@ from tepal.exchange.parts import Part, digest, pack, shapes_of, unpack_checked, 
 from tepal.exchange.personal import PersonalState
 from tepal.exchange.plan import INTRODUCE, TRAIN, Plan, Tree
 from tepal.exchange.records import record_of, values_of
+from tepal.host.text import visible
 
 log = getLogger("flwr")
 
@@ -156,7 +157,7 @@ class _ClientExchange:
                 figures = introduce(self.msg, self.context)
             except Exception as error:  # any problem of the client belongs in the server's log
                 refused = f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error)
-                log.warning("%s cannot take part: %s", self.client, refused)
+                log.warning("%s cannot take part: %s", visible(self.client), visible(refused))
         return self.answer(refused=refused, content={"metrics": MetricRecord(dict(figures))} if figures else None)
 
     def complete(self) -> dict[Tree, dict[str, np.ndarray]] | None:

@@ -28,6 +28,8 @@ LAYER_SCORES, LAYER_MILLISECONDS = "layer-scores", "layer-milliseconds"
 LAYER_BUDGET = "layer-budget"
 """Key of a node config, and the metric that reports it in an introduction and a probe."""
 
+TEST_EXAMPLES = "test-examples"
+"""Metric: the number of test examples, which is the weight of the scores on them."""
 LABEL_COUNTS = "label-counts"
 """Metric of an introduction, a list: the number of the client's examples in each class."""
 
@@ -96,6 +98,8 @@ class Outgoing:
     """The app's config record."""
     node_id: int = 0
     """Flower's id of the client's node."""
+    measured: bool = False
+    """Whether the norm of the client's update is measured as its reply is read: ‖x − s‖ instead of ‖x‖."""
 
     @property
     def name(self) -> str:
@@ -121,3 +125,7 @@ class Reply:
     """Ids of the parts in the client's cache."""
     notes: Names = ()
     """Problems that did not prevent the reply, in the client's words."""
+    squares: Mapping[Tree, Mapping[str, float]] = field(default_factory=dict)
+    """Squared norms of the floating-point entries, by tree: ‖x − s‖² for those of a model that is `measured`, where s
+    is the value that was sent, otherwise ‖x‖²."""
+    measured: bool = False

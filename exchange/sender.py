@@ -13,15 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 
+from tepal.exchange.bounds import BadReply, examples_of, metrics_of, notes_of, squared_norms
 from tepal.exchange.encodings import PLAIN, Encoding, Wire, add_difference
 from tepal.exchange.layout import Arrays, Layout, Names
 from tepal.exchange.manifest import PARTS, RECORD, Header, Manifest, Parcel, ProtocolError, write_id
 from tepal.exchange.parts import Digests, Part, digest, pack, shapes_of, unpacked
 from tepal.exchange.plan import INTRODUCE, Outgoing, Plan, Reply, Tree
-
-
-class BadReply(ValueError):
-    """A client's answer that must not be merged; the text has the reason."""
+from tepal.host.text import LONGEST_NAME, visible
 
 
 class NoMod(BadReply):
@@ -260,17 +258,18 @@ class Sender:
         if header.answers != exchange.id:
             raise BadReply("it answers another message, or the message to it was altered on its way")
         no_result = bool(header.missing or header.refused)
-        metrics, vectors, not_finite = _metrics(content, header.metrics)
-        parts = {} if no_result else self._parts(exchange, header, content)
-        examples = 0 if no_result or plan.action == INTRODUCE else _examples(metrics, weighted_by)
+        metrics, vectors, not_finite = metrics_of(content.metric_records, header.metrics)
+        parts, squares = ({}, {}) if no_result else self._parts(exchange, header, content)
+        examples = 0 if no_result or plan.action == INTRODUCE else examples_of(metrics, weighted_by)
         if header.checksum != header.checksum_of(content):
             raise BadReply("its checksum does not match its content: it was damaged or altered on its way")
+        client = visible(header.client, LONGEST_NAME)  # in an introduction it is the client's own
         if header.missing:
-            return Missing(header.missing, header.holds, header.notes)
+            return Missing(header.missing, header.holds, notes_of(header.notes))
         if header.refused:
-            raise ClientRefuses(header.client, header.refused, header.holds)
+            raise ClientRefuses(client, header.refused, header.holds)
         return Reply(
-            client=header.client,
+            client=client,
             parts=parts,
             examples=examples,
             metrics=metrics,
@@ -278,17 +277,21 @@ class Sender:
             not_finite=not_finite,
             exchange=exchange.id,
             holds=header.holds,
-            notes=header.notes,
+            notes=notes_of(header.notes),
+            squares=squares,
+            measured=exchange.outgoing.measured,
         )
 
     def _parts(
         self, exchange: Exchange, header: Header, content: Mapping[str, object]
-    ) -> dict[Tree, dict[str, np.ndarray]]:
+    ) -> tuple[dict[Tree, dict[str, np.ndarray]], dict[Tree, dict[str, float]]]:
+        """The arrays of each tree, and their squared norms (`Reply.squares`). Raises BadReply."""
         plan = exchange.outgoing.plan
         if foreign := sorted(set(header.parts) - set(plan.returns)):
             raise BadReply(f"it carries {foreign[0]!r}, which was not requested")
         arrays = content.get(PARTS)
         parts: dict[Tree, dict[str, np.ndarray]] = {}
+        squares: dict[Tree, dict[str, float]] = {}
         wire = self.encoding.upload
         for tree, names in plan.returns.items():
             shaped = header.parts.get(tree, ())
@@ -316,10 +319,9 @@ class Sender:
                 for name, array in parts[tree].items():
                     if wire.codec(array.dtype.name, array.shape):
                         add_difference(self._start(exchange, name, starts[name]), array)
-            for name, array in parts[tree].items():
-                if not _finite(array):
-                    raise BadReply(f"entry {name!r} has values that are NaN or infinite")
-        return parts
+            measured = exchange.outgoing.measured and tree == plan.model
+            squares[tree] = squared_norms(parts[tree], exchange.outgoing.values(tree) if measured else None)
+        return parts, squares
 
     def _start(self, exchange: Exchange, name: str, value: np.ndarray) -> np.ndarray:
         """The value to which a difference is added: as the client decoded it if the client caches its sum, which server
@@ -329,46 +331,3 @@ class Sender:
         if plan.model not in plan.remembers or (plan.model, block) not in exchange.rounded:
             return value
         return self.encoding.download.decoded(value)
-
-
-MOST_EXAMPLES = 10**15
-"""Largest weight of a reply: for larger ones float64 cannot represent every number of examples of a round."""
-
-
-def _metrics(content: RecordDict, covered: Names) -> tuple[dict[str, float], dict[str, tuple[float, ...]], Names]:
-    """An answer's metrics: numbers, lists, and the names of those that are not finite, which are accepted.
-
-    A metric in a record that the checksum covers replaces one of the same name in another record.
-    """
-    numbers: dict[str, float] = {}
-    lists: dict[str, tuple[float, ...]] = {}
-    not_finite: list[str] = []
-    for _, record in sorted(content.metric_records.items(), key=lambda item: item[0] in covered):
-        for name, value in record.items():
-            if isinstance(value, int | float) and np.isfinite(value):
-                numbers[name] = value
-            elif isinstance(value, list) and np.isfinite(value).all():
-                lists[name] = tuple(float(one) for one in value)
-            else:
-                not_finite.append(name)
-    return numbers, lists, tuple(not_finite)
-
-
-def _examples(metrics: Mapping[str, float], weighted_by: str) -> int:
-    examples = metrics.get(weighted_by)
-    if examples is None:
-        raise BadReply(f"its metrics have no finite number {weighted_by!r}, which is its weight")
-    if not 1 <= examples <= MOST_EXAMPLES or examples != int(examples):
-        raise BadReply(
-            f"its metrics have {weighted_by}={examples:g}; a weight is a whole number from 1 to {MOST_EXAMPLES:.0e}"
-        )
-    return int(examples)
-
-
-def _finite(array: np.ndarray) -> bool:
-    if array.dtype.kind not in "fc":
-        return True
-    with np.errstate(over="ignore", invalid="ignore"):
-        # One pass without a temporary array: a sum is finite only if every element is. If a sum of finite elements
-        # overflows, which is rare, the elements are checked one by one.
-        return bool(np.isfinite(array.sum())) or bool(np.isfinite(array).all())

@@ -230,6 +230,8 @@ def build_strategy(config: RunConfig, blocks: Blocks) -> MethodStrategy:
         "schedule": rounds.schedule,
         "seed": rounds.seed,
         "deterministic": config.training.deterministic,
+        "max_weight_share": rounds.max_weight_share,
+        "classes": sizes_of(config).get("classes") if TASKS[config.data.kind].macro_f1 else None,
         "encoding": config.wire.encoding(rounds.seed),
     }
     try:

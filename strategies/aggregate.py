@@ -199,8 +199,8 @@ def mean_metrics(
             terms.setdefault(name, []).append(w * value)
             weights.setdefault(name, []).append(w)
     # Exact sums: the result does not depend on the order of the replies.
-    totals = {name: math.fsum(each) for name, each in weights.items()}
-    return {name: math.fsum(each) / totals[name] for name, each in terms.items() if totals[name]}
+    totals = {name: _sum(each) for name, each in weights.items()}
+    return {name: _sum(each) / totals[name] for name, each in terms.items() if totals[name]}
 
 
 def over_clients(replies: Iterable[tuple[Mapping[str, float], int]]) -> dict[str, tuple[float, float]]:
@@ -210,8 +210,15 @@ def over_clients(replies: Iterable[tuple[Mapping[str, float], int]]) -> dict[str
         for name, value in metrics.items():
             if name.startswith(ON_TESTS):
                 values.setdefault(name, []).append(value)
-    means = {name: math.fsum(found) / len(found) for name, found in values.items()}
-    return {
-        name: (means[name], math.sqrt(math.fsum((value - means[name]) ** 2 for value in found) / len(found)))
-        for name, found in values.items()
-    }
+    means = {name: _sum(found) / len(found) for name, found in values.items()}
+    away = {name: [value - means[name] for value in found] for name, found in values.items()}
+    return {name: (means[name], math.sqrt(_sum(d * d for d in found) / len(found))) for name, found in away.items()}
+
+
+def _sum(values: Iterable[float]) -> float:
+    """The exact sum, rounded once. A sum that float64 cannot represent is infinite, or NaN."""
+    terms = [float(value) for value in values]
+    try:
+        return math.fsum(terms)
+    except (OverflowError, ValueError):
+        return sum(terms)

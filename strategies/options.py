@@ -61,6 +61,9 @@ class RoundOptions(TypedDict, total=False):
     schedule: str
     seed: int
     deterministic: bool
+    robust: str
+    max_weight_share: float
+    classes: int | None
     encoding: Encoding | None
     experiment: str | None
     checkpoints: Checkpoints | Path | str | None

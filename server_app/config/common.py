@@ -51,10 +51,13 @@ class RoundConfig(BaseModel):
     round_timeout: float = Field(
         3600.0, gt=0, description="deadline of a round's training, and of an evaluation, in seconds"
     )
+    max_weight_share: float = Field(
+        0.5, gt=0, le=1, description="largest share of one client in the weights of a round with three or more clients"
+    )
     schedule: Literal["cosine", "constant"] = Field("cosine", description="course of the learning rate over the rounds")
     seed: int = Field(42, ge=0, lt=2**32, description="seed of all random numbers: model, partition, cohorts, batches")
     runs: str = Field("runs", description="folder for run directories, on the server")
-    checkpoints: int = Field(3, ge=1, description="number of latest checkpoints that a run directory keeps")
+    checkpoints: int = Field(3, ge=1, description="latest checkpoints that a run directory keeps, at least two")
     trackers: str = Field(
         "",
         description="where rounds are recorded in addition to metrics.jsonl: tensorboard, mlflow, or both with a comma "

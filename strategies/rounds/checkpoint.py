@@ -61,9 +61,12 @@ class Checkpoint:
     current: Mapping[str, str] = field(default_factory=dict)
     """Client → id of the exchange from which its current personal state is."""
     standing: Mapping[str, Any] = field(default_factory=dict)
-    """`failures`: client → exchanges in a row without a good reply; `until`: client → round of its next plan."""
+    """`failures`: client → exchanges in a row without a good reply; `until`: client → round of its next plan; `sizes`:
+    client → number of examples of its last reply, of clients whose introduction says none."""
     clients: Names = ()
     """The available clients of the round."""
+    norms: Mapping[str, Any] = field(default_factory=dict)
+    """Norms of updates, see `UpdateNorms`; empty in checkpoints of earlier versions."""
     history: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
     """Metrics of all rounds so far, as in Flower's `Result`: kind → round → metric → value."""
 
@@ -73,14 +76,15 @@ class Checkpoints:
 
     Args:
         folder: created when the first checkpoint is written.
-        keep: how many of the newest checkpoints are kept, at least 1.
+        keep: how many of the newest checkpoints are kept, at least 1. Two are kept in any case: the run returns to the
+            one before the newest if no client can train from that.
     """
 
     def __init__(self, folder: Path | str, keep: int = 3) -> None:
         if keep < 1:
             raise ValueError(f"keep is {keep}; at least one checkpoint must be kept")
         self.folder = Path(folder)
-        self.keep = keep
+        self.keep = max(keep, 2)
         self.digests = Digests()
         """Digests of the arrays that were saved, so that the sender does not compute them again."""
 

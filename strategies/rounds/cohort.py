@@ -39,6 +39,7 @@ class Rules:
     max_replies: int | None = None
     seed: int = 0
     deterministic: bool = False
+    max_weight_share: float = 0.5
     needed_by: str = "min_available_nodes"
     """The option from which `min_available_nodes` follows, for errors."""
 
@@ -49,6 +50,7 @@ class Rules:
         check("min_replies", self.min_replies, self.min_replies >= 1, "at least 1")
         enough = self.max_replies is None or self.max_replies >= self.min_replies
         check("max_replies", self.max_replies, enough, "at least min_replies")
+        check("max_weight_share", self.max_weight_share, 0 < self.max_weight_share <= 1, "in (0, 1]")
 
     @property
     def needed(self) -> int:
@@ -74,6 +76,7 @@ class Cohorts:
         list_nodes: lists the connected nodes.
         ledger: what is known of each client.
         awaited: clients for which the first round waits: a resumed deterministic run needs those that it had.
+        classes: the number of classes, if it is known: label counts of another number are not recorded.
     """
 
     def __init__(
@@ -82,8 +85,10 @@ class Cohorts:
         list_nodes: Callable[[], list[NodeInfo]],
         ledger: ClientLedger,
         awaited: Iterable[str] = (),
+        classes: int | None = None,
     ) -> None:
         self.rules = rules
+        self._classes = classes
         self._awaited = set(awaited)
         self._list_nodes = list_nodes
         self._ledger = ledger
@@ -92,6 +97,10 @@ class Cohorts:
     def available(self) -> tuple[str, ...]:
         """Names of the available clients, sorted."""
         return tuple(self._nodes.available())
+
+    def introduce_again(self, client: str) -> None:
+        """Let a client introduce itself again before the next round."""
+        self._nodes.renew(client)
 
     def node_of(self, client: str) -> int:
         """The node of an available client."""
@@ -107,6 +116,7 @@ class Cohorts:
         needed, needed_by = self.rules.needed, self.rules.needed_by
         begun = time.monotonic()
         deadline = begun + timeout
+        unanswered = False  # a node was asked and has not answered yet: its app may still be starting
         log_again = ask_again = begun  # when the wait is logged next; when silent nodes are asked next
         while True:
             looked = time.monotonic()
@@ -117,7 +127,7 @@ class Cohorts:
             too_few = len(self._nodes.available()) < needed
             silent_too = too_few and time.monotonic() >= ask_again
             if asked := dict(self._nodes.take_new(report.round, silent_too=silent_too, most=self._at_once())):
-                self._introduce(asked, report, settings, min(timeout, _INTRODUCTION), send)
+                unanswered = self._introduce(asked, report, settings, min(timeout, _INTRODUCTION), send)
                 ask_again = time.monotonic() + _ASK_AGAIN
             available, refusals = len(self._nodes.available()), self._nodes.refusals()
             self._awaited -= {*self._nodes.available()}
@@ -134,9 +144,11 @@ class Cohorts:
                     f"only {available} of {available + len(refusals)} clients can take part; {needed} are needed "
                     f"({needed_by}). The others report: " + "; ".join(sorted(set(refusals)))
                 )
-            if time.monotonic() > deadline:
+            # An app's first start may take longer than a round.
+            longest = max(timeout, _INTRODUCTION) if unanswered else timeout
+            if time.monotonic() > begun + longest:
                 raise RoundFailed(
-                    f"{available} clients are connected after {timeout:g} s; {needed} are needed: start more "
+                    f"{available} clients are connected after {longest:g} s; {needed} are needed: start more "
                     f"SuperNodes, or lower {needed_by}" + report.reasons()
                 )
             if time.monotonic() >= log_again:
@@ -177,8 +189,11 @@ class Cohorts:
         settings: Mapping[str, Any],
         timeout: float,
         send: Send,
-    ) -> None:
-        """Ask new nodes (id → registered name or "") for their name and cached parts, and whether they can train."""
+    ) -> bool:
+        """Ask new nodes (id → registered name or "") for their name and cached parts, and whether they can train.
+
+        Returns whether one of them has not answered.
+        """
         settings = {**settings, "server-round": report.round}
         introductions = [
             Outgoing(Plan(client=name, round=report.round, action=INTRODUCE, needs={}), _nothing, settings, node_id)
@@ -186,21 +201,30 @@ class Cohorts:
         ]
         introduced: dict[int, Reply] = {}
         refused: dict[int, str] = {}
+        unanswered = False
         for answer in send(introductions, timeout):
             if isinstance(answer, Answered):
                 introduced[answer.outgoing.node_id] = answer.reply
-            elif answer.lasting:
-                refused[answer.outgoing.node_id] = answer.reason
+            else:
+                unanswered |= answer.unanswered
+                if answer.lasting:
+                    refused[answer.outgoing.node_id] = answer.reason
         names = self._nodes.settle(
             {node_id: reply.client for node_id, reply in introduced.items()}, refused, asked, report.round
         )
         for node_id, name in names.items():
             reply = introduced[node_id]
             self._ledger.cached(name, reply.holds if reply.client == name else ())
-            if (counts := reply.vectors.get(LABEL_COUNTS)) and min(counts) >= 0:
-                report.label_counts[name] = counts
+            self._ledger.introduced(name, reply.metrics)
+            if counts := reply.vectors.get(LABEL_COUNTS):
+                if min(counts) >= 0 and self._classes in (None, len(counts)):
+                    report.label_counts[name] = counts
+                else:
+                    log.warning("%s reports label counts of %d classes; the run has %s. They are not recorded.",
+                                name, len(counts), self._classes)  # fmt: skip
         for name in self._nodes.returned(names.values()):
             self._ledger.good(name)
+        return unanswered
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,9 @@ class ClientLedger:
         self._restorable: list[Mapping[str, str]] = []  # `_current` at each checkpoint, the oldest first
         self._failures: dict[str, int] = {}  # client → exchanges in a row without a good reply
         self._until: dict[str, int] = {}  # client → the first round in which it is asked again
+        self._introduced: dict[str, Mapping[str, float]] = {}
+        self._sizes: dict[str, float] = {}  # of clients whose introduction says none: as of their last reply
+        self._before: dict[str, str] = {}  # `_current` before the last merge
 
     def record(self, client: str) -> ClientRecord:
         """What the sender must know of a client to make a message for it."""
@@ -46,6 +49,18 @@ class ClientLedger:
     def cached(self, client: str, parts: Iterable[str]) -> None:
         """Enter a client's report of what is in its cache: these parts, by their ids, and no others."""
         self._held[client] = frozenset(parts)
+
+    def introduced(self, client: str, figures: Mapping[str, float]) -> None:
+        """Enter the metrics of a client's introduction, which bound those of its replies."""
+        self._introduced[client] = dict(figures)
+
+    def introduction(self, client: str) -> Mapping[str, float]:
+        """The metrics of a client's introduction; empty if it has none."""
+        return self._introduced.get(client, {})
+
+    def size(self, client: str, weighted_by: str) -> float | None:
+        """A client's number of training examples as it introduced itself, or as of its last reply; None: unknown."""
+        return self.introduction(client).get(weighted_by, self._sizes.get(client))
 
     def good(self, client: str) -> None:
         """Clear a client's failures."""
@@ -62,13 +77,28 @@ class ClientLedger:
                 client, self._failures[client], self._until[client],
             )  # fmt: skip
 
+    def leave_out(self, clients: Iterable[str], round: int) -> None:
+        """Leave these clients out for some rounds, as if they had failed several times in a row."""
+        for client in clients:
+            self._failures[client] = FAILURES
+            self._until[client] = round + LEFT_OUT
+
     def left_out(self, clients: Collection[str], round: int) -> list[str]:
         """Those of these clients that are left out of this round, sorted."""
         return sorted(client for client, until in self._until.items() if until > round and client in clients)
 
-    def merged(self, exchanges: Mapping[str, str]) -> None:
-        """Enter a merge (client → id of the exchange): the personal states of these exchanges are current now."""
+    def merged(self, exchanges: Mapping[str, str], sizes: Mapping[str, float]) -> None:
+        """Enter a merge (client → id of the exchange): the personal states of these exchanges are current now.
+
+        `sizes`: client → the number of examples of its reply.
+        """
+        self._before = dict(self._current)
         self._current.update(exchanges)
+        self._sizes.update(sizes)
+
+    def undo_merge(self) -> None:
+        """Enter that the last merge does not count: the personal states before it are current again."""
+        self._current = dict(self._before)
 
     def saved(self) -> None:
         """Enter that a checkpoint of the present state exists."""
@@ -79,18 +109,20 @@ class ClientLedger:
         return {
             "held": {client: tuple(sorted(parts)) for client, parts in sorted(self._held.items()) if parts},
             "current": dict(self._current),
-            "standing": {"failures": dict(self._failures), "until": dict(self._until)},
+            "standing": {"failures": dict(self._failures), "until": dict(self._until), "sizes": dict(self._sizes)},
         }
 
     def restore(
         self,
         held: Mapping[str, Names],
         current: Mapping[str, str],
-        standing: Mapping[str, Mapping[str, int]],
+        standing: Mapping[str, Mapping[str, Any]],
         versions: Iterable[Mapping[str, str]],
     ) -> None:
         """Restore from a checkpoint's facts. `versions`: `current` of every checkpoint, the oldest first."""
         self._held = {client: frozenset(parts) for client, parts in held.items()}
         self._current = dict(current)
         self._restorable = list(versions)
+        self._before = dict(self._restorable[-2]) if len(self._restorable) > 1 else {}
         self._failures, self._until = dict(standing.get("failures", {})), dict(standing.get("until", {}))
+        self._sizes = dict(standing.get("sizes", {}))

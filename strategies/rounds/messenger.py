@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from logging import getLogger
 
 from flwr.app import Message
@@ -16,9 +16,11 @@ from flwr.common.constant import ErrorCode
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 
+from tepal.exchange.bounds import MOST_METRIC_NAMES, MOST_METRICS, BadReply
 from tepal.exchange.layout import Names
 from tepal.exchange.plan import EVALUATE, INTRODUCE, TRAIN, Outgoing, Plan, Reply
-from tepal.exchange.sender import BadReply, ClientRefuses, Exchange, Missing, NoMod, Sender, Traffic
+from tepal.exchange.sender import ClientRefuses, Exchange, Missing, NoMod, Sender, Traffic
+from tepal.host.text import visible
 from tepal.strategies.rounds.inbox import Inbox
 from tepal.strategies.rounds.ledger import ClientLedger
 from tepal.strategies.rounds.report import LEFT_BEHIND, LOST, REFUSED, Answered, Arrived, Event, Failure, Late, Sent
@@ -32,7 +34,6 @@ _LATE = 60.0  # seconds after the deadline in which a reply is still delivered, 
 _LOOK_AROUND = 5.0  # seconds between two checks whether nodes were restarted; at least
 _LOOKS = 20  # times the duration of a check, for which the SuperLink lists all its nodes, perhaps many thousands
 _GIVE_UP = 60.0  # seconds for which pulling a reply is repeated when it fails
-_LONGEST_REASON = 2000  # characters of a client's text, which is written to logs and metrics
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,8 @@ class Messenger:
         self._waiting: dict[str, _Waiting] = {}  # by message id; of this exchange
         self._late: dict[str, _Waiting] = {}  # of earlier exchanges
         self._sessions: dict[int, str] = {}  # node id → when the node was started
+        self._metric_names: set[str] = set()  # of the run
+        self._brought: dict[str, int] = {}  # client → how many of them it was the first to report
 
     def exchange(self, messages: Iterable[Outgoing], *, timeout: float, limit: int | None = None) -> Iterator[Event]:
         """Send these messages, and yield events until all clients have answered or `timeout` seconds have passed.
@@ -142,7 +145,7 @@ class Messenger:
             if enough:
                 yield Failure(outgoing, outgoing.name, LEFT_BEHIND)
             else:
-                yield _lost(outgoing, f"it did not answer within {round(timeout, 2):g} s")
+                yield replace(_lost(outgoing, f"it did not answer within {round(timeout, 2):g} s"), unanswered=True)
         # Messages to which the SuperLink accepts no reply any more are forgotten.
         self._late = {number: asked for number, asked in self._late.items() if asked.ends > begun} | self._waiting
         self._waiting = {}
@@ -188,7 +191,8 @@ class Messenger:
         outgoing = asked.outgoing
         client, number = outgoing.plan.client, outgoing.plan.round
         if message.has_error() and (outgoing.plan.action != INTRODUCE or not _app_raised(message)):
-            yield _lost(outgoing, f"error {message.error.code}: {_reason(message)}")
+            failure = _lost(outgoing, f"error {message.error.code}: {_reason(message)}")
+            yield replace(failure, of_model=_app_raised(message))
             return
         traffic = Traffic.of(message.content) if message.has_content() else Traffic()
         try:
@@ -197,10 +201,9 @@ class Messenger:
             yield Arrived(outgoing, traffic, ())
             yield self._refused(outgoing, error)
             return
-        notes = tuple(note[:_LONGEST_REASON] for note in answer.notes)
-        for note in notes:
+        for note in answer.notes:
             log.warning("%s reports in round %d: %s", outgoing.name, number, note)
-        yield Arrived(outgoing, traffic, notes)
+        yield Arrived(outgoing, traffic, answer.notes)
         if isinstance(answer, Reply):
             yield Answered(outgoing, answer, time.monotonic() - asked.begun)
             return
@@ -229,21 +232,51 @@ class Messenger:
         if isinstance(answer, Reply):
             try:
                 self.accept(plan, answer)
-            except ValueError as error:
+            except (ValueError, ArithmeticError) as error:
                 raise RejectedByMethod(answer.client, str(error)) from error
+            answer = self._with_known_metrics(answer)
         elif asked.resends == RESENDS:
             raise BadReply("it lacks entries although they were sent again")
         return answer
 
+    def _with_known_metrics(self, reply: Reply) -> Reply:
+        """The reply without metrics whose names are new in a run that has many: names stay, in every round's record.
+
+        A client may bring as many new names as one answer can have; so no single one can use up those of the run.
+        """
+        names = [*reply.metrics, *reply.vectors]
+        new = [name for name in names if name not in self._metric_names]
+        brought = self._brought.get(reply.client, 0)
+        left = min(MOST_METRICS - brought, MOST_METRIC_NAMES - len(self._metric_names))
+        self._metric_names.update(new[: max(left, 0)])
+        self._brought[reply.client] = brought + len(new[: max(left, 0)])
+        if reply.not_finite:
+            log.warning("%s reports metrics that are not finite, or too large: %s.", reply.client,
+                        ", ".join(reply.not_finite[:10]))  # fmt: skip
+        if len(new) <= max(left, 0):
+            return reply
+        dropped = set(new[max(left, 0) :])
+        log.warning(
+            "%s reports %d new metrics, %r first; a run has at most %d names, %d of a client: they are dropped.",
+            reply.client, len(dropped), new[max(left, 0)], MOST_METRIC_NAMES, MOST_METRICS,
+        )  # fmt: skip
+        return replace(
+            reply,
+            metrics={name: value for name, value in reply.metrics.items() if name not in dropped},
+            vectors={name: value for name, value in reply.vectors.items() if name not in dropped},
+        )
+
     def _refused(self, outgoing: Outgoing, error: BadReply) -> Failure:
         by_client = isinstance(error, ClientRefuses)
         name = error.client if isinstance(error, ClientRefuses | RejectedByMethod) else outgoing.name
-        said, reason = "returned no result" if by_client else "is refused", str(error)[:_LONGEST_REASON]
+        said, reason = "returned no result" if by_client else "is refused", str(error)
         if isinstance(error, ClientRefuses) and outgoing.plan.client:
             self.ledger.cached(outgoing.plan.client, error.holds)
         log.warning("%s %s in round %d: %s", name, said, outgoing.plan.round, reason)
         lasting = isinstance(error, ClientRefuses | NoMod | RejectedByMethod)
-        return Failure(outgoing, name, REFUSED, reason, lasting=lasting, by_client=by_client)
+        return Failure(
+            outgoing, name, REFUSED, reason, lasting=lasting, by_client=by_client, of_model=not lasting
+        )
 
     def _dropped(self, message_id: str, message: Message | Exception) -> Late | None:
         """Drop a reply that arrives after its round; it was pulled because it would stay in the SuperLink's memory."""
@@ -274,7 +307,7 @@ def message_type(plan: Plan) -> str:
 
 
 def _lost(outgoing: Outgoing, reason: str) -> Failure:
-    reason = reason[:_LONGEST_REASON]
+    reason = visible(reason)
     log.warning("%s is lost in round %d: %s", outgoing.name, outgoing.plan.round, reason)
     return Failure(outgoing, outgoing.name, LOST, reason)
 

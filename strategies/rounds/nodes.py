@@ -33,6 +33,7 @@ class Nodes:
         self._available: list[str] | None = None  # sorted; None: must be computed
         self._refused: dict[int, str] = {}
         self._met: set[str] = set()
+        self._again: set[str] = set()  # clients that introduce themselves again, though their nodes were not restarted
 
     def update(self, nodes: Iterable[NodeInfo]) -> None:
         """Enter the connected nodes. A node that was restarted is new again: its cache may be lost."""
@@ -58,6 +59,13 @@ class Nodes:
             self._new.pop(node_id, None)
             self._silent.pop(node_id, None)
         return [(node_id, self._sessions[node_id][1]) for node_id in chosen]
+
+    def renew(self, client: str) -> None:
+        """Let an available client introduce itself again: what it said of itself is no longer true."""
+        if (node_id := self._node_of.get(client)) is not None:
+            self._unname(node_id)
+            self._new[node_id] = None
+            self._again.add(client)
 
     def waiting(self) -> int:
         """The number of nodes that have not been asked to introduce themselves yet."""
@@ -87,7 +95,7 @@ class Nodes:
                                 taken, node_id, name)  # fmt: skip
                 else:
                     self._unname(other)
-            if name in self._met:
+            if name in self._met and name not in self._again:
                 log.info("%s is back, as node %d.", name, node_id)
             self._names[node_id] = names[node_id] = name
             self._node_of[name] = node_id
@@ -107,7 +115,8 @@ class Nodes:
 
     def returned(self, names: Collection[str]) -> set[str]:
         """Those of these clients, just introduced, that were known before: their nodes were restarted."""
-        back = self._met.intersection(names)
+        back = self._met.intersection(names) - self._again
+        self._again.difference_update(names)
         self._met.update(names)
         return back
 

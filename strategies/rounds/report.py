@@ -13,6 +13,7 @@ from tepal.exchange.plan import EVALUATE, INTRODUCE, LAYER_BUDGET, PROBE, TRAIN,
 from tepal.exchange.sender import Traffic
 from tepal.strategies.aggregate import mean_metrics, over_clients
 from tepal.strategies.rounds.travel import Travel
+from tepal.strategies.rounds.weights import with_limited_weights
 
 SERVER = "server"
 """Stands in a report where a client's name would, for a note of the server itself."""
@@ -76,6 +77,10 @@ class Failure:
     """It would fail again: it reports that it cannot answer, its app lacks the mod, or the method cannot use it."""
     by_client: bool = False
     """The reason is the client's own."""
+    unanswered: bool = False
+    """The client did not answer in time."""
+    of_model: bool = False
+    """The model that it was sent may be the reason: its app raised, or its answer could not be merged."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +124,8 @@ class RoundReport:
     """Refused clients that gave the reason themselves."""
     lost: list[tuple[str, str]] = field(default_factory=list)
     """(client, reason): it did not answer."""
+    of_model: bool = False
+    """A client failed, and the model that it was sent may be the reason."""
     late: list[tuple[str, int]] = field(default_factory=list)
     """(client, round): its answer to that round arrived in this one, and was dropped."""
     left_out: list[str] = field(default_factory=list)
@@ -194,11 +201,23 @@ class RoundReport:
                     self.lost.append((event.client, event.reason))
                 if event.by_client:
                     self.refused_by_client.add(event.client)
+                self.of_model |= event.of_model
             case Late(name, number):
                 self.late.append((name, number))
 
+    def refuse(self, client: str, reason: str) -> None:
+        """Enter that a reply which had arrived is not merged."""
+        self.refused.append((client, reason))
+        self.of_model = True
+        if client in self.clients:
+            self.clients[client].state = REFUSED
+
+    def all_failed(self) -> bool:
+        """Whether none of the clients that were asked last has a good reply, and the model may be the reason."""
+        return self.of_model and not any(self.clients[name].state == REPLIED for name in self.asked)
+
     def mean_of(
-        self, metrics: Mapping[str, tuple[Mapping[str, float], int]], of: str, weighted_by: str
+        self, metrics: Mapping[str, tuple[Mapping[str, float], int]], of: str, weighted_by: str, *, share: float = 1.0
     ) -> dict[str, float]:
         """The mean of clients' metrics. Their spread, and each personal model's score, are entered into the report.
 
@@ -206,7 +225,9 @@ class RoundReport:
             metrics: client → its metrics and weight.
             of: the model that the clients scored, as in the metrics' names.
             weighted_by: the metric that is the weight.
+            share: the largest share of one client in a mean's weights.
         """
+        metrics = with_limited_weights(metrics, share)
         self.over_clients = {**self.over_clients, **over_clients(metrics.values())}
         personal = self.train_metrics_of != "received"
         for name in ("accuracy", "rmse") if personal else ():

@@ -23,6 +23,7 @@ from tepal.strategies.rounds.checkpoint import (
     layout_digest,
 )
 from tepal.strategies.rounds.ledger import ClientLedger
+from tepal.strategies.rounds.norms import UpdateNorms
 
 log = getLogger("flwr")
 
@@ -68,14 +69,19 @@ class Resuming:
                 )
         return checkpoint
 
-    def restore(self, checkpoint: Checkpoint, ledger: ClientLedger, result: Result) -> Any:
-        """Return the method's state of a checkpoint, and restore the ledger and the result from it."""
+    def restore(self, checkpoint: Checkpoint, ledger: ClientLedger, norms: UpdateNorms, result: Result) -> Any:
+        """Return the method's state of a checkpoint, and restore the ledger, the norms and the result from it."""
         log.info("Resumed after round %d, from %s.", checkpoint.round, self.checkpoints.folder)
         ledger.restore(checkpoint.held, checkpoint.current, checkpoint.standing, self.checkpoints.versions())
+        norms.restore(checkpoint.norms)
         for kind, rounds in checkpoint.history.items():
             getattr(result, kind).update({int(number): MetricRecord(dict(m)) for number, m in rounds.items()})
         storage, state = self.method.storage, checkpoint.state
         return storage.restore(state, self.checkpoints.states(before=checkpoint.round)) if storage else state
+
+    def before(self, round: int) -> Any | None:
+        """The state of the newest whole checkpoint before this round; None if there is none."""
+        return next(self.checkpoints.states(before=round), None)
 
     def on_disk(self, state: Any) -> Any:
         """The first state with its arrays in a file, so that the first round has the memory to itself."""
@@ -84,7 +90,14 @@ class Resuming:
         return state
 
     def save(
-        self, state: Any, round: int, experiment: str, ledger: ClientLedger, clients: Collection[str], result: Result
+        self,
+        state: Any,
+        round: int,
+        experiment: str,
+        ledger: ClientLedger,
+        norms: UpdateNorms,
+        clients: Collection[str],
+        result: Result,
     ) -> tuple[Any, str]:
         """Write a checkpoint. The run continues if it cannot be written.
 
@@ -103,6 +116,7 @@ class Resuming:
                 for kind in _HISTORY
             },
             **ledger.to_facts(),
+            norms=norms.to_facts(),
         )
         trouble = ""
         try:

@@ -10,7 +10,7 @@ import contextlib
 import math
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from logging import getLogger
@@ -23,19 +23,24 @@ from flwr.serverapp.strategy import Result
 
 from tepal.exchange.encodings import Encoding, EncodingError
 from tepal.exchange.layout import Layout
-from tepal.exchange.plan import EVALUATE, FINAL, TRAIN, Outgoing, Plan, Reply
+from tepal.exchange.plan import EVALUATE, FINAL, INTRODUCE, TRAIN, Outgoing, Plan, Reply
 from tepal.exchange.sender import Sender
+from tepal.host.text import visible
 from tepal.strategies.aggregate import ON_TESTS
 from tepal.strategies.method import Method, ModelBlocks, Run, ServerModel
 from tepal.strategies.rounds.checkpoint import Checkpoint, Checkpoints
 from tepal.strategies.rounds.cohort import Cohorts, Rules, check
 from tepal.strategies.rounds.flower import WithoutHooks, blocks_of, joined, server_model
+from tepal.strategies.rounds.judging import Judge, Refused
 from tepal.strategies.rounds.ledger import ClientLedger
 from tepal.strategies.rounds.messenger import Messenger
+from tepal.strategies.rounds.norms import UpdateNorms, farthest, sample
+from tepal.strategies.rounds.past import Past
 from tepal.strategies.rounds.report import LEFT_BEHIND, SERVER, Answered, Failure, RoundFailed, RoundReport
 from tepal.strategies.rounds.resuming import Resuming
 from tepal.strategies.rounds.round import Round
 from tepal.strategies.rounds.travel import Segment, Travel, segments
+from tepal.strategies.rounds.weights import exceeds
 
 if TYPE_CHECKING:
     from torch import nn
@@ -68,6 +73,10 @@ class MethodStrategy(WithoutHooks):
         schedule: learning rate schedule over the rounds, "constant" or "cosine"; it scales `learning-rate` and `lr` of
             the train config, if they are set.
         seed: seed of all random numbers of the server.
+        robust: how replies are merged.
+        max_weight_share: the largest share that one client has in the weights of a round with three or more, in (0, 1];
+            the weight of a heavier one is reduced to it.
+        classes: number of classes of the task, if it has any: clients' label counts of another number are not recorded.
         deterministic: merge in the order of client names, so that the same replies give the same bits.
         encoding: how values are encoded on their way down and up; by default they are not.
         experiment: id under which clients cache parts; a new one by default, and the checkpoint's own if a run is
@@ -97,6 +106,9 @@ class MethodStrategy(WithoutHooks):
         schedule: str = "constant",
         seed: int = 0,
         deterministic: bool = False,
+        robust: str = "none",
+        max_weight_share: float = 0.5,
+        classes: int | None = None,
         encoding: Encoding | None = None,
         experiment: str | None = None,
         checkpoints: Checkpoints | Path | str | None = None,
@@ -116,7 +128,10 @@ class MethodStrategy(WithoutHooks):
             max_replies=max_replies,
             seed=seed,
             deterministic=deterministic,
+            max_weight_share=max_weight_share,
         )
+        self.robust = robust
+        self.classes = classes
         self.method = method
         self.blocks = blocks_of(model)
         self.schedule = schedule
@@ -138,6 +153,9 @@ class MethodStrategy(WithoutHooks):
         self._sender: Sender
         self._messenger: Messenger
         self._cohorts: Cohorts
+        self._norms: UpdateNorms
+        self._judge: Judge
+        self._past: Past
         self._trouble: str  # an error of the server itself, for the next report
 
     def summary(self) -> None:
@@ -186,7 +204,7 @@ class MethodStrategy(WithoutHooks):
             self.summary()
             if resuming and checkpoint is not None:
                 first = checkpoint.round + 1
-                state, checkpoint = resuming.restore(checkpoint, self._ledger, result), None
+                state, checkpoint = resuming.restore(checkpoint, self._ledger, self._norms, result), None
             elif evaluate_fn is not None:
                 report = RoundReport(0, "initial", server_metrics=_scalars(evaluate_fn(0, initial_arrays)))
                 result.evaluate_metrics_serverapp[0] = MetricRecord(dict(report.server_metrics))
@@ -194,6 +212,7 @@ class MethodStrategy(WithoutHooks):
             del initial_arrays, model  # their memory is released, unless the caller has kept them
             if resuming:
                 state = resuming.on_disk(state)
+            self._past = Past(partial(resuming.before, first - 1) if resuming and first > 2 else None)
             for number in range(first, num_rounds + 1):
                 this = self._begin(state, number, num_rounds, train_config, timeout)
                 try:
@@ -208,7 +227,7 @@ class MethodStrategy(WithoutHooks):
                 self._end(this, result)
                 if resuming:
                     state, self._trouble = resuming.save(
-                        state, number, self.experiment, self._ledger, self._cohorts.available(), result
+                        state, number, self.experiment, self._ledger, self._norms, self._cohorts.available(), result
                     )
             result.arrays = joined(self.method.models(state), self._layout)
             return result
@@ -228,10 +247,12 @@ class MethodStrategy(WithoutHooks):
         if self.checkpoints is not None:
             self._sender.digests = self.checkpoints.digests
         self._messenger = Messenger(
-            grid, self._sender, self._ledger, weighted_by_key=self.weighted_by_key, accept=self.method.accept
+            grid, self._sender, self._ledger, weighted_by_key=self.weighted_by_key, accept=self._accept
         )
         awaited = checkpoint.clients if checkpoint and self.rules.deterministic else ()
-        self._cohorts = Cohorts(self.rules, self._messenger.nodes, self._ledger, awaited)
+        self._cohorts = Cohorts(self.rules, self._messenger.nodes, self._ledger, awaited, self.classes)
+        self._norms = UpdateNorms(self.method.transfer_blocks(model))
+        self._judge = Judge(self._norms, self.rules.max_weight_share, clip=self.robust == "clip", folder=run.folder)
 
     # ---- one round -----------------------------------------------------------------------------------------------
 
@@ -244,6 +265,7 @@ class MethodStrategy(WithoutHooks):
         if self._trouble:
             report.notes.append((SERVER, self._trouble))
         self._sender.forget_packed()
+        self._norms.begin()
         return Round(number, rounds, train_config, timeout, report)
 
     def _end(self, this: Round, result: Result) -> None:
@@ -262,6 +284,29 @@ class MethodStrategy(WithoutHooks):
         self.on_round(report)
 
     def _train(self, state: Any, this: Round) -> Any:
+        """Train from this state, or from the one before it if no client can train from this one.
+
+        If none can train from that one either, the model is not the reason, and this state stands.
+        """
+        try:
+            return self._attempts(state, this)
+        except RoundFailed:
+            if not this.report.all_failed() or (earlier := self._past.roll_back()) is None:
+                raise
+            suspects = farthest(self._norms.merged_ratios)
+            self._ledger.undo_merge()
+            for client in this.report.asked:
+                self._ledger.good(client)
+            self._ledger.leave_out(suspects, this.number)
+            note = (
+                "no client can train from the model that was merged last: the run returns to the one before it, and "
+                f"leaves out the clients whose updates were farthest ({', '.join(suspects) or 'none'})"
+            )
+            log.error("Round %d: %s.", this.number, note)
+            this.report.notes.append((SERVER, note))
+            return self._attempts(earlier, this)
+
+    def _attempts(self, state: Any, this: Round) -> Any:
         """Draw a cohort, run all phases and merge. Returns the next state; a failure leaves the old one unchanged."""
         report, rules, attempt = this.report, self.rules, 0
         for attempt in range(ATTEMPTS):
@@ -307,19 +352,34 @@ class MethodStrategy(WithoutHooks):
     def _merge(self, state: Any, this: Round, plans: list[Plan]) -> Any | None:
         """Send the last phase and merge the replies as they arrive. Returns the next state; None for too few replies.
         """
-        report = this.report
-        messages = self._outgoing(state, plans, this)
+        report, ledger, key = this.report, self._ledger, self.weighted_by_key
+        clients = [plan.client for plan in plans]
+        all_of_them = self._norms.first or self._judge.clip
+        messages = self._outgoing(state, plans, this, measured=clients if all_of_them else sample(clients))
         report.learning_rate = _mean_rate(messages)
         replies = self._ask(messages, this, self.rules.max_replies)
         merger = self.method.merger(state, this.number)
         metrics: dict[str, tuple[Mapping[str, float], int]] = {}
         exchanges: dict[str, str] = {}
-        for reply in sorted(replies, key=lambda reply: reply.client) if self.rules.deterministic else replies:
+        in_order = sorted(replies, key=lambda reply: reply.client) if self.rules.deterministic else replies
+        for reply in self._judge.judged(
+            in_order,
+            {plan.client: plan for plan in plans},
+            {client: ledger.size(client, key) for client in clients},
+            partial(self.method.values, state),
+        ):
+            if isinstance(reply, Refused):
+                self._refuse(reply.client, reply.reason, this)
+                continue
             try:
                 merger.add(reply)
             except OSError as error:  # of a method that stores models on disk
                 report.notes.append((SERVER, f"the reply of {reply.client} cannot be stored: {error}"))
                 log.error("The reply of %s in round %d cannot be stored: %s", reply.client, this.number, error)
+                continue
+            except Exception as error:  # of one client's values: a merger is as if this reply had not come
+                log.debug("The reply of %s cannot be merged.", reply.client, exc_info=True)
+                self._refuse(reply.client, f"it cannot be merged ({type(error).__name__}: {error})", this)
                 continue
             self._ledger.good(reply.client)
             metrics[reply.client] = reply.metrics, reply.examples
@@ -330,11 +390,40 @@ class MethodStrategy(WithoutHooks):
         report.fedavg_up += len(report.replied)
         if len(metrics) < self.rules.min_replies:
             return None
-        report.train_metrics = report.mean_of(metrics, report.train_metrics_of, self.weighted_by_key)
         merged = merger.finish()
-        report.record = {**report.record, **self.method.change(state, merged)}
-        self._ledger.merged(exchanges)
+        if not self.method.storage and (problem := self._past.problem(state, merged)):
+            suspects = farthest(self._norms.ratios)
+            log.error("The merged model of round %d does not count: %s.", this.number, problem)
+            report.notes.append((SERVER, f"the merged model does not count: {problem}"))
+            for client in suspects:
+                self._refuse(client, "its update was among the farthest of a merge that does not count", this)
+            ledger.leave_out(suspects, this.number)
+            return None
+        report.train_metrics = report.mean_of(
+            metrics, report.train_metrics_of, key, share=self.rules.max_weight_share
+        )
+        report.record = {**report.record, **self._norms.record(), **self.method.change(state, merged)}
+        ledger.merged(exchanges, {client: examples for client, (_, examples) in metrics.items()})
+        self._norms.merged()
+        self._past.merged(state)
         return merged
+
+    def _accept(self, plan: Plan, reply: Reply) -> None:
+        """Raise ValueError for a reply that claims more examples than its introduction did, or that the method refuses.
+        """
+        if plan.action != INTRODUCE:
+            introduced, tests = self._ledger.introduction(plan.client), plan.action == EVALUATE
+            if reason := exceeds(reply, introduced, self.weighted_by_key, tests=tests):
+                self._cohorts.introduce_again(plan.client)
+                raise ValueError(reason)
+        self.method.accept(plan, reply)
+
+    def _refuse(self, client: str, reason: str, this: Round) -> None:
+        """Enter that the reply of a client is not merged."""
+        reason = visible(reason)
+        log.warning("%s is refused in round %d: %s", client, this.number, reason)
+        this.report.refuse(client, reason)
+        self._ledger.failed(client, this.number)
 
     def _plans(
         self, state: Any, this: Round, phase: str, cohort: Sequence[str], probe_replies: Mapping[str, Reply]
@@ -364,11 +453,15 @@ class MethodStrategy(WithoutHooks):
             replies = self._ask(self._outgoing(state, plans, this), this)
             metrics = {reply.client: (reply.metrics, reply.examples) for reply in replies}
             report.fedavg_down += len(plans)
-            report.evaluate_metrics = report.mean_of(metrics, report.eval_metrics_of, self.weighted_by_key)
+            report.evaluate_metrics = report.mean_of(
+                metrics, report.eval_metrics_of, self.weighted_by_key, share=self.rules.max_weight_share
+            )
         if evaluate_fn is not None:
             report.server_metrics = _scalars(evaluate_fn(this.number, joined(self.method.models(state), self._layout)))
 
-    def _outgoing(self, state: Any, plans: list[Plan], this: Round) -> list[Outgoing]:
+    def _outgoing(
+        self, state: Any, plans: list[Plan], this: Round, measured: Collection[str] = ()
+    ) -> list[Outgoing]:
         """Each plan with its client's values, the app's settings and the client's node."""
         return [
             Outgoing(
@@ -376,6 +469,7 @@ class MethodStrategy(WithoutHooks):
                 partial(self.method.values, state, plan.client),
                 self._settings(state, plan, this),
                 self._cohorts.node_of(plan.client),
+                plan.client in measured,
             )
             for plan in plans
         ]

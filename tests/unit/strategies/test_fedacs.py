@@ -423,8 +423,9 @@ def test_models_that_point_away_from_each_other_are_not_mixed_though_the_thresho
             np.testing.assert_allclose(seen.received[f"client-{k}", number]["w"], expected, rtol=1e-5)
 
 
-def test_a_model_that_diverged_is_mixed_with_no_other(tmp_path):
+def test_a_model_that_diverged_is_mixed_with_no_other(tmp_path, monkeypatch):
     """Its numbers are finite, and their squares are not."""
+    monkeypatch.setattr("tepal.strategies.rounds.judging.LARGEST", math.inf)  # else its reply is refused
 
     def make(model, partition, number, tied):
         made = moved(model, partition, number)
@@ -745,7 +746,7 @@ def assert_tidy(folder, rounds):
     assert names == sorted([STORE, *(f"round-{number:06d}" for number in rounds)])
 
 
-@pytest.mark.parametrize("keep", [1, 2, 3])
+@pytest.mark.parametrize("keep", [2, 3])
 def test_a_run_leaves_its_store_with_its_checkpoints_and_nothing_else(tmp_path, keep, reference):
     seen = run_in(tmp_path, keep=keep)
     assert end_of(tmp_path, seen) == reference[1]
@@ -790,7 +791,7 @@ DEATHS = {
 }
 
 
-@pytest.mark.parametrize(("death", "keep"), [(death, 1 + 2 * (k % 2)) for k, death in enumerate(DEATHS)])
+@pytest.mark.parametrize(("death", "keep"), [(death, 2 + k % 2) for k, death in enumerate(DEATHS)])
 def test_a_server_that_is_killed_and_resumed_ends_as_if_nothing_had_happened(reference, tmp_path, death, keep):
     def child():
         dies(*DEATHS[death])
@@ -824,7 +825,7 @@ def test_a_server_that_is_killed_anywhere_and_resumed_ends_as_if_nothing_had_hap
     assert len(after) >= 2, after
 
 
-@pytest.mark.parametrize("keep", [1, 2, 3])
+@pytest.mark.parametrize("keep", [2, 3])
 @pytest.mark.parametrize("troubled", [False, True], ids=["", "rounds are repeated"])
 def test_no_model_that_a_checkpoint_refers_to_is_written_over(tmp_path, keep, troubled):
     """Looked at when all replies of a round are stored, and the checkpoint of the round is not written yet."""
@@ -923,19 +924,19 @@ def test_a_run_that_was_resumed_can_go_back_to_before_it_was(reference, tmp_path
     assert end_of(tmp_path, resumed) == reference[1]
 
 
-@pytest.mark.parametrize("keep", [1, 3])
+@pytest.mark.parametrize("keep", [2, 3])
 def test_the_last_checkpoint_that_could_be_written_still_resumes_rounds_later(reference, tmp_path, keep, caplog):
     full = Full(tmp_path / "checkpoints", keep)
     full.rounds_without = (3, 4, 5)
     seen = run_in(tmp_path, checkpoints=full)
     assert "no checkpoint of round 3 could be written" in dict(seen.reports[4].notes)[SERVER]
-    assert Checkpoints(tmp_path / "checkpoints").rounds() == [1, 2][-keep:]
+    assert Checkpoints(tmp_path / "checkpoints").rounds() == [1, 2]
     resumed = run_in(tmp_path, keep=keep, resume=True)
     assert sorted(resumed.reports) == [3, 4, 5] and "are damaged" not in caplog.text
     assert end_of(tmp_path, resumed) == reference[1]
 
 
-@pytest.mark.parametrize("keep", [1, 3])
+@pytest.mark.parametrize("keep", [2, 3])
 def test_a_checkpoint_whose_folder_could_not_be_synchronised_still_resumes_rounds_later(
     reference, tmp_path, keep, caplog, monkeypatch
 ):
@@ -951,7 +952,7 @@ def test_a_checkpoint_whose_folder_could_not_be_synchronised_still_resumes_round
     assert end_of(tmp_path, resumed) == reference[1]
 
 
-@pytest.mark.parametrize("keep", [1, 3])
+@pytest.mark.parametrize("keep", [2, 3])
 def test_a_store_that_cannot_be_flushed_costs_the_checkpoint_alone(reference, tmp_path, keep, monkeypatch):
     flush, calls = ModelStore.flush, []
 
@@ -964,11 +965,11 @@ def test_a_store_that_cannot_be_flushed_costs_the_checkpoint_alone(reference, tm
     monkeypatch.setattr(ModelStore, "flush", broken)
     seen = run_in(tmp_path, rounds=4, keep=keep)
     assert "Input/output error" in dict(seen.reports[4].notes)[SERVER]
-    assert Checkpoints(tmp_path / "checkpoints").rounds() == [1, 2][-keep:]
+    assert Checkpoints(tmp_path / "checkpoints").rounds() == [1, 2]
     assert end_of(tmp_path, run_in(tmp_path, keep=keep, resume=True)) == reference[1]
 
 
-@pytest.mark.parametrize("keep", [1, 2, 3])
+@pytest.mark.parametrize("keep", [2, 3])
 def test_the_file_of_models_does_not_grow_with_the_rounds(tmp_path, keep, monkeypatch):
     monkeypatch.setattr(model_store, "_GROWTH", (0, 1))  # by one row at a time
     rows, tries = [], []

@@ -41,6 +41,7 @@ from tepal.strategies.rounds.checkpoint import (
     to_json,
 )
 from tepal.strategies.rounds.ledger import ClientLedger
+from tepal.strategies.rounds.norms import UpdateNorms
 from tepal.strategies.rounds.resuming import Resuming
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="does to files and disks what Linux lets it do")
@@ -116,7 +117,7 @@ def test_a_method_of_ones_own_that_has_an_earlier_name_of_ours_is_resumed(tmp_pa
 
     layout = Layout.of_arrays({"w": np.zeros(2)})
     resuming = Resuming(Checkpoints(tmp_path), Mixture(), 0, layout)
-    resuming.save(ModelState({"w": np.ones(2)}), 1, "experiment", ClientLedger(), [], Result())
+    resuming.save(ModelState({"w": np.ones(2)}), 1, "experiment", ClientLedger(), UpdateNorms({}), [], Result())
     assert resuming.latest(resume=True).round == 1
 
 
@@ -388,7 +389,7 @@ def test_there_may_be_none(tmp_path):
         Checkpoints(tmp_path, keep=0)
 
 
-@pytest.mark.parametrize("keep", [1, 2, 5])
+@pytest.mark.parametrize("keep", [2, 3, 5])
 def test_only_the_last_ones_stay(tmp_path, keep):
     checkpoints = Checkpoints(tmp_path, keep=keep)
     for number in range(1, 8):
@@ -401,9 +402,9 @@ def test_what_else_lies_in_the_folder_is_left_alone(tmp_path):
     for name in ("round-x", "notes.txt", "round-000001.old"):
         (tmp_path / name).mkdir() if "." not in name else (tmp_path / name).write_text("mine")
     checkpoints = Checkpoints(tmp_path, keep=1)
-    for number in (1, 2):
+    for number in (1, 2, 3):
         checkpoints.save(checkpoint_of(number))
-    assert checkpoints.rounds() == [2]
+    assert checkpoints.rounds() == [2, 3], "the run may have to return to the one before the newest"
     assert {"round-x", "notes.txt", "round-000001.old"} < {path.name for path in tmp_path.iterdir()}
 
 
@@ -744,12 +745,13 @@ def test_a_saved_state_is_the_same_in_its_file_and_outlives_the_checkpoint(tmp_p
     checkpoints = Checkpoints(tmp_path, keep=1)
     checkpoints.save(checkpoint_of(1, state))
     saved = checkpoints.saved_state(1)
-    checkpoints.save(checkpoint_of(2, [{"w": np.zeros((2, 3))}]))
-    assert checkpoints.rounds() == [2]
+    for number in (2, 3):
+        checkpoints.save(checkpoint_of(number, [{"w": np.zeros((2, 3))}]))
+    assert checkpoints.rounds() == [2, 3]
     for again in (saved, checkpoints.on_disk(state)):
         assert_same(state, again)
         assert isinstance(again["w"].base, mmap.mmap) and not again["w"].flags.writeable
-    assert os.listdir(tmp_path) == ["round-000002"], "what has no name is in nobody's way"
+    assert sorted(os.listdir(tmp_path)) == ["round-000002", "round-000003"], "what has no name is in nobody's way"
 
 
 def test_the_arrays_of_a_saved_state_are_not_hashed_again(tmp_path, monkeypatch):

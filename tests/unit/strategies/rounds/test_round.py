@@ -136,7 +136,7 @@ def test_a_registered_name_cannot_be_taken_by_who_calls_itself_so():
 
     strategy = FedAvg(on_round=join)
     strategy.start(grid, ArrayRecord({n: Array(a) for n, a in START.items()}), num_rounds=2)
-    assert history[1].replied == ["client-1", "site-1", "site-1@3"]
+    assert sorted(history[1].replied) == ["client-1", "site-1", "site-1@3"]
 
 
 def test_a_restarted_node_takes_over_its_name():
@@ -212,7 +212,7 @@ BAD_REPLIES = {
     "experiment": (lambda r, h: with_header(r, h, experiment="x"), "experiment"),
     "no weight": (without_metrics, "num-examples"),
     "zero weight": (with_examples(0), "num-examples=0"),
-    "endless weight": (with_examples(1e300), r"num-examples=1e\+300"),
+    "endless weight": (with_examples(1e80), r"num-examples=1e\+80"),
     "half weight": (with_examples(0.5), "num-examples=0.5"),
     "unreadable": (lambda r, h: (r.content[RECORD].__setitem__("header", b"junk"), r)[1], "cannot be read"),
     "no header": (lambda r, h: (r.content.__delitem__(RECORD), r)[1], "mods="),

@@ -1,0 +1,82 @@
+"""The look at a merged state before it counts, and the way back to the state before it.
+
+A hostile reply may be within all bounds and still make a model that no client can train: then every client fails in the
+round after the merge. The run returns to the state before it, leaves out the clients whose updates were farthest, and
+goes on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from tepal.exchange.bounds import BadReply, squared_norms
+from tepal.strategies.rounds.norms import FEWEST, LARGEST
+
+_ROLLBACKS = 3
+"""How often a run returns to an earlier state: if more merges lead nowhere, the cause is another one."""
+_CHANGES = 5  # earlier merges beside which the change of one is looked at
+
+
+class Past:
+    """What a run remembers of its last merges.
+
+    Args:
+        before: loads the state before the one that a resumed run continues from; None if there is none.
+    """
+
+    def __init__(self, before: Callable[[], Any] | None = None) -> None:
+        self._before = before
+        self._left = _ROLLBACKS
+        self._changes: list[float] = []
+
+    def problem(self, before: Any, after: Any) -> str:
+        """Why a merged state must not count; "" if it may.
+
+        Its floating-point arrays must be finite, and their change from the state before at most `LARGEST` times the
+        median change of the last merges. Arrays that the merge has not changed are the same objects, and not read.
+        """
+        old = dict(arrays_of(before))
+        changed = {path: array for path, array in arrays_of(after) if old.get(path) is not array}
+        starts = {path: old[path] for path, array in changed.items() if path in old and old[path].shape == array.shape}
+        try:
+            change = math.sqrt(math.fsum(squared_norms(changed, starts).values()))
+        except BadReply:
+            return "it has values that are NaN or infinite"
+        usual = median(self._changes) if len(self._changes) >= FEWEST else 0.0
+        if usual > 0 and change > LARGEST * usual:
+            return f"it changes the model {change / usual:.3g} times as much as the last rounds did"
+        self._changes = [*self._changes, change][-_CHANGES:]
+        return ""
+
+    def merged(self, before: Any) -> None:
+        """Enter that a merge counts; `before` is the state that it started from."""
+        self._before = lambda: before
+
+    def roll_back(self) -> Any | None:
+        """The state before the last merge, once; None if there is none, or the run has gone back too often."""
+        if self._before is None or not self._left:
+            return None
+        self._left -= 1
+        load, self._before = self._before, None
+        return load()
+
+
+def arrays_of(value: Any, path: str = "") -> Iterator[tuple[str, np.ndarray]]:
+    """(path, array) of the arrays in a method's state: in dataclasses, dicts, lists and tuples, in any nesting."""
+    if isinstance(value, np.ndarray):
+        yield path, value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from arrays_of(getattr(value, field.name), f"{path}.{field.name}")
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from arrays_of(inner, f"{path}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for number, inner in enumerate(value):
+            yield from arrays_of(inner, f"{path}[{number}]")

@@ -1,0 +1,450 @@
+"""One client that lies, and seals its lies correctly, in a real run in this process: the run ends, the others' learning
+is kept, and what it says reaches no log as it is."""
+
+import math
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tepal.exchange.bounds import MOST_METRICS, MOST_NOTES, squared_norms
+from tepal.exchange.encodings import PLAIN
+from tepal.exchange.manifest import PARTS, RECORD, Header
+from tepal.exchange.mod import PartialExchange
+from tepal.exchange.parts import pack, unpacked
+from tepal.exchange.plan import Reply
+from tepal.strategies import FedACS, FedAvg, FedNova, RoundFailed
+from tepal.strategies.in_process import InProcessGrid, Node
+from tepal.strategies.rounds import cohort as cohort_module
+from tepal.strategies.rounds.norms import UpdateNorms, farthest
+from tepal.strategies.rounds.weights import weight_limit
+
+START = {"w": np.zeros((4, 8), np.float32), "b": np.zeros(8, np.float32)}
+GOAL = {name: np.full(array.shape, 1.0, np.float32) for name, array in START.items()}
+
+
+def app_of(raises=lambda model: None, introduce=None, metrics=lambda k: {}):
+    """Clients that go half the way from the model to 1, with some noise of their own."""
+    app = ClientApp(mods=[PartialExchange(introduce)])
+
+    @app.train()
+    def train(msg, context):
+        k, number = int(context.node_config["partition-id"]), msg.content["config"]["server-round"]
+        model = {name: array.numpy() for name, array in msg.content["arrays"].items()}
+        raises(model)
+        rng = np.random.default_rng([k, number])
+        made = {n: (a + 0.5 * (1 - a) + rng.normal(0, 0.01, a.shape)).astype(np.float32) for n, a in model.items()}
+        figures = {"num-examples": 10, "accumulation": 5.0, "received-loss": 0.5, "test-examples": 4, **metrics(k)}
+        record = ArrayRecord({name: Array(array) for name, array in made.items()})
+        return Message(RecordDict({"arrays": record, "metrics": MetricRecord(figures)}), reply_to=msg)
+
+    @app.evaluate()
+    def evaluate(msg, context):
+        return Message(RecordDict({"metrics": MetricRecord({"num-examples": 4, "accuracy": 0.5})}), reply_to=msg)
+
+    return app
+
+
+def lies(change, clients=(1,), rounds=(1, 2, 3, 4, 5, 6, 7, 8), actions=("train",)):
+    """A `spoil` of the grid: `change(content, header)` changes an answer, and returns changed fields of its header."""
+
+    def spoil(node, message, reply):
+        if node.config["partition-id"] not in clients or reply.has_error():
+            return reply
+        header = Header.from_content(reply.content)
+        if header.action in actions and header.round in rounds:
+            fields = change(reply.content, header) or {}
+            header = type(header)(**{**vars(header), **fields})
+            reply.content[RECORD] = header.with_checksum(reply.content).to_record()
+        return reply
+
+    return spoil
+
+
+def values(make):
+    """Send `make(name, what the client made)` in place of what it made."""
+
+    def change(content, header):
+        for tree, shaped in header.parts.items():
+            made = dict(unpacked(content[PARTS][tree], shaped, PLAIN))
+            sent = {name: np.asarray(make(name, array), array.dtype) for name, array in made.items()}
+            content[PARTS][tree] = pack(sent, sent)
+
+    return change
+
+
+def figures(**changed):
+    def change(content, header):
+        for name, value in changed.items():
+            content["metrics"][name.replace("_", "-")] = value
+
+    return change
+
+
+def run(strategy, change, *, clients=5, rounds=4, app=None, **options):
+    history = []
+    strategy.on_round = history.append
+    grid = InProcessGrid(
+        [Node(app or app_of(), {"partition-id": k}) for k in range(clients)], spoil=lies(change, **options)
+    )
+    result = strategy.start(grid, ArrayRecord({n: Array(a) for n, a in START.items()}), num_rounds=rounds)
+    return {name: array.numpy() for name, array in result.arrays.items()}, history
+
+
+def assert_learned(arrays, rounds=4, tolerance=0.02):
+    """What clients that go half the way in every round must have reached."""
+    for array in arrays.values():
+        np.testing.assert_allclose(array, 1 - 0.5**rounds, atol=tolerance)
+
+
+# ---- single numbers --------------------------------------------------------------------------------------------------
+
+NUMBERS = [1e200, -1e200, 1.7e308, -1.7e308, 1e-310, 5e-324, 0.0, -1.0, float("nan"), float("inf"), 10**18]
+
+
+@pytest.mark.parametrize("value", NUMBERS)
+@pytest.mark.parametrize("name", ["received-loss", "received-accuracy", "train-loss", "accumulation", "of-my-own"])
+@pytest.mark.parametrize("strategy", [FedAvg, FedNova])
+def test_no_number_ends_a_run(strategy, name, value):
+    arrays, history = run(strategy(), figures(**{name: value}))
+    assert len(history) == 4
+    assert_learned(arrays, tolerance=0.05)
+    for report in history:
+        for mean in report.train_metrics.values():
+            assert math.isfinite(mean)
+
+
+def test_steps_that_dwarf_those_of_the_others_are_refused():
+    _, history = run(FedNova(), figures(accumulation=1e-310))
+    assert all("accumulation" in dict(report.refused)["client-1"] for report in history[:3])
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda name, a: np.full_like(a, 3e38), lambda name, a: a * 1e6, lambda name, a: -1e30 * np.sign(a)],
+    ids=["3e38", "scaled", "flipped"],
+)
+def test_an_update_far_beyond_the_others_is_refused(make):
+    arrays, history = run(FedAvg(), values(make), clients=5, rounds=4)
+    assert "times as large as usual" in dict(history[0].refused)["client-1"]
+    assert_learned(arrays)
+
+
+def test_clients_that_are_not_measured_are_compared_by_the_norm_of_their_values():
+    """20 clients, of which 5 are measured: the hostile one is refused in every round, whoever is measured."""
+    for _ in range(3):
+        arrays, history = run(FedAvg(), values(lambda name, a: a + 1e5), clients=20, rounds=3)
+        assert all("client-1" in dict(report.refused) for report in history)
+        assert_learned(arrays, 3)
+
+
+@pytest.mark.parametrize("clients", [1, 2])
+def test_where_nothing_can_be_compared_nothing_is_refused(clients):
+    _, history = run(FedAvg(min_available_nodes=1), values(lambda name, a: a + 1e5), clients=clients, rounds=1)
+    assert not history[0].refused
+
+
+def test_clipped_updates_have_the_median_norm():
+    """With robust="clip": the hostile client's direction counts for no more than another client's."""
+    scaled = values(lambda name, a: a * 50)
+    plain, _ = run(FedAvg(), scaled, rounds=1)
+    arrays, history = run(FedAvg(robust="clip"), scaled, rounds=1)
+    assert_learned(arrays, 1)
+    assert np.abs(plain["w"]).max() > 5
+    ratios = dict(zip(history[0].record["updates"], history[0].record["ratios"], strict=True))
+    assert ratios["client-1"] == pytest.approx(50, rel=0.05)
+    # In the other direction: a fifth of the clients, clipped to the median, takes two fifths of a round's way.
+    flipped, _ = run(FedAvg(robust="clip"), values(lambda name, a: a * -50), rounds=1)
+    np.testing.assert_allclose(flipped["w"], 0.5 * (4 - 1) / 5, atol=0.02)
+
+
+def test_the_result_of_clipping_does_not_depend_on_the_order_of_the_replies():
+    results = []
+    for order in (range(6), reversed(range(6))):
+        grid = InProcessGrid(
+            [Node(app_of(), {"partition-id": k}) for k in order], spoil=lies(values(lambda name, a: a * 30))
+        )
+        result = FedAvg(robust="clip").start(grid, ArrayRecord({n: Array(a) for n, a in START.items()}), num_rounds=3)
+        results.append(result.arrays["w"].numpy())
+    np.testing.assert_allclose(*results, rtol=1e-5)
+
+
+# ---- weights ---------------------------------------------------------------------------------------------------------
+
+
+def introduced(msg, context):
+    return {"num-examples": 10, "test-examples": 4}
+
+
+def test_no_client_counts_for_more_examples_than_it_was_introduced_with():
+    app = app_of(introduce=introduced)
+    both = figures(num_examples=10**15, test_examples=10**15, received_accuracy=0.0)
+    arrays, history = run(FedAvg(), both, app=app, rounds=3)
+    assert "introduction said 10" in dict(history[0].refused)["client-1"]
+    assert history[0].train_metrics["test-examples"] == 16
+    assert_learned(arrays, 3)
+
+
+def test_a_client_whose_data_has_grown_introduces_itself_again():
+    said = {"rounds": []}
+
+    def grown(msg, context):
+        number = msg.content["config"]["server-round"]
+        said["rounds"].append((int(context.node_config["partition-id"]), number))
+        return {"num-examples": 10 if number < 2 else 12, "test-examples": 4}
+
+    _, history = run(FedAvg(), figures(num_examples=12), app=app_of(introduce=grown), rounds=3)
+    assert [("client-1" in report.replied) for report in history] == [False, True, True]
+    assert (1, 2) in said["rounds"] and all(number == 1 for k, number in said["rounds"] if k != 1)
+
+
+@pytest.mark.parametrize("introduce", [None, lambda msg, context: {"num-examples": 10**15, "test-examples": 10**15}])
+def test_no_client_counts_for_more_than_half_of_a_round(introduce):
+    """The flipped update of a client with 10^15 examples cancels that of the others, and does no more."""
+
+    def change(content, header):
+        figures(num_examples=10**15, test_examples=10**15, received_accuracy=0.0)(content, header)
+        values(lambda name, a: -a)(content, header)
+
+    def own(msg, context):
+        return introduce(msg, context) if context.node_config["partition-id"] == 1 else introduced(msg, context)
+
+    app = app_of(introduce=own if introduce else None, metrics=lambda k: {"received-accuracy": 1.0})
+    arrays, history = run(FedAvg(), change, app=app, rounds=1)
+    np.testing.assert_allclose(arrays["w"], 0.0, atol=0.02)
+    assert history[0].train_metrics["received-accuracy"] == pytest.approx(0.5)
+    arrays, _ = run(FedAvg(max_weight_share=0.25), change, app=app, rounds=1)
+    np.testing.assert_allclose(arrays["w"], 0.25, atol=0.02)  # 3/4 of the way of the others less 1/4
+
+
+@given(st.lists(st.integers(1, 10**15), min_size=1, max_size=12), st.floats(0.05, 1.0))
+def test_the_largest_weight_that_keeps_to_the_share(weights, share):
+    limit = weight_limit(weights, share)
+    if len(weights) < 3:
+        assert limit == math.inf
+        return
+    possible = max(share, 1 / len(weights))
+    cut = [min(weight, limit) for weight in weights]
+    assert max(cut) <= possible * sum(cut) * (1 + 1e-9)
+    if limit < max(weights):  # a larger limit would be too large
+        more = [min(weight, limit * 1.01) for weight in weights]
+        assert max(more) > possible * sum(more) * (1 - 1e-12) or possible == 1 / len(weights)
+
+
+# ---- a merge that no client can train from ---------------------------------------------------------------------------
+
+
+def too_large(model):
+    if np.abs(model["w"]).max() > 20:
+        raise FloatingPointError("local training diverged: the loss is nan")
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_the_run_returns_to_the_state_before_a_merge_that_no_client_can_train_from(folder, tmp_path, caplog):
+    """Within the bound of 1,000 times the median, and enough to end the training of everybody."""
+    options = {"checkpoints": tmp_path / "checkpoints"} if folder else {}
+    scaled = values(lambda name, a: 400 * a)
+    arrays, history = run(FedAvg(**options), scaled, rounds=6, app=app_of(too_large), clients=5)
+    assert len(history) == 6
+    assert "returns to the one before it" in dict(history[1].notes)["server"]
+    assert "client-1" not in {name for report in history[1:] for name in report.replied}
+    assert_learned(arrays, 5)  # one of the six rounds is lost
+    assert any("leaves out the clients whose updates were farthest (client-1)" in text for text in caplog.messages)
+
+
+def test_a_resumed_run_returns_as_well(tmp_path):
+    folder, scaled = tmp_path / "checkpoints", values(lambda name, a: 400 * a)
+    first = lies(scaled, rounds=(3,))
+
+    def start(rounds, resume):
+        history = []
+        grid = InProcessGrid([Node(app_of(too_large), {"partition-id": k}) for k in range(5)], spoil=first)
+        strategy = FedAvg(checkpoints=folder, resume=resume, on_round=history.append)
+        result = strategy.start(grid, ArrayRecord({n: Array(a) for n, a in START.items()}), num_rounds=rounds)
+        return result.arrays["w"].numpy(), history
+
+    poisoned, _ = start(3, False)
+    assert np.abs(poisoned).max() > 20
+    w, history = start(6, True)
+    assert "returns to the one before it" in dict(history[0].notes)["server"]
+    assert_learned({"w": w}, 5)
+
+
+def test_a_run_whose_clients_fail_whatever_they_are_sent_ends_with_what_was_merged_last():
+    def always(model):
+        if always.now:
+            raise RuntimeError("no data")
+
+    always.now = False
+
+    def on_round(report):
+        always.now = report.round == 2
+
+    strategy = FedAvg()
+    grid = InProcessGrid([Node(app_of(always), {"partition-id": k}) for k in range(3)])
+    strategy.on_round = on_round
+    with pytest.raises(RoundFailed, match="no data") as failed:
+        strategy.start(grid, ArrayRecord({n: Array(a) for n, a in START.items()}), num_rounds=4)
+    assert_learned({"w": failed.value.result.arrays["w"].numpy()}, 2)
+
+
+def test_farthest_are_few():
+    assert farthest({"a": 1.0, "b": 1.1, "c": 40.0, "d": 0.9}) == ["c"]
+    assert farthest({"a": 1.0, "b": 1.1}) == ["b"]
+    assert farthest({"a": 1.0}) == [] == farthest({})
+    assert len(farthest({str(k): 1.0 + (100 if k < 5 else 0) for k in range(9)})) <= 3
+
+
+# ---- floods and text -------------------------------------------------------------------------------------------------
+
+
+def test_metrics_without_end_refuse_the_reply():
+    def change(content, header):
+        for k in range(100_000):
+            content["metrics"][f"made-up-{k}"] = 1.0
+
+    _, history = run(FedAvg(), change, rounds=1)
+    assert f"at most {MOST_METRICS}" in dict(history[0].refused)["client-1"]
+
+
+def test_new_names_in_every_round_do_not_stay(caplog):
+    def change(content, header):
+        for k in range(150):
+            content["metrics"][f"of-round-{header.round}-{k}"] = 1.0
+
+    _, history = run(FedAvg(), change, rounds=8)
+    named = {name for report in history for name in report.train_metrics if name.startswith("of-round")}
+    assert len(named) <= MOST_METRICS
+    assert all("client-1" in report.replied for report in history)
+    assert any("new metrics" in text for text in caplog.messages)
+
+
+HOSTILE = "x\nINFO: Round 9 of 9, train: all is well\x1b[2J\x00\u202e"
+
+
+def test_text_of_a_client_is_one_line_without_control_characters(caplog):
+    def change(content, header):
+        content["metrics"][f"loss{HOSTILE}"] = 0.5
+        return {"notes": tuple([HOSTILE + "n" * 3000] * 200), "refused": HOSTILE if header.round == 2 else ""}
+
+    def introduce(msg, context):
+        if context.node_config["partition-id"] == 2:
+            raise ValueError(HOSTILE)
+        return {}
+
+    _, history = run(FedAvg(), change, rounds=3, app=app_of(introduce=introduce))
+    said = [*caplog.messages, *history[1].reasons().split("; "), *history[0].train_metrics]
+    said += [text for report in history for pair in (*report.refused, *report.notes) for text in pair]
+    for text in said:
+        assert text.isprintable(), text
+    assert r"x\nINFO" in dict(history[1].refused)["client-1"]
+    assert len([note for note in history[0].notes if note[0] == "client-1"]) == MOST_NOTES + 1
+    assert all(len(note) <= 2000 for _, note in history[0].notes)
+
+
+def test_a_name_of_a_clients_own_is_one_line_too():
+    nodes = [Node(app_of(), {"partition-id": k, "name": f"{HOSTILE}{k}{'y' * 5000}"}) for k in range(2)]
+    history = []
+    FedAvg(on_round=history.append).start(
+        InProcessGrid(nodes), ArrayRecord({n: Array(a) for n, a in START.items()}), num_rounds=2
+    )
+    assert len(history[1].replied) == 2
+    assert all(name.isprintable() and len(name) < 300 for name in history[1].replied)
+
+
+def test_label_counts_of_another_number_of_classes_are_not_recorded():
+    def introduce(msg, context):
+        return {"label-counts": [1] * (200_000 if context.node_config["partition-id"] == 1 else 10)}
+
+    _, history = run(FedAvg(classes=10), figures(), app=app_of(introduce=introduce), rounds=1)
+    assert "client-1" in dict(history[0].refused) or "client-1" not in history[0].label_counts
+    assert history[0].label_counts["client-0"] == (1.0,) * 10
+
+    def fewer(msg, context):
+        return {"label-counts": [1] * (11 if context.node_config["partition-id"] == 1 else 10)}
+
+    _, history = run(FedAvg(classes=10), figures(), app=app_of(introduce=fewer), rounds=1)
+    assert sorted(history[0].label_counts) == ["client-0", "client-2", "client-3", "client-4"]
+    assert "client-1" in history[0].replied
+
+
+# ---- a merger that raises --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [ValueError("of its values"), OverflowError("too large"), TypeError("no number")])
+def test_a_reply_that_the_merger_cannot_use_is_refused_alone(error, monkeypatch):
+    from tepal.strategies.fedavg import ModelMerger
+
+    add = ModelMerger.add
+
+    def broken(merger, reply):
+        if reply.client == "client-1":
+            raise error
+        add(merger, reply)
+
+    monkeypatch.setattr(ModelMerger, "add", broken)
+    arrays, history = run(FedAvg(), figures())
+    assert str(error) in dict(history[0].refused)["client-1"]
+    assert_learned(arrays)
+
+
+# ---- the first start -------------------------------------------------------------------------------------------------
+
+
+def test_an_app_that_starts_more_slowly_than_a_round_lasts_takes_part(monkeypatch):
+    """The first answers come after the timeout of a round: an app's process imports PyTorch first."""
+    import time
+
+    begun, timeout = time.monotonic(), 0.4
+    monkeypatch.setattr(cohort_module, "_ASK_AGAIN", 0.1)
+
+    def slow(node, message, reply):
+        return reply if time.monotonic() > begun + 3 * timeout else None
+
+    grid = InProcessGrid([Node(app_of(), {"partition-id": k}) for k in range(3)], spoil=slow)
+    history = []
+    FedAvg(on_round=history.append).start(
+        grid, ArrayRecord({n: Array(a) for n, a in START.items()}), num_rounds=2, timeout=timeout
+    )
+    assert [len(report.replied) for report in history] == [3, 3]
+
+
+# ---- norms -----------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from(["float16", "float32", "float64"]))
+def test_squared_norms_are_sums_of_squares(seed, dtype):
+    rng = np.random.default_rng(seed)
+    x = {"a": rng.normal(size=(7, 3)).astype(dtype), "n": np.array(3), "z": np.zeros((0, 2), dtype)}
+    s = {"a": rng.normal(size=(7, 3)).astype(dtype), "n": np.array(4), "z": np.zeros((0, 2), dtype)}
+    expected = sum((float(p) - float(q)) ** 2 for p, q in zip(x["a"].flat, s["a"].flat, strict=True))
+    assert squared_norms(x, s)["a"] == pytest.approx(expected, rel=1e-2 if dtype == "float16" else 1e-5)
+    assert squared_norms(x, None)["a"] == pytest.approx(sum(float(p) ** 2 for p in x["a"].flat), rel=1e-3)
+    assert "n" not in squared_norms(x, s)
+
+
+def test_unequal_parts_are_compared_by_their_own_blocks():
+    norms = UpdateNorms({"small": ("a",), "large": ("b",)})
+
+    def reply(client, **squares):
+        return Reply(client=client, parts={}, examples=1, metrics={}, squares={"model": squares}, measured=True)
+
+    norms.begin()
+    for k in range(4):
+        norms.enter(reply(f"both-{k}", a=1.0, b=100.0**2), "model")
+    norms.begin()
+    assert norms.ratio(reply("one", a=4.0), "model") == pytest.approx(2)
+    assert norms.ratio(reply("other", b=200.0**2), "model") == pytest.approx(2)
+    assert norms.ratio(reply("all", a=1.0, b=100.0**2), "model") == pytest.approx(1)
+
+
+def test_personal_models_are_bounded_too(tmp_path):
+    arrays, history = run(FedACS(quantile=0.3), values(lambda name, a: np.full_like(a, 3e38)), rounds=3)
+    assert all("client-1" in dict(report.refused) for report in history)
+    assert_learned(arrays, 3, tolerance=0.1)
