@@ -82,6 +82,13 @@ def aggregation(figures: Mapping[str, Any]) -> Iterable[Row]:
     yield Row(what, of["Tepal"], "a copy of the same bytes", of["copy"], "s", "≥ 0.5")
 
 
+def judging(figures: Mapping[str, Any]) -> Iterable[Row]:
+    of = figures["seconds of a reply"]
+    for way, goal in (("in a round", "≤ 1.02"), ("clipped", "≤ 1.05")):
+        what = f"a reply whose update is looked at, {way}"
+        yield Row(what, 1e3 * of[way], "read and merged as it is", 1e3 * of["as it is"], "ms", goal, faster=False)
+
+
 def memory(figures: Mapping[str, Any]) -> Iterable[Row]:
     size = {each["clients"]: each["model"] for each in figures["runs"]}
     most = {(each["way"], each["clients"]): each["server"] for each in figures["runs"]}
@@ -177,6 +184,7 @@ def train_step(figures: Mapping[str, Any]) -> Iterable[Row]:
 
 TOPICS: Mapping[str, Topic] = {
     "aggregation": Topic("Merging replies", "aggregation.py", aggregation),
+    "judging": Topic("The look at each update", "judging.py", judging),
     "memory": Topic(
         "The server's memory, 350 MB model", "server_memory.py", memory, ("--clients", "2,10,50", "--ways", "tepal"),
     ),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import mmap
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,12 +14,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from tepal.exchange.layout import Arrays
-from tepal.exchange.parts import Digests, digest
-from tepal.host.files import replacing
+from tepal.exchange.parts import DIGEST_BYTES, Digests, digest
+from tepal.host.files import remove_abandoned, replacing
 
 SUFFIX = ".safetensors"
 
 _DIGEST = "sha256/"  # followed by an array's name: the key of its digest in the file's metadata
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
+_UNFINISHED = ".tmp*"  # names under which the format's library begins to write
+_UNREADABLE = "it cannot be read as a safetensors file of this project ({})"
 _RESERVED = "__metadata__"  # the key of the metadata in the format's header
 _DTYPES = {
     "BOOL": "bool",
@@ -44,7 +49,7 @@ def write_arrays(
         replace: replace an existing file; otherwise it stays.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: the file cannot be written; FileNotFoundError: its folder was removed meanwhile.
         ValueError: the format does not allow the name of an array.
     """
     if _RESERVED in arrays:
@@ -58,7 +63,7 @@ def write_arrays(
         try:
             save_file(contiguous, partial, metadata=metadata)
         except SafetensorError as error:
-            raise OSError(str(error)) from error
+            raise _as_os_error(error) from error
 
 
 def read_arrays(path: Path, digests: Mapping[str, bytes] | None = None) -> dict[str, np.ndarray]:
@@ -88,7 +93,7 @@ def read_arrays(path: Path, digests: Mapping[str, bytes] | None = None) -> dict[
     except OSError:
         raise
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise DamagedFile(f"it cannot be read as a safetensors file of this project ({error})") from error
+        raise DamagedFile(_UNREADABLE.format(error)) from error
     if changed:
         raise DamagedFile(f"{len(changed)} entries do not have their digests, {changed[0]!r} first")
     for array in arrays.values():
@@ -97,22 +102,45 @@ def read_arrays(path: Path, digests: Mapping[str, bytes] | None = None) -> dict[
 
 
 def map_arrays(path: Path) -> dict[str, tuple[np.ndarray, bytes]]:
-    """Name → (array, digest) of a file that was just written. Nothing is checked.
+    """Name → (array, digest) of a file that was just written. The arrays are not compared with their digests.
 
     The arrays are read-only views of the memory-mapped file, which the system can drop from memory. They stay valid
     when the file is removed or replaced.
+
+    Raises:
+        DamagedFile: the file is not one of `write_arrays`.
+        OSError: the file does not exist or cannot be opened.
     """
-    with path.open("rb") as file:
-        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    begin = 8 + int.from_bytes(mapping[:8], "little")
-    header = json.loads(mapping[8:begin])
-    metadata = header.pop(_RESERVED)
-    found: dict[str, tuple[np.ndarray, bytes]] = {}
-    for name, about in header.items():
-        kind = np.dtype(_DTYPES[about["dtype"]])
-        array = np.ndarray(tuple(about["shape"]), kind, mapping, begin + about["data_offsets"][0])
-        found[name] = array, bytes.fromhex(metadata[f"{_DIGEST}{name}"])
-    return found
+    try:
+        with path.open("rb") as file:
+            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        begin = 8 + int.from_bytes(mapping[:8], "little")
+        header = json.loads(mapping[8:begin])
+        metadata = header.pop(_RESERVED)
+        found: dict[str, tuple[np.ndarray, bytes]] = {}
+        for name, about in header.items():
+            kind = np.dtype(_DTYPES[about["dtype"]])
+            shape, start = tuple(about["shape"]), begin + about["data_offsets"][0]
+            if start < begin or min(shape, default=0) < 0 or start + math.prod(shape) * kind.itemsize > len(mapping):
+                raise ValueError(f"{name!r} is not within the file")  # NumPy does not check a negative start
+            array = np.ndarray(shape, kind, mapping, start)
+            found[name] = array, bytes.fromhex(metadata[f"{_DIGEST}{name}"])
+            if len(found[name][1]) != DIGEST_BYTES:
+                raise ValueError(f"the digest of {name!r} has the wrong length")
+        return found
+    except (AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
+        raise DamagedFile(_UNREADABLE.format(error)) from error
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what `write_arrays` left in this folder because its process was killed."""
+    remove_abandoned(folder, _UNFINISHED)
+
+
+def _as_os_error(error: SafetensorError) -> OSError:
+    """The error with the system's number, from which Python makes FileNotFoundError, for example."""
+    number = _OS_ERROR.search(str(error))
+    return OSError(int(number[1]), str(error)) if number else OSError(str(error))
 
 
 def _contiguous(array: np.ndarray) -> np.ndarray:

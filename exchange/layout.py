@@ -8,9 +8,10 @@ Raw tensors that share storage (tied embeddings) are one entry.
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -140,14 +141,40 @@ class Layout:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Layout:
+        """The layout that `to_json` wrote. Raises KeyError, TypeError or ValueError for other data."""
         raw = tuple(RawTensor(name, tuple(shape), dtype, same_as) for name, shape, dtype, same_as in data["raw"])
+        for tensor in raw:
+            _check_texts(tensor.name, tensor.dtype, tensor.same_as)
+            _check_sizes(tensor.shape)
+            _check_dtype(tensor.dtype)
         dtypes = {tensor.name: tensor.dtype for tensor in raw}
         split: dict[str, list[Entry]] = {}
         for name, of, shape, *place in data["split"]:
-            split.setdefault(of, []).append(Entry(name, of, tuple(shape), dtypes[of], *place))
+            entry = Entry(name, of, tuple(shape), dtypes[of], *place)
+            _check_texts(name)
+            _check_sizes((*entry.shape, entry.axis, entry.start, entry.stop))
+            split.setdefault(of, []).append(entry)
         entries: list[Entry] = []
         for tensor in raw:
             if not tensor.same_as:
                 whole = Entry(tensor.name, tensor.name, tensor.shape, tensor.dtype)
                 entries += split.get(tensor.name, [whole])
         return Layout(raw, tuple(entries))
+
+
+def _check_texts(*texts: Any) -> None:
+    for text in texts:
+        if type(text) is not str:
+            raise TypeError(f"{reprlib.repr(text)} is not text")
+
+
+def _check_sizes(sizes: tuple[Any, ...]) -> None:
+    for size in sizes:
+        if type(size) is not int or not 0 <= size < 2**48:
+            raise ValueError(f"{reprlib.repr(size)} is not a size")
+
+
+@cache
+def _check_dtype(name: str) -> None:
+    if np.dtype(name).hasobject:
+        raise ValueError(f"{name} is no dtype of numbers")

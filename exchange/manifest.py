@@ -26,10 +26,10 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord
 from pydantic import FailFast, Field, StrictInt, TypeAdapter, ValidationError
 
 from tepal.exchange.bounds import HEADER_BYTES, HEADER_BYTES_PER_ENTRY, MOST_KEYS
-from tepal.exchange.encodings import PLAIN, Wire
+from tepal.exchange.encodings import DTYPES, PLAIN, Wire
 from tepal.exchange.layout import Layout, Names
 from tepal.exchange.parts import DIGEST_BYTES, Part
-from tepal.exchange.plan import Plan, Tree
+from tepal.exchange.plan import Plan, Scalar, Tree
 from tepal.exchange.threads import in_threads
 
 RECORD = "tepal"
@@ -174,6 +174,8 @@ class Manifest:
             layout = Layout.from_json(data["layout"])
 
             def names(numbers: list[int]) -> Names:
+                if not all(type(k) is int and k >= 0 for k in numbers):
+                    raise ValueError("an entry's number is negative, or not a number")
                 return tuple(layout.names[k] for k in numbers)
 
             parcels: list[Parcel] = []
@@ -181,6 +183,8 @@ class Manifest:
             keeps: dict[Tree, Names] = {}
             for item in data["parcels"]:
                 joined = base64.b64decode(item["digests"])
+                if len(joined) % DIGEST_BYTES:
+                    raise ValueError(f"digests have {len(joined)} bytes")
                 digests = tuple(joined[k : k + DIGEST_BYTES] for k in range(0, len(joined), DIGEST_BYTES))
                 part = Part(item["tree"], item["block"], names(item["names"]), digests)
                 sent = part.names if item["sent"] == "all" else names(item["sent"])
@@ -194,9 +198,36 @@ class Manifest:
                 "kept": tuple(data["kept"]),
                 "upload": Wire(**data["upload"]),
             }
-            return cls(**{of.name: data[of.name] for of in fields(cls)} | converted)
+            return _checked(cls(**{of.name: data[of.name] for of in fields(cls)} | converted))
         except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
             raise ProtocolError(f"its manifest cannot be read ({error!r})") from error
+
+
+def _checked(manifest: Manifest) -> Manifest:
+    """The same manifest. Raises ValueError if one of its values has the wrong type, or contradicts another."""
+    plan, upload = manifest.plan, manifest.upload
+    texts: list[Any] = [manifest.experiment, manifest.record, manifest.current, manifest.nonce, *manifest.kept]
+    texts += [plan.client, plan.action, plan.objective, *plan.returns, *plan.groups, *plan.options, upload.dtype]
+    texts += [text for pair in plan.remembers.items() for text in pair]
+    for parcel in manifest.parcels:
+        part = parcel.part
+        texts += [part.tree, part.block]
+        if not len(part.names) == len(set(part.names)) == len(part.digests):
+            raise ValueError(f"a part of block {reprlib.repr(part.block)} has {len(part.digests)} digests")
+        sent = set(parcel.sent)
+        if not set(part.names) >= sent or len(sent) < len(parcel.sent):
+            raise ValueError(f"a parcel of block {reprlib.repr(part.block)} sends entries that its part does not have")
+        if parcel.dtype not in DTYPES or type(parcel.keep) is not bool:
+            raise ValueError(f"a parcel of block {reprlib.repr(part.block)} has the wrong dtype, or no true or false")
+    if wrong := [text for text in texts if type(text) is not str]:
+        raise ValueError(f"{reprlib.repr(wrong[0])} is not text")
+    if wrong := [value for value in (plan.round, upload.seed) if type(value) is not int]:
+        raise ValueError(f"{reprlib.repr(wrong[0])} is not a whole number")
+    if wrong := [value for value in (upload.differences, upload.feedback) if type(value) is not bool]:
+        raise ValueError(f"{reprlib.repr(wrong[0])} is not a bool")
+    if wrong := [value for value in plan.options.values() if not isinstance(value, Scalar)]:
+        raise ValueError(f"{reprlib.repr(wrong[0])} is not an option's value")
+    return manifest
 
 
 def _plan_fields(plan: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:

@@ -16,9 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tepal.exchange.files import SUFFIX, DamagedFile, read_arrays, write_arrays
+from tepal.exchange.files import SUFFIX, DamagedFile, read_arrays, remove_unfinished, write_arrays
 from tepal.exchange.layout import Arrays, Names
-from tepal.host.files import remove_abandoned
 
 log = getLogger("flwr")
 
@@ -95,7 +94,7 @@ class PersonalState:
 
     def prune(self) -> None:
         """Remove versions that the server will not restore. Those of later rounds stay: the message may be late."""
-        remove_abandoned(self._folder)
+        remove_unfinished(self._folder)
         with contextlib.suppress(OSError):
             for path in self._folder.glob(f"*-*{SUFFIX}"):
                 made_in, _, exchange = path.name.removesuffix(SUFFIX).partition("-")

@@ -11,11 +11,12 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 
 _PARTIAL = ".writing-"  # how the names of files begin that are being written
 _ABANDONED = 3600.0  # seconds without a change after which such a file was left by a process that was killed
-_RETRY = 0.02  # seconds between two attempts to get a lock
+_RETRY = 0.0005, 0.02  # seconds between the first two attempts to get a lock, doubled up to the second number
 
 
 @contextlib.contextmanager
@@ -44,14 +45,18 @@ def replacing(path: Path, *, durable: bool = False, overwrite: bool = True) -> I
             partial.unlink()
 
 
-def remove_abandoned(folder: Path) -> None:
-    """Remove the files that `replacing` left in this folder because its process was killed."""
+def remove_abandoned(folder: Path, *others: str) -> None:
+    """Remove the files that `replacing` left in this folder because its process was killed.
+
+    `others`: patterns of the names of more files that are being written.
+    """
     before = time.time() - _ABANDONED
-    with contextlib.suppress(OSError):  # another process may be removing the folder
-        for path in folder.glob(f"{_PARTIAL}*"):
-            with contextlib.suppress(OSError):  # another process may have finished the file
-                if path.lstat().st_mtime < before:
-                    path.unlink()
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:  # another process may be removing the folder
+        for entry in entries:
+            if any(fnmatch(entry.name, pattern) for pattern in (f"{_PARTIAL}*", *others)):
+                with contextlib.suppress(OSError):  # another process may have finished the file
+                    if entry.stat(follow_symlinks=False).st_mtime < before:
+                        os.unlink(entry.path)
 
 
 def sync_folder(folder: Path) -> None:
@@ -77,6 +82,7 @@ def locked(path: Path, refusal: Exception, *, patience: float = 0.0) -> Iterator
     handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)  # NFS locks a file that is open for writing
     try:
         give_up = time.monotonic() + patience
+        pause, longest = _RETRY
         while True:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -84,8 +90,10 @@ def locked(path: Path, refusal: Exception, *, patience: float = 0.0) -> Iterator
             except BlockingIOError as error:
                 if time.monotonic() >= give_up:
                     raise refusal from error
-                time.sleep(_RETRY)
+                time.sleep(pause)
+                pause = min(2 * pause, longest)
         yield
+        fcntl.flock(handle, fcntl.LOCK_UN)  # also for a child that another thread has forked
     finally:
         os.close(handle)
 

@@ -7,7 +7,6 @@ import ipaddress
 import os
 import re
 import stat
-import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +17,7 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 
-from tepal.host.toml import Value, flat, parse_run_config
+from tepal.host.toml import Value, flat, parse_run_config, parse_untrusted
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 """A site's name."""
@@ -59,8 +58,7 @@ def read_site(folder: Path) -> SiteCredentials:
             raise ProvisionError(f"{folder} has no file {name}, and a site needs {', '.join(_SITE_FILES)}: {_UNPACK}")
     certificates, key, settings = (folder / name for name in _SITE_FILES)
     try:
-        text = settings.read_text(encoding="utf-8")
-        name, superlink, node_config = read_site_toml(text, str(settings))
+        name, superlink, node_config = read_site_toml(settings.read_bytes(), str(settings))
         if days_left(read_certificate(certificates)) < 0:
             raise ProvisionError(
                 f"the authority's certificate {certificates} has expired. Ask the server's administrator for an "
@@ -81,7 +79,7 @@ def _check_node_key(path: Path) -> None:
         raise ProvisionError(f"the private key {path} can be read by others (mode {mode:04o}). Use: chmod 600 {path}")
     try:
         key = load_ssh_private_key(path.read_bytes(), None)
-    except (ValueError, TypeError, UnsupportedAlgorithm):  # TypeError: it needs a password
+    except (ValueError, TypeError, NotImplementedError, UnsupportedAlgorithm):  # TypeError: it needs a password
         raise ProvisionError(
             f"{path} is not a private key in OpenSSH format without a password: unpack the site's archive again, or "
             "ask the server's administrator for a new one"
@@ -121,11 +119,11 @@ def parse_node_config(arguments: Iterable[str] | None) -> dict[str, Value] | Non
         raise ProvisionError(f"--node-config: {str(error).replace('run configuration', 'node config')}") from error
 
 
-def read_site_toml(text: str, where: str) -> tuple[str, str, dict[str, Value]]:
+def read_site_toml(content: bytes, where: str) -> tuple[str, str, dict[str, Value]]:
     """Return name, superlink and node config. Raises ProvisionError, which begins with `where`."""
     try:
-        table: dict[str, Any] = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        table: dict[str, Any] = parse_untrusted(content)
+    except ValueError as error:
         raise ProvisionError(f"{where} is not valid TOML: {error}") from error
     unknown = sorted(table.keys() - {"name", "superlink", "node-config"})
     if unknown:

@@ -232,6 +232,9 @@ def build_strategy(config: RunConfig, blocks: Blocks) -> MethodStrategy:
         "deterministic": config.training.deterministic,
         "max_weight_share": rounds.max_weight_share,
         "classes": sizes_of(config).get("classes") if TASKS[config.data.kind].macro_f1 else None,
+        "robust": rounds.robust,
+        "hostile_share": rounds.hostile_share,
+        "krum_keep": rounds.krum_keep,
         "encoding": config.wire.encoding(rounds.seed),
     }
     try:

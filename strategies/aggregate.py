@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -23,6 +23,39 @@ _Step = tuple[np.ndarray, np.ndarray, float]
 """(mean, values, share) of the update mean ← mean + share·(values − mean); share 1 overwrites the mean."""
 
 
+MOST_WEIGHT = 1e100
+"""Largest weight of a part: the sum of the weights of any number of parts is then finite."""
+
+
+class Mean(Protocol):
+    """A mean of the clients' parts, weighted or robust: entries are added client by client."""
+
+    def add(self, part: Mapping[str, np.ndarray], weight: float) -> None:
+        """Add the entries of one client. After any error nothing has been added.
+
+        Args:
+            part: entry name → array; shape and dtype as in earlier parts.
+            weight: of this client, > 0 and at most `MOST_WEIGHT`.
+
+        Raises:
+            ValueError: a weight out of range, or an entry of another shape or dtype than before.
+            OSError: the part cannot be stored.
+        """
+        ...
+
+    def prepare(self, part: Mapping[str, np.ndarray], weight: float) -> Callable[[], None]:
+        """Do all of `add` that may fail, and return the function that adds the part and cannot fail.
+
+        A caller that adds to several means prepares all of them before it adds to the first. Nothing else may be
+        prepared in between. Arguments and errors are those of `add`.
+        """
+        ...
+
+    def result(self) -> dict[str, np.ndarray]:
+        """Entry name → mean, read-only, in the dtype of the parts. Call it once, after the last part."""
+        ...
+
+
 class WeightedMean:
     """Weighted mean Σ_k w_k·x_k / Σ_k w_k of each entry over the parts that have it, updated with each part:
 
@@ -39,36 +72,75 @@ class WeightedMean:
         self._means: dict[str, _EntryMean] = {}
 
     def add(self, part: Mapping[str, np.ndarray], weight: float) -> None:
-        """Add the entries of one client.
+        """Add the entries of one client. After any error nothing has been added.
 
         Args:
             part: entry name → array; shape and dtype as in earlier parts.
-            weight: of this client, > 0 and finite; usually its number of training examples.
+            weight: of this client, > 0 and at most `MOST_WEIGHT`; usually its number of training examples.
 
         Raises:
-            ValueError: a weight that is not positive and finite, or an entry of another shape or dtype than before.
+            ValueError: a weight out of range, or an entry of another shape or dtype than before.
         """
-        if not (np.isfinite(weight) and weight > 0):
-            raise ValueError(f"weight is {weight}; it must be positive and finite")
-        for name, array in part.items():
-            mean = self._means.get(name)
-            if mean is not None and (array.shape, array.dtype) != (mean.values.shape, mean.dtype):
-                raise ValueError(
-                    f"entry {name!r} is {array.dtype}{list(array.shape)}; it must be "
-                    f"{mean.dtype}{list(mean.values.shape)}, as in earlier parts"
-                )
+        self.prepare(part, weight)()
+
+    def prepare(self, part: Mapping[str, np.ndarray], weight: float) -> Callable[[], None]:
+        """See `Mean.prepare`."""
+        check_part(part, weight, {name: (mean.values.shape, mean.dtype) for name, mean in self._means.items()})
         new = {name: array for name, array in part.items() if name not in self._means}
-        for (name, array), values in zip(new.items(), _empty(new.values()), strict=True):
-            self._means[name] = _EntryMean(values, array.dtype)
-        means = [self._means[name] for name in part]
-        _update([mean.end_group() for mean in means if mean.count == _GROUP])
-        _update([(mean.values, array, mean.share(weight)) for mean, array in zip(means, part.values(), strict=True)])
+        made = {
+            name: _EntryMean(values, array.dtype)
+            for (name, array), values in zip(new.items(), _empty(new.values()), strict=True)
+        }
+
+        def add() -> None:
+            self._means.update(made)
+            means = [self._means[name] for name in part]
+            _update([mean.end_group() for mean in means if mean.count == _GROUP])
+            _update(
+                [(mean.values, array, mean.share(weight)) for mean, array in zip(means, part.values(), strict=True)]
+            )
+
+        return add
 
     def result(self) -> dict[str, np.ndarray]:
         """Entry name → mean, read-only, in the dtype of the parts. Call it once, after the last part."""
         means, self._means = self._means, {}
         _update([mean.end_group() for mean in means.values() if mean.groups is not None])
         return {name: mean.result() for name, mean in means.items()}
+
+
+def check_part(
+    part: Mapping[str, np.ndarray], weight: float, known: Mapping[str, tuple[tuple[int, ...], np.dtype]]
+) -> None:
+    """Check a part against the entries of earlier parts: name → (shape, dtype). Raises ValueError."""
+    if not 0 < weight <= MOST_WEIGHT:
+        raise ValueError(f"weight is {weight}; it must be positive and at most {MOST_WEIGHT:g}")
+    for name, array in part.items():
+        if array.dtype.kind not in "biuf":
+            raise ValueError(f"entry {name!r} is {array.dtype}; it must be bool, integer or floating-point")
+        shape, dtype = known.get(name, (array.shape, array.dtype))
+        if (array.shape, array.dtype) != (shape, dtype):
+            raise ValueError(
+                f"entry {name!r} is {array.dtype}{list(array.shape)}; it must be {dtype}{list(shape)}, "
+                "as in earlier parts"
+            )
+
+
+def as_dtype(mean: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """A mean in the dtype of the parts, read-only: the majority of bools, integers rounded to the nearest."""
+    values: Any = mean
+    if dtype.kind == "b":
+        values = mean >= 0.5
+    elif dtype.kind in "iu" and mean.dtype.kind == "f":
+        # float64 cannot represent the largest 64-bit integers: a mean that rounding moves beyond them is cut off.
+        limits = np.iinfo(dtype)
+        rounded = np.rint(mean)
+        inside = (rounded >= limits.min) & (rounded < float(limits.max))
+        values = np.where(inside, rounded, 0).astype(dtype)
+        values = np.where(inside, values, np.where(rounded < 0, limits.min, limits.max).astype(dtype))
+    result = np.asarray(values, dtype=dtype)
+    result.flags.writeable = False
+    return result
 
 
 class _EntryMean:
@@ -98,14 +170,7 @@ class _EntryMean:
         return self.groups, self.values, share
 
     def result(self) -> np.ndarray:
-        mean: Any = self.values if self.groups is None else self.groups
-        if self.dtype.kind == "b":
-            mean = mean >= 0.5
-        elif self.dtype.kind in "iu":
-            mean = np.rint(mean)
-        result = np.asarray(mean, dtype=self.dtype)
-        result.flags.writeable = False
-        return result
+        return as_dtype(self.values if self.groups is None else self.groups, self.dtype)
 
 
 def _empty(entries: Iterable[np.ndarray]) -> Iterator[np.ndarray]:

@@ -6,13 +6,13 @@ global model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar, Unpack
 
 from tepal.exchange.layout import Arrays
 from tepal.exchange.plan import EVALUATE, MODEL, Plan, Reply, Scalar, Tree
-from tepal.strategies.aggregate import WeightedMean
+from tepal.strategies.aggregate import Mean, WeightedMean
 from tepal.strategies.method import Merger, Method, MethodError, Run, ServerModel
 from tepal.strategies.options import RoundOptions, listed
 from tepal.strategies.rounds.strategy import MethodStrategy
@@ -37,12 +37,13 @@ class ModelMerger(Generic[State]):
     Args:
         state: of the method before the round.
         uniform: all clients have the same weight, whatever their numbers of examples n_k.
+        mean: makes the mean of the clients' parts.
     """
 
-    def __init__(self, state: State, *, uniform: bool = False) -> None:
+    def __init__(self, state: State, *, uniform: bool = False, mean: Callable[[], Mean] = WeightedMean) -> None:
         self._state = state
         self._uniform = uniform
-        self._mean = WeightedMean()
+        self._mean = mean()
 
     def add(self, reply: Reply) -> None:
         self._mean.add(reply.parts[MODEL], 1.0 if self._uniform else reply.examples)
@@ -58,6 +59,9 @@ class ModelMerger(Generic[State]):
 
 class GlobalModelMethod(Method[State]):
     """Base class of methods with one global model that is sent as a whole. Subclasses define `init` and `merger`."""
+
+    mean: Callable[[], Mean] = staticmethod(WeightedMean)
+    """Makes the mean of the clients' parts for a merger; `init` sets it to that of the run."""
 
     objective: str = ""
     """Name of the clients' objective of local training; "" is the loss of their app."""
@@ -103,10 +107,11 @@ class FedAvgMethod(GlobalModelMethod[ModelState]):
     """The method of FedAvg, and the base class of methods that differ from it in a few functions."""
 
     def init(self, model: ServerModel, run: Run) -> ModelState:
+        self.mean = run.mean
         return ModelState(only_start(model))
 
     def merger(self, state: ModelState, round: int) -> Merger[ModelState]:
-        return ModelMerger(state)
+        return ModelMerger(state, mean=self.mean)
 
 
 Averaging = FedAvgMethod

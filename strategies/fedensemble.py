@@ -206,10 +206,10 @@ class EnsembleMerger:
     def add(self, reply: Reply) -> None:
         (tree, part), *_ = reply.parts.items()
         mode = _mode(tree)
-        if mode not in self._mergers:
-            self._mergers[mode] = self._method.member.merger(self._state.modes[mode], self._round)
+        merger = self._mergers.get(mode) or self._method.member.merger(self._state.modes[mode], self._round)
         weight = 1 if self._method.weighting == "uniform" else reply.examples
-        self._mergers[mode].add(replace(reply, parts={MODEL: part}, examples=weight))
+        merger.add(replace(reply, parts={MODEL: part}, examples=weight))
+        self._mergers[mode] = merger  # not before: a mode whose only reply is refused stays as it is
         if "received-loss" in reply.metrics:
             losses = list(self._state.losses.get(reply.client, [math.inf] * self._method.modes))
             losses[mode] = reply.metrics["received-loss"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
@@ -18,6 +18,7 @@ import numpy as np
 
 from tepal.exchange.layout import Arrays, Layout, Names
 from tepal.exchange.plan import Plan, Reply, Tree
+from tepal.strategies.aggregate import Mean, WeightedMean
 
 State = TypeVar("State")
 """What a method remembers from round to round: a dataclass of arrays and scalars."""
@@ -85,6 +86,8 @@ class Run:
     """The folder of the checkpoints; None if the run saves none."""
     keep: int = 0
     """The number of checkpoints that are kept: the run may return to the states of the last `keep` that were saved."""
+    mean: Callable[[], Mean] = WeightedMean
+    """Makes a mean of the clients' parts: the weighted mean, or a robust one (`tepal.strategies.robust`)."""
 
 
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
@@ -108,7 +111,9 @@ def parameters_of(model: ServerModel) -> Names:
 class Merger(Protocol[NextState]):
     """Merges the replies of one round one by one, without keeping them."""
 
-    def add(self, reply: Reply) -> None: ...
+    def add(self, reply: Reply) -> None:
+        """Merge a reply. If this raises, the merger is as if the reply had not arrived."""
+        ...
 
     def finish(self) -> NextState:
         """The method's next state."""

@@ -64,6 +64,8 @@ class RoundOptions(TypedDict, total=False):
     robust: str
     max_weight_share: float
     classes: int | None
+    hostile_share: float
+    krum_keep: int
     encoding: Encoding | None
     experiment: str | None
     checkpoints: Checkpoints | Path | str | None

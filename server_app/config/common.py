@@ -56,6 +56,20 @@ class RoundConfig(BaseModel):
     )
     schedule: Literal["cosine", "constant"] = Field("cosine", description="course of the learning rate over the rounds")
     seed: int = Field(42, ge=0, lt=2**32, description="seed of all random numbers: model, partition, cohorts, batches")
+    robust: Literal["none", "clip", "trimmed", "median", "krum", "rfa"] = Field(
+        "none",
+        description="how the clients' parts are averaged, against hostile clients: none (weighted mean), clip, "
+        "trimmed, median, krum, rfa (docs/robust.md)",
+    )
+    hostile_share: float = Field(
+        0.2,
+        ge=0,
+        lt=0.5,
+        description="largest share of hostile clients in a round that trimmed and krum assume",
+    )
+    krum_keep: int = Field(
+        0, ge=0, description="clients that krum averages; 0: all that are not assumed to be hostile; 1: the best one"
+    )
     runs: str = Field("runs", description="folder for run directories, on the server")
     checkpoints: int = Field(3, ge=1, description="latest checkpoints that a run directory keeps, at least two")
     trackers: str = Field(

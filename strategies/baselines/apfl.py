@@ -29,7 +29,7 @@ class APFLMethod(PersonalisedMethod):
         self.alpha, self.adaptive = alpha, adaptive
 
     def merger(self, state: ModelState, round: int) -> ModelMerger[ModelState]:
-        return ModelMerger(state, uniform=True)
+        return ModelMerger(state, uniform=True, mean=self.mean)
 
     def options(self) -> Mapping[str, Scalar]:
         return {ALPHA: self.alpha, ADAPTIVE: self.adaptive}

@@ -145,7 +145,7 @@ class FedBEMerger(ModelMerger[ModelState]):
     """Store each client's model in a file as it arrives; at the end draw the ensemble from the file and distil it."""
 
     def __init__(self, method: FedBEMethod, state: ModelState, round: int) -> None:
-        super().__init__(state)
+        super().__init__(state, mean=method.mean)
         self._method = method
         self._round = round
         self._slots: dict[str, int] = {}
@@ -160,10 +160,12 @@ class FedBEMerger(ModelMerger[ModelState]):
 
     def add(self, reply: Reply) -> None:
         part, rows = reply.parts[MODEL], self._method.rows
+        add = self._mean.prepare(part, reply.examples)
+        counters = {name: np.array(part[name]) for name in rows.own}
         self._slots[reply.client] = self._store.write(rows.pieces(part))
         self._examples[reply.client] = reply.examples
-        self._counters[reply.client] = {name: np.array(part[name]) for name in rows.own}
-        super().add(reply)
+        self._counters[reply.client] = counters
+        add()
 
     def finish(self) -> ModelState:
         averaged = super().finish()

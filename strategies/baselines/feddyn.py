@@ -21,7 +21,7 @@ What the paper leaves open is defined so that this equation holds:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Unpack
 
@@ -29,7 +29,7 @@ import numpy as np
 
 from tepal.exchange.layout import Arrays, Names
 from tepal.exchange.plan import ALPHA, Reply, Scalar
-from tepal.strategies.aggregate import with_joiners
+from tepal.strategies.aggregate import Mean, WeightedMean, with_joiners
 from tepal.strategies.fedavg import GlobalModelMethod, ModelMerger, ModelState, only_start
 from tepal.strategies.method import Run, ServerModel, parameters_of
 from tepal.strategies.options import Positive, RoundOptions, listed
@@ -54,7 +54,7 @@ class FedDynMethod(GlobalModelMethod[FedDynState]):
         self.alpha = alpha
 
     def init(self, model: ServerModel, run: Run) -> FedDynState:
-        entries = only_start(model)
+        entries, self.mean = only_start(model), run.mean
         return FedDynState(entries, h={name: np.zeros_like(entries[name]) for name in parameters_of(model)})
 
     def cohort(
@@ -67,7 +67,7 @@ class FedDynMethod(GlobalModelMethod[FedDynState]):
         return {ALPHA: self.alpha}
 
     def merger(self, state: FedDynState, round: int) -> FedDynMerger:
-        return FedDynMerger(state, self.alpha)
+        return FedDynMerger(state, self.alpha, self.mean)
 
     def describe(self) -> Mapping[str, str | int | float]:
         return {"alpha": self.alpha}
@@ -76,8 +76,8 @@ class FedDynMethod(GlobalModelMethod[FedDynState]):
 class FedDynMerger(ModelMerger[FedDynState]):
     """Merge replies into h, and into their unweighted mean less h/α; buffers into their mean."""
 
-    def __init__(self, state: FedDynState, alpha: float) -> None:
-        super().__init__(state, uniform=True)
+    def __init__(self, state: FedDynState, alpha: float, mean: Callable[[], Mean] = WeightedMean) -> None:
+        super().__init__(state, uniform=True, mean=mean)
         self._alpha = alpha
         self._count = 0
 

@@ -45,7 +45,7 @@ class ServerOptimizerMethod(GlobalModelMethod[OptimizerState]):
         self._parameters: Names
 
     def init(self, model: ServerModel, run: Run) -> OptimizerState:
-        self._parameters = parameters_of(model)
+        self._parameters, self.mean = parameters_of(model), run.mean
         return OptimizerState(only_start(model))
 
     def merger(self, state: OptimizerState, round: int) -> OptimizerMerger:
@@ -65,7 +65,7 @@ class OptimizerMerger(ModelMerger[OptimizerState]):
     """Merge replies as FedAvg does, then step from the model before the round along the difference."""
 
     def __init__(self, method: ServerOptimizerMethod, state: OptimizerState) -> None:
-        super().__init__(state)
+        super().__init__(state, mean=method.mean)
         self._method = method
 
     def finish(self) -> OptimizerState:

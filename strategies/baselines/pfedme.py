@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Unpack
 
 import numpy as np
@@ -15,6 +15,7 @@ from pydantic import Field
 
 from tepal.exchange.layout import Names
 from tepal.exchange.plan import INNER_RATE, INNER_STEPS, LAMBDA, PFEDME, Scalar
+from tepal.strategies.aggregate import Mean, WeightedMean
 from tepal.strategies.fedavg import ModelMerger, ModelState
 from tepal.strategies.method import Run, ServerModel, parameters_of
 from tepal.strategies.options import Positive, RoundOptions, listed
@@ -38,7 +39,7 @@ class PFedMeMethod(PersonalisedMethod):
         return {LAMBDA: self.lam, INNER_STEPS: self.inner_steps, INNER_RATE: self.inner_learning_rate}
 
     def merger(self, state: ModelState, round: int) -> PFedMeMerger:
-        return PFedMeMerger(state, self.beta, self._parameters)
+        return PFedMeMerger(state, self.beta, self._parameters, self.mean)
 
     def describe(self) -> Mapping[str, str | int | float]:
         return {**super().describe(), "beta": self.beta}
@@ -47,8 +48,10 @@ class PFedMeMethod(PersonalisedMethod):
 class PFedMeMerger(ModelMerger[ModelState]):
     """Merge parameters into (1 − β)·w + β·mean(w_i), and buffers into their mean."""
 
-    def __init__(self, state: ModelState, beta: float, parameters: Names) -> None:
-        super().__init__(state, uniform=True)
+    def __init__(
+        self, state: ModelState, beta: float, parameters: Names, mean: Callable[[], Mean] = WeightedMean
+    ) -> None:
+        super().__init__(state, uniform=True, mean=mean)
         self._beta, self._parameters = beta, parameters
 
     def finish(self) -> ModelState:

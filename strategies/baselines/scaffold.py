@@ -13,15 +13,15 @@ grows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Unpack
 
 import numpy as np
 
 from tepal.exchange.layout import Arrays, Names
-from tepal.exchange.plan import CONTROL, SCAFFOLD, Plan, Reply, Tree
-from tepal.strategies.aggregate import WeightedMean, with_joiners
+from tepal.exchange.plan import CONTROL, MODEL, SCAFFOLD, Plan, Reply, Tree
+from tepal.strategies.aggregate import Mean, WeightedMean, with_joiners
 from tepal.strategies.fedavg import GlobalModelMethod, ModelMerger, ModelState, only_start
 from tepal.strategies.method import Run, ServerModel, parameters_of
 from tepal.strategies.options import Positive, RoundOptions, listed
@@ -46,7 +46,7 @@ class ScaffoldMethod(GlobalModelMethod[ScaffoldState]):
         self.learning_rate = learning_rate
 
     def init(self, model: ServerModel, run: Run) -> ScaffoldState:
-        entries = only_start(model)
+        entries, self.mean = only_start(model), run.mean
         return ScaffoldState(entries, control={name: np.zeros_like(entries[name]) for name in parameters_of(model)})
 
     def cohort(
@@ -66,7 +66,7 @@ class ScaffoldMethod(GlobalModelMethod[ScaffoldState]):
         return state.control if tree == CONTROL else state.entries
 
     def merger(self, state: ScaffoldState, round: int) -> ScaffoldMerger:
-        return ScaffoldMerger(state, self.learning_rate)
+        return ScaffoldMerger(state, self.learning_rate, self.mean)
 
     def describe(self) -> Mapping[str, str | int | float]:
         return {"learning rate": self.learning_rate}
@@ -75,15 +75,19 @@ class ScaffoldMethod(GlobalModelMethod[ScaffoldState]):
 class ScaffoldMerger(ModelMerger[ScaffoldState]):
     """Merge replies into x, c and the buffers, with uniform weights."""
 
-    def __init__(self, state: ScaffoldState, learning_rate: float) -> None:
-        super().__init__(state, uniform=True)
+    def __init__(
+        self, state: ScaffoldState, learning_rate: float, mean: Callable[[], Mean] = WeightedMean
+    ) -> None:
+        super().__init__(state, uniform=True, mean=mean)
         self._learning_rate = learning_rate
-        self._changes = WeightedMean()
+        self._changes = mean()
         self._count = 0
 
     def add(self, reply: Reply) -> None:
-        super().add(reply)
-        self._changes.add(reply.parts[CONTROL], 1.0)
+        model, changes = reply.parts[MODEL], reply.parts[CONTROL]
+        add_model, add_changes = self._mean.prepare(model, 1.0), self._changes.prepare(changes, 1.0)
+        add_model()
+        add_changes()
         self._count += 1
 
     def finish(self) -> ScaffoldState:

@@ -149,8 +149,10 @@ class PersonalMerger:
 
     def add(self, reply: Reply) -> None:
         part = reply.parts[MIXTURE]
-        self._slots[reply.client], self._digests[reply.client] = self._storage.write(part)
-        self._counters[reply.client] = {name: np.array(part[name]) for name in self._storage.rows.own}
+        counters = {name: np.array(part[name]) for name in self._storage.rows.own}
+        slot, digest = self._storage.write(part)
+        self._slots[reply.client], self._digests[reply.client] = slot, digest
+        self._counters[reply.client] = counters
 
     def finish(self) -> PersonalModels:
         state = self._state

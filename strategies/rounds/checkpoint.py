@@ -19,11 +19,13 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from logging import getLogger
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import StrictInt, TypeAdapter, ValidationError
 
 from tepal.exchange.files import DamagedFile, map_arrays, read_arrays, write_arrays
 from tepal.exchange.layout import Layout, Names
@@ -34,6 +36,9 @@ log = getLogger("flwr")
 
 STATE, FACTS = "state.safetensors", "checkpoint.json"
 FORMAT = 1
+
+_WRONG = (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError)
+"""What reading a damaged value raises."""
 
 _PREFIX, _BESIDE = "round-", ".writing-"
 
@@ -46,9 +51,9 @@ class CheckpointError(ValueError):
 class Checkpoint:
     """The state of a run after one of its rounds."""
 
-    round: int
+    round: StrictInt
     experiment: str
-    seed: int
+    seed: StrictInt
     """All random numbers derive from it, the round and the clients' names: no generator has a state of its own."""
     method: Mapping[str, Any]
     """Name and options of the method."""
@@ -117,7 +122,10 @@ class Checkpoints:
 
         The system can release the memory of mapped arrays, see `map_arrays`. Raises OSError and DamagedFile.
         """
-        return self._mapped(self._path(number), _read_facts(self._path(number) / FACTS)["state"])
+        facts = _read_facts(self._path(number) / FACTS)
+        if "state" not in facts:
+            raise DamagedFile("it has no state")
+        return self._mapped(self._path(number), facts["state"])
 
     def on_disk(self, state: Any) -> Any:
         """A state with its arrays mapped from an unnamed file in this folder. Raises OSError."""
@@ -221,19 +229,28 @@ def to_json(value: Any, arrays: dict[str, np.ndarray]) -> Any:
 
 def from_json(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
     """The value that `to_json` encoded. Raises DamagedFile, and CheckpointError for an unknown type."""
+    try:
+        return _decoded(value, arrays)
+    except (DamagedFile, CheckpointError):
+        raise
+    except _WRONG as error:
+        raise DamagedFile(f"fields of its state are missing or wrong ({error!r})") from error
+
+
+def _decoded(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
     if not isinstance(value, dict):
         return value
     match value:
         case {"array": str(name)}:
             return arrays[name]
         case {"type": str(name), "fields": dict(fields)}:
-            return _class_of(name)(**{key: from_json(inner, arrays) for key, inner in fields.items()})
+            return _class_of(name)(**{key: _decoded(inner, arrays) for key, inner in fields.items()})
         case {"dict": list(items)}:
-            return {from_json(key, arrays): from_json(inner, arrays) for key, inner in items}
+            return {_decoded(key, arrays): _decoded(inner, arrays) for key, inner in items}
         case {"list": list(items)}:
-            return [from_json(inner, arrays) for inner in items]
+            return [_decoded(inner, arrays) for inner in items]
         case {"tuple": list(items)}:
-            return tuple(from_json(inner, arrays) for inner in items)
+            return tuple(_decoded(inner, arrays) for inner in items)
     raise DamagedFile(f"its state has {sorted(value)}")
 
 
@@ -313,12 +330,21 @@ def _read(path: Path) -> Checkpoint:
     facts = _read_facts(path / FACTS)
     try:
         facts["state"] = from_json(facts["state"], read_arrays(path / STATE))
-        facts["held"] = {client: tuple(ids) for client, ids in facts["held"].items()}
-        facts["clients"] = tuple(facts["clients"])
         facts["method"] = current_names(facts["method"])
-        return Checkpoint(**facts)
-    except (AttributeError, KeyError, TypeError) as error:
+        return _checkpoints().validate_python(facts)
+    except (DamagedFile, CheckpointError):
+        raise
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise DamagedFile(f"{'.'.join(map(str, first['loc']))!r} is wrong: {first['msg']}") from None
+    except _WRONG as error:
         raise DamagedFile(f"fields are missing or wrong ({error!r})") from error
+
+
+@cache
+def _checkpoints() -> TypeAdapter[Checkpoint]:
+    """Checks the types of a checkpoint's fields. It is made on demand."""
+    return TypeAdapter(Checkpoint)
 
 
 def _write_facts(path: Path, facts: Mapping[str, Any]) -> None:
@@ -338,5 +364,5 @@ def _read_facts(path: Path) -> dict[str, Any]:
         if hashlib.sha256(json.dumps(content["facts"]).encode()).hexdigest() != content["sha256"]:
             raise DamagedFile("its digest is not that of its content")
         return dict(content["facts"])
-    except (KeyError, TypeError, ValueError) as error:
+    except _WRONG as error:
         raise error if isinstance(error, DamagedFile) else DamagedFile(f"it cannot be read ({error!r})") from error

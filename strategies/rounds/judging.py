@@ -74,6 +74,7 @@ class Judge:
                 continue
             if limit is not None:
                 yield replace(reply, examples=limited(reply.examples, limit))
+                del reply  # it may be as large as the model, and the next one arrives now
                 continue
             lighter: Reply | None = reply
             if heaviest is None or _weight(reply) > _weight(heaviest):
@@ -100,8 +101,10 @@ class Judge:
                 reply = replace(reply, squares={**reply.squares, model: squares}, measured=True)
                 self.norms.enter(reply, model)
             if not hold:
-                yield self._judge(reply, plans, starts)
+                judged = self._judge(reply, plans, starts)
                 del reply
+                yield judged
+                del judged
                 continue
             waiting.append(self._stored(reply))
             del reply

@@ -28,6 +28,7 @@ from tepal.exchange.sender import Sender
 from tepal.host.text import visible
 from tepal.strategies.aggregate import ON_TESTS
 from tepal.strategies.method import Method, ModelBlocks, Run, ServerModel
+from tepal.strategies.robust import mean_factory
 from tepal.strategies.rounds.checkpoint import Checkpoint, Checkpoints
 from tepal.strategies.rounds.cohort import Cohorts, Rules, check
 from tepal.strategies.rounds.flower import WithoutHooks, blocks_of, joined, server_model
@@ -73,11 +74,16 @@ class MethodStrategy(WithoutHooks):
         schedule: learning rate schedule over the rounds, "constant" or "cosine"; it scales `learning-rate` and `lr` of
             the train config, if they are set.
         seed: seed of all random numbers of the server.
-        robust: how replies are merged.
         max_weight_share: the largest share that one client has in the weights of a round with three or more, in (0, 1];
             the weight of a heavier one is reduced to it.
         classes: number of classes of the task, if it has any: clients' label counts of another number are not recorded.
         deterministic: merge in the order of client names, so that the same replies give the same bits.
+        robust: how the clients' parts are averaged: "none" (weighted mean), "clip", "trimmed" (coordinate-wise trimmed
+            mean), "median" (coordinate-wise), "krum" (multi-Krum) or "rfa" (geometric median); see
+            `tepal.strategies.robust`. It applies to every method that averages over clients.
+        hostile_share: largest share of hostile clients in a round that is assumed, in [0, 0.5): what "trimmed" drops on
+            either side, and f of "krum".
+        krum_keep: clients that "krum" averages; 0: all that are not assumed to be hostile; 1: Krum itself.
         encoding: how values are encoded on their way down and up; by default they are not.
         experiment: id under which clients cache parts; a new one by default, and the checkpoint's own if a run is
             resumed.
@@ -109,6 +115,8 @@ class MethodStrategy(WithoutHooks):
         robust: str = "none",
         max_weight_share: float = 0.5,
         classes: int | None = None,
+        hostile_share: float = 0.2,
+        krum_keep: int = 0,
         encoding: Encoding | None = None,
         experiment: str | None = None,
         checkpoints: Checkpoints | Path | str | None = None,
@@ -130,8 +138,9 @@ class MethodStrategy(WithoutHooks):
             deterministic=deterministic,
             max_weight_share=max_weight_share,
         )
-        self.robust = robust
         self.classes = classes
+        mean_factory(robust, hostile_share, krum_keep, None)  # checks the options
+        self.robust, self.hostile_share, self.krum_keep = robust, hostile_share, krum_keep
         self.method = method
         self.blocks = blocks_of(model)
         self.schedule = schedule
@@ -191,7 +200,9 @@ class MethodStrategy(WithoutHooks):
         model, saved = server_model(initial_arrays, self.blocks), self.checkpoints
         resuming = Resuming(saved, self.method, self.rules.seed, model.layout) if saved else None
         checkpoint = resuming.latest(resume=self.resume) if resuming else None
-        run = Run(self.rules.seed, saved.folder, saved.keep) if saved else Run(self.rules.seed)
+        folder = saved.folder if saved else None
+        mean = mean_factory(self.robust, self.hostile_share, self.krum_keep, folder)
+        run = Run(self.rules.seed, folder, saved.keep if saved else 0, mean)
         result = Result()
         first = 1
         train_config, evaluate_config = train_config or ConfigRecord(), evaluate_config or ConfigRecord()

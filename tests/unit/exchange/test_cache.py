@@ -1,5 +1,5 @@
 import errno
-import multiprocessing
+import fcntl
 import os
 import shutil
 import threading
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tepal.exchange import cache as cache_module
-from tepal.exchange import files
+from tepal.exchange import cache_usage, files
 from tepal.exchange.cache import ClientCache, forget_parts
 from tepal.exchange.parts import Part, digest
 
@@ -181,32 +181,8 @@ def test_two_processes_that_write_the_same_part_at_once_share_one_copy(tmp_path,
     assert disk(tmp_path) < 1.1 * 400_000
 
 
-def use_a_small_cache(root, number, said):
-    """What a process of two clients writes; its clients' notes go into `said`."""
-    clients = [ClientCache(root, f"e{number % 2}", f"client-{number}-{k}", limit=60_000) for k in range(2)]
-    threads = [threading.Thread(target=fill, args=(client, range(number * k, 100))) for k, client in enumerate(clients)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    said.put([note for client in clients for note in client.notes])
-
-
-def test_processes_and_threads_that_write_at_the_limit_are_not_in_each_others_way(tmp_path):
-    system = multiprocessing.get_context("spawn")
-    said = system.Queue()
-    processes = [system.Process(target=use_a_small_cache, args=(tmp_path, number, said)) for number in range(3)]
-    for process in processes:
-        process.start()
-    notes = [said.get(timeout=120) for _ in processes]
-    for process in processes:
-        process.join()
-    assert notes == [[], [], []]
-    assert disk(tmp_path) <= 60_000 + 6 * 4400, "each thread may have written a part that no other process has seen"
-
-
 def test_a_cache_of_many_files_is_not_listed_at_each_write(tmp_path, monkeypatch):
-    """Writes of 43 kB come to 1 % of the limit, after which what others have written is looked for."""
+    """At the limit a listing frees a tenth of it: 10 of 100 parts of 4.3 kB."""
     fill(ClientCache(tmp_path, "other", "c"), range(1000, 1010))
     listed, scandir = [], os.scandir
 
@@ -214,27 +190,76 @@ def test_a_cache_of_many_files_is_not_listed_at_each_write(tmp_path, monkeypatch
         listed.append(os.fspath(path))
         return scandir(path)
 
-    monkeypatch.setattr(cache_module, "_usages", {})
     monkeypatch.setattr(os, "scandir", counted)
-    fill(ClientCache(tmp_path, "e", "c", limit=4_300_000), range(50))
-    assert 5 <= listed.count(str(tmp_path / "other" / "content")) <= 20, "once or twice after every 9 writes"
+    client, content = ClientCache(tmp_path, "e", "c", limit=430_000), str(tmp_path / "other" / "content")
+    fill(client, range(80))
+    assert content not in listed, "the number of bytes is known from the first listing"
+    fill(client, range(80, 160))
+    assert 1 <= listed.count(content) <= 2 * 10, "each listing reads a folder twice"
+    assert 0.85 * 430_000 < disk(tmp_path) <= 430_000
 
 
-def test_of_two_processes_neither_exceeds_the_limit_by_much(tmp_path, monkeypatch):
-    """Each knows of what the other has written only by looking. 1 % of the limit is two parts of 0.9 kB."""
-    limit, most, of_process = 200_000, 0, [{}, {}]
-    for turn in range(50):
-        monkeypatch.setattr(cache_module, "_usages", of_process[turn % 2])
-        client = ClientCache(tmp_path, f"e{turn % 2}", f"client-{turn}", limit)
-        fill(client, range(7 * turn, 7 * turn + 7), size=120)
-        assert not client.notes
-        most = max(most, disk(tmp_path)) if turn >= 30 else 0  # the limit is reached after 32 turns
-    assert 0.97 * limit < most < 1.02 * limit
+def test_the_number_of_bytes_on_disk_is_checked_every_ten_minutes(tmp_path, monkeypatch):
+    client = ClientCache(tmp_path, "e", "c", limit=30_000)
+    fill(client, range(2))
+    fill(ClientCache(tmp_path / "elsewhere", "other", "c"), range(10, 14))
+    (tmp_path / "elsewhere" / "other").rename(tmp_path / "other")  # which nobody has counted
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 601)
+    fill(client, [2])
+    assert disk(tmp_path) <= 30_000
 
 
-def test_a_process_alone_never_exceeds_the_limit(tmp_path, monkeypatch):
-    """Also where half of the limit is written between two listings: four parts of 0.9 kB, and a fifth is too much."""
-    monkeypatch.setattr(cache_module, "_SLACK", 0.5)
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", b'{"bytes": "x", "listed": 0}', b'{"bytes": 1e999, "listed": 0}'])
+def test_an_unreadable_number_of_bytes_is_counted_again(tmp_path, text):
+    client = ClientCache(tmp_path, "e", "c", limit=20_000)
+    fill(client, range(4))
+    (tmp_path / "usage.json").write_bytes(text)
+    fill(client, range(4, 6))
+    assert client.notes == [] and disk(tmp_path) <= 20_000 and len(client.holds()) == 4
+
+
+def test_a_process_that_cannot_lock_caches_all_the_same(tmp_path, monkeypatch):
+    def without_locks(*args):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", without_locks)
+    client = ClientCache(tmp_path, "e", "c", limit=20_000)
+    fill(client, range(10))
+    assert client.notes == [] and len(client.holds()) == 4 and disk(tmp_path) <= 20_000
+
+
+def test_what_killed_processes_left_is_removed(tmp_path):
+    """Content without a link, and a file that was being written. A link without content is counted again."""
+    client = ClientCache(tmp_path, "e", "c")
+    fill(client, range(3))
+    folder, links = tmp_path / "e" / "content", sorted((tmp_path / "e" / "clients" / "c").iterdir())
+    unused, in_use = (folder / link.name.rpartition("@")[2] for link in links[:2])
+    links[0].unlink()
+    in_use.unlink()
+    for name in (".writing-1", ".writing-2", ".tmpAbCdEf"):  # the last as the library of the format names its files
+        (folder / name).write_bytes(b"x" * 100)
+        os.utime(folder / name, None if name == ".writing-2" else (0, 0))
+    (tmp_path / "usage.json").unlink()  # so that the folder is listed
+    fill(client, [3])
+    assert unused.exists(), "another process may be about to link to it"
+    assert in_use.exists() and in_use.samefile(links[1])
+    assert [path.name for path in folder.glob(".*")] == [".writing-2"]
+
+
+def test_content_that_nobody_has_linked_to_for_a_minute_is_removed(tmp_path, monkeypatch):
+    client = ClientCache(tmp_path, "e", "c")
+    fill(client, range(2))
+    link = next((tmp_path / "e" / "clients" / "c").iterdir())
+    link.unlink()
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 700)
+    fill(client, [2])
+    assert not (tmp_path / "e" / "content" / link.name.rpartition("@")[2]).exists()
+    assert disk(tmp_path) == 2 * 4264
+
+
+def test_a_process_alone_never_exceeds_the_limit(tmp_path):
     client = ClientCache(tmp_path, "e", "c", limit=10_000)
     for number in range(30):
         fill(client, [number], size=120)
@@ -244,15 +269,15 @@ def test_a_process_alone_never_exceeds_the_limit(tmp_path, monkeypatch):
 
 def test_of_many_threads_one_lists_the_cache(tmp_path, monkeypatch):
     fill(ClientCache(tmp_path, "other", "c"), [1000])
-    listings, contents = [], cache_module._contents
+    (tmp_path / "usage.json").unlink()
+    listings, contents = [], cache_usage._listed
 
     def slow(root):
         listings.append(root)
-        time.sleep(0.1)  # for the others to come to the same point
+        time.sleep(0.1)  # for the others to reach the same point
         return contents(root)
 
-    monkeypatch.setattr(cache_module, "_usages", {})
-    monkeypatch.setattr(cache_module, "_contents", slow)
+    monkeypatch.setattr(cache_usage, "_listed", slow)
     clients = [ClientCache(tmp_path, "e", f"client-{k}") for k in range(6)]
     threads = [threading.Thread(target=fill, args=(client, [k])) for k, client in enumerate(clients)]
     for thread in threads:

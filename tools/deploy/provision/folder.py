@@ -6,7 +6,6 @@ import base64
 import datetime
 import hashlib
 import re
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 
 from tepal.host.site import ProvisionError, days_left, is_address, read_certificate, some
+from tepal.host.toml import parse_untrusted
 from tepal.tools.deploy.provision.certificates import hosts_of
 
 SETTINGS = "deployment.toml"
@@ -133,8 +133,8 @@ def made_in(folder: Path) -> tuple[Provisioned, str]:
         )
     settings = made.folder / SETTINGS
     try:
-        superlink = tomllib.loads(settings.read_text(encoding="utf-8")).get("superlink")
-    except tomllib.TOMLDecodeError as error:
+        superlink = parse_untrusted(settings.read_bytes()).get("superlink")
+    except ValueError as error:
         raise ProvisionError(f"{settings} is not valid TOML: {error}") from error
     if not isinstance(superlink, str) or not is_address(superlink):
         raise ProvisionError(f'{settings}: superlink is {superlink!r}, expected the server as "HOST:PORT"')
@@ -168,7 +168,7 @@ def load_public_key(path: Path) -> ec.EllipticCurvePublicKey:
     """Read a public key in OpenSSH format. Raises ProvisionError unless it is an ECDSA key, as SuperLinks need."""
     try:
         key = load_ssh_public_key(path.read_bytes())
-    except (ValueError, UnsupportedAlgorithm):
+    except (ValueError, NotImplementedError, UnsupportedAlgorithm):
         raise ProvisionError(
             f"{path} is not a public key in OpenSSH format: expected one line, ecdsa-sha2-nistp384 …"
         ) from None

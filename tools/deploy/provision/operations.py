@@ -147,7 +147,7 @@ def renew_server(folder: Path, *, hosts: Sequence[str] = (), days: int = 365) ->
     ca = read_certificate(made.ca_certificate)
     try:
         ca_key = load_pem_private_key(key_file.read_bytes(), None)
-    except (ValueError, TypeError, UnsupportedAlgorithm):
+    except (ValueError, TypeError, NotImplementedError, UnsupportedAlgorithm):
         raise ProvisionError(f"{key_file} is not a private key in PEM format without a password") from None
     if not isinstance(ca_key, ec.EllipticCurvePrivateKey) or ca_key.public_key() != ca.public_key():
         raise ProvisionError(f"{key_file} is not the key of {made.ca_certificate}")

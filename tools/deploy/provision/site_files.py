@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import io
 import tarfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from tepal.host.site import ProvisionError, read_site_toml
-from tepal.host.toml import Value, to_toml
+from tepal.host.toml import LONGEST, Value, to_toml
 from tepal.tools.deploy.provision.certificates import new_key, public_line
 from tepal.tools.deploy.provision.change import Change, Tree
 from tepal.tools.deploy.provision.folder import Provisioned
@@ -59,7 +60,7 @@ def site_toml(name: str, superlink: Value, node_config: Mapping[str, Value]) -> 
         text = to_toml({"name": name, "superlink": superlink}) + "\n[node-config]\n" + to_toml(node_config)
     except ValueError as error:
         raise ProvisionError(str(error).replace("run configuration", "node config")) from error
-    read_site_toml(text, "node config")
+    read_site_toml(text.encode(), "node config")
     return text
 
 
@@ -67,15 +68,17 @@ def node_config_of(archive: Path, unpacked: Path, name: str) -> dict[str, Value]
     """Return the node config of a site that was made before."""
     try:
         if unpacked.is_dir():
-            text = (unpacked / "site.toml").read_text(encoding="utf-8")
+            content = (unpacked / "site.toml").read_bytes()
         else:
             with tarfile.open(archive) as tar:
-                member = tar.extractfile(f"{name}/site.toml")
-                assert member is not None  # a file
-                text = member.read().decode()
-    except (OSError, KeyError, tarfile.TarError, UnicodeDecodeError):
+                member = tar.getmember(f"{name}/site.toml")
+                file = tar.extractfile(member) if member.isreg() and member.size <= LONGEST else None
+                if file is None:
+                    raise ValueError("not a small file")
+                content = file.read()
+    except (OSError, EOFError, KeyError, ValueError, tarfile.TarError, zlib.error):
         raise ProvisionError(
             f"the node config of site {name} can be read neither from {archive} nor from {unpacked}. "
             "Give it with --node-config 'key=value …'; --node-config '' for none"
         ) from None
-    return read_site_toml(text, f"site.toml of {name}")[2]
+    return read_site_toml(content, f"site.toml of {name}")[2]

@@ -1,0 +1,160 @@
+"""Seconds that the look at each update adds to reading and merging a reply, on the server.
+
+    python benchmarks/judging.py [--model vit-b-32] [--replies 5] [--repeats 7] [--quick] [--json FILE]
+
+Measured from the chunks that the SuperLink delivers to the mean, as medians over repeats that are taken in turn:
+
+- every reply is merged as it is;
+- its update is compared with the running median, as in every run; the norms are measured for 5 clients of a round, and
+  estimated for the others. Both are measured here, and the figure of a round of 50 clients follows;
+- with robust="clip": every update is measured, and those beyond the median (here every second one) are scaled down.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from aggregation import Models, answered, at_once
+from flwr.app import Message
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+from flwr.supercore.task_identity import TaskIdentity
+from latency.entries import shapes
+from rich.console import Console
+from rich.table import Table
+
+from tepal.exchange.layout import Layout
+from tepal.exchange.plan import MODEL, Outgoing, Plan, Reply
+from tepal.exchange.sender import Exchange, Sender
+from tepal.host.flower.objects import fetch
+from tepal.strategies.fedavg import ModelMerger, ModelState
+from tepal.strategies.rounds.judging import Judge, Refused
+from tepal.strategies.rounds.norms import SAMPLE, UpdateNorms
+
+CLIENTS = 50
+Packed = list[tuple[Exchange, str, dict[str, bytes]]]
+
+
+class Replies:
+    """Replies of clients whose updates have the norms 1, 3, 1, 3, … in units of the first one's, as they arrive."""
+
+    def __init__(self, name: str, count: int) -> None:
+        rng = np.random.default_rng(0)
+        self.sent = {entry: rng.random(shape, np.float32) for entry, shape in shapes(name).items()}
+        self.count = count
+        trained: Models = [
+            {entry: array + np.float32(1e-3 * (1 + 2 * (k % 2))) for entry, array in self.sent.items()}
+            for k in range(count)
+        ]
+        self.layout = Layout.of_arrays(self.sent)
+        self.plans = {f"client-{k}": self._plan(f"client-{k}") for k in range(count)}
+        self.sender = Sender(self.layout, {"model": self.layout.names}, experiment="judging", record="arrays")
+        self._packed = {measured: self._pack(trained, measured) for measured in (False, True)}
+
+    def _plan(self, client: str) -> Plan:
+        names = self.layout.names
+        return Plan(client=client, round=1, needs={MODEL: names}, trains=names, returns={MODEL: names})
+
+    def _pack(self, trained: Models, measured: bool) -> Packed:
+        packed: Packed = []
+        for plan, model in zip(self.plans.values(), trained, strict=True):
+            content, exchange = self.sender.content(Outgoing(plan, lambda tree: self.sent, measured=measured))
+            answer = answered(Message(content, 1, "train"), model, 1)
+            contents = {each: one.deflate() for each, one in get_all_nested_objects(answer).items()}
+            packed.append((exchange, answer.object_id, contents))
+        return packed
+
+    def read(self, *, measured: bool) -> Iterator[Reply]:
+        for exchange, object_id, contents in self._packed[measured]:
+            message: Any = fetch(object_id, contents.__getitem__, at_once)
+            message.metadata.__dict__["_message_id"] = object_id
+            reply = self.sender.read(exchange, message)
+            del message
+            assert isinstance(reply, Reply)
+            yield reply
+            del reply
+
+    def norms(self) -> UpdateNorms:
+        """Norms of an earlier round, with the median of this one's."""
+        norms = UpdateNorms({"model": self.layout.names})
+        norms.begin()
+        for measured in (False, True):
+            for reply in self.read(measured=measured):
+                norms.enter(reply, MODEL)
+        norms.begin()
+        return norms
+
+    def as_it_is(self) -> float:
+        merger, begun = ModelMerger(ModelState(self.sent)), time.perf_counter()
+        for reply in self.read(measured=False):
+            merger.add(reply)
+            del reply
+        return time.perf_counter() - begun
+
+    def judged(self, norms: UpdateNorms, *, measured: bool, clip: bool) -> float:
+        judge, sizes = Judge(norms, 0.5, clip=clip), dict.fromkeys(self.plans, 1.0)
+        merger, begun = ModelMerger(ModelState(self.sent)), time.perf_counter()
+        for reply in judge.judged(self.read(measured=measured), self.plans, sizes, lambda client, tree: self.sent):
+            assert not isinstance(reply, Refused)
+            merger.add(reply)
+            del reply
+        return time.perf_counter() - begun
+
+
+def measure(name: str, count: int, repeats: int) -> dict[str, float]:
+    """Way → median of the seconds for one reply."""
+    TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
+    replies = Replies(name, count)
+    norms = replies.norms()
+    seconds: dict[str, list[float]] = {}
+    for _ in range(repeats):
+        for way, took in (
+            ("as it is", replies.as_it_is()),
+            ("not measured", replies.judged(norms, measured=False, clip=False)),
+            ("measured", replies.judged(norms, measured=True, clip=False)),
+            ("clipped", replies.judged(norms, measured=True, clip=True)),
+        ):
+            seconds.setdefault(way, []).append(took / count)
+    return {way: statistics.median(each) for way, each in seconds.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=("tiny", "vit-b-32"), default="vit-b-32")
+    parser.add_argument("--replies", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--quick", action="store_true", help="a tiny model, to test that it works")
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    options = parser.parse_args()
+    model, repeats = ("tiny", 2) if options.quick else (options.model, options.repeats)
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["TEPAL_CACHE"] = cache
+        found = measure(model, options.replies, repeats)
+    default = (SAMPLE * found["measured"] + (CLIENTS - SAMPLE) * found["not measured"]) / CLIENTS
+    result = {"model": model, "clients": CLIENTS, "seconds of a reply": {**found, "in a round": default}}
+    show(result)
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1))
+
+
+def show(result: dict[str, Any]) -> None:
+    seconds = result["seconds of a reply"]
+    table = Table(title=f"a reply of {result['model']}", title_justify="left", box=None, pad_edge=False)
+    for heading in ("", "ms", "of merging it as it is"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for way, took in seconds.items():
+        label = f"{way} of {result['clients']} clients" if way == "in a round" else way
+        table.add_row(label, f"{1e3 * took:.1f}", f"{took / seconds['as it is']:.3f}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
