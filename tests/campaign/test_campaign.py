@@ -37,9 +37,11 @@ SMOKE_SECONDS = 3.0
 
 CLIENTS, LIARS = 10, 3
 LOST_ON_AVERAGE = 0.05
-"""How much accuracy the mean of all runs of a strategy may lose: five points."""
+"""How much accuracy the mean of all runs of a strategy may lose: five points, ..."""
+RUNS_OF_A_MEAN = 5
+"""... from this many runs on."""
 LOST_IN_A_RUN = 0.15
-"""How much one run may lose: the runs have six rounds, in which accuracy still rises by several points a round."""
+"""How much one run may lose, fifteen points: a run has six rounds, in which accuracy still rises by several points a round."""
 MOST_BYTES = {"metrics.jsonl": 2_000_000, "summary.json": 200_000, "clients.json": 200_000, "report.html": 30_000_000}
 
 SETTINGS = {
@@ -193,7 +195,7 @@ def campaign(strategy, folder, lines, seconds):
     mean = float(np.mean(reached))
     text = f"{strategy}: {len(reached)} runs, {of.told.total()} lies; accuracy {mean:.3f}, {expected:.3f} without liars"
     print(text)
-    assert mean >= expected - LOST_ON_AVERAGE, text
+    assert len(reached) < RUNS_OF_A_MEAN or mean >= expected - LOST_ON_AVERAGE, text
 
 
 @pytest.mark.parametrize("strategy", ["fedavg", "fedacs"])
