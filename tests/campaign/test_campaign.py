@@ -41,7 +41,7 @@ LOST_ON_AVERAGE = 0.05
 RUNS_OF_A_MEAN = 5
 """... from this many runs on."""
 LOST_IN_A_RUN = 0.15
-"""How much one run may lose, fifteen points: a run has six rounds, in which accuracy still rises by several points a round."""
+"""How much one run may lose, fifteen points: in its six rounds accuracy still rises by several points a round."""
 MOST_BYTES = {"metrics.jsonl": 2_000_000, "summary.json": 200_000, "clients.json": 200_000, "report.html": 30_000_000}
 
 SETTINGS = {
