@@ -10,13 +10,14 @@ RUN_IMPORTS := flwr_datasets, tepal.client_app.app, tepal.server_app.app, \
 	tepal.tools.cli.main, tepal.tools.simulation.one_process
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-long test-all test-containers bench docs lint clean
+.PHONY: help run test test-long test-campaign test-all test-containers bench docs lint clean
 
 help:
 	@echo "make run    set up and run the main job: five strategies by simulation, compared; results under runs/"
 	@echo "make test   set up and run the tests that protect behaviour: units, and the app over gRPC"
 	@echo "make test-long   run the tests that are long by nature: experiments, benchmarks, random mutations, browsers"
-	@echo "make test-all    run everything: test, test-long, and test-containers where there is a Docker engine"
+	@echo "make test-campaign  run every strategy with lying clients, TEPAL_CAMPAIGN_SECONDS (60) each"
+	@echo "make test-all    run all of these tests, and test-containers where there is a Docker engine"
 	@echo "make test-containers   build the images and run the tests of them (needs a Docker engine)"
 	@echo "make bench  set up and run all benchmarks, each beside what one would use instead; results under runs/bench/"
 	@echo "make docs   build the documentation as a site that can be read from disk: site/index.html"
@@ -31,7 +32,7 @@ run: $(VENV)/.ready-run
 # One thread each, because two tests run side by side. Workers that have run out of unit tests take over some of the
 # other worker's, so that no long module keeps one worker busy alone.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-UNIT := $(PYTEST) tests/unit -n 2 --dist worksteal
+WITH_TWO := -n 2 --dist worksteal
 
 # Integration tests start processes and wait for them; on a loaded machine one may pass its deadline. What failed (exit
 # status 1) runs once more, one test at a time: a test that fails twice fails the target, and tests/conftest.py lists
@@ -41,16 +42,21 @@ INTEGRATION = $(PYTEST) tests/integration -m "$(1)" -n 2 --dist loadfile --no-lo
 	{ test $$? = 1 && $(PYTEST) tests/integration -m "$(1)" $(AGAIN); }
 
 test: $(VENV)/.ready-dev
-	$(UNIT) -m "not long"
+	$(PYTEST) tests/unit tests/campaign $(WITH_TWO) -m "not long"
 	$(call INTEGRATION,not long)
 
 test-long: $(VENV)/.ready-dev
-	$(UNIT) -m long
+	$(PYTEST) tests/unit $(WITH_TWO) -m long
 	$(call INTEGRATION,long)
+
+# Twenty strategies, two at a time: ten minutes with the default of 60 seconds for each.
+test-campaign: $(VENV)/.ready-dev
+	$(PYTEST) tests/campaign $(WITH_TWO) -m long
 
 test-all:
 	$(MAKE) test
 	$(MAKE) test-long
+	$(MAKE) test-campaign
 	@if docker version >/dev/null 2>&1; then $(MAKE) test-containers; \
 		else echo "No Docker engine: the container tests did not run."; fi
 

@@ -30,7 +30,10 @@ from tepal.training.probing import probe_layers, random_numbers_apart
 OWN = "personal"
 """Prefix of the names of metrics of a personal model."""
 
-app = ClientApp(mods=[PartialExchange(introduce=lambda msg, context: LocalClient.of(msg, context).figures(msg))])
+exchange = PartialExchange(introduce=lambda msg, context: LocalClient.of(msg, context).figures(msg))
+"""The mod of this app, and of apps that do the same with other functions."""
+
+app = ClientApp(mods=[exchange])
 
 
 def prepare(run_config: Mapping[str, Any], clients: int) -> None:
@@ -46,7 +49,11 @@ def prepare(run_config: Mapping[str, Any], clients: int) -> None:
 
 @app.train()
 def train(msg: Message, context: Context) -> Message:
-    client = LocalClient.of(msg, context)
+    return train_client(LocalClient.of(msg, context), msg)
+
+
+def train_client(client: LocalClient, msg: Message) -> Message:
+    """Train the message's model on this client's examples; the reply has the model and its metrics."""
     model = client.model
     load_record(model, msg.content.array_records["arrays"])
     plan, found = apply_plan(model, msg), received(msg)

@@ -41,6 +41,7 @@ from tepal.tools.reproduce.fedacs import FedAcs
 from tepal.tools.reproduce.fedfrozen_costs import FedFrozenCosts
 from tepal.tools.reproduce.fedfrozen_simulation import FedFrozenSimulation
 from tepal.tools.reproduce.fedfrozen_vision import FedFrozenVision
+from tepal.tools.reproduce.hostile_clients import HostileClients
 from tepal.tools.reproduce.runs import METHOD_ROLE
 from tepal.tools.reproduce.selective import Selective
 
@@ -48,7 +49,7 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     each.name: each
     for each in (
         FedFrozenSimulation(), FedFrozenCosts(), FedFrozenVision(), EnsembleToy(), EnsembleMnist(),
-        EnsembleShakespeare(), FedAcs(), Selective(),
+        EnsembleShakespeare(), FedAcs(), Selective(), HostileClients(),
     )
 }  # fmt: skip
 """All experiments by name."""

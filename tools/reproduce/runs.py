@@ -26,6 +26,7 @@ METHOD_ROLE = "s-"
 _ENSEMBLE_METRICS = ("lowest_accuracy", "highest_accuracy", "entropy")
 _MARKS = "lines+markers"
 
+Connect = Callable[[Sequence[Node], Mapping[str, Any]], InProcessGrid]
 Row = TypeVar("Row", bound=str | int)
 Setting = TypeVar("Setting")
 
@@ -33,13 +34,21 @@ Setting = TypeVar("Setting")
 # --- training -------------------------------------------------------------------------------------------------------
 
 
-def trained(trial: Trial, inputs: TrialInputs, *, weights: Path | None = None, **files: str | float) -> Values:
+def trained(
+    trial: Trial,
+    inputs: TrialInputs,
+    *,
+    weights: Path | None = None,
+    grid: Connect | None = None,
+    **files: str | float,
+) -> Values:
     """Train as a trial's options `config` and `clients` say.
 
     Args:
         trial: the run; the data set that its config names is read from the path among the inputs.
         inputs: folder and data sets.
         weights: where to save the final model.
+        grid: see `measured`.
         files: keys of the run config that depend on this machine or on other trials.
     """
     config = dict(trial.options["config"])
@@ -47,10 +56,17 @@ def trained(trial: Trial, inputs: TrialInputs, *, weights: Path | None = None, *
     if name in inputs.data and "dataset" not in files:
         files["dataset-path"] = str(inputs.data[name])
     folder = inputs.folder / "runs" / trial.name
-    return measured(config | files, int(trial.options["clients"]), folder, weights=weights)
+    return measured(config | files, int(trial.options["clients"]), folder, weights=weights, grid=grid)
 
 
-def measured(config: Mapping[str, Any], clients: int, folder: Path, *, weights: Path | None = None) -> Values:
+def measured(
+    config: Mapping[str, Any],
+    clients: int,
+    folder: Path,
+    *,
+    weights: Path | None = None,
+    grid: Connect | None = None,
+) -> Values:
     """Train as a run config says, in this process, and return what was measured.
 
     An interrupted run continues after its last round. The folder of a finished run is removed.
@@ -60,6 +76,7 @@ def measured(config: Mapping[str, Any], clients: int, folder: Path, *, weights: 
         clients: number of clients.
         folder: for the run's files and the clients' caches.
         weights: where to save the final model.
+        grid: function of the nodes and the run config that connects them, and may replace their apps.
 
     Returns:
         `server`, `clients`: accuracy on the server's examples, and mean over the clients of the accuracy on their own
@@ -78,7 +95,7 @@ def measured(config: Mapping[str, Any], clients: int, folder: Path, *, weights: 
         values["resume"] = str(stopped[-1])
     common: dict[str, str | int | float] = {"num-partitions": clients, "cache-path": str(folder / "clients")}
     nodes = [Node(app, {**common, "partition-id": k}) for k in range(clients)]
-    directory = run(InProcessGrid(nodes, values), values)
+    directory = run((grid or InProcessGrid)(nodes, values), values)
     metrics = read_metrics(directory)
     if weights is not None:
         weights.parent.mkdir(parents=True, exist_ok=True)
