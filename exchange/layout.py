@@ -166,6 +166,7 @@ def _check_texts(*texts: Any) -> None:
     for text in texts:
         if type(text) is not str:
             raise TypeError(f"{reprlib.repr(text)} is not text")
+        text.encode()  # raises UnicodeEncodeError, a ValueError, for lone surrogates
 
 
 def _check_sizes(sizes: tuple[Any, ...]) -> None:

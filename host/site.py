@@ -79,7 +79,7 @@ def _check_node_key(path: Path) -> None:
         raise ProvisionError(f"the private key {path} can be read by others (mode {mode:04o}). Use: chmod 600 {path}")
     try:
         key = load_ssh_private_key(path.read_bytes(), None)
-    except (ValueError, TypeError, NotImplementedError, UnsupportedAlgorithm):  # TypeError: it needs a password
+    except (IndexError, ValueError, TypeError, NotImplementedError, UnsupportedAlgorithm):  # TypeError: has a password
         raise ProvisionError(
             f"{path} is not a private key in OpenSSH format without a password: unpack the site's archive again, or "
             "ask the server's administrator for a new one"

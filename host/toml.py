@@ -13,17 +13,20 @@ import tomli_w
 Value = bool | int | float | str
 
 LONGEST, _MOST_DOTS = 100_000, 200
-"""Characters of a TOML text from others, and dots in one of its lines: a long key a.b.c… would take much memory."""
+"""Characters of a TOML text from others, and dots outside of quotes in one of its lines: a long key a.b.c… would take
+much memory."""
+
+_QUOTED = re.compile(r"\"(?:\\.|[^\"\\])*\"|'[^']*'")
 
 _PAIR = re.compile(r"(\S+?)=('[^']*'|\"[^\"]*\"|\S+)")  # the expression of `flwr run --run-config`
 
 
-def parse_untrusted(content: bytes) -> dict[str, Any]:
+def parse_untrusted(content: bytes, longest: int = LONGEST) -> dict[str, Any]:
     """Read a TOML file that somebody else has written. Raises ValueError, whatever is wrong with it."""
-    if len(content) > LONGEST:
-        raise ValueError(f"it has {len(content)} bytes, at most {LONGEST} are allowed")
+    if len(content) > longest:
+        raise ValueError(f"it has {len(content)} bytes, at most {longest} are allowed")
     text = content.decode()
-    if any(line.count(".") > _MOST_DOTS for line in text.splitlines()):
+    if any(_QUOTED.sub("", line).count(".") > _MOST_DOTS for line in text.splitlines()):
         raise ValueError(f"it has a line with more than {_MOST_DOTS} dots")
     try:
         return tomllib.loads(text)

@@ -12,7 +12,6 @@ import math
 import os
 import re
 import stat
-import tomllib
 import zipfile
 import zlib
 from contextlib import suppress
@@ -22,6 +21,7 @@ from typing import IO, Any
 import numpy as np
 
 from tepal.host.text import visible
+from tepal.host.toml import parse_untrusted
 from tepal.records.columns import is_number
 from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory.limits import (
@@ -142,7 +142,7 @@ def read_config(run: Path) -> dict[str, Any]:
     """The run config from `config.toml`; {} if the file is missing. Raises OSError or ValueError, naming the file."""
     path = run / CONFIG
     try:
-        config = tomllib.loads(read_file(path, MOST_CONFIG).decode())
+        config = parse_untrusted(read_file(path, MOST_CONFIG), MOST_CONFIG)
         _check_depth(config)
     except FileNotFoundError:
         return {}

@@ -67,11 +67,10 @@ class Checkpoint:
     """Client → id of the exchange from which its current personal state is."""
     standing: Mapping[str, Any] = field(default_factory=dict)
     """`failures`: client → exchanges in a row without a good reply; `until`: client → round of its next plan; `sizes`:
-    client → number of examples of its last reply, of clients whose introduction says none."""
+    client → number of examples of its last reply, of clients whose introduction says none; `norms`: of updates, see
+    `UpdateNorms`. Earlier versions have the first two only."""
     clients: Names = ()
     """The available clients of the round."""
-    norms: Mapping[str, Any] = field(default_factory=dict)
-    """Norms of updates, see `UpdateNorms`; empty in checkpoints of earlier versions."""
     history: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
     """Metrics of all rounds so far, as in Flower's `Result`: kind → round → metric → value."""
 

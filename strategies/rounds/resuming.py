@@ -73,7 +73,7 @@ class Resuming:
         """Return the method's state of a checkpoint, and restore the ledger, the norms and the result from it."""
         log.info("Resumed after round %d, from %s.", checkpoint.round, self.checkpoints.folder)
         ledger.restore(checkpoint.held, checkpoint.current, checkpoint.standing, self.checkpoints.versions())
-        norms.restore(checkpoint.norms)
+        norms.restore(checkpoint.standing.get("norms", {}))
         for kind, rounds in checkpoint.history.items():
             getattr(result, kind).update({int(number): MetricRecord(dict(m)) for number, m in rounds.items()})
         storage, state = self.method.storage, checkpoint.state
@@ -103,6 +103,7 @@ class Resuming:
 
         Returns the state, with its arrays mapped from the checkpoint's file, and the error's text or "".
         """
+        known = ledger.to_facts()
         checkpoint = Checkpoint(
             round=round,
             experiment=experiment,
@@ -115,8 +116,7 @@ class Resuming:
                 kind: {str(number): dict(metrics) for number, metrics in getattr(result, kind).items()}
                 for kind in _HISTORY
             },
-            **ledger.to_facts(),
-            norms=norms.to_facts(),
+            **{**known, "standing": {**known["standing"], "norms": norms.to_facts()}},
         )
         trouble = ""
         try:

@@ -168,7 +168,7 @@ def load_public_key(path: Path) -> ec.EllipticCurvePublicKey:
     """Read a public key in OpenSSH format. Raises ProvisionError unless it is an ECDSA key, as SuperLinks need."""
     try:
         key = load_ssh_public_key(path.read_bytes())
-    except (ValueError, NotImplementedError, UnsupportedAlgorithm):
+    except (IndexError, ValueError, NotImplementedError, UnsupportedAlgorithm):
         raise ProvisionError(
             f"{path} is not a public key in OpenSSH format: expected one line, ecdsa-sha2-nistp384 …"
         ) from None
