@@ -89,6 +89,15 @@ def judging(figures: Mapping[str, Any]) -> Iterable[Row]:
         yield Row(what, 1e3 * of[way], "read and merged as it is", 1e3 * of["as it is"], "ms", goal, faster=False)
 
 
+def robust(figures: Mapping[str, Any]) -> Iterable[Row]:
+    means = figures["means"]
+    plain = means["none"]["add"] + means["none"]["result"]
+    for name in ("trimmed", "median", "krum", "rfa"):
+        what = f"{name} mean of {figures['clients']} parts of {figures['millions']:g} M"
+        ours = means[name]["add"] + means[name]["result"]
+        yield Row(what, ours, "the weighted mean", plain, "s", faster=False)
+
+
 def memory(figures: Mapping[str, Any]) -> Iterable[Row]:
     size = {each["clients"]: each["model"] for each in figures["runs"]}
     most = {(each["way"], each["clients"]): each["server"] for each in figures["runs"]}
@@ -185,6 +194,7 @@ def train_step(figures: Mapping[str, Any]) -> Iterable[Row]:
 TOPICS: Mapping[str, Topic] = {
     "aggregation": Topic("Merging replies", "aggregation.py", aggregation),
     "judging": Topic("The look at each update", "judging.py", judging),
+    "robust": Topic("Robust means", "robust.py", robust),
     "memory": Topic(
         "The server's memory, 350 MB model", "server_memory.py", memory, ("--clients", "2,10,50", "--ways", "tepal"),
     ),

@@ -76,6 +76,12 @@ def test_replies_are_merged_beside_flowers_aggregation_and_a_copy(figures):  # n
     assert len(result["seconds of the whole way"]) == 5
 
 
+def test_robust_means_are_measured_beside_the_weighted_mean(figures):  # noqa: F811
+    result = figures("robust.py", "--quick")
+    assert set(result["means"]) == {"none", "trimmed", "median", "krum", "rfa"}
+    assert all(each["memory"] > 0 and each["times the mean"] > 0 for each in result["means"].values())
+
+
 def test_a_loop_over_pairs_mixes_alike(figures):  # noqa: F811
     result = figures("mixing.py", "--quick")
     assert set(result["loop over pairs"]["seconds"]) == set(result["Tepal"]["seconds"])
