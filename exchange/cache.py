@@ -3,6 +3,7 @@
     <root>/<experiment>/content/<part id>.safetensors          the values, once for all clients on this machine
     <root>/<experiment>/clients/<name>/<tree>.<block>@<part id>.safetensors    a hard link: this client's copy
     <root>/<experiment>/personal/<name>/                       see `tepal.exchange.personal`
+    <root>/secret                                              see `tepal.exchange.secret`
 
 A client caches at most one part of a block of a tree: a newer one replaces the older one. Content that no client uses
 any more has a link count of one. Files are written under another name and renamed. A damaged file does not match its
@@ -66,6 +67,8 @@ class ClientCache:
         self._links = root / _file_name(experiment) / CLIENTS / _file_name(client)
         self.personal = root / _file_name(experiment) / "personal" / _file_name(client)
         """The folder of this client's personal state, which has no size limit."""
+        self.secret = root / "secret"
+        """The file from which clients' secrets are derived, see `tepal.exchange.secret`."""
         self.notes: list[str] = []
         """Problems, for the server's log."""
 

@@ -30,6 +30,7 @@ from tepal.exchange.encodings import DTYPES, PLAIN, Wire
 from tepal.exchange.layout import Layout, Names
 from tepal.exchange.parts import DIGEST_BYTES, Part
 from tepal.exchange.plan import Plan, Scalar, Tree
+from tepal.exchange.secret import LENGTH as SECRET
 from tepal.exchange.threads import in_threads
 
 RECORD = "tepal"
@@ -274,6 +275,9 @@ class Header:
     """Names of the MetricRecords that the checksum covers. A mod before the exchange's may add others."""
     checksum: str = ""
     """See `checksum_of`."""
+    secret: Annotated[str, Field(max_length=SECRET)] = field(default="", repr=False)
+    """Of an introduction: see `tepal.exchange.secret`. It is not sent if it is empty, and not in the checksum, because
+    servers of an earlier version do not know it."""
 
     def with_checksum(self, content: Mapping[str, Any]) -> Header:
         """This header with the checksum of an answer's content."""
@@ -281,7 +285,7 @@ class Header:
 
     def checksum_of(self, content: Mapping[str, Any]) -> str:
         """Digest of an answer: of this header without its checksum, the metrics that it names, and the packed parts."""
-        known = hashlib.sha256(_to_text(vars(self) | {"checksum": ""}))
+        known = hashlib.sha256(_to_text(_without_secret(vars(self)) | {"checksum": ""}))
         for name in self.metrics:
             record = content.get(name)
             known.update(repr(sorted(record.items()) if isinstance(record, MetricRecord) else None).encode())
@@ -293,7 +297,7 @@ class Header:
         return known.hexdigest()[: 2 * DIGEST_BYTES]
 
     def to_record(self) -> ConfigRecord:
-        return ConfigRecord({"header": _to_bytes(vars(self))})
+        return ConfigRecord({"header": _to_bytes(vars(self) if self.secret else _without_secret(vars(self)))})
 
     @classmethod
     def from_content(cls, content: Mapping[str, Any], entries: int = 10_000) -> Header:
@@ -302,7 +306,7 @@ class Header:
         `entries`: number of entries of the model, from which the longest header that is read follows.
         """
         data = _from_record(content, "header", HEADER_BYTES + HEADER_BYTES_PER_ENTRY * entries)
-        if absent := [of.name for of in fields(cls) if of.name not in data]:
+        if absent := [of.name for of in fields(cls) if of.name not in data and of.name != "secret"]:
             raise ProtocolError(f"its header cannot be read (it has no {absent[0]!r})")
         for key in ("parts", "missing"):  # pydantic would make an error for each wrong value of a mapping
             if isinstance(data[key], dict) and len(data[key]) > MOST_KEYS:
@@ -313,6 +317,10 @@ class Header:
             return _headers().validate_python(data)
         except ValidationError as error:
             raise ProtocolError(f"its header cannot be read ({_first(error)})") from None
+
+
+def _without_secret(header: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in header.items() if name != "secret"}
 
 
 @cache

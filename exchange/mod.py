@@ -25,6 +25,7 @@ from tepal.exchange.parts import Part, digest, pack, shapes_of, unpack_checked, 
 from tepal.exchange.personal import PersonalState
 from tepal.exchange.plan import INTRODUCE, TRAIN, Plan, Tree
 from tepal.exchange.records import record_of, values_of
+from tepal.exchange.secret import own_secret
 from tepal.host.text import visible
 
 log = getLogger("flwr")
@@ -158,7 +159,18 @@ class _ClientExchange:
             except Exception as error:  # any problem of the client belongs in the server's log
                 refused = f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error)
                 log.warning("%s cannot take part: %s", visible(self.client), visible(refused))
-        return self.answer(refused=refused, content={"metrics": MetricRecord(dict(figures))} if figures else None)
+        content = {"metrics": MetricRecord(dict(figures))} if figures else None
+        return self.answer(refused=refused, content=content, secret="" if self.plan.client else self._secret())
+
+    def _secret(self) -> str:
+        """The secret of a client whose key is not registered; "" if it cannot be kept."""
+        try:
+            return own_secret(self.cache.secret, self.manifest.experiment, self.client)
+        except OSError as error:
+            note = f"this client cannot keep its name for the run, because its secret cannot be stored: {error}"
+            log.warning("%s", note)
+            self.cache.notes.append(note)
+            return ""
 
     def complete(self) -> dict[Tree, dict[str, np.ndarray]] | None:
         """Values of all needed entries, from the message and the cache; None if some are `missing`."""
@@ -293,6 +305,7 @@ class _ClientExchange:
         content: Mapping[str, ArrayRecord | MetricRecord | ConfigRecord] | None = None,
         missing: Mapping[str, Names] | None = None,
         refused: str = "",
+        secret: str = "",
     ) -> Message:
         carried = RecordDict(dict(content or {}))
         header = Header(
@@ -310,6 +323,7 @@ class _ClientExchange:
             refused=refused,
             notes=(*self.cache.notes, *filter(None, [self.personal.lost])),
             metrics=tuple(carried.metric_records),
+            secret=secret,
         )
         carried[RECORD] = header.with_checksum(carried).to_record()
         return Message(carried, reply_to=self.msg)

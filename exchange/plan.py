@@ -129,3 +129,5 @@ class Reply:
     """Squared norms of the floating-point entries, by tree: ‖x − s‖² for those of a model that is `measured`, where s
     is the value that was sent, otherwise ‖x‖²."""
     measured: bool = False
+    proof: str = ""
+    """Of an introduction: digest of the client's secret; "" if it has none."""

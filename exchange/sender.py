@@ -19,6 +19,7 @@ from tepal.exchange.layout import Arrays, Layout, Names
 from tepal.exchange.manifest import PARTS, RECORD, Header, Manifest, Parcel, ProtocolError, write_id
 from tepal.exchange.parts import Digests, Part, digest, pack, shapes_of, unpacked
 from tepal.exchange.plan import INTRODUCE, Outgoing, Plan, Reply, Tree
+from tepal.exchange.secret import proof_of
 from tepal.host.text import LONGEST_NAME, visible
 
 
@@ -280,6 +281,7 @@ class Sender:
             notes=notes_of(header.notes),
             squares=squares,
             measured=exchange.outgoing.measured,
+            proof=proof_of(header.secret) if plan.action == INTRODUCE else "",
         )
 
     def _parts(

@@ -67,8 +67,8 @@ class Checkpoint:
     """Client → id of the exchange from which its current personal state is."""
     standing: Mapping[str, Any] = field(default_factory=dict)
     """`failures`: client → exchanges in a row without a good reply; `until`: client → round of its next plan; `sizes`:
-    client → number of examples of its last reply, of clients whose introduction says none; `norms`: of updates, see
-    `UpdateNorms`. Earlier versions have the first two only."""
+    client → number of examples of its last reply, of clients whose introduction says none; `proofs`: client → digest of
+    its secret; `norms`: of updates, see `UpdateNorms`. Earlier versions have the first two only."""
     clients: Names = ()
     """The available clients of the round."""
     history: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)

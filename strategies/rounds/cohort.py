@@ -210,7 +210,12 @@ class Cohorts:
                 if answer.lasting:
                     refused[answer.outgoing.node_id] = answer.reason
         names = self._nodes.settle(
-            {node_id: reply.client for node_id, reply in introduced.items()}, refused, asked, report.round
+            {node_id: reply.client for node_id, reply in introduced.items()},
+            refused,
+            asked,
+            report.round,
+            {node_id: reply.proof for node_id, reply in introduced.items()},
+            self._ledger.proofs,
         )
         for node_id, name in names.items():
             reply = introduced[node_id]

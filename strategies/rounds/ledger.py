@@ -36,6 +36,8 @@ class ClientLedger:
         self._until: dict[str, int] = {}  # client → the first round in which it is asked again
         self._introduced: dict[str, Mapping[str, float]] = {}
         self._sizes: dict[str, float] = {}  # of clients whose introduction says none: as of their last reply
+        self.proofs: dict[str, str] = {}
+        """Client's name → digest of the secret of its first holder; "" if that had none."""
         self._before: dict[str, str] = {}  # `_current` before the last merge
 
     def record(self, client: str) -> ClientRecord:
@@ -109,7 +111,12 @@ class ClientLedger:
         return {
             "held": {client: tuple(sorted(parts)) for client, parts in sorted(self._held.items()) if parts},
             "current": dict(self._current),
-            "standing": {"failures": dict(self._failures), "until": dict(self._until), "sizes": dict(self._sizes)},
+            "standing": {
+                "failures": dict(self._failures),
+                "until": dict(self._until),
+                "sizes": dict(self._sizes),
+                "proofs": dict(self.proofs),
+            },
         }
 
     def restore(
@@ -126,3 +133,4 @@ class ClientLedger:
         self._before = dict(self._restorable[-2]) if len(self._restorable) > 1 else {}
         self._failures, self._until = dict(standing.get("failures", {})), dict(standing.get("until", {}))
         self._sizes = dict(standing.get("sizes", {}))
+        self.proofs.update(standing.get("proofs", {}))

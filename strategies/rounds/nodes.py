@@ -5,7 +5,7 @@ A client keeps its name when its node is restarted; the node's id changes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from logging import getLogger
 from random import Random
 from typing import Any
@@ -72,31 +72,54 @@ class Nodes:
         return len(self._new)
 
     def settle(
-        self, introduced: Mapping[int, str], refused: Mapping[int, str], asked: Mapping[int, str], round: int
+        self,
+        introduced: Mapping[int, str],
+        refused: Mapping[int, str],
+        asked: Mapping[int, str],
+        round: int,
+        proofs: Mapping[int, str] | None = None,
+        holders: MutableMapping[str, str] | None = None,
     ) -> dict[int, str]:
         """Enter the results of introductions.
+
+        A name belongs to the node whose key is registered under it; otherwise, for the whole run, to its first holder,
+        which proves by its secret that it is the same when it comes back as another node. Others are called
+        `<name>@<node id>`.
 
         Args:
             introduced: node id → the client's name.
             refused: node id → the reason.
             asked: all nodes that were asked; the others of them are silent.
             round: the current round.
+            proofs: node id → digest of its secret; "", or missing, if it has none.
+            holders: name → digest of the first holder's secret; new names are entered.
 
         Returns:
             Node id → the name that the client has from now on.
         """
+        proofs, holders = proofs or {}, {} if holders is None else holders
+
+        def turn(item: tuple[int, str]) -> tuple[bool, bool, int]:
+            node_id, name = item
+            proof = proofs.get(node_id, "")
+            return self._sessions[node_id][1] != name, not proof or holders.get(name) != proof, node_id
+
         names: dict[int, str] = {}
-        for node_id, name in sorted(introduced.items()):
+        for node_id, name in sorted(introduced.items(), key=turn):
+            proof, wanted = proofs.get(node_id, ""), name
+            while not self._may_have(node_id, name, proof, holders, names):
+                name = f"{name}@{node_id}"
+            if name != wanted:
+                log.warning(
+                    "Two nodes have the name %r; node %d is now called %r. Give each its own `name`. If it is the "
+                    "client that had the name before, and its cache folder was lost, register its key under this name.",
+                    wanted, node_id, name,
+                )  # fmt: skip
             if (other := self._node_of.get(name)) is not None:
-                registered = self._sessions[other][1] == name != self._sessions[node_id][1]
-                if other in introduced or registered:  # no other client may use the name of a registered key
-                    taken, name = name, f"{name}@{node_id}"
-                    log.warning("Two nodes have the name %r; node %d is now called %r. Give each its own `name`.",
-                                taken, node_id, name)  # fmt: skip
-                else:
-                    self._unname(other)
+                self._unname(other)
             if name in self._met and name not in self._again:
                 log.info("%s is back, as node %d.", name, node_id)
+            holders[name] = holders.get(name) or proof
             self._names[node_id] = names[node_id] = name
             self._node_of[name] = node_id
         self._available = None
@@ -106,6 +129,20 @@ class Nodes:
                 self._tries[node_id] = self._tries.get(node_id, 0) + 1
                 self._silent[node_id] = round + 2 ** (self._tries[node_id] - 1)
         return names
+
+    def _may_have(
+        self, node_id: int, name: str, proof: str, holders: Mapping[str, str], settled: Collection[int]
+    ) -> bool:
+        """Whether a node may have this name. `settled`: the nodes that have got theirs in the same turn."""
+        other = self._node_of.get(name)
+        if other in settled or (other is not None and self._sessions[other][1] == name):
+            return False
+        if self._sessions[node_id][1] == name:
+            return True
+        holder = holders.get(name, "")
+        if holder:
+            return proof == holder
+        return other is None
 
     def _unname(self, node_id: int) -> None:
         name = self._names.pop(node_id, "")
