@@ -1,6 +1,6 @@
 """Files that appear whole, and locks between processes.
 
-Imports nothing of this project: of this folder, the app bundle has only this file, `text.py` and `flower/`.
+Imports nothing of this project: of this folder, the app bundle has only this file, `text.py`, `toml.py` and `flower/`.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, Literal
 
+from tepal.records.columns import is_number
 from tepal.records.round_record import COLUMNS, RoundRecord
 
 Summed = Literal[
@@ -98,9 +99,12 @@ def total(metrics: Sequence[RoundRecord], column: Summed) -> float | None:
 
 
 def add(*values: float | None) -> float | None:
-    """Their sum, None if one of them is None."""
+    """Their sum, None if one of them is None. One that is too large for a number of a run's files is a float."""
     known = [value for value in values if value is not None]
-    return sum(known) if len(known) == len(values) else None
+    if len(known) < len(values):
+        return None
+    found = sum(known)
+    return found if is_number(found) else float(found)
 
 
 def _last_known(metrics: Sequence[RoundRecord], column: str) -> float | None:
