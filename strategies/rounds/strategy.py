@@ -401,7 +401,10 @@ class MethodStrategy(WithoutHooks):
         report.fedavg_up += len(report.replied)
         if len(metrics) < self.rules.min_replies:
             return None
-        merged = merger.finish()
+        try:
+            merged = merger.finish()
+        except OSError as error:  # of replies that are stored on disk
+            raise RoundFailed(f"round {this.number} cannot be merged: {error}") from error
         if not self.method.storage and (problem := self._past.problem(state, merged)):
             suspects = farthest(self._norms.ratios)
             log.error("The merged model of round %d does not count: %s.", this.number, problem)

@@ -135,7 +135,8 @@ def deployment(tmp_path_factory) -> Iterator[Loopback]:
     if may_mount():
         inside = {
             "node-5": (*SMALL_DISK, "48k", str(disk / "client")),  # one block of the model has 64 kB
-            "superlink": (*SMALL_DISK, "200k", str(disk / "server")),  # one checkpoint of it has some 130 kB
+            # The first state of a run and a checkpoint of it have some 130 kB each.
+            "superlink": (*SMALL_DISK, "200k", str(disk / "server")),
         }
     configs = [f'name="{name}"' for name in SITES]
     configs[5] += f' cache-path="{disk / "client"}"'
@@ -263,9 +264,9 @@ def test_a_full_disk_at_a_client_is_said_and_costs_only_bytes(faulty, deployment
 def test_a_full_disk_at_checkpoint_time_is_said_and_the_run_goes_on(faulty, deployment):
     if not deployment.small_disks:
         pytest.skip("no right to mount a small disk")
-    assert "no checkpoint of round 2 could be written: " in faulty.log
+    assert "no checkpoint of round 1 could be written: " in faulty.log
     assert "The run continues; if it is killed now" in faulty.log
-    assert ["server", "No space left" in faulty.rounds[3]["notes"][0][1]] == [faulty.rounds[3]["notes"][0][0], True]
+    assert ["server", "No space left" in faulty.rounds[2]["notes"][0][1]] == [faulty.rounds[2]["notes"][0][0], True]
 
 
 # Slow clients ---------------------------------------------------------------------------------------------------------
