@@ -245,7 +245,7 @@ def test_a_client_that_can_keep_nothing_gets_the_model_in_both_messages_and_trai
     assert all(data == 0 for _, client, action, _, data in clients.sent if client != "client-1" and action == "train")
     for name, array in kept.models[2].items():
         assert out.models[2][name].tobytes() == array.tobytes()
-    assert {client for client, _ in out.reports[1].notes} == {"client-1"}, "and says why"
+    assert {client for client, _ in out.reports[1].notes} == {"node 2", "client-1"}, "and says why"
 
 
 def test_a_client_without_room_for_the_model_gets_it_again_with_the_train_message(tmp_path):
