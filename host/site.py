@@ -94,10 +94,12 @@ def _check_node_key(path: Path) -> None:
 def read_certificate(path: Path) -> x509.Certificate:
     """Read a certificate in PEM. Raises ProvisionError."""
     try:
-        return x509.load_pem_x509_certificate(path.read_bytes())
+        certificate = x509.load_pem_x509_certificate(path.read_bytes())
+        days_left(certificate)  # its dates are read on demand
+        return certificate
     except FileNotFoundError:
         raise ProvisionError(f"the certificate {path} does not exist") from None
-    except ValueError:
+    except (ValueError, TypeError, UnsupportedAlgorithm, x509.InvalidVersion):
         raise ProvisionError(f"{path} is not a certificate in PEM format") from None
 
 
