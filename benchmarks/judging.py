@@ -88,7 +88,7 @@ class Replies:
         norms.begin()
         for measured in (False, True):
             for reply in self.read(measured=measured):
-                norms.enter(reply, MODEL)
+                norms.enter(norms.of(reply, MODEL))
         norms.begin()
         return norms
 

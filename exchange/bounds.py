@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tepal.exchange.layout import Arrays, Names
-from tepal.exchange.threads import in_threads
+from tepal.exchange.threads import CHUNK, PIECE, in_threads
 from tepal.host.text import LONGEST_NAME, LONGEST_TEXT, visible
 
 MOST_EXAMPLES = 10**15
@@ -32,9 +32,6 @@ HEADER_BYTES, HEADER_BYTES_PER_ENTRY = 1_000_000, 1000
 """Longest header, decompressed, for a model with that many entries."""
 MOST_KEYS = 10_000
 """Trees, or missing parts, of a header."""
-
-_CHUNK = 1 << 17  # elements that one operation processes: they fit into the processor's cache
-_PIECE = 1 << 20  # elements that a thread processes at a time
 
 
 class BadReply(ValueError):
@@ -115,8 +112,8 @@ def squared_norms(values: Arrays, starts: Arrays | None) -> dict[str, float]:
         if array.dtype.kind not in "fc":
             continue
         x, s = array.reshape(-1), starts[name].reshape(-1) if starts is not None and name in starts else None
-        for k in range(0, x.size, _PIECE):
-            pieces.append((name, x[k : k + _PIECE], None if s is None else s[k : k + _PIECE]))
+        for k in range(0, x.size, PIECE):
+            pieces.append((name, x[k : k + PIECE], None if s is None else s[k : k + PIECE]))
     with np.errstate(over="ignore", invalid="ignore"):
         sums = in_threads(_squared, pieces, sum(x.nbytes for _, x, _ in pieces))
     norms: dict[str, float] = {}
@@ -132,12 +129,12 @@ def _squared(piece: tuple[str, np.ndarray, np.ndarray | None]) -> float:
     _, x, s = piece
     if x.dtype == np.float16:
         x = x.astype(np.float32)
-    scratch = np.empty(min(_CHUNK, x.size) if s is not None else 0, x.dtype)
+    scratch = np.empty(min(CHUNK, x.size) if s is not None else 0, x.dtype)
     total = 0.0
     with np.errstate(over="ignore", invalid="ignore"):  # of this thread
-        for k in range(0, x.size, _CHUNK):
-            change = x[k : k + _CHUNK]
+        for k in range(0, x.size, CHUNK):
+            change = x[k : k + CHUNK]
             if s is not None:
-                change = np.subtract(change, s[k : k + _CHUNK], out=scratch[: change.size])
+                change = np.subtract(change, s[k : k + CHUNK], out=scratch[: change.size])
             total += float(np.vdot(change, change).real)
     return total

@@ -10,6 +10,10 @@ from typing import TypeVar
 T = TypeVar("T")
 R = TypeVar("R")
 
+CHUNK = 1 << 17
+"""Elements that one operation processes: they fit into the processor's cache."""
+PIECE = 1 << 20
+"""Elements that a thread processes at a time."""
 WORTH = 1 << 22
 """Bytes from which work is shared among threads; for fewer, starting the threads takes longer than they save."""
 

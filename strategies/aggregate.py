@@ -8,10 +8,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from tepal.exchange.threads import in_threads
+from tepal.exchange.threads import CHUNK, PIECE, in_threads
 
-_CHUNK = 1 << 17  # elements that one operation processes: they fit into the processor's cache
-_PIECE = 1 << 20  # elements that a thread processes at a time
 _BLOCK = 1 << 24  # elements that are allocated together: large blocks are faster, as their pages are larger
 _GROUP = 50
 """Parts in a group, whose float32 mean is updated part by part. Each update rounds once; the error of 50 updates, in
@@ -195,7 +193,7 @@ def _update(steps: list[_Step]) -> None:
     pieces: list[_Step] = []
     for mean, values, share in steps:
         mean, values = mean.reshape(-1), values.reshape(-1)
-        pieces += [(mean[k : k + _PIECE], values[k : k + _PIECE], share) for k in range(0, mean.size, _PIECE)]
+        pieces += [(mean[k : k + PIECE], values[k : k + PIECE], share) for k in range(0, mean.size, PIECE)]
     in_threads(_update_piece, pieces, sum(values.nbytes for _, values, _ in pieces))
 
 
@@ -204,9 +202,9 @@ def _update_piece(step: _Step) -> None:
     if share == 1:
         np.copyto(mean, values)
         return
-    scratch = np.empty(min(_CHUNK, mean.size), mean.dtype)
-    for start in range(0, mean.size, _CHUNK):
-        m, x = mean[start : start + _CHUNK], values[start : start + _CHUNK]
+    scratch = np.empty(min(CHUNK, mean.size), mean.dtype)
+    for start in range(0, mean.size, CHUNK):
+        m, x = mean[start : start + CHUNK], values[start : start + CHUNK]
         difference = scratch[: m.size]
         np.subtract(x, m, out=difference)
         np.multiply(difference, share, out=difference)

@@ -6,7 +6,7 @@ MOST_CONFIG = 2**20
 """Bytes of `config.toml`, and of `comparison.json`."""
 MOST_SUMMARY = 2**20
 """Bytes of `summary.json`."""
-MOST_METRICS = 128 * 2**20
+MOST_METRICS_FILE = 128 * 2**20
 """Bytes of `metrics.jsonl`: a hundred thousand rounds of a usual length."""
 MOST_STATE = 64 * 2**20
 """Bytes of `now.json`, `clients.json`, `blocks.json` and `labels.json`: a quarter of a million clients."""

@@ -28,7 +28,7 @@ from tepal.records.run_directory.limits import (
     DEEPEST,
     LARGEST_ROUND,
     MOST_CONFIG,
-    MOST_METRICS,
+    MOST_METRICS_FILE,
     MOST_RECORD,
     MOST_RECORDS,
     MOST_STATE,
@@ -86,7 +86,7 @@ def read_file(path: Path, most: int | None) -> bytes:
     return content
 
 
-def read_metrics(path: Path, most: int | None = MOST_METRICS) -> list[RoundRecord]:
+def read_metrics(path: Path, most: int | None = MOST_METRICS_FILE) -> list[RoundRecord]:
     """Read the rounds of a run in their order; [] where none has ended yet.
 
     An incomplete last line is ignored. Of a round that a resumed run repeated, the last line counts.

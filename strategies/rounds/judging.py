@@ -13,7 +13,7 @@ import numpy as np
 from tepal.exchange.bounds import squared_norms
 from tepal.exchange.layout import Arrays
 from tepal.exchange.plan import Plan, Reply, Tree
-from tepal.strategies.rounds.norms import CLIPPED, LARGEST, UpdateNorms, clipped
+from tepal.strategies.rounds.norms import CLIPPED, LARGEST, Norms, UpdateNorms, clipped
 from tepal.strategies.rounds.weights import limited, weight_limit
 
 log = getLogger("flwr")
@@ -92,33 +92,35 @@ class Judge:
         self, replies: Iterable[Reply], plans: Mapping[str, Plan], starts: Callable[[str, Tree], Arrays]
     ) -> Iterator[Reply | Refused]:
         """Yield each reply whose update is not too large, scaled down if it must be."""
-        hold, waiting = self.norms.first, list[Reply]()
+        hold, waiting = self.norms.first, list[tuple[Reply, Norms]]()
         for reply in replies:
             model = plans[reply.client].model
-            self.norms.enter(reply, model)
-            if not reply.measured and not self.norms.known(reply, model):
+            norms = self.norms.of(reply, model)
+            if not self.norms.enter(norms) and not reply.measured:
                 squares = squared_norms(reply.parts.get(model, {}), starts(reply.client, model))
-                reply = replace(reply, squares={**reply.squares, model: squares}, measured=True)
-                self.norms.enter(reply, model)
+                measured = replace(reply, squares={**reply.squares, model: squares}, measured=True)
+                norms = self.norms.of(measured, model)
+                self.norms.enter(norms)
+                del measured
             if not hold:
-                judged = self._judge(reply, plans, starts)
+                judged = self._judge(reply, norms, plans, starts)
                 del reply
                 yield judged
                 del judged
                 continue
-            waiting.append(self._stored(reply))
+            waiting.append((self._stored(reply), norms))
             del reply
             hold = self.clip or len(waiting) < _ENOUGH
             while waiting and not hold:
-                yield self._judge(waiting.pop(0), plans, starts)
+                yield self._judge(*waiting.pop(0), plans, starts)
         while waiting:
-            yield self._judge(waiting.pop(0), plans, starts)
+            yield self._judge(*waiting.pop(0), plans, starts)
 
     def _judge(
-        self, reply: Reply, plans: Mapping[str, Plan], starts: Callable[[str, Tree], Arrays]
+        self, reply: Reply, norms: Norms, plans: Mapping[str, Plan], starts: Callable[[str, Tree], Arrays]
     ) -> Reply | Refused:
         plan = plans[reply.client]
-        ratio = self.norms.ratio(reply, plan.model)
+        ratio = self.norms.ratio(reply.client, norms)
         if ratio > LARGEST:
             return Refused(
                 reply.client,

@@ -247,18 +247,18 @@ class Messenger:
         names = [*reply.metrics, *reply.vectors]
         new = [name for name in names if name not in self._metric_names]
         brought = self._brought.get(reply.client, 0)
-        left = min(MOST_METRICS - brought, MOST_METRIC_NAMES - len(self._metric_names))
-        self._metric_names.update(new[: max(left, 0)])
-        self._brought[reply.client] = brought + len(new[: max(left, 0)])
+        left = max(min(MOST_METRICS - brought, MOST_METRIC_NAMES - len(self._metric_names)), 0)
+        kept, dropped = new[:left], set(new[left:])
+        self._metric_names.update(kept)
+        self._brought[reply.client] = brought + len(kept)
         if reply.not_finite:
             log.warning("%s reports metrics that are not finite, or too large: %s.", reply.client,
                         ", ".join(reply.not_finite[:10]))  # fmt: skip
-        if len(new) <= max(left, 0):
+        if not dropped:
             return reply
-        dropped = set(new[max(left, 0) :])
         log.warning(
             "%s reports %d new metrics, %r first; a run has at most %d names, %d of a client: they are dropped.",
-            reply.client, len(dropped), new[max(left, 0)], MOST_METRIC_NAMES, MOST_METRICS,
+            reply.client, len(dropped), new[left], MOST_METRIC_NAMES, MOST_METRICS,
         )  # fmt: skip
         return replace(
             reply,

@@ -23,7 +23,7 @@ import numpy as np
 
 from tepal.exchange.layout import Names
 from tepal.exchange.plan import Plan, Reply, Tree
-from tepal.exchange.threads import in_threads
+from tepal.exchange.threads import CHUNK, PIECE, in_threads
 
 LARGEST = 1000.0
 """A reply whose update has a larger ratio is refused."""
@@ -34,12 +34,13 @@ SAMPLE = 5
 FEWEST = 3
 """Norms of a block from which their median says what is usual."""
 
-_CHUNK = 1 << 17  # elements that one operation processes: they fit into the processor's cache
-_PIECE = 1 << 20  # elements that a thread processes at a time
 _ROUNDS = 5  # earlier rounds whose norms are remembered
 _KEPT = 21  # of each of them: quantiles, in the middle of which is the median
 
 UPDATE, VALUE = "update", "value"
+
+Norms = Mapping[str, float]
+"""Norms of one reply, by a key for each block of each tree: of the update, or of the values if it was not measured."""
 
 
 class UpdateNorms:
@@ -90,24 +91,20 @@ class UpdateNorms:
             "ratios": np.array([self.ratios[client] for client in clients], np.float32),
         }
 
-    def known(self, reply: Reply, model: Tree) -> bool:
-        """Whether enough norms are known to judge this reply by."""
-        keys = [key for key, _ in self._norms(reply, model)]
-        return all(key in self._medians or len(self._now.get(key, ())) >= FEWEST for key in keys)
-
-    def enter(self, reply: Reply, model: Tree) -> None:
-        """Count the norms of a reply to a plan with this model."""
-        for key, norm in self._norms(reply, model):
+    def enter(self, norms: Norms) -> bool:
+        """Count the norms of a reply. Returns whether enough norms are known to judge it by."""
+        for key, norm in norms.items():
             self._now.setdefault(key, []).append(norm)
+        return all(self._usual(key) is not None for key in norms)
 
-    def ratio(self, reply: Reply, model: Tree) -> float:
-        """The ratio of a reply's update; 0 if nothing is known to compare it with.
+    def ratio(self, client: str, norms: Norms) -> float:
+        """The ratio of a client's update; 0 if nothing is known to compare it with.
 
         If the client was not measured, this is the least ratio that the norms of its values allow.
         """
         update: list[tuple[float, float]] = []  # (norm, the usual one) of each block
         value: list[tuple[float, float, float]] = []  # the same of its values, and the usual norm of its update
-        for key, norm in self._norms(reply, model):
+        for key, norm in norms.items():
             usual, what = self._usual(key), key.partition("/")[0]
             if usual is not None and what == UPDATE:
                 update.append((norm, usual))
@@ -121,7 +118,7 @@ class UpdateNorms:
             norm, usual, of_update = (math.hypot(*norms) for norms in zip(*value, strict=True))
             if math.isfinite(usual):
                 ratio = max(ratio, _over(norm - usual, of_update))
-        self.ratios[reply.client] = ratio
+        self.ratios[client] = ratio
         return ratio
 
     def _usual(self, key: str) -> float | None:
@@ -130,16 +127,19 @@ class UpdateNorms:
         now = self._now.get(key, ())
         return median(now) if len(now) >= FEWEST else None
 
-    def _norms(self, reply: Reply, model: Tree) -> list[tuple[str, float]]:
-        """(key, norm) of each block of each tree. The model's blocks have one key, whatever the name of its tree; in
-        other trees the client returns changes, which start from zero."""
+    def of(self, reply: Reply, model: Tree) -> Norms:
+        """The norms of a reply to a plan with this model.
+
+        The model's blocks have one key, whatever the name of its tree; in other trees the client returns changes, which
+        start from zero.
+        """
         sums: dict[str, float] = {}
         for tree, squares in reply.squares.items():
             what = VALUE if tree == model and not reply.measured else UPDATE
             for name, square in squares.items():
                 key = f"{what}/{'' if tree == model else tree}/{self._block_of.get(name, '')}"
                 sums[key] = sums.get(key, 0.0) + square
-        return [(key, math.sqrt(total)) for key, total in sums.items()]
+        return {key: math.sqrt(total) for key, total in sums.items()}
 
     def to_facts(self) -> dict[str, Any]:
         """The norms, as a checkpoint has them."""
@@ -179,15 +179,15 @@ def _scaled(part: Mapping[str, np.ndarray], c: float, starts: Mapping[str, np.nd
     for name, x in part.items():
         if x.dtype.kind == "f":
             flat, out, s = x.reshape(-1), scaled[name].reshape(-1), starts.get(name)
-            for k in range(0, x.size, _PIECE):
-                at = slice(k, k + _PIECE)
+            for k in range(0, x.size, PIECE):
+                at = slice(k, k + PIECE)
                 pieces.append((flat[at], out[at], None if s is None else s.reshape(-1)[at]))
 
     def scale(piece: tuple[np.ndarray, np.ndarray, np.ndarray | None]) -> None:
         x, out, s = piece
         with np.errstate(over="ignore", invalid="ignore"):
-            for k in range(0, x.size, _CHUNK):
-                at = slice(k, k + _CHUNK)
+            for k in range(0, x.size, CHUNK):
+                at = slice(k, k + CHUNK)
                 change = np.multiply(x[at] if s is None else np.subtract(x[at], s[at], out=out[at]), c, out=out[at])
                 if s is not None:
                     np.add(change, s[at], out=out[at])
@@ -196,8 +196,8 @@ def _scaled(part: Mapping[str, np.ndarray], c: float, starts: Mapping[str, np.nd
     return scaled
 
 
-def farthest(ratios: Mapping[str, float]) -> list[str]:
-    """The clients whose updates were farthest: those beyond three times the median ratio, at least one, and at most a
+def largest(ratios: Mapping[str, float]) -> list[str]:
+    """The clients with the largest updates: those beyond three times the median ratio, at least one, and at most a
     third."""
     if len(ratios) < 2:
         return []

@@ -1,7 +1,7 @@
 """The look at a merged state before it counts, and the way back to the state before it.
 
 A hostile reply may be within all bounds and still make a model that no client can train: then every client fails in the
-round after the merge. The run returns to the state before it, leaves out the clients whose updates were farthest, and
+round after the merge. The run returns to the state before it, leaves out the clients whose updates were largest, and
 goes on.
 """
 

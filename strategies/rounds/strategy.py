@@ -35,7 +35,7 @@ from tepal.strategies.rounds.flower import WithoutHooks, blocks_of, joined, serv
 from tepal.strategies.rounds.judging import Judge, Refused
 from tepal.strategies.rounds.ledger import ClientLedger
 from tepal.strategies.rounds.messenger import Messenger
-from tepal.strategies.rounds.norms import UpdateNorms, farthest, sample
+from tepal.strategies.rounds.norms import UpdateNorms, largest, sample
 from tepal.strategies.rounds.past import Past
 from tepal.strategies.rounds.report import LEFT_BEHIND, SERVER, Answered, Failure, RoundFailed, RoundReport
 from tepal.strategies.rounds.resuming import Resuming
@@ -304,14 +304,14 @@ class MethodStrategy(WithoutHooks):
         except RoundFailed:
             if not this.report.all_failed() or (earlier := self._past.roll_back()) is None:
                 raise
-            suspects = farthest(self._norms.merged_ratios)
+            suspects = largest(self._norms.merged_ratios)
             self._ledger.undo_merge()
             for client in this.report.asked:
                 self._ledger.good(client)
             self._ledger.leave_out(suspects, this.number)
             note = (
                 "no client can train from the model that was merged last: the run returns to the one before it, and "
-                f"leaves out the clients whose updates were farthest ({', '.join(suspects) or 'none'})"
+                f"leaves out the clients whose updates were largest ({', '.join(suspects) or 'none'})"
             )
             log.error("Round %d: %s.", this.number, note)
             this.report.notes.append((SERVER, note))
@@ -406,11 +406,11 @@ class MethodStrategy(WithoutHooks):
         except OSError as error:  # of replies that are stored on disk
             raise RoundFailed(f"round {this.number} cannot be merged: {error}") from error
         if not self.method.storage and (problem := self._past.problem(state, merged)):
-            suspects = farthest(self._norms.ratios)
+            suspects = largest(self._norms.ratios)
             log.error("The merged model of round %d does not count: %s.", this.number, problem)
             report.notes.append((SERVER, f"the merged model does not count: {problem}"))
             for client in suspects:
-                self._refuse(client, "its update was among the farthest of a merge that does not count", this)
+                self._refuse(client, "its update was among the largest of a merge that does not count", this)
             ledger.leave_out(suspects, this.number)
             return None
         report.train_metrics = report.mean_of(

@@ -70,7 +70,7 @@ def test_a_pipe_a_folder_a_device_and_a_link_out_of_the_run_are_not_read(tmp_pat
 
 @pytest.mark.parametrize("name", READERS)
 def test_a_file_over_its_limit_is_an_error_and_is_not_read_whole(tmp_path, name, monkeypatch):
-    for limit in ("MOST_CONFIG", "MOST_METRICS", "MOST_STATE", "MOST_SUMMARY"):
+    for limit in ("MOST_CONFIG", "MOST_METRICS_FILE", "MOST_STATE", "MOST_SUMMARY"):
         monkeypatch.setattr(reading, limit, 1000)
     monkeypatch.setattr(read_metrics, "__defaults__", (1000,))
     monkeypatch.setattr(read_label_counts, "__defaults__", (1000,))
@@ -161,4 +161,4 @@ def test_a_loop_of_links_is_no_run(tmp_path):
 
 
 def test_the_limits_leave_room_for_large_runs():
-    assert limits.MOST_METRICS >= 100_000 * 1000 and limits.MOST_STATE >= 100_000 * 250
+    assert limits.MOST_METRICS_FILE >= 100_000 * 1000 and limits.MOST_STATE >= 100_000 * 250

@@ -19,7 +19,7 @@ from tepal.exchange.plan import Reply
 from tepal.strategies import FedACS, FedAvg, FedNova, RoundFailed
 from tepal.strategies.in_process import InProcessGrid, Node
 from tepal.strategies.rounds import cohort as cohort_module
-from tepal.strategies.rounds.norms import UpdateNorms, farthest
+from tepal.strategies.rounds.norms import UpdateNorms, largest
 from tepal.strategies.rounds.weights import weight_limit
 
 START = {"w": np.zeros((4, 8), np.float32), "b": np.zeros(8, np.float32)}
@@ -255,7 +255,7 @@ def test_the_run_returns_to_the_state_before_a_merge_that_no_client_can_train_fr
     assert "returns to the one before it" in dict(history[1].notes)["server"]
     assert "client-1" not in {name for report in history[1:] for name in report.replied}
     assert_learned(arrays, 5)  # one of the six rounds is lost
-    assert any("leaves out the clients whose updates were farthest (client-1)" in text for text in caplog.messages)
+    assert any("leaves out the clients whose updates were largest (client-1)" in text for text in caplog.messages)
 
 
 def test_a_resumed_run_returns_as_well(tmp_path):
@@ -294,11 +294,11 @@ def test_a_run_whose_clients_fail_whatever_they_are_sent_ends_with_what_was_merg
     assert_learned({"w": failed.value.result.arrays["w"].numpy()}, 2)
 
 
-def test_farthest_are_few():
-    assert farthest({"a": 1.0, "b": 1.1, "c": 40.0, "d": 0.9}) == ["c"]
-    assert farthest({"a": 1.0, "b": 1.1}) == ["b"]
-    assert farthest({"a": 1.0}) == [] == farthest({})
-    assert len(farthest({str(k): 1.0 + (100 if k < 5 else 0) for k in range(9)})) <= 3
+def test_the_largest_are_few():
+    assert largest({"a": 1.0, "b": 1.1, "c": 40.0, "d": 0.9}) == ["c"]
+    assert largest({"a": 1.0, "b": 1.1}) == ["b"]
+    assert largest({"a": 1.0}) == [] == largest({})
+    assert len(largest({str(k): 1.0 + (100 if k < 5 else 0) for k in range(9)})) <= 3
 
 
 # ---- floods and text -------------------------------------------------------------------------------------------------
@@ -437,11 +437,10 @@ def test_unequal_parts_are_compared_by_their_own_blocks():
 
     norms.begin()
     for k in range(4):
-        norms.enter(reply(f"both-{k}", a=1.0, b=100.0**2), "model")
+        norms.enter(norms.of(reply(f"both-{k}", a=1.0, b=100.0**2), "model"))
     norms.begin()
-    assert norms.ratio(reply("one", a=4.0), "model") == pytest.approx(2)
-    assert norms.ratio(reply("other", b=200.0**2), "model") == pytest.approx(2)
-    assert norms.ratio(reply("all", a=1.0, b=100.0**2), "model") == pytest.approx(1)
+    for squares, ratio in (({"a": 4.0}, 2), ({"b": 200.0**2}, 2), ({"a": 1.0, "b": 100.0**2}, 1)):
+        assert norms.ratio("one", norms.of(reply("one", **squares), "model")) == pytest.approx(ratio)
 
 
 def test_personal_models_are_bounded_too(tmp_path):
