@@ -2,6 +2,7 @@
 is kept, and what it says reaches no log as it is."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from tepal.exchange.mod import PartialExchange
 from tepal.exchange.parts import pack, unpacked
 from tepal.exchange.plan import Reply
 from tepal.strategies import FedACS, FedAvg, FedNova, RoundFailed
+from tepal.strategies.fedavg import ModelMerger
 from tepal.strategies.in_process import InProcessGrid, Node
 from tepal.strategies.rounds import cohort as cohort_module
 from tepal.strategies.rounds.norms import UpdateNorms, largest
@@ -294,6 +296,33 @@ def test_a_run_whose_clients_fail_whatever_they_are_sent_ends_with_what_was_merg
     assert_learned({"w": failed.value.result.arrays["w"].numpy()}, 2)
 
 
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda a: np.full_like(a, np.nan), "it has values that are NaN or infinite"),
+        (lambda a: np.where(np.arange(a.size).reshape(a.shape) == 0, np.inf, a).astype(a.dtype), "NaN or infinite"),
+        (lambda a: a + np.float32(1e5), "times as much as the last rounds did"),
+    ],
+    ids=["NaN", "infinite", "jump"],
+)
+def test_a_merged_state_that_is_damaged_does_not_count(damage, reason, monkeypatch):
+    """The merge of the fifth round comes out wrong once; the round is repeated from the state before it."""
+    finish, calls = ModelMerger.finish, []
+
+    def damaged(merger):
+        state = finish(merger)
+        calls.append(1)
+        if len(calls) != 5:
+            return state
+        return replace(state, entries={name: damage(array) for name, array in state.entries.items()})
+
+    monkeypatch.setattr(ModelMerger, "finish", damaged)
+    arrays, history = run(FedAvg(), figures(), rounds=6)
+    assert reason in dict(history[4].notes)["server"] and len(calls) == 7
+    assert len(history[4].left_out) == 1 == len(history[4].refused)
+    assert_learned(arrays, 6)
+
+
 def test_the_largest_are_few():
     assert largest({"a": 1.0, "b": 1.1, "c": 40.0, "d": 0.9}) == ["c"]
     assert largest({"a": 1.0, "b": 1.1}) == ["b"]
@@ -379,8 +408,6 @@ def test_label_counts_of_another_number_of_classes_are_not_recorded():
 
 @pytest.mark.parametrize("error", [ValueError("of its values"), OverflowError("too large"), TypeError("no number")])
 def test_a_reply_that_the_merger_cannot_use_is_refused_alone(error, monkeypatch):
-    from tepal.strategies.fedavg import ModelMerger
-
     add = ModelMerger.add
 
     def broken(merger, reply):
