@@ -1,16 +1,15 @@
-"""The round: choose a cohort, plan, send, merge the replies, score, record.
+"""`MethodStrategy`: a Flower `Strategy` that runs any `Method`, round by round, and resumes it.
 
-`MethodStrategy` is a Flower `Strategy` that runs any `Method`. Replies are merged as they arrive and then dropped, so
-that the server's memory does not grow with the number of clients.
+Replies are merged as they arrive and then dropped, so that the server's memory does not grow with the number of
+clients.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from logging import getLogger
@@ -21,41 +20,24 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
-from tepal.exchange.encodings import Encoding, EncodingError
-from tepal.exchange.layout import Layout
-from tepal.exchange.plan import EVALUATE, FINAL, INTRODUCE, TRAIN, Outgoing, Plan, Reply
+from tepal.exchange.encodings import Encoding
 from tepal.exchange.sender import Sender
-from tepal.host.text import visible
-from tepal.strategies.aggregate import ON_TESTS
 from tepal.strategies.method import Method, ModelBlocks, Run, ServerModel
 from tepal.strategies.robust import mean_factory
+from tepal.strategies.rounds.asking import SCHEDULES
 from tepal.strategies.rounds.checkpoint import Checkpoint, Checkpoints
-from tepal.strategies.rounds.cohort import Cohorts, Rules, check
+from tepal.strategies.rounds.cohort import Rules, check
 from tepal.strategies.rounds.flower import WithoutHooks, blocks_of, joined, server_model
-from tepal.strategies.rounds.judging import Judge, Refused
-from tepal.strategies.rounds.ledger import ClientLedger
-from tepal.strategies.rounds.messenger import Messenger
-from tepal.strategies.rounds.norms import UpdateNorms, largest, sample
 from tepal.strategies.rounds.past import Past
-from tepal.strategies.rounds.report import LEFT_BEHIND, SERVER, Answered, Failure, RoundFailed, RoundReport
+from tepal.strategies.rounds.report import RoundFailed, RoundReport
 from tepal.strategies.rounds.resuming import Resuming
 from tepal.strategies.rounds.round import Round
-from tepal.strategies.rounds.travel import Segment, Travel, segments
-from tepal.strategies.rounds.weights import exceeds
+from tepal.strategies.rounds.runner import RoundRunner, scalars
 
 if TYPE_CHECKING:
     from torch import nn
 
 log = getLogger("flwr")
-
-SCHEDULES: Mapping[str, Callable[[int, int], float]] = {
-    "constant": lambda round, rounds: 1.0,
-    "cosine": lambda round, rounds: 0.5 * (1 + math.cos(math.pi * (round - 1) / rounds)),
-}
-"""Name → factor of the learning rate in round t of T, counted from 1."""
-
-ATTEMPTS = 3
-"""How often a round with too few replies is attempted, each time with a new cohort."""
 
 
 class MethodStrategy(WithoutHooks):
@@ -155,17 +137,6 @@ class MethodStrategy(WithoutHooks):
         self.configrecord_key = configrecord_key
         self.on_round = on_round or (lambda report: None)
         self.on_progress = on_progress or (lambda report: None)
-        # Parts of one run, made by `start`.
-        self._layout: Layout
-        self._segments: tuple[Segment, ...]
-        self._ledger: ClientLedger
-        self._sender: Sender
-        self._messenger: Messenger
-        self._cohorts: Cohorts
-        self._norms: UpdateNorms
-        self._judge: Judge
-        self._past: Past
-        self._trouble: str  # an error of the server itself, for the next report
 
     def summary(self) -> None:
         """Log the options of the strategy and its method."""
@@ -210,44 +181,44 @@ class MethodStrategy(WithoutHooks):
             state = self.method.init(model, run)
             if self.method.storage:
                 ends.callback(self.method.storage.close)
-            self._prepare_run(grid, model, run, checkpoint)
-            ends.callback(self._messenger.close)
+            rounds = self._runner(grid, model, run, checkpoint)
+            ends.callback(rounds.close)
             self.summary()
             if resuming and checkpoint is not None:
                 first = checkpoint.round + 1
-                state, checkpoint = resuming.restore(checkpoint, self._ledger, self._norms, result), None
+                state, checkpoint = resuming.restore(checkpoint, rounds.ledger, rounds.norms, result), None
             elif evaluate_fn is not None:
-                report = RoundReport(0, "initial", server_metrics=_scalars(evaluate_fn(0, initial_arrays)))
+                report = RoundReport(0, "initial", server_metrics=scalars(evaluate_fn(0, initial_arrays)))
                 result.evaluate_metrics_serverapp[0] = MetricRecord(dict(report.server_metrics))
                 self.on_round(report)
+            layout = model.layout
             del initial_arrays, model  # their memory is released, unless the caller has kept them
             if resuming:
                 state = resuming.on_disk(state)
-            self._past = Past(partial(resuming.before, first - 1) if resuming and first > 2 else None)
+            if resuming and first > 2:
+                rounds.past = Past(partial(resuming.before, first - 1))
             for number in range(first, num_rounds + 1):
-                this = self._begin(state, number, num_rounds, train_config, timeout)
+                this = rounds.begin(state, number, num_rounds, train_config, timeout)
                 try:
-                    state = self._train(state, this)
-                    self._score(state, replace(this, config=evaluate_config), evaluate_fn, last=number == num_rounds)
+                    state = rounds.train(state, this)
+                    rounds.score(state, replace(this, config=evaluate_config), evaluate_fn, last=number == num_rounds)
                 except RoundFailed as failure:
                     this.report.seconds = time.monotonic() - this.started
                     self.on_round(this.report)
-                    result.arrays = joined(self.method.models(state), self._layout)
+                    result.arrays = joined(self.method.models(state), layout)
                     failure.result = result
                     raise
                 self._end(this, result)
                 if resuming:
-                    state, self._trouble = resuming.save(
-                        state, number, self.experiment, self._ledger, self._norms, self._cohorts.available(), result
+                    state, rounds.trouble = resuming.save(
+                        state, number, self.experiment, rounds.ledger, rounds.norms, rounds.cohorts.available(), result
                     )
-            result.arrays = joined(self.method.models(state), self._layout)
+            result.arrays = joined(self.method.models(state), layout)
             return result
 
-    def _prepare_run(self, grid: Grid, model: ServerModel, run: Run, checkpoint: Checkpoint | None) -> None:
-        self._layout, self._segments, self._trouble = model.layout, segments(model.layout, self.blocks), ""
+    def _runner(self, grid: Grid, model: ServerModel, run: Run, checkpoint: Checkpoint | None) -> RoundRunner:
         self.experiment = checkpoint.experiment if checkpoint else self.experiment
-        self._ledger = ClientLedger(run.keep)
-        self._sender = Sender(
+        sender = Sender(
             model.layout,
             self.method.transfer_blocks(model),
             experiment=self.experiment,
@@ -256,28 +227,21 @@ class MethodStrategy(WithoutHooks):
             encoding=self.encoding,
         )
         if self.checkpoints is not None:
-            self._sender.digests = self.checkpoints.digests
-        self._messenger = Messenger(
-            grid, self._sender, self._ledger, weighted_by_key=self.weighted_by_key, accept=self._accept
+            sender.digests = self.checkpoints.digests
+        return RoundRunner(
+            grid,
+            sender,
+            self.method,
+            model,
+            run,
+            self.rules,
+            weighted_by_key=self.weighted_by_key,
+            schedule=self.schedule,
+            classes=self.classes,
+            clip=self.robust == "clip",
+            awaited=checkpoint.clients if checkpoint and self.rules.deterministic else (),
+            on_progress=self.on_progress,
         )
-        awaited = checkpoint.clients if checkpoint and self.rules.deterministic else ()
-        self._cohorts = Cohorts(self.rules, self._messenger.nodes, self._ledger, awaited, self.classes)
-        self._norms = UpdateNorms(self.method.transfer_blocks(model))
-        self._judge = Judge(self._norms, self.rules.max_weight_share, clip=self.robust == "clip", folder=run.folder)
-
-    # ---- one round -----------------------------------------------------------------------------------------------
-
-    def _begin(self, state: Any, number: int, rounds: int, train_config: ConfigRecord, timeout: float) -> Round:
-        method = self.method
-        report = RoundReport(
-            number, method.phase_name(state), train_metrics_of=method.train_metrics_of,
-            eval_metrics_of=method.eval_metrics_of, travel=Travel(self._layout, self._segments),
-        )  # fmt: skip
-        if self._trouble:
-            report.notes.append((SERVER, self._trouble))
-        self._sender.forget_packed()
-        self._norms.begin()
-        return Round(number, rounds, train_config, timeout, report)
 
     def _end(self, this: Round, result: Result) -> None:
         report, number = this.report, this.number
@@ -293,246 +257,3 @@ class MethodStrategy(WithoutHooks):
                 of_rounds[number] = MetricRecord(dict(metrics))
         log.info("%s", report.in_a_line(this.rounds))
         self.on_round(report)
-
-    def _train(self, state: Any, this: Round) -> Any:
-        """Train from this state, or from the one before it if no client can train from this one.
-
-        If none can train from that one either, the model is not the reason, and this state stands.
-        """
-        try:
-            return self._attempts(state, this)
-        except RoundFailed:
-            if not this.report.all_failed() or (earlier := self._past.roll_back()) is None:
-                raise
-            suspects = largest(self._norms.merged_ratios)
-            self._ledger.undo_merge()
-            for client in this.report.asked:
-                self._ledger.good(client)
-            self._ledger.leave_out(suspects, this.number)
-            note = (
-                "no client can train from the model that was merged last: the run returns to the one before it, and "
-                f"leaves out the clients whose updates were largest ({', '.join(suspects) or 'none'})"
-            )
-            log.error("Round %d: %s.", this.number, note)
-            this.report.notes.append((SERVER, note))
-            return self._attempts(earlier, this)
-
-    def _attempts(self, state: Any, this: Round) -> Any:
-        """Draw a cohort, run all phases and merge. Returns the next state; a failure leaves the old one unchanged."""
-        report, rules, attempt = this.report, self.rules, 0
-        for attempt in range(ATTEMPTS):
-            send = partial(self._exchange, report)
-            self._cohorts.wait(report, this.config, this.timeout, send)
-            drawn = self._cohorts.draw(rules.fraction_train, report, attempt, TRAIN)
-            report.left_out = drawn.left_out
-            state, cohort = self.method.cohort(state, drawn.names, drawn.size, drawn.rng)
-            plans = self._prepare(state, this, sorted(cohort))
-            merged = self._merge(state, this, plans)
-            if merged is not None:
-                return merged
-            log.warning(
-                "Round %d has %d good replies of %d asked, and needs %d (attempt %d of %d).",
-                this.number, len(report.replied), len(plans), rules.min_replies, attempt + 1, ATTEMPTS,
-            )  # fmt: skip
-            report.replied.clear()
-            if report.refused_by_client.issuperset(report.asked):
-                break  # not transient: these clients would refuse again
-        raise RoundFailed(
-            f"round {this.number} got fewer than min_replies={rules.min_replies} good replies in {attempt + 1} attempts"
-            + report.reasons()
-        )
-
-    def _prepare(self, state: Any, this: Round, cohort: Sequence[str]) -> list[Plan]:
-        """Run all phases but the last, and return the plans of the last one."""
-        report = this.report
-        probe_replies: dict[str, Reply] = {}
-        this.phases_left = len(self.method.phases)
-        this.deadline = time.monotonic() + this.timeout
-        for phase in self.method.phases[:-1]:
-            plans = self._plans(state, this, phase, cohort, probe_replies)
-            report.asked = [plan.client for plan in plans]
-            replies = self._ask(self._outgoing(state, plans, this), this)
-            probe_replies = {reply.client: reply for reply in replies}
-            # With too few replies the last phase has no plans, and the next attempt follows at once.
-            cohort = sorted(probe_replies) if len(probe_replies) >= self.rules.min_replies else []
-        plans = self._plans(state, this, self.method.phases[-1], cohort, probe_replies)
-        report.asked = [plan.client for plan in plans] or report.asked
-        report.record = self.method.record(state, plans)
-        return plans
-
-    def _merge(self, state: Any, this: Round, plans: list[Plan]) -> Any | None:
-        """Send the last phase and merge the replies as they arrive. Returns the next state; None for too few replies.
-        """
-        report, ledger, key = this.report, self._ledger, self.weighted_by_key
-        clients = [plan.client for plan in plans]
-        all_of_them = self._norms.first or self._judge.clip
-        messages = self._outgoing(state, plans, this, measured=clients if all_of_them else sample(clients))
-        report.learning_rate = _mean_rate(messages)
-        replies = self._ask(messages, this, self.rules.max_replies)
-        merger = self.method.merger(state, this.number)
-        metrics: dict[str, tuple[Mapping[str, float], int]] = {}
-        exchanges: dict[str, str] = {}
-        in_order = sorted(replies, key=lambda reply: reply.client) if self.rules.deterministic else replies
-        for reply in self._judge.judged(
-            in_order,
-            {plan.client: plan for plan in plans},
-            {client: ledger.size(client, key) for client in clients},
-            partial(self.method.values, state),
-        ):
-            if isinstance(reply, Refused):
-                self._refuse(reply.client, reply.reason, this)
-                continue
-            try:
-                merger.add(reply)
-            except OSError as error:  # of a method that stores models on disk
-                report.notes.append((SERVER, f"the reply of {reply.client} cannot be stored: {error}"))
-                log.error("The reply of %s in round %d cannot be stored: %s", reply.client, this.number, error)
-                continue
-            except Exception as error:  # of one client's values: a merger is as if this reply had not come
-                log.debug("The reply of %s cannot be merged.", reply.client, exc_info=True)
-                self._refuse(reply.client, f"it cannot be merged ({type(error).__name__}: {error})", this)
-                continue
-            self._ledger.good(reply.client)
-            metrics[reply.client] = reply.metrics, reply.examples
-            exchanges[reply.client] = reply.exchange
-            report.replied.append(reply.client)
-            del reply  # see `_ask`
-        report.fedavg_down += len(plans)
-        report.fedavg_up += len(report.replied)
-        if len(metrics) < self.rules.min_replies:
-            return None
-        try:
-            merged = merger.finish()
-        except OSError as error:  # of replies that are stored on disk
-            raise RoundFailed(f"round {this.number} cannot be merged: {error}") from error
-        if not self.method.storage and (problem := self._past.problem(state, merged)):
-            suspects = largest(self._norms.ratios)
-            log.error("The merged model of round %d does not count: %s.", this.number, problem)
-            report.notes.append((SERVER, f"the merged model does not count: {problem}"))
-            for client in suspects:
-                self._refuse(client, "its update was among the largest of a merge that does not count", this)
-            ledger.leave_out(suspects, this.number)
-            return None
-        report.train_metrics = report.mean_of(
-            metrics, report.train_metrics_of, key, share=self.rules.max_weight_share
-        )
-        report.record = {**report.record, **self._norms.record(), **self.method.change(state, merged)}
-        ledger.merged(exchanges, {client: examples for client, (_, examples) in metrics.items()})
-        self._norms.merged()
-        self._past.merged(state)
-        return merged
-
-    def _accept(self, plan: Plan, reply: Reply) -> None:
-        """Raise ValueError for a reply that claims more examples than its introduction did, or that the method refuses.
-        """
-        if plan.action != INTRODUCE:
-            introduced, tests = self._ledger.introduction(plan.client), plan.action == EVALUATE
-            if reason := exceeds(reply, introduced, self.weighted_by_key, tests=tests):
-                self._cohorts.introduce_again(plan.client)
-                raise ValueError(reason)
-        self.method.accept(plan, reply)
-
-    def _refuse(self, client: str, reason: str, this: Round) -> None:
-        """Enter that the reply of a client is not merged."""
-        reason = visible(reason)
-        log.warning("%s is refused in round %d: %s", client, this.number, reason)
-        this.report.refuse(client, reason)
-        self._ledger.failed(client, this.number)
-
-    def _plans(
-        self, state: Any, this: Round, phase: str, cohort: Sequence[str], probe_replies: Mapping[str, Reply]
-    ) -> list[Plan]:
-        try:
-            return self.method.plan(state, this.number, phase, cohort, probe_replies)
-        except OSError as error:  # of a method that stores models on disk
-            raise RoundFailed(f"round {this.number} cannot be planned: {error}") from error
-
-    def _score(
-        self,
-        state: Any,
-        this: Round,
-        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None,
-        *,
-        last: bool,
-    ) -> None:
-        """Score the model: by a cohort on its test examples, unless clients do so as they train, and by `evaluate_fn`.
-        """
-        report, fraction = this.report, self.rules.fraction_evaluate
-        report.seconds_train = time.monotonic() - this.started
-        if fraction and (last or not any(key.startswith(ON_TESTS) for key in report.train_metrics)):
-            cohort = self._cohorts.draw(fraction, report, 0, EVALUATE).at_random()
-            plans = self.method.evaluation(state, this.number, cohort, more_rounds=not last)
-            if last:
-                plans = [replace(plan, options={**plan.options, FINAL: True}) for plan in plans]
-            replies = self._ask(self._outgoing(state, plans, this), this)
-            metrics = {reply.client: (reply.metrics, reply.examples) for reply in replies}
-            report.fedavg_down += len(plans)
-            report.evaluate_metrics = report.mean_of(
-                metrics, report.eval_metrics_of, self.weighted_by_key, share=self.rules.max_weight_share
-            )
-        if evaluate_fn is not None:
-            report.server_metrics = _scalars(evaluate_fn(this.number, joined(self.method.models(state), self._layout)))
-
-    def _outgoing(
-        self, state: Any, plans: list[Plan], this: Round, measured: Collection[str] = ()
-    ) -> list[Outgoing]:
-        """Each plan with its client's values, the app's settings and the client's node."""
-        return [
-            Outgoing(
-                plan,
-                partial(self.method.values, state, plan.client),
-                self._settings(state, plan, this),
-                self._cohorts.node_of(plan.client),
-                plan.client in measured,
-            )
-            for plan in plans
-        ]
-
-    def _ask(self, messages: list[Outgoing], this: Round, limit: int | None = None) -> Iterator[Reply]:
-        """Send these messages, and yield the good replies as they arrive."""
-        try:
-            for answer in self._exchange(this.report, messages, this.share(), limit):
-                if isinstance(answer, Answered):
-                    reply = answer.reply
-                    del answer  # it may be as large as the model, and the next one arrives now
-                    yield reply
-                    del reply
-                elif answer.state != LEFT_BEHIND:
-                    self._ledger.failed(answer.client, this.number)
-        except EncodingError as error:
-            raise RoundFailed(f"round {this.number} cannot be sent: {error}") from error
-
-    def _exchange(
-        self, report: RoundReport, messages: Iterable[Outgoing], timeout: float, limit: int | None = None
-    ) -> Iterator[Answered | Failure]:
-        """Send these messages, enter all events into the report, and yield each client's answer or failure."""
-        messages = list(messages)
-        for outgoing in messages:
-            report.ask(outgoing.plan)
-        for event in self._messenger.exchange(messages, timeout=timeout, limit=limit):
-            report.add(event)
-            self.on_progress(report)
-            if isinstance(event, Answered | Failure):
-                yield event
-            del event
-
-    def _settings(self, state: Any, plan: Plan, this: Round) -> Mapping[str, Any]:
-        """The app's settings for a plan: its config, the round's number, and the scheduled learning rate."""
-        settings = {**this.config, "server-round": plan.round}
-        if plan.action != TRAIN:
-            return settings
-        factor = SCHEDULES[self.schedule](*self.method.progress(state, plan, this.rounds))
-        rates = {key: this.config[key] for key in ("learning-rate", "lr") if key in this.config}
-        scaled = {key: rate * factor for key, rate in rates.items() if isinstance(rate, int | float)}
-        return {**settings, **scaled}
-
-
-def _mean_rate(messages: list[Outgoing]) -> float | None:
-    """The mean learning rate of a round's messages; None if the app has another setting for it."""
-    rates = [outgoing.settings.get("lr", outgoing.settings.get("learning-rate")) for outgoing in messages]
-    known = [rate for rate in rates if isinstance(rate, int | float)]
-    return sum(known) / len(known) if known else None
-
-
-def _scalars(record: MetricRecord | None) -> dict[str, float]:
-    return {name: value for name, value in (record or {}).items() if isinstance(value, int | float)}

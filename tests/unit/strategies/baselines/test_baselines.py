@@ -245,14 +245,14 @@ def test_a_client_that_joins_scaffold_comes_with_a_variate_of_zero(monkeypatch, 
     grid = problem.grid(monkeypatch, tmp_path)
     third = grid.nodes.pop(3)
     strategy = Scaffold(fraction_evaluate=0.0)
-    start_round = strategy._begin
+    plan = strategy.method.plan
 
-    def begin(state, number, *rest):
-        if number == 3:
-            grid.add(third)
-        return start_round(state, number, *rest)
+    def plan_with_a_joiner(state, number, *rest):
+        if number == 2:
+            grid.add(third)  # it can take part from the next round on
+        return plan(state, number, *rest)
 
-    strategy._begin = begin
+    strategy.method.plan = plan_with_a_joiner
     _, models = start(strategy, grid, 4)
     x, c, own = START, np.zeros_like(START), [np.zeros_like(START) for _ in range(3)]
     for number in (1, 2):

@@ -1,0 +1,104 @@
+"""The messages of a round: they carry plans, values and the app's settings, and are answered by replies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from tepal.exchange.encodings import EncodingError
+from tepal.exchange.plan import TRAIN, Outgoing, Plan, Reply
+from tepal.strategies.method import Method
+from tepal.strategies.rounds.cohort import Cohorts
+from tepal.strategies.rounds.ledger import ClientLedger
+from tepal.strategies.rounds.messenger import Messenger
+from tepal.strategies.rounds.report import LEFT_BEHIND, Answered, Failure, RoundFailed, RoundReport
+from tepal.strategies.rounds.round import Round
+
+SCHEDULES: Mapping[str, Callable[[int, int], float]] = {
+    "constant": lambda round, rounds: 1.0,
+    "cosine": lambda round, rounds: 0.5 * (1 + math.cos(math.pi * (round - 1) / rounds)),
+}
+"""Name → factor of the learning rate in round t of T, counted from 1."""
+
+
+class Asker:
+    """Sends the plans of a round to their clients, and enters all events into the round's report.
+
+    Args:
+        method: whose values are sent.
+        messenger: sends and receives.
+        cohorts: knows the clients' nodes.
+        ledger: where clients without a good reply are entered.
+        schedule: name of the learning rate schedule.
+        on_progress: called with the round's report after every event.
+    """
+
+    def __init__(
+        self,
+        method: Method[Any],
+        messenger: Messenger,
+        cohorts: Cohorts,
+        ledger: ClientLedger,
+        *,
+        schedule: str,
+        on_progress: Callable[[RoundReport], None],
+    ) -> None:
+        self.method = method
+        self.schedule = schedule
+        self.on_progress = on_progress
+        self._messenger, self._cohorts, self._ledger = messenger, cohorts, ledger
+
+    def outgoing(
+        self, state: Any, plans: list[Plan], this: Round, measured: Collection[str] = ()
+    ) -> list[Outgoing]:
+        """Each plan with its client's values, the app's settings and the client's node."""
+        return [
+            Outgoing(
+                plan,
+                partial(self.method.values, state, plan.client),
+                self._settings(state, plan, this),
+                self._cohorts.node_of(plan.client),
+                plan.client in measured,
+            )
+            for plan in plans
+        ]
+
+    def ask(self, messages: list[Outgoing], this: Round, limit: int | None = None) -> Iterator[Reply]:
+        """Send these messages, and yield the good replies as they arrive."""
+        try:
+            for answer in self.exchange(this.report, messages, this.share(), limit):
+                if isinstance(answer, Answered):
+                    reply = answer.reply
+                    del answer  # it may be as large as the model, and the next one arrives now
+                    yield reply
+                    del reply
+                elif answer.state != LEFT_BEHIND:
+                    self._ledger.failed(answer.client, this.number)
+        except EncodingError as error:
+            raise RoundFailed(f"round {this.number} cannot be sent: {error}") from error
+
+    def exchange(
+        self, report: RoundReport, messages: Iterable[Outgoing], timeout: float, limit: int | None = None
+    ) -> Iterator[Answered | Failure]:
+        """Send these messages, enter all events into the report, and yield each client's answer or failure."""
+        messages = list(messages)
+        for outgoing in messages:
+            report.ask(outgoing.plan)
+        for event in self._messenger.exchange(messages, timeout=timeout, limit=limit):
+            report.add(event)
+            self.on_progress(report)
+            if isinstance(event, Answered | Failure):
+                yield event
+            del event
+
+    def _settings(self, state: Any, plan: Plan, this: Round) -> Mapping[str, Any]:
+        """The app's settings for a plan: its config, the round's number, and the scheduled learning rate."""
+        settings = {**this.config, "server-round": plan.round}
+        if plan.action != TRAIN:
+            return settings
+        factor = SCHEDULES[self.schedule](*self.method.progress(state, plan, this.rounds))
+        rates = {key: this.config[key] for key in ("learning-rate", "lr") if key in this.config}
+        scaled = {key: rate * factor for key, rate in rates.items() if isinstance(rate, int | float)}
+        return {**settings, **scaled}

@@ -1,0 +1,291 @@
+"""One round of a run: draw a cohort, plan, send, merge the replies as they arrive, score."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from logging import getLogger
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.serverapp import Grid
+
+from tepal.exchange.plan import EVALUATE, FINAL, INTRODUCE, TRAIN, Outgoing, Plan, Reply
+from tepal.exchange.sender import Sender
+from tepal.host.text import visible
+from tepal.strategies.aggregate import ON_TESTS
+from tepal.strategies.method import Method, Run, ServerModel
+from tepal.strategies.rounds.asking import Asker
+from tepal.strategies.rounds.cohort import Cohorts, Rules
+from tepal.strategies.rounds.flower import joined
+from tepal.strategies.rounds.judging import Judge, Refused
+from tepal.strategies.rounds.ledger import ClientLedger
+from tepal.strategies.rounds.messenger import Messenger
+from tepal.strategies.rounds.norms import UpdateNorms, largest, sample
+from tepal.strategies.rounds.past import Past
+from tepal.strategies.rounds.report import SERVER, RoundFailed, RoundReport
+from tepal.strategies.rounds.round import Round
+from tepal.strategies.rounds.travel import Travel, segments
+from tepal.strategies.rounds.weights import exceeds
+
+log = getLogger("flwr")
+
+ATTEMPTS = 3
+"""How often a round with too few replies is attempted, each time with a new cohort."""
+
+Evaluate = Callable[[int, ArrayRecord], MetricRecord | None]
+"""Scores the model of a round on the server."""
+
+
+class RoundRunner:
+    """Runs the rounds of one run of a method. Its parts remember what a run knows of its clients and its merges.
+
+    Args:
+        grid: Flower's grid.
+        sender: makes messages of plans.
+        method: plans the rounds, and merges the replies.
+        model: from which the run starts.
+        run: what the run lends to its method.
+        rules: how many clients take part in a round.
+        weighted_by_key: the metric that is a reply's weight.
+        schedule: name of the learning rate schedule.
+        classes: number of classes of the task, if it has any.
+        clip: whether updates beyond the running median norm are scaled down to it.
+        awaited: clients for which the first round waits.
+        on_progress: called with the round's report after every event of an exchange.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        sender: Sender,
+        method: Method[Any],
+        model: ServerModel,
+        run: Run,
+        rules: Rules,
+        *,
+        weighted_by_key: str,
+        schedule: str,
+        classes: int | None,
+        clip: bool,
+        awaited: Collection[str],
+        on_progress: Callable[[RoundReport], None],
+    ) -> None:
+        self.method, self.rules, self.weighted_by_key = method, rules, weighted_by_key
+        self.ledger = ClientLedger(run.keep)
+        self.norms = UpdateNorms(method.transfer_blocks(model))
+        self.past = Past()
+        self.trouble = ""
+        """An error of the server itself, for the next report."""
+        self._layout, self._segments, self._sender = model.layout, segments(model.layout, model.blocks), sender
+        self._messenger = Messenger(
+            grid, sender, self.ledger, weighted_by_key=weighted_by_key, accept=self._accept
+        )
+        self.cohorts = Cohorts(rules, self._messenger.nodes, self.ledger, awaited, classes)
+        self._asker = Asker(
+            method, self._messenger, self.cohorts, self.ledger, schedule=schedule, on_progress=on_progress
+        )
+        self._judge = Judge(self.norms, rules.max_weight_share, clip=clip, folder=run.folder)
+
+    def close(self) -> None:
+        """Receive no further replies."""
+        self._messenger.close()
+
+    def begin(self, state: Any, number: int, rounds: int, config: ConfigRecord, timeout: float) -> Round:
+        """Begin round `number` of `rounds`, with the app's settings and the seconds for its exchanges."""
+        method = self.method
+        report = RoundReport(
+            number, method.phase_name(state), train_metrics_of=method.train_metrics_of,
+            eval_metrics_of=method.eval_metrics_of, travel=Travel(self._layout, self._segments),
+        )  # fmt: skip
+        if self.trouble:
+            report.notes.append((SERVER, self.trouble))
+        self._sender.forget_packed()
+        self.norms.begin()
+        return Round(number, rounds, config, timeout, report)
+
+    def train(self, state: Any, this: Round) -> Any:
+        """Train from this state, or from the one before it if no client can train from this one.
+
+        If none can train from that one either, the model is not the reason, and this state stands.
+        """
+        try:
+            return self._attempts(state, this)
+        except RoundFailed:
+            if not this.report.all_failed() or (earlier := self.past.roll_back()) is None:
+                raise
+            suspects = largest(self.norms.merged_ratios)
+            self.ledger.undo_merge()
+            for client in this.report.asked:
+                self.ledger.good(client)
+            self.ledger.leave_out(suspects, this.number)
+            note = (
+                "no client can train from the model that was merged last: the run returns to the one before it, and "
+                f"leaves out the clients whose updates were largest ({', '.join(suspects) or 'none'})"
+            )
+            log.error("Round %d: %s.", this.number, note)
+            this.report.notes.append((SERVER, note))
+            return self._attempts(earlier, this)
+
+    def score(self, state: Any, this: Round, evaluate_fn: Evaluate | None, *, last: bool) -> None:
+        """Score the model: by a cohort on its test examples, unless clients do so as they train, and by `evaluate_fn`.
+        """
+        report, fraction = this.report, self.rules.fraction_evaluate
+        report.seconds_train = time.monotonic() - this.started
+        if fraction and (last or not any(key.startswith(ON_TESTS) for key in report.train_metrics)):
+            cohort = self.cohorts.draw(fraction, report, 0, EVALUATE).at_random()
+            plans = self.method.evaluation(state, this.number, cohort, more_rounds=not last)
+            if last:
+                plans = [replace(plan, options={**plan.options, FINAL: True}) for plan in plans]
+            replies = self._asker.ask(self._asker.outgoing(state, plans, this), this)
+            metrics = {reply.client: (reply.metrics, reply.examples) for reply in replies}
+            report.fedavg_down += len(plans)
+            report.evaluate_metrics = report.mean_of(
+                metrics, report.eval_metrics_of, self.weighted_by_key, share=self.rules.max_weight_share
+            )
+        if evaluate_fn is not None:
+            report.server_metrics = scalars(evaluate_fn(this.number, joined(self.method.models(state), self._layout)))
+
+    def _attempts(self, state: Any, this: Round) -> Any:
+        """Draw a cohort, run all phases and merge. Returns the next state; a failure leaves the old one unchanged."""
+        report, rules, attempt = this.report, self.rules, 0
+        for attempt in range(ATTEMPTS):
+            send = partial(self._asker.exchange, report)
+            self.cohorts.wait(report, this.config, this.timeout, send)
+            drawn = self.cohorts.draw(rules.fraction_train, report, attempt, TRAIN)
+            report.left_out = drawn.left_out
+            state, cohort = self.method.cohort(state, drawn.names, drawn.size, drawn.rng)
+            plans = self._prepare(state, this, sorted(cohort))
+            merged = self._merge(state, this, plans)
+            if merged is not None:
+                return merged
+            log.warning(
+                "Round %d has %d good replies of %d asked, and needs %d (attempt %d of %d).",
+                this.number, len(report.replied), len(plans), rules.min_replies, attempt + 1, ATTEMPTS,
+            )  # fmt: skip
+            report.replied.clear()
+            if report.refused_by_client.issuperset(report.asked):
+                break  # not transient: these clients would refuse again
+        raise RoundFailed(
+            f"round {this.number} got fewer than min_replies={rules.min_replies} good replies in {attempt + 1} attempts"
+            + report.reasons()
+        )
+
+    def _prepare(self, state: Any, this: Round, cohort: Sequence[str]) -> list[Plan]:
+        """Run all phases but the last, and return the plans of the last one."""
+        report = this.report
+        probe_replies: dict[str, Reply] = {}
+        this.phases_left = len(self.method.phases)
+        this.deadline = time.monotonic() + this.timeout
+        for phase in self.method.phases[:-1]:
+            plans = self._plans(state, this, phase, cohort, probe_replies)
+            report.asked = [plan.client for plan in plans]
+            replies = self._asker.ask(self._asker.outgoing(state, plans, this), this)
+            probe_replies = {reply.client: reply for reply in replies}
+            # With too few replies the last phase has no plans, and the next attempt follows at once.
+            cohort = sorted(probe_replies) if len(probe_replies) >= self.rules.min_replies else []
+        plans = self._plans(state, this, self.method.phases[-1], cohort, probe_replies)
+        report.asked = [plan.client for plan in plans] or report.asked
+        report.record = self.method.record(state, plans)
+        return plans
+
+    def _merge(self, state: Any, this: Round, plans: list[Plan]) -> Any | None:
+        """Send the last phase and merge the replies as they arrive. Returns the next state; None for too few replies.
+        """
+        report, ledger, key = this.report, self.ledger, self.weighted_by_key
+        clients = [plan.client for plan in plans]
+        all_of_them = self.norms.first or self._judge.clip
+        messages = self._asker.outgoing(state, plans, this, measured=clients if all_of_them else sample(clients))
+        report.learning_rate = _mean_rate(messages)
+        replies = self._asker.ask(messages, this, self.rules.max_replies)
+        merger = self.method.merger(state, this.number)
+        metrics: dict[str, tuple[Mapping[str, float], int]] = {}
+        exchanges: dict[str, str] = {}
+        in_order = sorted(replies, key=lambda reply: reply.client) if self.rules.deterministic else replies
+        for reply in self._judge.judged(
+            in_order,
+            {plan.client: plan for plan in plans},
+            {client: ledger.size(client, key) for client in clients},
+            partial(self.method.values, state),
+        ):
+            if isinstance(reply, Refused):
+                self._refuse(reply.client, reply.reason, this)
+                continue
+            try:
+                merger.add(reply)
+            except OSError as error:  # of a method that stores models on disk
+                report.notes.append((SERVER, f"the reply of {reply.client} cannot be stored: {error}"))
+                log.error("The reply of %s in round %d cannot be stored: %s", reply.client, this.number, error)
+                continue
+            except Exception as error:  # of one client's values: a merger is as if this reply had not come
+                log.debug("The reply of %s cannot be merged.", reply.client, exc_info=True)
+                self._refuse(reply.client, f"it cannot be merged ({type(error).__name__}: {error})", this)
+                continue
+            self.ledger.good(reply.client)
+            metrics[reply.client] = reply.metrics, reply.examples
+            exchanges[reply.client] = reply.exchange
+            report.replied.append(reply.client)
+            del reply  # see `Asker.ask`
+        report.fedavg_down += len(plans)
+        report.fedavg_up += len(report.replied)
+        if len(metrics) < self.rules.min_replies:
+            return None
+        try:
+            merged = merger.finish()
+        except OSError as error:  # of replies that are stored on disk
+            raise RoundFailed(f"round {this.number} cannot be merged: {error}") from error
+        if not self.method.storage and (problem := self.past.problem(state, merged)):
+            suspects = largest(self.norms.ratios)
+            log.error("The merged model of round %d does not count: %s.", this.number, problem)
+            report.notes.append((SERVER, f"the merged model does not count: {problem}"))
+            for client in suspects:
+                self._refuse(client, "its update was among the largest of a merge that does not count", this)
+            ledger.leave_out(suspects, this.number)
+            return None
+        report.train_metrics = report.mean_of(
+            metrics, report.train_metrics_of, key, share=self.rules.max_weight_share
+        )
+        report.record = {**report.record, **self.norms.record(), **self.method.change(state, merged)}
+        ledger.merged(exchanges, {client: examples for client, (_, examples) in metrics.items()})
+        self.norms.merged()
+        self.past.merged(state)
+        return merged
+
+    def _accept(self, plan: Plan, reply: Reply) -> None:
+        """Raise ValueError for a reply that claims more examples than its introduction did, or that the method refuses.
+        """
+        if plan.action != INTRODUCE:
+            introduced, tests = self.ledger.introduction(plan.client), plan.action == EVALUATE
+            if reason := exceeds(reply, introduced, self.weighted_by_key, tests=tests):
+                self.cohorts.introduce_again(plan.client)
+                raise ValueError(reason)
+        self.method.accept(plan, reply)
+
+    def _refuse(self, client: str, reason: str, this: Round) -> None:
+        """Enter that the reply of a client is not merged."""
+        reason = visible(reason)
+        log.warning("%s is refused in round %d: %s", client, this.number, reason)
+        this.report.refuse(client, reason)
+        self.ledger.failed(client, this.number)
+
+    def _plans(
+        self, state: Any, this: Round, phase: str, cohort: Sequence[str], probe_replies: Mapping[str, Reply]
+    ) -> list[Plan]:
+        try:
+            return self.method.plan(state, this.number, phase, cohort, probe_replies)
+        except OSError as error:  # of a method that stores models on disk
+            raise RoundFailed(f"round {this.number} cannot be planned: {error}") from error
+
+
+def _mean_rate(messages: list[Outgoing]) -> float | None:
+    """The mean learning rate of a round's messages; None if the app has another setting for it."""
+    rates = [outgoing.settings.get("lr", outgoing.settings.get("learning-rate")) for outgoing in messages]
+    known = [rate for rate in rates if isinstance(rate, int | float)]
+    return sum(known) / len(known) if known else None
+
+
+def scalars(record: MetricRecord | None) -> dict[str, float]:
+    """The metrics that are single numbers."""
+    return {name: value for name, value in (record or {}).items() if isinstance(value, int | float)}
