@@ -5,9 +5,9 @@
 Measured from the chunks that the SuperLink delivers to the mean, as medians over repeats that are taken in turn:
 
 - every reply is merged as it is;
-- its update is compared with the running median, as in every run; the norms are measured for 5 clients of a round, and
-  estimated for the others. Both are measured here, and the figure of a round of 50 clients follows;
-- with robust="clip": every update is measured, and those beyond the median (here every second one) are scaled down.
+- its update is compared with the running median, as in every run: its norm is estimated from a sample;
+- its norm is measured;
+- with robust="clip": it is measured, and the updates beyond the median (here every second one) are scaled down.
 """
 
 from __future__ import annotations
@@ -37,9 +37,8 @@ from tepal.exchange.sender import Exchange, Sender
 from tepal.host.flower.objects import fetch
 from tepal.strategies.fedavg import ModelMerger, ModelState
 from tepal.strategies.rounds.judging import Judge, Refused
-from tepal.strategies.rounds.norms import SAMPLE, UpdateNorms
+from tepal.strategies.rounds.norms import UpdateNorms
 
-CLIENTS = 50
 Packed = list[tuple[Exchange, str, dict[str, bytes]]]
 
 
@@ -86,9 +85,9 @@ class Replies:
         """Norms of an earlier round, with the median of this one's."""
         norms = UpdateNorms({"model": self.layout.names})
         norms.begin()
-        for measured in (False, True):
+        for measured in (False, True):  # those of values are known from the first
             for reply in self.read(measured=measured):
-                norms.enter(norms.of(reply, MODEL))
+                norms.enter(reply.client, norms.of(reply, MODEL))
         norms.begin()
         return norms
 
@@ -118,7 +117,7 @@ def measure(name: str, count: int, repeats: int) -> dict[str, float]:
     for _ in range(repeats):
         for way, took in (
             ("as it is", replies.as_it_is()),
-            ("not measured", replies.judged(norms, measured=False, clip=False)),
+            ("estimated", replies.judged(norms, measured=False, clip=False)),
             ("measured", replies.judged(norms, measured=True, clip=False)),
             ("clipped", replies.judged(norms, measured=True, clip=True)),
         ):
@@ -138,8 +137,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TEPAL_CACHE"] = cache
         found = measure(model, options.replies, repeats)
-    default = (SAMPLE * found["measured"] + (CLIENTS - SAMPLE) * found["not measured"]) / CLIENTS
-    result = {"model": model, "clients": CLIENTS, "seconds of a reply": {**found, "in a round": default}}
+    result = {"model": model, "seconds of a reply": found}
     show(result)
     if options.json:
         options.json.write_text(json.dumps(result, indent=1))
@@ -151,8 +149,7 @@ def show(result: dict[str, Any]) -> None:
     for heading in ("", "ms", "of merging it as it is"):
         table.add_column(heading, justify="right" if heading else "left")
     for way, took in seconds.items():
-        label = f"{way} of {result['clients']} clients" if way == "in a round" else way
-        table.add_row(label, f"{1e3 * took:.1f}", f"{took / seconds['as it is']:.3f}")
+        table.add_row(way, f"{1e3 * took:.1f}", f"{took / seconds['as it is']:.3f}")
     Console().print(table)
 
 

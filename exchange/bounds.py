@@ -9,10 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
-from tepal.exchange.layout import Arrays, Names
-from tepal.exchange.threads import CHUNK, PIECE, in_threads
+from tepal.exchange.layout import Names
 from tepal.host.text import LONGEST_NAME, LONGEST_TEXT, visible
 
 MOST_EXAMPLES = 10**15
@@ -97,44 +94,3 @@ def examples_of(metrics: Mapping[str, float], weighted_by: str) -> int:
             f"its metrics have {weighted_by}={examples:g}; a weight is a whole number from 1 to {MOST_EXAMPLES:.0e}"
         )
     return int(examples)
-
-
-def squared_norms(values: Arrays, starts: Arrays | None) -> dict[str, float]:
-    """Name → ‖x − s‖² of each floating-point entry x and its start s, or ‖x‖² without starts.
-
-    One pass over the arrays, in threads. A sum that float32 cannot represent is infinite.
-
-    Raises:
-        BadReply: an entry has values that are NaN or infinite.
-    """
-    pieces: list[tuple[str, np.ndarray, np.ndarray | None]] = []
-    for name, array in values.items():
-        if array.dtype.kind not in "fc":
-            continue
-        x, s = array.reshape(-1), starts[name].reshape(-1) if starts is not None and name in starts else None
-        for k in range(0, x.size, PIECE):
-            pieces.append((name, x[k : k + PIECE], None if s is None else s[k : k + PIECE]))
-    with np.errstate(over="ignore", invalid="ignore"):
-        sums = in_threads(_squared, pieces, sum(x.nbytes for _, x, _ in pieces))
-    norms: dict[str, float] = {}
-    for (name, x, _), found in zip(pieces, sums, strict=True):
-        # A sum is finite only if every value is. If that of finite values overflows, they are checked one by one.
-        if not np.isfinite(found) and not np.isfinite(x).all():
-            raise BadReply(f"entry {name!r} has values that are NaN or infinite")
-        norms[name] = norms.get(name, 0.0) + (found if np.isfinite(found) else float("inf"))
-    return norms
-
-
-def _squared(piece: tuple[str, np.ndarray, np.ndarray | None]) -> float:
-    _, x, s = piece
-    if x.dtype == np.float16:
-        x = x.astype(np.float32)
-    scratch = np.empty(min(CHUNK, x.size) if s is not None else 0, x.dtype)
-    total = 0.0
-    with np.errstate(over="ignore", invalid="ignore"):  # of this thread
-        for k in range(0, x.size, CHUNK):
-            change = x[k : k + CHUNK]
-            if s is not None:
-                change = np.subtract(change, s[k : k + CHUNK], out=scratch[: change.size])
-            total += float(np.vdot(change, change).real)
-    return total

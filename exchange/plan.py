@@ -99,7 +99,7 @@ class Outgoing:
     node_id: int = 0
     """Flower's id of the client's node."""
     measured: bool = False
-    """Whether the norm of the client's update is measured as its reply is read: ‖x − s‖ instead of ‖x‖."""
+    """Whether the norm of the client's update is measured as its reply is read, and not estimated."""
 
     @property
     def name(self) -> str:
@@ -126,8 +126,9 @@ class Reply:
     notes: Names = ()
     """Problems that did not prevent the reply, in the client's words."""
     squares: Mapping[Tree, Mapping[str, float]] = field(default_factory=dict)
-    """Squared norms of the floating-point entries, by tree: ‖x − s‖² for those of a model that is `measured`, where s
-    is the value that was sent, otherwise ‖x‖²."""
-    measured: bool = False
+    """Squared norms of the client's update, by tree and entry: ‖x − s‖², where s is the value that was sent in the
+    model, and 0 in other trees. Unless `Outgoing.measured`, those of large entries of the model are estimated."""
+    value_squares: Mapping[str, float] = field(default_factory=dict)
+    """‖x‖² of the model's floating-point entries, if their updates are estimated."""
     proof: str = ""
     """Of an introduction: digest of the client's secret; "" if it has none."""

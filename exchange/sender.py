@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 
-from tepal.exchange.bounds import BadReply, examples_of, metrics_of, notes_of, squared_norms
+from tepal.exchange.bounds import BadReply, examples_of, metrics_of, notes_of
 from tepal.exchange.encodings import PLAIN, Encoding, Wire, add_difference
 from tepal.exchange.layout import Arrays, Layout, Names
 from tepal.exchange.manifest import PARTS, RECORD, Header, Manifest, Parcel, ProtocolError, write_id
+from tepal.exchange.norms import estimated_norms, integer_norms, squared_norms
 from tepal.exchange.parts import Digests, Part, digest, pack, shapes_of, unpacked
 from tepal.exchange.plan import INTRODUCE, Outgoing, Plan, Reply, Tree
 from tepal.exchange.secret import proof_of
@@ -260,7 +261,8 @@ class Sender:
             raise BadReply("it answers another message, or the message to it was altered on its way")
         no_result = bool(header.missing or header.refused)
         metrics, vectors, not_finite = metrics_of(content.metric_records, header.metrics)
-        parts, squares = ({}, {}) if no_result else self._parts(exchange, header, content)
+        parts = {} if no_result else self._parts(exchange, header, content)
+        squares, value_squares = self._squares(exchange.outgoing, parts)
         examples = 0 if no_result or plan.action == INTRODUCE else examples_of(metrics, weighted_by)
         if header.checksum != header.checksum_of(content):
             raise BadReply("its checksum does not match its content: it was damaged or altered on its way")
@@ -280,20 +282,19 @@ class Sender:
             holds=header.holds,
             notes=notes_of(header.notes),
             squares=squares,
-            measured=exchange.outgoing.measured,
+            value_squares=value_squares,
             proof=proof_of(header.secret) if plan.action == INTRODUCE else "",
         )
 
     def _parts(
         self, exchange: Exchange, header: Header, content: Mapping[str, object]
-    ) -> tuple[dict[Tree, dict[str, np.ndarray]], dict[Tree, dict[str, float]]]:
-        """The arrays of each tree, and their squared norms (`Reply.squares`). Raises BadReply."""
+    ) -> dict[Tree, dict[str, np.ndarray]]:
+        """The arrays of each tree. Raises BadReply."""
         plan = exchange.outgoing.plan
         if foreign := sorted(set(header.parts) - set(plan.returns)):
             raise BadReply(f"it carries {foreign[0]!r}, which was not requested")
         arrays = content.get(PARTS)
         parts: dict[Tree, dict[str, np.ndarray]] = {}
-        squares: dict[Tree, dict[str, float]] = {}
         wire = self.encoding.upload
         for tree, names in plan.returns.items():
             shaped = header.parts.get(tree, ())
@@ -321,9 +322,23 @@ class Sender:
                 for name, array in parts[tree].items():
                     if wire.codec(array.dtype.name, array.shape):
                         add_difference(self._start(exchange, name, starts[name]), array)
-            measured = exchange.outgoing.measured and tree == plan.model
-            squares[tree] = squared_norms(parts[tree], exchange.outgoing.values(tree) if measured else None)
-        return parts, squares
+        return parts
+
+    def _squares(
+        self, outgoing: Outgoing, parts: Mapping[Tree, Arrays]
+    ) -> tuple[dict[Tree, dict[str, float]], dict[str, float]]:
+        """`Reply.squares` and `Reply.value_squares`. Raises BadReply for values that are NaN or infinite."""
+        squares: dict[Tree, dict[str, float]] = {}
+        values: dict[str, float] = {}
+        for tree, arrays in parts.items():
+            starts = outgoing.values(tree) if tree == outgoing.plan.model else {}
+            if outgoing.measured or not starts:
+                found = squared_norms(arrays, starts)
+            else:
+                values = squared_norms(arrays, None)
+                found = estimated_norms(arrays, starts)
+            squares[tree] = {**found, **integer_norms(arrays, starts)}
+        return squares, values
 
     def _start(self, exchange: Exchange, name: str, value: np.ndarray) -> np.ndarray:
         """The value to which a difference is added: as the client decoded it if the client caches its sum, which server

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -51,7 +51,7 @@ class Asker:
         self._messenger, self._cohorts, self._ledger = messenger, cohorts, ledger
 
     def outgoing(
-        self, state: Any, plans: list[Plan], this: Round, measured: Collection[str] = ()
+        self, state: Any, plans: list[Plan], this: Round, *, measured: bool = False
     ) -> list[Outgoing]:
         """Each plan with its client's values, the app's settings and the client's node."""
         return [
@@ -60,7 +60,7 @@ class Asker:
                 partial(self.method.values, state, plan.client),
                 self._settings(state, plan, this),
                 self._cohorts.node_of(plan.client),
-                plan.client in measured,
+                measured,
             )
             for plan in plans
         ]

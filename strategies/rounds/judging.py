@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 
-from tepal.exchange.bounds import squared_norms
 from tepal.exchange.layout import Arrays
 from tepal.exchange.plan import Plan, Reply, Tree
 from tepal.strategies.rounds.norms import CLIPPED, LARGEST, Norms, UpdateNorms, clipped
@@ -18,7 +17,7 @@ from tepal.strategies.rounds.weights import limited, weight_limit
 
 log = getLogger("flwr")
 
-_ENOUGH = 3  # replies from which the first ones are judged, if no earlier norms are known
+_ENOUGH = 9  # replies from which the first ones are judged, if no earlier norms are known: five decide the median
 _WORTH = 1 << 20  # bytes of a reply from which it waits in a file
 
 
@@ -96,12 +95,7 @@ class Judge:
         for reply in replies:
             model = plans[reply.client].model
             norms = self.norms.of(reply, model)
-            if not self.norms.enter(norms) and not reply.measured:
-                squares = squared_norms(reply.parts.get(model, {}), starts(reply.client, model))
-                measured = replace(reply, squares={**reply.squares, model: squares}, measured=True)
-                norms = self.norms.of(measured, model)
-                self.norms.enter(norms)
-                del measured
+            self.norms.enter(reply.client, norms)
             if not hold:
                 judged = self._judge(reply, norms, plans, starts)
                 del reply
@@ -120,13 +114,13 @@ class Judge:
         self, reply: Reply, norms: Norms, plans: Mapping[str, Plan], starts: Callable[[str, Tree], Arrays]
     ) -> Reply | Refused:
         plan = plans[reply.client]
-        ratio = self.norms.ratio(reply.client, norms)
-        if ratio > LARGEST:
+        if (excess := self.norms.excess(norms)) > LARGEST:
             return Refused(
                 reply.client,
-                f"its update is {ratio:.3g} times as large as usual (the median norm of the clients' updates); at most "
-                f"{LARGEST:g} times is allowed",
+                f"its update is {excess:.3g} times as large as usual (the median norm of the clients' updates); at "
+                f"most {LARGEST:g} times is allowed",
             )
+        ratio = self.norms.ratios[reply.client] = self.norms.ratio(norms)
         if self.clip and ratio > CLIPPED:
             return clipped(reply, plan, starts(reply.client, plan.model), ratio)
         return reply

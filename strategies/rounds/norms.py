@@ -4,17 +4,16 @@ The update of a client is what it returned less what it was sent. Its expected n
 running median of the norms of block b, over the blocks that it returned: so clients that return different layers can be
 compared. The **ratio** of an update is its norm over the expected one.
 
-Norms are measured as replies are read. That reads the sent values once more, so a run that only refuses (`LARGEST`)
-measures `SAMPLE` clients of a round, drawn at random, and of the others the norms of the values themselves: by the
-triangle inequality the values' norm exceeds that of the sent values by no more than the norm of the update.
+Norms are found as replies are read: measured with robust="clip", otherwise estimated from a sample of each large entry,
+which costs next to nothing. A client that changes few values can escape the sample; the norm of all its values bounds
+it: by the triangle inequality it exceeds that of the sent values by no more than the norm of the update.
 """
 
 from __future__ import annotations
 
 import math
-import random
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -26,21 +25,22 @@ from tepal.exchange.plan import Plan, Reply, Tree
 from tepal.exchange.threads import CHUNK, PIECE, in_threads
 
 LARGEST = 1000.0
-"""A reply whose update has a larger ratio is refused."""
+"""A reply whose update is more times as large as usual is refused."""
 CLIPPED = 1.0
 """With robust="clip", updates with a larger ratio are scaled down to it."""
-SAMPLE = 5
-"""Clients of a round whose updates are measured, unless all are."""
 FEWEST = 3
 """Norms of a block from which their median says what is usual."""
 
+_SMALLEST = 0.01
+"""A block's usual norm, for the bound, is at least this share of its tree's: one that hardly changes may change."""
 _ROUNDS = 5  # earlier rounds whose norms are remembered
 _KEPT = 21  # of each of them: quantiles, in the middle of which is the median
 
-UPDATE, VALUE = "update", "value"
+UPDATE, VALUE, INTEGER = "update", "value", "integer"
 
 Norms = Mapping[str, float]
-"""Norms of one reply, by a key for each block of each tree: of the update, or of the values if it was not measured."""
+"""Norms of one reply, by a key for each block of each tree: of the updates, of the values of a model whose update was
+estimated, and of the changes of integers."""
 
 
 class UpdateNorms:
@@ -56,12 +56,10 @@ class UpdateNorms:
     def __init__(self, blocks: Mapping[str, Names]) -> None:
         self._block_of = {name: block for block, names in blocks.items() for name in names}
         self._earlier: deque[dict[str, list[float]]] = deque(maxlen=_ROUNDS)
-        self._now: dict[str, list[float]] = {}
+        self._now: dict[str, dict[str, float]] = {}  # key → client → norm
         self._medians: dict[str, float] = {}  # of the earlier rounds
         self.ratios: dict[str, float] = {}
-        """Client → ratio of its update in the present round, estimated if it was not measured."""
-        self.merged_ratios: dict[str, float] = {}
-        """The same of the last merge that counts."""
+        """Client → ratio of its update in the present attempt at a round, of those that may be merged."""
 
     @property
     def first(self) -> bool:
@@ -71,7 +69,7 @@ class UpdateNorms:
     def begin(self) -> None:
         """Begin a round: the norms of the one before count from now on."""
         if self._now:
-            self._earlier.append({key: _quantiles(found) for key, found in self._now.items()})
+            self._earlier.append(_kept(self._now))
         self._now, self.ratios = {}, {}
         found: dict[str, list[float]] = {}
         for norms in self._earlier:
@@ -79,53 +77,13 @@ class UpdateNorms:
                 found.setdefault(key, []).extend(values)
         self._medians = {key: median(values) for key, values in found.items() if len(values) >= FEWEST}
 
-    def merged(self) -> None:
-        """Enter that the present round was merged."""
-        self.merged_ratios = dict(self.ratios)
-
-    def record(self) -> dict[str, np.ndarray]:
-        """`updates` (n,): clients; `ratios` (n,): the ratios of their updates in the present round."""
-        clients = sorted(self.ratios)
+    def record(self, clients: Iterable[str]) -> dict[str, np.ndarray]:
+        """`updates` (n,): those of these clients that have a ratio; `ratios` (n,): the ratios of their updates."""
+        known = sorted(client for client in clients if client in self.ratios)
         return {
-            "updates": np.array(clients, str),
-            "ratios": np.array([self.ratios[client] for client in clients], np.float32),
+            "updates": np.array(known, str),
+            "ratios": np.array([self.ratios[client] for client in known], np.float32),
         }
-
-    def enter(self, norms: Norms) -> bool:
-        """Count the norms of a reply. Returns whether enough norms are known to judge it by."""
-        for key, norm in norms.items():
-            self._now.setdefault(key, []).append(norm)
-        return all(self._usual(key) is not None for key in norms)
-
-    def ratio(self, client: str, norms: Norms) -> float:
-        """The ratio of a client's update; 0 if nothing is known to compare it with.
-
-        If the client was not measured, this is the least ratio that the norms of its values allow.
-        """
-        update: list[tuple[float, float]] = []  # (norm, the usual one) of each block
-        value: list[tuple[float, float, float]] = []  # the same of its values, and the usual norm of its update
-        for key, norm in norms.items():
-            usual, what = self._usual(key), key.partition("/")[0]
-            if usual is not None and what == UPDATE:
-                update.append((norm, usual))
-            elif usual is not None and (of_update := self._usual(key.replace(VALUE, UPDATE, 1))) is not None:
-                value.append((norm, usual, of_update))
-        ratio = 0.0
-        if update:
-            norm, usual = (math.hypot(*norms) for norms in zip(*update, strict=True))
-            ratio = _over(norm, usual)
-        if value:
-            norm, usual, of_update = (math.hypot(*norms) for norms in zip(*value, strict=True))
-            if math.isfinite(usual):
-                ratio = max(ratio, _over(norm - usual, of_update))
-        self.ratios[client] = ratio
-        return ratio
-
-    def _usual(self, key: str) -> float | None:
-        if key in self._medians:
-            return self._medians[key]
-        now = self._now.get(key, ())
-        return median(now) if len(now) >= FEWEST else None
 
     def of(self, reply: Reply, model: Tree) -> Norms:
         """The norms of a reply to a plan with this model.
@@ -134,30 +92,86 @@ class UpdateNorms:
         start from zero.
         """
         sums: dict[str, float] = {}
+
+        def enter(what: str, tree: str, name: str, square: float) -> None:
+            key = f"{what}/{tree}/{self._block_of.get(name, '')}"
+            sums[key] = sums.get(key, 0.0) + square
+
         for tree, squares in reply.squares.items():
-            what = VALUE if tree == model and not reply.measured else UPDATE
+            arrays, label = reply.parts.get(tree, {}), "" if tree == model else tree
             for name, square in squares.items():
-                key = f"{what}/{'' if tree == model else tree}/{self._block_of.get(name, '')}"
-                sums[key] = sums.get(key, 0.0) + square
+                integer = name in arrays and arrays[name].dtype.kind in "biu"
+                enter(INTEGER if integer else UPDATE, label, name, square)
+        for name, square in reply.value_squares.items():
+            enter(VALUE, "", name, square)
         return {key: math.sqrt(total) for key, total in sums.items()}
+
+    def enter(self, client: str, norms: Norms) -> None:
+        """Count the norms of a client's reply in the present round."""
+        for key, norm in norms.items():
+            self._now.setdefault(key, {})[client] = norm
+
+    def ratio(self, norms: Norms) -> float:
+        """The ratio of an update, in the tree where it is largest; 0 if nothing is known to compare it with."""
+        return max((_over(math.hypot(*have), math.hypot(*usual)) for have, usual in self._updates(norms)), default=0.0)
+
+    def excess(self, norms: Norms) -> float:
+        """How many times an update is as large as usual, in the block where that is most; at least its ratio.
+
+        A block that no other client returns is compared with the median of the other blocks. Integers, such as
+        counters, may change by `LARGEST` where they usually stay. 0 if nothing is known to compare with.
+        """
+        found = [self.ratio(norms)]
+        for have, usual in self._updates(norms):
+            least = _SMALLEST * math.hypot(*usual)
+            found += [_over(norm, max(of_block, least)) for norm, of_block in zip(have, usual, strict=True)]
+        value: list[tuple[float, float, float]] = []  # norms of each block: its values', the usual one, its update's
+        for key, norm in norms.items():
+            what, known = key.partition("/")[0], self._usual(key)
+            if what == INTEGER and known is not None:
+                found.append(_over(norm, max(known, 1.0)))
+            of_update = self._usual(key.replace(VALUE, UPDATE, 1)) if what == VALUE else None
+            if known is not None and of_update is not None:
+                value.append((norm, known, of_update))
+        if value:
+            of_values, expected, of_update = (math.hypot(*each) for each in zip(*value, strict=True))
+            if math.isfinite(expected):
+                found.append(_over(of_values - expected, of_update))
+        return max(found)
+
+    def _updates(self, norms: Norms) -> Iterable[tuple[list[float], list[float]]]:
+        """For each tree, the norms of an update by block, and the usual ones."""
+        by_tree: dict[str, dict[str, float]] = {}
+        for key, norm in norms.items():
+            if key.startswith(UPDATE):
+                by_tree.setdefault(key.split("/")[1], {})[key] = norm
+        for tree, blocks in by_tree.items():
+            usual = {key: self._usual(key) for key in blocks}
+            if None in usual.values():
+                others = self._usual_of(f"{UPDATE}/{tree}/")
+                usual = {key: others if value is None else value for key, value in usual.items()}
+            known = [(norm, of_block) for key, norm in blocks.items() if (of_block := usual[key]) is not None]
+            if known:
+                yield [norm for norm, _ in known], [of_block for _, of_block in known]
+
+    def _usual(self, key: str) -> float | None:
+        if key in self._medians:
+            return self._medians[key]
+        now = self._now.get(key, {})
+        return median(now.values()) if len(now) >= FEWEST else None
+
+    def _usual_of(self, prefix: str) -> float | None:
+        """The median of the usual norms of those blocks for which one is known."""
+        known = [self._usual(key) for key in {*self._medians, *self._now} if key.startswith(prefix)]
+        return median(found) if (found := [norm for norm in known if norm is not None]) else None
 
     def to_facts(self) -> dict[str, Any]:
         """The norms, as a checkpoint has them."""
-        now = [{key: _quantiles(found) for key, found in self._now.items()}] if self._now else []
-        return {"rounds": [*self._earlier, *now][-_ROUNDS:], "ratios": dict(self.merged_ratios)}
+        return {"rounds": [*self._earlier, *([_kept(self._now)] if self._now else [])][-_ROUNDS:]}
 
     def restore(self, facts: Mapping[str, Any]) -> None:
         """Restore from a checkpoint's facts, which are empty in one of an earlier version."""
         self._earlier.extend(facts.get("rounds", ()))
-        self.merged_ratios = dict(facts.get("ratios", {}))
-
-
-def sample(clients: Sequence[str]) -> Collection[str]:
-    """The clients of a round whose updates are measured: `SAMPLE` of them.
-
-    They are drawn by the system's random numbers: a client that knows the run's seed must not know who is measured.
-    """
-    return clients if len(clients) <= SAMPLE else set(random.SystemRandom().sample(list(clients), SAMPLE))
 
 
 def clipped(reply: Reply, plan: Plan, starts: Mapping[str, np.ndarray], ratio: float) -> Reply:
@@ -197,14 +211,14 @@ def _scaled(part: Mapping[str, np.ndarray], c: float, starts: Mapping[str, np.nd
 
 
 def largest(ratios: Mapping[str, float]) -> list[str]:
-    """The clients with the largest updates: those beyond three times the median ratio, at least one, and at most a
-    third."""
-    if len(ratios) < 2:
-        return []
+    """The clients with by far the largest updates: beyond three times the median ratio, and at most a third of all."""
     order = sorted(ratios, key=lambda client: (-ratios[client], client))
-    usual = median(ratios.values())
-    beyond = [client for client in order if ratios[client] > 3 * usual]
-    return sorted(beyond[: max(len(order) // 3, 1)] or order[:1])
+    usual = median(ratios.values()) if ratios else 0.0
+    return sorted([client for client in order if ratios[client] > 3 * usual][: len(order) // 3])
+
+
+def _kept(now: Mapping[str, Mapping[str, float]]) -> dict[str, list[float]]:
+    return {key: _quantiles(list(norms.values())) for key, norms in now.items()}
 
 
 def _quantiles(values: Sequence[float]) -> list[float]:

@@ -1,8 +1,8 @@
 """The look at a merged state before it counts, and the way back to the state before it.
 
-A hostile reply may be within all bounds and still make a model that no client can train: then every client fails in the
-round after the merge. The run returns to the state before it, leaves out the clients whose updates were largest, and
-goes on.
+A hostile reply may be within all bounds and still make a model that clients cannot train: then most of them fail in the
+round after the merge. The run returns to the state before it, and goes on without a part of the clients of that merge
+(`suspects.py`).
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from tepal.exchange.bounds import BadReply, squared_norms
+from tepal.exchange.bounds import BadReply
+from tepal.exchange.norms import squared_norms
 from tepal.strategies.rounds.norms import FEWEST, LARGEST
 
 _ROLLBACKS = 3
-"""How often a run returns to an earlier state: if more merges lead nowhere, the cause is another one."""
+"""How often in a row a run returns to an earlier state, or has a round without a merge that counts: if more of them
+lead nowhere, the cause is another one."""
 _CHANGES = 5  # earlier merges beside which the change of one is looked at
 
 
@@ -33,6 +35,7 @@ class Past:
     def __init__(self, before: Callable[[], Any] | None = None) -> None:
         self._before = before
         self._left = _ROLLBACKS
+        self._merges = 0  # since the run last returned
         self._changes: list[float] = []
 
     def problem(self, before: Any, after: Any) -> str:
@@ -45,7 +48,7 @@ class Past:
         changed = {path: array for path, array in arrays_of(after) if old.get(path) is not array}
         starts = {path: old[path] for path, array in changed.items() if path in old and old[path].shape == array.shape}
         try:
-            change = math.sqrt(math.fsum(squared_norms(changed, starts).values()))
+            change = math.sqrt(sum(squared_norms(changed, starts).values()))
         except BadReply:
             return "it has values that are NaN or infinite"
         usual = median(self._changes) if len(self._changes) >= FEWEST else 0.0
@@ -57,12 +60,26 @@ class Past:
     def merged(self, before: Any) -> None:
         """Enter that a merge counts; `before` is the state that it started from."""
         self._before = lambda: before
+        self._merges += 1
+        if self._merges > 1:  # from the one before, clients could train
+            self._left = _ROLLBACKS
+
+    @property
+    def can_return(self) -> bool:
+        """Whether there is a state before the last merge, and the run has not gone back too often."""
+        return self._before is not None and self._left > 0
+
+    def skip(self) -> bool:
+        """Enter that a round has no merge that counts. Returns whether the run may go on."""
+        self._left -= 1
+        return self._left > 0
 
     def roll_back(self) -> Any | None:
-        """The state before the last merge, once; None if there is none, or the run has gone back too often."""
-        if self._before is None or not self._left:
+        """The state before the last merge, once; None unless the run `can_return`."""
+        if self._before is None or self._left <= 0:
             return None
         self._left -= 1
+        self._merges = 0
         load, self._before = self._before, None
         return load()
 

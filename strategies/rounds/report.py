@@ -124,8 +124,8 @@ class RoundReport:
     """Refused clients that gave the reason themselves."""
     lost: list[tuple[str, str]] = field(default_factory=list)
     """(client, reason): it did not answer."""
-    of_model: bool = False
-    """A client failed, and the model that it was sent may be the reason."""
+    failed_by_model: set[str] = field(default_factory=set)
+    """Clients that failed, for which the model that they were sent may be the reason."""
     late: list[tuple[str, int]] = field(default_factory=list)
     """(client, round): its answer to that round arrived in this one, and was dropped."""
     left_out: list[str] = field(default_factory=list)
@@ -201,20 +201,22 @@ class RoundReport:
                     self.lost.append((event.client, event.reason))
                 if event.by_client:
                     self.refused_by_client.add(event.client)
-                self.of_model |= event.of_model
+                if event.of_model:
+                    self.failed_by_model.add(event.client)
             case Late(name, number):
                 self.late.append((name, number))
 
     def refuse(self, client: str, reason: str) -> None:
         """Enter that a reply which had arrived is not merged."""
         self.refused.append((client, reason))
-        self.of_model = True
+        self.failed_by_model.add(client)
         if client in self.clients:
             self.clients[client].state = REFUSED
 
-    def all_failed(self) -> bool:
-        """Whether none of the clients that were asked last has a good reply, and the model may be the reason."""
-        return self.of_model and not any(self.clients[name].state == REPLIED for name in self.asked)
+    def most_failed(self) -> bool:
+        """Whether more than half of the clients that were asked last have no good reply, and the model may be why."""
+        failed = [name for name in self.asked if name in self.failed_by_model and self.clients[name].state != REPLIED]
+        return 2 * len(failed) > len(self.asked)
 
     def mean_of(
         self, metrics: Mapping[str, tuple[Mapping[str, float], int]], of: str, weighted_by: str, *, share: float = 1.0

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from logging import getLogger
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from flwr.app import MetricRecord
@@ -23,11 +23,22 @@ from tepal.strategies.rounds.checkpoint import (
     layout_digest,
 )
 from tepal.strategies.rounds.ledger import ClientLedger
-from tepal.strategies.rounds.norms import UpdateNorms
 
 log = getLogger("flwr")
 
 _HISTORY = ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp")
+
+
+class Memory(Protocol):
+    """What a run remembers of its rounds, beside its ledger."""
+
+    def to_facts(self) -> dict[str, Any]:
+        """What a checkpoint has of it."""
+        ...
+
+    def restore(self, facts: Mapping[str, Any]) -> None:
+        """Restore from a checkpoint's facts, which are empty in one of an earlier version."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -69,11 +80,14 @@ class Resuming:
                 )
         return checkpoint
 
-    def restore(self, checkpoint: Checkpoint, ledger: ClientLedger, norms: UpdateNorms, result: Result) -> Any:
-        """Return the method's state of a checkpoint, and restore the ledger, the norms and the result from it."""
+    def restore(
+        self, checkpoint: Checkpoint, ledger: ClientLedger, memories: Mapping[str, Memory], result: Result
+    ) -> Any:
+        """Return the method's state of a checkpoint, and restore the ledger, the memories and the result from it."""
         log.info("Resumed after round %d, from %s.", checkpoint.round, self.checkpoints.folder)
         ledger.restore(checkpoint.held, checkpoint.current, checkpoint.standing, self.checkpoints.versions())
-        norms.restore(checkpoint.standing.get("norms", {}))
+        for name, memory in memories.items():
+            memory.restore(checkpoint.standing.get(name, {}))
         for kind, rounds in checkpoint.history.items():
             getattr(result, kind).update({int(number): MetricRecord(dict(m)) for number, m in rounds.items()})
         storage, state = self.method.storage, checkpoint.state
@@ -95,7 +109,7 @@ class Resuming:
         round: int,
         experiment: str,
         ledger: ClientLedger,
-        norms: UpdateNorms,
+        memories: Mapping[str, Memory],
         clients: Collection[str],
         result: Result,
     ) -> tuple[Any, str]:
@@ -116,7 +130,7 @@ class Resuming:
                 kind: {str(number): dict(metrics) for number, metrics in getattr(result, kind).items()}
                 for kind in _HISTORY
             },
-            **{**known, "standing": {**known["standing"], "norms": norms.to_facts()}},
+            **{**known, "standing": {**known["standing"], **{name: of.to_facts() for name, of in memories.items()}}},
         )
         trouble = ""
         try:

@@ -23,10 +23,12 @@ from tepal.strategies.rounds.flower import joined
 from tepal.strategies.rounds.judging import Judge, Refused
 from tepal.strategies.rounds.ledger import ClientLedger
 from tepal.strategies.rounds.messenger import Messenger
-from tepal.strategies.rounds.norms import UpdateNorms, largest, sample
+from tepal.strategies.rounds.norms import UpdateNorms
 from tepal.strategies.rounds.past import Past
 from tepal.strategies.rounds.report import SERVER, RoundFailed, RoundReport
+from tepal.strategies.rounds.resuming import Memory
 from tepal.strategies.rounds.round import Round
+from tepal.strategies.rounds.suspects import Suspects
 from tepal.strategies.rounds.travel import Travel, segments
 from tepal.strategies.rounds.weights import exceeds
 
@@ -34,9 +36,15 @@ log = getLogger("flwr")
 
 ATTEMPTS = 3
 """How often a round with too few replies is attempted, each time with a new cohort."""
+SEARCHES = 4
+"""Merges that do not count in one round, after which it ends without any."""
 
 Evaluate = Callable[[int, ArrayRecord], MetricRecord | None]
 """Scores the model of a round on the server."""
+
+
+class DoesNotCount(Exception):
+    """The merged state of a round must not count. The text has the reason."""
 
 
 class RoundRunner:
@@ -76,6 +84,9 @@ class RoundRunner:
         self.method, self.rules, self.weighted_by_key = method, rules, weighted_by_key
         self.ledger = ClientLedger(run.keep)
         self.norms = UpdateNorms(method.transfer_blocks(model))
+        self.suspects = Suspects()
+        self.memories: Mapping[str, Memory] = {"norms": self.norms, "suspects": self.suspects}
+        """Name → what a checkpoint has beside the ledger."""
         self.past = Past()
         self.trouble = ""
         """An error of the server itself, for the next report."""
@@ -88,6 +99,7 @@ class RoundRunner:
             method, self._messenger, self.cohorts, self.ledger, schedule=schedule, on_progress=on_progress
         )
         self._judge = Judge(self.norms, rules.max_weight_share, clip=clip, folder=run.folder)
+        self._most_had_failed = False  # in the round of the last merge
 
     def close(self) -> None:
         """Receive no further replies."""
@@ -107,26 +119,24 @@ class RoundRunner:
         return Round(number, rounds, config, timeout, report)
 
     def train(self, state: Any, this: Round) -> Any:
-        """Train from this state, or from the one before it if no client can train from this one.
+        """Train from this state, or from the one before it if most clients cannot train from this one.
 
         If none can train from that one either, the model is not the reason, and this state stands.
         """
         try:
             return self._attempts(state, this)
         except RoundFailed:
-            if not this.report.all_failed() or (earlier := self.past.roll_back()) is None:
+            if not this.report.most_failed() or (earlier := self.past.roll_back()) is None:
                 raise
-            suspects = largest(self.norms.merged_ratios)
             self.ledger.undo_merge()
             for client in this.report.asked:
                 self.ledger.good(client)
-            self.ledger.leave_out(suspects, this.number)
-            note = (
-                "no client can train from the model that was merged last: the run returns to the one before it, and "
-                f"leaves out the clients whose updates were largest ({', '.join(suspects) or 'none'})"
+            aside = self.suspects.suspect_last(this.number)
+            self._note(
+                "most clients cannot train from the model that was merged last: the run returns to the one before it, "
+                f"and goes on without {_names(aside)}",
+                this,
             )
-            log.error("Round %d: %s.", this.number, note)
-            this.report.notes.append((SERVER, note))
             return self._attempts(earlier, this)
 
     def score(self, state: Any, this: Round, evaluate_fn: Evaluate | None, *, last: bool) -> None:
@@ -150,28 +160,49 @@ class RoundRunner:
 
     def _attempts(self, state: Any, this: Round) -> Any:
         """Draw a cohort, run all phases and merge. Returns the next state; a failure leaves the old one unchanged."""
-        report, rules, attempt = this.report, self.rules, 0
-        for attempt in range(ATTEMPTS):
+        report, rules = this.report, self.rules
+        attempts = searches = 0
+        while attempts < ATTEMPTS:
             send = partial(self._asker.exchange, report)
             self.cohorts.wait(report, this.config, this.timeout, send)
-            drawn = self.cohorts.draw(rules.fraction_train, report, attempt, TRAIN)
-            report.left_out = drawn.left_out
-            state, cohort = self.method.cohort(state, drawn.names, drawn.size, drawn.rng)
+            drawn = self.cohorts.draw(rules.fraction_train, report, attempts + searches, TRAIN)
+            aside = self.suspects.set_aside(drawn.names, this.number, rules.min_replies)
+            names = tuple(name for name in drawn.names if name not in aside)
+            report.left_out = sorted([*drawn.left_out, *aside])
+            state, cohort = self.method.cohort(state, names, min(drawn.size, len(names)), drawn.rng)
             plans = self._prepare(state, this, sorted(cohort))
-            merged = self._merge(state, this, plans)
+            try:
+                merged = self._merge(state, this, plans)
+            except DoesNotCount as problem:
+                searches += 1
+                ratios = {client: self.norms.ratios.get(client, 0.0) for client in report.replied}
+                report.replied.clear()
+                aside = self.suspects.suspect(ratios, this.number)
+                self._note(f"the merged model does not count: {problem}. The suspects are {_names(aside)}", this)
+                if searches < SEARCHES:
+                    continue
+                if self.past.skip():
+                    self._note("no merge of this round counts, and the model stays as it is", this)
+                    return state
+                break
             if merged is not None:
                 return merged
+            attempts += 1
             log.warning(
                 "Round %d has %d good replies of %d asked, and needs %d (attempt %d of %d).",
-                this.number, len(report.replied), len(plans), rules.min_replies, attempt + 1, ATTEMPTS,
+                this.number, len(report.replied), len(plans), rules.min_replies, attempts, ATTEMPTS,
             )  # fmt: skip
             report.replied.clear()
-            if report.refused_by_client.issuperset(report.asked):
+            if report.refused_by_client.issuperset(report.asked) or self._must_return(this):
                 break  # not transient: these clients would refuse again
         raise RoundFailed(
-            f"round {this.number} got fewer than min_replies={rules.min_replies} good replies in {attempt + 1} attempts"
-            + report.reasons()
+            f"round {this.number} got fewer than min_replies={rules.min_replies} good replies in "
+            f"{attempts + searches} attempts" + report.reasons()
         )
+
+    def _must_return(self, this: Round) -> bool:
+        """Whether most clients fail now that did not in the round before: the model that was merged last is why."""
+        return self.past.can_return and this.report.most_failed() and not self._most_had_failed
 
     def _prepare(self, state: Any, this: Round, cohort: Sequence[str]) -> list[Plan]:
         """Run all phases but the last, and return the plans of the last one."""
@@ -196,8 +227,8 @@ class RoundRunner:
         """
         report, ledger, key = this.report, self.ledger, self.weighted_by_key
         clients = [plan.client for plan in plans]
-        all_of_them = self.norms.first or self._judge.clip
-        messages = self._asker.outgoing(state, plans, this, measured=clients if all_of_them else sample(clients))
+        self.norms.ratios.clear()
+        messages = self._asker.outgoing(state, plans, this, measured=self._judge.clip)
         report.learning_rate = _mean_rate(messages)
         replies = self._asker.ask(messages, this, self.rules.max_replies)
         merger = self.method.merger(state, this.number)
@@ -230,27 +261,25 @@ class RoundRunner:
             del reply  # see `Asker.ask`
         report.fedavg_down += len(plans)
         report.fedavg_up += len(report.replied)
-        if len(metrics) < self.rules.min_replies:
+        if len(metrics) < self.rules.min_replies or self._must_return(this):
             return None
         try:
             merged = merger.finish()
         except OSError as error:  # of replies that are stored on disk
             raise RoundFailed(f"round {this.number} cannot be merged: {error}") from error
+        except Exception as error:  # of values that one of the clients sent
+            log.debug("Round %d cannot be merged.", this.number, exc_info=True)
+            raise DoesNotCount(f"it cannot be computed ({type(error).__name__}: {error})") from error
         if not self.method.storage and (problem := self.past.problem(state, merged)):
-            suspects = largest(self.norms.ratios)
-            log.error("The merged model of round %d does not count: %s.", this.number, problem)
-            report.notes.append((SERVER, f"the merged model does not count: {problem}"))
-            for client in suspects:
-                self._refuse(client, "its update was among the largest of a merge that does not count", this)
-            ledger.leave_out(suspects, this.number)
-            return None
+            raise DoesNotCount(problem)
         report.train_metrics = report.mean_of(
             metrics, report.train_metrics_of, key, share=self.rules.max_weight_share
         )
-        report.record = {**report.record, **self.norms.record(), **self.method.change(state, merged)}
+        report.record = {**report.record, **self.norms.record(metrics), **self.method.change(state, merged)}
         ledger.merged(exchanges, {client: examples for client, (_, examples) in metrics.items()})
-        self.norms.merged()
+        self.suspects.merged({client: self.norms.ratios.get(client, 0.0) for client in metrics})
         self.past.merged(state)
+        self._most_had_failed = report.most_failed()
         return merged
 
     def _accept(self, plan: Plan, reply: Reply) -> None:
@@ -270,6 +299,12 @@ class RoundRunner:
         this.report.refuse(client, reason)
         self.ledger.failed(client, this.number)
 
+    def _note(self, text: str, this: Round) -> None:
+        """Log an incident of the server's own, and enter it into the report."""
+        text = visible(text)
+        log.error("Round %d: %s.", this.number, text)
+        this.report.notes.append((SERVER, text))
+
     def _plans(
         self, state: Any, this: Round, phase: str, cohort: Sequence[str], probe_replies: Mapping[str, Reply]
     ) -> list[Plan]:
@@ -277,6 +312,11 @@ class RoundRunner:
             return self.method.plan(state, this.number, phase, cohort, probe_replies)
         except OSError as error:  # of a method that stores models on disk
             raise RoundFailed(f"round {this.number} cannot be planned: {error}") from error
+
+
+def _names(clients: Sequence[str]) -> str:
+    """The first names of a list, for a sentence."""
+    return ", ".join(clients[:10]) + f" and {len(clients) - 10} more" * (len(clients) > 10)
 
 
 def _mean_rate(messages: list[Outgoing]) -> float | None:

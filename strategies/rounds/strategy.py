@@ -186,7 +186,7 @@ class MethodStrategy(WithoutHooks):
             self.summary()
             if resuming and checkpoint is not None:
                 first = checkpoint.round + 1
-                state, checkpoint = resuming.restore(checkpoint, rounds.ledger, rounds.norms, result), None
+                state, checkpoint = resuming.restore(checkpoint, rounds.ledger, rounds.memories, result), None
             elif evaluate_fn is not None:
                 report = RoundReport(0, "initial", server_metrics=scalars(evaluate_fn(0, initial_arrays)))
                 result.evaluate_metrics_serverapp[0] = MetricRecord(dict(report.server_metrics))
@@ -210,8 +210,9 @@ class MethodStrategy(WithoutHooks):
                     raise
                 self._end(this, result)
                 if resuming:
+                    known, clients = rounds.ledger, rounds.cohorts.available()
                     state, rounds.trouble = resuming.save(
-                        state, number, self.experiment, rounds.ledger, rounds.norms, rounds.cohorts.available(), result
+                        state, number, self.experiment, known, rounds.memories, clients, result
                     )
             result.arrays = joined(self.method.models(state), layout)
             return result

@@ -41,7 +41,6 @@ from tepal.strategies.rounds.checkpoint import (
     to_json,
 )
 from tepal.strategies.rounds.ledger import ClientLedger
-from tepal.strategies.rounds.norms import UpdateNorms
 from tepal.strategies.rounds.resuming import Resuming
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="does to files and disks what Linux lets it do")
@@ -117,7 +116,7 @@ def test_a_method_of_ones_own_that_has_an_earlier_name_of_ours_is_resumed(tmp_pa
 
     layout = Layout.of_arrays({"w": np.zeros(2)})
     resuming = Resuming(Checkpoints(tmp_path), Mixture(), 0, layout)
-    resuming.save(ModelState({"w": np.ones(2)}), 1, "experiment", ClientLedger(), UpdateNorms({}), [], Result())
+    resuming.save(ModelState({"w": np.ones(2)}), 1, "experiment", ClientLedger(), {}, [], Result())
     assert resuming.latest(resume=True).round == 1
 
 
