@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
 
 import numpy as np
 
@@ -12,14 +11,12 @@ from tepal.exchange.bounds import BadReply
 from tepal.exchange.layout import Arrays
 from tepal.exchange.threads import CHUNK, PIECE, in_threads
 
-SAMPLED = 1 / 16
+SAMPLED = 1 / 64
 """Share of the values of a large entry from which its norm is estimated."""
+SMALL = 1 << 13
+"""Values up to which an entry is not large; pieces that are drawn of larger ones have as many."""
 
-_DRAWN = 1 << 15  # values in a piece that is drawn
 _random = random.SystemRandom()
-
-_Piece = tuple[str, np.ndarray, np.ndarray | None]
-"""Name of an entry, and a piece of its values and of its start, both flat."""
 
 
 def squared_norms(values: Arrays, starts: Arrays | None) -> dict[str, float]:
@@ -30,9 +27,16 @@ def squared_norms(values: Arrays, starts: Arrays | None) -> dict[str, float]:
     Raises:
         BadReply: an entry has values that are NaN or infinite.
     """
-    pieces = [piece for name in _floating(values) for piece in _pieces(name, values, starts, PIECE)]
+    pieces: list[tuple[str, np.ndarray, np.ndarray | None]] = []
+    for name, array in values.items():
+        if array.dtype.kind not in "fc":
+            continue
+        x, s = array.reshape(-1), starts[name].reshape(-1) if starts is not None and name in starts else None
+        for k in range(0, x.size, PIECE):
+            pieces.append((name, x[k : k + PIECE], None if s is None else s[k : k + PIECE]))
+    sums = in_threads(_squared, pieces, sum(x.nbytes for _, x, _ in pieces))
     norms: dict[str, float] = {}
-    for (name, x, _), found in zip(pieces, _squares(pieces), strict=True):
+    for (name, x, _), found in zip(pieces, sums, strict=True):
         # A sum is finite only if every value is. If that of finite values overflows, they are checked one by one.
         if not np.isfinite(found) and not np.isfinite(x).all():
             raise BadReply(f"entry {name!r} has values that are NaN or infinite")
@@ -43,24 +47,23 @@ def squared_norms(values: Arrays, starts: Arrays | None) -> dict[str, float]:
 def estimated_norms(values: Arrays, starts: Arrays) -> dict[str, float]:
     """Name → an estimate of ‖x − s‖² of each floating-point entry x and its start s.
 
-    Of a large entry, `SAMPLED` of its values are read, in pieces that are drawn by the system's random numbers after
-    the reply came, so that no client knows them. A small one is read as a whole.
+    Of a large entry, a share `SAMPLED` of the values is read, in pieces that are drawn by the system's random numbers
+    after the reply came, so that no client knows them. One of up to `SMALL` values is read as a whole.
 
     Args:
         values: finite arrays.
         starts: the values that they started from, of the same shapes.
     """
-    drawn: list[_Piece] = []
-    factors: dict[str, float] = {}  # name → values of an entry for each one that is read
-    for name in _floating(values):
-        pieces = _pieces(name, values, starts, _DRAWN)
-        chosen = _random.sample(pieces, math.ceil(SAMPLED * len(pieces)))
-        read = sum(x.size for _, x, _ in chosen)
-        factors[name] = values[name].size / read if read else 1.0
-        drawn += chosen
-    norms = dict.fromkeys(factors, 0.0)
-    for (name, _, _), found in zip(drawn, _squares(drawn), strict=True):
-        norms[name] += factors[name] * (found if np.isfinite(found) else float("inf"))
+    norms = {}
+    for name, array in values.items():
+        if array.dtype.kind in "fc":
+            x, s = array.reshape(-1), starts[name].reshape(-1)
+            count = -(-x.size // SMALL)
+            numbers = _random.sample(range(count), math.ceil(SAMPLED * count))
+            drawn = [slice(k * SMALL, (k + 1) * SMALL) for k in numbers]
+            found = sum(_squared((name, x[at], s[at])) for at in drawn)
+            read = sum(x[at].size for at in drawn)
+            norms[name] = found * x.size / max(read, 1) if np.isfinite(found) else float("inf")
     return norms
 
 
@@ -76,22 +79,7 @@ def integer_norms(values: Arrays, starts: Arrays) -> dict[str, float]:
     return norms
 
 
-def _floating(values: Arrays) -> Iterator[str]:
-    return (name for name, array in values.items() if array.dtype.kind in "fc")
-
-
-def _pieces(name: str, values: Arrays, starts: Arrays | None, size: int) -> list[_Piece]:
-    x = values[name].reshape(-1)
-    s = starts[name].reshape(-1) if starts is not None and name in starts else None
-    return [(name, x[k : k + size], None if s is None else s[k : k + size]) for k in range(0, x.size, size)]
-
-
-def _squares(pieces: list[_Piece]) -> list[float]:
-    with np.errstate(over="ignore", invalid="ignore"):
-        return in_threads(_squared, pieces, sum(x.nbytes for _, x, _ in pieces))
-
-
-def _squared(piece: _Piece) -> float:
+def _squared(piece: tuple[str, np.ndarray, np.ndarray | None]) -> float:
     _, x, s = piece
     if x.dtype == np.float16:
         x = x.astype(np.float32)

@@ -269,7 +269,7 @@ def test_estimated_norms_are_those_of_a_sample():
 
 def test_the_mean_of_many_estimates_is_the_norm():
     """Also of an update in one place, which most samples do not see: it is found in a share `SAMPLED` of the rounds."""
-    s = {"w": np.zeros(64 << 15, np.float32)}
+    s = {"w": np.zeros(128 << 13, np.float32)}
     x = {"w": s["w"].copy()}
     x["w"][3] = 2.0
     found = np.array([estimated_norms(x, s)["w"] for _ in range(600)])
