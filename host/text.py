@@ -53,8 +53,8 @@ def name_key(text: str) -> str:
     """What two names share that a reader takes for the same one.
 
     They do if they differ by upper and lower case, by compatible forms of a character (such as full-width or ligatures;
-    NFKC), by kinds of hyphens, by spaces at the ends or by how many there are, or by characters that show nothing. Names
-    in which letters of other scripts stand for similar ones (Cyrillic "а") have different keys.
+    NFKC), by kinds of hyphens, by spaces at the ends or by how many there are, or by characters that show nothing. Two
+    names that differ in letters of other scripts that look alike (Cyrillic "а") have different keys.
     """
     # What shows nothing is left out first: it would keep an accent apart from its letter. Case folding may make
     # characters that NFKC changes again.
