@@ -96,8 +96,8 @@ def _csv_cell(value: Any) -> Any:
 
 _FORMULA = ("=", "+", "-", "@", "＝", "＋", "－", "＠")  # also the full-width ones, which some spreadsheets accept
 _LINKS = re.compile(r"((?:https?|ftp|mailto|xmpp|www))([:.])", re.IGNORECASE)  # what GitHub makes a link of
-# GitHub makes links of @user, me@example.org, #1 and GH-1. It searches the text of the page that it has made, in which an
-# escaped character is one as any other; so the character gets an element of its own.
+# GitHub makes links of @user, me@example.org, #1 and GH-1. It searches the text of the page that it has made, in which
+# an escaped character is one as any other; so the character gets an element of its own.
 _MENTIONS = re.compile(r"@|#(?=[0-9])|(?<=\bGH)-(?=[0-9])", re.IGNORECASE)
 _MARKDOWN = str.maketrans({character: f"\\{character}" for character in "\\`*_[]<>&|~$"})
 _LATEX = str.maketrans(
