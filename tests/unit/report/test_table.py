@@ -13,6 +13,7 @@ from markdown_it import MarkdownIt
 
 from tepal.records.columns import Column
 from tepal.report.table import Table
+from tepal.report.templates import render
 
 NASTY = "a|b & c < d > 5 % of x_y \\ {$#~^} *[1] `q` \"it's\""
 # Marks and characters that show nothing may become escapes: they have tests of their own, of `visible`.
@@ -221,3 +222,8 @@ def test_spaces_in_a_cell_are_one(form):
 def test_a_row_of_another_length_than_the_columns_is_refused():
     with pytest.raises(ValueError, match="zip"):
         Table("", [Column("a"), Column("b")], [[1]]).markdown()
+
+
+def test_a_template_keeps_a_space_between_two_values_and_shows_those_of_a_text(tmp_path):
+    (tmp_path / "two.j2").write_text('{{ one }}{{ " " if two else "" }}{{ two }}')
+    assert render("two.j2", tmp_path, one=" a", two="b ") == r"\x20a b\x20"

@@ -140,7 +140,7 @@ def test_scores_of_most_clients_are_means_as_before():
 # ---- values ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["accuracy", "received-accuracy", "ensemble-lowest-accuracy", "macro-f1", "x-macro-f1"])
+@pytest.mark.parametrize("name", ["accuracy", "received-accuracy", "ensemble-highest-accuracy", "x-macro-f1"])
 @given(value=st.floats() | st.integers())
 def test_a_share_is_from_0_to_1(name, value):
     numbers, _, not_finite = metrics_of({"metrics": MetricRecord({name: value})}, ("metrics",))
@@ -220,7 +220,7 @@ def test_a_clients_metrics_neither_forge_nor_flood_the_line_of_a_round():
 
 
 def test_a_line_has_the_scores_of_the_round_in_the_order_of_their_names():
-    report = RoundReport(2, "train", train_metrics={"train-loss": 1.5, "received-accuracy": 0.25, "steps": 7, "my-loss": 2.0},
-                         server_metrics={"accuracy": 0.5, "loss": 1234567.0})  # fmt: skip
+    of_clients = {"train-loss": 1.5, "received-accuracy": 0.25, "steps": 7, "my-loss": 2.0}
+    report = RoundReport(2, "train", train_metrics=of_clients, server_metrics={"accuracy": 0.5, "loss": 1234567.0})
     shown = "accuracy 0.5000, loss 1.235e+06, my-loss 2.0000, received-accuracy 0.2500, train-loss 1.5000."
     assert report.in_a_line(3).endswith(f" s, {shown}")
