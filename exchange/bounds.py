@@ -10,25 +10,30 @@ from collections.abc import Mapping
 from typing import Any
 
 from tepal.exchange.layout import Names
-from tepal.host.text import LONGEST_NAME, LONGEST_TEXT, visible
+from tepal.host.text import LONGEST_NAME, visible
 
 MOST_EXAMPLES = 10**15
 """Largest weight of a reply: for larger ones float64 cannot represent every number of examples of a round."""
 LARGEST_METRIC = 1e100
 """Largest magnitude of a metric: sums over all clients of its square, times a weight, are still finite. A metric that
 is larger counts as one that is not finite."""
+SHARES = ("accuracy", "macro-f1")
+"""Metrics with these names, or that end with "-" and one of them, are shares from 0 to 1. One that is not counts as one
+that is not finite."""
 MOST_METRICS = 200
 """Metrics of one answer."""
 MOST_METRIC_NAMES = 1000
 """Names of metrics in one run."""
 MOST_NUMBERS = 100_000
 """Numbers in all lists of one answer: a list has one number for each class, or for each layer."""
-MOST_NOTES = 20
-"""Notes of an answer that are kept."""
+MOST_NOTES, LONGEST_NOTE = 3, 300
+"""Notes of a client that are kept of a round, however often it answers, and the characters of each."""
 HEADER_BYTES, HEADER_BYTES_PER_ENTRY = 1_000_000, 1000
 """Longest header, decompressed, for a model with that many entries."""
 MOST_KEYS = 10_000
 """Trees, or missing parts, of a header."""
+
+_SHARES = tuple(f"-{name}" for name in SHARES)
 
 
 class BadReply(ValueError):
@@ -40,14 +45,16 @@ class BadReply(ValueError):
 
 def notes_of(notes: Names) -> Names:
     """The first notes of an answer, cut and made visible; if there are more, a last one says how many."""
-    kept = tuple(visible(note, LONGEST_TEXT) for note in notes[:MOST_NOTES])
+    kept = tuple(visible(note, LONGEST_NOTE) for note in notes[:MOST_NOTES])
     return (*kept, f"and {len(notes) - MOST_NOTES} more notes") if len(notes) > MOST_NOTES else kept
 
 
 def metrics_of(
     records: Mapping[str, Mapping[str, Any]], covered: Names
 ) -> tuple[dict[str, float], dict[str, tuple[float, ...]], Names]:
-    """An answer's metrics: numbers, lists, and the names of those that are not finite, which are accepted.
+    """An answer's metrics: numbers, lists, and the names of those that are not finite, which are left out.
+
+    A number beyond ±`LARGEST_METRIC`, or one of `SHARES` that is not from 0 to 1, counts as not finite.
 
     Args:
         records: name → MetricRecord.
@@ -66,7 +73,7 @@ def metrics_of(
     for _, record in sorted(records.items(), key=lambda item: item[0] in covered):
         for raw, value in record.items():
             name = visible(raw, LONGEST_NAME)
-            if isinstance(value, int | float) and _representable(value):
+            if isinstance(value, int | float) and _possible(name, value):
                 numbers[name] = value
                 continue
             if isinstance(value, list):
@@ -78,6 +85,12 @@ def metrics_of(
                     continue
             not_finite.append(name)
     return numbers, lists, tuple(not_finite)
+
+
+def _possible(name: str, value: float) -> bool:
+    if name in SHARES or name.endswith(_SHARES):
+        return 0 <= value <= 1  # false for NaN
+    return _representable(value)
 
 
 def _representable(value: float) -> bool:

@@ -9,7 +9,6 @@ Each is replaced as a whole. None is needed to resume a run: if one cannot be wr
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections import defaultdict
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from tepal.host.text import visible
 from tepal.records.columns import bytes_text, column, columns_of, from_values, is_number, seconds_text
-from tepal.records.run_directory import BLOCKS, CLIENTS, MOST_SEGMENTS, NOW, as_json, read_json, write_whole
+from tepal.records.run_directory import BLOCKS, CLIENTS, MOST_SEGMENTS, NOW, json_line, read_json, write_whole
 
 if TYPE_CHECKING:  # reading a run needs neither Flower nor torch
     from tepal.strategies.rounds.report import RoundReport
@@ -221,7 +220,7 @@ class Live:
         if not at_once and begun < self._due.get(name, 0.0):
             return
         try:
-            write_whole(self._path / name, json.dumps(as_json(content()), allow_nan=False).encode() + b"\n")
+            write_whole(self._path / name, json_line(content()))
             self._failed.discard(name)
         except OSError as error:
             if name not in self._failed:  # logged once, not four times a second

@@ -38,6 +38,8 @@ class Incident(TypedDict):
 
 MOST_REASONS = 100
 """Reasons of a kind of incident that are kept of a round."""
+LONGEST_REASON = 1000
+"""Characters of a reason that are kept."""
 NOT_KEPT = f"its reason is not kept: the round has more than {MOST_REASONS}"
 
 _SCORES = ("accuracy", "loss")
@@ -226,7 +228,7 @@ def _incident_list(reasons: Iterable[tuple[str, str]], *, counted: bool = True) 
     Of further ones the clients are kept if they are `counted`, and otherwise only how many there are.
     """
     left = iter(reasons)
-    kept = [Incident(client=visible(client, LONGEST_NAME), reason=visible(reason))
+    kept = [Incident(client=visible(client, LONGEST_NAME), reason=visible(reason, LONGEST_REASON))
             for client, reason in islice(left, MOST_REASONS)]  # fmt: skip
     further = [client for client, _ in left]
     if counted:

@@ -75,9 +75,10 @@ class Table:
 
 
 def markdown_text(text: str) -> str:
-    """Text as Markdown that shows it; no part of it is markup or becomes a link."""
+    """Text as Markdown that shows it; no part is markup, or becomes a link to a page, address, user or issue."""
     escaped = _words(text).translate(_MARKDOWN)
-    return _LINKS.sub(lambda match: f"{match[1]}\\{match[2]}", escaped)
+    escaped = _LINKS.sub(lambda match: f"{match[1]}\\{match[2]}", escaped)
+    return _MENTIONS.sub("<span>\\g<0></span>", escaped)
 
 
 def _words(text: str) -> str:
@@ -90,11 +91,14 @@ def _csv_cell(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     text = visible(value)
-    return f"'{text}" if text.lstrip().startswith(_FORMULA) else text
+    return f"'{text}" if text.startswith(_FORMULA) else text
 
 
 _FORMULA = ("=", "+", "-", "@", "＝", "＋", "－", "＠")  # also the full-width ones, which some spreadsheets accept
 _LINKS = re.compile(r"((?:https?|ftp|mailto|xmpp|www))([:.])", re.IGNORECASE)  # what GitHub makes a link of
+# GitHub makes links of @user, me@example.org, #1 and GH-1. It searches the text of the page that it has made, in which
+# an escaped character is one as any other; so the character gets an element of its own.
+_MENTIONS = re.compile(r"@|#(?=[0-9])|(?<=\bGH)-(?=[0-9])", re.IGNORECASE)
 _MARKDOWN = str.maketrans({character: f"\\{character}" for character in "\\`*_[]<>&|~$"})
 _LATEX = str.maketrans(
     {

@@ -155,7 +155,9 @@ def render(template: str, folder: Path | None = None, /, **values: Any) -> Marku
 
 def _finalized(value: Any) -> Any:
     """What a template writes of a value: of text that others may have written, what is safe to show."""
-    return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+    if not isinstance(value, str) or isinstance(value, Markup):
+        return value
+    return visible(value) if value.strip(" ") else value  # a space between two values stays one
 
 
 @cache

@@ -266,6 +266,38 @@ def mean_metrics(
     return {name: _sum(each) / totals[name] for name, each in terms.items() if totals[name]}
 
 
+RECORDED = ("accuracy", "loss", "macro-f1", "rmse", "train-loss", "step-seconds")
+"""Metrics that are recorded of a round under these names, in addition to those of `ON_TESTS`."""
+
+
+def of_most(replies: Mapping[str, tuple[Mapping[str, float], int]]) -> dict[str, tuple[Mapping[str, float], int]]:
+    """Client → (metrics, weight), without scores that only a few report: they would be a few clients' word.
+
+    A score of `ON_TESTS` is left out if fewer than half of the clients with test examples have it, and where a client
+    has no test examples; one of `RECORDED` if fewer than half of the clients have it. All other metrics stay: a method
+    may ask them of some clients.
+
+    Args:
+        replies: client → (metrics, weight). A client without the metric `test-examples` counts as one that has some.
+    """
+    tested = {client for client, (metrics, _) in replies.items() if metrics.get("test-examples", 1) > 0}
+    having: dict[str, int] = {}
+    for client, (metrics, _) in replies.items():
+        for name in metrics:
+            if client in tested or not name.startswith(ON_TESTS):
+                having[name] = having.get(name, 0) + 1
+
+    def stays(client: str, name: str) -> bool:
+        if name.startswith(ON_TESTS):
+            return client in tested and 2 * having[name] >= len(tested)
+        return name not in RECORDED or 2 * having[name] >= len(replies)
+
+    return {
+        client: ({name: value for name, value in metrics.items() if stays(client, name)}, weight)
+        for client, (metrics, weight) in replies.items()
+    }
+
+
 def over_clients(replies: Iterable[tuple[Mapping[str, float], int]]) -> dict[str, tuple[float, float]]:
     """Mean and standard deviation over clients, with uniform weights, of their metrics on their own test examples."""
     values: dict[str, list[float]] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import math
 import os
@@ -44,6 +45,14 @@ def as_json(value: Any) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, bytes):
         return [as_json(inner) for inner in value]
     return str(value)
+
+
+def json_line(value: Any) -> bytes:
+    """`value` as one line of JSON in UTF-8, of JSON's types (`as_json`). Only what UTF-8 cannot encode is escaped."""
+    # Escaped, a letter of a script other than Latin would have three times as many bytes. What is not valid in UTF-8, a
+    # lone surrogate, becomes its escape, which JSON reads as the same.
+    text = json.dumps(as_json(value), ensure_ascii=False, allow_nan=False)
+    return text.encode("utf-8", "backslashreplace") + b"\n"
 
 
 def make_first_free(base: Path, name: str) -> Path:

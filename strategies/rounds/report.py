@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 from flwr.serverapp.strategy import Result
 
+from tepal.exchange.bounds import MOST_NOTES
 from tepal.exchange.layout import Names
 from tepal.exchange.plan import EVALUATE, INTRODUCE, LAYER_BUDGET, PROBE, TRAIN, Outgoing, Plan, Reply
 from tepal.exchange.sender import Traffic
-from tepal.strategies.aggregate import mean_metrics, over_clients
+from tepal.strategies.aggregate import ON_TESTS, RECORDED, mean_metrics, of_most, over_clients
 from tepal.strategies.rounds.travel import Travel
 from tepal.strategies.rounds.weights import with_limited_weights
 
@@ -21,6 +23,13 @@ SERVER = "server"
 ASKED, REPLIED, REFUSED, LOST, LEFT_BEHIND = "asked", "replied", "refused", "lost", "not waited for"
 """States of a client in a round. After the first, and before one of the others, its state is its task (`DOING`)."""
 DOING: Mapping[str, str] = {TRAIN: "training", EVALUATE: "scoring", PROBE: "probing"}
+
+
+MOST_FIGURES = 12
+"""Scores in a line of the log."""
+NOT_KEPT = f"further notes are not kept: at most {MOST_NOTES} of a client in a round"
+"""Stands for the further notes of a client in a round."""
+_PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,59}")  # a name that cannot be taken for a figure, or for two
 
 
 class RoundFailed(RuntimeError):
@@ -131,7 +140,7 @@ class RoundReport:
     left_out: list[str] = field(default_factory=list)
     """Connected clients that were not asked, because they failed several times in a row."""
     notes: list[tuple[str, str]] = field(default_factory=list)
-    """(client or SERVER, an error from which it recovered)."""
+    """(client or SERVER, an error from which it recovered): `MOST_NOTES` of each client, and one for all further."""
     down: Traffic = field(default_factory=Traffic)
     up: Traffic = field(default_factory=Traffic)
     fedavg_down: int = 0
@@ -156,6 +165,8 @@ class RoundReport:
     """See `Method`."""
     seconds: float = 0.0
     seconds_train: float = 0.0
+    _noted: dict[int, int] = field(default_factory=dict, repr=False)
+    """Node → its notes."""
 
     def ask(self, plan: Plan) -> None:
         """Enter that a client is about to be sent this plan."""
@@ -177,9 +188,9 @@ class RoundReport:
                             self.travel.sent(names)
                         if outgoing.plan.action == TRAIN and not again:
                             self.travel.asked(outgoing.plan.trains)
-            case Arrived(_, traffic, notes):
+            case Arrived(outgoing, traffic, notes):
                 self.up += traffic
-                self.notes += [(event.outgoing.name, note) for note in notes]
+                self._note(outgoing, notes)
                 if client:
                     client.bytes_up += traffic.payload
             case Answered(outgoing, reply, seconds):
@@ -206,6 +217,15 @@ class RoundReport:
             case Late(name, number):
                 self.late.append((name, number))
 
+    def _note(self, outgoing: Outgoing, notes: Names) -> None:
+        """Enter what a client reports, of all its answers in the round no more than of one."""
+        before = self._noted.get(outgoing.node_id, 0)
+        self._noted[outgoing.node_id] = before + len(notes)
+        kept = [*notes[: max(MOST_NOTES - before, 0)]]
+        if before <= MOST_NOTES < before + len(notes):
+            kept.append(NOT_KEPT)
+        self.notes += [(outgoing.name, note) for note in kept]
+
     def refuse(self, client: str, reason: str) -> None:
         """Enter that a reply which had arrived is not merged."""
         self.refused.append((client, reason))
@@ -223,13 +243,15 @@ class RoundReport:
     ) -> dict[str, float]:
         """The mean of clients' metrics. Their spread, and each personal model's score, are entered into the report.
 
+        Scores that fewer than half of the clients report are left out (`of_most`).
+
         Args:
             metrics: client → its metrics and weight.
             of: the model that the clients scored, as in the metrics' names.
             weighted_by: the metric that is the weight.
             share: the largest share of one client in a mean's weights.
         """
-        metrics = with_limited_weights(metrics, share)
+        metrics = of_most(with_limited_weights(metrics, share))
         self.over_clients = {**self.over_clients, **over_clients(metrics.values())}
         personal = self.train_metrics_of != "received"
         for name in ("accuracy", "rmse") if personal else ():
@@ -256,6 +278,19 @@ class RoundReport:
             f"{len(self.replied)} of {len(self.asked)} clients", f"{self.down.payload / 1e6:.3g} MB down",
             f"{self.up.payload / 1e6:.3g} MB up", f"{self.seconds:.1f} s",
         ]  # fmt: skip
-        scores = {**self.train_metrics, **self.evaluate_metrics, **self.server_metrics}
-        figures += [f"{name} {scores[name]:.4f}" for name in sorted(scores) if name.endswith(("accuracy", "loss"))]
+        figures += self._scores()
         return f"Round {self.round} of {rounds}, {self.phase}: {', '.join(figures)}."
+
+    def _scores(self) -> list[str]:
+        """The accuracies and losses of the round, at most `MOST_FIGURES`: those that are known first."""
+        every = {**self.train_metrics, **self.evaluate_metrics, **self.server_metrics}
+        found = [name for name in sorted(every) if name.endswith(("accuracy", "loss"))]
+        known = [name for name in found if name in self.server_metrics or name in RECORDED or name.startswith(ON_TESTS)]
+        others = [name for name in found if name not in known]
+        plain = [name for name in (*known, *others) if _PLAIN.fullmatch(name)][:MOST_FIGURES]
+        shown = [f"{name} {_short(every[name])}" for name in sorted(plain)]
+        return shown if len(plain) == len(found) else [*shown, f"{len(found) - len(plain)} more metrics"]
+
+
+def _short(value: float) -> str:
+    return f"{value:.4f}" if abs(value) < 1e6 else f"{value:.4g}"

@@ -38,7 +38,7 @@ def doctor_command(
     as_json: AsJson = False,
 ) -> None:
     """Check this installation and its machine. The exit status is 1 if there is a problem."""
-    from tepal.tools.dashboard.views import console
+    from tepal.tools.dashboard.printed import console
     from tepal.tools.deploy.doctor import PROBLEM, examine, findings_table
 
     with Console(stderr=True).status("checking …"):

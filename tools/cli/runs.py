@@ -21,7 +21,8 @@ def runs_command(
     as_json: AsJson = False,
 ) -> None:
     """List runs and comparisons, the newest first: rounds, score and transferred bytes of each."""
-    from tepal.tools.dashboard.views import console, facts_of, reasons, runs_table, views
+    from tepal.tools.dashboard.printed import console, reasons, runs_table
+    from tepal.tools.dashboard.views import facts_of, views
 
     with reported():
         facts = [facts_of(view) for view in views(folder)]
@@ -43,16 +44,8 @@ def show_command(
     """Show one run (changed settings, rounds, clients with problems, bytes, files) or one comparison."""
     from tepal.server_app.config import defaults
     from tepal.tools.compare.comparison import is_comparison, measure
-    from tepal.tools.dashboard.views import (
-        ComparisonView,
-        RunView,
-        comparison_facts,
-        comparison_summary_page,
-        console,
-        find,
-        run_facts,
-        run_page,
-    )
+    from tepal.tools.dashboard.printed import comparison_summary_page, console, run_page
+    from tepal.tools.dashboard.views import ComparisonView, RunView, comparison_facts, find, run_facts
 
     with reported():
         path = find(run, runs)

@@ -7,7 +7,8 @@
 
 Requests from other machines need the token. On loopback, the host name of a request must be this machine's, so that
 pages of other origins cannot read the dashboard (DNS rebinding). A file is only served if it lies in the run's folder,
-and a run that cannot be read is shown with its error.
+and a run that cannot be read is shown with its error. A report may be someone else's: its scripts run in an origin of
+their own.
 """
 
 from __future__ import annotations
@@ -76,6 +77,16 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
+
+_REPORT_HEADERS = {
+    **_HEADERS,
+    "Content-Security-Policy": (
+        "sandbox allow-scripts allow-downloads; default-src 'none'; script-src 'unsafe-inline'; "
+        "style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+}
+"""Of a report, which may come from someone else's run: its scripts run in an origin of their own, so that they cannot
+read the dashboard, and cannot make requests."""
 
 
 def serve(
@@ -202,7 +213,7 @@ class _Dashboard:
         file = None if path is None else await run_in_threadpool(_inside, path, REPORT)
         if file is None:
             return self._missing(request)
-        return FileResponse(file, headers={**_HEADERS, "Content-Security-Policy": "frame-ancestors 'none'"})
+        return FileResponse(file, headers=_REPORT_HEADERS)
 
     async def asset(self, request: Request) -> Response:
         name = request.path_params["name"]

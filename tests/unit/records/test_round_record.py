@@ -4,10 +4,12 @@ import json
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tepal.records.columns import bytes_text, score_text, seconds_text, step_text
-from tepal.records.round_record import MOST_REASONS, RoundRecord
-from tepal.records.run_directory import RunDirectory, read_metrics, summarise
+from tepal.records.round_record import LONGEST_REASON, MOST_REASONS, RoundRecord
+from tepal.records.run_directory import METRICS, RunDirectory, json_line, read_metrics, summarise
 from tepal.strategies.rounds.report import RoundReport
 from tepal.training import tasks
 
@@ -89,3 +91,30 @@ def test_what_no_number_represents_is_not_known():
     line = json.loads('{"round": 1, "accuracy": NaN, "loss": 1e999, "seconds": -Infinity, "bytes_up": 5}')
     record = RoundRecord.from_line(line)
     assert (record.accuracy, record.loss, record.seconds, record.bytes_up) == (None, None, None, 5)
+
+
+LEAVES = st.none() | st.booleans() | st.integers() | st.text()
+
+
+@given(st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
+def test_a_line_of_json_is_read_as_what_it_was(value):
+    line = json_line(value)
+    assert line.count(b"\n") == 1 and line.endswith(b"\n")
+    assert json.loads(line) == json.loads(json.dumps(value)) == value
+
+
+def test_a_lone_surrogate_is_an_escape_and_other_letters_are_not():
+    line = json_line({"é": "\ud800|\U0001f600|\x00\n"})
+    assert line == '{"é": "\\ud800|\U0001f600|\\u0000\\n"}\n'.encode()
+    assert json.loads(line) == {"é": "\ud800|\U0001f600|\x00\n"}
+
+
+def test_a_round_in_any_script_has_few_bytes_and_is_read_again(tmp_path):
+    """The most that many clients can add to a round: a kind of emoji has four bytes in UTF-8, and twelve if escaped."""
+    many = [(f"site-{k}", "\U0001f600" * 5000) for k in range(200)]
+    record = record_of(refused=many, lost=many, notes=many)
+    run = RunDirectory.create(tmp_path, "fedavg", {})
+    line = json_line(record.to_line())
+    (run.path / METRICS).write_bytes(line)
+    assert len(line) < 3 * MOST_REASONS * (4 * LONGEST_REASON + 100) + 50_000
+    assert read_metrics(run.path) == [record]

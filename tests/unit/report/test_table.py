@@ -13,9 +13,15 @@ from markdown_it import MarkdownIt
 
 from tepal.records.columns import Column
 from tepal.report.table import Table
+from tepal.report.templates import render
 
 NASTY = "a|b & c < d > 5 % of x_y \\ {$#~^} *[1] `q` \"it's\""
-TEXT = st.text(st.characters(codec="utf-8", exclude_categories=("C", "Zl", "Zp", "Zs")) | st.just(" "))
+# Marks and characters that show nothing may become escapes: they have tests of their own, of `visible`.
+SHOWN = st.characters(
+    codec="utf-8", exclude_categories=("C", "M", "Zl", "Zp", "Zs"),
+    exclude_characters="\u115f\u1160\u2800\u3164\uffa0\U0001d159",
+)  # fmt: skip
+TEXT = st.text(SHOWN | st.just(" "))
 # What a reader of a page sees: without space around it, and no space twice. The first letter makes it a value.
 WORDS = TEXT.map(lambda text: " ".join(f"v{text}".split()))
 
@@ -55,7 +61,7 @@ def test_in_every_format_a_row_is_one_line_of_visible_characters(table):
     assert page.replace("\n", "").isprintable() and page.count("<tr>") == len(table.rows) + 1
 
 
-FORMULAS = ["=cmd()|' /C calc'!A0", "+1", "-2+3", "@SUM(1)", "  =1", "＝1", "=HYPERLINK(\"https://evil.example\")"]
+FORMULAS = ["=cmd()|' /C calc'!A0", "+1", "-2+3", "@SUM(1)", "＝1", "=HYPERLINK(\"https://evil.example\")"]
 
 
 @pytest.mark.parametrize("text", FORMULAS)
@@ -63,6 +69,12 @@ def test_a_text_of_csv_is_no_formula_and_a_number_is_a_number(text):
     table = Table("", [Column(text), Column("n")], [[text, -2.5], ["a=b", -3]])
     head, first, second = csv.reader(io.StringIO(table.csv(), newline=""))
     assert head[0] == first[0] == f"'{text}" and first[1] == "-2.5" and second == ["a=b", "-3"]
+
+
+@pytest.mark.parametrize("text", [" =1", "   =cmd()", "\t=1", "\u3164=1"])
+def test_nothing_that_a_spreadsheet_skips_comes_before_a_formula(text):
+    [[cell]] = list(csv.reader(io.StringIO(Table("", [Column("a")], [[text]]).csv(), newline="")))[1:]
+    assert cell.startswith("\\") and cell.endswith(text[-2:])
 
 
 @pytest.mark.parametrize(
@@ -74,6 +86,34 @@ def test_markdown_makes_no_link_of_a_text(text):
     assert not re.search(r"(?i)(https?|ftp)://|www\.", written)  # which GitHub makes a link of
     rendered = MarkdownIt().enable("table").render(written)
     assert "<a" not in rendered and "<img" not in rendered and f">{escape(text)}</td>" in rendered
+
+
+class Texts(HTMLParser):
+    """The texts of a page between its tags, in which GitHub looks for users, addresses and issues."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.texts = []
+        self.feed(page)
+        self.close()
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+
+@pytest.mark.parametrize(
+    "text", ["@torvalds", "by @a/b.", "#1", "see (#123)", "torvalds/linux#1", "GH-1", "gh-22", "me@evil.example",
+             "a.b@c.d", "mailto:me@evil.example", "torvalds/linux@0123456", "site-1@42"],
+)  # fmt: skip
+def test_markdown_names_no_user_address_or_issue(text):
+    texts = Texts(MarkdownIt().enable("table").render(Table("", [Column("a")], [[text]]).markdown())).texts
+    assert text in "".join(texts)
+    assert not any(re.search(r"(?i)\w@|@\w|#[0-9]|\bgh-[0-9]", each) for each in texts)
+
+
+def test_markdown_shows_other_uses_of_these_characters_as_they_are():
+    lines = Table("", [Column("# of clients")], [["C#, -1"]]).markdown().splitlines()
+    assert lines[::2] == ["| # of clients |", "| C#, -1 |"]
 
 
 @pytest.mark.parametrize(
@@ -139,7 +179,11 @@ def test_markdown_is_one_table_whose_cells_are_text(table):
     tokens = MarkdownIt().enable("table").parse(table.markdown())
     cells = [token for token in tokens if token.type == "inline"]
     assert tokens[0].type == "table_open" and tokens[-1].type == "table_close"
-    assert {child.type for cell in cells for child in cell.children} <= {"text", "text_special"}
+    assert {child.type for cell in cells for child in cell.children} <= {"text", "text_special", "html_inline"}
+    elements = [child.content for cell in cells for child in cell.children if child.type == "html_inline"]
+    assert set(elements) <= {"<span>", "</span>"}
+    for cell in cells:
+        cell.children = [child for child in cell.children if child.type != "html_inline"]
     read = ["".join(child.content for child in cell.children) for cell in cells]
     assert read == [cell for row in content(table) for cell in row]
 
@@ -178,3 +222,8 @@ def test_spaces_in_a_cell_are_one(form):
 def test_a_row_of_another_length_than_the_columns_is_refused():
     with pytest.raises(ValueError, match="zip"):
         Table("", [Column("a"), Column("b")], [[1]]).markdown()
+
+
+def test_a_template_keeps_a_space_between_two_values_and_shows_those_of_a_text(tmp_path):
+    (tmp_path / "two.j2").write_text('{{ one }}{{ " " if two else "" }}{{ two }}')
+    assert render("two.j2", tmp_path, one=" a", two="b ") == r"\x20a b\x20"

@@ -220,6 +220,30 @@ def test_a_report_that_leads_out_of_its_run_is_not_served(runs, tmp_path):
     assert browser(runs).get(f"/run/{run.name}/report.html").text == "its own"
 
 
+def directives(policy):
+    return {name: set(sources) for name, *sources in (part.split() for part in policy.split(";"))}
+
+
+def test_a_report_runs_in_an_origin_of_its_own_and_asks_for_nothing(runs):
+    """It may be someone else's; `fetch`, cookies and frames are then refused by the browser."""
+    run = leave_run(runs, "fedavg")
+    (run / "report.html").write_text("<script>fetch('/')</script>")
+    answer = browser(runs).get(f"/run/{run.name}/report.html")
+    policy = directives(answer.headers["content-security-policy"])
+    assert policy["sandbox"] == {"allow-scripts", "allow-downloads"}, "and not allow-same-origin"
+    assert policy["default-src"] == policy["frame-ancestors"] == policy["form-action"] == {"'none'"}
+    assert "connect-src" not in policy and answer.headers["referrer-policy"] == "no-referrer"
+
+
+def test_the_policy_of_the_dashboard_allows_a_report_what_its_own_policy_does(runs):
+    run = leave_run(runs, "fedavg")
+    write_report(run)
+    answer = browser(runs).get(f"/run/{run.name}/report.html")
+    own = re.search(r'http-equiv="Content-Security-Policy" content="([^"]+)"', answer.text)[1]
+    allowed = directives(answer.headers["content-security-policy"])
+    assert {name: allowed[name] for name in directives(own)} == directives(own)
+
+
 def test_with_a_token_every_path_asks_for_it(runs):
     run = leave_run(runs, "fedavg")
     for path in ("/", f"/run/{run.name}/", f"/run/{run.name}/events", "/events", "/assets/dashboard.js", "/nothing"):
