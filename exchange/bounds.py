@@ -24,6 +24,8 @@ MOST_METRICS = 200
 """Metrics of one answer."""
 MOST_METRIC_NAMES = 1000
 """Names of metrics in one run."""
+MOST_PARTS = 5000
+"""Parts in one client's cache that the server remembers: a cache has one for each block of each tree."""
 MOST_NUMBERS = 100_000
 """Numbers in all lists of one answer: a list has one number for each class, or for each layer."""
 MOST_NOTES = 20
@@ -97,6 +99,11 @@ def examples_of(metrics: Mapping[str, float], weighted_by: str) -> int:
             f"its metrics have {weighted_by}={examples:g}; a weight is a whole number from 1 to {MOST_EXAMPLES:.0e}"
         )
     return int(examples)
+
+
+def is_count(value: float) -> bool:
+    """Whether a number can be a number of examples: it is whole, and from 0 to `MOST_EXAMPLES`."""
+    return 0 <= value <= MOST_EXAMPLES and value == int(value)
 
 
 def squared_norms(values: Arrays, starts: Arrays | None) -> dict[str, float]:
