@@ -24,6 +24,8 @@ MOST_METRICS = 200
 """Metrics of one answer."""
 MOST_METRIC_NAMES = 1000
 """Names of metrics in one run."""
+MOST_PARTS = 5000
+"""Parts in one client's cache that the server remembers: a cache has one for each block of each tree."""
 MOST_NUMBERS = 100_000
 """Numbers in all lists of one answer: a list has one number for each class, or for each layer."""
 MOST_NOTES, LONGEST_NOTE = 3, 300
@@ -102,8 +104,13 @@ def examples_of(metrics: Mapping[str, float], weighted_by: str) -> int:
     examples = metrics.get(weighted_by)
     if examples is None:
         raise BadReply(f"its metrics have no finite number {weighted_by!r}, which is its weight")
-    if not 1 <= examples <= MOST_EXAMPLES or examples != int(examples):
+    if examples < 1 or not is_count(examples):
         raise BadReply(
             f"its metrics have {weighted_by}={examples:g}; a weight is a whole number from 1 to {MOST_EXAMPLES:.0e}"
         )
     return int(examples)
+
+
+def is_count(value: float) -> bool:
+    """Whether a number can be a number of examples: it is whole, and from 0 to `MOST_EXAMPLES`."""
+    return 0 <= value <= MOST_EXAMPLES and value == int(value)

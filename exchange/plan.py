@@ -45,6 +45,10 @@ SCAFFOLD, LOCAL, DITTO, PERFEDAVG, PFEDME, APFL = "scaffold", "local", "ditto", 
 """Objectives of local training."""
 ACCUMULATION = "accumulation"
 """Metric of local training: ‖a_i‖₁, the number of gradients that its steps amount to (FedNova)."""
+KNOWN_METRICS = frozenset(
+    {LAYER_SCORES, LAYER_MILLISECONDS, LAYER_BUDGET, TEST_EXAMPLES, LABEL_COUNTS, ACCUMULATION}
+)
+"""Metrics that the server computes with. A reply keeps them, however many other names a run has."""
 PROXIMAL = "proximal"
 """Option: μ of (μ/2)·‖w − w_received‖² over the trained entries, which is added to the loss."""
 LAMBDA, ALPHA, ADAPTIVE, DELTA, HESSIAN_FREE = "lambda", "alpha", "adaptive", "delta", "hessian-free"

@@ -34,6 +34,14 @@ class NoMod(BadReply):
         )
 
 
+class BadIntroduction(BadReply):
+    """An introduction that the server cannot use. `client`: the client's own name; "" if it has none."""
+
+    def __init__(self, client: str, reason: str) -> None:
+        super().__init__(reason)
+        self.client = client
+
+
 class ClientRefuses(BadReply):
     """An answer without a result. `client`: its own name; `reason`: in its words; `holds`: ids of its cached parts."""
 
@@ -240,6 +248,7 @@ class Sender:
             BadReply: the answer must not be merged.
         """
         plan = exchange.outgoing.plan
+        introduces_itself = plan.action == INTRODUCE and not plan.client
         if not message.has_content():
             raise BadReply("it is empty")
         content = message.content
@@ -251,7 +260,7 @@ class Sender:
             raise BadReply(str(error)) from error
         for what, got, expected in (
             ("experiment", header.experiment, self.experiment),
-            ("client", header.client, plan.client or header.client),  # "": the server does not know the name yet
+            ("client", header.client, header.client if introduces_itself else plan.client),
             ("round", header.round, plan.round),
             ("action", header.action, plan.action),
         ):
@@ -266,7 +275,9 @@ class Sender:
         examples = 0 if no_result or plan.action == INTRODUCE else examples_of(metrics, weighted_by)
         if header.checksum != header.checksum_of(content):
             raise BadReply("its checksum does not match its content: it was damaged or altered on its way")
-        client = visible(header.client, LONGEST_NAME)  # in an introduction it is the client's own
+        if introduces_itself and not header.client.strip():
+            raise BadIntroduction("", "it introduces itself with an empty name: set `name` in its node config")
+        client = visible(header.client, LONGEST_NAME) if introduces_itself else plan.client
         if header.missing:
             return Missing(header.missing, header.holds, notes_of(header.notes))
         if header.refused:

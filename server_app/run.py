@@ -142,7 +142,7 @@ def _start(
             log.error("%s. The run continues without it.", error)
         try:
             directory.add_label_counts(report.label_counts)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             log.error("%s. The run continues without it.", error)
         line = RoundRecord.of(report, model_bytes, TASKS[config.data.kind])
         directory.add(line)

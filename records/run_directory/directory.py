@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import logging
-import math
 import os
 import re
 import stat
@@ -21,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from tepal import __version__
+from tepal.exchange.bounds import is_count
 from tepal.host.files import remove_abandoned, replacing
 from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory.files import as_json, explained, make_first_free, point_latest_at, write_whole
@@ -119,10 +119,13 @@ class RunDirectory:
                 raise
 
     def add_label_counts(self, counts: Mapping[str, Sequence[float]]) -> None:
-        """Add clients' numbers of examples of each class to `labels.json`. Raises OSError naming the file."""
-        if counts:
-            finite = {name: [int(n) for n in each] for name, each in counts.items() if all(map(math.isfinite, each))}
-            known = read_label_counts(self.path, most=None) | finite
+        """Add clients' numbers of examples of each class to `labels.json`. Counts that cannot be true are left out.
+
+        Raises OSError if it cannot be written, and ValueError if it is damaged, naming the file.
+        """
+        true = {name: [int(n) for n in each] for name, each in counts.items() if all(map(is_count, each))}
+        if true:
+            known = read_label_counts(self.path, most=None) | true
             write_whole(self.path / LABELS, (json.dumps(known, sort_keys=True) + "\n").encode())
 
     def write_record(self, round: int, arrays: Mapping[str, np.ndarray]) -> None:

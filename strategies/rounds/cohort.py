@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from flwr.proto.node_pb2 import NodeInfo
 
+from tepal.exchange.bounds import MOST_EXAMPLES, is_count
 from tepal.exchange.plan import INTRODUCE, LABEL_COUNTS, Outgoing, Plan, Reply
 from tepal.strategies.rounds.ledger import ClientLedger
 from tepal.strategies.rounds.nodes import Nodes
@@ -22,6 +23,7 @@ log = getLogger("flwr")
 _INTRODUCTION = 300.0  # seconds within which a new node must introduce itself
 _INTRODUCED = 1000, 4  # at most so many nodes before a round, or so many times a cohort, whichever is more
 _LOG_AGAIN, _ASK_AGAIN = 15.0, 3.0  # seconds
+_REASONS = 10  # of clients that cannot take part, in a line
 _RETURN = 300.0  # seconds for which a resumed deterministic run waits for its earlier clients
 
 Send = Callable[[Iterable[Outgoing], float], Iterator[Answered | Failure]]
@@ -110,8 +112,8 @@ class Cohorts:
         """Wait until enough clients are available. New nodes introduce themselves.
 
         Raises:
-            RoundFailed: too few clients are available after `timeout` seconds, or too many of those connected cannot
-                take part.
+            RoundFailed: too few clients are available after `timeout` seconds, or as many as are needed are connected
+                and none of them can take part.
         """
         needed, needed_by = self.rules.needed, self.rules.needed_by
         begun = time.monotonic()
@@ -130,6 +132,8 @@ class Cohorts:
                 unanswered = self._introduce(asked, report, settings, min(timeout, _INTRODUCTION), send)
                 ask_again = time.monotonic() + _ASK_AGAIN
             available, refusals = len(self._nodes.available()), self._nodes.refusals()
+            reasons = sorted(set(refusals))
+            refuse = "; ".join(reasons[:_REASONS]) + " …" * (len(reasons) > _REASONS)
             self._awaited -= {*self._nodes.available()}
             if self._awaited and time.monotonic() > min(begun + _RETURN, deadline):
                 log.warning(
@@ -139,14 +143,17 @@ class Cohorts:
                 self._awaited.clear()
             if available >= needed and not self._awaited:
                 return
-            if available < needed <= available + len(refusals) and not self._nodes.waiting():
-                raise RoundFailed(
-                    f"only {available} of {available + len(refusals)} clients can take part; {needed} are needed "
-                    f"({needed_by}). The others report: " + "; ".join(sorted(set(refusals)))
-                )
             # An app's first start may take longer than a round.
             longest = max(timeout, _INTRODUCTION) if unanswered else timeout
-            if time.monotonic() > begun + longest:
+            too_late = time.monotonic() > begun + longest
+            # While one of them can take part, others may still connect: a single node cannot end the run.
+            none_can = needed <= len(refusals) == self._nodes.connected()
+            if none_can or (too_late and available < needed <= available + len(refusals)):
+                raise RoundFailed(
+                    f"only {available} of {available + len(refusals)} clients can take part; {needed} are needed "
+                    f"({needed_by}). The others report: {refuse}"
+                )
+            if too_late:
                 raise RoundFailed(
                     f"{available} clients are connected after {longest:g} s; {needed} are needed: start more "
                     f"SuperNodes, or lower {needed_by}" + report.reasons()
@@ -154,7 +161,8 @@ class Cohorts:
             if time.monotonic() >= log_again:
                 log_again = time.monotonic() + _LOG_AGAIN
                 if available < needed:
-                    log.info("Waiting for clients: %d are connected, %d are needed.", available, needed)
+                    others = f" {len(refusals)} others cannot take part: {refuse}" if refusals else ""
+                    log.info("Waiting for clients: %d are connected, %d are needed.%s", available, needed, others)
                 else:
                     log.info("Waiting for the earlier clients of a resumed run: %s.", ", ".join(sorted(self._awaited)))
             # A list of many thousands of nodes must not keep the SuperLink busy.
@@ -222,13 +230,16 @@ class Cohorts:
             self._ledger.cached(name, reply.holds if reply.client == name else ())
             self._ledger.introduced(name, reply.metrics)
             if counts := reply.vectors.get(LABEL_COUNTS):
-                if min(counts) >= 0 and self._classes in (None, len(counts)):
-                    report.label_counts[name] = counts
-                else:
+                if self._classes not in (None, len(counts)):
                     log.warning("%s reports label counts of %d classes; the run has %s. They are not recorded.",
                                 name, len(counts), self._classes)  # fmt: skip
+                elif wrong := [count for count in counts if not is_count(count)]:
+                    log.warning("%s reports label counts that are not whole numbers from 0 to %.0e, %g first. They are "
+                                "not recorded.", name, MOST_EXAMPLES, wrong[0])  # fmt: skip
+                else:
+                    report.label_counts[name] = counts
         for name in self._nodes.returned(names.values()):
-            self._ledger.good(name)
+            self._ledger.restarted(name)
         return unanswered
 
 

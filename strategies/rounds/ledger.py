@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping
+from itertools import islice
 from logging import getLogger
 from typing import Any
 
+from tepal.exchange.bounds import MOST_PARTS
 from tepal.exchange.layout import Names
+from tepal.exchange.parts import DIGEST_BYTES
 from tepal.exchange.sender import ClientRecord
 
 log = getLogger("flwr")
@@ -16,12 +20,14 @@ FAILURES = 3
 LEFT_OUT = 5
 """The number of rounds for which it is left out. If it fails again after them, it is left out again at once."""
 
+_PART_ID = re.compile(f"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
+
 
 class ClientLedger:
     """For every client, by name: the parts in its cache, its current personal state, and its failures in a row.
 
     A failure is a reply that was refused, or no reply. A merged reply clears a client's failures, and so does a restart
-    of its node; a good reply to another exchange does not.
+    of its node, once until the next merged reply; a good reply to another exchange does not.
 
     Args:
         keep: how many checkpoints the run keeps.
@@ -34,6 +40,7 @@ class ClientLedger:
         self._restorable: list[Mapping[str, str]] = []  # `_current` at each checkpoint, the oldest first
         self._failures: dict[str, int] = {}  # client → exchanges in a row without a good reply
         self._until: dict[str, int] = {}  # client → the first round in which it is asked again
+        self._forgiven: set[str] = set()  # clients whose failures a restart has cleared since their last merged reply
         self._introduced: dict[str, Mapping[str, float]] = {}
         self._sizes: dict[str, float] = {}  # of clients whose introduction says none: as of their last reply
         self.proofs: dict[str, str] = {}
@@ -49,8 +56,11 @@ class ClientLedger:
         )
 
     def cached(self, client: str, parts: Iterable[str]) -> None:
-        """Enter a client's report of what is in its cache: these parts, by their ids, and no others."""
-        self._held[client] = frozenset(parts)
+        """Enter a client's report of what is in its cache: these parts, by their ids, and no others.
+
+        Text that is no part's id is left out, and so is what exceeds `MOST_PARTS`: such parts are sent again.
+        """
+        self._held[client] = frozenset(islice(filter(_PART_ID.fullmatch, parts), MOST_PARTS))
 
     def introduced(self, client: str, figures: Mapping[str, float]) -> None:
         """Enter the metrics of a client's introduction, which bound those of its replies."""
@@ -68,6 +78,13 @@ class ClientLedger:
         """Clear a client's failures."""
         self._failures.pop(client, None)
         self._until.pop(client, None)
+        self._forgiven.discard(client)
+
+    def restarted(self, client: str) -> None:
+        """Clear a client's failures because its node was restarted, unless they were since its last merged reply."""
+        if client in self._failures and client not in self._forgiven:
+            self.good(client)
+            self._forgiven.add(client)
 
     def failed(self, client: str, round: int) -> None:
         """Enter an exchange without a good reply; after `FAILURES` of them the client is left out for some rounds."""

@@ -6,6 +6,7 @@ Replies are yielded one by one and not kept.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -18,12 +19,24 @@ from flwr.serverapp import Grid
 
 from tepal.exchange.bounds import MOST_METRIC_NAMES, MOST_METRICS, BadReply
 from tepal.exchange.layout import Names
-from tepal.exchange.plan import EVALUATE, INTRODUCE, TRAIN, Outgoing, Plan, Reply
-from tepal.exchange.sender import ClientRefuses, Exchange, Missing, NoMod, Sender, Traffic
+from tepal.exchange.plan import EVALUATE, INTRODUCE, KNOWN_METRICS, TRAIN, Outgoing, Plan, Reply
+from tepal.exchange.sender import BadIntroduction, ClientRefuses, Exchange, Missing, NoMod, Sender, Traffic
 from tepal.host.text import visible
 from tepal.strategies.rounds.inbox import Inbox
 from tepal.strategies.rounds.ledger import ClientLedger
-from tepal.strategies.rounds.report import LEFT_BEHIND, LOST, REFUSED, Answered, Arrived, Event, Failure, Late, Sent
+from tepal.strategies.rounds.report import (
+    LEFT_BEHIND,
+    LOST,
+    REFUSED,
+    SERVER,
+    Answered,
+    Arrived,
+    Event,
+    Failure,
+    Late,
+    Sent,
+)
+from tepal.strategies.rounds.weights import misstated
 
 log = getLogger("flwr")
 
@@ -34,6 +47,9 @@ _LATE = 60.0  # seconds after the deadline in which a reply is still delivered, 
 _LOOK_AROUND = 5.0  # seconds between two checks whether nodes were restarted; at least
 _LOOKS = 20  # times the duration of a check, for which the SuperLink lists all its nodes, perhaps many thousands
 _GIVE_UP = 60.0  # seconds for which pulling a reply is repeated when it fails
+
+_OF_THE_SERVER = re.compile(rf"\s*({SERVER}|node \d+( \(.*)?)\s*", re.IGNORECASE)
+"""Names that reports have for the server itself, and for nodes whose name is not known yet."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +84,7 @@ class Messenger:
         sender: makes messages from plans, and reads the replies.
         ledger: what is known of each client.
         weighted_by_key: the metric that is a reply's weight.
-        accept: raises ValueError for a reply that the method cannot use.
+        accept: raises ValueError for a reply that the method cannot use. Any other error refuses that reply as well.
     """
 
     def __init__(
@@ -89,8 +105,8 @@ class Messenger:
         self._waiting: dict[str, _Waiting] = {}  # by message id; of this exchange
         self._late: dict[str, _Waiting] = {}  # of earlier exchanges
         self._sessions: dict[int, str] = {}  # node id → when the node was started
-        self._metric_names: set[str] = set()  # of the run
-        self._brought: dict[str, int] = {}  # client → how many of them it was the first to report
+        self._metric_names: set[str] = set()  # of the run's reports
+        self._brought: dict[int, int] = {}  # node id → how many of them it was the first to report
 
     def exchange(self, messages: Iterable[Outgoing], *, timeout: float, limit: int | None = None) -> Iterator[Event]:
         """Send these messages, and yield events until all clients have answered or `timeout` seconds have passed.
@@ -230,35 +246,55 @@ class Messenger:
         if plan.client:
             self.ledger.cached(plan.client, answer.holds)
         if isinstance(answer, Reply):
+            if plan.action == INTRODUCE:
+                self._check_introduction(answer)
             try:
                 self.accept(plan, answer)
             except (ValueError, ArithmeticError) as error:
                 raise RejectedByMethod(answer.client, str(error)) from error
-            answer = self._with_known_metrics(answer)
+            except Exception as error:  # of what this client sent: the others' replies are not concerned
+                log.debug("A reply of %s cannot be checked.", asked.outgoing.name, exc_info=True)
+                reason = f"the method cannot check it ({type(error).__name__}: {error})"
+                raise RejectedByMethod(answer.client, reason) from error
+            answer = self._with_known_metrics(asked.outgoing, answer)
         elif asked.resends == RESENDS:
             raise BadReply("it lacks entries although they were sent again")
         return answer
 
-    def _with_known_metrics(self, reply: Reply) -> Reply:
+    def _check_introduction(self, introduction: Reply) -> None:
+        """Raise BadIntroduction for a name that a report has for others, or numbers of examples that cannot be true."""
+        name = introduction.client
+        if _OF_THE_SERVER.fullmatch(name):
+            raise BadIntroduction(
+                name, f"it is called {name!r}, which is what reports call the server or its nodes: give it another name"
+            )
+        if reason := misstated(introduction, self.weighted_by_key):
+            raise BadIntroduction(name, reason)
+
+    def _with_known_metrics(self, outgoing: Outgoing, reply: Reply) -> Reply:
         """The reply without metrics whose names are new in a run that has many: names stay, in every round's record.
 
-        A client may bring as many new names as one answer can have; so no single one can use up those of the run.
+        A node may bring as many new names as one answer can have; so no single one can use up those of the run. What
+        enters no record is kept: metrics that the server computes with, and all of introductions and of the phases
+        before training, which the method reads.
         """
-        names = [*reply.metrics, *reply.vectors]
-        new = [name for name in names if name not in self._metric_names]
-        brought = self._brought.get(reply.client, 0)
+        if reply.not_finite:
+            log.warning("%s reports metrics that are not finite, or too large: %s.", outgoing.name,
+                        ", ".join(reply.not_finite[:10]))  # fmt: skip
+        if outgoing.plan.action not in (TRAIN, EVALUATE):
+            return reply
+        known = {*self._metric_names, *KNOWN_METRICS, self.weighted_by_key}
+        new = [name for name in (*reply.metrics, *reply.vectors) if name not in known]
+        brought = self._brought.get(outgoing.node_id, 0)
         left = max(min(MOST_METRICS - brought, MOST_METRIC_NAMES - len(self._metric_names)), 0)
         kept, dropped = new[:left], set(new[left:])
         self._metric_names.update(kept)
-        self._brought[reply.client] = brought + len(kept)
-        if reply.not_finite:
-            log.warning("%s reports metrics that are not finite, or too large: %s.", reply.client,
-                        ", ".join(reply.not_finite[:10]))  # fmt: skip
+        self._brought[outgoing.node_id] = brought + len(kept)
         if not dropped:
             return reply
         log.warning(
             "%s reports %d new metrics, %r first; a run has at most %d names, %d of a client: they are dropped.",
-            reply.client, len(dropped), new[left], MOST_METRIC_NAMES, MOST_METRICS,
+            outgoing.name, len(dropped), new[left], MOST_METRIC_NAMES, MOST_METRICS,
         )  # fmt: skip
         return replace(
             reply,
@@ -268,12 +304,15 @@ class Messenger:
 
     def _refused(self, outgoing: Outgoing, error: BadReply) -> Failure:
         by_client = isinstance(error, ClientRefuses)
-        name = error.client if isinstance(error, ClientRefuses | RejectedByMethod) else outgoing.name
+        name = outgoing.name
+        if not outgoing.plan.client and isinstance(error, BadIntroduction | ClientRefuses | RejectedByMethod):
+            # What a node calls itself is its name only when the introductions of a round are settled.
+            name += f" ({error.client})" if error.client else ""
         said, reason = "returned no result" if by_client else "is refused", str(error)
         if isinstance(error, ClientRefuses) and outgoing.plan.client:
             self.ledger.cached(outgoing.plan.client, error.holds)
         log.warning("%s %s in round %d: %s", name, said, outgoing.plan.round, reason)
-        lasting = isinstance(error, ClientRefuses | NoMod | RejectedByMethod)
+        lasting = isinstance(error, BadIntroduction | ClientRefuses | NoMod | RejectedByMethod)
         return Failure(
             outgoing, name, REFUSED, reason, lasting=lasting, by_client=by_client, of_model=not lasting
         )

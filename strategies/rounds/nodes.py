@@ -30,6 +30,7 @@ class Nodes:
         self._tries: dict[int, int] = {}
         self._names: dict[int, str] = {}
         self._node_of: dict[str, int] = {}  # the inverse
+        self._kept: dict[int, str] = {}  # node id → its last name, also while it is not available
         self._available: list[str] | None = None  # sorted; None: must be computed
         self._refused: dict[int, str] = {}
         self._met: set[str] = set()
@@ -84,7 +85,7 @@ class Nodes:
 
         A name belongs to the node whose key is registered under it; otherwise, for the whole run, to its first holder,
         which proves by its secret that it is the same when it comes back as another node. Others are called
-        `<name>@<node id>`.
+        `<name>@<node id>`. A node that introduces itself again keeps the name that it has.
 
         Args:
             introduced: node id → the client's name.
@@ -98,6 +99,7 @@ class Nodes:
             Node id → the name that the client has from now on.
         """
         proofs, holders = proofs or {}, {} if holders is None else holders
+        introduced = {node_id: self._wanted(node_id, name) for node_id, name in introduced.items()}
 
         def turn(item: tuple[int, str]) -> tuple[bool, bool, int]:
             node_id, name = item
@@ -120,7 +122,7 @@ class Nodes:
             if name in self._met and name not in self._again:
                 log.info("%s is back, as node %d.", name, node_id)
             holders[name] = holders.get(name) or proof
-            self._names[node_id] = names[node_id] = name
+            self._names[node_id] = self._kept[node_id] = names[node_id] = name
             self._node_of[name] = node_id
         self._available = None
         self._refused.update(refused)
@@ -130,6 +132,15 @@ class Nodes:
                 self._silent[node_id] = round + 2 ** (self._tries[node_id] - 1)
         return names
 
+    def _wanted(self, node_id: int, name: str) -> str:
+        """The name with which a node introduces itself, or that it keeps."""
+        kept = self._kept.get(node_id, name)
+        if self._sessions[node_id][1]:
+            return name
+        if kept != name and not kept.startswith(f"{name}@"):
+            log.warning("%s, node %d, now calls itself %r; it keeps its name for this run.", kept, node_id, name)
+        return kept
+
     def _may_have(
         self, node_id: int, name: str, proof: str, holders: Mapping[str, str], settled: Collection[int]
     ) -> bool:
@@ -138,6 +149,8 @@ class Nodes:
         if other in settled or (other is not None and self._sessions[other][1] == name):
             return False
         if self._sessions[node_id][1] == name:
+            return True
+        if other is None and self._kept.get(node_id) == name:
             return True
         holder = holders.get(name, "")
         if holder:
@@ -166,6 +179,10 @@ class Nodes:
     def node_of(self) -> Mapping[str, int]:
         """Name → node id of the available clients."""
         return self._node_of
+
+    def connected(self) -> int:
+        """The number of connected nodes, in any state."""
+        return len(self._sessions)
 
     def refusals(self) -> list[str]:
         """The reasons for which connected nodes cannot take part."""

@@ -78,7 +78,7 @@ class Failure:
 
     outgoing: Outgoing
     client: str
-    """Its name, or the name that it gave itself."""
+    """Its name; while it is not settled, its node and the name that it gave itself."""
     state: str
     """REFUSED: its answer must not be merged. LOST: it did not answer. LEFT_BEHIND: enough others had answered."""
     reason: str = ""

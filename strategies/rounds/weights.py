@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from itertools import accumulate
 
-from tepal.exchange.bounds import MOST_EXAMPLES
+from tepal.exchange.bounds import MOST_EXAMPLES, is_count
 from tepal.exchange.plan import TEST_EXAMPLES, Reply
 
 FEWEST = 3
@@ -16,19 +17,21 @@ def weight_limit(weights: Iterable[float], share: float) -> float:
     """The largest c for which no weight min(n_k, c) is more than `share` of their sum; infinite if none must be cut.
 
     Of fewer than `FEWEST` weights none is cut. A share below 1/n is not possible for n weights: then all are equal.
+    Weights that are not positive, or not finite, are left out.
     """
-    descending = sorted(weights, reverse=True)
+    descending = sorted((weight for weight in weights if 0 < weight < math.inf), reverse=True)
     n = len(descending)
     if n < FEWEST:
         return math.inf
-    share, rest = max(share, 1 / n), math.fsum(descending)
-    if descending[0] <= share * rest:
+    # rest[k] is the sum of all but the k largest, added up from the smallest: a difference of sums would be rounded to
+    # nothing beside a weight that is very much larger.
+    share, rest = max(share, 1 / n), [*accumulate(reversed(descending))][::-1]
+    if descending[0] <= share * rest[0]:
         return math.inf
-    for cut, weight in enumerate(descending[:-1], 1):  # the `cut` largest are cut to c = share·(rest + cut·c)
-        rest -= weight
+    for cut in range(1, n):  # the `cut` largest are cut to c = share·(rest + cut·c)
         if share * cut >= 1:
             break
-        c = share * rest / (1 - share * cut)
+        c = share * rest[cut] / (1 - share * cut)
         if c >= descending[cut]:
             return c
     return descending[-1]
@@ -69,6 +72,18 @@ def exceeds(reply: Reply, introduced: Mapping[str, float], weighted_by: str, *, 
                 f"its metrics have {name}={found:g}, and its introduction said {most:g}: a client whose data has grown "
                 "introduces itself again, before the next round"
             )
-    if (found := reply.metrics.get(TEST_EXAMPLES)) is not None and (found < 0 or found != int(found)):
-        return f"its metrics have {TEST_EXAMPLES}={found:g}, which is not a number of examples"
-    return ""
+    return _not_counted(reply, TEST_EXAMPLES)
+
+
+def misstated(introduction: Reply, weighted_by: str) -> str:
+    """Why the numbers of examples in a client's introduction cannot be true; "" if they can, or it has none."""
+    return _not_counted(introduction, weighted_by) or _not_counted(introduction, TEST_EXAMPLES)
+
+
+def _not_counted(reply: Reply, name: str) -> str:
+    found = reply.metrics.get(name)
+    if found is None:
+        wrong = "is not a finite number" if name in {*reply.not_finite, *reply.vectors} else ""
+    else:
+        wrong = "" if is_count(found) else f"is {found:g}"
+    return wrong and f"its metric {name} {wrong}; a number of examples is a whole number from 0 to {MOST_EXAMPLES:.0e}"

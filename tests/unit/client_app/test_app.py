@@ -131,5 +131,5 @@ def test_a_budget_that_does_not_fit_is_refused_alone(budget, said):
     start(strategy, [vit()], [{"layer-budget": budget}, {"layer-budget": 2}])
     assert reports[-1].replied == ["client-1"]
     ((client, reason),) = reports[-1].refused
-    assert client == "client-0" and said in reason
+    assert client == "node 1 (client-0)" and said in reason
     assert reports[-1].record["masks"].tolist() == [[True, True]]

@@ -98,6 +98,20 @@ def test_a_run_tells_which_labels_its_partition_has_where_and_nothing_of_a_sites
     assert read_label_counts(small_run(nodes=nodes, strategy="fedavg", num_server_rounds=1, **local)) == {}
 
 
+def test_a_damaged_file_of_labels_does_not_end_a_run(small_run, monkeypatch, caplog):
+    create = RunDirectory.create
+
+    def damaged(*args, **options):
+        directory = create(*args, **options)
+        (directory.path / "labels.json").write_text('{"client-0": [1e60]}')
+        return directory
+
+    monkeypatch.setattr(RunDirectory, "create", damaged)
+    path = small_run(strategy="fedavg", num_server_rounds=2, report=True)
+    assert [line["clients_replied"] for line in read_lines(path)[1:]] == [3, 3]
+    assert f"{path / 'labels.json'} is damaged" in caplog.text
+
+
 def test_the_server_scores_as_often_as_it_is_asked_to(small_run):
     each, *others = (read_lines(small_run(strategy="fedavg", evaluate_every=n)) for n in (1, 2, 5))
     assert [line["round"] for line in each if line["accuracy_of"] == "server"] == [0, 1, 2, 3]
@@ -159,9 +173,9 @@ def test_a_client_with_bad_data_is_refused_alone_before_the_first_round(small_ru
         path = small_run(nodes=nodes)
     first = read_lines(path)[1]
     assert first["clients_replied"] == 2
-    assert "empty" in first["refused"][0]["reason"] and first["refused"][0]["client"] == "site-9"
+    assert "empty" in first["refused"][0]["reason"] and first["refused"][0]["client"] == "node 3 (site-9)"
     with pytest.raises(RoundFailed, match="only 2 of 3 clients can take part"):
-        small_run(nodes=nodes, min_clients=3)
+        small_run(nodes=nodes, min_clients=3, round_timeout=2)
 
 
 def test_an_impossible_partition_stops_the_run_before_it_starts(small_run):

@@ -584,7 +584,7 @@ def test_a_client_that_declares_an_impossible_budget_is_refused_alone_when_it_is
 def test_the_report_names_the_client_whose_declared_budget_is_refused():
     clients = Clients()
     out = run(clients, nodes_of(clients, client_2={"layer-budget": 9}), rounds=1)
-    assert [client for client, _ in out.reports[1].refused] == ["client-2"]
+    assert [client for client, _ in out.reports[1].refused] == ["node 3 (client-2)"]
 
 
 @pytest.mark.parametrize("declared", [math.nan, math.inf])

@@ -329,10 +329,10 @@ def test_a_client_that_cannot_take_part_says_why_before_the_first_round():
 
     app = numpy_app(mods=[PartialExchange(introduce)])
     _, history = start(FedAvg(), grid_of(3, app))
-    assert history[0].refused == [("client-1", "data-path /data/scans: no images found")]
+    assert history[0].refused == [("node 2 (client-1)", "data-path /data/scans: no images found")]
     assert history[0].asked == ["client-0", "client-2"]
     with pytest.raises(RoundFailed, match=r"only 2 of 3 clients can take part.*no images found"):
-        start(FedAvg(min_available_nodes=3), grid_of(3, app))
+        start(FedAvg(min_available_nodes=3), grid_of(3, app), timeout=0.3)
 
 
 def test_waiting_for_clients_ends_with_advice():
