@@ -48,7 +48,7 @@ _LOOK_AROUND = 5.0  # seconds between two checks whether nodes were restarted; a
 _LOOKS = 20  # times the duration of a check, for which the SuperLink lists all its nodes, perhaps many thousands
 _GIVE_UP = 60.0  # seconds for which pulling a reply is repeated when it fails
 
-_OF_THE_SERVER = re.compile(rf"\s*({SERVER}|node \d+( \(.*)?)\s*", re.IGNORECASE)
+_OF_THE_SERVER = re.compile(rf"({SERVER}|node \d+( \(.*)?)", re.IGNORECASE)
 """Names that reports have for the server itself, and for nodes whose name is not known yet."""
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 from flwr.proto.node_pb2 import NodeInfo
 
+from tepal.host.text import name_key
+
 log = getLogger("flwr")
 
 
@@ -31,6 +33,7 @@ class Nodes:
         self._names: dict[int, str] = {}
         self._node_of: dict[str, int] = {}  # the inverse
         self._kept: dict[int, str] = {}  # node id → its last name, also while it is not available
+        self._looks: dict[str, str] = {}  # what names that look the same share → the first of them
         self._available: list[str] | None = None  # sorted; None: must be computed
         self._refused: dict[int, str] = {}
         self._met: set[str] = set()
@@ -84,8 +87,9 @@ class Nodes:
         """Enter the results of introductions.
 
         A name belongs to the node whose key is registered under it; otherwise, for the whole run, to its first holder,
-        which proves by its secret that it is the same when it comes back as another node. Others are called
-        `<name>@<node id>`. A node that introduces itself again keeps the name that it has.
+        which proves by its secret that it is the same when it comes back as another node. So do names that a reader
+        would take for it. Others are called `<name>@<node id>`. A node that introduces itself again keeps the name that
+        it has.
 
         Args:
             introduced: node id → the client's name.
@@ -100,6 +104,8 @@ class Nodes:
         """
         proofs, holders = proofs or {}, {} if holders is None else holders
         introduced = {node_id: self._wanted(node_id, name) for node_id, name in introduced.items()}
+        if not self._looks:
+            self._looks = {name_key(name): name for name in holders}
 
         def turn(item: tuple[int, str]) -> tuple[bool, bool, int]:
             node_id, name = item
@@ -113,8 +119,9 @@ class Nodes:
                 name = f"{name}@{node_id}"
             if name != wanted:
                 log.warning(
-                    "Two nodes have the name %r; node %d is now called %r. Give each its own `name`. If it is the "
-                    "client that had the name before, and its cache folder was lost, register its key under this name.",
+                    "Two nodes have the name %r, or one that looks the same; node %d is now called %r. Give each its "
+                    "own `name`. If it is the client that had the name before, and its cache folder was lost, register "
+                    "its key under this name.",
                     wanted, node_id, name,
                 )  # fmt: skip
             if (other := self._node_of.get(name)) is not None:
@@ -122,6 +129,7 @@ class Nodes:
             if name in self._met and name not in self._again:
                 log.info("%s is back, as node %d.", name, node_id)
             holders[name] = holders.get(name) or proof
+            self._looks.setdefault(name_key(name), name)
             self._names[node_id] = self._kept[node_id] = names[node_id] = name
             self._node_of[name] = node_id
         self._available = None
@@ -152,6 +160,8 @@ class Nodes:
             return True
         if other is None and self._kept.get(node_id) == name:
             return True
+        if self._looks.get(name_key(name), name) != name:
+            return False
         holder = holders.get(name, "")
         if holder:
             return proof == holder

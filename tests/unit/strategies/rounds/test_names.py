@@ -56,6 +56,15 @@ def run(grid, at=None, rounds=4, **options):
     return history
 
 
+@pytest.mark.parametrize("name", ["Client-0", "client\u20110", "\uff43lient-0"])
+def test_a_name_that_looks_like_another_clients_is_marked(tmp_path, name):
+    grid = InProcessGrid([Site(tmp_path, "first", "client-0").node, Site(tmp_path, "second", name).node])
+    history = run(grid, rounds=2)
+    assert "client-0" in history[1].replied
+    (other,) = set(history[1].replied) - {"client-0"}
+    assert other.endswith("@2")
+
+
 @pytest.mark.parametrize("gone", [False, True])
 def test_an_impostor_does_not_get_the_name(tmp_path, gone, caplog):
     """Neither while its holder is connected nor after it has left."""
@@ -71,7 +80,7 @@ def test_an_impostor_does_not_get_the_name(tmp_path, gone, caplog):
     history = run(grid, {2: come})
     assert sorted(history[0].replied) == ["client-0", "client-1"]
     assert sorted(history[3].replied) == [*["client-0"][: not gone], "client-0@3", "client-1"]
-    assert "Two nodes have the name 'client-0'; node 3 is now called 'client-0@3'" in caplog.text
+    assert "the name 'client-0', or one that looks the same; node 3 is now called 'client-0@3'" in caplog.text
 
 
 @pytest.mark.parametrize("listed", [False, True])
