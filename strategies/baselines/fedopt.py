@@ -11,22 +11,46 @@ FedAvgM: Hsu et al. 2019, arXiv:1909.06335, section 4.3. The others: Reddi et al
 with v_{−1} = τ² and without bias correction. (Flower's FedAvgM is the paper's. Its FedAdagrad, FedYogi and FedAdam
 start from v = 0, and its FedAdam corrects the bias.) Only parameters have moments; buffers, such as BatchNorm's
 statistics, are averaged as in FedAvg.
+
+v remembers one large Δ_t for many rounds, FedAdagrad's for ever: a single hostile reply would slow the whole run down.
+FedAdagrad, FedYogi and FedAdam therefore scale Δ_t down, for both moments, to the lesser of two norms:
+
+    Σ_k (n_k / Σ n)·min(‖w_k − w_t‖, c·median_k ‖w_k − w_t‖)      of this round; the median is weighted by n_k
+    c·median ‖Δ‖ of the last rounds                              c = `MOST_TIMES`
+
+The first is known of weighted means if all changes were measured: in the first rounds, and in rounds with few clients.
+By the triangle inequality it changes nothing unless a client's change exceeds c times the median. Of fewer than
+`FEWEST` values no median says what is usual. Otherwise the steps are the papers'.
 """
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Unpack
 
 import numpy as np
 
+from tepal.exchange.bounds import BadReply, squared_norms
 from tepal.exchange.layout import Arrays, Names
+from tepal.exchange.plan import MODEL, Reply
+from tepal.strategies.aggregate import WeightedMean
 from tepal.strategies.fedavg import GlobalModelMethod, ModelMerger, ModelState, only_start
 from tepal.strategies.method import Run, ServerModel, parameters_of
 from tepal.strategies.options import Decay, Positive, RoundOptions, listed
 from tepal.strategies.rounds.strategy import MethodStrategy
+
+MOST_TIMES = 10.0
+"""c: so many times the usual norm is the most that counts in the norm of an adaptive optimizer's pseudo-gradient."""
+
+FEWEST = 3
+"""Norms from which their median says what is usual."""
+
+_ROUNDING = 1 + 1e-3  # norms that exceed the limit by rounding errors do not exceed it
+_ROUNDS = 5  # earlier rounds whose norms are remembered
 
 
 @dataclass(frozen=True)
@@ -35,10 +59,15 @@ class OptimizerState(ModelState):
 
     first: Arrays | None = None
     second: Arrays | None = None
+    norms: tuple[float, ...] = ()
+    """‖Δ‖ over the parameters in the last rounds, scaled down; of adaptive optimizers."""
 
 
 class ServerOptimizerMethod(GlobalModelMethod[OptimizerState]):
     """Base class of the methods of this module. Subclasses define `step`."""
+
+    limits_delta = False
+    """Whether Δ_t is scaled down if it is far larger than usual."""
 
     def __init__(self, learning_rate: float) -> None:
         self.learning_rate = learning_rate
@@ -67,18 +96,80 @@ class OptimizerMerger(ModelMerger[OptimizerState]):
     def __init__(self, method: ServerOptimizerMethod, state: OptimizerState) -> None:
         super().__init__(state, mean=method.mean)
         self._method = method
+        self._changes: list[tuple[float | None, int]] = []
+        """(norm of the client's change of the parameters, n_k); None if it is not known."""
+
+    def add(self, reply: Reply) -> None:
+        change = self._change(reply) if self._method.limits_delta else None
+        super().add(reply)
+        self._changes.append((change, reply.examples))
+
+    def _change(self, reply: Reply) -> float | None:
+        """The norm of a client's change of the parameters, if it was measured or no norms of earlier rounds are known.
+        """
+        squares = reply.squares.get(MODEL) if reply.measured else None
+        if squares is None:
+            if len(self._state.norms) >= FEWEST:
+                return None  # it would be one more pass over the reply
+            part = reply.parts[MODEL]
+            parameters = {name: part[name] for name in self._method._parameters if name in part}
+            squares = squared_norms(parameters, self._state.entries)
+        return math.sqrt(math.fsum(squares.get(name, 0.0) for name in self._method._parameters))
 
     def finish(self) -> OptimizerState:
         state, entries = self._state, self._mean.result()
         first, second = dict(state.first or {}), dict(state.second or {})
+        share, norms = self._limited(entries) if self._method.limits_delta else (1.0, ())
         for name in self._method._parameters:
             w = state.entries[name]
-            change, m, v = self._method.step(entries[name] - w, first.get(name), second.get(name))
+            delta = entries[name] - w
+            if share < 1:
+                delta = delta * share
+            change, m, v = self._method.step(delta, first.get(name), second.get(name))
             entries[name] = (w + change).astype(w.dtype, copy=False)
             first[name] = m.astype(w.dtype, copy=False)
             if v is not None:
                 second[name] = v.astype(w.dtype, copy=False)
-        return self._next_state(entries, first=first, second=second)
+        return self._next_state(entries, first=first, second=second, norms=norms)
+
+    def _limited(self, entries: Arrays) -> tuple[float, tuple[float, ...]]:
+        """The share of Δ_t that enters the step, and the norms of the last rounds with that of this one."""
+        earlier = self._state.norms
+        parameters = {name: entries[name] for name in self._method._parameters}
+        try:
+            norm = math.sqrt(math.fsum(squared_norms(parameters, self._state.entries).values()))
+        except BadReply:  # such a merge does not count
+            return 1.0, earlier
+        most = min(self._most_of_clients(), self._most_of_rounds())
+        share, counted = (most / norm, most) if norm > most * _ROUNDING else (1.0, norm)
+        return share, (*earlier, counted)[-_ROUNDS:] if math.isfinite(counted) else earlier
+
+    def _most_of_rounds(self) -> float:
+        """Largest norm of Δ_t beside those of the last rounds."""
+        earlier = self._state.norms
+        usual = median(earlier) if len(earlier) >= FEWEST else 0.0
+        return MOST_TIMES * usual if usual > 0 else math.inf  # a learning rate of zero says nothing
+
+    def _most_of_clients(self) -> float:
+        """Largest norm of Δ_t that the clients' changes allow, each counted up to what is usual among them."""
+        known = [(norm, n) for norm, n in self._changes if norm is not None]
+        # The norm of a robust mean may exceed the mean of the norms.
+        if not len(self._changes) == len(known) >= FEWEST or not isinstance(self._mean, WeightedMean):
+            return math.inf
+        usual = _weighted_median(known)
+        if usual == 0:
+            return math.inf
+        return math.fsum(n * min(norm, MOST_TIMES * usual) for norm, n in known) / math.fsum(n for _, n in known)
+
+
+def _weighted_median(norms: Sequence[tuple[float, int]]) -> float:
+    """The least norm for which those up to it have half of the weight."""
+    half, so_far = sum(weight for _, weight in norms) / 2, 0
+    for norm, weight in sorted(norms):
+        so_far += weight
+        if so_far >= half:
+            return norm
+    return math.inf
 
 
 class FedAvgMMethod(ServerOptimizerMethod):
@@ -100,6 +191,8 @@ class FedAvgMMethod(ServerOptimizerMethod):
 
 class AdaptiveOptimizerMethod(ServerOptimizerMethod):
     """Base class of the methods of FedAdagrad, FedYogi and FedAdam. Subclasses define `second`."""
+
+    limits_delta = True
 
     def __init__(self, learning_rate: float, beta1: float, beta2: float, tau: float) -> None:
         super().__init__(learning_rate)

@@ -5,10 +5,15 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from tepal.strategies.layer_selection.checks import Mask, checked_budgets, checked_shape, fits
+from tepal.strategies.layer_selection.checks import Floats, Mask, checked_budgets, checked_scores, checked_shape, fits
 from tepal.strategies.layer_selection.select import select_layers
 
 SELECTIONS = ("gradient", "snr", "rgn", "top", "bottom", "both", "full")
+
+MOST_TIMES = 1000.0
+"""The largest score of a client counts for at most so many times the median of the clients' largest scores."""
+
+_FEWEST = 3  # clients with scores above 0, from which their median says what is usual
 
 
 def choose(
@@ -28,7 +33,9 @@ def choose(
             bottom + 1, top − 1, …, each up to the first layer that exceeds the budget. "full": all layers, whatever
             the budget.
         scores: (n, L), ≥ 0: squared gradient norms, signal-to-noise ratios, or relative gradient norms. "top",
-            "bottom", "both" and "full" use their shape only.
+            "bottom", "both" and "full" use their shape only. For "gradient", a client whose largest score exceeds
+            `MOST_TIMES` the median of the clients' largest scores has its scores scaled down to that: λ would
+            otherwise be nothing beside them, and a single client could dissolve the coupling of the others.
         budgets, costs: as in `select_layers`; "full" ignores them.
         coupling, distance: as in `select_layers`; for "gradient" only.
 
@@ -41,7 +48,8 @@ def choose(
     if selection not in SELECTIONS:
         raise ValueError(f"selection is {selection!r}; it must be one of {', '.join(SELECTIONS)}")
     if selection == "gradient":
-        return select_layers(scores, budgets, coupling, distance=distance, costs=costs)
+        norms = _limited(checked_scores(scores, "scores"))
+        return select_layers(norms, budgets, coupling, distance=distance, costs=costs)
     if selection in ("snr", "rgn"):
         return select_layers(scores, budgets, 0.0, costs=costs)
     shape = checked_shape(np.asarray(scores), "scores")
@@ -59,3 +67,13 @@ def choose(
                 mask[layer] = False
                 break
     return masks
+
+
+def _limited(scores: Floats) -> Floats:
+    """Scores (n, L), those of each client scaled down to the largest score that counts, if they exceed it."""
+    largest = scores.max(axis=1)
+    above = largest[largest > 0]  # clients without gradients do not say what is usual
+    if len(above) < _FEWEST:
+        return scores
+    most = MOST_TIMES * float(np.median(above))
+    return np.where(largest[:, None] > most, scores * (most / np.maximum(largest, most))[:, None], scores)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -24,30 +25,47 @@ class _OfCoordinates(StoredMean):
         """Which of n sorted values are averaged: (first, last + 1)."""
 
     def _compute(self, store: PartStore) -> dict[str, np.ndarray]:
-        names = list(store.entries)
-        result = {name: np.empty(entry.shape, entry.dtype) for name, entry in store.entries.items()}
+        return means_of(store, list(store.entries), self.middle)
 
-        def work(piece: Piece) -> None:
-            name, start, stop = piece
-            block = store.read(piece)
-            n, kind = len(block), block.dtype.kind
-            first, last = self.middle(n) if kind == "f" else _median(n)
-            out = result[name].reshape(-1)[start:stop]
-            for at in range(0, stop - start, _WIDTH):
-                rows = sorted_rows(block[:, at : at + _WIDTH])[first:last]
-                mean = rows[0] if len(rows) == 1 else _mean(rows)
-                out[at : at + _WIDTH] = as_dtype(mean, block.dtype)
 
-        in_threads(work, store.pieces(names), store.nbytes(names))
-        return result
+def means_of(store: PartStore, names: Sequence[str], middle: Callable[[int], tuple[int, int]]) -> dict[str, np.ndarray]:
+    """Means of the middle values of each number.
+
+    Args:
+        store: the parts.
+        names: the entries.
+        middle: which of n sorted floating-point values are averaged: (first, last + 1). Integer entries have their
+            median, and bool entries the majority, in any case.
+
+    Returns:
+        Entry name → mean, in the dtype of the entry.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    result = {name: np.empty(store.entries[name].shape, store.entries[name].dtype) for name in names}
+
+    def work(piece: Piece) -> None:
+        name, start, stop = piece
+        block = store.read(piece)
+        n, kind = len(block), block.dtype.kind
+        first, last = middle(n) if kind == "f" else median_of(n)
+        out = result[name].reshape(-1)[start:stop]
+        for at in range(0, stop - start, _WIDTH):
+            rows = sorted_rows(block[:, at : at + _WIDTH])[first:last]
+            mean = rows[0] if len(rows) == 1 else _mean(rows)
+            out[at : at + _WIDTH] = as_dtype(mean, block.dtype)
+
+    in_threads(work, store.pieces(names), store.nbytes(names))
+    return result
 
 
 class TrimmedMean(_OfCoordinates):
     """Coordinate-wise trimmed mean: of each number, the largest and the smallest values are dropped.
 
     On either side floor(share·n) of the n values are dropped, where n is the number of clients that sent the entry;
-    the mean of the others is unweighted. Of integer and bool entries it is the median. Parts are stored in a file; the
-    result does not depend on their order.
+    the mean of the others is unweighted. Integer entries have their median, and bool entries the majority. Parts are
+    stored in a file; the result does not depend on their order.
 
     Source: Yin et al. 2018, arXiv:1803.01498, definition 2.
 
@@ -68,8 +86,8 @@ class TrimmedMean(_OfCoordinates):
 class Median(_OfCoordinates):
     """Coordinate-wise median, unweighted; for an even number of clients, the mean of the two middle values.
 
-    Each entry's is over the clients that sent it. Parts are stored in a file; the result does not depend on their
-    order.
+    Each entry's is over the clients that sent it; bool entries have the majority. Parts are stored in a file; the
+    result does not depend on their order.
 
     Source: Yin et al. 2018, arXiv:1803.01498, definition 1.
 
@@ -78,7 +96,7 @@ class Median(_OfCoordinates):
     """
 
     def middle(self, n: int) -> tuple[int, int]:
-        return _median(n)
+        return median_of(n)
 
 
 def dropped_of(share: float, n: int) -> int:
@@ -89,7 +107,8 @@ def dropped_of(share: float, n: int) -> int:
     return min(math.floor(share * n + 1e-9), (n - 1) // 2)
 
 
-def _median(n: int) -> tuple[int, int]:
+def median_of(n: int) -> tuple[int, int]:
+    """Which of n sorted values the median is the mean of: (first, last + 1)."""
     return (n - 1) // 2, n // 2 + 1
 
 

@@ -14,16 +14,16 @@ from tepal.strategies.robust.store import PartStore, Piece
 _WIDTH = 1 << 14  # columns that are multiplied together
 
 
-def groups_of(store: PartStore) -> dict[tuple[int, ...], list[str]]:
-    """Clients → the entries that exactly these clients sent."""
+def groups_of(store: PartStore, names: Sequence[str]) -> dict[tuple[int, ...], list[str]]:
+    """Clients → those of these entries that exactly these clients sent."""
     groups: dict[tuple[int, ...], list[str]] = {}
-    for name, entry in store.entries.items():
-        groups.setdefault(tuple(entry.clients), []).append(name)
+    for name in names:
+        groups.setdefault(tuple(store.entries[name].clients), []).append(name)
     return groups
 
 
 def gram_of(store: PartStore, names: Sequence[str]) -> np.ndarray:
-    """Dot products of the clients' differences from an origin, over floating-point entries that the same clients sent.
+    """Dot products of the clients' differences from an origin, over entries that the same clients sent.
 
     Distances between clients do not depend on the origin, but their rounding errors grow with its own distance from
     them. In every piece it is the client with the median norm: while fewer than half of the clients are hostile, its
@@ -31,13 +31,12 @@ def gram_of(store: PartStore, names: Sequence[str]) -> np.ndarray:
 
     Args:
         store: the parts.
-        names: entries that the same n clients sent; integer and bool entries are ignored.
+        names: floating-point entries that the same n clients sent.
 
     Returns:
         (n, n) float64, symmetric. Not finite for parts whose squares overflow.
     """
     n = len(store.entries[names[0]].clients)
-    floating = [name for name in names if store.entries[name].dtype.kind == "f"]
 
     def products(piece: Piece) -> np.ndarray:
         block, gram = store.read(piece), np.zeros((n, n))
@@ -51,7 +50,7 @@ def gram_of(store: PartStore, names: Sequence[str]) -> np.ndarray:
 
     total = np.zeros((n, n))
     with threadpool_limits(1, "blas"):  # each thread multiplies its own pieces
-        for gram in in_threads(products, store.pieces(floating), store.nbytes(floating)):
+        for gram in in_threads(products, store.pieces(names), store.nbytes(names)):
             with np.errstate(over="ignore", invalid="ignore"):
                 total += gram
     return (total + total.T) / 2

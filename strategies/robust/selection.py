@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from tepal.strategies.robust.coordinates import dropped_of
+from tepal.strategies.robust.coordinates import dropped_of, means_of, median_of
 from tepal.strategies.robust.gram import gram_of, groups_of, weighted
 from tepal.strategies.robust.store import PartStore, StoredMean
 
 _TIE = 1e-9  # scores that differ by less, relative to the larger, are equal but for rounding
-_NU = 1e-6  # ν of the smoothed Weiszfeld algorithm, relative to the median distance
+_NU = 1e-6  # ν of the smoothed Weiszfeld algorithm, relative to the weighted median distance
 _ITERATIONS = 1000  # on the (n, n) dot products alone, so that many cost little
+_SAME = 1e-14  # squared distance, relative to the squared norms, of parts that are equal but for rounding
 _CONVERGED = 1e-12  # change of the weights, in all, after which they are final
 
 
@@ -25,11 +26,13 @@ class _ByDistances(StoredMean):
 
     @abstractmethod
     def weights_of(self, store: PartStore, names: list[str], clients: tuple[int, ...]) -> np.ndarray:
-        """Weights (n,) of the clients that sent these entries, at least 0, with a positive sum."""
+        """Weights (n,) of the clients that sent these floating-point entries, at least 0, with a positive sum."""
 
     def _compute(self, store: PartStore) -> dict[str, np.ndarray]:
-        result: dict[str, np.ndarray] = {}
-        for clients, names in groups_of(store).items():
+        # Weights that are chosen by distances say nothing about entries that do not enter these.
+        is_float = {name: entry.dtype.kind == "f" for name, entry in store.entries.items()}
+        result = means_of(store, [name for name in is_float if not is_float[name]], median_of)
+        for clients, names in groups_of(store, [name for name in is_float if is_float[name]]).items():
             result |= weighted(store, names, self.weights_of(store, names, clients))
         return {name: result[name] for name in store.entries}
 
@@ -43,8 +46,9 @@ class Krum(_ByDistances):
     smaller digest of the parts, so that the result does not depend on the order of the parts.
 
     If clients sent different entries, the entries are grouped by the set of clients that sent them, and Krum chooses
-    in each group on its own; if all sent the same, there is one group, which is the method of the paper. Integer and
-    bool entries are averaged like the others of their group and do not enter the distances.
+    in each group on its own; if all sent the same, there is one group, which is the method of the paper. Integer
+    entries have the median of the clients that sent them, and bool entries the majority; they do not enter the
+    distances.
 
     Source: Blanchard et al. 2017, arXiv:1703.02757.
 
@@ -62,7 +66,7 @@ class Krum(_ByDistances):
         n, weights = len(clients), np.array([store.weights[client] for client in clients])
         f = dropped_of(self._share, n)
         keep = min(self._keep or n - f, n)
-        if n < 3 or keep == n or not any(store.entries[name].dtype.kind == "f" for name in names):
+        if n < 3 or keep == n:
             return weights
         scores = krum_scores(gram_of(store, names), f)
         chosen = best(scores, keep, lambda row: (-weights[row], _digest(store, names, row)))
@@ -74,12 +78,12 @@ class Krum(_ByDistances):
 class GeometricMedian(_ByDistances):
     """Weighted geometric median: the point with the least weighted sum of distances to the clients' parts (RFA).
 
-    Computed with the smoothed Weiszfeld algorithm. Its iterates are weighted means of the parts, so that all iterations
-    need the dot products of the parts alone.
+    Computed with the smoothed Weiszfeld algorithm; if the median is one of the parts, it is exactly that part. The
+    iterates are weighted means of the parts, so that all iterations need the dot products of the parts alone.
 
     If clients sent different entries, the entries are grouped by the set of clients that sent them, and each group has
-    its own median; if all sent the same, there is one group, which is the method of the paper. Integer and bool entries
-    are averaged with the weights of their group and do not enter the distances.
+    its own median; if all sent the same, there is one group, which is the method of the paper. Integer entries have the
+    median of the clients that sent them, and bool entries the majority; they do not enter the distances.
 
     Source: Pillutla et al. 2019, arXiv:1912.13445, algorithm 2.
 
@@ -89,8 +93,6 @@ class GeometricMedian(_ByDistances):
 
     def weights_of(self, store: PartStore, names: list[str], clients: tuple[int, ...]) -> np.ndarray:
         weights = np.array([store.weights[client] for client in clients])
-        if not any(store.entries[name].dtype.kind == "f" for name in names):
-            return weights
         return weiszfeld(gram_of(store, names), weights)
 
 
@@ -150,9 +152,10 @@ def weiszfeld(gram: np.ndarray, weights: np.ndarray) -> np.ndarray:
     alpha = alpha / alpha.sum()
     squares = np.diagonal(gram)
     # The start is near the origin, which a far part cannot move, and not the mean, which one moves as far as it likes.
-    scale = _middle(np.sqrt(np.maximum(squares, 0.0)))
-    shares = alpha
-    if scale > 0:
+    scale = _middle(np.sqrt(np.maximum(squares, 0.0)), alpha)
+    at_a_part = _at_a_part(gram, alpha)
+    shares = alpha if at_a_part is None else at_a_part
+    if scale > 0 and at_a_part is None:
         nu = _NU * scale
         shares = alpha / np.maximum(np.sqrt(np.maximum(squares, 0.0)), scale)
         shares /= shares.sum()
@@ -170,9 +173,34 @@ def weiszfeld(gram: np.ndarray, weights: np.ndarray) -> np.ndarray:
     return found
 
 
-def _middle(distances: np.ndarray) -> float:
-    """The median; if it is 0, as parts are equal, the least distance above 0; 0 if all are equal."""
-    middle = float(np.median(distances))
+def _at_a_part(gram: np.ndarray, alpha: np.ndarray) -> np.ndarray | None:
+    """The shares (n,) of the part that is the geometric median; None if it is none of them, or not the only one.
+
+    Weiszfeld's algorithm with ν above 0 does not reach a part: the others keep shares of about ν over their distances,
+    which move the mean by about ν, however well the median is defined. A part x_k is the only median if its weight
+    exceeds the length of the sum of the unit vectors to the others, each with its weight:
+    ‖Σ_i α_i·(x_i − x_k)/‖x_i − x_k‖‖ < α_k (Vardi and Zhang 2000, doi:10.1073/pnas.97.4.1423).
+    """
+    squares = np.diagonal(gram)
+    with np.errstate(over="ignore", invalid="ignore"):  # a part whose products overflow is not the median
+        both = squares[:, None] + squares
+        apart = both - 2 * gram
+        same = apart <= _SAME * both  # parts that are equal but for rounding
+        np.fill_diagonal(same, True)
+        pulls = np.where(same, 0.0, alpha / np.sqrt(np.where(same, 1.0, apart)))  # [k, i] of x_i − x_k
+        # ‖Σ_i p_ki·(x_i − x_k)‖², from the dot products of the x_i.
+        totals = pulls.sum(axis=1)
+        lengths = ((pulls @ gram) * pulls).sum(axis=1) - 2 * totals * (pulls * gram).sum(axis=1) + totals**2 * squares
+        here = same @ alpha
+        (found,) = np.nonzero(np.sqrt(np.maximum(lengths, 0.0)) < here * (1 - _TIE))
+    return np.where(same[found[0]], alpha / here[found[0]], 0.0) if found.size else None
+
+
+def _middle(distances: np.ndarray, alpha: np.ndarray) -> float:
+    """The least distance within which half of the weight is; if it is 0, as parts are equal, the least above 0; 0 if
+    all are equal."""
+    order = np.argsort(distances, kind="stable")
+    middle = float(distances[order[np.searchsorted(np.cumsum(alpha[order]), 0.5 * (1 - _TIE))]])
     above = distances[distances > 0]
     return middle if middle > 0 else float(above.min()) if above.size else 0.0
 

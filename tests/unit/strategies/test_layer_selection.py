@@ -342,6 +342,51 @@ def test_a_client_with_far_larger_gradients_does_not_choose_for_the_others(facto
     assert (norms * masks).sum(axis=1)[1:] == pytest.approx((norms * alone).sum(axis=1)[1:], abs=0.01 * 2 * 2 * 4)
 
 
+@pytest.mark.parametrize("lie", [1e6, 1e13, 1e100])
+@pytest.mark.parametrize("distance", DISTANCES)
+def test_an_extreme_score_does_not_dissolve_the_coupling_of_the_others(distance, lie):
+    """Beside 1e100, λ and the others' scores would be rounding errors."""
+    coupled = 0
+    for seed in range(2):
+        scores, budgets, _ = instance(seed, 5, 4, 1)
+        scores[2] = lie * np.array([0.5, 0, 0, 1])
+        limited = scores.copy()
+        limited[2] = 1000 * sorted(scores.max(axis=1))[2] * np.array([0.5, 0, 0, 1])
+        for coupling in (0.05, 0.3, 2):
+            masks = choose("gradient", scores, budgets, coupling=coupling, distance=distance)
+            found = objective(masks, limited, coupling, distance=distance)
+            assert found == pytest.approx(best_of_all(limited, budgets, coupling, distance), rel=1e-9)
+            # The liar's layer is the same with all that it could honestly say: then the rest is the others' problem.
+            assert masks[2].tolist() == [False, False, False, True]
+            own = choose("gradient", scores, budgets, distance=distance)
+            coupled += int((masks != own).any())
+            beside = best_beside(np.delete(scores, 2, axis=0), masks[2], coupling, distance)
+            assert found - limited[2, 3] == pytest.approx(beside, rel=1e-6)
+    assert coupled >= 3
+
+
+def best_beside(norms, fixed, coupling, distance):
+    """The others' optimum with one layer each, where one client's mask is fixed."""
+    layers = norms.shape[1]
+    rows = [np.zeros(layers, bool), *np.eye(layers, dtype=bool)]
+    with_fixed = np.vstack((norms, np.zeros(layers)))
+    return max(
+        value_by_loops(np.array([*masks, fixed]), with_fixed, coupling, distance)
+        for masks in itertools.product(rows, repeat=len(norms))
+    )
+
+
+def test_scores_within_the_limit_and_of_too_few_clients_are_taken_as_they_are():
+    rng = np.random.default_rng(1)
+    scores = rng.random((5, 6))
+    scores[0] *= 900 / scores[0].max() * np.median(scores[1:].max(axis=1))
+    for few in (scores, scores[:2] * [[1e9], [1]], np.vstack((scores[:2] * [[1e9], [1]], np.zeros((4, 6))))):
+        budgets = np.full(len(few), 2)
+        for coupling in (0.0, 0.1):
+            found = choose("gradient", few, budgets, coupling=coupling)
+            assert (found == select_layers(few, budgets, coupling)).all()
+
+
 def test_costs_that_miss_the_budget_by_a_hair_do_not_keep_the_server_busy():
     norms = np.random.default_rng(6).random((3, 16))
     costs = np.tile(1 + 1e-9 * np.arange(16), (3, 1))

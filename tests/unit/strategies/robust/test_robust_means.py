@@ -145,17 +145,67 @@ def test_krum_breaks_ties_by_content():
 
 
 @EACH
-def test_counters_and_flags_are_averaged_and_do_not_enter_distances(name):
+@pytest.mark.parametrize("heavy", [1, 1000])
+def test_counters_have_their_median_flags_the_majority_and_neither_enters_distances(name, heavy):
+    """One of five clients has usual floating-point values, and with them a counter and a flag of its own."""
     parts = [
-        {"w": np.array([0.1 * k, 1.0]), "n": np.array(count), "f": np.array([k < 3, True])}
-        for k, count in enumerate([7, 8, 9, 10, 10**15])
+        {"w": np.array([0.1 * k, 1.0]), "n": np.array([count, 3]), "f": np.array([k < 3, k != 2])}
+        for k, count in enumerate([7, 8, 10**15, 10, 9])
     ]
-    found = mean_of(MEANS[name](), parts)
-    assert found["n"].dtype == np.int64 and found["f"].dtype == bool and found["f"][1]
-    without = mean_of(MEANS[name](), [{"w": part["w"]} for part in parts])
-    np.testing.assert_allclose(found["w"], without["w"], rtol=1e-12)
-    if name in ("trimmed", "median"):
-        assert found["n"] == 9 and found["f"][0]
+    weights = [1, 1, heavy, 1, 1]
+    found = mean_of(MEANS[name](), parts, weights)
+    assert found["n"].dtype == np.int64 and found["n"].tolist() == [9, 3]
+    assert found["f"].dtype == bool and found["f"].tolist() == [True, True]
+    without = mean_of(MEANS[name](), [{"w": part["w"]} for part in parts], weights)
+    np.testing.assert_array_equal(found["w"], without["w"])
+    assert list(found) == ["w", "n", "f"]
+
+
+@EACH
+def test_a_counter_has_the_median_of_the_clients_that_sent_it(name):
+    parts = [{"w": np.array([float(k)])} | ({"n": np.array(k**3)} if k > 1 else {}) for k in range(7)]
+    assert mean_of(MEANS[name](), parts)["n"] == 64
+    assert mean_of(MEANS[name](), [{"n": part["n"]} for part in parts[2:]])["n"] == 64  # nothing has a distance
+
+
+def pull_of_the_others(points, weights, k):
+    """Length of the sum of the weighted unit vectors from a point to the others, and the weight at the point."""
+    others = [(w, p - points[k]) for w, p in zip(weights, points, strict=True) if not np.array_equal(p, points[k])]
+    pull = sum((w * step / np.linalg.norm(step) for w, step in others), np.zeros(points.shape[1]))
+    return np.linalg.norm(pull), sum(weights) - sum(w for w, _ in others)
+
+
+@pytest.mark.parametrize("far", [1.0, 1e4, 1e8, 1e30])
+def test_a_geometric_median_that_is_one_of_the_parts_is_exactly_that_part(far):
+    """However far the others are: shares of 1e-6 for them would move it."""
+    rng = np.random.default_rng(2)
+    at_a_part = 0
+    for case in range(60):
+        n = int(rng.integers(2, 7))
+        points, weights = rng.normal(size=(n, 4)), rng.integers(1, 40, n).astype(float)
+        light = rng.permutation(n)[: n // 2]
+        points[light] *= far
+        weights[light] *= 0.9 * (weights.sum() - weights[light].sum()) / weights[light].sum()  # less than half
+        if case % 4 == 0 and n > 2:
+            points[0] = points[1]
+        medians = [k for k in range(n) if np.less(*pull_of_the_others(points, weights, k))]
+        found = mean_of(GeometricMedian(), [{"w": point} for point in points], weights)["w"]
+        if medians:
+            at_a_part += 1
+            np.testing.assert_array_equal(found, points[medians[0]])
+        else:
+            best = min(weights @ np.linalg.norm(points - point, axis=1) for point in (*points, points.mean(axis=0)))
+            assert weights @ np.linalg.norm(points - found, axis=1) <= best * (1 + 1e-8)
+    assert 10 < at_a_part < 60
+
+
+def test_of_two_parts_the_heavier_is_the_geometric_median():
+    near, far = np.array([1.0, 2.0], np.float32), np.array([3e38, -3e38], np.float32)
+    for weights, expected in (([39, 26], near), ([26, 39], far)):
+        for order in (1, -1):
+            parts = [{"w": near}, {"w": far}][::order]
+            found = mean_of(GeometricMedian(), parts, weights[::order])["w"]
+            np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize("make", [WeightedMean, *MEANS.values()], ids=["none", *MEANS])
