@@ -18,9 +18,9 @@ FedAdagrad, FedYogi and FedAdam therefore scale Δ_t down, for both moments, to 
     Σ_k (n_k / Σ n)·min(‖w_k − w_t‖, c·median_k ‖w_k − w_t‖)      of this round; the median is weighted by n_k
     c·median ‖Δ‖ of the last rounds                              c = `MOST_TIMES`
 
-The first is known of weighted means if all changes were measured: in the first rounds, and in rounds with few clients.
-By the triangle inequality it changes nothing unless a client's change exceeds c times the median. Of fewer than
-`FEWEST` values no median says what is usual. Otherwise the steps are the papers'.
+The first is for weighted means, and for rounds in which a client's change exceeds c times the median; the norms of the
+clients' changes are those found as their replies are read. Of fewer than `FEWEST` values no median says what is usual.
+Otherwise the steps are the papers'.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ from typing import Unpack
 
 import numpy as np
 
-from tepal.exchange.bounds import BadReply, squared_norms
+from tepal.exchange.bounds import BadReply
 from tepal.exchange.layout import Arrays, Names
+from tepal.exchange.norms import squared_norms
 from tepal.exchange.plan import MODEL, Reply
 from tepal.strategies.aggregate import WeightedMean
 from tepal.strategies.fedavg import GlobalModelMethod, ModelMerger, ModelState, only_start
@@ -96,25 +97,14 @@ class OptimizerMerger(ModelMerger[OptimizerState]):
     def __init__(self, method: ServerOptimizerMethod, state: OptimizerState) -> None:
         super().__init__(state, mean=method.mean)
         self._method = method
-        self._changes: list[tuple[float | None, int]] = []
-        """(norm of the client's change of the parameters, n_k); None if it is not known."""
+        self._changes: list[tuple[float, int]] = []
+        """(norm of the client's change of the parameters, n_k)."""
 
     def add(self, reply: Reply) -> None:
-        change = self._change(reply) if self._method.limits_delta else None
         super().add(reply)
+        squares = reply.squares.get(MODEL, {})
+        change = math.sqrt(sum(squares.get(name, 0.0) for name in self._method._parameters))
         self._changes.append((change, reply.examples))
-
-    def _change(self, reply: Reply) -> float | None:
-        """The norm of a client's change of the parameters, if it was measured or no norms of earlier rounds are known.
-        """
-        squares = reply.squares.get(MODEL) if reply.measured else None
-        if squares is None:
-            if len(self._state.norms) >= FEWEST:
-                return None  # it would be one more pass over the reply
-            part = reply.parts[MODEL]
-            parameters = {name: part[name] for name in self._method._parameters if name in part}
-            squares = squared_norms(parameters, self._state.entries)
-        return math.sqrt(math.fsum(squares.get(name, 0.0) for name in self._method._parameters))
 
     def finish(self) -> OptimizerState:
         state, entries = self._state, self._mean.result()
@@ -137,7 +127,7 @@ class OptimizerMerger(ModelMerger[OptimizerState]):
         earlier = self._state.norms
         parameters = {name: entries[name] for name in self._method._parameters}
         try:
-            norm = math.sqrt(math.fsum(squared_norms(parameters, self._state.entries).values()))
+            norm = math.sqrt(sum(squared_norms(parameters, self._state.entries).values()))
         except BadReply:  # such a merge does not count
             return 1.0, earlier
         most = min(self._most_of_clients(), self._most_of_rounds())
@@ -152,14 +142,13 @@ class OptimizerMerger(ModelMerger[OptimizerState]):
 
     def _most_of_clients(self) -> float:
         """Largest norm of Δ_t that the clients' changes allow, each counted up to what is usual among them."""
-        known = [(norm, n) for norm, n in self._changes if norm is not None]
         # The norm of a robust mean may exceed the mean of the norms.
-        if not len(self._changes) == len(known) >= FEWEST or not isinstance(self._mean, WeightedMean):
+        if len(self._changes) < FEWEST or not isinstance(self._mean, WeightedMean):
             return math.inf
-        usual = _weighted_median(known)
-        if usual == 0:
+        most = MOST_TIMES * _weighted_median(self._changes)
+        if most == 0 or all(norm <= most for norm, _ in self._changes):
             return math.inf
-        return math.fsum(n * min(norm, MOST_TIMES * usual) for norm, n in known) / math.fsum(n for _, n in known)
+        return sum(n * min(norm, most) for norm, n in self._changes) / sum(n for _, n in self._changes)
 
 
 def _weighted_median(norms: Sequence[tuple[float, int]]) -> float:

@@ -96,12 +96,6 @@ class ClientLedger:
                 client, self._failures[client], self._until[client],
             )  # fmt: skip
 
-    def leave_out(self, clients: Iterable[str], round: int) -> None:
-        """Leave these clients out for some rounds, as if they had failed several times in a row."""
-        for client in clients:
-            self._failures[client] = FAILURES
-            self._until[client] = round + LEFT_OUT
-
     def left_out(self, clients: Collection[str], round: int) -> list[str]:
         """Those of these clients that are left out of this round, sorted."""
         return sorted(client for client, until in self._until.items() if until > round and client in clients)
