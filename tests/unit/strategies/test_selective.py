@@ -1088,7 +1088,7 @@ def test_the_projects_own_app_declares_impossible_budgets_and_is_refused_alone(d
     assert first["clients_replied"] == 2
     refused = {refusal["client"]: refusal["reason"] for refusal in first["refused"]}
     for number, said in enumerate(IMPOSSIBLE.values(), 2):
-        assert said in refused[f"client-{number}"] and said in caplog.text
+        assert said in refused[f"node {number + 1} (client-{number})"] and said in caplog.text
 
 
 def test_the_projects_own_app_refuses_a_budget_that_is_no_finite_number(digits):
