@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import unicodedata
-
 LONGEST_NAME = 200
 LONGEST_TEXT = 2000
 """Characters of a name, and of a reason or note, that are kept."""
@@ -56,18 +54,22 @@ def name_key(text: str) -> str:
     NFKC), by kinds of hyphens, by spaces at the ends or by how many there are, or by characters that show nothing. Two
     names that differ in letters of other scripts that look alike (Cyrillic "а") have different keys.
     """
+    from unicodedata import normalize
+
     # What shows nothing is left out first: it would keep an accent apart from its letter. Case folding may make
     # characters that NFKC changes again.
     shown = "".join(each for each in text if each not in _NO_INK)
-    folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", shown).casefold())
+    folded = normalize("NFKC", normalize("NFKC", shown).casefold())
     return " ".join("".join("-" if _is_hyphen(each) else each for each in folded if each not in _NO_INK).split())
 
 
 def _shown(text: str) -> str:
+    from unicodedata import category as category_of  # most text is ASCII, and commands start with few modules
+
     shown: list[str] = []
     room = 0  # for further marks on the letter before
     for character in text:
-        category = unicodedata.category(character)
+        category = category_of(character)
         if category[0] == "M":
             keeps = room > 0 and category != "Me" and character not in _NO_INK
             room -= 1
@@ -81,7 +83,9 @@ def _shown(text: str) -> str:
 
 
 def _is_hyphen(character: str) -> bool:
-    return unicodedata.category(character) == "Pd" or character == "\u2212"  # the minus sign
+    from unicodedata import category
+
+    return category(character) == "Pd" or character == "\u2212"  # the minus sign
 
 
 def _edge(spaces: int) -> str:

@@ -331,8 +331,8 @@ def final_table(summary: Mapping[str, Any], metrics: Sequence[RoundRecord], run:
     table.add_row("refused replies", str(summary.get("refused_replies", UNKNOWN)))
     if run is None:
         return Group(table)
-    lines = [f"Results in {run}"]
+    lines = [shown(f"Results in {run}")]
     for name, what in ((REPORT, "  (open it in a browser)"), (SUMMARY, ""), (METRICS, ""), (MODEL, "")):
         if (Path(run) / name).exists():
-            lines.append(f"  {Path(run) / name}{what}")
-    return Group(table, *map(shown, lines))
+            lines.append(Text("  ").append_text(shown(f"{Path(run) / name}{what}")))
+    return Group(table, *lines)

@@ -70,7 +70,9 @@ def moved(model, partition, number, tied=()):
 
 
 def score_of(model):
-    return float(next(iter(model.values())).astype(np.float64).sum())
+    """An accuracy, from 0 to 1, that differs from model to model."""
+    total = float(next(iter(model.values())).astype(np.float64).sum())
+    return 0.5 + math.atan(total / 20) / math.pi
 
 
 def client_app(seen, *, tied=(), fails=lambda client, number: False, scores=False, make=moved):

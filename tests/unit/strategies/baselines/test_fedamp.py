@@ -85,7 +85,7 @@ class Clients:
         def evaluate(msg, context):
             at, model = came(msg, context)
             self.scored[at] = model
-            figures = {"num-examples": 2, f"{received(msg).plan.options['scored']}-accuracy": float(model["w"].sum())}
+            figures = {"num-examples": 2, f"{received(msg).plan.options['scored']}-loss": float(model["w"].sum())}
             return Message(RecordDict({"metrics": MetricRecord(figures)}), reply_to=msg)
 
         return app
@@ -165,7 +165,7 @@ def test_what_is_scored_is_w_and_not_u():
     for k in range(3):
         assert clients.scored[k, 4]["w"].tobytes() == clients.returned[k, 4]["w"].tobytes()
     mean = np.mean([clients.returned[k, 4]["w"].sum() for k in range(3)])
-    assert reports[4].evaluate_metrics["personal-accuracy"] == pytest.approx(mean)
+    assert reports[4].evaluate_metrics["personal-loss"] == pytest.approx(mean)
     assert (reports[4].train_metrics_of, reports[4].eval_metrics_of) == ("trained", "personal")
 
 
