@@ -1,5 +1,6 @@
 """Adaptive optimizers at the server with replies that are far larger than usual, against the equations in NumPy."""
 
+from functools import cache
 from types import SimpleNamespace
 
 import numpy as np
@@ -190,17 +191,20 @@ def test_the_norms_survive_a_checkpoint_and_an_earlier_versions_state_has_none()
     assert len(merged(method, old, large, [1] * 4).norms) == 1
 
 
+@cache
+def reached(strategy, lie_in=0):
+    """Mean value of a model after 20 rounds, in one of which a client sends 900 times the model that it trained."""
+    lie = values(lambda name, array: array * 900)  # just below what a round refuses
+    arrays, history = run(
+        strategy(fraction_evaluate=0.0),
+        lambda content, header: lie(content, header) if header.round == lie_in else None,
+        rounds=20,
+    )
+    assert len(history) == 20
+    return np.mean([array.mean() for array in arrays.values()])
+
+
 @pytest.mark.parametrize("number", [1, 2])
 @pytest.mark.parametrize("strategy", [FedAdagrad, FedAdam, FedYogi])
 def test_one_extreme_reply_does_not_slow_down_the_whole_run(strategy, number):
-    """900 times the usual norm is just below what a round refuses."""
-    reached, lie = [], values(lambda name, array: array * 900)
-    for lies in (False, True):
-        arrays, history = run(
-            strategy(fraction_evaluate=0.0),
-            lambda content, header, lies=lies: lie(content, header) if lies and header.round == number else None,
-            rounds=30,
-        )
-        assert len(history) == 30
-        reached.append(np.mean([array.mean() for array in arrays.values()]))
-    assert reached[1] > 0.75 * reached[0]
+    assert reached(strategy, number) > 0.7 * reached(strategy)
