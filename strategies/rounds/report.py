@@ -138,7 +138,7 @@ class RoundReport:
     late: list[tuple[str, int]] = field(default_factory=list)
     """(client, round): its answer to that round arrived in this one, and was dropped."""
     left_out: list[str] = field(default_factory=list)
-    """Connected clients that were not asked, because they failed several times in a row."""
+    """Connected clients that were not asked: they failed several times in a row, or are suspects."""
     notes: list[tuple[str, str]] = field(default_factory=list)
     """(client or SERVER, an error from which it recovered): `MOST_NOTES` of each client, and one for all further."""
     down: Traffic = field(default_factory=Traffic)
