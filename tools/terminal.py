@@ -34,6 +34,11 @@ def shown(text: object, longest: int = LONGEST_TEXT, style: str = "") -> Text:
     return Text(visible(text, longest), style=style)
 
 
+def indented(text: object) -> Text:
+    """A text below the line that it belongs to."""
+    return Text("  ").append_text(shown(text))
+
+
 def visible_lines(text: object) -> str:
     """A message of several lines, of which each is as of `visible`; at most _MOST_LINES."""
     lines = str(text).split("\n")
@@ -334,5 +339,5 @@ def final_table(summary: Mapping[str, Any], metrics: Sequence[RoundRecord], run:
     lines = [shown(f"Results in {run}")]
     for name, what in ((REPORT, "  (open it in a browser)"), (SUMMARY, ""), (METRICS, ""), (MODEL, "")):
         if (Path(run) / name).exists():
-            lines.append(Text("  ").append_text(shown(f"{Path(run) / name}{what}")))
+            lines.append(indented(f"{Path(run) / name}{what}"))
     return Group(table, *lines)

@@ -28,7 +28,7 @@ from tepal.tools.compare.comparison import (
     Results,
     Statistic,
 )
-from tepal.tools.terminal import shown
+from tepal.tools.terminal import indented, shown
 
 Figure = tuple[Statistic, int]
 """A figure of a strategy over its seeds, and the number of the strategy's runs."""
@@ -235,9 +235,10 @@ def comparison_table(results: Results) -> Group:
     lines = [*notes(results), f"Clients' own tests: mean ± standard deviation {behind}"]
     if results.unfinished:
         lines += [f"Resume the unfinished runs with `tepal compare --resume {comparison.folder}`"]
-    lines += [f"Results in {comparison.folder}", f"  {comparison.folder / HTML}  (open it in a browser)"]
-    lines += [f"  {comparison.folder / name}" for name in (CSV, RUNS_CSV, MARKDOWN, LATEX, SVG)]
-    return Group(table, *map(shown, lines))
+    lines += [f"Results in {comparison.folder}"]
+    files = [f"{comparison.folder / HTML}  (open it in a browser)"]
+    files += [f"{comparison.folder / name}" for name in (CSV, RUNS_CSV, MARKDOWN, LATEX, SVG)]
+    return Group(table, *map(shown, lines), *map(indented, files))
 
 
 def _title(results: Results) -> str:
