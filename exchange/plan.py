@@ -133,6 +133,6 @@ class Reply:
     """Squared norms of the client's update, by tree and entry: ‖x − s‖², where s is the value that was sent in the
     model, and 0 in other trees. Unless `Outgoing.measured`, those of large entries of the model are estimated."""
     value_squares: Mapping[str, float] = field(default_factory=dict)
-    """‖x‖² of the model's floating-point entries, if their updates are estimated."""
+    """‖x‖² of those floating-point entries of the model whose updates are estimated."""
     proof: str = ""
     """Of an introduction: digest of the client's secret; "" if it has none."""

@@ -17,7 +17,7 @@ from tepal.exchange.bounds import BadReply, examples_of, metrics_of, notes_of
 from tepal.exchange.encodings import PLAIN, Encoding, Wire, add_difference
 from tepal.exchange.layout import Arrays, Layout, Names
 from tepal.exchange.manifest import PARTS, RECORD, Header, Manifest, Parcel, ProtocolError, write_id
-from tepal.exchange.norms import estimated_norms, integer_norms, squared_norms
+from tepal.exchange.norms import SMALL, estimated_norms, integer_norms, squared_norms
 from tepal.exchange.parts import Digests, Part, digest, pack, shapes_of, unpacked
 from tepal.exchange.plan import INTRODUCE, Outgoing, Plan, Reply, Tree
 from tepal.exchange.secret import proof_of
@@ -346,7 +346,8 @@ class Sender:
             if outgoing.measured or not starts:
                 found = squared_norms(arrays, starts)
             else:
-                values = squared_norms(arrays, None)
+                norms = squared_norms(arrays, None)
+                values = {name: norm for name, norm in norms.items() if arrays[name].size > SMALL}
                 found = estimated_norms(arrays, starts)
             squares[tree] = {**found, **integer_norms(arrays, starts)}
         return squares, values

@@ -6,6 +6,8 @@ LONGEST_NAME = 200
 LONGEST_TEXT = 2000
 """Characters of a name, and of a reason or note, that are kept."""
 
+MOST_LINES = 200
+"""Lines of a message that are kept."""
 MOST_MARKS = 4
 """Combining marks after a letter that are kept: pointed Hebrew with an accent, and Vietnamese, need three."""
 
@@ -45,6 +47,14 @@ def visible(text: object, longest: int = LONGEST_TEXT) -> str:
     if whole.endswith(" ") and len(whole) <= longest:
         cut = cut.rstrip(" ") + _edge(len(cut) - len(cut.rstrip(" ")))
     return cut if len(cut) <= longest and len(whole) <= longest else cut[: max(longest - 1, 0)] + "…"
+
+
+def visible_lines(text: object) -> str:
+    """A message of several lines, of which each is as of `visible`, but for its indentation; at most `MOST_LINES`."""
+    lines = str(text).split("\n")
+    more = [f"… and {len(lines) - MOST_LINES} more lines"] if len(lines) > MOST_LINES else []
+    kept = [(line, line.lstrip(" ")) for line in lines[:MOST_LINES]]
+    return "\n".join([*(" " * (len(line) - len(words)) + visible(words) for line, words in kept), *more])
 
 
 def name_key(text: str) -> str:

@@ -93,7 +93,7 @@ def run(grid: Grid, values: Mapping[str, Any]) -> Path:
         strategy.experiment = f"{directory.path.name}-{uuid.uuid4().hex[:8]}"
         strategy.checkpoints = Checkpoints(directory.path / CHECKPOINTS, config.rounds.checkpoints)
         strategy.resume = resumed
-        seconds_before = total(read_metrics(directory.path), "seconds") or 0.0
+        seconds_before = total(read_metrics(directory.path, most=None), "seconds") or 0.0
         begun = time.monotonic()
         starts = _starts(config, model, loaded)
         result, failure = _start(strategy, grid, config, values, model, starts, directory, trackers)
@@ -110,7 +110,7 @@ def run(grid: Grid, values: Mapping[str, Any]) -> Path:
         log.info("%s %s after %s rounds.", by.title, summary[by.key], summary["rounds"])
         try:
             log.info("Report: %s", write_report(directory.path).resolve())
-        except OSError as error:
+        except (OSError, ValueError) as error:
             log.error("%s. After making space, write the report with `tepal report %s`.", error, directory.path)
         if failure is not None:
             raise failure

@@ -95,7 +95,7 @@ class Trackers:
 
     def __enter__(self) -> Trackers:
         if self._trackers:
-            lines = read_metrics(self._run)
+            lines = read_metrics(self._run, most=None)
             self._last = lines[-1] if lines else None
             self._each(lambda tracker: tracker.match(lines), self._trackers)
         return self
@@ -105,7 +105,7 @@ class Trackers:
     ) -> None:
         status = "FINISHED" if kind is None else "FAILED" if issubclass(kind, Exception) else "KILLED"
         if self._behind:
-            lines = read_metrics(self._run)
+            lines = read_metrics(self._run, most=None)
             self._each(lambda tracker: tracker.match(lines), self._behind)
         self._each(lambda tracker: tracker.close(status), self._trackers)
 
@@ -120,7 +120,7 @@ class Trackers:
         news = _news(before, line)
         self._each(lambda tracker: tracker.write(news), self._trackers.keys() - self._behind)
         if self._behind:
-            lines = [each for each in read_metrics(self._run) if each.round <= line.round]
+            lines = [each for each in read_metrics(self._run, most=None) if each.round <= line.round]
             self._each(lambda tracker: tracker.match(lines), self._behind)
             if not lines or lines[-1].round < line.round:
                 self._behind = set(self._trackers)  # the disk is full; the line is written later

@@ -23,7 +23,6 @@ from tepal.records.round_record import Incident, RoundRecord
 from tepal.records.run_directory import METRICS, MODEL, REPORT, SUMMARY, add, parse_line, total
 
 _SCORES = ("accuracy", "rmse", "loss")
-_MOST_LINES = 50  # of a message
 _MOST_NAMES = 20  # clients that are named, of one kind of incident in a round
 _MOST_NOTES = 10  # notes, and reasons, that are shown of a round
 _LONGEST_REASON = 300  # characters
@@ -37,13 +36,6 @@ def shown(text: object, longest: int = LONGEST_TEXT, style: str = "") -> Text:
 def indented(text: object) -> Text:
     """A text below the line that it belongs to."""
     return Text("  ").append_text(shown(text))
-
-
-def visible_lines(text: object) -> str:
-    """A message of several lines, of which each is as of `visible`; at most _MOST_LINES."""
-    lines = str(text).split("\n")
-    more = [f"… and {len(lines) - _MOST_LINES} more lines"] if len(lines) > _MOST_LINES else []
-    return "\n".join([*map(visible, lines[:_MOST_LINES]), *more])
 
 
 class TimeLeft:

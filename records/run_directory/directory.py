@@ -20,10 +20,16 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from tepal import __version__
-from tepal.exchange.bounds import is_count
 from tepal.host.files import remove_abandoned, replacing
 from tepal.records.round_record import RoundRecord
-from tepal.records.run_directory.files import as_json, explained, make_first_free, point_latest_at, write_whole
+from tepal.records.run_directory.files import (
+    as_json,
+    explained,
+    json_line,
+    make_first_free,
+    point_latest_at,
+    write_whole,
+)
 from tepal.records.run_directory.holding import held
 from tepal.records.run_directory.metrics import summarise
 from tepal.records.run_directory.names import CONFIG, LABELS, METRICS, MODEL, ROUNDS, SUMMARY
@@ -104,7 +110,7 @@ class RunDirectory:
 
         What JSON cannot represent (NaN, infinity) becomes null: a diverged loss must not end the run.
         """
-        line = json.dumps(as_json(record.to_line()), allow_nan=False).encode() + b"\n"
+        line = json_line(record.to_line())
         path = self.path / METRICS
         with explained("write", path), path.open("ab", buffering=0) as file:
             before = file.tell()
@@ -123,6 +129,8 @@ class RunDirectory:
 
         Raises OSError if it cannot be written, and ValueError if it is damaged, naming the file.
         """
+        from tepal.exchange.bounds import is_count  # a reader of runs needs no exchange
+
         true = {name: [int(n) for n in each] for name, each in counts.items() if all(map(is_count, each))}
         if true:
             known = read_label_counts(self.path, most=None) | true

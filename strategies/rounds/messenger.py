@@ -279,8 +279,8 @@ class Messenger:
         before training, which the method reads.
         """
         if reply.not_finite:
-            log.warning("%s reports metrics that are not finite, or too large: %s.", outgoing.name,
-                        ", ".join(reply.not_finite[:10]))  # fmt: skip
+            log.warning("%s reports metrics that are not finite, too large, or no share from 0 to 1: %s.",
+                        outgoing.name, ", ".join(reply.not_finite[:10]))  # fmt: skip
         if outgoing.plan.action not in (TRAIN, EVALUATE):
             return reply
         known = {*self._metric_names, *KNOWN_METRICS, self.weighted_by_key}

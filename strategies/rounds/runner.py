@@ -43,7 +43,7 @@ Evaluate = Callable[[int, ArrayRecord], MetricRecord | None]
 """Scores the model of a round on the server."""
 
 
-class DoesNotCount(Exception):
+class _DoesNotCount(Exception):
     """The merged state of a round must not count. The text has the reason."""
 
 
@@ -161,7 +161,7 @@ class RoundRunner:
     def _attempts(self, state: Any, this: Round) -> Any:
         """Draw a cohort, run all phases and merge. Returns the next state; a failure leaves the old one unchanged."""
         report, rules = this.report, self.rules
-        attempts = searches = 0
+        attempts = searches = failing = 0
         while attempts < ATTEMPTS:
             send = partial(self._asker.exchange, report)
             self.cohorts.wait(report, this.config, this.timeout, send)
@@ -173,7 +173,7 @@ class RoundRunner:
             plans = self._prepare(state, this, sorted(cohort))
             try:
                 merged = self._merge(state, this, plans)
-            except DoesNotCount as problem:
+            except _DoesNotCount as problem:
                 searches += 1
                 ratios = {client: self.norms.ratios.get(client, 0.0) for client in report.replied}
                 report.replied.clear()
@@ -193,15 +193,16 @@ class RoundRunner:
                 this.number, len(report.replied), len(plans), rules.min_replies, attempts, ATTEMPTS,
             )  # fmt: skip
             report.replied.clear()
-            if report.refused_by_client.issuperset(report.asked) or self._must_return(this):
-                break  # not transient: these clients would refuse again
+            failing = failing + 1 if self._model_fails(this) else 0
+            if failing > 1 or report.refused_by_client.issuperset(report.asked):
+                break  # not transient: these clients would fail or refuse again
         raise RoundFailed(
             f"round {this.number} got fewer than min_replies={rules.min_replies} good replies in "
             f"{attempts + searches} attempts" + report.reasons()
         )
 
-    def _must_return(self, this: Round) -> bool:
-        """Whether most clients fail now that did not in the round before: the model that was merged last is why."""
+    def _model_fails(self, this: Round) -> bool:
+        """Whether most clients fail now, and did not in the round before: the model that was merged last may be why."""
         return self.past.can_return and this.report.most_failed() and not self._most_had_failed
 
     def _prepare(self, state: Any, this: Round, cohort: Sequence[str]) -> list[Plan]:
@@ -261,7 +262,7 @@ class RoundRunner:
             del reply  # see `Asker.ask`
         report.fedavg_down += len(plans)
         report.fedavg_up += len(report.replied)
-        if len(metrics) < self.rules.min_replies or self._must_return(this):
+        if len(metrics) < self.rules.min_replies or self._model_fails(this):
             return None
         try:
             merged = merger.finish()
@@ -269,9 +270,9 @@ class RoundRunner:
             raise RoundFailed(f"round {this.number} cannot be merged: {error}") from error
         except Exception as error:  # of values that one of the clients sent
             log.debug("Round %d cannot be merged.", this.number, exc_info=True)
-            raise DoesNotCount(f"it cannot be computed ({type(error).__name__}: {error})") from error
+            raise _DoesNotCount(f"it cannot be computed ({type(error).__name__}: {error})") from error
         if not self.method.storage and (problem := self.past.problem(state, merged)):
-            raise DoesNotCount(problem)
+            raise _DoesNotCount(problem)
         report.train_metrics = report.mean_of(
             metrics, report.train_metrics_of, key, share=self.rules.max_weight_share
         )

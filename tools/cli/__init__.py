@@ -12,7 +12,6 @@ import typer
 typer.core.HAS_RICH = False
 
 
-_MOST_LINES = 200  # of an error
 
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 
@@ -36,9 +35,8 @@ def reported(*kinds: type[Exception]) -> Iterator[None]:
     try:
         yield
     except errors as error:
-        from tepal.host.text import visible  # help and status do not need it
+        from tepal.host.text import visible_lines  # help and status do not need it
 
         # Messages have names and texts from files that others may have written.
-        text = "\n".join(map(visible, str(error).split("\n")[:_MOST_LINES]))
-        typer.echo(f"{typer.style('error:', fg='red', bold=True)} {text}", err=True)
+        typer.echo(f"{typer.style('error:', fg='red', bold=True)} {visible_lines(error)}", err=True)
         raise typer.Exit(1) from error

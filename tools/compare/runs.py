@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from tepal.host.superlink import RunError
-from tepal.host.text import visible
+from tepal.host.text import visible, visible_lines
 from tepal.records.run_directory import held, make_first_free, point_latest_at, read_metrics, write_whole
 from tepal.server_app.config import ConfigError, RunConfig, read_run_config
 from tepal.tools.compare.comparison import (
@@ -34,7 +34,7 @@ from tepal.tools.compare.comparison import (
 from tepal.tools.compare.page import comparison_page
 from tepal.tools.compare.picture import STRATEGIES, draw
 from tepal.tools.compare.tables import latex, markdown, runs_csv, strategies_csv
-from tepal.tools.terminal import RoundProgress, TimeLeft, visible_lines
+from tepal.tools.terminal import RoundProgress, TimeLeft
 
 USUAL = ("fedavg", "fedfrozen", "selective", "fedensemble", "fedacs")
 """The strategies that are compared unless others are named."""

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from tepal.host.text import visible_lines
 from tepal.records.columns import bytes_text, seconds_text, step_text
 from tepal.records.round_record import RoundRecord
-from tepal.tools.terminal import RoundProgress, final_table, follow_metrics, visible_lines
+from tepal.tools.terminal import RoundProgress, final_table, follow_metrics
 
 LINE = {
     "round": 3,
@@ -305,4 +306,5 @@ def test_the_final_table_and_messages_show_control_characters():
     Console(file=file, width=120).print(final_table({"strategy": "a\nb\x1b[2J", "model": "\u202e"}, []))
     assert r"a\nb\x1b[2J · \u202e" in file.getvalue() and "\x1b[2J" not in file.getvalue()
     assert visible_lines("a\x1bb\nc\rd") == "a\\x1bb\nc\\rd"
-    assert visible_lines("\n" * 1000).splitlines()[-1] == "… and 951 more lines"
+    assert visible_lines("a:\n  b \n\x1b c") == "a:\n  b\\x20\n\\x1b c"
+    assert visible_lines("\n" * 1000).splitlines()[-1] == "… and 801 more lines"

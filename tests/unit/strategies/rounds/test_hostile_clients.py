@@ -142,6 +142,7 @@ def test_an_update_far_beyond_the_others_is_refused(make):
 def test_what_escapes_the_sample_is_bounded_by_the_norm_of_the_values(monkeypatch):
     """As if no sample contained any of what the hostile client changed."""
     monkeypatch.setattr("tepal.exchange.sender.estimated_norms", lambda x, s: dict.fromkeys(x, 0.5))
+    monkeypatch.setattr("tepal.exchange.sender.SMALL", 4)  # so that the entries are large
     arrays, history = run(FedAvg(), values(lambda name, a: a + 1e5), clients=20, rounds=3)
     assert all("client-1" in dict(report.refused) for report in history)
     assert_learned(arrays, 3)
