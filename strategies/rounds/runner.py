@@ -188,12 +188,13 @@ class RoundRunner:
             if merged is not None:
                 return merged
             attempts += 1
+            failing = failing + 1 if self._model_fails(this) else 0
             log.warning(
-                "Round %d has %d good replies of %d asked, and needs %d (attempt %d of %d).",
-                this.number, len(report.replied), len(plans), rules.min_replies, attempts, ATTEMPTS,
+                "Round %d has %d good replies of %d asked, and needs %s (attempt %d of %d).",
+                this.number, len(report.replied), len(plans), "half of them" if failing else rules.min_replies, attempts,
+                ATTEMPTS,
             )  # fmt: skip
             report.replied.clear()
-            failing = failing + 1 if self._model_fails(this) else 0
             if failing > 1 or report.refused_by_client.issuperset(report.asked):
                 break  # not transient: these clients would fail or refuse again
         raise RoundFailed(
