@@ -190,9 +190,8 @@ class RoundRunner:
             attempts += 1
             failing = failing + 1 if self._model_fails(this) else 0
             log.warning(
-                "Round %d has %d good replies of %d asked, and needs %s (attempt %d of %d).",
-                this.number, len(report.replied), len(plans), "half of them" if failing else rules.min_replies, attempts,
-                ATTEMPTS,
+                "Round %d has %d good replies of %d asked, and needs %s (attempt %d of %d).", this.number,
+                len(report.replied), len(plans), "half of them" if failing else rules.min_replies, attempts, ATTEMPTS,
             )  # fmt: skip
             report.replied.clear()
             if failing > 1 or report.refused_by_client.issuperset(report.asked):
