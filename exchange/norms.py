@@ -17,6 +17,7 @@ SMALL = 1 << 13
 """Values up to which an entry is not large; pieces that are drawn of larger ones have as many."""
 
 _random = random.SystemRandom()
+_WIDER = {np.dtype(np.float16): np.dtype(np.float32)}  # in which squares do not overflow
 
 
 def squared_norms(values: Arrays, starts: Arrays | None) -> dict[str, float]:
@@ -55,15 +56,19 @@ def estimated_norms(values: Arrays, starts: Arrays) -> dict[str, float]:
         starts: the values that they started from, of the same shapes.
     """
     norms = {}
-    for name, array in values.items():
-        if array.dtype.kind in "fc":
+    with np.errstate(over="ignore", invalid="ignore"):
+        for name, array in values.items():
+            if array.dtype.kind not in "fc":
+                continue
             x, s = array.reshape(-1), starts[name].reshape(-1)
             count = -(-x.size // SMALL)
-            numbers = _random.sample(range(count), math.ceil(SAMPLED * count))
-            drawn = [slice(k * SMALL, (k + 1) * SMALL) for k in numbers]
-            found = sum(_squared((name, x[at], s[at])) for at in drawn)
-            read = sum(x[at].size for at in drawn)
-            norms[name] = found * x.size / max(read, 1) if np.isfinite(found) else float("inf")
+            found, read = 0.0, 0
+            for k in _random.sample(range(count), math.ceil(SAMPLED * count)) if count > 1 else range(count):
+                part = x[k * SMALL : (k + 1) * SMALL]
+                change = np.subtract(part, s[k * SMALL : (k + 1) * SMALL], dtype=_WIDER.get(part.dtype, part.dtype))
+                found += float(np.vdot(change, change).real)
+                read += part.size
+            norms[name] = found * (x.size / max(read, 1)) if math.isfinite(found) else math.inf
     return norms
 
 
