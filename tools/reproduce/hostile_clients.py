@@ -1,8 +1,8 @@
 """Hostile clients: what each robust way of merging keeps of the accuracy, by method and attack.
 
 Of twenty clients a fifth attacks in every round. Every method runs without an attack and with each of five, with the
-plain mean and with the setting of `robust` that is recommended for it; FedAvg with every setting. There is no table of
-a paper to compare with: the reference of a method is its own run without attack and with the plain mean.
+plain mean and with the settings of `robust` that suit it; FedAvg with every setting. There is no table of a paper to
+compare with: the reference of a method is its own run without attack and with the plain mean.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "FedACS": {"strategy": "fedacs"},
     "Selective": {"strategy": "selective", "selective.draw-budgets": True},
 }
-RECOMMENDED = {"FedACS": "clip"}
-"""Method → the recommended setting of `robust`, unless it is `USUAL`."""
-USUAL = "krum"
+OF_METHOD: Mapping[str, Sequence[str]] = {"FedAvg": SETTINGS, "FedACS": ("none", "clip")}
+"""Method → the settings of `robust` with which it runs, unless they are `USUAL`."""
+USUAL = ("none", "krum", "rfa")
 PERSONAL = ("FedACS",)
 """Methods without a global model: the honest clients' accuracy with their own models counts."""
 KEPT = 0.02
@@ -106,7 +106,7 @@ class HostileClients(Experiment):
 
 def settings_of(method: str) -> Sequence[str]:
     """The settings of `robust` with which a method runs."""
-    return SETTINGS if method == "FedAvg" else ("none", RECOMMENDED.get(method, USUAL))
+    return OF_METHOD.get(method, USUAL)
 
 
 def _trial(data: str, method: str, attack: str, robust: str, seed: int) -> Trial:
