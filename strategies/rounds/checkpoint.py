@@ -116,6 +116,10 @@ class Checkpoints:
         self._remove(number for number in self.rounds() if number > checkpoint.round)
         self._remove(self.rounds()[: -self.keep])
 
+    def prune(self, round: int) -> None:
+        """Remove what `save` of this round, the last one, would have removed if the server had not been killed."""
+        self._remove([number for number in self.rounds() if number <= round][: -self.keep])
+
     def saved_state(self, number: int) -> Any:
         """The state of a checkpoint that this process has just written, its arrays mapped from the file.
 

@@ -214,6 +214,8 @@ class MethodStrategy(WithoutHooks):
                     state, rounds.trouble = resuming.save(
                         state, number, self.experiment, known, rounds.memories, clients, result
                     )
+            if saved:
+                saved.prune(num_rounds)
             result.arrays = joined(self.method.models(state), layout)
             return result
 

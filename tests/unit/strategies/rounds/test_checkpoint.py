@@ -397,6 +397,17 @@ def test_only_the_last_ones_stay(tmp_path, keep):
     assert len(list(tmp_path.iterdir())) == keep
 
 
+def test_what_a_server_that_was_killed_could_not_remove_is_removed_at_the_end(tmp_path):
+    for number in range(1, 6):
+        Checkpoints(tmp_path, keep=9).save(checkpoint_of(number))
+    (tmp_path / "round-000005" / FACTS).write_bytes(b"damaged")
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints.prune(checkpoints.latest().round)
+    assert checkpoints.rounds() == [3, 4, 5]  # what is newer than the one it is resumed from is replaced later
+    checkpoints.prune(4)
+    assert checkpoints.rounds() == [3, 4, 5] and checkpoints.latest().round == 4
+
+
 def test_what_else_lies_in_the_folder_is_left_alone(tmp_path):
     for name in ("round-x", "notes.txt", "round-000001.old"):
         (tmp_path / name).mkdir() if "." not in name else (tmp_path / name).write_text("mine")
