@@ -229,7 +229,8 @@ class RoundRunner:
         report, ledger, key = this.report, self.ledger, self.weighted_by_key
         clients = [plan.client for plan in plans]
         self.norms.ratios.clear()
-        messages = self._asker.outgoing(state, plans, this, measured=self._judge.clip)
+        measured = self._judge.clip or self.rules.deterministic  # estimates differ from run to run
+        messages = self._asker.outgoing(state, plans, this, measured=measured)
         report.learning_rate = _mean_rate(messages)
         replies = self._asker.ask(messages, this, self.rules.max_replies)
         merger = self.method.merger(state, this.number)
