@@ -30,6 +30,7 @@ from tepal.strategies.aggregate import Mean, WeightedMean
 from tepal.strategies.fedavg import FedAvgMethod, ModelMerger, ModelState
 from tepal.strategies.method import Run, ServerModel, parameters_of
 from tepal.strategies.options import RoundOptions, listed
+from tepal.strategies.rounds.norms import ROUNDS, quantiles
 from tepal.strategies.rounds.strategy import MethodStrategy
 
 MOST_ACCUMULATION = 1e9
@@ -41,9 +42,6 @@ is usual."""
 
 FEWEST = 3
 """Values from which their median says what is usual: of two, either may be the unusual one."""
-
-_ROUNDS = 5  # earlier rounds whose values are remembered
-_KEPT = 21  # of each of them: quantiles, in the middle of which is the median
 
 
 @dataclass(frozen=True)
@@ -139,13 +137,8 @@ class FedNovaMerger(ModelMerger[NovaState]):
         for name, m in self._normalised.result().items():
             w = self._state.entries[name]
             entries[name] = np.asarray(w + step * (m - w), dtype=w.dtype)
-        accumulations = (*self._state.accumulations, _quantiles(self._ascending))[-_ROUNDS:]
+        accumulations = (*self._state.accumulations, tuple(quantiles(self._ascending)))[-ROUNDS:]
         return self._next_state(entries, accumulations=accumulations)
-
-
-def _quantiles(ascending: Sequence[float]) -> tuple[float, ...]:
-    n = len(ascending)
-    return tuple(ascending) if n <= _KEPT else tuple(ascending[k * (n - 1) // (_KEPT - 1)] for k in range(_KEPT))
 
 
 @listed(

@@ -42,6 +42,7 @@ from tepal.strategies.aggregate import WeightedMean
 from tepal.strategies.fedavg import GlobalModelMethod, ModelMerger, ModelState, only_start
 from tepal.strategies.method import Run, ServerModel, parameters_of
 from tepal.strategies.options import Decay, Positive, RoundOptions, listed
+from tepal.strategies.rounds.norms import ROUNDS
 from tepal.strategies.rounds.strategy import MethodStrategy
 
 MOST_TIMES = 10.0
@@ -51,7 +52,6 @@ FEWEST = 3
 """Norms from which their median says what is usual."""
 
 _ROUNDING = 1 + 1e-3  # norms that exceed the limit by rounding errors do not exceed it
-_ROUNDS = 5  # earlier rounds whose norms are remembered
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class OptimizerMerger(ModelMerger[OptimizerState]):
             return 1.0, earlier
         most = min(self._most_of_clients(), self._most_of_rounds())
         share, counted = (most / norm, most) if norm > most * _ROUNDING else (1.0, norm)
-        return share, (*earlier, counted)[-_ROUNDS:] if math.isfinite(counted) else earlier
+        return share, (*earlier, counted)[-ROUNDS:] if math.isfinite(counted) else earlier
 
     def _most_of_rounds(self) -> float:
         """Largest norm of Δ_t beside those of the last rounds."""

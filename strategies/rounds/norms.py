@@ -33,7 +33,8 @@ FEWEST = 3
 
 _SMALLEST = 0.01
 """A block's usual norm, for the bound, is at least this share of its tree's: one that hardly changes may change."""
-_ROUNDS = 5  # earlier rounds whose norms are remembered
+ROUNDS = 5
+"""Earlier rounds of which it is remembered what is usual."""
 _KEPT = 21  # of each of them: quantiles, in the middle of which is the median
 
 UPDATE, VALUE, INTEGER = "update", "value", "integer"
@@ -55,7 +56,7 @@ class UpdateNorms:
 
     def __init__(self, blocks: Mapping[str, Names]) -> None:
         self._block_of = {name: block for block, names in blocks.items() for name in names}
-        self._earlier: deque[dict[str, list[float]]] = deque(maxlen=_ROUNDS)
+        self._earlier: deque[dict[str, list[float]]] = deque(maxlen=ROUNDS)
         self._now: dict[str, dict[str, float]] = {}  # key → client → norm
         self._medians: dict[str, float] = {}  # of the earlier rounds
         self.ratios: dict[str, float] = {}
@@ -167,7 +168,7 @@ class UpdateNorms:
 
     def to_facts(self) -> dict[str, Any]:
         """The norms, as a checkpoint has them."""
-        return {"rounds": [*self._earlier, *([_kept(self._now)] if self._now else [])][-_ROUNDS:]}
+        return {"rounds": [*self._earlier, *([_kept(self._now)] if self._now else [])][-ROUNDS:]}
 
     def restore(self, facts: Mapping[str, Any]) -> None:
         """Restore from a checkpoint's facts, which are empty in one of an earlier version."""
@@ -218,10 +219,11 @@ def largest(ratios: Mapping[str, float]) -> list[str]:
 
 
 def _kept(now: Mapping[str, Mapping[str, float]]) -> dict[str, list[float]]:
-    return {key: _quantiles(list(norms.values())) for key, norms in now.items()}
+    return {key: quantiles(list(norms.values())) for key, norms in now.items()}
 
 
-def _quantiles(values: Sequence[float]) -> list[float]:
+def quantiles(values: Sequence[float]) -> list[float]:
+    """At most 21 of a round's values from which their median is known well: all, or equally spaced quantiles."""
     if len(values) <= _KEPT:
         return list(values)
     ordered = sorted(values)

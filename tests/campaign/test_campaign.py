@@ -50,7 +50,7 @@ SETTINGS = {
     "round-timeout": 5.0, "fedfrozen.warmup-rounds": 3, "checkpoints": 1,
 }  # fmt: skip
 ROBUST = {"robust": "trimmed", "hostile-share": LIARS / CLIENTS}
-"""The recommended setting: three values at either end of each coordinate are left out."""
+"""Three values at either end of each coordinate are left out."""
 OWN: dict[str, dict[str, object]] = {
     "fedbe": {"server-share": 0.2, "fedbe.epochs": 2},
     "scaffold": {"optimizer": "sgd", "learning-rate": 0.1},

@@ -24,6 +24,7 @@ from tepal.strategies.fedavg import ModelMerger
 from tepal.strategies.in_process import InProcessGrid, Node
 from tepal.strategies.rounds import messenger
 from tepal.strategies.rounds.ledger import FAILURES, LEFT_OUT, ClientLedger
+from tests.unit.strategies.rounds.restarts import RestartingGrid
 
 START = ArrayRecord({"w": Array(np.zeros(1))})
 
@@ -151,16 +152,7 @@ def is_reply_to_training(reply):
 def test_a_restart_of_its_node_clears_it(trained, same_node):
     app = trained.app(lambda client, number: client == "b" and number <= 3)
 
-    class Grid(InProcessGrid):
-        started = ""
-
-        def get_nodes(self):
-            return [
-                NodeInfo(node_id=number, name=node.name, last_activated_at=self.started if node.name == "b" else "")
-                for number, node in self.nodes.items()
-            ]
-
-    grid = Grid(nodes_of(app))
+    grid = RestartingGrid(nodes_of(app), of="b")
 
     def restart(report):
         if report.round == 5 and same_node:

@@ -26,6 +26,7 @@ from tepal.strategies.in_process import InProcessGrid, Node
 from tepal.strategies.rounds.ledger import FAILURES, ClientLedger
 from tepal.strategies.rounds.nodes import Nodes
 from tepal.strategies.rounds.weights import weight_limit, with_limited_weights
+from tests.unit.strategies.rounds.restarts import RestartingGrid
 
 START = {"w": np.zeros((2, 3), np.float32)}
 
@@ -375,22 +376,14 @@ def test_refusals_are_said_when_the_time_is_over():
 
 
 def test_a_restart_in_every_round_does_not_keep_a_silent_client_in_the_cohort():
-    class Grid(InProcessGrid):
-        now = "1"
-
-        def get_nodes(self):
-            return [
-                NodeInfo(node_id=n, name=node.name, last_activated_at=self.now if node.name == "client-1" else "0")
-                for n, node in self.nodes.items()
-            ]
-
     def spoil(node, message, reply):
         silent = node.name == "client-1" and Header.from_content(reply.content).action == "train"
         return None if silent else reply
 
-    grid = Grid([Node(app_of(), {"partition-id": k}, name=f"client-{k}") for k in range(3)], spoil=spoil)
+    nodes = [Node(app_of(), {"partition-id": k}, name=f"client-{k}") for k in range(3)]
+    grid = RestartingGrid(nodes, spoil=spoil, of="client-1")
     history = run(grid=grid, rounds=8, timeout=0.3, fraction_evaluate=0,
-                  on_round=lambda report: setattr(grid, "now", str(report.round + 1)))  # fmt: skip
+                  on_round=lambda report: setattr(grid, "started", str(report.round)))  # fmt: skip
     assert sum(bool(report.lost) for report in history) <= FAILURES + 1
     assert all(report.left_out == ["client-1"] for report in history[FAILURES + 1 :])
 
