@@ -56,7 +56,9 @@ class RoundConfig(BaseModel):
     )
     schedule: Literal["cosine", "constant"] = Field("cosine", description="course of the learning rate over the rounds")
     seed: int = Field(42, ge=0, lt=2**32, description="seed of all random numbers: model, partition, cohorts, batches")
-    robust: Literal["none", "clip", "trimmed", "median", "krum", "rfa"] = Field(
+    robust: Literal[
+        "none", "clip", "trimmed", "median", "krum", "rfa", "clip+trimmed", "clip+median", "clip+krum", "clip+rfa"
+    ] = Field(
         "none",
         description="how the clients' parts are averaged, against hostile clients: none (weighted mean), clip, "
         "trimmed, median, krum, rfa (docs/robust.md)",

@@ -14,17 +14,25 @@ from tepal.strategies.aggregate import Mean, WeightedMean
 from tepal.strategies.robust.coordinates import Median, TrimmedMean
 from tepal.strategies.robust.selection import GeometricMedian, Krum
 
-ROBUST = ("none", "clip", "trimmed", "median", "krum", "rfa")
+CLIP = "clip"
+"""The value of `robust` with which updates are scaled down; before another value's mean, as "clip+rfa"."""
+_MEANS = ("trimmed", "median", "krum", "rfa")
+ROBUST = ("none", CLIP, *_MEANS, *(f"{CLIP}+{mean}" for mean in _MEANS))
 """Values of the option `robust`."""
 
-__all__ = ["ROBUST", "GeometricMedian", "Krum", "Median", "TrimmedMean", "mean_factory"]
+__all__ = ["CLIP", "ROBUST", "GeometricMedian", "Krum", "Median", "TrimmedMean", "clips", "mean_factory"]
+
+
+def clips(robust: str) -> bool:
+    """Whether updates beyond the running median norm are scaled down to it before they are averaged."""
+    return robust.partition("+")[0] == CLIP
 
 
 def mean_factory(robust: str, hostile_share: float, krum_keep: int, folder: Path | None) -> Callable[[], Mean]:
     """Return the function that makes a mean of the clients' parts.
 
     Args:
-        robust: one of `ROBUST`; "none" and "clip" average with the clients' weights.
+        robust: one of `ROBUST`; "none" and "clip" average with the clients' weights, and "clip+krum" as "krum" does.
         hostile_share: largest share of hostile clients in a round, in [0, 0.5): what "trimmed" drops on either side,
             and f of "krum".
         krum_keep: clients that "krum" averages; 0: all that are not assumed to be hostile.
@@ -45,4 +53,4 @@ def mean_factory(robust: str, hostile_share: float, krum_keep: int, folder: Path
         "krum": partial(Krum, hostile_share, krum_keep, folder),
         "rfa": partial(GeometricMedian, folder),
     }
-    return means.get(robust, WeightedMean)
+    return means.get(robust.rpartition("+")[2], WeightedMean)

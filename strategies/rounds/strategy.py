@@ -23,7 +23,7 @@ from flwr.serverapp.strategy import Result
 from tepal.exchange.encodings import Encoding
 from tepal.exchange.sender import Sender
 from tepal.strategies.method import Method, ModelBlocks, Run, ServerModel
-from tepal.strategies.robust import mean_factory
+from tepal.strategies.robust import clips, mean_factory
 from tepal.strategies.rounds.asking import SCHEDULES
 from tepal.strategies.rounds.checkpoint import Checkpoint, Checkpoints
 from tepal.strategies.rounds.cohort import Rules, check
@@ -241,7 +241,7 @@ class MethodStrategy(WithoutHooks):
             weighted_by_key=self.weighted_by_key,
             schedule=self.schedule,
             classes=self.classes,
-            clip=self.robust == "clip",
+            clip=clips(self.robust),
             awaited=checkpoint.clients if checkpoint and self.rules.deterministic else (),
             on_progress=self.on_progress,
         )

@@ -20,7 +20,7 @@ from tepal.tools.reproduce.runs import by_setting, seeds_of, slug, trained
 
 CLIENTS, HOSTILE = 20, 4
 MODES = 3
-SETTINGS = ("none", "clip", "trimmed", "median", "krum", "rfa")
+SETTINGS = ("none", "clip", "trimmed", "median", "krum", "rfa", "clip+krum", "clip+rfa")
 """Values of `robust`; "none" is the plain mean."""
 METHODS: Mapping[str, Mapping[str, Any]] = {
     "FedAvg": {"strategy": "fedavg"},
