@@ -1,8 +1,9 @@
 """Seconds that the look at each update adds to reading and merging a reply, on the server.
 
-    python benchmarks/judging.py [--model vit-b-32] [--replies 5] [--repeats 7] [--quick] [--json FILE]
+    python benchmarks/judging.py [--model vit-b-32] [--replies 5] [--repeats 25] [--quick] [--json FILE]
 
-Measured from the chunks that the SuperLink delivers to the mean, as medians over repeats that are taken in turn:
+Measured from the chunks that the SuperLink delivers to the mean. All ways are taken in turn, and each is compared with
+the first one in the same repeat; medians over the repeats, and quartiles:
 
 - every reply is merged as it is;
 - its update is compared with the running median, as in every run: its norm is estimated from a sample;
@@ -19,6 +20,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,8 @@ from tepal.host.flower.objects import fetch
 from tepal.strategies.fedavg import ModelMerger, ModelState
 from tepal.strategies.rounds.judging import Judge, Refused
 from tepal.strategies.rounds.norms import UpdateNorms
+
+AS_IT_IS = "as it is"
 
 Packed = list[tuple[Exchange, str, dict[str, bytes]]]
 
@@ -108,28 +112,31 @@ class Replies:
         return time.perf_counter() - begun
 
 
-def measure(name: str, count: int, repeats: int) -> dict[str, float]:
-    """Way → median of the seconds for one reply."""
+def measure(name: str, count: int, repeats: int) -> dict[str, list[float]]:
+    """Way → seconds for one reply, in each repeat."""
     TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
     replies = Replies(name, count)
     norms = replies.norms()
-    seconds: dict[str, list[float]] = {}
+    ways = {
+        AS_IT_IS: replies.as_it_is,
+        "estimated": partial(replies.judged, norms, measured=False, clip=False),
+        "measured": partial(replies.judged, norms, measured=True, clip=False),
+        "clipped": partial(replies.judged, norms, measured=True, clip=True),
+    }
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    order = list(ways)
     for _ in range(repeats):
-        for way, took in (
-            ("as it is", replies.as_it_is()),
-            ("estimated", replies.judged(norms, measured=False, clip=False)),
-            ("measured", replies.judged(norms, measured=True, clip=False)),
-            ("clipped", replies.judged(norms, measured=True, clip=True)),
-        ):
-            seconds.setdefault(way, []).append(took / count)
-    return {way: statistics.median(each) for way, each in seconds.items()}
+        for way in order:
+            seconds[way].append(ways[way]() / count)
+        order.append(order.pop(0))  # none always follows the same one
+    return seconds
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=("tiny", "vit-b-32"), default="vit-b-32")
     parser.add_argument("--replies", type=int, default=5)
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=25)
     parser.add_argument("--quick", action="store_true", help="a tiny model, to test that it works")
     parser.add_argument("--json", type=Path, help="file for the figures")
     options = parser.parse_args()
@@ -137,19 +144,28 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TEPAL_CACHE"] = cache
         found = measure(model, options.replies, repeats)
-    result = {"model": model, "seconds of a reply": found}
+    result = {
+        "model": model,
+        "seconds of a reply": {way: statistics.median(each) for way, each in found.items()},
+        "of merging it as it is": {way: quartiles(each, found[AS_IT_IS]) for way, each in found.items()},
+    }
     show(result)
     if options.json:
         options.json.write_text(json.dumps(result, indent=1))
 
 
+def quartiles(seconds: list[float], base: list[float]) -> list[float]:
+    """Quartiles of the ratios of the same repeats: what else the machine does slows both."""
+    return statistics.quantiles([took / of for took, of in zip(seconds, base, strict=True)], n=4, method="inclusive")
+
+
 def show(result: dict[str, Any]) -> None:
-    seconds = result["seconds of a reply"]
     table = Table(title=f"a reply of {result['model']}", title_justify="left", box=None, pad_edge=False)
-    for heading in ("", "ms", "of merging it as it is"):
+    for heading in ("", "ms", "of merging it as it is", "quartiles"):
         table.add_column(heading, justify="right" if heading else "left")
-    for way, took in seconds.items():
-        table.add_row(way, f"{1e3 * took:.1f}", f"{took / seconds['as it is']:.3f}")
+    for way, took in result["seconds of a reply"].items():
+        low, middle, high = result["of merging it as it is"][way]
+        table.add_row(way, f"{1e3 * took:.1f}", f"{middle:.3f}", f"{low:.3f} to {high:.3f}")
     Console().print(table)
 
 

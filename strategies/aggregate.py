@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from tepal.exchange.threads import CHUNK, PIECE, in_threads
+from tepal.strategies.scaled import ScaledPart
 
 _BLOCK = 1 << 24  # elements that are allocated together: large blocks are faster, as their pages are larger
 _GROUP = 50
@@ -64,6 +65,9 @@ class WeightedMean:
     by less than 1e-6 of the values; every other entry has a float64 array, and depends on it by 1e-15. An entry that is
     in no part is not in the result. Means of integer entries (counters) are rounded to the nearest integer and keep
     their dtype; the mean of a bool entry is the majority.
+
+    Of a `ScaledPart`, the values are added as they were returned, with a smaller weight; those from which they started
+    are added once for all parts, with the rest of their weights.
     """
 
     def __init__(self) -> None:
@@ -83,8 +87,11 @@ class WeightedMean:
 
     def prepare(self, part: Mapping[str, np.ndarray], weight: float) -> Callable[[], None]:
         """See `Mean.prepare`."""
-        check_part(part, weight, {name: (mean.values.shape, mean.dtype) for name, mean in self._means.items()})
-        new = {name: array for name, array in part.items() if name not in self._means}
+        whole = part if isinstance(part, ScaledPart) else ScaledPart(part, {}, 1.0)
+        returned, starts, factor = whole.returned, whole.starts, whole.factor
+        known = {name: (mean.values.shape, mean.dtype) for name, mean in self._means.items()}
+        check_part(returned, factor * weight, known)
+        new = {name: array for name, array in returned.items() if name not in self._means}
         made = {
             name: _EntryMean(values, array.dtype)
             for (name, array), values in zip(new.items(), _empty(new.values()), strict=True)
@@ -92,10 +99,19 @@ class WeightedMean:
 
         def add() -> None:
             self._means.update(made)
-            means = [self._means[name] for name in part]
+            means = [self._means[name] for name in returned]
             _update([mean.end_group() for mean in means if mean.count == _GROUP])
+            scales = [factor if array.dtype.kind == "f" else 1.0 for array in returned.values()]
+            pulls = [
+                mean.pull(starts.get(name), (1 - scale) * weight)
+                for mean, name, scale in zip(means, returned, scales, strict=True)
+            ]
+            _update([step for steps in pulls for step in steps])
             _update(
-                [(mean.values, array, mean.share(weight)) for mean, array in zip(means, part.values(), strict=True)]
+                [
+                    (mean.values, array, mean.share(scale * weight))
+                    for mean, array, scale in zip(means, returned.values(), scales, strict=True)
+                ]
             )
 
         return add
@@ -103,6 +119,7 @@ class WeightedMean:
     def result(self) -> dict[str, np.ndarray]:
         """Entry name → mean, read-only, in the dtype of the parts. Call it once, after the last part."""
         means, self._means = self._means, {}
+        _update([step for mean in means.values() for step in mean.pulled()])
         _update([mean.end_group() for mean in means.values() if mean.groups is not None])
         return {name: mean.result() for name, mean in means.items()}
 
@@ -151,12 +168,34 @@ class _EntryMean:
         self.groups: np.ndarray | None = None
         """Mean of the groups that are complete."""
         self.weight_of_groups = 0.0
+        self._start: np.ndarray | None = None
+        self._pull = 0.0
+        """Weight with which `_start`, or zero, must still be added."""
 
     def share(self, weight: float) -> float:
         """Share of the next part in the mean of its group."""
         self.weight += weight
         self.count += 1
         return weight / self.weight
+
+    def pull(self, start: np.ndarray | None, weight: float) -> list[_Step]:
+        """Add a start with this weight later. Returns the update by which an earlier one enters, if it is another."""
+        if not weight:
+            return []
+        earlier = self.pulled() if self._start is not start else []
+        self._start = start
+        self._pull += weight
+        return earlier
+
+    def pulled(self) -> list[_Step]:
+        """The update by which the start of scaled parts enters, if there is one."""
+        if not self._pull:
+            return []
+        start = np.zeros_like(self.values) if self._start is None else self._start
+        share = self._pull / (self.weight + self._pull)
+        self.weight += self._pull
+        self._pull = 0.0
+        return [(self.values, start, share)]
 
     def end_group(self) -> _Step:
         """End the group. Returns the update by which its mean enters the mean of the groups."""

@@ -63,16 +63,24 @@ class Judge:
             sizes: client → number of training examples, as far as it is known, of all clients that were asked.
             starts: (client, tree) → the values that it was sent.
         """
+
+        def scaled(reply: Reply) -> Reply:
+            ratio = self.norms.ratios[reply.client]
+            if not self.clip or ratio <= CLIPPED:
+                return reply
+            plan = plans[reply.client]
+            return clipped(reply, plan, starts(reply.client, plan.model), ratio)
+
         known = [size for size in sizes.values() if size is not None]
         limit = weight_limit(known, self.share) if len(known) == len(sizes) else None
         heaviest: Reply | None = None
         others: list[int] = []  # weights of the replies that were yielded
-        for reply in self._plausible(replies, plans, starts):
+        for reply in self._plausible(replies, plans):
             if isinstance(reply, Refused):
                 yield reply
                 continue
             if limit is not None:
-                yield replace(reply, examples=limited(reply.examples, limit))
+                yield scaled(replace(reply, examples=limited(reply.examples, limit)))
                 del reply  # it may be as large as the model, and the next one arrives now
                 continue
             lighter: Reply | None = reply
@@ -81,23 +89,21 @@ class Judge:
             del reply
             if lighter is not None:
                 others.append(lighter.examples)
-                yield lighter
+                yield scaled(lighter)
             del lighter
         if heaviest is not None:
             others.append(heaviest.examples)
-            yield replace(heaviest, examples=limited(heaviest.examples, weight_limit(others, self.share)))
+            yield scaled(replace(heaviest, examples=limited(heaviest.examples, weight_limit(others, self.share))))
 
-    def _plausible(
-        self, replies: Iterable[Reply], plans: Mapping[str, Plan], starts: Callable[[str, Tree], Arrays]
-    ) -> Iterator[Reply | Refused]:
-        """Yield each reply whose update is not too large, scaled down if it must be."""
+    def _plausible(self, replies: Iterable[Reply], plans: Mapping[str, Plan]) -> Iterator[Reply | Refused]:
+        """Yield each reply whose update is not too large, and why the others must not be merged."""
         hold, waiting = self.norms.first, list[tuple[Reply, Norms]]()
         for reply in replies:
             model = plans[reply.client].model
             norms = self.norms.of(reply, model)
             self.norms.enter(reply.client, norms)
             if not hold:
-                judged = self._judge(reply, norms, plans, starts)
+                judged = self._judge(reply, norms)
                 del reply
                 yield judged
                 del judged
@@ -106,23 +112,18 @@ class Judge:
             del reply
             hold = self.clip or len(waiting) < _ENOUGH
             while waiting and not hold:
-                yield self._judge(*waiting.pop(0), plans, starts)
+                yield self._judge(*waiting.pop(0))
         while waiting:
-            yield self._judge(*waiting.pop(0), plans, starts)
+            yield self._judge(*waiting.pop(0))
 
-    def _judge(
-        self, reply: Reply, norms: Norms, plans: Mapping[str, Plan], starts: Callable[[str, Tree], Arrays]
-    ) -> Reply | Refused:
-        plan = plans[reply.client]
+    def _judge(self, reply: Reply, norms: Norms) -> Reply | Refused:
         if (excess := self.norms.excess(norms)) > LARGEST:
             return Refused(
                 reply.client,
                 f"its update is {excess:.3g} times as large as usual (the median norm of the clients' updates); at "
                 f"most {LARGEST:g} times is allowed",
             )
-        ratio = self.norms.ratios[reply.client] = self.norms.ratio(norms)
-        if self.clip and ratio > CLIPPED:
-            return clipped(reply, plan, starts(reply.client, plan.model), ratio)
+        self.norms.ratios[reply.client] = self.norms.ratio(norms)
         return reply
 
     def _stored(self, reply: Reply) -> Reply:

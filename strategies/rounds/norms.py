@@ -22,7 +22,7 @@ import numpy as np
 
 from tepal.exchange.layout import Names
 from tepal.exchange.plan import Plan, Reply, Tree
-from tepal.exchange.threads import CHUNK, PIECE, in_threads
+from tepal.strategies.scaled import ScaledPart
 
 LARGEST = 1000.0
 """A reply whose update is more times as large as usual is refused."""
@@ -183,32 +183,8 @@ def clipped(reply: Reply, plan: Plan, starts: Mapping[str, np.ndarray], ratio: f
     c = CLIPPED / ratio
     return replace(
         reply,
-        parts={tree: _scaled(part, c, starts if tree == plan.model else {}) for tree, part in reply.parts.items()},
+        parts={tree: ScaledPart(part, starts if tree == plan.model else {}, c) for tree, part in reply.parts.items()},
     )
-
-
-def _scaled(part: Mapping[str, np.ndarray], c: float, starts: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """s + c·(x − s) of each floating-point entry, in threads; s is zero where there is no start."""
-    scaled = {name: np.empty_like(x) if x.dtype.kind == "f" else x for name, x in part.items()}
-    pieces = []
-    for name, x in part.items():
-        if x.dtype.kind == "f":
-            flat, out, s = x.reshape(-1), scaled[name].reshape(-1), starts.get(name)
-            for k in range(0, x.size, PIECE):
-                at = slice(k, k + PIECE)
-                pieces.append((flat[at], out[at], None if s is None else s.reshape(-1)[at]))
-
-    def scale(piece: tuple[np.ndarray, np.ndarray, np.ndarray | None]) -> None:
-        x, out, s = piece
-        with np.errstate(over="ignore", invalid="ignore"):
-            for k in range(0, x.size, CHUNK):
-                at = slice(k, k + CHUNK)
-                change = np.multiply(x[at] if s is None else np.subtract(x[at], s[at], out=out[at]), c, out=out[at])
-                if s is not None:
-                    np.add(change, s[at], out=out[at])
-
-    in_threads(scale, pieces, sum(x.nbytes for x, _, _ in pieces))
-    return scaled
 
 
 def largest(ratios: Mapping[str, float]) -> list[str]:

@@ -61,8 +61,9 @@ class MethodStrategy(WithoutHooks):
         classes: number of classes of the task, if it has any: clients' label counts of another number are not recorded.
         deterministic: merge in the order of client names, so that the same replies give the same bits.
         robust: how the clients' parts are averaged: "none" (weighted mean), "clip", "trimmed" (coordinate-wise trimmed
-            mean), "median" (coordinate-wise), "krum" (multi-Krum) or "rfa" (geometric median); see
-            `tepal.strategies.robust`. It applies to every method that averages over clients.
+            mean), "median" (coordinate-wise), "krum" (multi-Krum) or "rfa" (geometric median); or one of
+            the last four after "clip+", which scales large updates down first. See `tepal.strategies.robust`. It
+            applies to every method that averages over clients.
         hostile_share: largest share of hostile clients in a round that is assumed, in [0, 0.5): what "trimmed" drops on
             either side, and f of "krum".
         krum_keep: clients that "krum" averages; 0: all that are not assumed to be hostile; 1: Krum itself.

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize
 
 from tepal.strategies.aggregate import WeightedMean
-from tepal.strategies.robust import ROBUST, GeometricMedian, Krum, Median, TrimmedMean, mean_factory
+from tepal.strategies.robust import ROBUST, GeometricMedian, Krum, Median, TrimmedMean, clips, mean_factory
 from tepal.strategies.robust.coordinates import dropped_of, network, sorted_rows
 
 MEANS = {"trimmed": lambda: TrimmedMean(0.2), "median": Median, "krum": lambda: Krum(0.2), "rfa": GeometricMedian}
@@ -283,6 +283,18 @@ def test_the_factory_checks_its_arguments():
     assert mean_factory("none", 0.2, 0, None) is mean_factory("clip", 0.2, 0, None) is WeightedMean
     for robust in ROBUST:
         mean_factory(robust, 0.0, 1, None)().result()
-    for wrong in (("best", 0.2, 0), ("krum", 0.5, 0), ("krum", -0.1, 0), ("krum", float("nan"), 0), ("krum", 0.2, -1)):
+    for robust in ("trimmed", "median", "krum", "rfa"):
+        assert type(mean_factory(f"clip+{robust}", 0.2, 0, None)()) is type(mean_factory(robust, 0.2, 0, None)())
+        assert clips(f"clip+{robust}") and not clips(robust)
+    assert clips("clip") and not clips("none")
+    for wrong in (
+        ("best", 0.2, 0),
+        ("clip+none", 0.2, 0),
+        ("krum+clip", 0.2, 0),
+        ("krum", 0.5, 0),
+        ("krum", -0.1, 0),
+        ("krum", float("nan"), 0),
+        ("krum", 0.2, -1),
+    ):
         with pytest.raises(ValueError, match="must be"):
             mean_factory(*wrong, None)

@@ -18,7 +18,7 @@ from tepal.exchange.mod import PartialExchange
 from tepal.exchange.norms import squared_norms
 from tepal.exchange.parts import pack, unpacked
 from tepal.exchange.plan import Reply
-from tepal.strategies import FedACS, FedAvg, FedNova, RoundFailed
+from tepal.strategies import FedACS, FedAvg, FedEnsemble, FedNova, RoundFailed
 from tepal.strategies.fedavg import ModelMerger
 from tepal.strategies.in_process import InProcessGrid, Node
 from tepal.strategies.rounds import cohort as cohort_module
@@ -87,13 +87,14 @@ def figures(**changed):
     return change
 
 
-def run(strategy, change, *, clients=5, rounds=4, app=None, **options):
+def run(strategy, change, *, clients=5, rounds=4, app=None, clients_that_lie=(1,), start=START, **options):
     history = []
     strategy.on_round = history.append
     grid = InProcessGrid(
-        [Node(app or app_of(), {"partition-id": k}) for k in range(clients)], spoil=lies(change, **options)
+        [Node(app or app_of(), {"partition-id": k}) for k in range(clients)],
+        spoil=lies(change, clients_that_lie, **options),
     )
-    result = strategy.start(grid, ArrayRecord({n: Array(a) for n, a in START.items()}), num_rounds=rounds)
+    result = strategy.start(grid, ArrayRecord({n: Array(a) for n, a in start.items()}), num_rounds=rounds)
     return {name: array.numpy() for name, array in result.arrays.items()}, history
 
 
@@ -177,6 +178,22 @@ def test_the_result_of_clipping_does_not_depend_on_the_order_of_the_replies():
         result = FedAvg(robust="clip").start(grid, ArrayRecord({n: Array(a) for n, a in START.items()}), num_rounds=3)
         results.append(result.arrays["w"].numpy())
     np.testing.assert_allclose(*results, rtol=1e-5)
+
+
+@pytest.mark.parametrize("mean", ["trimmed", "median", "krum", "rfa"])
+def test_clipping_first_protects_modes_in_which_hostile_clients_are_the_majority(mean):
+    """A third of all clients is hostile, but two of the three that train a mode in some rounds: no mean of the mode's
+    clients alone can tell which of them are honest, and the norms of all clients can."""
+    starts = {f"mode/{mode}/{name}": array for mode in range(3) for name, array in START.items()}
+    away = {}
+    for robust in (mean, f"clip+{mean}"):
+        arrays, _ = run(
+            FedEnsemble(modes=3, robust=robust, hostile_share=0.34), values(lambda name, a: a * -300), clients=9,
+            clients_that_lie=(1, 2, 3), rounds=6, start=starts,
+        )  # fmt: skip
+        away[robust] = max(float(np.abs(array).max()) for array in arrays.values())
+    assert away[mean] > 50
+    assert away[f"clip+{mean}"] < 2
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------
