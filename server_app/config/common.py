@@ -60,8 +60,8 @@ class RoundConfig(BaseModel):
         "none", "clip", "trimmed", "median", "krum", "rfa", "clip+trimmed", "clip+median", "clip+krum", "clip+rfa"
     ] = Field(
         "none",
-        description="how the clients' parts are averaged, against hostile clients: none is the weighted mean; clip+ scales "
-        "large updates down before another mean (docs/robust.md)",
+        description="how the clients' parts are averaged, against hostile clients: none is the weighted mean; clip+ "
+        "scales large updates down before another mean (docs/robust.md)",
     )
     hostile_share: float = Field(
         0.2,

@@ -83,8 +83,8 @@ class HostileClients(Experiment):
         "and 20 steps."
     )
     full_scale = (
-        f"Digits; and CIFAR-10 with LeNet for 30 rounds of 20 steps, FedFrozen with a small transformer for 15; {CLIENTS} "
-        "clients, five seeds."
+        "Digits; and CIFAR-10 with LeNet for 30 rounds of 20 steps, FedFrozen with a small transformer for 15; "
+        f"{CLIENTS} clients, five seeds."
     )
 
     def data(self, full: bool) -> Sequence[str]:
