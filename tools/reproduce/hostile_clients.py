@@ -193,8 +193,13 @@ def _text(values: Sequence[float], sign: str = "") -> str | None:
 
 
 def _kept_text(losses: Sequence[float]) -> str | None:
-    """The accuracy lost, and whether it is within two points."""
-    return f"{_text(losses, '+')} {'yes' if mean(losses) <= KEPT else 'no'}" if losses else None
+    """The accuracy lost, and whether it is within two points; undecided if its interval reaches over the bound."""
+    if not losses:
+        return None
+    half = _half_width(losses)
+    within = half is not None and mean(losses) + half <= KEPT
+    beyond = half is not None and mean(losses) - half > KEPT
+    return f"{_text(losses, '+')} {'yes' if within else 'no' if beyond else 'undecided'}"
 
 
 def _modes(data: str, found: Mapping[str, Values]) -> Table | None:
@@ -226,7 +231,7 @@ def _findings(data: str, counts: Mapping[tuple[str, str], tuple[int, int]]) -> l
         texts = [f"{robust} {good} of {of}" for (each, robust), (good, of) in counts.items() if each == method and of]
         if texts:
             sentences.append(
-                f"{data}, {method}: attacks after which the accuracy is within 2 points of that without attack: "
+                f"{data}, {method}: attacks after which the mean accuracy is within 2 points of that without attack: "
                 f"{', '.join(texts)}."
             )
     return sentences

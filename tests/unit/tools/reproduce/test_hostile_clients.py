@@ -14,7 +14,7 @@ from tepal.server_app.run import build_model
 from tepal.tools.reproduce import runner
 from tepal.tools.reproduce.attacks import ATTACKS, LABEL_FLIP, LITTLE, NO_ATTACK, Population, little_z
 from tepal.tools.reproduce.experiment import TrialInputs
-from tepal.tools.reproduce.hostile_clients import METHODS, SETTINGS, HostileClients, settings_of
+from tepal.tools.reproduce.hostile_clients import METHODS, SETTINGS, HostileClients, _kept_text, settings_of
 from tepal.tools.reproduce.runs import measured
 from tests.quiet import quiet  # noqa: F401
 
@@ -176,9 +176,17 @@ def test_losses_are_against_the_same_seed_without_attack_and_have_intervals():
     half = 4.302653 * 0.05 / math.sqrt(3)  # Student's t with two degrees of freedom
     assert list(accuracies.rows[0]) == ["FedAvg", "none", f"0.8500 ± {half:.4f}", f"0.7500 ± {half:.4f}", *[None] * 4]
     assert list(lost.rows[0][2:4]) == ["+0.0000 ± 0.0000 yes", "+0.1000 ± 0.0000 no"]
-    assert list(lost.rows[1]) == ["FedAvg", "median", None, "+0.0100 ± 0.0000 yes", None, "+0.0250 no", None, None]
+    assert list(lost.rows[1])[:4] == ["FedAvg", "median", None, "+0.0100 ± 0.0000 yes"]
+    assert list(lost.rows[1])[4:] == [None, "+0.0250 undecided", None, None]
     (finding,) = HostileClients().results(found).findings
     assert "none 0 of 1, median 1 of 2." in finding
+
+
+def test_a_loss_is_decided_only_if_its_whole_interval_is_on_one_side():
+    losses = [0.01, 0.012, 0.014], [0.03, 0.032, 0.034], [0.0, 0.02, 0.03], [0.0], []
+    assert [_kept_text(each) for each in losses] == [
+        "+0.0120 ± 0.0050 yes", "+0.0320 ± 0.0050 no", "+0.0167 ± 0.0379 undecided", "+0.0000 undecided", None,
+    ]  # fmt: skip
 
 
 def test_accuracy_of_personal_models_is_that_of_the_honest_clients():
