@@ -77,6 +77,8 @@ class HostileClients(Experiment):
         "each one's model on its own test examples.",
         "The rate falls by a cosine over the rounds; for FedACS, whose mixtures would undo what the last rounds learn, "
         "it is constant.",
+        "After ±: half of the 95 % confidence interval of the mean over the seeds, by Student's t. A figure without it "
+        "is of one seed.",
     )
     small_scale = (
         f"Digits with a CNN; {CLIENTS} clients, 20 rounds of 10 steps, three seeds. FedFrozen with a small transformer "
