@@ -18,8 +18,12 @@ any order, is less than 1e-6 of the values. The means of several groups are aver
 
 _SMALL = 1 << 16  # elements up to which an entry's mean is float64, which takes no time or memory worth saving
 
-_Step = tuple[np.ndarray, np.ndarray, float]
-"""(mean, values, share) of the update mean ← mean + share·(values − mean); share 1 overwrites the mean."""
+_Step = tuple[np.ndarray, np.ndarray | None, float]
+"""(mean, values, share) of the update mean ← mean + share·(values − mean); share 1 overwrites the mean. None: zeros."""
+
+_LEAST_FACTOR = 1 / 16
+"""A part that is scaled down further is computed before it is averaged: the digits that its values have before they are
+scaled would be lost in the mean."""
 
 
 MOST_WEIGHT = 1e100
@@ -66,8 +70,8 @@ class WeightedMean:
     in no part is not in the result. Means of integer entries (counters) are rounded to the nearest integer and keep
     their dtype; the mean of a bool entry is the majority.
 
-    Of a `ScaledPart`, the values are added as they were returned, with a smaller weight; those from which they started
-    are added once for all parts, with the rest of their weights.
+    Of a `ScaledPart` with a factor of 1/16 or more, the values are added as they were returned, with a smaller weight;
+    those from which they started are added once for all parts, with the rest of their weights.
     """
 
     def __init__(self) -> None:
@@ -87,10 +91,15 @@ class WeightedMean:
 
     def prepare(self, part: Mapping[str, np.ndarray], weight: float) -> Callable[[], None]:
         """See `Mean.prepare`."""
+        if isinstance(part, ScaledPart) and part.factor < _LEAST_FACTOR:
+            part = dict(part)
         whole = part if isinstance(part, ScaledPart) else ScaledPart(part, {}, 1.0)
         returned, starts, factor = whole.returned, whole.starts, whole.factor
         known = {name: (mean.values.shape, mean.dtype) for name, mean in self._means.items()}
-        check_part(returned, factor * weight, known)
+        check_part(returned, weight, known)
+        check_starts(returned, starts)
+        if not factor * weight:
+            raise ValueError(f"weight is {weight:g}, of which a part that is scaled by {factor:g} has none")
         new = {name: array for name, array in returned.items() if name not in self._means}
         made = {
             name: _EntryMean(values, array.dtype)
@@ -138,6 +147,15 @@ def check_part(
             raise ValueError(
                 f"entry {name!r} is {array.dtype}{list(array.shape)}; it must be {dtype}{list(shape)}, "
                 "as in earlier parts"
+            )
+
+
+def check_starts(part: Mapping[str, np.ndarray], starts: Mapping[str, np.ndarray]) -> None:
+    """Raise ValueError for an entry that starts from values of another shape."""
+    for name, array in part.items():
+        if name in starts and starts[name].shape != array.shape:
+            raise ValueError(
+                f"entry {name!r} has the shape {array.shape}; it must be {starts[name].shape}, as what it starts from"
             )
 
 
@@ -191,10 +209,9 @@ class _EntryMean:
         """The update by which the start of scaled parts enters, if there is one."""
         if not self._pull:
             return []
-        start = np.zeros_like(self.values) if self._start is None else self._start
         share = self._pull / (self.weight + self._pull)
         self.weight += self._pull
-        self._pull = 0.0
+        self._pull, start, self._start = 0.0, self._start, None
         return [(self.values, start, share)]
 
     def end_group(self) -> _Step:
@@ -231,13 +248,22 @@ def _update(steps: list[_Step]) -> None:
     """Do these updates of means, in place, in several threads."""
     pieces: list[_Step] = []
     for mean, values, share in steps:
-        mean, values = mean.reshape(-1), values.reshape(-1)
-        pieces += [(mean[k : k + PIECE], values[k : k + PIECE], share) for k in range(0, mean.size, PIECE)]
-    in_threads(_update_piece, pieces, sum(values.nbytes for _, values, _ in pieces))
+        mean, values = mean.reshape(-1), None if values is None else values.reshape(-1)
+        pieces += [
+            (mean[k : k + PIECE], None if values is None else values[k : k + PIECE], share)
+            for k in range(0, mean.size, PIECE)
+        ]
+    in_threads(_update_piece, pieces, sum(mean.nbytes for mean, _, _ in pieces))
 
 
 def _update_piece(step: _Step) -> None:
     mean, values, share = step
+    if values is None:
+        if share == 1:
+            mean[...] = 0
+        else:
+            np.multiply(mean, 1 - share, out=mean)
+        return
     if share == 1:
         np.copyto(mean, values)
         return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
@@ -12,36 +12,44 @@ from tepal.exchange.threads import CHUNK, PIECE, in_threads
 class ScaledPart(Mapping[str, np.ndarray]):
     """The part s + c·(x − s), where x are the values that a client returned, and s those from which it started.
 
-    It can be read as any other part: an entry is computed when it is read, and kept. A weighted mean does not read it:
+    It can be read as any other part; an entry is computed each time it is read, so that no second model is held. A
+    weighted mean does not read it:
 
         w·(s + c·(x − s)) = w·c·x + w·(1 − c)·s
 
-    so that it needs no more than x, with a smaller weight, and once for all clients s. Integer and bool entries, such
-    as counters, are x itself.
+    so that it needs no more than x, with a smaller weight, and s once for all parts that start from it. Integer and
+    bool entries, such as counters, are x itself.
 
     Args:
         returned: entry name → x.
-        starts: entry name → s, in the shape and dtype of x; s is zero for entries that are not there.
+        starts: entry name → s, in the shape of x; s is zero for entries that are not there. They must not change until
+            the mean is computed.
         factor: c, in (0, 1].
     """
 
     def __init__(self, returned: Mapping[str, np.ndarray], starts: Mapping[str, np.ndarray], factor: float) -> None:
         self.returned, self.starts, self.factor = returned, starts, factor
-        self._computed: dict[str, np.ndarray] = {}
 
     def __getitem__(self, name: str) -> np.ndarray:
         x = self.returned[name]
-        if x.dtype.kind != "f":
-            return x
-        if name not in self._computed:
-            self._computed[name] = _scaled(x, self.starts.get(name), self.factor)
-        return self._computed[name]
+        return _scaled(x, self.starts.get(name), self.factor) if x.dtype.kind == "f" else x
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.returned)
 
     def __len__(self) -> int:
         return len(self.returned)
+
+
+def as_returned(part: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+    """The arrays of a part before they are scaled, which have its names, shapes and dtypes."""
+    return part.returned if isinstance(part, ScaledPart) else part
+
+
+def chosen(part: Mapping[str, np.ndarray], names: Iterable[str]) -> Mapping[str, np.ndarray]:
+    """Some entries of a part, scaled as the part is."""
+    some = {name: as_returned(part)[name] for name in names}
+    return ScaledPart(some, part.starts, part.factor) if isinstance(part, ScaledPart) else some
 
 
 def _scaled(x: np.ndarray, s: np.ndarray | None, c: float) -> np.ndarray:

@@ -32,6 +32,7 @@ from tepal.strategies.method import Run, ServerModel, parameters_of
 from tepal.strategies.options import RoundOptions, listed
 from tepal.strategies.rounds.norms import ROUNDS, quantiles
 from tepal.strategies.rounds.strategy import MethodStrategy
+from tepal.strategies.scaled import chosen
 
 MOST_ACCUMULATION = 1e9
 """Largest ‖a_i‖₁ that a client may report. The least is 1: the last of its gradients enters with the weight 1."""
@@ -101,8 +102,8 @@ class FedNovaMerger(ModelMerger[NovaState]):
 
     def add(self, reply: Reply) -> None:
         part, n, a = reply.parts[MODEL], reply.examples, reply.metrics[ACCUMULATION]
-        parameters = {name: array for name, array in part.items() if name in self._parameters}
-        buffers = {name: array for name, array in part.items() if name not in self._parameters}
+        parameters = chosen(part, (name for name in part if name in self._parameters))
+        buffers = chosen(part, (name for name in part if name not in self._parameters))
         ascending = self._ascending.copy()
         insort(ascending, a)
         least = self._least(ascending)

@@ -14,6 +14,7 @@ import numpy as np
 
 from tepal.strategies.aggregate import check_part
 from tepal.strategies.personal.store import write_at
+from tepal.strategies.scaled import as_returned
 
 _PIECE = 1 << 23  # bytes of all clients' values that a thread reads at a time
 _LEAST = 1 << 10  # columns, at least: shorter reads take longer than what they read is worth
@@ -55,7 +56,8 @@ class PartStore:
 
     def prepare(self, part: Mapping[str, np.ndarray], weight: float) -> Callable[[], None]:
         """Write a part at the end of the file, and return the function that adds it. See `Mean.prepare`."""
-        check_part(part, weight, {name: (entry.shape, entry.dtype) for name, entry in self.entries.items()})
+        returned = as_returned(part)
+        check_part(returned, weight, {name: (entry.shape, entry.dtype) for name, entry in self.entries.items()})
         handle, offset = self._opened().fileno(), self._end
         offsets = {}
         try:
@@ -69,7 +71,7 @@ class PartStore:
             raise
 
         def add() -> None:
-            for name, array in part.items():
+            for name, array in returned.items():
                 entry = self.entries.setdefault(name, StoredEntry(array.shape, array.dtype))
                 entry.clients.append(len(self.weights))
                 entry.offsets.append(offsets[name])

@@ -4,9 +4,10 @@ The update of a client is what it returned less what it was sent. Its expected n
 running median of the norms of block b, over the blocks that it returned: so clients that return different layers can be
 compared. The **ratio** of an update is its norm over the expected one.
 
-Norms are found as replies are read: measured with robust="clip", otherwise estimated from a sample of each large entry,
-which costs next to nothing. A client that changes few values can escape the sample; the norm of all its values bounds
-it: by the triangle inequality it exceeds that of the sent values by no more than the norm of the update.
+Norms are found as replies are read: measured where updates are clipped and with `deterministic`, otherwise estimated
+from a sample of each large entry, which costs next to nothing. A client that changes few values can escape the sample;
+the norm of all its values bounds it: by the triangle inequality it exceeds that of the sent values by no more than the
+norm of the update.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from tepal.strategies.scaled import ScaledPart
 LARGEST = 1000.0
 """A reply whose update is more times as large as usual is refused."""
 CLIPPED = 1.0
-"""With robust="clip", updates with a larger ratio are scaled down to it."""
+"""Where updates are clipped, those with a larger ratio are scaled down to it."""
 FEWEST = 3
 """Norms of a block from which their median says what is usual."""
 

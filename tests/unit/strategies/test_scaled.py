@@ -1,5 +1,7 @@
 """Parts whose updates are scaled down: what is read of them, and their weighted mean, which does not read them."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 
 from tepal.strategies.aggregate import WeightedMean
 from tepal.strategies.robust import Krum, Median
-from tepal.strategies.scaled import ScaledPart
+from tepal.strategies.scaled import ScaledPart, chosen
 
 SHAPES = {"w": (3, 2), "b": (), "none": (0,)}
 
@@ -27,7 +29,7 @@ def test_an_entry_is_the_start_and_a_share_of_the_update(dtype, started):
     for name, values in x.items():
         start = s[name].astype(float) if started else 0.0
         expected = start + 0.25 * (values.astype(float) - start)
-        assert part[name].dtype == dtype and part[name] is part[name]
+        assert part[name].dtype == dtype
         np.testing.assert_allclose(part[name], expected, rtol=2e-3 if dtype == "float16" else 1e-6, atol=1e-3)
 
 
@@ -65,12 +67,60 @@ def test_the_weighted_mean_of_scaled_parts_is_that_of_their_values(specs, dtype,
     assert result["counter"] == np.rint(sum(k * weight for k, weight in counters) / total)
 
 
+class Unread(ScaledPart):
+    def __getitem__(self, name):
+        raise AssertionError("computed")
+
+
 def test_the_weighted_mean_does_not_compute_the_parts_values():
-    part = ScaledPart(arrays(1), arrays(2), 0.5)
     mean = WeightedMean()
-    mean.add(part, 1.0)
+    mean.add(Unread(arrays(1), arrays(2), 0.5), 1.0)
     mean.result()
-    assert not part._computed
+
+
+@pytest.mark.parametrize("factor", [1 / 16, 1 / 17, 1e-3])
+def test_a_part_that_is_scaled_down_far_costs_no_digits(factor):
+    """Five clients, of which one is far from the others' values before it is scaled down."""
+    rng, shapes = np.random.default_rng(0), {"w": (200_000,)}
+    s = {"w": (0.01 * rng.normal(size=200_000)).astype(np.float32)}
+    updates = [rng.normal(size=200_000) / (factor if k == 0 else 1) for k in range(5)]
+    mean, expected = WeightedMean(), np.zeros(shapes["w"])
+    for k, u in enumerate(updates):
+        x = {"w": (s["w"] + u).astype(np.float32)}
+        c = factor if k == 0 else 1.0
+        mean.add(ScaledPart(x, s, c), 1.0)
+        expected += (s["w"] + c * (x["w"].astype(float) - s["w"])) / 5
+    np.testing.assert_allclose(mean.result()["w"], expected, atol=5e-6)
+
+
+@pytest.mark.parametrize("started", [True, False])
+def test_scaled_parts_need_no_second_model(started):
+    """Of a million numbers; with robust means one entry at a time."""
+    shapes = {f"w{k}": (1_000_000,) for k in range(8)}
+    x, s = arrays(1, shapes=shapes), arrays(2, shapes=shapes) if started else {}
+    for mean, most in ((WeightedMean(), 9.0), (Median(), 3.0)):
+        tracemalloc.start()
+        mean.add(ScaledPart(x, s, 0.5), 1.0)
+        added = tracemalloc.get_traced_memory()[1]
+        mean.result()
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        entry = x["w0"].nbytes
+        assert added <= most * entry and peak <= 12 * entry
+
+
+def test_starts_of_another_shape_are_refused_before_anything_is_added():
+    mean = WeightedMean()
+    with pytest.raises(ValueError, match="as what it starts from"):
+        mean.add(ScaledPart({"w": np.ones((3, 2))}, {"w": np.ones((2, 3))}, 0.5), 1.0)
+    assert mean.result() == {}
+
+
+def test_some_entries_of_a_scaled_part_are_scaled():
+    part = ScaledPart(arrays(1), arrays(2), 0.5)
+    some = chosen(part, ["w"])
+    assert list(some) == ["w"] and list(chosen(dict(part), ["b"])) == ["b"]
+    np.testing.assert_array_equal(some["w"], part["w"])
 
 
 def test_large_entries_have_the_same_mean():
@@ -109,6 +159,6 @@ def test_robust_means_read_the_scaled_values(robust):
 
 def test_a_weight_that_scaling_makes_zero_is_refused_and_adds_nothing():
     mean = WeightedMean()
-    with pytest.raises(ValueError, match="weight is 0"):
-        mean.add(ScaledPart(arrays(1), arrays(2), 1e-3), 5e-324)
+    with pytest.raises(ValueError, match="weight is 4"):
+        mean.add(ScaledPart(arrays(1), arrays(2), 0.5), 5e-324)
     assert mean.result() == {}
