@@ -4,6 +4,7 @@ import errno
 import itertools
 import os
 import tracemalloc
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize
 
+from tepal.server_app.config.common import RoundConfig
 from tepal.strategies.aggregate import WeightedMean
 from tepal.strategies.robust import ROBUST, GeometricMedian, Krum, Median, TrimmedMean, clips, mean_factory
 from tepal.strategies.robust.coordinates import dropped_of, network, sorted_rows
@@ -298,3 +300,7 @@ def test_the_factory_checks_its_arguments():
     ):
         with pytest.raises(ValueError, match="must be"):
             mean_factory(*wrong, None)
+
+
+def test_the_run_config_takes_the_same_values():
+    assert get_args(RoundConfig.model_fields["robust"].annotation) == ROBUST
