@@ -8,6 +8,7 @@ Models are built on the meta device: no weights, no downloads. torchvision and t
 from __future__ import annotations
 
 from tepal import models
+from tepal.models import weights
 from tepal.models.blocks import find_blocks
 from tepal.strategies.fedfrozen import cost_ratio
 from tepal.tools.reproduce.fedfrozen_costs import ROUNDS, WARMUP, on_meta
@@ -30,31 +31,66 @@ a download. It also takes
 - `package.module:function`, a custom model, which the server and every client can import (models/own.py). Its blocks
   are found automatically, or named in the run config: `blocks.query-key`, `blocks.layers`, ….
 
-The key `pretrained` names the initial weights: such a directory, a .safetensors, .pt or .pth file, or a repository on
-the hub, which the server downloads. The server sends them to the clients. If the head of the weights is for other
-classes than the run's, the model's head keeps random weights, which is logged; any other mismatch is an error before
-the run starts.
+The key `pretrained` names the initial weights: [weights that come with Tepal](#weights-that-come-with-tepal), such a
+directory, a .safetensors, .pt or .pth file, or a repository on the hub, which the server downloads. The server sends
+them to the clients. If the head of the weights is for other classes than the run's, the model's head keeps random
+weights, which is logged; any other mismatch is an error before the run starts.
 
 Models of torchvision (mobilenet, resnet except resnet-20, shufflenet, vit) need the extra `vision`, and models named as
 on the Hugging Face hub the extra `text`.
 
 The numbers are for images of 3x224x224 in 1000 classes and texts in 2 (cnn: 1x28x28 in 10, tiny-vit: 1x8x8 in 10,
-resnet-20: 3x32x32 in 10, char-lstm and char-transformer: 80 characters, linear-attention: 64 features and 32 outputs),
-in float32. **Query/key** is the share of the parameters that FedFrozen freezes, the **value block** all other entries,
-and **cost** FedFrozen's upload relative to FedAvg's with {WARMUP} warm-up rounds of {ROUNDS}. A **layer** is a
-transformer block, or a stage of a model without transformer blocks; its bytes are given for the smallest and the
-largest."""
+compact-vit and resnet-20: 3x32x32 in 10, char-lstm and char-transformer: 80 characters, linear-attention: 64 features
+and 32 outputs), in float32. **Query/key** is the share of the parameters that FedFrozen freezes, the **value block**
+all other entries, and **cost** FedFrozen's upload relative to FedAvg's with {WARMUP} warm-up rounds of {ROUNDS}. A
+**layer** is a transformer block, or a stage of a model without transformer blocks; its bytes are given for the smallest
+and the largest."""
 
 
 def page() -> str:
     """Return the page. Raises ModelError if a library is missing."""
-    sections = [_INTRODUCTION]
+    sections = [_INTRODUCTION, weights_section()]
     for kind, title in _KINDS.items():
         rows = [_row(name) for name in models.names() if models.MODELS[name].kind == kind]
         head = ["model", "parameters", "query/key", "value block, bytes", "layers", "bytes of a layer", "cost"]
         lines = [_line(head), "|---" + "|---:" * (len(head) - 1) + "|", *(_line(row) for row in rows)]
         sections.append("\n".join([f"## {title}", "", *lines]))
     return "\n\n".join(sections) + "\n"
+
+
+_WEIGHTS = """## Weights that come with Tepal
+
+`pretrained` takes these names; no file and no network is needed. Each folder in models/weights has a card.toml with
+data, epochs, seed, duration, machine, accuracy, terms and the SHA-256 digest that is checked when the weights are
+loaded. Set `image-shape` and `normalise` as here: a run with another value of `normalise` logs a warning."""
+
+_MAKING = """Accuracy is measured on the test images of the data set that the weights were trained on, and of a linear
+probe on another one: a logistic regression on the frozen features. CIFAR-100's training and test images are a split of
+our own of 59,973 distinct images (54,973 and 5,000), so that its accuracy does not compare with published ones. This
+makes them anew, on a GPU if there is one, and continues if it was interrupted:
+
+```sh
+python -m tepal.tools.pretrain tiny-vit-digits --data DATA --output FOLDER
+```
+
+DATA is a folder with `mnist.npz`, `cifar-100.npz` and `cifar-10.npz` (the formats of [data](data.md)), or with folders
+`mnist`, `cifar-100` and `cifar-10` of the files as published."""
+
+
+def weights_section() -> str:
+    """Return the section on the weights that come with Tepal, from their cards."""
+    keys = ["`pretrained`", "`model`", "`image-shape`", "`normalise`"]
+    head = [*keys, "trained on", "epochs, time", "accuracy", "probe"]
+    lines = [_line(head), "|" + "---|" * len(head), *(_line(_card_row(name)) for name in weights.shipped())]
+    return "\n".join([_WEIGHTS, "", *lines, "", _MAKING])
+
+
+def _card_row(name: str) -> list[str]:
+    card = weights.card(name)
+    probe = f"{card['probe-accuracy']:.4f} on {card['probe']}" if "probe" in card else "none"
+    time = f"{card['epochs']}, {card['seconds'] / 60:.0f} min"
+    cells = [name, card["model"], card["image-shape"], card["normalise"] or '""']
+    return [*(f"`{cell}`" for cell in cells), card["data"], time, f"{card['accuracy']:.4f}", probe]
 
 
 def _row(name: str) -> list[str]:

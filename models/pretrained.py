@@ -1,9 +1,9 @@
 """Pretrained weights: read from a file, compared with the model's entries, and copied into the model.
 
-Sources are a directory as transformers' `save_pretrained` writes it, a `.safetensors` file, a `state_dict` saved by
-torch, or a repository on the Hugging Face hub. Models of transformers load a checkpoint by transformers' own rules,
-which know the names of older releases, the prefix of a base model (`bert.`) and tied weights; all others load it by the
-names of their `state_dict`.
+Sources are the name of weights that come with Tepal, a directory as transformers' `save_pretrained` writes it, a
+`.safetensors` file, a `state_dict` saved by torch, or a repository on the Hugging Face hub. Models of transformers load
+a checkpoint by transformers' own rules, which know the names of older releases, the prefix of a base model (`bert.`)
+and tied weights; all others load it by the names of their `state_dict`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from tepal.exchange.layout import Names
 from tepal.models.blocks import Blocks
 from tepal.models.blocks.errors import few
 from tepal.models.registry import ModelError
+from tepal.models.weights import checked_file, shipped
 
 SAFETENSORS, INDEX, PICKLE = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 FILES = (SAFETENSORS, INDEX, PICKLE)
@@ -81,7 +82,7 @@ def load_pretrained(model: nn.Module, blocks: Blocks, source: str) -> Loaded:
     Args:
         model: a model with random weights, on the CPU; its dtypes do not change.
         blocks: its blocks, which determine the head.
-        source: a directory, a file, or a name on the hub.
+        source: the name of weights that come with Tepal, a directory, a file, or a name on the hub.
 
     Raises:
         ModelError: there is nothing readable at the source; a pickle has more than tensors; an entry outside the head
@@ -110,9 +111,9 @@ def load_pretrained(model: nn.Module, blocks: Blocks, source: str) -> Loaded:
 
 
 def find_weights(source: str) -> Path:
-    """Return the weights file (or the index of split files) of a directory, a file or a name on the hub.
+    """Return the weights file (or the index of split files) of a source; see `load_pretrained`.
 
-    Raises ModelError.
+    Local files and directories come first, then the weights that come with Tepal, then the hub. Raises ModelError.
     """
     path = Path(source).expanduser()
     if path.is_file():
@@ -121,6 +122,8 @@ def find_weights(source: str) -> Path:
         if file := next((path / name for name in FILES if (path / name).is_file()), None):
             return file
         raise ModelError(f"{path}: contains none of {', '.join(FILES)}: give another directory")
+    if source in shipped():
+        return checked_file(source)
     if _HUB_NAME.fullmatch(source) and path.suffix not in (".safetensors", *_TORCH):
         return _download(source)
     raise ModelError(f"{path}: no such file or directory: give {_EXPECTED}")
@@ -179,7 +182,7 @@ def _torch(file: Path) -> dict[str, Tensor]:
 def _download(name: str) -> Path:
     instead = (
         f"give a local directory, which `hf download {name} --local-dir DIR` makes on a machine with a network; "
-        f"pretrained may be {_EXPECTED}"
+        f"pretrained may be {_EXPECTED}, or {', '.join(shipped())}, which come with Tepal"
     )
     try:
         from huggingface_hub import hf_hub_download

@@ -85,6 +85,7 @@ MODELS: Mapping[str, Model] = {
     "char-lstm": Model(CHARACTERS, "tepal.models.char_lstm:CharLSTM"),
     "char-transformer": Model(CHARACTERS, "tepal.models.char_transformer:CharTransformer"),
     "cnn": Model(IMAGES, "tepal.models.cnn:CNN"),
+    "compact-vit": Model(IMAGES, "tepal.models.compact_vit:CompactViT"),
     "linear-attention": Model(SEQUENCES, "tepal.models.linear_attention:regressor"),
     "resnet-20": Model(IMAGES, "tepal.models.resnet20:ResNet20"),
     "tiny-vit": Model(IMAGES, "tepal.models.tiny_vit:TinyViT"),

@@ -53,14 +53,19 @@ class TinyViT(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """(batch, tokens, width) → the same: attention, then a GELU MLP, each with pre-norm and a skip connection."""
+    """(batch, tokens, width) → the same: attention, then a GELU MLP, each with pre-norm and a skip connection.
 
-    def __init__(self, width: int, heads: int, *, fused: bool) -> None:
+    The hidden layer of the MLP is `expansion` times as wide as the tokens.
+    """
+
+    def __init__(self, width: int, heads: int, *, expansion: int = 4, fused: bool = False) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(width)
         self.attention = SelfAttention(width, heads, fused=fused)
         self.mlp_norm = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, expansion * width), nn.GELU(), nn.Linear(expansion * width, width)
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         tokens = tokens + self.attention(self.attention_norm(tokens))

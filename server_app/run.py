@@ -21,6 +21,7 @@ from tepal import models
 from tepal.exchange.modes import join_modes, modes_of
 from tepal.models.blocks import Blocks, BlocksError, find_blocks
 from tepal.models.pretrained import Loaded, load_pretrained
+from tepal.models.weights import card, shipped
 from tepal.records.live import Live
 from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory import ACCURACY, CHECKPOINTS, KEPT_IN, RMSE, RunDirectory, read_metrics, total
@@ -77,12 +78,8 @@ def run(grid: Grid, values: Mapping[str, Any]) -> Path:
             raise ConfigError(str(error)) from error
     loaded = None
     # A resumed run has its weights in its checkpoint: the file of its initial weights may no longer exist.
-    if config.rounds.pretrained and (directory is None or not Checkpoints(directory.path / CHECKPOINTS).latest()):
-        try:
-            loaded = load_pretrained(model, blocks, config.rounds.pretrained)
-        except models.ModelError as error:
-            raise ConfigError(f"pretrained={config.rounds.pretrained!r}: {error}") from error
-        log.info("%s", loaded)
+    if config.rounds.sources and (directory is None or not Checkpoints(directory.path / CHECKPOINTS).latest()):
+        loaded = _load_first(config, model, blocks)
     if directory is None:
         directory = RunDirectory.create(Path(config.rounds.runs).expanduser(), config.rounds.strategy, config.flat)
     with directory.in_use(), open_trackers(config, directory.path) as trackers:
@@ -95,7 +92,7 @@ def run(grid: Grid, values: Mapping[str, Any]) -> Path:
         strategy.resume = resumed
         seconds_before = total(read_metrics(directory.path, most=None), "seconds") or 0.0
         begun = time.monotonic()
-        starts = _starts(config, model, loaded)
+        starts = _starts(config, model, blocks, loaded)
         result, failure = _start(strategy, grid, config, values, model, starts, directory, trackers)
         arrays = {name: array.numpy() for name, array in result.arrays.items()}
         metadata = {**written_sizes(sizes_of(config)), **written_names(config.data)}
@@ -281,17 +278,53 @@ def _with_distiller(config: RunConfig) -> dict[str, Any]:
     return own
 
 
-def _starts(config: RunConfig, model: nn.Module, loaded: Loaded | None) -> Iterator[nn.Module]:
+def _load_first(config: RunConfig, model: nn.Module, blocks: Blocks) -> Loaded:
+    """Load the initial weights into the model; of several, those of the first mode, after checking the others.
+
+    Raises ConfigError if one of them cannot be loaded.
+    """
+    for source in config.rounds.sources[1:]:
+        _load(build_model(config)[0], blocks, source)
+    loaded = _load(model, blocks, config.rounds.sources[0])
+    for source in config.rounds.sources:
+        if warning := _other_normalisation(source, config):
+            log.warning("%s", warning)
+    return loaded
+
+
+def _load(model: nn.Module, blocks: Blocks, source: str) -> Loaded:
+    try:
+        loaded = load_pretrained(model, blocks, source)
+    except models.ModelError as error:
+        raise ConfigError(f"pretrained={source!r}: {error}") from error
+    log.info("%s", loaded)
+    return loaded
+
+
+def _other_normalisation(source: str, config: RunConfig) -> str:
+    """Return a warning if shipped weights were trained on images that were normalised in another way, else ""."""
+    if source not in shipped() or (trained := card(source).get("normalise")) in (None, config.data.normalise):
+        return ""
+    return (
+        f"pretrained={source!r} was trained with normalise={trained!r}, but normalise={config.data.normalise!r} here: "
+        "its features are worth less on images in another range"
+    )
+
+
+def _starts(config: RunConfig, model: nn.Module, blocks: Blocks, loaded: Loaded | None) -> Iterator[nn.Module]:
     """Yield the initial model, or those of an ensemble's modes: the first is `model`, the others have other seeds.
 
-    If weights were loaded, all modes have them, and differ only in the entries that the file does not have.
+    If weights were loaded, each mode has its own, or all modes have the same and differ only in the entries that the
+    file does not have.
     """
     yield model
     if config.rounds.strategy == "fedensemble":
         for mode in range(1, config.fedensemble.modes):
             seed = int(np.random.SeedSequence([config.rounds.seed, mode]).generate_state(1)[0])
             other = build_model(config, seed)[0]
-            if loaded:
+            if loaded and len(config.rounds.sources) > 1:
+                load_pretrained(other, blocks, config.rounds.sources[mode])
+            elif loaded:
                 drawn = other.state_dict()
                 other.load_state_dict(model.state_dict() | {name: drawn[name].clone() for name in loaded.fresh})
             yield other

@@ -65,6 +65,7 @@ def contradictions(config: RunConfig) -> list[str]:
         )
     if not config.training.local_steps and not config.training.local_epochs:
         found.append("local-epochs=0 and local-steps=0: clients would not train; set one of them")
+    found += _start_problems(config)
     found += _training_contradictions(config)
     found += _tracker_problems(config)
     if config.fedfrozen.ridge and config.blocks.query_key and not config.blocks.value_projection:
@@ -84,6 +85,22 @@ def contradictions(config: RunConfig) -> list[str]:
         except DataError as error:
             found.append(str(error))
     return found
+
+
+def _start_problems(config: RunConfig) -> Iterator[str]:
+    given, sources = config.rounds.pretrained, config.rounds.sources
+    if not all(sources):
+        yield f"pretrained={given!r} has nothing before or after a comma: name weights there, or remove the comma"
+    elif len(sources) > 1 and config.rounds.strategy != "fedensemble":
+        yield (
+            f"pretrained={given!r} names {len(sources)} sources, but strategy={config.rounds.strategy!r} starts from "
+            "one model: name one (fedensemble takes one for each of its modes)"
+        )
+    elif len(sources) > 1 and len(sources) != config.fedensemble.modes:
+        yield (
+            f"pretrained={given!r} names {len(sources)} sources, but fedensemble.modes={config.fedensemble.modes}: "
+            "name one for all modes, or one for each"
+        )
 
 
 _PLAIN_STEPS = ("perfedavg", "pfedme", "apfl")  # strategies whose clients take steps without an optimizer

@@ -9,6 +9,7 @@ from pydantic import BaseModel, Field
 from tepal.exchange.encodings import Encoding
 from tepal.strategies import STRATEGIES
 from tepal.training.config import keys
+from tepal.training.data.config import separated
 
 if TYPE_CHECKING:
     StrategyName = str
@@ -32,8 +33,9 @@ class RoundConfig(BaseModel):
     )
     pretrained: str = Field(
         "",
-        description="initial weights, on the server: a directory written by save_pretrained, a "
-        '.safetensors, .pt or .pth file, or a name on the Hugging Face hub; "": random, by seed',
+        description="initial weights, on the server: the name of weights that come with Tepal (docs/models.md), a "
+        "directory written by save_pretrained, a .safetensors, .pt or .pth file, or a name on the Hugging Face hub; "
+        'fedensemble also takes one for each mode, separated by commas; "": random, by seed',
     )
     num_server_rounds: int = Field(20, ge=1, description="rounds of the run")
     fraction_train: float = Field(1.0, gt=0, le=1, description="share of the available clients that train in a round")
@@ -80,6 +82,11 @@ class RoundConfig(BaseModel):
         'in between; "": nowhere (docs/runs.md)',
     )
     resume: str = Field("", description="run directory on the server (or a folder of them: the latest) to resume")
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """`pretrained` as a tuple: of one source, of one for each mode of an ensemble, or empty."""
+        return separated(self.pretrained)
 
 
 class MLflowConfig(BaseModel):

@@ -65,6 +65,7 @@ RUN_BY = {
     "make test": "is what runs these tests",
     "tepal simulate . -c conf/": "tests/integration/test_methods.py",
     "tepal simulate . -c 'resume=": "tests/integration/test_resume.py",
+    "python -m tepal.tools.pretrain": "tests/unit/tools/pretrain/test_pretrain.py",
     "tepal reproduce": "tests/unit/tools/reproduce/test_reproduce.py",
     "tepal dashboard --host": "tests/integration/test_dashboard_command.py",
     "tepal dashboard": "tests/integration/test_browser.py",

@@ -25,7 +25,12 @@ _BART = {f"{half}_{key}": size for half in ("encoder", "decoder")
          for key, size in {"layers": 6, "attention_heads": 12, "ffn_dim": 3072}.items()}  # fmt: skip
 _T5 = {"d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8}
 # Image shape and classes of the data sets that small models are made for; those of all others are ImageNet's.
-_IMAGES_OF = {"cnn": ((1, 28, 28), 10), "tiny-vit": ((1, 8, 8), 10), "resnet-20": ((3, 32, 32), 10)}
+_IMAGES_OF = {
+    "cnn": ((1, 28, 28), 10),
+    "compact-vit": ((3, 32, 32), 10),
+    "resnet-20": ((3, 32, 32), 10),
+    "tiny-vit": ((1, 8, 8), 10),
+}
 
 PAPER: Mapping[str, tuple[str, Mapping[str, Any], float]] = {
     "ViT-B/32": ("ViT", {**_BASE, "image_size": 224, "patch_size": 32}, 0.8712),

@@ -56,6 +56,13 @@ def test_values_reach_their_section():
         ({"model": "linear-attention", "dataset": "local"}, r"set features and outputs \(for example"),
         ({"feature-columns": "age"}, r"is for image-classification, but feature-columns='age' is for regression"),
         ({"max-replies": 2, "min-replies": 3}, r"max-replies=2 is less than min-replies=3"),
+        ({"pretrained": "tiny-vit-digits,"}, r"pretrained='tiny-vit-digits,' has nothing before or after a comma"),
+        ({"pretrained": ","}, r"pretrained=',' has nothing before or after a comma"),
+        ({"pretrained": "a, b", "strategy": "fedavg"}, r"names 2 sources, but strategy='fedavg' starts from one"),
+        (
+            {"pretrained": "a, b", "strategy": "fedensemble", "fedensemble.modes": 3},
+            r"names 2 sources, but fedensemble\.modes=3: name one for all modes, or one for each",
+        ),
         ({"deterministic": True, "max-replies": 2}, r"deterministic=true and max-replies=2: .*set max-replies=0"),
         ({"local-epochs": 0}, r"clients would not train"),
         ({"dataset": "local"}, r"set image-shape and classes"),

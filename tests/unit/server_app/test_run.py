@@ -23,7 +23,7 @@ from tepal.models.blocks import find_blocks
 from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory import RunDirectory, read_label_counts
 from tepal.server_app.config import ConfigError, defaults, read_run_config
-from tepal.server_app.run import build_model, build_strategy, run
+from tepal.server_app.run import _load_first, _starts, build_model, build_strategy, run
 from tepal.strategies import FedACS, FedAMP, FedBE, FedEnsemble, RoundFailed, RoundReport, SelectiveLayers
 from tepal.strategies.in_process import InProcessGrid, Node
 from tepal.strategies.rounds import checkpoint
@@ -337,6 +337,40 @@ def test_all_modes_of_an_ensemble_start_from_the_weights_but_for_a_new_head(smal
     drawn, given = (read_lines(small_run(**options, **more))[0] for more in ({}, {"pretrained": str(first)}))
     assert drawn["disagreement"] > 0 and given["disagreement"] == 0
     assert given["accuracy"] == read_lines(first)[-1]["accuracy"]
+
+
+def test_each_mode_of_an_ensemble_may_start_from_weights_of_its_own(small_run, tmp_path):
+    sources = []
+    for seed in (1, 2, 3):
+        sources.append(tmp_path / f"{seed}.pt")
+        torch.save(build("tiny-vit", image_shape=(1, 8, 8), classes=10, seed=seed).state_dict(), sources[-1])
+    values = {"strategy": "fedensemble", "fedensemble.modes": 3, "pretrained": ", ".join(map(str, sources))}
+    config = read_run_config(values)
+    model, blocks = build_model(config)
+    starts = [
+        {name: value.clone() for name, value in start.state_dict().items()}
+        for start in _starts(config, model, blocks, _load_first(config, model, blocks))
+    ]
+    for source, start in zip(sources, starts, strict=True):
+        assert all(torch.equal(value, start[name]) for name, value in torch.load(source).items())
+    line = read_lines(small_run(num_server_rounds=1, **values))[0]
+    assert line["disagreement"] > 0
+
+
+def test_weights_of_all_modes_are_checked_before_the_run_begins(small_run, tmp_path):
+    good = tmp_path / "good.pt"
+    torch.save(build("tiny-vit", image_shape=(1, 8, 8), classes=10, seed=1).state_dict(), good)
+    with pytest.raises(ConfigError, match=r"pretrained='.*missing\.pt': .*no such file"):
+        small_run(strategy="fedensemble", pretrained=f"{good},{tmp_path}/missing.pt", **{"fedensemble.modes": 2})
+    assert not list((tmp_path / "runs").glob("*-*"))
+
+
+def test_another_normalisation_than_that_of_the_weights_is_logged(small_run, caplog):
+    with caplog.at_level("WARNING", "flwr"):
+        small_run(num_server_rounds=1, pretrained="tiny-vit-digits")
+        assert "was trained with normalise" not in caplog.text
+        small_run(num_server_rounds=1, pretrained="tiny-vit-digits", normalise="0.5/0.5")
+    assert "pretrained='tiny-vit-digits' was trained with normalise='', but normalise='0.5/0.5' here" in caplog.text
 
 
 @pytest.mark.parametrize("strategy", ["fedfrozen", "selective"])

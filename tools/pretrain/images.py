@@ -1,0 +1,150 @@
+"""Images for pretraining: reading, reduction to 8x8 pixels, augmentation, accuracy, and a linear probe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from tepal.training.data.config import DataConfig, DataError
+from tepal.training.data.examples import ImageArrays
+from tepal.training.data.normalisation import normalise
+from tepal.training.data.sources import named_source
+
+_AT_ONCE = 500  # images of a pass without gradients
+
+
+@dataclass(frozen=True, eq=False)
+class Images:
+    """n normalised images (n, C, H, W) in float32 and their labels (n,), on one device."""
+
+    inputs: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+def read_images(
+    name: str, folder: Path, *, normalised_by: str, reduced: bool, device: torch.device
+) -> tuple[Images, Images]:
+    """Read the training and the test images of a known data set.
+
+    Args:
+        name: Name of the data set, such as "cifar-100".
+        folder: Where <name>.npz or a folder <name> with the files as published is.
+        normalised_by: As `normalise` of the run config.
+        reduced: Whether images of 28x28 pixels are reduced to 8x8, see `reduce_digits`.
+        device: Where the images are put.
+
+    Raises:
+        DataError: The data set is not there, cannot be read, or has no test set.
+    """
+    place = next((path for path in (folder / f"{name}.npz", folder / name) if path.exists()), None)
+    if place is None:
+        raise DataError(f"{folder}: has neither {name}.npz nor a folder {name} with the data set's files: add one")
+    source = named_source(DataConfig.from_run_config({"dataset": name, "dataset-path": str(place)}))
+    if source.test is None or not isinstance(source.train, ImageArrays):
+        raise DataError(f"{place}: has no images with a test set: give the data set as it is published")
+    return tuple(_prepared(each, normalised_by, reduced, device) for each in (source.train, source.test))  # type: ignore[return-value, arg-type]
+
+
+def _prepared(arrays: ImageArrays, normalised_by: str, reduced: bool, device: torch.device) -> Images:
+    images = arrays.take(np.arange(len(arrays))).images
+    images = normalise(reduce_digits(images) if reduced else images, normalised_by)
+    return Images(torch.from_numpy(images).to(device), torch.from_numpy(arrays.labels).to(device))
+
+
+def reduce_digits(images: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Reduce images (n, 1, 28, 28) to 8x8 pixels: means over 3x3 pixels of the middle 24x24.
+
+    scikit-learn's digits were made alike, from 32x32 pixels by counts in squares of 4x4 (Alpaydin and Kaynak 1998).
+    """
+    middle = images[:, :, 2:26, 2:26]
+    return np.ascontiguousarray(middle.reshape(len(images), 1, 8, 3, 8, 3).mean(axis=(3, 5), dtype=np.float32))
+
+
+@dataclass(frozen=True)
+class Classification:
+    """Cross-entropy on batches of images.
+
+    Args:
+        images: The training images.
+        crop: Pixels by which images are padded before a random crop to their size; 0: no crop.
+        flip: Whether half of the images are mirrored.
+        smoothing: Label smoothing (Szegedy et al. 2016).
+    """
+
+    images: Images
+    crop: int = 0
+    flip: bool = False
+    smoothing: float = 0.0
+
+    def __call__(self, model: nn.Module, indices: NDArray[np.int64], rng: np.random.Generator) -> Tensor:
+        chosen = torch.from_numpy(indices).to(self.images.labels.device)
+        inputs = self._augmented(self.images.inputs[chosen], rng)
+        return F.cross_entropy(model(inputs), self.images.labels[chosen], label_smoothing=self.smoothing)
+
+    def _augmented(self, images: Tensor, rng: np.random.Generator) -> Tensor:
+        count, _, height, width = images.shape
+        rows, columns = np.arange(height)[None].repeat(count, 0), np.arange(width)[None].repeat(count, 0)
+        if self.flip:
+            columns = np.where(rng.random((count, 1)) < 0.5, columns[:, ::-1], columns)
+        if self.crop:
+            images = F.pad(images, (self.crop,) * 4)
+            rows = rows + rng.integers(0, 2 * self.crop + 1, (count, 1))
+            columns = columns + rng.integers(0, 2 * self.crop + 1, (count, 1))
+        device = images.device
+        each = torch.arange(count, device=device)[:, None, None]
+        at = torch.from_numpy(rows).to(device)[:, :, None], torch.from_numpy(columns).to(device)[:, None, :]
+        return images[each, :, at[0], at[1]].permute(0, 3, 1, 2)
+
+
+def accuracy(model: nn.Module, images: Images) -> float:
+    """The share of images whose label the model predicts."""
+    right = outputs(model, images.inputs).argmax(dim=1) == images.labels
+    return int(right.sum()) / len(images)
+
+
+@torch.no_grad()
+def outputs(model: nn.Module, inputs: Tensor) -> Tensor:
+    """The model's outputs, in evaluation mode."""
+    model.eval()
+    return torch.cat([model(part) for part in inputs.split(_AT_ONCE)])
+
+
+def linear_probe(model: nn.Module, train: Images, test: Images) -> float:
+    """The accuracy on `test` of a logistic regression that is fitted to the frozen model's features of `train`.
+
+    Features are what the model's head gets, scaled to mean 0 and standard deviation 1. The penalty is the best of four
+    on a fifth of the training images.
+    """
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    head, model.head = model.head, nn.Identity()
+    try:
+        features, tested = (outputs(model, each.inputs).cpu().numpy() for each in (train, test))
+    finally:
+        model.head = head
+    labels, fitted = train.labels.cpu().numpy(), len(train) * 4 // 5
+    order = np.random.default_rng(0).permutation(len(train))
+
+    def probe(strength: float, chosen: NDArray[np.int64]) -> Any:
+        regression = LogisticRegression(C=strength, max_iter=500)
+        return make_pipeline(StandardScaler(), regression).fit(features[chosen], labels[chosen])
+
+    validated: Mapping[float, float] = {
+        strength: probe(strength, order[:fitted]).score(features[order[fitted:]], labels[order[fitted:]])
+        for strength in (0.001, 0.01, 0.1, 1.0)
+    }
+    best = max(validated, key=lambda strength: validated[strength])
+    return float(probe(best, order).score(tested, test.labels.cpu().numpy()))
