@@ -17,7 +17,7 @@ from tepal.records.run_directory import RunInUse
 from tepal.server_app.config import ConfigError, defaults, read_run_config
 from tepal.tools.cli import commands, reported
 from tepal.tools.cli.running import CPUS, Verbose, cache_in, check_clients, run_once
-from tepal.tools.search.plan import check_values, measure_of, read_plan, without_warnings
+from tepal.tools.search.plan import RMSE, check_values, read_plan, without_warnings
 from tepal.tools.search.results import best_table, trial_line
 from tepal.tools.search.running import open_search, run_trials, score_of
 from tepal.tools.search.study import optuna_is_missing
@@ -50,14 +50,13 @@ def search_command(
             raise ConfigError(missing)
         plan = read_plan(file)
         usual = {**defaults(), **app_run_config(flower_app)}
-        check_values(plan, usual, file)
+        measure = check_values(plan, usual, file)
+        minimise = measure == RMSE
         with engine_for(PROCESS, flower_app, clients=plan.clients, cpus=cpus) as engine:
             for variant in plan.searched:
                 first = {key: space.samples[0] for key, space in variant.search.items()}
                 with without_warnings():
                     check_clients(read_run_config({**usual, **plan.config_of(variant, first)}), plan.clients)
-            measure = measure_of({**usual, **plan.config_of(plan.searched[0], first)})
-            minimise = measure == "clients_rmse"
             folder = folder.expanduser().resolve()
             open_search(plan, folder)
             engine.cache = cache_in(folder)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-import tomllib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from tepal import models
-from tepal.host.toml import Value, flat
+from tepal.host.toml import Value, flat, parse_untrusted
 from tepal.server_app.config import ConfigError, defaults, read_run_config
 from tepal.training.data.inputs import InputConfig
 
@@ -35,10 +35,13 @@ SEED = 1000
 """The default seed of a search: not one of those that results are usually reported for."""
 CLIENTS = 10
 
+ACCURACY, RMSE = "clients_accuracy", "clients_rmse"
+"""Measures of trials: means over the clients, each counted alike, on their own test examples."""
+
 _OWN_KEYS = ("seed", "runs", "resume")  # of the run config, which the search sets itself
 _RANGE_KEYS = ("from", "to", "log", "step", "choices")
 _EXAMPLES = "{ from = 1e-4, to = 1e-2, log = true } or { choices = [1, 2, 4] }"
-_LONGEST_NAME = 64
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")  # as `tepal compare` has the names of what it compares
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,7 @@ def read_plan(file: Path) -> SearchPlan:
     Whether the run config allows the values is checked by `check_values`.
     """
     try:
-        table = tomllib.loads(file.read_text(encoding="utf-8"))
+        table = parse_untrusted(file.expanduser().read_bytes())
     except ValueError as error:
         raise ConfigError(f"{file} is not a TOML file: {error}") from error
     reader = _Reader()
@@ -136,12 +139,15 @@ def read_plan(file: Path) -> SearchPlan:
     return plan
 
 
-def check_values(plan: SearchPlan, usual: Mapping[str, Value], file: Path) -> None:
-    """Check the run config at the ends of all ranges and with each choice.
+def check_values(plan: SearchPlan, usual: Mapping[str, Value], file: Path) -> str:
+    """Check the run config at the ends of all ranges and with each choice, and return the measure of all trials.
 
     Args:
         usual: run config of the app, which the plan's values change.
         file: for the message.
+
+    Returns:
+        The column of `metrics.jsonl` with the clients' scores: ACCURACY or RMSE.
 
     Raises:
         ConfigError: with the problems of all variants, each once.
@@ -154,7 +160,8 @@ def check_values(plan: SearchPlan, usual: Mapping[str, Value], file: Path) -> No
             with without_warnings() if number else nullcontext():  # they are shown once for a variant
                 found = list(dict.fromkeys(_problems(config)))
             if not found:
-                measured.add(measure_of(config))
+                regression = InputConfig.from_run_config(config).kind == models.SEQUENCES
+                measured.add(RMSE if regression else ACCURACY)
             for problem in found:
                 named = wrong.setdefault(problem, [])
                 named += [variant.name] if variant.name not in named else []
@@ -163,12 +170,7 @@ def check_values(plan: SearchPlan, usual: Mapping[str, Value], file: Path) -> No
         problems = ["some models classify and others are for a regression: their scores cannot be compared"]
     if problems:
         raise _invalid(file, problems)
-
-
-def measure_of(config: Mapping[str, Value]) -> str:
-    """Return the column of `metrics.jsonl` that a run config's trials are compared by."""
-    regression = InputConfig.from_run_config(config).kind == models.SEQUENCES
-    return "clients_rmse" if regression else "clients_accuracy"
+    return measured.pop()
 
 
 @contextmanager
@@ -213,12 +215,14 @@ class _Reader:
 
     def __init__(self) -> None:
         self.problems: list[str] = []
+        self._with_strategy = False  # whether [common] sets it for all variants
 
     def plan(self, table: Mapping[str, Any]) -> SearchPlan:
         self._only(table, ("clients", "seed", "common", "variant"), "")
         clients = self._whole(table, "clients", CLIENTS, at_least=2)
         seed = self._whole(table, "seed", SEED, at_least=0)
         common, ranges = self._table(table.get("common", {}), "[common]")
+        self._with_strategy = "strategy" in common
         listed = table.get("variant", [])
         if not isinstance(listed, list) or not listed:
             self.problems.append("there is no [[variant]]: add one for each method or setting that is searched")
@@ -243,16 +247,18 @@ class _Reader:
             self.problems.append(f"{where} is {table!r}, expected a table")
             return SearchedVariant("", {}, {})
         name = table.get("name")
-        if not isinstance(name, str) or not name.strip() or len(name) > _LONGEST_NAME or not name.isprintable():
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
             self.problems.append(
-                f"{where}: name is {name!r}, expected a text of 1 to {_LONGEST_NAME} characters"
+                f"{where}: name is {name!r}, expected 1 to 64 letters, digits, - and _"
                 if "name" in table
                 else f'{where} has no name: add one, such as name = "FedAvg"'
             )
             name = ""
-        rest = {key: value for key, value in table.items() if key != "name"}
-        config, ranges = self._table(rest, f"variant {name!r}" if name else where)
+        where = f"variant {name!r}" if name else where
+        config, ranges = self._table({key: value for key, value in table.items() if key != "name"}, where)
         inherited = {key: space for key, space in common.items() if key not in config}
+        if not (self._with_strategy or any("strategy" in keys for keys in (config, ranges, inherited))):
+            self.problems.append(f'{where}: no strategy: add one, such as strategy = "fedavg"')
         return SearchedVariant(name, config, {**inherited, **ranges})
 
     def _table(self, table: Any, where: str) -> tuple[dict[str, Value], dict[str, Space]]:

@@ -56,14 +56,14 @@ def trials_csv(found: Found) -> str:
 
 
 def found_toml(found: Found) -> str:
-    """[common] and [[variant]] with the best values in place of the ranges; without variants that have none yet."""
+    """The search file with the best values in place of the ranges, without variants that have none yet."""
     variants: list[dict[str, Any]] = []
     for variant in found.plan.variants:
         best = found.best.get(variant.name)
         if best or not variant.search:
             variants.append({"name": variant.name, **variant.config, **(best.values if best else {})})
     common = {"common": dict(found.plan.common)} if found.plan.common else {}
-    return _HEAD + tomli_w.dumps({**common, "variant": variants})
+    return _HEAD + tomli_w.dumps({"clients": found.plan.clients, **common, "variant": variants})
 
 
 def trial_line(trial: Trial, trials: int, minimise: bool) -> Text:

@@ -98,7 +98,7 @@ def score_of(run: Path, measure: str, rounds: int) -> float:
 
     Args:
         run: the run directory.
-        measure: "clients_accuracy" or "clients_rmse".
+        measure: ACCURACY or RMSE of `plan`.
         rounds: the number of the last round.
 
     Raises:

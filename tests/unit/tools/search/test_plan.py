@@ -1,13 +1,15 @@
 """Search files: what is read from them, and what is refused before anything runs."""
 
 import logging
+import re
 
 import pytest
 from typer.testing import CliRunner
 
 from tepal.server_app.config import ConfigError, defaults
 from tepal.tools.search.__main__ import app
-from tepal.tools.search.plan import Choices, Range, check_values, measure_of, read_plan
+from tepal.tools.search.plan import Choices, Range, check_values, read_plan
+from tests.packages import ROOT
 
 LEARNING_RATE = "learning-rate = { from = 1e-4, to = 1e-2, log = true }"
 
@@ -24,7 +26,7 @@ def read(tmp_path, text):
 
 def checked(tmp_path, text):
     file = written(tmp_path, text)
-    check_values(read_plan(file), defaults(), file)
+    return check_values(read_plan(file), defaults(), file)
 
 
 def one_variant(search, config=""):
@@ -84,9 +86,9 @@ def test_a_file_says_what_is_searched(tmp_path):
 
 
 def test_clients_and_seed_have_defaults_and_a_variant_may_have_nothing_to_search(tmp_path):
-    plan = read(tmp_path, one_variant(LEARNING_RATE) + '[[variant]]\nname = "as it is"\n')
+    plan = read(tmp_path, one_variant(LEARNING_RATE) + '[[variant]]\nname = "as-it-is"\nstrategy = "fedavg"\n')
     assert (plan.clients, plan.seed) == (10, 1000)
-    assert [variant.name for variant in plan.variants] == ["A", "as it is"]
+    assert [variant.name for variant in plan.variants] == ["A", "as-it-is"]
     assert [variant.name for variant in plan.searched] == ["A"]
 
 
@@ -102,6 +104,13 @@ def test_clients_and_seed_have_defaults_and_a_variant_may_have_nothing_to_search
 )
 def test_multiples_of_a_step_are_decimals(space, drawn, expected):
     assert space.exact(drawn) == expected and type(space.exact(drawn)) is type(expected)
+
+
+def test_the_file_of_the_documentation_is_accepted(tmp_path):
+    section = (ROOT / "docs/simulation.md").read_text().partition("## Searching for settings")[2]
+    (block,) = re.findall(r"```toml\n(.*?)```", section, flags=re.DOTALL)
+    assert checked(tmp_path, block) == "clients_accuracy"
+    assert [len(variant.search) for variant in read(tmp_path, block).variants] == [1, 4]
 
 
 # --- refusals of the form -------------------------------------------------------------------------------------------
@@ -162,7 +171,9 @@ def test_a_range_that_is_none_is_refused(tmp_path, search, problem):
         ("common = 1\n" + one_variant(LEARNING_RATE), "[common] is 1, expected a table"),
         ("[common]\nseed = 1\n" + one_variant(LEARNING_RATE), "[common]: seed is set by the search itself"),
         (one_variant(LEARNING_RATE).replace('name = "A"', ""), '[[variant]] 1 has no name: add one, such as name = "F'),
-        (one_variant(LEARNING_RATE).replace('"A"', "3"), "[[variant]] 1: name is 3, expected a text of 1 to 64"),
+        (one_variant(LEARNING_RATE).replace('"A"', "3"), "[[variant]] 1: name is 3, expected 1 to 64 letters"),
+        (one_variant(LEARNING_RATE).replace('"A"', '"A B"'), "[[variant]] 1: name is 'A B', expected 1 to 64 letters"),
+        (one_variant(LEARNING_RATE).replace("strategy", "schedule"), "variant 'A': no strategy: add one"),
         (one_variant(LEARNING_RATE) * 2, "two variants are named 'A'"),
         ('[[variant]]\nname = "A"\nsearch = 1', "variant 'A': search is 1, expected a table of ranges"),
         ('[[variant]]\nname = "A"\nstrategy = "fedavg"', "no variant has a table [variant.search]"),
@@ -204,7 +215,7 @@ def test_a_value_that_the_run_config_does_not_allow_is_refused(tmp_path, search,
 
 
 def test_a_problem_of_several_variants_is_named_once(tmp_path):
-    text = f'[common]\nmodel = "cmn"\n{one_variant(LEARNING_RATE)}[[variant]]\nname = "B"\n'
+    text = f'[common]\nmodel = "cmn"\n{one_variant(LEARNING_RATE)}[[variant]]\nname = "B"\nstrategy = "fedavg"\n'
     (refusal,) = refusals(checked, tmp_path, text)
     assert refusal.startswith("A, B: ") and "'cmn'" in refusal
 
@@ -224,25 +235,18 @@ def test_every_good_file_is_accepted_and_a_warning_is_shown_once(tmp_path, caplo
 
 
 def test_scores_of_classes_and_of_a_regression_are_not_compared(tmp_path):
-    classes = {**defaults(), "model": "cnn"}
-    regression = {**defaults(), "model": "linear-attention", "dataset": "local", "features": 3}
-    assert (measure_of(classes), measure_of(regression)) == ("clients_accuracy", "clients_rmse")
-    both = """
+    common = """
         [common]
         dataset = "local"
+        strategy = "fedavg"
         [common.search]
         learning-rate = { from = 0.1, to = 0.2 }
-        [[variant]]
-        name = "images"
-        image-shape = "1x8x8"
-        classes = 3
-        [[variant]]
-        name = "numbers"
-        model = "linear-attention"
-        features = 3
-        outputs = 1
         """
-    (refusal,) = refusals(checked, tmp_path, both)
+    images = '[[variant]]\nname = "images"\nimage-shape = "1x8x8"\nclasses = 3\n'
+    numbers = '[[variant]]\nname = "numbers"\nmodel = "linear-attention"\nfeatures = 3\noutputs = 1\n'
+    assert checked(tmp_path, common + images) == "clients_accuracy"
+    assert checked(tmp_path, common + numbers) == "clients_rmse"
+    (refusal,) = refusals(checked, tmp_path, common + images + numbers)
     assert "their scores cannot be compared" in refusal
 
 

@@ -36,7 +36,7 @@ PLAN = SearchPlan(
     common={"model": "cnn", "num-server-rounds": 1},
     variants=(
         SearchedVariant("FedAvg", {"strategy": "fedavg"}, SPACES),
-        SearchedVariant("as it is", {"strategy": "local", "momentum": 0.5}, {}),
+        SearchedVariant("as-it-is", {"strategy": "local", "momentum": 0.5}, {}),
         SearchedVariant("FedProx", {"strategy": "fedprox"}, {**SPACES, "fedprox.mu": Range(1e-3, 1.0, log=True)}),
     ),
 )
@@ -252,8 +252,9 @@ def test_values_are_of_their_range(tmp_path_factory, space, seed):
 def test_found_toml_has_the_best_values_in_place_of_the_ranges(tmp_path):
     found, _ = search(tmp_path, 5)
     read = tomllib.loads((tmp_path / "found.toml").read_text())
-    assert read.keys() == {"common", "variant"} and read["common"] == PLAN.common
-    assert [variant.pop("name") for variant in read["variant"]] == ["FedAvg", "as it is", "FedProx"]
+    assert read.keys() == {"clients", "common", "variant"}
+    assert (read["clients"], read["common"]) == (PLAN.clients, PLAN.common)
+    assert [variant.pop("name") for variant in read["variant"]] == ["FedAvg", "as-it-is", "FedProx"]
     for read_variant, variant in zip(read["variant"], PLAN.variants, strict=True):
         best = found.best.get(variant.name)
         assert read_variant == {**variant.config, **(best.values if best else {})}
@@ -269,6 +270,18 @@ def test_found_toml_has_the_best_values_in_place_of_the_ranges(tmp_path):
         assert (row["fedprox.mu"] == "") == (row["variant"] == "FedAvg")
 
 
+def test_found_toml_is_a_file_of_variants_for_comparisons(tmp_path):
+    variants = pytest.importorskip("tepal.tools.compare.variants", reason="there is no `tepal compare --variants`")
+    found, _ = search(tmp_path, 2)
+    read = variants.read_variants(tmp_path / "found.toml")
+    assert (read.clients, read.common) == (PLAN.clients, PLAN.common)
+    compared = {variant.name: variant.run_config for section in read.sections for variant in section.variants}
+    assert compared == {
+        variant.name: {**variant.config, **(found.best[variant.name].values if variant.search else {})}
+        for variant in PLAN.variants
+    }
+
+
 def test_files_are_written_after_each_trial(tmp_path):
     folder = tmp_path / "stopped"
     folder.mkdir()
@@ -276,7 +289,7 @@ def test_files_are_written_after_each_trial(tmp_path):
         search(folder, 8, Fake(folder, stop_at=2))
     assert [row["variant"] for row in rows(folder)] == ["FedAvg"]
     names = [variant["name"] for variant in tomllib.loads((folder / "found.toml").read_text())["variant"]]
-    assert names == ["FedAvg", "as it is"], "of FedProx no trial has ended"
+    assert names == ["FedAvg", "as-it-is"], "of FedProx no trial has ended"
 
 
 def test_the_terminal_has_a_line_for_each_trial_and_a_table_of_the_best(tmp_path):
