@@ -87,6 +87,7 @@ RUN_BY = {
     "tepal doctor": "tests/unit/tools/deploy/test_doctor.py",
     "python benchmarks/": "tests/unit/test_benchmarks.py",
     "python docs/run_config.py": "test_what_follows_from_the_declared_options_is_written_anew",
+    "python -m tepal.tools.search": "tests/unit/tools/search/test_search.py",
     "python -m quickstart.in_process": "test_the_app_of_ones_own_runs",
     "flwr run . CONNECTION --stream --run-config 'resume=": "tests/integration/test_resume.py",
     "tepal loopback": "tests/integration/test_loopback_command.py",

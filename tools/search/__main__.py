@@ -1,0 +1,122 @@
+"""`python -m tepal.tools.search FILE.toml`: search for settings."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from tepal.host.superlink import RunError, app_run_config
+from tepal.host.toml import Value
+from tepal.records.round_record import RoundRecord
+from tepal.records.run_directory import RunInUse
+from tepal.server_app.config import ConfigError, defaults, read_run_config
+from tepal.tools.cli import commands, reported
+from tepal.tools.cli.running import CPUS, Verbose, cache_in, check_clients, run_once
+from tepal.tools.search.plan import RMSE, check_values, read_plan, without_warnings
+from tepal.tools.search.results import best_table, trial_line
+from tepal.tools.search.running import open_search, run_trials, score_of
+from tepal.tools.search.study import optuna_is_missing
+from tepal.tools.simulation.engine import Engine
+from tepal.tools.simulation.engines import PROCESS, engine_for
+from tepal.tools.terminal import RoundProgress, shown
+
+app = commands("search")
+
+
+@app.command()
+def search_command(
+    file: Annotated[Path, typer.Argument(metavar="FILE.toml", help="what is searched (docs/simulation.md)")],
+    folder: Annotated[Path, typer.Option(help="folder of the search; one that was interrupted goes on")] = Path(
+        "runs/search"
+    ),
+    trials: Annotated[int, typer.Option(min=1, help="trials of each variant in total")] = 12,
+    flower_app: Annotated[Path, typer.Option("--app", help="folder of the Flower app")] = Path("."),
+    cpus: Annotated[float | None, typer.Option(min=0.01, help=CPUS, show_default="1")] = None,
+    verbose: Verbose = False,
+) -> None:
+    """Search for settings: run config keys are drawn from ranges, and the best values of each variant kept.
+
+    Each trial is a simulated run. Its score is the mean over the clients of the final model's accuracy (in a
+    regression, of its error) on their own test examples. Ctrl-C ends the search; the same command goes on with it.
+    """
+    console = Console()
+    with reported(RunError, RunInUse):
+        if missing := optuna_is_missing():
+            raise ConfigError(missing)
+        plan = read_plan(file)
+        usual = {**defaults(), **app_run_config(flower_app)}
+        measure = check_values(plan, usual, file)
+        minimise = measure == RMSE
+        with engine_for(PROCESS, flower_app, clients=plan.clients, cpus=cpus) as engine:
+            for variant in plan.searched:
+                first = {key: space.samples[0] for key, space in variant.search.items()}
+                with without_warnings():
+                    check_clients(read_run_config({**usual, **plan.config_of(variant, first)}), plan.clients)
+            folder = folder.expanduser().resolve()
+            open_search(plan, folder)
+            engine.cache = cache_in(folder)
+            console.print(engine.description, markup=False, highlight=False, soft_wrap=True)
+            try:
+                found = run_trials(
+                    plan, folder, trials, Simulated(engine, usual, folder, measure, console, verbose),
+                    minimise=minimise,
+                    on_trial=lambda trial: console.print(trial_line(trial, trials, minimise), soft_wrap=True),
+                )  # fmt: skip
+            except KeyboardInterrupt:
+                console.print(shown(f"Stopped. Results so far in {folder}; the same command goes on"), soft_wrap=True)
+                raise typer.Exit(130) from None  # as shells do for a command that Ctrl-C ended
+        console.print(best_table(found, folder), soft_wrap=True)
+    if found.without:
+        raise typer.Exit(1)
+
+
+class Simulated:
+    """Runs trials with an engine: an `Objective`."""
+
+    def __init__(
+        self, engine: Engine, usual: Mapping[str, Value], folder: Path, measure: str, console: Console, verbose: bool
+    ) -> None:
+        self._engine, self._usual, self._folder, self._measure = engine, usual, folder, measure
+        self._console, self._verbose = console, verbose
+
+    def __call__(self, name: str, config: Mapping[str, Value], on_run: Callable[[Path], None]) -> float:
+        with without_warnings():
+            checked = read_run_config({**self._usual, **config, "runs": str(self._folder), "resume": ""})
+        rounds = checked.rounds.num_server_rounds
+        with TrialProgress(rounds, name, self._console) as progress:
+            run = run_once(self._engine.run, checked, progress, self._console, self._verbose, on_run)
+        return score_of(run, self._measure, rounds)
+
+
+class TrialProgress(RoundProgress):
+    """Shows in a terminal what a trial is doing, on a line that disappears with it; elsewhere nothing."""
+
+    def __init__(self, rounds: int, name: str, console: Console) -> None:
+        super().__init__(rounds, console=Console(file=io.StringIO()))
+        self._trial, self._of = name, rounds
+        self._status = console.status(shown(name)) if console.is_terminal else None
+
+    def __enter__(self) -> TrialProgress:
+        if self._status is not None:
+            self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def stage(self, text: str) -> None:
+        if self._status is not None:
+            self._status.update(shown(f"{self._trial}: {text}"))
+
+    def update(self, line: RoundRecord) -> None:
+        self.stage(f"round {line.round}/{self._of}")
+
+
+if __name__ == "__main__":
+    app(prog_name="python -m tepal.tools.search")

@@ -1,0 +1,151 @@
+"""Run the trials of a search in turn, and write its files after each.
+
+    search.json      what is searched: a search goes on only with the same
+    trials.journal   the trials as Optuna keeps them, from which a search is resumed
+    trials.csv       one line per trial; this and the following can be written again from the journal
+    found.toml       the best values of each variant
+    <start>-<strategy>/ the run directory of each trial
+
+A search can be stopped or killed at any time. A trial that was cut off is run again, from its beginning.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from tepal.host.superlink import RunError
+from tepal.host.text import visible
+from tepal.host.toml import Value
+from tepal.records.run_directory import held, read_metrics, write_whole
+from tepal.server_app.config import ConfigError
+from tepal.tools.search.plan import SearchPlan
+from tepal.tools.search.results import FOUND, TRIALS, Found, found_toml, trials_csv
+from tepal.tools.search.study import Trial, VariantStudy
+
+PLAN, JOURNAL = "search.json", "trials.journal"
+
+Objective = Callable[[str, Mapping[str, Value], Callable[[Path], None]], float]
+"""Runs a trial, given its name and run config, and returns its score. It passes the run directory to its last argument
+when that is made. Raises RunError, OSError or ConfigError if the run fails."""
+
+
+def open_search(plan: SearchPlan, folder: Path) -> None:
+    """Make the folder of a search, or check that it has the same search. Raises ConfigError if it has another one."""
+    file = folder / PLAN
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(file, plan.to_json().encode())
+        return
+    try:
+        before = json.loads(file.read_text(encoding="utf-8"))
+        changed = [key for key, value in json.loads(plan.to_json()).items() if before.get(key) != value]
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(f"{file} is damaged ({visible(error)}): take it from a copy, or use a new folder") from error
+    if changed:
+        raise ConfigError(
+            f"{folder} has another search: {', '.join(changed)} differ from the file's. A search goes on only as it "
+            "began: undo the changes, or start a new one with --folder"
+        )
+
+
+def run_trials(
+    plan: SearchPlan,
+    folder: Path,
+    trials: int,
+    objective: Objective,
+    *,
+    minimise: bool,
+    on_trial: Callable[[Trial], None],
+) -> Found:
+    """Run what is missing of `trials` trials of each variant, and return what was found.
+
+    The first trials of all variants are run, then the second ones, and so on. A trial that fails counts as the worst,
+    and one whose values a finished trial had gets that one's score and run.
+
+    Args:
+        plan: what is searched.
+        folder: of the search.
+        trials: how many each variant has in the end, including those of an earlier call.
+        objective: runs one trial.
+        minimise: whether low scores are better.
+        on_trial: called with each trial that has ended, also those of an earlier call.
+
+    Raises:
+        RunInUse: another process runs this search.
+        KeyboardInterrupt: the user stopped it; the files are written.
+    """
+    with held(folder):
+        studies = [VariantStudy(folder / JOURNAL, variant, plan.seed, minimise=minimise) for variant in plan.searched]
+        for study, number in ((study, number) for number in range(trials) for study in studies):
+            known = study.trials()
+            if number < len(known) and known[number].ended:
+                on_trial(known[number])
+                continue
+            trial = study.next_trial()
+            _run_trial(plan, study, trial, folder, objective)
+            _write(plan, studies, folder, minimise)
+            on_trial(trial)
+        return _write(plan, studies, folder, minimise)
+
+
+def score_of(run: Path, measure: str, rounds: int) -> float:
+    """Return the mean over the clients, each counted alike, of the final model's scores on their own test examples.
+
+    Args:
+        run: the run directory.
+        measure: ACCURACY or RMSE of `plan`.
+        rounds: the number of the last round.
+
+    Raises:
+        RunError: the clients did not score the model after the last round, or it has diverged.
+    """
+    metrics = read_metrics(run)
+    score = metrics[-1].value(measure) if metrics and metrics[-1].round == rounds else None
+    if score is None or not math.isfinite(score):
+        raise RunError(f"no {measure} after round {rounds}: it diverged, or no client scored the final model")
+    return float(score)
+
+
+def _run_trial(plan: SearchPlan, study: VariantStudy, trial: Trial, folder: Path, objective: Objective) -> None:
+    """Run a trial, and note what came of it."""
+    if trial.run:
+        # Of the same trial, which was cut off. The name is from a file: only a folder in this one is removed.
+        shutil.rmtree(folder / Path(trial.run).name, ignore_errors=True)
+    same = next((each for each in _finished(study) if each.values == trial.values), None)
+    begun = time.monotonic()
+    if same is not None:
+        trial.score, trial.run, trial.seconds = same.score, same.run, 0.0
+        study.end(trial)
+        return
+    config = plan.config_of(study.variant, trial.values)
+    try:
+        trial.score = objective(
+            f"{trial.variant} trial {trial.number + 1}", config, lambda run: study.begin(trial, run.name)
+        )
+    except (RunError, ConfigError, OSError) as error:
+        lines = (error.reason if isinstance(error, RunError) else str(error)).splitlines()
+        # The first line of a ConfigError names no key.
+        trial.reason = visible(" ".join(line.strip() for line in lines[: 2 if isinstance(error, ConfigError) else 1]))
+    trial.seconds = round(time.monotonic() - begun, 3)
+    study.end(trial)
+
+
+def _finished(study: VariantStudy) -> Iterator[Trial]:
+    return (trial for trial in study.trials() if trial.score is not None)
+
+
+def _write(plan: SearchPlan, studies: list[VariantStudy], folder: Path, minimise: bool) -> Found:
+    found = Found(
+        plan,
+        trials=[trial for study in studies for trial in study.trials() if trial.ended],
+        best={study.variant.name: best for study in studies if (best := study.best())},
+        minimise=minimise,
+    )
+    write_whole(folder / TRIALS, trials_csv(found).encode())
+    write_whole(folder / FOUND, found_toml(found).encode())
+    return found
