@@ -198,6 +198,8 @@ _OPTIONAL = {each.name for each in fields(RoundRecord) if each.metadata["optiona
 COUNTED = ("refused", "lost", "late", "left_out")
 """Columns that list clients; trackers show how many clients they list."""
 INCIDENTS = (*COUNTED, "notes")
+BINS = ("calibration_probability", "calibration_accuracy", "calibration_examples")
+"""Columns that list numbers, one for each bin of the calibration."""
 
 
 def columns(*names: str) -> tuple[Column, ...]:

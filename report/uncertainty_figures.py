@@ -54,8 +54,8 @@ def _reliability(metrics: Sequence[RoundRecord]) -> list[Figure]:
     loss = "" if line.loss is None else f", negative log-likelihood {score_text(line.loss)} nats"
     caption = (
         f"Accuracy by the probability of the predicted class, in {BINS} bins, on the server's {_count(total)} held-out "
-        f"examples after round {line.round}. Expected calibration error {score_text(line.calibration_error)}{loss}. Bars "
-        "below the diagonal: predictions are more certain than they are right."
+        f"examples after round {line.round}. Expected calibration error {score_text(line.calibration_error)}{loss}. "
+        "Bars below the diagonal: predictions are more certain than they are right."
     )
     return [Figure("reliability", "Reliability of the probabilities", caption, plot)]
 

@@ -31,7 +31,7 @@ LETTERS = "ACEFHJKLMNPRTUVWXY"
 SETS = ("letters", "noise", "covered")
 
 _FINE = 64  # pixels of a letter's canvas, at least: smaller images are drawn large and reduced
-_HEIGHTS = (0.55, 0.9)  # of a letter, relative to the image
+_HEIGHTS = (0.6, 0.95)  # of a letter, relative to the image
 
 
 def foreign_images(images: Images, seed: int) -> dict[str, Images]:
