@@ -67,8 +67,8 @@ def columns_of(record: type) -> dict[str, Column]:
 def from_values(record: type[T], values: Mapping[str, Any]) -> T:
     """Make a dataclass from an object of a JSON file, also of one that another version wrote.
 
-    A field that is missing, null, NaN, infinite or larger than 1e300 has its default; a value that no field is declared
-    for is ignored.
+    A field that is missing, null, NaN, infinite or larger than 1e300 has its default, and so has a list that contains
+    such a number; a value that no field is declared for is ignored.
     Raises ValueError for a value of another type than its field's.
     """
     if not isinstance(values, Mapping):
@@ -108,8 +108,8 @@ def _read(name: str, value: Any, kind: str) -> Any:
             return value
         case "an object" if isinstance(value, Mapping):
             return value
-        case "a list of numbers" if isinstance(value, list | tuple) and all(map(is_number, value)):
-            return value if all(abs(each) <= _LARGEST for each in value) else None
+        case "a list of numbers" if isinstance(value, list | tuple) and all(map(_is_number_or_null, value)):
+            return value if all(each is not None and abs(each) <= _LARGEST for each in value) else None
         case "a list of incidents" if isinstance(value, list | tuple) and all(map(_is_incident, value)):
             return value
     raise ValueError(f"its {name} is {_quoted(value)}, expected {kind}")
@@ -124,6 +124,11 @@ def is_number(value: Any) -> bool:
     if isinstance(value, int):
         return not isinstance(value, bool) and abs(value) <= _LARGEST
     return isinstance(value, float)
+
+
+def _is_number_or_null(value: Any) -> bool:
+    """Whether a value is a number, or null, as NaN and infinity are written."""
+    return value is None or is_number(value)
 
 
 _LARGEST = 10**300  # so that sums of many are floats, too

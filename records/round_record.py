@@ -107,6 +107,16 @@ class RoundRecord:
     entropy: float | None = _score(optional=True)
     disagreement: float | None = _score("disagreement of two modes", optional=True)
     variance_over_members: float | None = _score(optional=True)
+    calibration_error: float | None = _score("calibration error", optional=True)
+    """On the server's held-out examples; by bin of the predicted class's probability the following three."""
+    calibration_probability: Sequence[float] | None = column(optional=True)
+    calibration_accuracy: Sequence[float] | None = column(optional=True)
+    calibration_examples: Sequence[float] | None = column(optional=True)
+    entropy_threshold: float | None = column("entropy threshold", "nats", score_text, optional=True)
+    """Entropy above which a prediction is flagged: 5 % of the held-out images exceed it. Of images of no class:"""
+    flagged_letters: float | None = _score("letters flagged", optional=True)
+    flagged_noise: float | None = _score("noise flagged", optional=True)
+    flagged_covered: float | None = _score("covered images flagged", optional=True)
 
     @staticmethod
     def of(report: RoundReport, model_bytes: int, task: Task) -> RoundRecord:
@@ -118,6 +128,7 @@ class RoundRecord:
             accuracy_of = "server"
         elif any(clients[name] is not None for name in _SCORES):
             accuracy_of = "clients" if report.train_metrics_of == "received" else "personal"
+        measured: Mapping[str, Any] = {**server, **report.server_lists}
         scored: Mapping[str, float | None] = server if accuracy_of == "server" else clients
         loss = scored.get("loss")
         return RoundRecord(
@@ -154,7 +165,7 @@ class RoundRecord:
             seconds=round(report.seconds, 3),
             seconds_train=round(report.seconds_train, 3),
             step_seconds=train.get("step-seconds"),
-            **{name: server[key] for name in _OPTIONAL if (key := name.replace("_", "-")) in server},
+            **{name: measured[key] for name in _OPTIONAL if (key := name.replace("_", "-")) in measured},
         )
 
     @classmethod
@@ -187,6 +198,8 @@ _OPTIONAL = {each.name for each in fields(RoundRecord) if each.metadata["optiona
 COUNTED = ("refused", "lost", "late", "left_out")
 """Columns that list clients; trackers show how many clients they list."""
 INCIDENTS = (*COUNTED, "notes")
+BINS = ("calibration_probability", "calibration_accuracy", "calibration_examples")
+"""Columns that list numbers, one for each bin of the calibration."""
 
 
 def columns(*names: str) -> tuple[Column, ...]:

@@ -14,10 +14,14 @@ from tepal.report.templates import render
 
 _SHOWN = columns(
     "round", "phase", "clients_asked", "clients_replied", "refused", "lost", "accuracy", "rmse", "loss", "macro_f1",
-    "perplexity", "train_loss", "learning_rate", "bytes_down", "bytes_up", "bytes_overhead", "bytes_fedavg", "resent",
+    "perplexity", "calibration_error", "entropy_threshold", "flagged_letters", "flagged_noise", "flagged_covered",
+    "train_loss", "learning_rate", "bytes_down", "bytes_up", "bytes_overhead", "bytes_fedavg", "resent",
     "seconds", "seconds_train", "step_seconds",
 )  # fmt: skip
-_OF_SOME_TASKS = ("macro_f1", "perplexity", "rmse")
+_OF_SOME_RUNS = (
+    "macro_f1", "perplexity", "rmse", "calibration_error", "entropy_threshold", "flagged_letters", "flagged_noise",
+    "flagged_covered",
+)  # fmt: skip
 _INCIDENTS = (COLUMNS["round"], *(Column(heading, left=True) for heading in ("client", "incident", "reason")))
 
 
@@ -39,7 +43,7 @@ def rounds_html(metrics: Sequence[RoundRecord], most: int | None = None) -> Mark
     """The table of all rounds, or of the last `most`, folded."""
     if not metrics:
         return Markup()
-    absent = {key for key in _OF_SOME_TASKS if all(line.value(key) is None for line in metrics)}
+    absent = {key for key in _OF_SOME_RUNS if all(line.value(key) is None for line in metrics)}
     if measured_by(metrics) != ACCURACY:
         absent.add(ACCURACY.key)
     shown = metrics if most is None else metrics[-most:]

@@ -21,11 +21,13 @@ from tepal.report.round_figures import figures
 from tepal.report.round_tables import rounds_html, trouble_html
 from tepal.report.run_files import RunFiles
 from tepal.report.templates import render
+from tepal.report.uncertainty_figures import uncertainty_figures
 
 T = TypeVar("T")
 
 SECTIONS = {
     "figures": "Scores and transferred bytes",
+    "uncertainty": "Uncertainty of the predictions",
     "travel": "Transfer and training of the model's parts",
     "method": "Method details",
     "clients": "Clients",
@@ -52,6 +54,7 @@ def drawn_of(run: RunFiles) -> dict[str, list[Figure]]:
     """
     drawn: dict[str, Callable[[], list[Figure]]] = {
         "figures": lambda: figures(run.metrics, run.summary),
+        "uncertainty": lambda: uncertainty_figures(run.metrics),
         "travel": lambda: travel_figures(run.records, run.segments),
         "method": lambda: method_figures(run.records, run.metrics),
         "clients": lambda: label_figures(run.label_counts),

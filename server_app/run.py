@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 from torch import nn
 
 from tepal import models
-from tepal.exchange.modes import join_modes, modes_of
+from tepal.exchange.modes import join_modes
 from tepal.models.blocks import Blocks, BlocksError, find_blocks
 from tepal.models.pretrained import Loaded, load_pretrained
 from tepal.models.weights import card, shipped
@@ -28,15 +27,15 @@ from tepal.records.run_directory import ACCURACY, CHECKPOINTS, KEPT_IN, RMSE, Ru
 from tepal.report.run_page import write_report
 from tepal.server_app.config import ConfigError, RunConfig, open_run, sizes_of
 from tepal.server_app.distillation import Distiller
+from tepal.server_app.evaluation import server_evaluation
 from tepal.server_app.grid import prompt
 from tepal.server_app.trackers import TrackerError, Trackers, check_trackers, open_trackers
 from tepal.strategies import STRATEGIES, MethodError, MethodStrategy, NoAttentionError, RoundFailed, RoundReport
 from tepal.strategies.rounds.checkpoint import CheckpointError, Checkpoints
 from tepal.strategies.rounds.travel import segments
 from tepal.training.data import DataError
-from tepal.training.data.inputs import FOUND_NAMES, held_out_inputs, unlabelled_inputs, written_names, written_sizes
+from tepal.training.data.inputs import FOUND_NAMES, unlabelled_inputs, written_names, written_sizes
 from tepal.training.data.tokens import TokenizerError
-from tepal.training.prediction import score_ensemble
 from tepal.training.tasks import TASKS
 
 log = getLogger("flwr")
@@ -48,7 +47,7 @@ _NAME_THEM = (
     "blocks.embedding, blocks.head)"
 )
 # Keys that concern this server only, and are not sent to the clients.
-_OWN = ("runs", "resume", "pretrained", "trackers", "mlflow.tracking-uri", "mlflow.experiment")
+_OWN = ("runs", "resume", "pretrained", "foreign-images", "trackers", "mlflow.tracking-uri", "mlflow.experiment")
 _PATIENCE = 600.0  # seconds for which writing a result is tried again
 _TRY_AGAIN = 5.0  # seconds between two attempts
 
@@ -235,7 +234,7 @@ def build_strategy(config: RunConfig, blocks: Blocks) -> MethodStrategy:
         "encoding": config.wire.encoding(rounds.seed),
     }
     try:
-        return _strategy(rounds.strategy, config, options)
+        strategy = _strategy(rounds.strategy, config, options)
     except NoAttentionError as error:
         raise ConfigError(
             f"strategy={rounds.strategy!r} with model={rounds.model!r}: {error} Its entries are "
@@ -243,6 +242,12 @@ def build_strategy(config: RunConfig, blocks: Blocks) -> MethodStrategy:
         ) from error
     except MethodError as error:
         raise ConfigError(f"strategy={rounds.strategy!r} with model={rounds.model!r}: {error}") from error
+    if rounds.foreign_images and strategy.method.eval_metrics_of == "personal":
+        raise ConfigError(
+            f"foreign-images=true: the server predicts with a global model or an ensemble, but strategy="
+            f"{rounds.strategy!r} trains a personal model for each client: set foreign-images=false"
+        )
+    return strategy
 
 
 def _strategy(name: str, config: RunConfig, options: Mapping[str, Any]) -> MethodStrategy:
@@ -328,30 +333,3 @@ def _starts(config: RunConfig, model: nn.Module, blocks: Blocks, loaded: Loaded 
                 drawn = other.state_dict()
                 other.load_state_dict(model.state_dict() | {name: drawn[name].clone() for name in loaded.fresh})
             yield other
-
-
-def server_evaluation(config: RunConfig, model: nn.Module) -> Callable[[int, ArrayRecord], MetricRecord | None] | None:
-    """Return a function that scores the global model, or an ensemble, on the held-out examples.
-
-    It takes the round and the arrays, and returns None in rounds without a score (`evaluate-every`). If the server has
-    no held-out examples, there is no function: None.
-    """
-    examples = held_out_inputs(config.data)
-    if examples is None:
-        return None
-    images, labels = torch.from_numpy(examples.values), torch.from_numpy(examples.labels)
-    task = TASKS[config.data.kind]
-    every, last = config.rounds.evaluate_every, config.rounds.num_server_rounds
-
-    def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
-        if server_round % every and server_round != last:
-            return None
-        modes = modes_of(arrays)
-        states = (ArrayRecord(mode).to_torch_state_dict() for mode in modes)
-        scored = score_ensemble(model, states, images, labels, config.training, task)
-        figures: dict[str, Any] = {"loss": scored.loss, "examples": scored.examples, **scored.figures}
-        if scored.accuracy is not None:
-            figures["accuracy"] = scored.accuracy
-        return MetricRecord(figures | (scored.apart if len(modes) > 1 else {}))
-
-    return evaluate

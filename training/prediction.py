@@ -18,6 +18,7 @@ from tepal.training import tasks
 from tepal.training.config import TrainingConfig
 from tepal.training.loop import Score, at_once, autocast
 from tepal.training.tasks import Task, check_shapes, counts_by_class, macro_f1
+from tepal.training.uncertainty import Calibration
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,10 +78,12 @@ class EnsembleScore(Score):
     accuracy: share of correct labels; None in a regression.
     figures: the task's other metrics, by name.
     diversity: how much the members differ; None in a regression.
+    calibration: whether the mean probabilities are as high as the accuracy; None in a regression.
     variance: variance over the members, mean over all output elements; None in a classification.
     """
 
     diversity: Diversity | None = None
+    calibration: Calibration | None = None
     variance: float | None = None
 
     @property
@@ -138,7 +141,14 @@ def score_ensemble(
         raise ValueError(
             f"{len(inputs)} inputs and {len(labels)} labels: give one label for each input, and at least one"
         )
-    predictions = predict(model, states, inputs, config, task)
+    return score_predictions(predict(model, states, inputs, config, task), labels, task)
+
+
+def score_predictions(predictions: Predictions, labels: Tensor, task: Task = tasks.IMAGES) -> EnsembleScore:
+    """Score predictions for at least one example with these labels, as `score_ensemble` does.
+
+    Raises ValueError if the labels do not fit the outputs.
+    """
     labels = labels.cpu()
     if task.regression:
         check_shapes(predictions.outputs, labels)
@@ -152,7 +162,12 @@ def score_ensemble(
     if task.macro_f1:
         figures["macro-f1"] = macro_f1(*counts_by_class(predicted, labels, log_probabilities.shape[1]))
     return EnsembleScore(
-        loss, _share(predicted == labels), len(labels), figures, diversity=diversity(predictions, labels)
+        loss,
+        _share(predicted == labels),
+        len(labels),
+        figures,
+        diversity=diversity(predictions, labels),
+        calibration=Calibration.of(log_probabilities.amax(dim=1).exp(), predicted == labels),
     )
 
 

@@ -12,7 +12,8 @@ from tepal import models
 from tepal.server_app.config.run_config import RunConfig, defaults
 from tepal.server_app.trackers import TrackerError, missing, names_of, with_password
 from tepal.training.data import BY_LABEL, LOCAL, DataError
-from tepal.training.data.inputs import sizes
+from tepal.training.data.inputs import held_out_inputs, sizes
+from tepal.training.foreign_images import LETTERS
 
 
 def unknown(key: str) -> str:
@@ -79,9 +80,15 @@ def contradictions(config: RunConfig) -> list[str]:
             "layers; set selective.costs='layers'"
         )
     found += _only_for_classes(config) if regression else _nothing_to_distil_on(config)
+    found += _foreign_problems(config)
     if not found:
         try:
             sizes(config.data)
+            if config.rounds.foreign_images and held_out_inputs(config.data) is None:
+                found.append(
+                    f"foreign-images=true and held-out-fraction={config.data.held_out_fraction:g}: the server has no "
+                    "held-out images, from which they are made: set held-out-fraction above 0"
+                )
         except DataError as error:
             found.append(str(error))
     return found
@@ -155,6 +162,29 @@ def _only_for_classes(config: RunConfig) -> Iterator[str]:
             f"strategy='fedbe' distils probabilities of classes, but {does}: set fedbe.distil=false (the next "
             "model is then a random draw)"
         )
+
+
+_WITH_LETTERS = ("emnist", "femnist")
+
+
+def _foreign_problems(config: RunConfig) -> Iterator[str]:
+    """Yield a message if images of no class are to be predicted and the server cannot make or predict them."""
+    if not config.rounds.foreign_images:
+        return
+    key, off = "foreign-images=true", "set foreign-images=false"
+    try:
+        kind = config.data.kind
+    except models.ModelError:  # which is a message of its own
+        return
+    if kind != models.IMAGES:
+        yield f"{key} is for image classification, but model={config.rounds.model!r} is for {kind}: {off}"
+    elif config.data.dataset == LOCAL:
+        yield (
+            f"{key}: with dataset={LOCAL!r} the server has no held-out images, from which they are made: set dataset "
+            f"to one that the server can read, or {off}"
+        )
+    elif config.data.dataset in _WITH_LETTERS or any(name.upper() in {*LETTERS} for name in config.data.names):
+        yield f"{key}: letters are among the classes of dataset={config.data.dataset!r}: {off}"
 
 
 def _nothing_to_distil_on(config: RunConfig) -> Iterator[str]:

@@ -47,6 +47,11 @@ class RoundConfig(BaseModel):
         ge=1,
         description="the server scores the model every so many rounds, and before the first and after the last round",
     )
+    foreign_images: bool = Field(
+        False,
+        description="whether the server also predicts images of no class (letters, noise, half-covered images), and "
+        "records how many of them have an uncertain prediction; for image classification (docs/runs.md)",
+    )
     min_clients: int = Field(2, ge=1, description="clients that must be connected before a round starts")
     min_replies: int = Field(1, ge=1, description="with fewer valid replies a round is repeated")
     max_replies: int = Field(0, ge=0, description="a round ends after this many valid replies; 0: it waits for all")

@@ -52,7 +52,7 @@ def read_run_config(values: Mapping[str, Any]) -> RunConfig:
 
 CHANGEABLE = (
     "num-server-rounds", "min-clients", "min-replies", "max-replies", "round-timeout", "fraction-evaluate",
-    "evaluate-every",
+    "evaluate-every", "foreign-images",
     "checkpoints",
     "trackers", "mlflow.tracking-uri", "mlflow.experiment",
 )  # fmt: skip

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from flwr.app import MetricRecord
 from flwr.serverapp.strategy import Result
 
 from tepal.exchange.bounds import MOST_NOTES
@@ -158,6 +159,8 @@ class RoundReport:
     train_metrics: Mapping[str, float] = field(default_factory=dict)
     evaluate_metrics: Mapping[str, float] = field(default_factory=dict)
     server_metrics: Mapping[str, float] = field(default_factory=dict)
+    server_lists: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """Metrics of the server that are lists of numbers, such as one number for each bin of a calibration."""
     over_clients: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Metric on the clients' test examples → mean and standard deviation over the clients."""
     train_metrics_of: str = "received"
@@ -237,6 +240,12 @@ class RoundReport:
         """Whether more than half of the clients that were asked last have no good reply, and the model may be why."""
         failed = [name for name in self.asked if name in self.failed_by_model and self.clients[name].state != REPLIED]
         return 2 * len(failed) > len(self.asked)
+
+    def add_server_metrics(self, record: MetricRecord | None) -> None:
+        """Enter what the server measured of the round's result."""
+        metrics = dict(record or {})
+        self.server_metrics = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+        self.server_lists = {name: value for name, value in metrics.items() if isinstance(value, list)}
 
     def mean_of(
         self, metrics: Mapping[str, tuple[Mapping[str, float], int]], of: str, weighted_by: str, *, share: float = 1.0

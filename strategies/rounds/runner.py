@@ -156,7 +156,7 @@ class RoundRunner:
                 metrics, report.eval_metrics_of, self.weighted_by_key, share=self.rules.max_weight_share
             )
         if evaluate_fn is not None:
-            report.server_metrics = scalars(evaluate_fn(this.number, joined(self.method.models(state), self._layout)))
+            report.add_server_metrics(evaluate_fn(this.number, joined(self.method.models(state), self._layout)))
 
     def _attempts(self, state: Any, this: Round) -> Any:
         """Draw a cohort, run all phases and merge. Returns the next state; a failure leaves the old one unchanged."""
@@ -326,8 +326,3 @@ def _mean_rate(messages: list[Outgoing]) -> float | None:
     rates = [outgoing.settings.get("lr", outgoing.settings.get("learning-rate")) for outgoing in messages]
     known = [rate for rate in rates if isinstance(rate, int | float)]
     return sum(known) / len(known) if known else None
-
-
-def scalars(record: MetricRecord | None) -> dict[str, float]:
-    """The metrics that are single numbers."""
-    return {name: value for name, value in (record or {}).items() if isinstance(value, int | float)}

@@ -32,7 +32,7 @@ from tepal.strategies.rounds.past import Past
 from tepal.strategies.rounds.report import RoundFailed, RoundReport
 from tepal.strategies.rounds.resuming import Resuming
 from tepal.strategies.rounds.round import Round
-from tepal.strategies.rounds.runner import RoundRunner, scalars
+from tepal.strategies.rounds.runner import RoundRunner
 
 if TYPE_CHECKING:
     from torch import nn
@@ -189,7 +189,8 @@ class MethodStrategy(WithoutHooks):
                 first = checkpoint.round + 1
                 state, checkpoint = resuming.restore(checkpoint, rounds.ledger, rounds.memories, result), None
             elif evaluate_fn is not None:
-                report = RoundReport(0, "initial", server_metrics=scalars(evaluate_fn(0, initial_arrays)))
+                report = RoundReport(0, "initial")
+                report.add_server_metrics(evaluate_fn(0, initial_arrays))
                 result.evaluate_metrics_serverapp[0] = MetricRecord(dict(report.server_metrics))
                 self.on_round(report)
             layout = model.layout

@@ -70,6 +70,7 @@ RUN_BY = {
     "tepal dashboard --host": "tests/integration/test_dashboard_command.py",
     "tepal dashboard": "tests/integration/test_browser.py",
     "tepal simulate . -c 'trackers=": "tests/unit/server_app/test_trackers.py",
+    "tepal simulate . -c 'foreign-images=": "tests/unit/server_app/test_evaluation.py",
     "tepal simulate . -c 'wire-dtype": "tests/unit/strategies/rounds/test_encoding.py",
     "tepal simulate . --clients 100": "tests/integration/test_simulation_launcher.py",
     "tepal simulate . --clients 10 -c 'model=\"char-lstm\"": "tests/unit/training/data/test_inputs.py",

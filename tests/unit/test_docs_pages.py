@@ -168,6 +168,7 @@ def test_the_pages_of_the_methods_make_their_strategies_and_score(page):
         images, labels = torch.rand(4, 1, 8, 8), torch.zeros(4, dtype=torch.long)
         names = {
             "app": ClientApp(), "model": model, "images": images, "labels": labels, "batches": [(images, labels)],
+            "states": [model.state_dict()],
             "Message": Message, "MetricRecord": MetricRecord, "RecordDict": RecordDict,
         }  # fmt: skip
         exec(handler, names)

@@ -35,8 +35,9 @@ from tepal.tools.terminal import final_table, shown
 _STYLES = {FINISHED: "green", RUNNING: "cyan", FAILED: "red", INTERRUPTED: "yellow", UNREADABLE: "red"}
 _MOST_ROUNDS = 20  # lines of the table of rounds
 _SHOWN = columns(
-    "round", "phase", "clients_asked", "clients_replied", "refused", "lost", "accuracy", "rmse", "loss", "train_loss",
-    "bytes_down", "bytes_up", "seconds",
+    "round", "phase", "clients_asked", "clients_replied", "refused", "lost", "accuracy", "rmse", "loss",
+    "calibration_error", "flagged_letters", "flagged_noise", "flagged_covered", "train_loss", "bytes_down", "bytes_up",
+    "seconds",
 )  # fmt: skip
 _LONGEST = 500  # characters of a cell
 _WIDEST = 60  # of a cell that is not folded, so that the columns next to it have room

@@ -39,6 +39,7 @@ from tepal.report.page import Figure, config_html, spoken
 from tepal.report.round_figures import figures
 from tepal.report.round_tables import rounds_html, trouble_html
 from tepal.report.templates import render
+from tepal.report.uncertainty_figures import uncertainty_figures
 from tepal.tools.dashboard.pages import TEMPLATES
 from tepal.tools.dashboard.views import RUNNING, UNREADABLE, ComparisonView, RunView, facts_of, views
 
@@ -191,6 +192,7 @@ class WatchedRun:
 
     def _curves(self, view: RunView) -> Iterator[dict[str, Any]]:
         yield from self._drawn("figures", figures(view.metrics, view.summary))
+        yield from self._drawn("uncertainty", uncertainty_figures(view.metrics))
 
     def _records(self, view: RunView) -> Iterator[dict[str, Any]]:
         records = read_records(self.path, known=self._known)

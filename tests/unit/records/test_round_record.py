@@ -93,6 +93,16 @@ def test_what_no_number_represents_is_not_known():
     assert (record.accuracy, record.loss, record.seconds, record.bytes_up) == (None, None, None, 5)
 
 
+@pytest.mark.parametrize("unknown", [math.nan, math.inf, -math.inf, None])
+def test_a_list_with_what_no_number_represents_is_not_known_and_the_line_is_read(tmp_path, unknown):
+    run = RunDirectory.create(tmp_path, "fedavg", {})
+    run.append(RoundRecord(round=1, accuracy=0.5, calibration_error=unknown, calibration_accuracy=[0.5, unknown]))
+    [line] = read_metrics(run.path)
+    assert (line.accuracy, line.calibration_error, line.calibration_accuracy) == (0.5, None, None)
+    with pytest.raises(ValueError, match="its calibration_accuracy is list, expected a list of numbers"):
+        RoundRecord.from_line({"round": 1, "calibration_accuracy": [0.5, "0.5"]})
+
+
 LEAVES = st.none() | st.booleans() | st.integers() | st.text()
 
 

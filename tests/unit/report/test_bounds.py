@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from tepal.records.round_record import COLUMNS, INCIDENTS, RoundRecord
+from tepal.records.round_record import BINS, COLUMNS, INCIDENTS, RoundRecord
 from tepal.records.run_directory import BLOCKS, CLIENTS, LABELS, RunDirectory
 from tepal.report.clients import natural
 from tepal.report.method_figures import MOST_COLUMNS, label_figures
@@ -100,7 +100,7 @@ def test_arrays_that_no_figure_can_be_made_of_cost_only_these_figures(run, array
 def test_any_figure_that_a_client_reports_is_shown(run, value):
     figures = [name for name, column in COLUMNS.items() if not column.left and name not in ("round", *INCIDENTS)]
     for number in (1, 2):
-        run.append(RoundRecord(round=number, **dict.fromkeys(figures, value)))
+        run.append(RoundRecord(round=number, **{**dict.fromkeys(figures, value), **dict.fromkeys(BINS, [value] * 15)}))
     run.write_summary()
     Page(write_report(run.path))
 

@@ -11,6 +11,7 @@ import pytest
 from plotly.offline import get_plotlyjs
 
 from tepal.host.addresses import is_loopback
+from tepal.records.round_record import BINS, RoundRecord
 from tepal.records.run_directory import BLOCKS, CLIENTS, METRICS, NOW, RunDirectory, held
 from tepal.report.run_page import write_report
 from tepal.tools.dashboard import watched
@@ -354,6 +355,19 @@ def test_method_figures_come_from_records(runs, at_once):
     parts = parts_of(path)
     assert parts["figure-layers-clients"]["plot"]["data"][0]["z"] == [[1, 0], [1, 1]]
     assert parts["figure-layers-clients"]["section"] == "method"
+
+
+def test_the_reliability_of_the_probabilities_is_shown_as_in_the_report(runs, at_once):
+    path = leave_run(runs, "fedavg", summary=False)
+    assert not any(part.get("section") == "uncertainty" for part in parts_of(path).values())
+    bins = dict(zip(BINS, ([0.5] * 15, [0.25] * 15, [2] * 15), strict=True))
+    flagged = {"entropy_threshold": 1.0, "flagged_letters": 0.5, "flagged_noise": 1.0, "flagged_covered": 0.25}
+    RunDirectory(path, {}).append(RoundRecord(round=4, loss=0.5, calibration_error=0.25, **bins, **flagged))
+    parts = parts_of(path)
+    shown = {name: part["place"] for name, part in parts.items() if part.get("section") == "uncertainty"}
+    assert shown == {"figure-reliability": 0, "figure-calibration-rounds": 1, "figure-flagged": 2}
+    assert parts["figure-reliability"]["plot"]["data"][0]["y"] == [0.25] * 15
+    assert "calibration error" in parts["rounds"]["html"] and "letters flagged" in parts["rounds"]["html"]
 
 
 def test_a_file_that_cannot_be_read_is_said_and_the_rest_is_shown(runs, at_once):

@@ -155,6 +155,16 @@ def test_a_long_run_shows_some_rounds_and_says_so(runs):
     assert len(told("show", directory.path)["metrics"]) == 100
 
 
+def test_the_uncertainty_of_a_run_is_a_column_of_its_rounds_where_it_was_measured(runs):
+    directory = RunDirectory.create(runs, "fedavg", {"strategy": "fedavg"})
+    directory.append(RoundRecord(round=1, calibration_error=0.03125, flagged_noise=0.875, calibration_examples=[1, 3]))
+    page = CliRunner().invoke(main, ["show", str(directory.path)]).stdout
+    assert "calibration error" in page and "0.0312" in page and "noise flagged" in page and "0.8750" in page
+    assert "letters flagged" not in page
+    [line] = told("show", directory.path)["metrics"]
+    assert (line["calibration_error"], line["calibration_examples"]) == (0.03125, [1, 3])
+
+
 def test_files_count_with_all_that_is_in_a_folder(runs):
     run = leave_run(runs, "fedavg")
     (run / "checkpoint" / "round-1").mkdir(parents=True)

@@ -16,7 +16,8 @@ from PIL import Image
 
 from tepal.client_app import local_client
 from tepal.server_app.config import read_run_config
-from tepal.server_app.run import build_model, server_evaluation
+from tepal.server_app.evaluation import server_evaluation
+from tepal.server_app.run import build_model
 from tepal.training.data import (
     DataConfig,
     DataError,
