@@ -75,8 +75,12 @@ class Paired:
         if self.seeds == 1:
             return ""
         some = f"{self.pairs} of {self.seeds} seeds" if self.pairs < self.seeds else ""
-        interval = f"{self.write(self.interval[0])} to {self.write(self.interval[1])}" if self.interval else ""
-        return ", ".join(filter(None, (interval, some, "undecided" if self.undecided else "")))
+        return ", ".join(filter(None, (self.range, some, "undecided" if self.undecided else "")))
+
+    @property
+    def range(self) -> str:
+        """The interval as text; "" if there is none."""
+        return f"{self.write(self.interval[0])} to {self.write(self.interval[1])}" if self.interval else ""
 
 
 def paired(
@@ -263,7 +267,7 @@ def _difference(result: Result, group: Group) -> str:
 
 
 def _behind(found: Paired) -> str:
-    return f", {found.certainty}" if found.certainty else ""
+    return f", {'95% interval ' if found.range else ''}{found.certainty}" if found.certainty else ""
 
 
 def _doubt(group: Group) -> str:
@@ -271,7 +275,7 @@ def _doubt(group: Group) -> str:
     texts = []
     for result in group.others:
         parts = [text for compared in compared_in(group) if (text := _beside(compared, result, group))]
-        if parts:
+        if any(result.figures.get(column.key) for column in DOUBT_COLUMNS):
             texts.append(f"{result.name} has {_listed(parts)}")
     if not texts:
         return "Loss, calibration error and flagged images were not measured, so there is no answer."

@@ -2,7 +2,7 @@
 
 Like the other picture it is drawn without plotly and follows the reader's light or dark setting. It is narrow and its
 letters are large, so that it can be read on a phone; it is not stretched on a wide screen. A name and its value stand
-above their bar, so that long names need no margin.
+above their bar, so that long names need no margin. The baseline's bars are grey.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tepal.report.templates import render
 from tepal.tools.compare.answers import answer, compared_in, share_text, threshold
 from tepal.tools.compare.comparison import Group, Result, Results, Statistic
 from tepal.tools.compare.doubt import DOUBT_COLUMNS, FLAGGED
-from tepal.tools.compare.picture import TEMPLATES, draw, looks
+from tepal.tools.compare.picture import TEMPLATES, draw
 from tepal.tools.compare.sections import BYTES, DOUBT, OWN_TESTS
 from tepal.tools.compare.tables import about_seeds
 
@@ -42,7 +42,7 @@ def picture_of(results: Results) -> str:
 
 @dataclass(frozen=True)
 class Scale:
-    """Bars of one figure: its heading, how a value is written, and the value at the end of the scale, if it is fixed."""
+    """Bars of one figure: its heading, how a value is written, and the value at the scale's end, if that is fixed."""
 
     key: str
     heading: str
@@ -101,7 +101,7 @@ class _Page:
             self.down += _LINE
             self.texts.append({"x": _MARGIN, "y": self.down, "kind": kind, "text": line, "end": False})
 
-    def bar(self, name: str, value: str, pixels: float | None) -> None:
+    def bar(self, name: str, value: str, pixels: float | None, kind: str) -> None:
         """A name and a value, the value below the name where they do not fit on one line, and the bar below them."""
         self.down += _LINE
         self.texts.append({"x": _MARGIN, "y": self.down, "kind": "name", "text": name, "end": False})
@@ -109,7 +109,7 @@ class _Page:
             self.down += _LINE
         self.texts.append({"x": WIDTH - _MARGIN, "y": self.down, "kind": "value", "text": value, "end": True})
         self.down += 6
-        self.bars.append({"name": name, "x": _MARGIN, "y": self.down, "full": FULL, "length": pixels, "height": _BAR})
+        self.bars.append({"kind": kind, "x": _MARGIN, "y": self.down, "full": FULL, "length": pixels, "height": _BAR})
         self.down += _BAR + 4
 
 
@@ -129,7 +129,6 @@ def draw_bars(results: Results) -> str:
         height=math.ceil(page.down + _MARGIN),
         title=title,
         spoken=" ".join(spoken),
-        looks=looks(results.comparison.names),
         text_size=_TEXT,
         head_size=_HEAD,
         texts=page.texts,
@@ -143,17 +142,20 @@ def _panel(page: _Page, group: Group) -> list[str]:
     page.text(group.section.title, "head", _HEAD)
     spoken = [f"{group.section.title}."]
     for scale in scales_of(group):
+        known = {result.name: figure for result in group.variants if (figure := result.figures.get(scale.key))}
+        if not known and group.section.question == DOUBT:
+            continue  # the answer says that it was not measured
         page.down += 4
         page.text(scale.heading)
-        known = {result.name: figure for result in group.variants if (figure := result.figures.get(scale.key))}
         end = scale.end or max((figure.mean for figure in known.values()), default=0.0)
         for result in group.variants:
             figure = known.get(result.name)
-            value = scale.missing if figure is None else _value(figure, scale, result, group)
-            page.bar(result.name, value, None if figure is None else length(figure.mean, end))
-        spoken.append(
-            f"{scale.heading}: {', '.join(f'{name} {scale.write(one.mean)}' for name, one in known.items())}."
-        )
+            missing = scale.missing if result.counted else "no result yet"
+            value = missing if figure is None else _value(figure, scale, result, group)
+            kind = "base" if result is group.baseline and group.section.question else "other"
+            page.bar(result.name, value, None if figure is None else length(figure.mean, end), kind)
+        values = ", ".join(f"{name} {scale.write(figure.mean)}" for name, figure in known.items())
+        spoken.append(f"{scale.heading}: {values or 'not measured'}.")
     if said := answer(group):
         page.down += 6
         page.text(said, "answer")
@@ -173,4 +175,4 @@ def _value(figure: Statistic, scale: Scale, result: Result, group: Group) -> str
 
 def _wrapped(text: str, size: int) -> list[str]:
     """The lines of a text that fit the picture."""
-    return textwrap.wrap(visible(text), int(FULL / (size * _LETTER))) or [""]
+    return textwrap.wrap(visible(text), int(FULL / (size * _LETTER)), break_on_hyphens=False) or [""]

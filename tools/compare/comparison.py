@@ -2,7 +2,8 @@
 
     comparison.json     what is run, and the state of each run: written before the first run, and as runs begin and end
     <start>-<strategy>/ a directory for each run
-    comparison.csv      one line per strategy or variant, over its seeds; this and the following can be written again from the runs
+    comparison.csv      one line per strategy or variant, over its seeds; this and the following can be written again
+                        from the runs
     runs.csv            one line per run
     comparison.md       the table in Markdown
     comparison.tex      the table in LaTeX
@@ -11,8 +12,8 @@
                         questions, bars that answer them
     latest              a link to its newest run; `runs/latest` is a link to it, too
 
-The runs of one seed differ only in their strategy or, with a variants file, in the keys of their variants. All figures are read from the runs' `metrics.jsonl` and
-`summary.json`.
+The runs of one seed differ only in their strategy or, with a variants file, in the keys of their variants. All figures
+are read from the runs' `metrics.jsonl` and `summary.json`.
 """
 
 from __future__ import annotations
@@ -365,7 +366,8 @@ def target_of(section: Section, results: Sequence[Result]) -> Target | None:
         baseline = next((result for result in results if result.name == section.baseline), results[0])
         finals = {each.run.seed: each.server_score for each in baseline.runs if each.run.outcome == "finished"}
         less = -section.within if share else section.within
-        by_seed = {seed: score + less for seed, score in finals.items() if score is not None}
+        # Rounded: 0.8 - 0.1 is a little more than the 0.7 that another variant may have.
+        by_seed = {seed: round(score + less, 12) for seed, score in finals.items() if score is not None}
         mean = over_seeds(list(by_seed.values()))
         return Target(mean.mean, baseline.name, by_seed) if mean else None
     known = {

@@ -107,7 +107,7 @@ def _heading(comparison: Comparison) -> str:
 def _own_settings(comparison: Comparison) -> Table:
     """The keys in which the variants differ from the common run config, and the values of each."""
     rows = [
-        [variant.name, section.title, ", ".join(f"{key}={toml_text(value)}" for key, value in variant.run_config.items())]
+        [variant.name, section.title, ", ".join(f"{key}={toml_text(own)}" for key, own in variant.run_config.items())]
         for section in comparison.sections
         for variant in section.variants
     ]
@@ -230,7 +230,8 @@ def _rounds_table(results: Results) -> Table:
         for each in result.runs
         for line, transferred in zip(each.metrics, each.transferred, strict=True)
     ]
-    run, so_far = (Column(noun(results.comparison), left=True), Column("seed")), Column("transferred so far", "", "bytes", bytes_text)
+    run = (Column(noun(results.comparison), left=True), Column("seed"))
+    so_far = Column("transferred so far", "", "bytes", bytes_text)
     return Table("Every round of every run", (*run, *shown, so_far, *columns("seconds")), rows)
 
 

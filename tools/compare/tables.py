@@ -242,7 +242,8 @@ def _difference(group: Group) -> Cell:
         if result is group.baseline:
             return "baseline"
         found = compared.of(result, group)
-        return MISSING if found is None else "\n".join((found.write(found.mean), *found.certainty.split(", ")))
+        certainty = found.certainty.split(", ") if found and found.certainty else []
+        return MISSING if found is None else "\n".join((found.write(found.mean), *certainty))
 
     return text
 
