@@ -4,8 +4,9 @@ from pathlib import Path
 
 from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory import RunDirectory
-from tepal.tools.compare.comparison import Comparison, planned_runs
+from tepal.tools.compare.comparison import Comparison, planned_runs, planned_variants
 from tepal.tools.compare.runs import write_comparison
+from tepal.tools.compare.sections import Section, Variant
 
 # Accuracy after each round, the initial model first, and MB down and up in each. Three rounds.
 RUNS = {
@@ -88,3 +89,12 @@ def finish(comparison: Comparison, add=lambda _seed: 0.0, *, regression: bool = 
     comparison.save()
     write_comparison(comparison)
     return comparison
+
+
+def variants_in(folder: Path, sections, seeds=(7,), **values) -> Comparison:
+    """A comparison of variants that nothing was run of. Sections: (title, question, name → strategy, further values)."""
+    made = tuple(
+        Section(title, tuple(Variant(name, {"strategy": of}) for name, of in names.items()), question=question, **more)
+        for title, question, names, more in sections
+    )
+    return Comparison(folder.resolve(), planned_variants(made, seeds), dict(CONFIG), 10, sections=made, **values)

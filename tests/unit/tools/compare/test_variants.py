@@ -189,6 +189,12 @@ def test_a_file_that_is_not_there_is_refused(tmp_path):
 # --- the command ----------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(autouse=True)
+def no_pages(monkeypatch):
+    """Pages take half a second for each section, after every run."""
+    monkeypatch.setattr("tepal.tools.compare.runs.comparison_page", lambda results: "")
+
+
 def with_variants(compare, file, *arguments, text=SECTIONS, config=None):
     """Call the command without a number of clients of its own."""
     runs = f'runs="{compare.runs}" {config or ""}'
@@ -338,13 +344,8 @@ def test_what_a_resumed_comparison_compares_cannot_change(compare, file):
 )
 def test_a_damaged_plan_is_refused(file, tmp_path, damage):
     found = read_variants(file(SECTIONS))
-    written = Comparison(
-        tmp_path.resolve(),
-        planned_variants(found.sections, found.seeds),
-        dict(found.common),
-        3,
-        sections=found.sections,
-    )
+    runs = planned_variants(found.sections, found.seeds)
+    written = Comparison(tmp_path.resolve(), runs, dict(found.common), 3, sections=found.sections)
     written.save()
     assert read_comparison(tmp_path) == written
     plan = json.loads((tmp_path / "comparison.json").read_text())
