@@ -92,7 +92,10 @@ def finish(comparison: Comparison, add=lambda _seed: 0.0, *, regression: bool = 
 
 
 def variants_in(folder: Path, sections, seeds=(7,), **values) -> Comparison:
-    """A comparison of variants that nothing was run of. Sections: (title, question, name → strategy, further values)."""
+    """A comparison of variants that nothing was run of.
+
+    `sections`: (title, question, name → strategy, further values of the section).
+    """
     made = tuple(
         Section(title, tuple(Variant(name, {"strategy": of}) for name, of in names.items()), question=question, **more)
         for title, question, names, more in sections

@@ -129,8 +129,8 @@ def test_bytes_are_counted_to_the_baselines_accuracy_less_what_is_allowed(tmp_pa
     [group] = found.sections
     assert group.target.score == pytest.approx(0.9811)
     assert answer(group) == (
-        "FedAvg's accuracy less 0.5 points (0.9811) is reached with 4.00 MB by small; FedAvg needs 40.0 MB, 10 times as "
-        "many; never does not reach it."
+        "FedAvg's accuracy less 0.5 points (0.9811) is reached with 4.00 MB by small; FedAvg needs 40.0 MB, 10 times "
+        "as many; never does not reach it."
     )
     row = {row["variant"]: row for row in csv.DictReader(io.StringIO(strategies_csv(found)))}
     assert float(row["small"]["times_fewer_bytes_to_target"]) == pytest.approx(10)
@@ -154,12 +154,13 @@ def test_bytes_are_counted_to_the_baselines_accuracy_less_what_is_allowed(tmp_pa
         ),
         (
             {"FedAvg": (0.95,), "small": (0.7,), "never": (0.5,)}, {},
-            "FedAvg's accuracy less 0.5 points (0.9450) is reached with 10.0 MB by FedAvg, the baseline; small does not "
-            "reach it; never does not reach it.",
+            "FedAvg's accuracy less 0.5 points (0.9450) is reached with 10.0 MB by FedAvg, the baseline; small does "
+            "not reach it; never does not reach it.",
         ),
         (
             {"FedAvg": (0.5,), "small": (0.7,), "never": (0.5,)}, {"target": 0.6},
-            "An accuracy of 0.6000 is reached with 10.0 MB by small; FedAvg does not reach it; never does not reach it.",
+            "An accuracy of 0.6000 is reached with 10.0 MB by small; FedAvg does not reach it; never does not reach "
+            "it.",
         ),
         ({"FedAvg": (0.5,)}, {"target": 0.6}, "An accuracy of 0.6000 is reached by no variant."),
         (
@@ -233,14 +234,14 @@ OWN = [("Own models", "own-tests", {"one": "fedavg", "each": "fedacs", "near": "
 def test_own_tests_name_the_best_the_baseline_and_the_others(tmp_path):
     found = results(tmp_path, OWN, {("one", 7): own(0.7), ("each", 7): own(0.9), ("near", 7): own(0.65)}, seeds=(7,))
     assert answer(found.sections[0]) == (
-        "The highest accuracy on the clients' own tests is that of each: 0.9000 (+0.2000); one has 0.7000 (the baseline), "
-        "near 0.6500 (-0.0500)."
+        "The highest accuracy on the clients' own tests is that of each: 0.9000 (+0.2000); one has 0.7000 (the "
+        "baseline), near 0.6500 (-0.0500)."
     )
     assert "0.9000 ±.1000" in shown(found)
     found = results(tmp_path, OWN, {("one", 7): own(0.7), ("near", 7): own(0.6)}, seeds=(7,))
     assert answer(found.sections[0]) == (
-        "The highest accuracy on the clients' own tests is that of one: 0.7000 (the baseline); near has 0.6000 (-0.1000); "
-        "each was not scored."
+        "The highest accuracy on the clients' own tests is that of one: 0.7000 (the baseline); near has 0.6000 "
+        "(-0.1000); each was not scored."
     )
     assert answer(results(tmp_path, OWN, {}).sections[0]) == "No result was scored on the clients' own tests."
 

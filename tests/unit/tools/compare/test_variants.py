@@ -1,18 +1,20 @@
 """`tepal compare --variants`: what a file of variants may have, what is refused, and what the command runs of it."""
 
 import json
+import re
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from tepal.records.run_directory import read_config
-from tepal.server_app.config import ConfigError
+from tepal.server_app.config import ConfigError, read_run_config
 from tepal.tools.cli.main import main
 from tepal.tools.compare.comparison import Comparison, planned_variants, read_comparison
 from tepal.tools.compare.sections import Section, Variant
 from tepal.tools.compare.variants import read_variants
 from tests.comparisons import Killed
+from tests.packages import ROOT
 
 SECTIONS = """
 seeds = [1, 2]
@@ -105,6 +107,18 @@ def test_a_file_without_sections_is_one_group(file):
     found = read_variants(file(text))
     second = Variant("b", {"strategy": "fedavg", "local-epochs": 2})
     assert found.sections == (Section("", (Variant("a", {"strategy": "fedavg"}), second)),)
+
+
+def test_the_documents_example_is_a_file(file):
+    page = (ROOT / "docs" / "simulation.md").read_text()
+    [example] = [block for block in re.findall(r"```toml\n(.*?)```", page, re.DOTALL) if "[[section]]" in block]
+    found = read_variants(file(example))
+    assert [(section.question, section.baseline) for section in found.sections] == [
+        ("bytes", "FedAvg"), ("own-tests", "one-for-all"),
+    ]  # fmt: skip
+    for section in found.sections:
+        for variant in section.variants:
+            read_run_config({**found.common, **variant.run_config})
 
 
 @pytest.mark.parametrize(
