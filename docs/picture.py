@@ -8,12 +8,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from tepal.tools.compare.bars import picture_of
 from tepal.tools.compare.comparison import measure, read_comparison
-from tepal.tools.compare.picture import draw
 
 
 def main(comparison: Path, target: Path) -> None:
-    target.write_text(draw(measure(read_comparison(comparison))), encoding="utf-8")
+    target.write_text(picture_of(measure(read_comparison(comparison))), encoding="utf-8")
 
 
 if __name__ == "__main__":

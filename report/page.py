@@ -195,10 +195,11 @@ def config_html(config: Mapping[str, Any]) -> Markup:
     """The table of a run config, folded."""
     if not config:
         return Markup("<p>No config.toml was found in this folder.</p>")
-    columns = (Column("key", left=True), Column("value", text=_toml_text, left=True))
+    columns = (Column("key", left=True), Column("value", text=toml_text, left=True))
     table = Table("Run config", columns, list(config.items()))
     return render("folded.html", summary="Run config, all keys", note="", table=table.html())
 
 
-def _toml_text(value: Any) -> str:
+def toml_text(value: Any) -> str:
+    """A value of a run config as text, as TOML writes it but without quotes."""
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -4,8 +4,9 @@ from pathlib import Path
 
 from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory import RunDirectory
-from tepal.tools.compare.comparison import Comparison, planned_runs
+from tepal.tools.compare.comparison import Comparison, planned_runs, planned_variants
 from tepal.tools.compare.runs import write_comparison
+from tepal.tools.compare.sections import Section, Variant
 
 # Accuracy after each round, the initial model first, and MB down and up in each. Three rounds.
 RUNS = {
@@ -16,6 +17,10 @@ RUNS = {
     "fedacs": ([None, 0.85, 0.9, 0.95], (5, 5)),
 }
 CONFIG = {"model": "tiny-vit", "dataset": "digits", "num-server-rounds": 3}
+
+
+class Killed(BaseException):
+    """In the place of SIGKILL: nothing that the command would do at its end is done."""
 
 
 def leave_run(
@@ -84,3 +89,15 @@ def finish(comparison: Comparison, add=lambda _seed: 0.0, *, regression: bool = 
     comparison.save()
     write_comparison(comparison)
     return comparison
+
+
+def variants_in(folder: Path, sections, seeds=(7,), **values) -> Comparison:
+    """A comparison of variants that nothing was run of.
+
+    `sections`: (title, question, name → strategy, further values of the section).
+    """
+    made = tuple(
+        Section(title, tuple(Variant(name, {"strategy": of}) for name, of in names.items()), question=question, **more)
+        for title, question, names, more in sections
+    )
+    return Comparison(folder.resolve(), planned_variants(made, seeds), dict(CONFIG), 10, sections=made, **values)

@@ -39,14 +39,23 @@ def indented(text: object) -> Text:
 
 
 class TimeLeft:
-    """The progress of several runs of equally many rounds, and an estimate of the time until the last one ends.
+    """The progress of several runs, and an estimate of the time until the last one ends.
 
     A run's first round is counted as its start, because clients import what they need when they are first asked. The
     rounds that a resumed run had done before are not used for the estimate.
+
+    Args:
+        runs: The number of runs.
+        rounds: The rounds of each.
+        of_each: The rounds of each run in turn, where they differ.
+        clock: Seconds from any time on.
     """
 
-    def __init__(self, runs: int, rounds: int, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._runs, self._rounds, self._clock = runs, rounds, clock
+    def __init__(
+        self, runs: int, rounds: int, *, of_each: Sequence[int] = (), clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._each = list(of_each) or [rounds] * runs
+        self._clock = clock
         self._begun = 0
         self._starts: list[float] = []  # seconds
         self._others: list[float] = []
@@ -70,24 +79,25 @@ class TimeLeft:
     @property
     def rounds(self) -> int:
         """The number of rounds of all runs."""
-        return self._runs * self._rounds
+        return sum(self._each)
 
     @property
     def rounds_done(self) -> int:
         """The number of rounds done of all runs; all rounds of a run that has ended count, however it ended."""
-        return max(0, self._begun - 1) * self._rounds + self._done
+        return sum(self._each[: max(0, self._begun - 1)]) + self._done
 
     @property
     def seconds(self) -> float | None:
         """Seconds from now to the end of the last run; None while too few rounds are done for an estimate."""
-        if not self._starts or (not self._others and self._rounds > 1):
+        current = self._each[self._begun - 1] if self._begun else 0
+        if not self._starts or (not self._others and current > 1):
             return None
         start = sum(self._starts) / len(self._starts)
         each = sum(self._others) / len(self._others) if self._others else 0.0
-        left = self._rounds - self._done
+        left = current - self._done
         rest = each * left if self._started else start + each * max(0, left - 1)
         rest = max(0.0, rest - (self._clock() - self._since))
-        return rest + (self._runs - self._begun) * (start + each * (self._rounds - 1))
+        return rest + sum(start + each * max(0, rounds - 1) for rounds in self._each[self._begun :])
 
 
 class RoundProgress:

@@ -76,6 +76,7 @@ RUN_BY = {
     "tepal simulate . --clients 10 -c 'model=\"char-lstm\"": "tests/unit/training/data/test_inputs.py",
     "tepal simulate . --clients 3 -c 'model=\"linear-attention\"": "tests/unit/training/data/test_inputs.py",
     "tepal simulate": "tests/integration/test_main_job.py",
+    "tepal compare . --variants": "tests/unit/tools/compare/test_variants.py",
     "tepal compare . --clients": "tests/unit/test_results.py",
     "tepal compare": "tests/integration/test_main_job.py",
     "tepal predict": "test_the_predict_command_reads_a_run_and_writes_what_it_predicts",

@@ -1,4 +1,4 @@
-"""`tepal compare`: run several strategies with otherwise equal settings, and compare them."""
+"""`tepal compare`: run several strategies, or the variants of a file, and compare them."""
 
 from __future__ import annotations
 
@@ -9,19 +9,26 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from tepal import models
 from tepal.host.superlink import RunError, app_run_config
 from tepal.host.toml import Value, parse_run_config
 from tepal.records.run_directory import LATEST, RunInUse
 from tepal.server_app.config import ConfigError, RunConfig, defaults
 from tepal.tools.cli import commands, reported
 from tepal.tools.cli.running import CPUS, ENGINE, AppFolder, RunConfigs, Verbose, cache_in, check_clients, run_once
-from tepal.tools.compare.comparison import OWN_KEYS, Comparison, find_comparison, measure, planned_runs, read_comparison
-from tepal.tools.compare.runs import ALL, USUAL, check, new_folder, run_all, seed_numbers, strategy_names
+from tepal.tools.compare.comparison import (
+    OWN_KEYS,
+    Comparison,
+    find_comparison,
+    measure,
+    planned_runs,
+    planned_variants,
+    read_comparison,
+)
+from tepal.tools.compare.runs import ALL, USUAL, check, check_tasks, new_folder, run_all, seed_numbers, strategy_names
 from tepal.tools.compare.tables import comparison_table
+from tepal.tools.compare.variants import VariantsFile, read_variants
 from tepal.tools.simulation.engines import AUTO, engine_for
 from tepal.tools.terminal import RoundProgress
-from tepal.training.data.inputs import InputConfig
 
 app = commands("compare")
 
@@ -32,6 +39,9 @@ def compare_command(
     strategies: Annotated[
         str | None,
         typer.Option(help=f"names in order, separated by commas; {ALL!r}: all", show_default=",".join(USUAL)),
+    ] = None,
+    variants: Annotated[
+        Path | None, typer.Option(help="TOML file with the run configs to compare, instead of --strategies")
     ] = None,
     seeds: Annotated[
         str | None, typer.Option(help="run each strategy with these: 1,2,3", show_default="that of the run config")
@@ -57,7 +67,7 @@ def compare_command(
     engine: Annotated[str | None, typer.Option(help=ENGINE, show_default=AUTO)] = None,
     verbose: Verbose = False,
 ) -> None:
-    """Run several strategies with otherwise equal settings, and show accuracy and bytes of each.
+    """Run several strategies with otherwise equal settings, or the variants of a file, and show accuracy and bytes.
 
     All results are in one folder, runs/<start>-compare: the runs, comparison.html, and tables as CSV, Markdown and
     LaTeX. When a run fails the others continue, and the exit status is 1. Ctrl-C ends all runs and shows the results so
@@ -66,20 +76,26 @@ def compare_command(
     console, errors = Console(), Console(stderr=True)
     with reported(RunError, RunInUse):
         if resume is None:
-            comparison = _new_comparison(app, parse_run_config(run_config or []), strategies, seeds, clients or 10)
+            given = parse_run_config(run_config or [])
+            if variants is None:
+                comparison = _new_comparison(app, given, strategies, seeds, clients or 10)
+            else:
+                if strategies is not None:
+                    raise ConfigError("--strategies and --variants: leave out one; the file names the strategies")
+                comparison = _of_variants(app, given, variants, read_variants(variants), seeds, clients)
         else:
-            fixed = {"--strategies": strategies, "--seeds": seeds, "--clients": clients, "--run-config": run_config}
+            fixed = {"--strategies": strategies, "--variants": variants, "--seeds": seeds, "--clients": clients,
+                     "--run-config": run_config}  # fmt: skip
             comparison = _begun_comparison(app, resume, [option for option, value in fixed.items() if value])
         comparison.target = comparison.target if target is None else target
         comparison.cpus = comparison.cpus if cpus is None else cpus
         comparison.gpus = comparison.gpus if gpus is None else gpus
         comparison.engine = engine or comparison.engine
-        regression = InputConfig.from_run_config(comparison.run_config).kind == models.SEQUENCES
-        if not regression and comparison.target is not None and comparison.target > 1:
-            raise ConfigError(f"--target is {comparison.target:g}, expected an accuracy from 0 to 1")
         resources: dict[str, Any] = {key: getattr(comparison, key) for key in ("clients", "cpus", "gpus")}
         with engine_for(comparison.engine, app, **resources) as simulated:  # one for all runs
-            check(comparison, lambda config: check_clients(config, comparison.clients))
+            where = "" if variants is None else f"{variants}: "
+            check(comparison, lambda config: check_clients(config, comparison.clients), where)
+            check_tasks(comparison)
             if resume is None:
                 comparison.folder = new_folder(comparison.folder)
             simulated.cache = cache_in(comparison.folder)
@@ -101,27 +117,52 @@ def _new_comparison(
     app: Path, given: Mapping[str, Value], strategies: str | None, seeds: str | None, clients: int
 ) -> Comparison:
     """Return a new comparison, whose folder is still the parent. Raises ConfigError for invalid settings."""
+    _check_given(given, "Name the strategies with --strategies")
+    if "seed" in given and seeds is not None:
+        raise ConfigError(f"seed={given['seed']!r} in the run config and --seeds {seeds}: leave out one of them")
+    config = {**defaults(), **app_run_config(app), **given}
+    names = list(USUAL) if strategies is None else strategy_names(strategies)
+    numbers = seed_numbers(str(config["seed"]) if seeds is None else seeds)
+    return Comparison(_runs_folder(config), planned_runs(names, numbers), _common(config), clients)
+
+
+def _of_variants(
+    app: Path, given: Mapping[str, Value], path: Path, file: VariantsFile, seeds: str | None, clients: int | None
+) -> Comparison:
+    """As `_new_comparison`, of the variants of a file."""
+    _check_given(given, f"Set it in {path}")
+    named = f"--seeds {seeds}" if seeds is not None else f"seeds={list(file.seeds)} in {path}" if file.seeds else ""
+    if "seed" in given and named:
+        raise ConfigError(f"seed={given['seed']!r} in the run config and {named}: leave out one of them")
+    config = {**defaults(), **app_run_config(app), **file.common, **given}
+    numbers = list(file.seeds)
+    if seeds is not None or not numbers:
+        numbers = seed_numbers(str(config["seed"]) if seeds is None else seeds)
+    return Comparison(
+        _runs_folder(config), planned_variants(file.sections, numbers), _common(config), clients or file.clients or 10,
+        target=file.target, sections=file.sections,
+    )  # fmt: skip
+
+
+def _check_given(given: Mapping[str, Value], remedy: str) -> None:
+    """Raise ConfigError for keys of --run-config that a comparison sets."""
     if "strategy" in given:
         raise ConfigError(
-            f"strategy={given['strategy']!r} in the run config: a comparison sets the strategy itself. Name the "
-            "strategies with --strategies"
+            f"strategy={given['strategy']!r} in the run config: a comparison sets the strategy itself. {remedy}"
         )
     if given.get("resume"):
         raise ConfigError(
             f"resume={given['resume']!r} in the run config: a comparison starts all its runs from the beginning. "
             "Resume one run with `tepal simulate`, a comparison with `tepal compare --resume FOLDER`"
         )
-    if "seed" in given and seeds is not None:
-        raise ConfigError(f"seed={given['seed']!r} in the run config and --seeds {seeds}: leave out one of them")
-    config = {**defaults(), **app_run_config(app), **given}
-    names = list(USUAL) if strategies is None else strategy_names(strategies)
-    numbers = seed_numbers(str(config["seed"]) if seeds is None else seeds)
-    return Comparison(
-        folder=Path(str(config["runs"])).expanduser().resolve(),
-        runs=planned_runs(names, numbers),
-        run_config={key: value for key, value in config.items() if key not in OWN_KEYS},
-        clients=clients,
-    )
+
+
+def _runs_folder(config: Mapping[str, Value]) -> Path:
+    return Path(str(config["runs"])).expanduser().resolve()
+
+
+def _common(config: Mapping[str, Value]) -> dict[str, Value]:
+    return {key: value for key, value in config.items() if key not in OWN_KEYS}
 
 
 def _begun_comparison(app: Path, resume: str, fixed: list[str]) -> Comparison:

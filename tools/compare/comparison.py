@@ -1,17 +1,19 @@
-"""A comparison: strategies × seeds on one task, the files in its folder, and the measurements of its runs.
+"""A comparison: strategies or variants × seeds, the files in its folder, and the measurements of its runs.
 
     comparison.json     what is run, and the state of each run: written before the first run, and as runs begin and end
     <start>-<strategy>/ a directory for each run
-    comparison.csv      one line per strategy, over its seeds; this and the following can be written again from the runs
+    comparison.csv      one line per strategy or variant, over its seeds; this and the following can be written again
+                        from the runs
     runs.csv            one line per run
     comparison.md       the table in Markdown
     comparison.tex      the table in LaTeX
     comparison.html     table and figures, like a run's report.html
-    comparison.svg      accuracy (in a regression, the error) over transferred bytes, as a picture
+    comparison.svg      accuracy (in a regression, the error) over transferred bytes, as a picture; if sections ask
+                        questions, bars that answer them
     latest              a link to its newest run; `runs/latest` is a link to it, too
 
-The runs of one seed differ only in their strategy. All figures are read from the runs' `metrics.jsonl` and
-`summary.json`.
+The runs of one seed differ only in their strategy or, with a variants file, in the keys of their variants. All figures
+are read from the runs' `metrics.jsonl` and `summary.json`.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from tepal.host.toml import Value
 from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory import ACCURACY, Measure, measured_by, read_metrics, read_summary, summarise
 from tepal.report.round_figures import TEST_DATA, transferred
+from tepal.tools.compare.doubt import doubt_figures
 from tepal.tools.compare.plan import (
     CSV,
     HTML,
@@ -40,13 +43,16 @@ from tepal.tools.compare.plan import (
     find_comparison,
     is_comparison,
     planned_runs,
+    planned_variants,
     read_comparison,
 )
+from tepal.tools.compare.sections import BYTES, Section
 
 __all__ = [
     "CSV", "HTML", "LATEX", "MARKDOWN", "OWN_KEYS", "PLAN", "RUNS_CSV", "SVG", "ComparedRun", "Comparison", "Curve",
-    "Measured", "Point", "Result", "Results", "Statistic", "Target", "find_comparison", "is_comparison", "measure",
-    "measured", "over_seeds", "planned_runs", "read_comparison", "usual_target",
+    "Group", "Measured", "Point", "Result", "Results", "Statistic", "Target", "find_comparison", "is_comparison",
+    "measure", "measured", "over_seeds", "planned_runs", "planned_variants", "read_comparison", "results_of",
+    "target_of",
 ]  # fmt: skip
 
 _TARGET = 0.9  # of FedAvg's final accuracy; its final error is divided by it
@@ -139,6 +145,11 @@ class Measured:
             "step_seconds": self.summary.get("step_seconds"),
         }
 
+    @cached_property
+    def doubt(self) -> dict[str, float | None]:
+        """The figures of `doubt_figures`."""
+        return doubt_figures(self.metrics)
+
     @property
     def round_seconds(self) -> float | None:
         """The median over the rounds, because the first round includes the start of the clients."""
@@ -181,11 +192,11 @@ _TO_TARGET = ("rounds_to_target", "bytes_to_target")
 
 @dataclass(frozen=True)
 class Result:
-    """The results of one strategy over its seeds."""
+    """The results of one strategy or variant over its seeds; `name` is what it is called."""
 
-    strategy: str
+    name: str
     runs: Sequence[Measured]
-    target: float | None = None
+    target: Target | None = None
 
     @property
     def by(self) -> Measure:
@@ -208,10 +219,27 @@ class Result:
             return "finished"
         return self.runs[0].run.outcome if len(self.runs) == 1 else f"{self.finished} of {len(self.runs)} finished"
 
+    @property
+    def strategy(self) -> str:
+        return self.runs[0].run.strategy
+
+    @cached_property
+    def _each(self) -> list[tuple[int, dict[str, float | None]]]:
+        """The seed and all figures of each counted run."""
+        targets = [self.target.at(each.run.seed) if self.target else None for each in self.counted]
+        return [
+            (run.run.seed, {**run.figures(target), **run.doubt})
+            for run, target in zip(self.counted, targets, strict=True)
+        ]
+
+    def by_seed(self, key: str) -> dict[int, float]:
+        """A figure of each counted run that has it, by seed."""
+        return {seed: value for seed, figures in self._each if (value := figures[key]) is not None}
+
     @cached_property
     def figures(self) -> dict[str, Statistic | None]:
-        """`Measured.figures` over the seeds; rounds and bytes to the target over the runs that reached it."""
-        each = [run.figures(self.target) for run in self.counted]
+        """All figures over the seeds; rounds and bytes to the target over the runs that reached it."""
+        each = [figures for _, figures in self._each]
         columns = {name: [figures[name] for figures in each] for name in (each[0] if each else ())}
         return {
             name: over_seeds([value for value in values if value is not None] if name in _TO_TARGET else values)
@@ -243,60 +271,112 @@ def _mean(points: Sequence[Point]) -> Point | None:
     return Point(points[0].round, transferred.mean if transferred else None, score.mean, score.deviation)
 
 
+# --- sections -------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Target:
-    """The score until which rounds and bytes are counted; `of`: the strategy it is derived from, "" if given."""
+    """The score until which rounds and bytes are counted.
+
+    Args:
+        score: The score; the mean over the seeds where each has its own.
+        of: What it is derived from, a strategy or variant; "" if it is given.
+        by_seed: Each seed's own score; None: all have the same.
+    """
 
     score: float
     of: str = ""
+    by_seed: Mapping[int, float] | None = None
+
+    def at(self, seed: int) -> float | None:
+        """The score of a seed; None if it has none."""
+        return self.score if self.by_seed is None else self.by_seed.get(seed)
 
 
 @dataclass(frozen=True)
-class Results:
-    """The results of a comparison so far."""
+class Group:
+    """The results of a section so far."""
 
     comparison: Comparison
-    runs: Sequence[Measured]
-    strategies: Sequence[Result]
+    section: Section
+    variants: Sequence[Result]
     target: Target | None
 
     @property
     def by(self) -> Measure:
-        return self.strategies[0].by
+        return self.variants[0].by
+
+    @property
+    def baseline(self) -> Result:
+        """What the others are compared with."""
+        name = self.section.baseline
+        return next((result for result in self.variants if result.name == name), self.variants[0])
+
+    @property
+    def others(self) -> list[Result]:
+        """All but the baseline."""
+        return [result for result in self.variants if result is not self.baseline]
 
     @property
     def unfinished(self) -> list[Measured]:
-        return [each for result in self.strategies for each in result.runs if each.run.outcome != "finished"]
+        return [each for result in self.variants for each in result.runs if each.run.outcome != "finished"]
 
     @property
     def unreached(self) -> list[Result]:
-        """The strategies of which some runs, but not all, reached the target on the server's data."""
-        counts = ((result, result.figures.get("rounds_to_target")) for result in self.strategies)
+        """The variants of which some runs, but not all, reached the target on the server's data."""
+        counts = ((result, result.figures.get("rounds_to_target")) for result in self.variants)
         return [result for result, reached in counts if reached and reached.runs < len(result.counted)]
+
+
+@dataclass(frozen=True)
+class Results(Group):
+    """The results of a comparison so far: of each section, and of all as of one group. `runs` are in their order."""
+
+    runs: Sequence[Measured]
+    sections: Sequence[Group]
 
 
 def measure(comparison: Comparison) -> Results:
     """Read the results of all runs, as far as they have come."""
-    runs = [measured(run, comparison.run_config) for run in comparison.runs]
+    return results_of(comparison, [measured(run, comparison.settings_of(run)) for run in comparison.runs])
+
+
+def results_of(comparison: Comparison, runs: Sequence[Measured]) -> Results:
+    """The results of runs that are read, in the sections of their comparison."""
     by = measured_by([line for each in runs for line in each.metrics])
     runs = [replace(each, by=by) for each in runs]
-    results = [Result(name, [each for each in runs if each.run.strategy == name]) for name in comparison.strategies]
-    target = Target(comparison.target) if comparison.target is not None else usual_target(results)
-    score = target.score if target else None
-    return Results(comparison, runs, [replace(result, target=score) for result in results], target)
+    groups = []
+    for section in comparison.groups:
+        results = [Result(name, [each for each in runs if each.run.compared == name]) for name in section.names]
+        target = Target(comparison.target) if comparison.target is not None else target_of(section, results)
+        groups.append(Group(comparison, section, [replace(result, target=target) for result in results], target))
+    everything = [result for group in groups for result in group.variants]
+    return Results(comparison, groups[0].section, everything, groups[0].target, runs, groups)
 
 
-def usual_target(results: Sequence[Result]) -> Target | None:
-    """90 % of the final accuracy of FedAvg, or of the first strategy that has one, on the server's held-out data.
+def target_of(section: Section, results: Sequence[Result]) -> Target | None:
+    """The target of a section for which none is given, on the server's held-out data. Only finished runs count.
 
-    An error is divided by 0.9 instead. Only finished runs count.
+    If it asks for bytes: the baseline's final score less `within`, of each seed its own. Otherwise: 90 % of the final
+    accuracy of the baseline, of FedAvg if there is no baseline, or of the first that has one. An error is divided by
+    0.9 instead.
     """
+    share = results[0].by.share
+    if section.question == BYTES:
+        baseline = next((result for result in results if result.name == section.baseline), results[0])
+        finals = {each.run.seed: each.server_score for each in baseline.runs if each.run.outcome == "finished"}
+        less = -section.within if share else section.within
+        # Rounded: 0.8 - 0.1 is a little more than the 0.7 that another variant may have.
+        by_seed = {seed: round(score + less, 12) for seed, score in finals.items() if score is not None}
+        mean = over_seeds(list(by_seed.values()))
+        return Target(mean.mean, baseline.name, by_seed) if mean else None
     known = {
-        result.strategy: score.mean
+        result.name: score.mean
         for result in results
         if result.finished and (score := result.figures[f"server_{result.by.key}"]) is not None
     }
-    of = "fedavg" if "fedavg" in known else next(iter(known), "")
+    wanted = section.baseline or "fedavg"
+    of = wanted if wanted in known else next(iter(known), "")
     if not of:
         return None
-    return Target(known[of] * _TARGET if results[0].by.share else known[of] / _TARGET, of)
+    return Target(known[of] * _TARGET if share else known[of] / _TARGET, of)

@@ -1,4 +1,4 @@
-"""The look of each strategy, and a comparison's SVG picture: the score over transferred bytes, a line per strategy.
+"""The look of each strategy or variant, and a comparison's picture: the score over transferred bytes, a line for each.
 
 Pages and `figure_files.py` draw with plotly. This picture is drawn without it: plotly writes files only with a browser,
 and its files do not follow the reader's light or dark setting, as a README's picture has to. Curves, intervals, units
@@ -66,18 +66,20 @@ _LOOKS = len(_COLOURS) * len(_MARKS)
 
 
 def looks(strategies: Iterable[str]) -> dict[str, Look]:
-    """A look for each strategy, all different; it depends only on the name, so it is the same in every comparison.
+    """A look for each strategy or variant; it depends only on the name, so it is the same in every comparison.
 
-    (A name that is not a strategy of this version may get another look next to a second one of its kind.)
+    A name that is not a strategy of this version may get another look next to a second one of its kind. All are
+    different, up to the number of looks.
     """
     names = sorted(strategies, key=lambda name: (STRATEGIES.index(name) if name in STRATEGIES else _LOOKS, name))
-    taken: dict[int, str] = {}
+    taken: dict[str, int] = {}
     for name in names:
-        number = STRATEGIES.index(name) if name in STRATEGIES else crc32(name.encode())
-        while number % _LOOKS in taken and len(taken) < _LOOKS:
-            number += 1
-        taken[number % _LOOKS] = name
-    return {name: _look(number) for number, name in taken.items()}
+        number = (STRATEGIES.index(name) if name in STRATEGIES else crc32(name.encode())) % _LOOKS
+        used = set(taken.values())
+        while number in used and len(used) < _LOOKS:
+            number = (number + 1) % _LOOKS
+        taken[name] = number
+    return {name: _look(number) for name, number in taken.items()}
 
 
 def _look(number: int) -> Look:
@@ -95,7 +97,7 @@ _PLOT_HEIGHT, _NOTE, _BELOW = 274, 70, 104
 
 def data_note(results: Sequence[Result]) -> tuple[str, ...]:
     """A note on the test data of the lines; each text is one line of the picture."""
-    own = [result.strategy for result in results if result.curve is not None and result.curve.of != "server"]
+    own = [result.name for result in results if result.curve is not None and result.curve.of != "server"]
     if not own:
         return ("The result after each round, on the server's held-out data.",)
     held = "labels" if results[0].by.share else "examples"
@@ -124,7 +126,7 @@ class _Axes:
 
 def draw(results: Results) -> str:
     """The score over transferred bytes as an SVG with a line per strategy; it follows the reader's colour scheme."""
-    shown = results.strategies
+    shown = results.variants
     many = len(shown) > _MANY
     legend, legend_bottom = _legend(shown, many)
     # The note below the plot is wider than the plot, so it begins below the legend.
@@ -138,7 +140,7 @@ def draw(results: Results) -> str:
         title=f"{results.by.title} over transferred bytes, {results.comparison.task}",
         spoken=" ".join((*map(_spoken, shown), *note)),
         many=many,
-        looks=looks(result.strategy for result in shown),
+        looks=looks(result.name for result in shown),
         left=_LEFT, right=_RIGHT, top=_TOP, legend_left=_LEGEND, note_top=axes.bottom + _NOTE,
         axes=axes,
         measure=results.by.name,
@@ -170,7 +172,7 @@ def _ticks(largest: float) -> list[float]:
 
 
 def _classes(result: Result) -> str:
-    return f"s-{result.strategy} of-{'server' if result.curve and result.curve.of == 'server' else 'clients'}"
+    return f"s-{result.name} of-{'server' if result.curve and result.curve.of == 'server' else 'clients'}"
 
 
 def _curve(result: Result, axes: _Axes, many: bool, number: int) -> dict[str, Any]:
@@ -183,7 +185,7 @@ def _curve(result: Result, axes: _Axes, many: bool, number: int) -> dict[str, An
     marks = [place for k, place in enumerate(line) if (k - number) % every == 0 or k == len(line) - 1]
     ends = [] if many else [(x, *point.interval) for x, point in zip(xs, points, strict=True) if point.interval]
     band = [(x, axes.y(high)) for x, _, high in ends] + [(x, axes.y(low)) for x, low, _ in reversed(ends)]
-    return {"classes": _classes(result), "mark": f"s-{result.strategy}", "line": line, "marks": marks, "band": band}
+    return {"classes": _classes(result), "mark": f"s-{result.name}", "line": line, "marks": marks, "band": band}
 
 
 def _legend(results: Sequence[Result], many: bool) -> tuple[list[dict[str, Any]], float]:
@@ -193,7 +195,7 @@ def _legend(results: Sequence[Result], many: bool) -> tuple[list[dict[str, Any]]
         small, drawn = _small_print(result), bool(result.over_bytes)
         below = [] if many else [(down + 16 * k + 4, text) for k, text in enumerate(small, start=1)]
         entries.append(
-            {"name": result.strategy, "classes": _classes(result) if drawn else "", "y": down, "below": below,
+            {"name": result.name, "classes": _classes(result) if drawn else "", "y": down, "below": below,
              "beside": small[0] if many else ""}
         )  # fmt: skip
         down += 19 if many else 26 + 16 * len(small)
@@ -214,7 +216,7 @@ def _small_print(result: Result) -> list[str]:
 def _spoken(result: Result) -> str:
     """The end of a line, for readers who do not see it."""
     if result.curve is None or not result.over_bytes:
-        return f"{result.strategy}: nothing measured."
+        return f"{result.name}: nothing measured."
     end = result.over_bytes[-1]
     data = TEST_DATA[result.curve.of][0]
-    return f"{result.strategy}: {score_text(end.score)} on the {data} after {bytes_text(end.transferred)}."
+    return f"{result.name}: {score_text(end.score)} on the {data} after {bytes_text(end.transferred)}."

@@ -6,7 +6,8 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tepal.host.text import visible
 from tepal.host.toml import Value
 from tepal.records.columns import is_number
 from tepal.records.run_directory import CHECKPOINTS, MOST_CONFIG, is_held, read_file, read_summary, write_whole
+from tepal.tools.compare.sections import NAME, Section, Variant, section_of
 from tepal.tools.simulation.engines import AUTO, PROCESS
 
 PLAN = "comparison.json"
@@ -26,13 +28,19 @@ OWN_KEYS = ("strategy", "seed", "runs", "resume")
 
 @dataclass
 class ComparedRun:
-    """One run of a comparison: a strategy with a seed, its run directory once it has begun, and its state."""
+    """One run of a comparison: a strategy or a variant with a seed, its run directory once it has begun, its state."""
 
     strategy: str
     seed: int
     directory: Path | None = None
     outcome: str = "not run"  # or "running", "finished", "failed", "stopped"
     reason: str = ""  # why it failed
+    variant: str = ""  # of a variants file; "": what is compared are strategies
+
+    @property
+    def compared(self) -> str:
+        """The name of what is compared: its variant or its strategy."""
+        return self.variant or self.strategy
 
     @property
     def checkpointed(self) -> bool:
@@ -41,7 +49,8 @@ class ComparedRun:
 
     def to_dict(self) -> dict[str, Any]:
         """Return its values under the keys of `comparison.json`."""
-        return {"run" if key == "directory" else key: value for key, value in vars(self).items()}
+        values = {"run" if key == "directory" else key: value for key, value in vars(self).items()}
+        return values if self.variant else {key: value for key, value in values.items() if key != "variant"}
 
 
 @dataclass
@@ -50,12 +59,13 @@ class Comparison:
 
     Args:
         folder: The folder of the comparison.
-        runs: Every strategy with every seed.
-        run_config: The run config of all runs, without `OWN_KEYS`.
+        runs: Every strategy or variant with every seed.
+        run_config: The run config of all runs, without `OWN_KEYS`; a variant's own keys are in its section.
         clients: The number of simulated clients.
         cpus, gpus: Resources of each client, as of `tepal compare`.
         engine: What simulates the clients.
-        target: The score until which rounds and bytes are counted; None: `usual_target`.
+        target: The score until which rounds and bytes are counted; None: `target_of`.
+        sections: The variants, in sections; empty if strategies are compared.
     """
 
     folder: Path
@@ -66,10 +76,32 @@ class Comparison:
     gpus: float = 0
     engine: str = AUTO
     target: float | None = None
+    sections: Sequence[Section] = ()
+
+    @property
+    def names(self) -> list[str]:
+        """The names of what is compared: variants or strategies."""
+        return list(dict.fromkeys(run.compared for run in self.runs))
 
     @property
     def strategies(self) -> list[str]:
         return list(dict.fromkeys(run.strategy for run in self.runs))
+
+    @property
+    def groups(self) -> Sequence[Section]:
+        """The sections; strategies that are compared are the variants of one without a title."""
+        if self.sections:
+            return self.sections
+        return (Section("", tuple(Variant(name, {"strategy": name}) for name in self.names)),)
+
+    @property
+    def asks(self) -> bool:
+        """Whether a section asks a question."""
+        return any(section.question for section in self.sections)
+
+    @cached_property
+    def _variants(self) -> Mapping[str, Variant]:
+        return {variant.name: variant for section in self.sections for variant in section.variants}
 
     @property
     def seeds(self) -> list[int]:
@@ -77,23 +109,46 @@ class Comparison:
 
     @property
     def task(self) -> str:
-        """Model and dataset."""
-        names = [str(self.run_config[key]) for key in ("model", "dataset") if key in self.run_config]
-        return " on ".join(names) or "strategies compared"
+        """Model and dataset; if variants differ in them, the number of such pairs."""
+        return self.task_of(self.groups)
+
+    def task_of(self, sections: Sequence[Section]) -> str:
+        """`task` of some of the sections."""
+        configs = [{**self.run_config, **each.run_config} for section in sections for each in section.variants]
+        found = [" on ".join(str(one[key]) for key in ("model", "dataset") if key in one) for one in configs]
+        tasks = list(dict.fromkeys(found))
+        if len(tasks) > _MOST_TASKS:
+            return f"{len(tasks)} models and datasets"
+        return ", ".join(filter(None, tasks)) or f"{'variants' if self.sections else 'strategies'} compared"
 
     def name(self, run: ComparedRun) -> str:
-        """The name of a run: its strategy, with the seed if there are several."""
-        return run.strategy if len(self.seeds) == 1 else f"{run.strategy} seed {run.seed}"
+        """The name of a run: its variant or strategy, with the seed if there are several."""
+        return run.compared if len(self.seeds) == 1 else f"{run.compared} seed {run.seed}"
+
+    def place(self, run: ComparedRun) -> str:
+        """Where a message finds what a run is of: its strategy, or its variant and section."""
+        if not run.variant:
+            return run.strategy
+        section = next(one for one in self.sections if run.variant in one.names)
+        return f"{section.place}variant {run.variant!r}"
+
+    def settings_of(self, run: ComparedRun) -> dict[str, Value]:
+        """The run config of a run without `seed`, `runs` and `resume`."""
+        own = self._variants[run.variant].run_config if run.variant else {}
+        return {**self.run_config, **own, "strategy": run.strategy}
 
     def config_of(self, run: ComparedRun) -> dict[str, Value]:
         """The run config with which a run is begun or, if it has a checkpoint, resumed."""
         resume = str(run.directory) if run.checkpointed else ""
         values = (run.strategy, run.seed, str(self.folder), resume)
-        return {**self.run_config, **dict(zip(OWN_KEYS, values, strict=True))}
+        return {**self.settings_of(run), **dict(zip(OWN_KEYS, values, strict=True))}
 
     def save(self) -> None:
         """Write `comparison.json`. Raises OSError, naming the file, where it cannot be written."""
-        plan = {key: value for key, value in vars(self).items() if key not in ("folder", "runs")}
+        names = [each.name for each in fields(self) if each.name not in ("folder", "runs", "sections")]
+        plan = {name: getattr(self, name) for name in names}
+        if self.sections:  # earlier versions know no sections, and read what has none
+            plan["sections"] = [section.to_dict() for section in self.sections]
         cells = [{**run.to_dict(), "run": run.directory.name if run.directory else None} for run in self.runs]
         write_whole(self.folder / PLAN, (json.dumps({**plan, "cells": cells}, indent=2) + "\n").encode())
 
@@ -101,6 +156,12 @@ class Comparison:
 def planned_runs(strategies: Sequence[str], seeds: Sequence[int]) -> list[ComparedRun]:
     """All runs in their order: every strategy with the first seed, then with the next."""
     return [ComparedRun(strategy, seed) for seed in seeds for strategy in strategies]
+
+
+def planned_variants(sections: Sequence[Section], seeds: Sequence[int]) -> list[ComparedRun]:
+    """All runs in their order: every variant with the first seed, then with the next."""
+    variants = [variant for section in sections for variant in section.variants]
+    return [ComparedRun(each.strategy, seed, variant=each.name) for seed in seeds for each in variants]
 
 
 def is_comparison(folder: Path) -> bool:
@@ -136,7 +197,8 @@ def read_comparison(folder: Path) -> Comparison:
         if values.pop("in_process", False):  # the key's name in earlier versions
             values["engine"] = PROCESS
         runs = [_compared_run(cell, folder) for cell in values.pop("cells")]
-        comparison = Comparison(folder, runs, **values)
+        sections = tuple(map(section_of, values.pop("sections", ())))
+        comparison = Comparison(folder, runs, **values, sections=sections)
         _check(comparison)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{plan} is damaged ({visible(error, _LONGEST_ERROR)}): take it from a copy") from error
@@ -146,9 +208,9 @@ def read_comparison(folder: Path) -> Comparison:
 
 
 _LONGEST_ERROR = 300  # characters
-_STRATEGY = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_MOST_TASKS = 2  # that are named in a heading
 _FOLDER = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}")
-_MOST_RUNS = 10_000
+MOST_RUNS = 10_000
 _OUTCOMES = ("not run", "running", "finished", "failed", "stopped")
 
 
@@ -157,7 +219,7 @@ def _compared_run(cell: dict[str, Any], folder: Path) -> ComparedRun:
     name = cell.pop("run")
     run = ComparedRun(**cell, directory=folder / name if name else None)
     # A strategy's name is also the name of its colour in style sheets.
-    if not isinstance(run.strategy, str) or not _STRATEGY.fullmatch(run.strategy):
+    if not isinstance(run.strategy, str) or not NAME.fullmatch(run.strategy):
         raise ValueError("the name of a strategy is not of letters, digits, - and _")
     if name and not (isinstance(name, str) and _FOLDER.fullmatch(name)):  # pages have links to it
         raise ValueError("a run is not the name of a run directory next to it")
@@ -170,8 +232,8 @@ def _compared_run(cell: dict[str, Any], folder: Path) -> ComparedRun:
 
 def _check(comparison: Comparison) -> None:
     """Raise ValueError for a comparison without runs or with very many, or settings of another type."""
-    if not 0 < len(comparison.runs) <= _MOST_RUNS:
-        raise ValueError(f"it has {len(comparison.runs)} runs, expected 1 to {_MOST_RUNS:,}")
+    if not 0 < len(comparison.runs) <= MOST_RUNS:
+        raise ValueError(f"it has {len(comparison.runs)} runs, expected 1 to {MOST_RUNS:,}")
     if not isinstance(comparison.run_config, dict) or type(comparison.clients) is not int:
         raise ValueError("the run config or the number of clients is of another type")
     if comparison.target is not None and not (is_number(comparison.target) and math.isfinite(comparison.target)):
@@ -179,6 +241,15 @@ def _check(comparison: Comparison) -> None:
     for value in comparison.run_config.values():
         if not isinstance(value, str | int | float | bool | list | None):
             raise ValueError("a value of the run config is of another type")
+    variants = [variant for section in comparison.sections for variant in section.variants]
+    if len({variant.name for variant in variants}) < len(variants):
+        raise ValueError("two variants have one name")
+    # Each variant once with each seed: otherwise a section would be without results, or have some twice.
+    planned = [(variant.name, variant.strategy, seed) for variant in variants for seed in comparison.seeds]
+    if variants and sorted((run.variant, run.strategy, run.seed) for run in comparison.runs) != sorted(planned):
+        raise ValueError("its runs are not each variant with each seed")
+    if not variants and any(run.variant for run in comparison.runs):
+        raise ValueError("a run is of a variant that no section has")
 
 
 def _update_state(run: ComparedRun, folder: Path) -> None:

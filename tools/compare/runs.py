@@ -1,4 +1,4 @@
-"""`tepal compare`: runs strategies × seeds in turn, and writes the score and the transferred bytes of each.
+"""`tepal compare`: runs strategies or variants × seeds in turn, and writes the score and the transferred bytes of each.
 
 `comparison.py` describes the files. A comparison can be stopped or killed at any time and resumed from its folder; runs
 that finished are not run again.
@@ -15,10 +15,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
+from tepal import models
 from tepal.host.superlink import RunError
 from tepal.host.text import visible, visible_lines
 from tepal.records.run_directory import held, make_first_free, point_latest_at, read_metrics, write_whole
 from tepal.server_app.config import ConfigError, RunConfig, read_run_config
+from tepal.tools.compare.bars import picture_of
 from tepal.tools.compare.comparison import (
     CSV,
     HTML,
@@ -32,9 +34,11 @@ from tepal.tools.compare.comparison import (
     measure,
 )
 from tepal.tools.compare.page import comparison_page
-from tepal.tools.compare.picture import STRATEGIES, draw
-from tepal.tools.compare.tables import latex, markdown, runs_csv, strategies_csv
+from tepal.tools.compare.picture import STRATEGIES
+from tepal.tools.compare.sections import DOUBT
+from tepal.tools.compare.text_files import latex, markdown, runs_csv, strategies_csv
 from tepal.tools.terminal import RoundProgress, TimeLeft
+from tepal.training.data.inputs import InputConfig
 
 USUAL = ("fedavg", "fedfrozen", "selective", "fedensemble", "fedacs")
 """The strategies that are compared unless others are named."""
@@ -91,19 +95,44 @@ def _parts(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def check(comparison: Comparison, check_one: Check) -> None:
-    """Check that all unfinished runs can be run. Raises ConfigError with the problems of all strategies."""
-    unfinished = {run.strategy: run for run in comparison.runs if run.outcome != "finished"}
+def check(comparison: Comparison, check_one: Check, where: str = "") -> None:
+    """Check that all unfinished runs can be run. Raises ConfigError with the problems of all strategies or variants.
+
+    `where`: what names the variants file, before each problem.
+    """
+    unfinished = {comparison.place(run): run for run in comparison.runs if run.outcome != "finished"}
     wrong: dict[str, list[str]] = {}
-    for strategy, run in unfinished.items():
+    for place, run in unfinished.items():
         try:
             check_one(read_run_config(comparison.config_of(run)))
         except ConfigError as error:
-            wrong.setdefault(str(error), []).append(strategy)
+            wrong.setdefault(str(error), []).append(place)
     if wrong:
         # A problem of all of them is reported once, without their names.
-        texts = (text if found == list(unfinished) else f"{', '.join(found)}: {text}" for text, found in wrong.items())
-        raise ConfigError("\n".join(texts))
+        every = "all variants: " if len(unfinished) > 1 and comparison.sections else ""
+        names = (every if found == list(unfinished) else f"{', '.join(found)}: " for found in wrong.values())
+        raise ConfigError("\n".join(f"{where}{name}{text}" for name, text in zip(names, wrong, strict=True)))
+
+
+def check_tasks(comparison: Comparison) -> None:
+    """Raise ConfigError for a target that is no score of the task, or variants that have no common score."""
+    regressions = {
+        comparison.place(run): InputConfig.from_run_config(comparison.settings_of(run)).kind == models.SEQUENCES
+        for run in comparison.runs
+    }
+    if len(set(regressions.values())) > 1:
+        errors = [place for place, regression in regressions.items() if regression]
+        others = [place for place, regression in regressions.items() if not regression]
+        raise ConfigError(
+            f"{errors[0]} is a regression and {others[0]} is not: an error and an accuracy cannot be compared. Make a "
+            "comparison of each"
+        )
+    if any(regressions.values()):
+        if any(section.question == DOUBT for section in comparison.sections):
+            raise ConfigError(f"question={DOUBT!r} is for classification, but the variants are regressions: remove it")
+    elif comparison.target is not None and comparison.target > 1:
+        given = "target" if comparison.sections else "--target"  # of variants it may be the file's
+        raise ConfigError(f"{given} is {comparison.target:g}, expected an accuracy from 0 to 1")
 
 
 def new_folder(runs: Path) -> Path:
@@ -124,7 +153,8 @@ def run_all(comparison: Comparison, start: Start, *, console: Console, errors: C
     with held(comparison.folder):
         comparison.save()
         todo = [run for run in comparison.runs if run.outcome != "finished"]
-        time_left = TimeLeft(len(todo), int(comparison.run_config["num-server-rounds"]))
+        rounds = [int(comparison.settings_of(run)["num-server-rounds"]) for run in todo]
+        time_left = TimeLeft(len(todo), max(rounds, default=0), of_each=rounds)
         for run in todo:
             try:
                 _run_one(comparison, run, start, time_left, console, errors)
@@ -180,7 +210,7 @@ def write_comparison(comparison: Comparison) -> Path:
     """Write tables, picture and page; return the page's path. Raises OSError naming a file that cannot be written."""
     results = measure(comparison)
     files = (
-        (CSV, strategies_csv), (RUNS_CSV, runs_csv), (MARKDOWN, markdown), (LATEX, latex), (SVG, draw),
+        (CSV, strategies_csv), (RUNS_CSV, runs_csv), (MARKDOWN, markdown), (LATEX, latex), (SVG, picture_of),
         (HTML, comparison_page),
     )  # fmt: skip
     for name, text_of in files:

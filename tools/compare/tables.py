@@ -1,21 +1,19 @@
-"""A comparison as tables: CSV with unrounded figures, Markdown, LaTeX, and the table for a terminal."""
+"""A comparison's tables and the notes below them, and what a terminal shows of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 from rich import box
-from rich.console import Group
+from rich.console import Group as Parts
+from rich.console import RenderableType
 from rich.table import Table as TerminalTable
 from rich.text import Text
 
 from tepal.host.text import visible
 from tepal.records.columns import Column, bytes_text, score_text, seconds_text, step_text
-from tepal.records.round_record import COLUMNS
-from tepal.records.run_directory import Measure
-from tepal.report.table import MISSING, Table, markdown_text
+from tepal.report.table import MISSING, Table
+from tepal.tools.compare.answers import answer, compared_in, share_text, threshold
 from tepal.tools.compare.comparison import (
     CSV,
     HTML,
@@ -23,88 +21,56 @@ from tepal.tools.compare.comparison import (
     MARKDOWN,
     RUNS_CSV,
     SVG,
+    Comparison,
+    Group,
     Measured,
     Result,
     Results,
     Statistic,
 )
+from tepal.tools.compare.doubt import DOUBT_COLUMNS, FLAGGED
+from tepal.tools.compare.figure_columns import cells, count_text
+from tepal.tools.compare.sections import BYTES, DOUBT, OWN_TESTS
 from tepal.tools.terminal import indented, shown
 
-Figure = tuple[Statistic, int]
-"""A figure of a strategy over its seeds, and the number of the strategy's runs."""
+
+def noun(comparison: Comparison) -> str:
+    """What is compared, as the heading of a column."""
+    return "variant" if comparison.sections else "strategy"
 
 
-def _count_text(number: float) -> str:
-    return f"{number:.1f}".removesuffix(".0")
+def headline(group: Group) -> str:
+    """The heading of a comparison."""
+    of = "variants" if group.comparison.sections else "strategies"
+    return f"{group.comparison.task}: {of} compared"
 
 
-def _mean(write: Callable[[float], str], *, deviates: bool = False) -> Callable[[Figure], str]:
-    """A text of a figure: its mean, if `deviates` with ± its deviation; if only some runs have it, their number."""
-
-    def text(figure: Figure) -> str:
-        statistic, counted = figure
-        spread = f" ± {write(statistic.deviation)}" if deviates and statistic.deviation is not None else ""
-        some = "" if statistic.runs == counted else f" ({statistic.runs} of {counted})"
-        return write(statistic.mean) + spread + some
-
-    return text
+def variants_table(group: Group, columns: Iterable[Column]) -> Table:
+    """A row for each strategy or variant, whose name is the first column."""
+    title = group.section.title or headline(group)
+    first = Column(noun(group.comparison), "name", left=True)
+    return Table.of(title, (first, *columns), (cells(result, group) for result in group.variants))
 
 
-def _of_rounds(name: str, *, deviates: bool = False) -> Column:
-    """A column of the rounds as a column of their mean or sum."""
-    return replace(COLUMNS[name], text=_mean(COLUMNS[name].text, deviates=deviates))
-
-
-_COLUMNS = (
-    _of_rounds("clients_spread"),
-    Column("rounds to target", "rounds_to_target", text=_mean(_count_text, deviates=True)),
-    Column("bytes to target", "bytes_to_target", text=_mean(bytes_text, deviates=True)),
-    _of_rounds("bytes_down"),
-    _of_rounds("bytes_up"),
-    Column("bytes in total", "bytes_total", text=_mean(bytes_text)),
-    Column("share of FedAvg’s bytes", "bytes_vs_fedavg", text=_mean(score_text)),
-    _of_rounds("seconds", deviates=True),
-    Column("time per round", "round_seconds", text=_mean(seconds_text, deviates=True)),
-    Column("client’s step", "step_seconds", text=_mean(step_text)),
-)
-_NOT_IN_A_TEXT = ("bytes_down", "bytes_up")  # a page is not wide enough for them
-
-
-def columns_of(by: Measure) -> tuple[Column, ...]:
-    """The columns of all figures of a strategy; keys are those of `Result.figures`."""
-    score = _mean(score_text, deviates=True)
-    return (
-        Column(f"{by.name}, server’s data", f"server_{by.key}", text=score),
-        Column(f"{by.name}, clients’ own tests", f"clients_{by.key}", text=score),
-        *_COLUMNS,
-    )
-
-
-def strategies_table(results: Results, columns: Iterable[Column]) -> Table:
-    """A row for each strategy, which is the first column."""
-    records = (
-        {
-            "strategy": result.strategy,
-            "outcome": result.outcome,
-            **{key: figure and (figure, len(result.counted)) for key, figure in result.figures.items()},
-        }
-        for result in results.strategies
-    )
-    title = f"{results.comparison.task}: strategies compared"
-    return Table.of(title, (Column("strategy", "strategy", left=True), *columns), records)
+# --- notes ----------------------------------------------------------------------------------------------------------
 
 
 def about_seeds(results: Results) -> str:
     """A sentence on the seeds, and on what follows a ±."""
-    seeds = results.comparison.seeds
+    seeds, asks = results.comparison.seeds, results.comparison.asks
     if len(seeds) == 1:
-        return f"Seed {seeds[0]}"
-    return f"Seeds {', '.join(map(str, seeds))}: mean ± standard deviation over the seeds"
+        return f"One seed, {seeds[0]}: differences may be chance" if asks else f"Seed {seeds[0]}"
+    said = f"Seeds {', '.join(map(str, seeds))}: mean ± standard deviation over the seeds"
+    paired = "differences to the baseline are paired by seed, with 95% intervals (Student's t)"
+    return f"{said}; {paired}; undecided: the interval includes 0 (of a factor, 1)" if asks else said
 
 
-def about_target(results: Results) -> str:
+def about_target(group: Group) -> str:
     """A sentence on the target and how it was chosen."""
-    target, by = results.target, results.by
+    target, by = group.target, group.by
+    if group.section.question == BYTES and (target is None or target.of):
+        each = ", each seed's own; their mean" if target and len(target.by_seed or ()) > 1 else ""
+        return f"Target: {threshold(group)}{each}" if target else threshold(group)
     if target is None:
         return f"No run finished with an {by.name} on the server's held-out data, so there is no common target"
     share = "90% of" if by.share else "1/0.9 of"
@@ -112,156 +78,198 @@ def about_target(results: Results) -> str:
     return f"Target: an {by.name} of {target.score:.4f}{of}"
 
 
-def how_it_ended(results: Results, measured: Measured) -> str:
+def how_it_ended(group: Group, measured: Measured) -> str:
     """The state of an unfinished run, with the reason if it failed."""
-    run, planned = measured.run, results.comparison.run_config.get("num-server-rounds")
+    run, planned = measured.run, group.comparison.settings_of(measured.run).get("num-server-rounds")
     after = f" after round {measured.summary.get('rounds')} of {planned}" if run.directory and planned else ""
-    return f"{results.comparison.name(run)}: {run.outcome}{after}{f': {run.reason}' if run.reason else ''}"
+    return f"{group.comparison.name(run)}: {run.outcome}{after}{f': {run.reason}' if run.reason else ''}"
 
 
 def notes(results: Results) -> list[str]:
-    """The notes below every table."""
+    """The notes below the last table: on runs, on the only section if it has no title, and on seeds."""
     notes = [how_it_ended(results, each) for each in results.unfinished]
     notes += [
-        f"{result.strategy}: {result.outcome}; its figures are of the finished runs"
-        for result in results.strategies
+        f"{result.name}: {result.outcome}; its figures are of the finished runs"
+        for result in results.variants
         if 0 < result.finished < len(result.runs)
     ]
-    notes += [
-        f"{result.strategy}: {result.figures['rounds_to_target'].runs} of {len(result.counted)} runs reached the target"  # type: ignore[union-attr]
-        for result in results.unreached
+    notes += [note for group in results.sections if not group.section.title for note in group_notes(group)]
+    return [*notes, about_seeds(results)]
+
+
+def group_notes(group: Group) -> list[str]:
+    """The notes below a section's table."""
+    if group.section.question not in ("", BYTES):
+        return [_FLAGGED] if group.section.question == DOUBT else []
+    reached = [
+        f"{result.name}: {result.figures['rounds_to_target'].runs} of {len(result.counted)} runs reached the target"  # type: ignore[union-attr]
+        for result in group.unreached
     ]
-    return [*notes, about_target(results), about_seeds(results)]
+    return [*reached, about_target(group)]
 
 
-# --- CSV ------------------------------------------------------------------------------------------------------------
+_FLAGGED = "Flagged: the share of foreign images that are flagged while 5% of the held-out images are, too"
 
 
-def strategies_csv(results: Results) -> str:
-    """One line per strategy: mean and standard deviation over its seeds; unknown values are empty."""
-    return _csv(_strategy_row(result, results) for result in results.strategies)
-
-
-def _strategy_row(result: Result, results: Results) -> dict[str, Any]:
-    figures: dict[str, Any] = {}
-    for column in columns_of(results.by):
-        statistic = result.figures.get(column.key)
-        figures[column.key] = statistic and statistic.mean
-        figures[f"{column.key}_sd"] = statistic and statistic.deviation
-    reached = result.figures.get("rounds_to_target")
-    return {
-        "strategy": result.strategy,
-        "runs": len(result.runs),
-        "finished": result.finished,
-        **figures,
-        f"target_{results.by.key}": results.target and results.target.score,
-        "reached_target": reached.runs if reached else 0,
-    }
-
-
-def runs_csv(results: Results) -> str:
-    """One line per run, in the order in which they are run; unknown values are empty."""
-    target = results.target.score if results.target else None
-    return _csv(
-        {
-            "strategy": each.run.strategy,
-            "seed": each.run.seed,
-            "outcome": each.run.outcome,
-            "reason": each.run.reason,
-            "run": each.run.directory.name if each.run.directory else "",
-            "rounds": each.summary.get("rounds"),
-            **each.figures(target),
-            f"target_{results.by.key}": target,
-        }
-        for each in results.runs
-    )
-
-
-def _csv(records: Iterable[Mapping[str, Any]]) -> str:
-    lines = list(records)
-    return Table.of("", [Column(key, key) for key in lines[0]], lines).csv()
-
-
-# --- Markdown and LaTeX ---------------------------------------------------------------------------------------------
-
-
-def markdown(results: Results) -> str:
-    """The table in Markdown, with the notes below it."""
-    table = _text_table(results)
-    below = "\n".join(f"- {markdown_text(note)}" for note in (*notes(results), _setting(results)))
-    return f"# {markdown_text(table.title)}\n\n{table.markdown()}\n\n{below}\n"
-
-
-def latex(results: Results) -> str:
-    """The table in LaTeX with the package booktabs; the notes are comments."""
-    table = _text_table(results)
-    lines = (table.title, *notes(results), _setting(results), r"Needs \usepackage{booktabs}.")
-    comments = "\n".join(f"% {visible(line)}" for line in lines)
-    return f"{comments}\n{table.latex()}\n"
-
-
-def _text_table(results: Results) -> Table:
-    return strategies_table(results, (column for column in columns_of(results.by) if column.key not in _NOT_IN_A_TEXT))
-
-
-def _setting(results: Results) -> str:
-    config, clients = results.comparison.run_config, results.comparison.clients
-    rounds = config.get("num-server-rounds")
-    return f"{clients} simulated clients, {rounds} rounds; bytes are payload of all clients, both ways"
+def setting(results: Results) -> str:
+    """A sentence on clients, rounds and bytes."""
+    comparison = results.comparison
+    settings = [comparison.settings_of(run) for run in comparison.runs]
+    rounds = ", ".join(dict.fromkeys(str(config.get("num-server-rounds")) for config in settings))
+    return f"{comparison.clients} simulated clients, {rounds} rounds; bytes are payload of all clients, both ways"
 
 
 # --- terminal -------------------------------------------------------------------------------------------------------
 
 
-def comparison_table(results: Results) -> Group:
-    """The table, the notes and the paths of the results, for `console.print(…, soft_wrap=True)`."""
-    comparison = results.comparison
-    one_seed = len(comparison.seeds) == 1
-    table = TerminalTable(
-        title=shown(_title(results), style="bold"), title_justify="left",
-        box=box.SIMPLE_HEAD, show_edge=False, padding=0,
-    )  # fmt: skip  # for a terminal of 80
-    table.add_column("\nstrategy")
-    to_target = f"{results.target.score:.4f}" if results.target else "target"
-    for heading in (
-        "server's\ndata", "clients'\nown tests", "\nbytes", "until\nround", f"until\n{to_target}", "a\nround",
-        "client's\nstep",
-    ):  # fmt: skip
-        table.add_column(heading, justify="right")
-    for result in results.strategies:
-        name = visible(result.strategy) + ("" if result.outcome == "finished" else f"\n{result.outcome}")
-        table.add_row(Text(name), *_terminal_row(result, one_seed))
-    behind = "over the clients" if one_seed else "over the seeds"
-    lines = [*notes(results), f"Clients' own tests: mean ± standard deviation {behind}"]
+def comparison_table(results: Results) -> Parts:
+    """Tables, notes, paths of the results, and answers, for `console.print(…, soft_wrap=True)`."""
+    comparison, shows = results.comparison, []  # type: tuple[Comparison, list[RenderableType]]
+    titled = any(group.section.title for group in results.sections)
+    if titled:
+        shows.append(shown(_title(results), style="bold"))
+    for group in results.sections:
+        shows += _section(group) if titled else [_terminal_table(group, shown(_title(results), style="bold"))]
+    behind = "over the clients" if len(comparison.seeds) == 1 else "over the seeds"
+    lines = [*([""] if titled else []), *notes(results), f"Clients' own tests: mean ± standard deviation {behind}"]
     if results.unfinished:
         lines += [f"Resume the unfinished runs with `tepal compare --resume {comparison.folder}`"]
     lines += [f"Results in {comparison.folder}"]
-    files = [f"{comparison.folder / HTML}  (open it in a browser)"]
-    files += [f"{comparison.folder / name}" for name in (CSV, RUNS_CSV, MARKDOWN, LATEX, SVG)]
-    return Group(table, *map(shown, lines), *map(indented, files))
+    page = f"{comparison.folder / HTML}  (open it in a browser)"
+    files = [f"{comparison.folder / name}" for name in (CSV, RUNS_CSV, MARKDOWN, LATEX, SVG)]
+    if not comparison.asks:
+        return Parts(*shows, *map(shown, lines), *map(indented, (page, *files)))
+    answers = [f"{group.section.title}: {said}" for group in results.sections if (said := answer(group))]
+    return Parts(*shows, *map(shown, lines), *map(indented, files), *map(shown, ("", *answers, "")), shown(page))
 
 
 def _title(results: Results) -> str:
     return results.comparison.task + ("" if results.by.share else f", {results.by.name}")
 
 
-def _terminal_row(result: Result, one_seed: bool) -> list[str]:
-    figures, key = result.figures, result.by.key
-    clients, spread = figures.get(f"clients_{key}"), figures.get("clients_spread")
-    if one_seed and clients is not None and spread is not None:
-        clients = Statistic(clients.mean, spread.mean, 1)
-    means = {
-        "bytes_total": bytes_text, "rounds_to_target": _count_text, "bytes_to_target": bytes_text,
-        "round_seconds": seconds_text, "step_seconds": step_text,
-    }  # fmt: skip
-    return [
-        _short(figures.get(f"server_{key}")),
-        _short(clients),
-        *(MISSING if (figure := figures.get(key)) is None else write(figure.mean) for key, write in means.items()),
-    ]
+def _section(group: Group) -> list[RenderableType]:
+    """A section with its heading, its sentence, its table and its notes."""
+    section = group.section
+    heads = [shown(""), shown(section.title, style="bold"), *([shown(section.about)] if section.about else [])]
+    return [*heads, _terminal_table(group), *map(shown, group_notes(group))]
 
 
-def _short(score: Statistic | None) -> str:
+Cell = Callable[[Result], str]
+
+
+def _terminal_table(group: Group, title: Text | None = None) -> TerminalTable:
+    """The table of a section for a terminal of 80 columns."""
+    table = TerminalTable(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0)
+        if group.section.question else 0,
+    )  # fmt: skip
+    table.add_column(f"\n{noun(group.comparison)}", overflow="fold")
+    columns = _QUESTION_COLUMNS.get(group.section.question, _usual_columns)(group)
+    for heading, _ in columns:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for result in group.variants:
+        name = visible(result.name) + ("" if result.outcome == "finished" else f"\n{result.outcome}")
+        table.add_row(Text(name), *(text(result) for _, text in columns))
+    return table
+
+
+def _usual_columns(group: Group) -> Sequence[tuple[str, Cell]]:
+    """The columns of a section that asks no question."""
+    to_target = f"{group.target.score:.4f}" if group.target else "target"
+    return (
+        ("server's\ndata", _short(f"server_{group.by.key}")),
+        ("clients'\nown tests", _own_tests(group)),
+        ("\nbytes", _mean("bytes_total", bytes_text)),
+        ("until\nround", _mean("rounds_to_target", count_text)),
+        (f"until\n{to_target}", _mean("bytes_to_target", bytes_text)),
+        ("a\nround", _mean("round_seconds", seconds_text)),
+        ("client's\nstep", _mean("step_seconds", step_text)),
+    )
+
+
+def _bytes_columns(group: Group) -> Sequence[tuple[str, Cell]]:
+    to_target = f"{group.target.score:.4f}" if group.target else "target"
+
+    def until(result: Result) -> str:
+        figure = result.figures.get("bytes_to_target")
+        whole = figure is None or figure.runs == len(result.counted)
+        some = "" if whole or figure is None else f"\n{figure.runs} of {len(result.counted)}"
+        return _mean("bytes_to_target", bytes_text)(result) + some
+
+    return (
+        ("server's\ndata", _short(f"server_{group.by.key}")),
+        ("bytes\nin total", _mean("bytes_total", bytes_text)),
+        (f"bytes until\n{to_target}", until),
+        ("times\nfewer", _difference(group)),
+    )
+
+
+def _own_tests_columns(group: Group) -> Sequence[tuple[str, Cell]]:
+    return (("clients'\nown tests", _own_tests(group)), ("difference\nto the baseline", _difference(group)))
+
+
+def _doubt_columns(group: Group) -> Sequence[tuple[str, Cell]]:
+    """Each figure, with the word "undecided" below it where it is."""
+
+    def cell(key: str, write: Callable[[float], str]) -> Cell:
+        compared = next(one for one in compared_in(group) if one.key == key)
+
+        def text(result: Result) -> str:
+            found = compared.of(result, group)
+            return _mean(key, write)(result) + ("\nundecided" if found and found.undecided else "")
+
+        return text
+
+    heads = ("\nloss", "calibration\nerror", "letters\nflagged", "noise\nflagged", "covered\nflagged")
+    score = ("server's\ndata", cell(f"server_{group.by.key}", score_text))
+    return (
+        score,
+        *(
+            (head, cell(column.key, share_text if column.key in FLAGGED else score_text))
+            for head, column in zip(heads, DOUBT_COLUMNS, strict=True)
+        ),
+    )
+
+
+_QUESTION_COLUMNS = {BYTES: _bytes_columns, OWN_TESTS: _own_tests_columns, DOUBT: _doubt_columns}
+
+
+def _difference(group: Group) -> Cell:
+    """The difference to the baseline with its interval below it; of the baseline, its name as such."""
+    [compared] = compared_in(group)
+
+    def text(result: Result) -> str:
+        if result is group.baseline:
+            return "baseline"
+        found = compared.of(result, group)
+        certainty = found.certainty.split(", ") if found and found.certainty else []
+        return MISSING if found is None else "\n".join((found.write(found.mean), *certainty))
+
+    return text
+
+
+def _mean(key: str, write: Callable[[float], str]) -> Cell:
+    return lambda result: MISSING if (figure := result.figures.get(key)) is None else write(figure.mean)
+
+
+def _own_tests(group: Group) -> Cell:
+    """The score on the clients' own tests: ± its spread over the clients, or its deviation over the seeds."""
+    one_seed, key = len(group.comparison.seeds) == 1, f"clients_{group.by.key}"
+
+    def text(result: Result) -> str:
+        clients, spread = result.figures.get(key), result.figures.get("clients_spread")
+        if one_seed and clients is not None and spread is not None:
+            clients = Statistic(clients.mean, spread.mean, 1)
+        return _score(clients)
+
+    return text
+
+
+def _short(key: str) -> Cell:
+    return lambda result: _score(result.figures.get(key))
+
+
+def _score(score: Statistic | None) -> str:
     if score is None:
         return MISSING
     deviation = "" if score.deviation is None else f" ±{score.deviation:.4f}".replace("±0.", "±.")

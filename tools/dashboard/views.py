@@ -33,7 +33,8 @@ from tepal.records.run_directory import (
 )
 from tepal.report.clients import natural
 from tepal.report.run_files import RunFiles
-from tepal.tools.compare.comparison import PLAN, Comparison, Results, is_comparison, read_comparison
+from tepal.tools.compare.answers import answer
+from tepal.tools.compare.comparison import PLAN, Comparison, Group, Results, is_comparison, read_comparison
 
 FINISHED, RUNNING, FAILED, INTERRUPTED, UNREADABLE = "finished", "running", "failed", "interrupted", "unreadable"
 
@@ -251,19 +252,31 @@ def run_facts(view: RunView, usual: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def comparison_facts(view: ComparisonView, results: Results) -> dict[str, Any]:
-    """What `tepal show --json` prints of a comparison: the figures of each strategy over its seeds."""
+    """What `tepal show --json` prints of a comparison: the figures of each strategy or variant over its seeds."""
     told: dict[str, Any] = as_json(
         {
             **view.facts(),
             "target": asdict(results.target) if results.target else None,
-            "strategies": {
-                result.strategy: {key: asdict(value) if value else None for key, value in result.figures.items()}
-                for result in results.strategies
+            ("variants" if results.comparison.sections else "strategies"): {
+                result.name: {key: asdict(value) if value else None for key, value in result.figures.items()}
+                for result in results.variants
             },
+            **({"sections": list(map(_section_facts, results.sections))} if results.comparison.sections else {}),
             "cells": [run.to_dict() for run in view.comparison.runs],
         }
     )
     return told
+
+
+def _section_facts(group: Group) -> dict[str, Any]:
+    section = group.section
+    told = {key: getattr(section, key) for key in ("title", "about", "question", "baseline")}
+    return {
+        **told,
+        "variants": section.names,
+        "target": asdict(group.target) if group.target else None,
+        "answer": answer(group),
+    }
 
 
 def _is_name(text: str) -> bool:

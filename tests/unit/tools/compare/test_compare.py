@@ -1,12 +1,9 @@
 """`tepal compare`: what it runs in which order, what it leaves out when it goes on, and runs that fail."""
 
-import contextlib
 import csv
 import io
 import json
 import re
-from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,13 +12,13 @@ from typer.testing import CliRunner
 
 from tepal.host.superlink import RunError
 from tepal.records.round_record import RoundRecord
-from tepal.records.run_directory import KEPT_IN, RunDirectory, find_run, held, read_config
+from tepal.records.run_directory import find_run, held, read_config
 from tepal.tools.cli.main import main
 from tepal.tools.compare.comparison import read_comparison
 from tepal.tools.compare.picture import STRATEGIES
 from tepal.tools.compare.runs import USUAL
 from tepal.tools.terminal import RoundProgress, TimeLeft
-from tests.comparisons import continue_run, leave_run
+from tests.comparisons import Killed
 from tests.lines import read_lines
 from tests.packages import ROOT
 
@@ -86,59 +83,6 @@ def test_the_bar_is_that_of_all_runs_and_every_run_leaves_a_line(monkeypatch):
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
-
-
-class Killed(BaseException):
-    """In the place of SIGKILL: nothing that the command would do at its end is done."""
-
-
-@pytest.fixture
-def compare(monkeypatch, tmp_path):
-    """`tepal compare` with simulations that leave a run at once.
-
-    `failing` says what instead happens to a strategy, or to one with a seed, after the first round.
-    """
-    monkeypatch.chdir(ROOT)
-    started, asked, failing = [], [], {}
-
-    def simulate(run_config, *, on_event, log):
-        config = dict(run_config)
-        strategy, seed = config["strategy"], config["seed"]
-        started.append((config, asked[-1]))
-        error = failing.get(strategy) or failing.get((strategy, seed))
-        if isinstance(error, ValueError):
-            raise error  # as before anything is started
-        if config["resume"]:
-            run = Path(config["resume"])
-            continue_run(run, strategy, range(2, 2 if error else 4))
-        else:
-            run = leave_run(Path(config["runs"]), strategy, rounds=1 if error else 3, summary=False, config=config)
-        (run / "checkpoint" / "round-000001").mkdir(parents=True, exist_ok=True)
-        on_event("log", f"INFO : {KEPT_IN}{run}")
-        log.write_text("Flower's log")
-        if error:
-            raise error
-        RunDirectory(run, read_config(run)).write_summary()
-
-    def engine_for(name, app, **resources):
-        asked.append({"engine": name, **resources})
-        return contextlib.nullcontext(SimpleNamespace(run=simulate, description="Engine: none"))
-
-    monkeypatch.setattr("tepal.tools.cli.compare.engine_for", engine_for)
-
-    def run(*arguments, config=f'num-server-rounds=3 runs="{tmp_path / "runs"}"'):
-        given = ["-c", config, "--clients", "3"] if config else []
-        return CliRunner().invoke(main, ["compare", ".", *given, *arguments])
-
-    def cells():
-        """(strategy, seed) of every simulation that was started since this was asked last."""
-        found = [(config["strategy"], config["seed"]) for config, *_ in started]
-        started.clear()
-        return found
-
-    run.asked = asked
-    run.started, run.failing, run.runs, run.cells = started, failing, tmp_path / "runs", cells
-    return run
 
 
 def rows_of_runs(folder):

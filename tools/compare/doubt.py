@@ -1,0 +1,36 @@
+"""What a run measured of its doubt: how reliable its probabilities are, and what it makes of foreign images."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tepal.records.columns import Column, score_text
+from tepal.records.round_record import RoundRecord
+
+FLAGGED = ("flagged_letters", "flagged_noise", "flagged_covered")
+DOUBT_COLUMNS = (
+    Column("loss", "loss", text=score_text),
+    Column("calibration error", "calibration_error", text=score_text),
+    *(Column(f"{name.removeprefix('flagged_')} flagged", name, text=score_text) for name in FLAGGED),
+)
+"""Of the result on the server's held-out data: the negative log-likelihood, the calibration error, and the shares of
+foreign images that are flagged while 5 % of the held-out images are."""
+
+
+def doubt_figures(metrics: Sequence[RoundRecord]) -> dict[str, float | None]:
+    """The last values measured on the server's held-out data, under the keys of DOUBT_COLUMNS; None for others."""
+    server = [line for line in metrics if line.accuracy_of == "server"]
+    if any(line.accuracy_of == "personal" for line in metrics):
+        server = []  # the result is not the server's model
+    return {column.key: _last(server, column.key) for column in DOUBT_COLUMNS}
+
+
+def _last(lines: Sequence[RoundRecord], name: str) -> float | None:
+    # By name: records have these columns only where a run config asks for them.
+    known = [value for line in lines if (value := getattr(line, name, None)) is not None]
+    return known[-1] if known else None
+
+
+def better_if_higher(key: str) -> bool:
+    """Whether more of a figure of DOUBT_COLUMNS is better."""
+    return key in FLAGGED
