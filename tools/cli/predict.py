@@ -30,7 +30,11 @@ def predict_command(
         Path | None, typer.Option(help="CSV file for all predictions; an existing file is replaced")
     ] = None,
 ) -> None:
-    """Predict images, texts or numbers with a saved model, or with the mean over the models of an ensemble."""
+    """Predict images, texts or numbers with a saved model, or with the mean over the models of an ensemble.
+
+    Of every image or text: the class, its probability, the entropy of the probabilities in nats (0: certain), and the
+    disagreement, the share of an ensemble's models that predict another class.
+    """
     # Imported here: torch takes seconds.
     from tepal.tools.predict.predict import load_predictor
     from tepal.tools.predict.results import results_table, write_csv

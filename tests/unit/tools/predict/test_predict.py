@@ -116,6 +116,25 @@ def test_an_ensemble_in_a_run_directory_predicts_with_the_mean_of_its_modes(tmp_
     assert len({row.disagreement for row in rows}) > 1 and len({row.label for row in rows}) > 4, "this shows nothing"
 
 
+@pytest.mark.parametrize("seeds", [(0,), (0, 1, 2)])
+def test_the_csv_has_class_probability_entropy_and_disagreement_of_every_row(tmp_path, images, seeds):
+    run = RunDirectory.create(tmp_path, "some", {"model": "tiny-vit", "dataset": "digits"})
+    run.write_model(arrays(0) if len(seeds) == 1 else ensemble(*seeds), {"image-shape": "1x8x8", "classes": "10"})
+    write_csv(load_predictor(run.path).predict_files([npz(tmp_path / "a.npz", images=images)]), tmp_path / "out.csv")
+    mean, member_labels = by_hand(images, *seeds)
+    with (tmp_path / "out.csv").open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert len(lines) == len(images)
+    for line, probabilities, labels in zip(lines, mean.tolist(), member_labels.T.tolist(), strict=True):
+        probability = max(probabilities)
+        assert int(line["label"]) == probabilities.index(probability)
+        assert float(line["probability"]) == pytest.approx(probability, rel=1e-4)
+        assert float(line["entropy"]) == pytest.approx(-sum(p * np.log(p) for p in probabilities), rel=1e-4)
+        others = sum(label != int(line["label"]) for label in labels)
+        assert float(line["disagreement"]) == pytest.approx(others / len(seeds))
+        assert len(seeds) > 1 or others == 0
+
+
 def test_more_than_ten_modes_are_told_apart(saved, tmp_path, images):
     """mode/1/ is not the beginning of mode/10/."""
     predictor = load_predictor(saved(ensemble(*range(11))))
