@@ -13,7 +13,7 @@ RUN_IMPORTS := flwr_datasets, tepal.client_app.app, tepal.server_app.app, \
 .PHONY: help run test test-long test-campaign test-all test-containers bench docs lint clean
 
 help:
-	@echo "make run    set up and run the main job: five strategies by simulation, compared; results under runs/"
+	@echo "make run    set up and run the main job: what each method is for, in three short comparisons; results under runs/"
 	@echo "make test   set up and run the tests that protect behaviour: units, and the app over gRPC"
 	@echo "make test-long   run the tests that are long by nature: experiments, benchmarks, random mutations, browsers"
 	@echo "make test-campaign  run every strategy with lying clients, TEPAL_CAMPAIGN_SECONDS (60) each"
@@ -27,7 +27,7 @@ help:
 	@echo "VENV=...    where that environment is (a path without spaces: Ray cannot run from one), default: .venv"
 
 run: $(VENV)/.ready-run
-	$(BIN)/tepal compare .
+	$(BIN)/tepal compare . --variants conf/tour.toml
 
 # One thread each, because two tests run side by side. Workers that have run out of unit tests take over some of the
 # other worker's, so that no long module keeps one worker busy alone.

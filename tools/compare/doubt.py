@@ -26,9 +26,7 @@ def doubt_figures(metrics: Sequence[RoundRecord]) -> dict[str, float | None]:
 
 
 def _last(lines: Sequence[RoundRecord], name: str) -> float | None:
-    # By name: records have these columns only where a run config asks for them.
-    known = [value for line in lines if (value := getattr(line, name, None)) is not None]
-    return known[-1] if known else None
+    return next((value for line in reversed(lines) if (value := line.value(name)) is not None), None)
 
 
 def better_if_higher(key: str) -> bool:
