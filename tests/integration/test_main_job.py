@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -141,10 +142,116 @@ def test_the_main_job_needs_no_network(tepal, tmp_path, engine):
     assert [line["clients_replied"] for line in read_lines(tmp_path / "runs" / "latest")] == [0, 2]
 
 
+# The main job's three questions with one round each, and two variants.
+SHORT = """
+clients = 3
+[common]
+model = "tiny-vit"
+pretrained = "tiny-vit-digits"
+num-server-rounds = 2
+local-epochs = 1
+deterministic = true
+[[section]]
+title = "Fewer bytes"
+question = "bytes"
+[[section.variant]]
+name = "fedavg"
+strategy = "fedavg"
+[[section.variant]]
+name = "selective-int8"
+strategy = "selective"
+wire-dtype = "int8"
+[[section]]
+title = "Sites that differ"
+question = "own-tests"
+[section.common]
+partitioner = "pathological"
+[[section.variant]]
+name = "two-classes"
+strategy = "fedavg"
+[[section.variant]]
+name = "local"
+strategy = "local"
+[[section]]
+title = "What one does not know"
+question = "doubt"
+[section.common]
+foreign-images = true
+[[section.variant]]
+name = "one-model"
+strategy = "fedavg"
+[[section.variant]]
+name = "three-models"
+strategy = "fedensemble"
+pretrained = "tiny-vit-digits, tiny-vit-digits-2, tiny-vit-digits-3"
+"""
+
+
+def short_comparison(tmp_path: Path) -> tuple[str, ...]:
+    (tmp_path / "short.toml").write_text(SHORT)
+    return "compare", ".", "--variants", str(tmp_path / "short.toml"), "-c", f'runs="{tmp_path / "runs"}"'
+
+
+def without_times(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Rows without what differs between two runs of the same seed: durations and names of folders."""
+    return [{key: value for key, value in row.items() if "seconds" not in key and key != "run"} for row in rows]
+
+
+@pytest.mark.simulation
+@pytest.mark.slow
+@pytest.mark.skipif(not may_go_offline(), reason="needs unshare, ip, and the right to make a network namespace")
+def test_variants_are_compared_without_a_network_and_go_on_after_they_were_killed(tepal, tmp_path):
+    command = short_comparison(tmp_path)
+    whole = tepal(*command, within=OFFLINE)
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    (folder,) = (tmp_path / "runs").glob("*-compare")
+    for title in ("Fewer bytes: ", "Sites that differ: ", "What one does not know: "):
+        assert title in whole.stdout
+    rows = rows_of(folder / "runs.csv")
+    assert [row["outcome"] for row in rows] == ["finished"] * 6
+    assert all(float(rows[-1][key]) >= 0 for key in ("loss", "calibration_error", "flagged_letters"))
+
+    killed = subprocess.Popen(
+        [sys.executable, "-m", "tepal.tools.cli.main", *command], cwd=ROOT, stdout=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    for line in killed.stdout:
+        if "local: round 1/2" in line:  # the fourth run, after its first round
+            os.killpg(killed.pid, signal.SIGKILL)
+            break
+    killed.wait(timeout=60)
+    other = max((tmp_path / "runs").glob("*-compare"))
+    assert other != folder
+    resumed = tepal("compare", ".", "--resume", str(other))
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert "two-classes: round" not in resumed.stdout, "what was finished is not run again"
+    for name in ("runs.csv", "comparison.csv"):
+        ours, theirs = (without_times(rows_of(each / name)) for each in (folder, other))
+        assert ours == theirs
+
+
+@pytest.mark.simulation
+@pytest.mark.long
+def test_the_tour_shows_what_each_method_is_for(tepal, tmp_path):
+    """`make run` with nothing changed; what is asked of it here is less than what it shows on the machine of the docs."""
+    done = tepal("compare", ".", "--variants", "conf/tour.toml", "-c", f'runs="{tmp_path / "runs"}"')
+    assert done.returncode == 0, done.stdout + done.stderr
+    (folder,) = (tmp_path / "runs").glob("*-compare")
+    found = {row["variant"]: row for row in rows_of(folder / "comparison.csv")}
+
+    def of(variant: str, figure: str) -> float:
+        return float(found[variant][figure])
+
+    assert of("selective-1-int8", "bytes_to_target") < of("fedavg", "bytes_to_target") / 5
+    assert of("selective-1", "server_accuracy") > of("fedavg", "server_accuracy") - 0.02
+    assert of("fedacs", "clients_accuracy") > of("fedavg-two-classes", "clients_accuracy") + 0.05
+    assert of("three-models", "loss") < of("one-model", "loss")
+
+
 @pytest.mark.simulation
 @pytest.mark.long
 def test_the_main_job_reads_nine_of_ten_held_out_digits(tepal, tmp_path):
-    """What `make run` does with FedFrozen, with nothing changed."""
+    """What `tepal simulate .` does, with nothing changed."""
     done = tepal("simulate", ".", "-c", f'runs="{tmp_path / "runs"}"')
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((tmp_path / "runs" / "latest" / "summary.json").read_text())

@@ -49,6 +49,7 @@ def _digits(seed: int) -> Recipe:
         seed=seed,
         terms="MNIST: CC BY-SA 3.0, cite LeCun et al. 1998",
         reduced=True,
+        crop=1,
     )
 
 
