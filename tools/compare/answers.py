@@ -191,6 +191,8 @@ def _bytes(group: Group) -> str:
     if not reached:
         return f"{what} is reached by no variant."
     best = min(whole, key=lambda result: needs[result.name].mean)
+    if needs[best.name].mean == 0:
+        return f"{what} is reached by the initial model, before anything is transferred."
     said = f"{what} is reached with {_needs(best)} by {best.name}"
     if best is not group.baseline:
         following = group.baseline if group.baseline in whole else None

@@ -15,7 +15,7 @@ from tepal.host.text import visible
 from tepal.host.toml import Value
 from tepal.records.columns import is_number
 from tepal.records.run_directory import CHECKPOINTS, MOST_CONFIG, is_held, read_file, read_summary, write_whole
-from tepal.tools.compare.sections import NAME, Section, Variant, section_of
+from tepal.tools.compare.sections import MOST_SECTIONS, NAME, Section, Variant, section_of
 from tepal.tools.simulation.engines import AUTO, PROCESS
 
 PLAN = "comparison.json"
@@ -241,6 +241,8 @@ def _check(comparison: Comparison) -> None:
     for value in comparison.run_config.values():
         if not isinstance(value, str | int | float | bool | list | None):
             raise ValueError("a value of the run config is of another type")
+    if len(comparison.sections) > MOST_SECTIONS:
+        raise ValueError(f"it has {len(comparison.sections)} sections, at most {MOST_SECTIONS} are allowed")
     variants = [variant for section in comparison.sections for variant in section.variants]
     if len({variant.name for variant in variants}) < len(variants):
         raise ValueError("two variants have one name")

@@ -26,6 +26,7 @@ WITHIN = 0.005
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")  # also the name of a colour in style sheets
 LONGEST_TITLE, LONGEST_ABOUT = 100, 500  # characters
+MOST_SECTIONS = 50  # each has figures on the page, which take half a second to make
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from tepal.records.columns import is_number
 from tepal.server_app.config import ConfigError, defaults
 from tepal.server_app.config.checks import unknown
 from tepal.tools.compare.plan import MOST_RUNS, OWN_KEYS
-from tepal.tools.compare.sections import BYTES, NAME, Section, Variant, near, problems
+from tepal.tools.compare.sections import BYTES, MOST_SECTIONS, NAME, Section, Variant, near, problems
 
 _TOP_KEYS = ("seeds", "clients", "target", "common", "variant", "section")
 _SECTION_KEYS = ("title", "about", "question", "baseline", "within", "common", "variant")
@@ -95,6 +95,8 @@ class _Reader:
         if "variant" in table and not sections:
             tables = self._tables(table, "variant", "[[variant]]", "")
             sections = [Section("", tuple(self._variants(tables, "", common)))]
+        if len(sections) > MOST_SECTIONS:
+            self.problems.append(f"it has {len(sections)} sections: at most {MOST_SECTIONS} are allowed")
         seeds = self._seeds(table.get("seeds", []))
         runs = max(1, len(seeds)) * sum(len(section.variants) for section in sections)
         if runs > MOST_RUNS:

@@ -174,6 +174,13 @@ def test_whoever_reaches_the_target_the_answer_is_a_sentence(tmp_path, rounds, v
     assert answer(results(tmp_path, BYTES, runs, seeds=(7,), **values).sections[0]) == expected
 
 
+def test_a_target_that_the_initial_model_has_needs_no_bytes(tmp_path):
+    start = [RoundRecord(round=0, accuracy=0.5, accuracy_of="server", bytes_down=0, bytes_up=0)]
+    rounds = {(name, 7): start + scores(0.5, megabytes=2) for name in ("FedAvg", "small", "never")}
+    said = answer(results(tmp_path, BYTES, rounds, seeds=(7,)).sections[0])
+    assert said.endswith("(0.4950) is reached by the initial model, before anything is transferred.")
+
+
 def test_each_seed_has_the_target_of_its_own_baseline(tmp_path):
     finals = {1: 0.90, 2: 0.95, 3: 0.85}
     two = [("Bytes", "bytes", {"FedAvg": "fedavg", "small": "selective"}, {})]

@@ -67,6 +67,19 @@ def test_the_time_left_of_a_run_that_goes_on_counts_only_what_it_still_does():
     assert left.seconds == 10 + 4 * 2 and left.rounds_done == 5
 
 
+def test_the_time_left_of_runs_of_different_lengths_counts_the_rounds_of_each():
+    now = [0.0]
+    left = TimeLeft(3, 5, of_each=(2, 1, 5), clock=lambda: now[0])
+    left.begin()
+    for number, seconds in ((1, 10), (2, 4)):
+        now[0] += seconds
+        left.update(RoundRecord(round=number))
+    assert left.seconds == 0 + 10 + (10 + 4 * 4)
+    left.begin()
+    left.begin()
+    assert left.seconds == 10 + 4 * 4 and (left.rounds_done, left.rounds) == (3, 8)
+
+
 def test_the_bar_is_that_of_all_runs_and_every_run_leaves_a_line(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     out = Terminal()

@@ -175,6 +175,10 @@ def test_the_documents_example_is_a_file(file):
             ["section 'x': a second section has this title"],
         ),
         (
+            "".join(f'[[section]]\ntitle="{n}"\n[[section.variant]]\nname="v{n}"\nstrategy="fedavg"\n' for n in range(51)),
+            ["51 sections: at most 50"],
+        ),
+        (
             f'seeds = {list(range(5001))}\n[[variant]]\nname="a"\nstrategy="fedavg"\n[[variant]]\nname="b"\n'
             'strategy="fedavg"',
             ["10002 runs", "at most 10,000"],
@@ -349,6 +353,7 @@ def test_what_a_resumed_comparison_compares_cannot_change(compare, file):
         lambda plan: plan.update(sections={"a": 1}),
         lambda plan: plan.update(sections=[]),
         lambda plan: plan["sections"].pop(),
+        lambda plan: plan.update(sections=plan["sections"] * 26),
         lambda plan: plan["cells"][0].update(variant="nobody"),
         lambda plan: plan["cells"][0].update(variant=3),
         lambda plan: plan["cells"][0].update(strategy="fedacs"),

@@ -13,7 +13,7 @@ from tepal.records.run_directory import RunDirectory, RunInUse, held, is_held
 from tepal.server_app.config import defaults
 from tepal.tools.cli.main import main
 from tepal.tools.dashboard import views
-from tests.comparisons import comparison_in, finish, leave_run
+from tests.comparisons import comparison_in, finish, leave_run, variants_in
 
 
 def told(*arguments):
@@ -109,6 +109,18 @@ def test_a_comparison_is_one_line_and_its_folder_lists_its_runs(tmp_path):
     assert "fedacs" in CliRunner().invoke(main, ["show", str(comparison.folder)]).stdout
     inside = comparison.runs[0].directory.name
     assert told("show", inside, "--runs", tmp_path / "runs")["name"] == inside
+
+
+def test_a_comparison_of_variants_is_shown_with_its_sections_and_answers(tmp_path):
+    sections = [("Own", "own-tests", {"one": "fedavg", "each": "fedacs"}, {"about": "Why."})]
+    comparison = finish(variants_in(tmp_path / "runs" / "20260101-000000-compare", sections))
+    assert told("runs", tmp_path / "runs")[0]["strategy"] == "fedavg, fedacs"
+    shown = told("show", comparison.folder)
+    assert shown["variants"]["each"]["clients_accuracy"]["mean"] == pytest.approx(0.9) and "strategies" not in shown
+    [section] = shown["sections"]
+    assert (section["title"], section["question"], section["variants"]) == ("Own", "own-tests", ["one", "each"])
+    assert section["answer"].startswith("The highest accuracy on the clients' own tests is that of each")
+    assert section["answer"] in CliRunner().invoke(main, ["show", str(comparison.folder)]).stdout
 
 
 def test_a_run_is_found_by_path_by_name_and_as_the_latest(runs, tmp_path):
