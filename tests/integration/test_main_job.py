@@ -233,7 +233,7 @@ def test_variants_are_compared_without_a_network_and_go_on_after_they_were_kille
 @pytest.mark.simulation
 @pytest.mark.long
 def test_the_tour_shows_what_each_method_is_for(tepal, tmp_path):
-    """`make run` with nothing changed; what is asked of it here is less than what it shows on the machine of the docs."""
+    """`make run` with nothing changed; less is asked of it than what it shows on the machine of the docs."""
     done = tepal("compare", ".", "--variants", "conf/tour.toml", "-c", f'runs="{tmp_path / "runs"}"')
     assert done.returncode == 0, done.stdout + done.stderr
     (folder,) = (tmp_path / "runs").glob("*-compare")

@@ -45,7 +45,7 @@ def _digits(seed: int) -> Recipe:
     return Recipe(
         model="tiny-vit",
         data="mnist",
-        schedule=Schedule(epochs=6),
+        schedule=Schedule(epochs=15, learning_rate=2e-3),
         seed=seed,
         terms="MNIST: CC BY-SA 3.0, cite LeCun et al. 1998",
         reduced=True,

@@ -175,7 +175,9 @@ def test_the_documents_example_is_a_file(file):
             ["section 'x': a second section has this title"],
         ),
         (
-            "".join(f'[[section]]\ntitle="{n}"\n[[section.variant]]\nname="v{n}"\nstrategy="fedavg"\n' for n in range(51)),
+            "".join(
+                f'[[section]]\ntitle="{n}"\n[[section.variant]]\nname="v{n}"\nstrategy="fedavg"\n' for n in range(51)
+            ),
             ["51 sections: at most 50"],
         ),
         (
