@@ -29,8 +29,3 @@ def _last(lines: Sequence[RoundRecord], name: str) -> float | None:
     # By name: records have these columns only where a run config asks for them.
     known = [value for line in lines if (value := getattr(line, name, None)) is not None]
     return known[-1] if known else None
-
-
-def better_if_higher(key: str) -> bool:
-    """Whether more of a figure of DOUBT_COLUMNS is better."""
-    return key in FLAGGED

@@ -76,6 +76,8 @@ strategy = "fedavg"
 """
 
 
+_51 = range(51)  # sections, one too many
+
 # --- reading --------------------------------------------------------------------------------------------------------
 
 
@@ -175,7 +177,7 @@ def test_the_documents_example_is_a_file(file):
             ["section 'x': a second section has this title"],
         ),
         (
-            "".join(f'[[section]]\ntitle="{n}"\n[[section.variant]]\nname="v{n}"\nstrategy="fedavg"\n' for n in range(51)),
+            "".join(f'[[section]]\ntitle="{n}"\n[[section.variant]]\nname="v{n}"\nstrategy="fedavg"\n' for n in _51),
             ["51 sections: at most 50"],
         ),
         (
