@@ -27,8 +27,3 @@ def doubt_figures(metrics: Sequence[RoundRecord]) -> dict[str, float | None]:
 
 def _last(lines: Sequence[RoundRecord], name: str) -> float | None:
     return next((value for line in reversed(lines) if (value := line.value(name)) is not None), None)
-
-
-def better_if_higher(key: str) -> bool:
-    """Whether more of a figure of DOUBT_COLUMNS is better."""
-    return key in FLAGGED

@@ -4,13 +4,11 @@ import csv
 import io
 import math
 import statistics
-from dataclasses import dataclass
 
 import pytest
 from rich.console import Console
 from scipy import stats
 
-from tepal.records.columns import column
 from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory import RunDirectory
 from tepal.tools.compare.answers import answer, paired
@@ -85,16 +83,6 @@ def test_no_number_is_too_large(value):
 
 
 # --- answers --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Record(RoundRecord):
-    """A round with what a run config may ask to measure besides."""
-
-    calibration_error: float | None = column("calibration error")
-    flagged_letters: float | None = column()
-    flagged_noise: float | None = column()
-    flagged_covered: float | None = column()
 
 
 def results(folder, sections, rounds, seeds=SEEDS, **values):
@@ -291,10 +279,10 @@ DOUBT = [("Doubt", "doubt", {"single": "fedavg", "ensemble": "fedensemble"}, {"b
 
 def doubtful(accuracy, loss, error, letters, noise=None):
     return [
-        Record(round=1, accuracy=0.1, loss=9.0, accuracy_of="server", calibration_error=0.9, flagged_letters=0.1),
-        Record(round=2, accuracy=accuracy, loss=loss, accuracy_of="server", calibration_error=error,
+        RoundRecord(round=1, accuracy=0.1, loss=9.0, accuracy_of="server", calibration_error=0.9, flagged_letters=0.1),
+        RoundRecord(round=2, accuracy=accuracy, loss=loss, accuracy_of="server", calibration_error=error,
                flagged_letters=letters, flagged_noise=noise),
-        Record(round=3),
+        RoundRecord(round=3),
     ]  # fmt: skip
 
 
