@@ -22,7 +22,8 @@ from pathlib import Path
 
 from tepal.host.toml import parse_run_config
 from tepal.tools.compare.comparison import find_comparison, is_comparison, measure, read_comparison
-from tepal.tools.compare.tables import columns_of, strategies_table
+from tepal.tools.compare.figure_columns import columns_of
+from tepal.tools.compare.tables import variants_table
 from tepal.tools.reproduce.networks import VOCABULARY, write_text_model
 from tepal.training.data import DataConfig, load_client_texts
 
@@ -163,7 +164,8 @@ def page(runs: Path) -> Iterator[str]:
             f"```sh\ntepal compare . --clients {experiment.clients} --seeds {seeds} -c {config} "
             f"-c '{given}'\n```"
         )
-        yield strategies_table(results, columns).markdown()
+        (group,) = results.sections
+        yield variants_table(group, columns).markdown()
 
 
 def main() -> None:

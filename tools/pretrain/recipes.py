@@ -57,7 +57,7 @@ RECIPES = {
     "compact-vit-c100": Recipe(
         model="compact-vit",
         data="cifar-100",
-        schedule=Schedule(epochs=16),
+        schedule=Schedule(epochs=24),
         seed=0,
         terms="CIFAR-100: no formal licence; cite Krizhevsky 2009",
         normalised_by="cifar-100",

@@ -3,6 +3,7 @@ import tomllib
 import pytest
 
 from tepal.server_app.config import ConfigError, defaults, read_run_config
+from tepal.tools.compare.variants import read_variants
 from tests.packages import ROOT
 
 
@@ -100,6 +101,18 @@ def test_a_warm_up_as_long_as_the_run_is_a_warning(caplog):
     assert "this run is FedAvg" in caplog.text
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "conf").glob("*.toml")), ids=lambda p: p.name)
+TOUR = ROOT / "conf/tour.toml"
+"""Variants that are compared, not a run config."""
+
+
+@pytest.mark.parametrize("path", sorted({*(ROOT / "conf").glob("*.toml")} - {TOUR}), ids=lambda p: p.name)
 def test_every_experiment_of_conf_can_be_run(path):
     assert read_run_config(flat(tomllib.loads(path.read_text())))
+
+
+def test_every_variant_of_the_tour_can_be_run():
+    tour = read_variants(TOUR)
+    variants = [variant for section in tour.sections for variant in section.variants]
+    assert len(tour.sections) == 3 and len(variants) == 13
+    for variant in variants:
+        assert read_run_config({**tour.common, **variant.run_config}).rounds.strategy == variant.strategy
