@@ -2,14 +2,14 @@
 
 Like the other picture it is drawn without plotly and follows the reader's light or dark setting. It is narrow and its
 letters are large, so that it can be read on a phone; it is not stretched on a wide screen. A name and its value stand
-above their bar, so that long names need no margin. The baseline's bars are grey.
+left and right of their bar or, where one of them is long, above it. The baseline's bars are grey.
 """
 
 from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,10 @@ from tepal.tools.compare.tables import about_seeds
 WIDTH = 520  # pixels
 _MARGIN = 20
 FULL = WIDTH - 2 * _MARGIN
-"""The length of a bar at the end of its scale, in pixels."""
+"""The length of a bar at the end of its scale, in pixels, below its name and value."""
+BESIDE = 200
+"""The same between its name and its value, for which so many letters have room:"""
+_SHORT_NAME, _SHORT_VALUE = 19, 9
 _TEXT, _HEAD = 16, 19  # pixels, sizes of letters
 _LINE, _BAR = 22, 10  # pixels, heights
 _LETTER = 0.56  # mean width of a letter, in sizes: some more than usual fonts take
@@ -80,9 +83,9 @@ def _doubt_scale(key: str, heading: str) -> Scale:
     return Scale(key, heading, share_text, 1.0) if key in FLAGGED else Scale(key, heading, score_text)
 
 
-def length(value: float, end: float) -> float:
+def length(value: float, end: float, full: float = FULL) -> float:
     """The length of the bar of a value, in pixels; scales are linear and begin at 0."""
-    return round(FULL * min(max(value, 0.0), end) / end, 2) if end > 0 else 0.0
+    return round(full * min(max(value, 0.0), end) / end, 2) if end > 0 else 0.0
 
 
 # --- the picture ----------------------------------------------------------------------------------------------------
@@ -100,6 +103,14 @@ class _Page:
         for line in _wrapped(text, size):
             self.down += _LINE
             self.texts.append({"x": _MARGIN, "y": self.down, "kind": kind, "text": line, "end": False})
+
+    def row(self, name: str, value: str, pixels: float | None, kind: str) -> None:
+        """A name, its bar and its value in one line."""
+        self.down += _LINE + 2
+        self.texts.append({"x": _MARGIN, "y": self.down, "kind": "name", "text": name, "end": False})
+        self.texts.append({"x": WIDTH - _MARGIN, "y": self.down, "kind": "value", "text": value, "end": True})
+        left, top = _MARGIN + math.ceil(_SHORT_NAME * _LETTER * _TEXT) + 8, self.down - _BAR
+        self.bars.append({"kind": kind, "x": left, "y": top, "full": BESIDE, "length": pixels, "height": _BAR})
 
     def bar(self, name: str, value: str, pixels: float | None, kind: str) -> None:
         """A name and a value, the value below the name where they do not fit on one line, and the bar below them."""
@@ -148,12 +159,12 @@ def _panel(page: _Page, group: Group) -> list[str]:
         page.down += 4
         page.text(scale.heading)
         end = scale.end or max((figure.mean for figure in known.values()), default=0.0)
-        for result in group.variants:
-            figure = known.get(result.name)
-            missing = scale.missing if result.counted else "no result yet"
-            value = missing if figure is None else _value(figure, scale, result, group)
+        rows = [(result, known.get(result.name), _shown(result, known, scale, group)) for result in group.variants]
+        short = all(len(one.name) <= _SHORT_NAME and len(value) <= _SHORT_VALUE for one, _, value in rows)
+        for result, figure, value in rows:
             kind = "base" if result is group.baseline and group.section.question else "other"
-            page.bar(result.name, value, None if figure is None else length(figure.mean, end), kind)
+            pixels = None if figure is None else length(figure.mean, end, BESIDE if short else FULL)
+            (page.row if short else page.bar)(result.name, value, pixels, kind)
         values = ", ".join(f"{name} {scale.write(figure.mean)}" for name, figure in known.items())
         spoken.append(f"{scale.heading}: {values or 'not measured'}.")
     if said := answer(group):
@@ -161,6 +172,13 @@ def _panel(page: _Page, group: Group) -> list[str]:
         page.text(said, "answer")
         spoken.append(said)
     return spoken
+
+
+def _shown(result: Result, known: Mapping[str, Statistic], scale: Scale, group: Group) -> str:
+    """What stands at the bar of a result: its value, or why it has none."""
+    if result.name in known:
+        return _value(known[result.name], scale, result, group)
+    return scale.missing if result.counted else "no result yet"
 
 
 def _value(figure: Statistic, scale: Scale, result: Result, group: Group) -> str:

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from PIL import ImageFont
 
-from tepal.tools.compare.bars import FULL, WIDTH, draw_bars, length, picture_of
+from tepal.tools.compare.bars import BESIDE, FULL, WIDTH, draw_bars, length, picture_of
 from tepal.tools.compare.comparison import measure
 from tests.comparisons import comparison_in, finish, variants_in
 
@@ -50,7 +50,8 @@ def test_a_bar_is_as_long_as_its_value(svg):
         ("own", "0.9000", pytest.approx(0.9 * FULL)),
         ("n" * 64, "0.6500", pytest.approx(0.65 * FULL)),
     ]
-    assert found[6:] == [("a", "0.8000", pytest.approx(0.8 * FULL)), ("b", "0.7000", pytest.approx(0.7 * FULL))]
+    # Short names and values stand beside their bars.
+    assert found[6:] == [("a", "0.8000", pytest.approx(0.8 * BESIDE)), ("b", "0.7000", pytest.approx(0.7 * BESIDE))]
 
 
 def test_the_baselines_bars_are_of_another_colour(svg):
@@ -83,6 +84,10 @@ def test_no_text_leaves_the_picture_or_covers_another(svg):
         if text != "n" * 64:
             assert left >= 0 and right <= WIDTH, text
         spans.setdefault(y, []).append((left, right))
+    for rect in svg.iter(f"{SVG}rect"):
+        left, bottom = float(rect.get("x") or 0), float(rect.get("y") or 0) + float(rect.get("height"))
+        if rect.get("class") == "track" and bottom in spans:  # beside its name and its value
+            spans[bottom].append((left, left + float(rect.get("width"))))
     for on_line in spans.values():
         assert all(before[1] < after[0] for before, after in pairwise(sorted(on_line)))
     assert min(after - before for before, after in pairwise(sorted(spans))) >= 18
