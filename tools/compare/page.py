@@ -127,8 +127,13 @@ def figures(results: Results) -> list[Figure]:
 
 
 def _group_figures(group: Group, look: dict[str, Look], number: int) -> list[Figure]:
-    """The figures of a section; from the second section on, its number is part of their keys."""
+    """The figures of a section; from the second section on, its number is part of their keys.
+
+    A section that asks a question measures what answers it: a figure without data is left out.
+    """
     drawn = [_per_round(group, look), _per_byte(group, look), _on_own_tests(group)]
+    if group.section.question:
+        drawn = [figure for figure in drawn if figure.plot is not None]
     return [replace(figure, key=f"{figure.key}-{number + 1}") for figure in drawn] if number else drawn
 
 

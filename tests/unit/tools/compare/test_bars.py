@@ -9,6 +9,7 @@ from PIL import ImageFont
 
 from tepal.tools.compare.bars import BESIDE, FULL, WIDTH, draw_bars, length, picture_of
 from tepal.tools.compare.comparison import measure
+from tepal.tools.compare.page import figures
 from tests.comparisons import comparison_in, finish, variants_in
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -115,6 +116,13 @@ def test_several_seeds_have_their_deviation_and_what_is_undecided(tmp_path):
 def test_a_picture_without_results_has_no_bars(tmp_path):
     svg = ET.fromstring(draw_bars(measure(variants_in(tmp_path, SECTIONS))))
     assert {(value, pixels) for _, value, pixels in bars_of(svg)} == {("no result yet", None)}
+
+
+def test_the_page_of_a_question_leaves_out_figures_without_data(tmp_path):
+    asked, plain = (figures(measure(variants_in(tmp_path, sections))) for sections in (SECTIONS[:1], SECTIONS[3:]))
+    assert asked == [] and [figure.plot for figure in plain] == [None] * 3
+    drawn = figures(measure(finish(variants_in(tmp_path, SECTIONS[:2]))))
+    assert all(figure.plot is not None for figure in drawn) and len(drawn) == 6
 
 
 def test_without_a_question_the_picture_has_curves(tmp_path):
