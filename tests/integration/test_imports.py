@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tepal.host.superlink import stage_app
+from tepal.models.weights import CARD, WEIGHTS, shipped
 from tests.packages import BUNDLED, PACKAGES, ROOT
 
 MODULES = ("tepal", "tepal.exchange.layout", "tepal.models", "tepal.strategies")
@@ -106,6 +107,13 @@ def test_imports_from_a_wheel(wheel, tmp_path):
         "tepal.models": site / "tepal" / "models" / "__init__.py",
         "tepal.strategies": site / "tepal" / "strategies" / "__init__.py",
     }
+
+
+@pytest.mark.long
+def test_a_wheel_has_the_weights_that_come_with_tepal(wheel):
+    inside = zipfile.ZipFile(wheel).namelist()
+    for name in shipped():
+        assert {f"tepal/models/weights/{name}/{file}" for file in (CARD, WEIGHTS)} <= set(inside)
 
 
 @pytest.mark.long
