@@ -1,7 +1,7 @@
 """Models by name. Importing this package imports no torch; a model's file or library is imported when it is built.
 
-A name is one of `registry.MODELS`, a directory with a config.json as transformers' `save_pretrained` writes it, or
-"package.module:function", a custom model.
+A name is one of `registry.MODELS`, a directory with a config.json as transformers' `save_pretrained` writes it, weights
+that come with Tepal with their own config.json, or "package.module:function", a custom model.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tepal.models import weights
 from tepal.models.registry import (
     ANYTHING,
     CHARACTERS,
@@ -67,6 +68,8 @@ def find(name: str) -> Model:
     folder = Path(name).expanduser()
     if name and (folder / CONFIG).is_file():
         return model_in(folder)
+    if (shipped := weights.folder_of(name)) and (shipped / CONFIG).is_file():
+        return model_in(shipped)
     if ":" in name:
         return Model(ANYTHING, name)
     near = get_close_matches(name, MODELS, n=1)

@@ -28,7 +28,7 @@ from tepal.exchange.layout import Names
 from tepal.models.blocks import Blocks
 from tepal.models.blocks.errors import few
 from tepal.models.registry import ModelError
-from tepal.models.weights import checked_file, shipped
+from tepal.models.weights import checked_file, misspelt, shipped
 
 SAFETENSORS, INDEX, PICKLE = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 FILES = (SAFETENSORS, INDEX, PICKLE)
@@ -124,6 +124,8 @@ def find_weights(source: str) -> Path:
         raise ModelError(f"{path}: contains none of {', '.join(FILES)}: give another directory")
     if source in shipped():
         return checked_file(source)
+    if near := misspelt(source):
+        raise ModelError(f"no weights are named {source!r}: did you mean {near!r}?")
     if _HUB_NAME.fullmatch(source) and path.suffix not in (".safetensors", *_TORCH):
         return _download(source)
     raise ModelError(f"{path}: no such file or directory: give {_EXPECTED}")

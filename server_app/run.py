@@ -311,8 +311,8 @@ def _other_normalisation(source: str, config: RunConfig) -> str:
     if source not in shipped() or (trained := card(source).get("normalise")) in (None, config.data.normalise):
         return ""
     return (
-        f"pretrained={source!r} was trained with normalise={trained!r}, but normalise={config.data.normalise!r} here: "
-        "its features are worth less on images in another range"
+        f"pretrained={source!r} was trained with normalise={trained!r}, but normalise={config.data.normalise!r} here, "
+        f"where its features are worth less: set normalise={trained!r}"
     )
 
 

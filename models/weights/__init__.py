@@ -10,6 +10,7 @@ import hashlib
 import json
 import tomllib
 from collections.abc import Mapping
+from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -29,6 +30,12 @@ def shipped() -> tuple[str, ...]:
 def folder_of(name: str) -> Path | None:
     """Return the folder of shipped weights, or None if the name is not one of them."""
     return _folders().get(name)
+
+
+def misspelt(name: str) -> str:
+    """Return the name of shipped weights that this one resembles; "" if it is one of them, or resembles none."""
+    near = get_close_matches(name.lower(), shipped(), n=1, cutoff=0.8)
+    return near[0] if near and name not in shipped() else ""
 
 
 def card(name: str) -> Mapping[str, Any]:

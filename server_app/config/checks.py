@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import BaseModel
 
 from tepal import models
+from tepal.models.weights import misspelt
 from tepal.server_app.config.run_config import RunConfig, defaults
 from tepal.server_app.trackers import TrackerError, missing, names_of, with_password
 from tepal.training.data import BY_LABEL, LOCAL, DataError
@@ -108,6 +110,9 @@ def _start_problems(config: RunConfig) -> Iterator[str]:
             f"pretrained={given!r} names {len(sources)} sources, but fedensemble.modes={config.fedensemble.modes}: "
             "name one for all modes, or one for each"
         )
+    for source in sources:
+        if (near := misspelt(source)) and not Path(source).expanduser().exists():
+            yield f"pretrained={given!r}: no weights are named {source!r}: did you mean {near!r}?"
 
 
 _PLAIN_STEPS = ("perfedavg", "pfedme", "apfl")  # strategies whose clients take steps without an optimizer

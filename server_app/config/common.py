@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, Field
@@ -91,7 +92,10 @@ class RoundConfig(BaseModel):
     @property
     def sources(self) -> tuple[str, ...]:
         """`pretrained` as a tuple: of one source, of one for each mode of an ensemble, or empty."""
-        return separated(self.pretrained)
+        whole = self.pretrained.strip()
+        if whole and Path(whole).expanduser().exists():  # a path may have a comma
+            return (whole,)
+        return separated(whole)
 
 
 class MLflowConfig(BaseModel):

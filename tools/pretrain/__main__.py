@@ -5,16 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
+from torch import nn
 
 from tepal import models
+from tepal.tools.pretrain import texts
 from tepal.tools.pretrain.card import write_weights
 from tepal.tools.pretrain.images import Classification, Images, accuracy, linear_probe, read_images
-from tepal.tools.pretrain.loop import train
-from tepal.tools.pretrain.recipes import RECIPES, Recipe
+from tepal.tools.pretrain.loop import Trained, train
+from tepal.tools.pretrain.probe import probe
+from tepal.tools.pretrain.recipes import RECIPES, ImageRecipe, Recipe, TextRecipe
 from tepal.training.data.config import DataError
 from tepal.training.loop import device_of
 
@@ -59,9 +62,27 @@ def pretrain(name: str, recipe: Recipe, data: Path, output: Path, device: torch.
 
     Raises:
         DataError: a data set is missing or cannot be read; found before the training begins.
+        ModelError: texts, and transformers is not installed.
         ValueError: see `loop.train`.
     """
     begun = datetime.now(UTC)
+    output.mkdir(parents=True, exist_ok=True)
+    state = output / f"{name}.state"
+    if isinstance(recipe, TextRecipe):
+        done, facts = _encoder(recipe, data, output / name, state, device)
+    else:
+        done, facts = _classifier(recipe, data, state, device)
+    made = {
+        "epochs": recipe.schedule.epochs,
+        "seed": recipe.seed,
+        "seconds": round(done.seconds),
+        "date": begun.date(),
+        "terms": recipe.terms,
+    }
+    return write_weights(output / name, done.model, facts | made)
+
+
+def _classifier(recipe: ImageRecipe, data: Path, state: Path, device: torch.device) -> tuple[Trained, dict[str, Any]]:
     # The probe's data, too, before hours of training.
     read: dict[str, tuple[Images, Images]] = {
         each: read_images(each, data, normalised_by=recipe.normalised_by, reduced=recipe.reduced, device=device)
@@ -73,28 +94,61 @@ def pretrain(name: str, recipe: Recipe, data: Path, output: Path, device: torch.
     classes = int(images.labels.max()) + 1
     model = models.build(recipe.model, image_shape=size, classes=classes, seed=recipe.seed).to(device)
     loss = Classification(images, recipe.crop, recipe.flip, recipe.smoothing)
-    output.mkdir(parents=True, exist_ok=True)
-    state = output / f"{name}.state"
     done = train(model, loss, len(images), recipe.schedule, seed=recipe.seed, state=state, log=_say)
     facts = {
         "model": recipe.model,
         "image-shape": "x".join(map(str, size)),
         "normalise": recipe.normalised_by,
         "data": recipe.data + (", reduced to 8x8 pixels" if recipe.reduced else ""),
-        "terms": recipe.terms,
         "classes": classes,
         "examples": len(images),
-        "epochs": recipe.schedule.epochs,
-        "seed": recipe.seed,
-        "seconds": round(done.seconds),
-        "date": begun.date(),
         # Of the weights as they are written, in half precision.
         "accuracy": round(accuracy(done.model.half().float(), tests), 4),
         "test-examples": len(tests),
     }
     if recipe.probe:
         facts |= {"probe": recipe.probe, "probe-accuracy": round(linear_probe(done.model, *read[recipe.probe]), 4)}
-    return write_weights(output / name, done.model, facts)
+    return done, facts
+
+
+def _encoder(
+    recipe: TextRecipe, data: Path, folder: Path, state: Path, device: torch.device
+) -> tuple[Trained, dict[str, Any]]:
+    read = {each: texts.read_corpus(each, data) for each in recipe.data}
+    trained_on = [text for corpus in read.values() for text in corpus.train]
+    if not texts.has_tokenizer(folder):  # else the same seed gives the same weights
+        texts.write_tokenizer(folder, trained_on, recipe.vocabulary)
+    texts.write_config(folder, recipe.config)
+    tokenizer = texts.read_tokenizer(folder)
+    tokens, special = texts.Tokens.of(tokenizer, trained_on), texts.special_of(tokenizer)
+    model = texts.build_encoder(recipe.config, recipe.seed).to(device)
+    loss = texts.MaskedSpans(tokens, special, recipe.vocabulary, recipe.length)
+    done = train(model, loss, len(tokens), recipe.schedule, seed=recipe.seed, state=state, log=_say)
+    done.model.half().float()  # as it is written
+    of = {
+        name: texts.masked_accuracy(done.model, texts.Tokens.of(tokenizer, corpus.held_out), special, recipe.length)
+        for name, corpus in read.items()
+    }
+    facts = {
+        "model": folder.name,
+        "data": ", ".join(recipe.data),
+        "examples": len(tokens),
+        "task": "masked word pieces, and which spans are of one text",
+        "accuracy": round(sum(each.right for each in of.values()) / sum(each.count for each in of.values()), 4),
+        "test-examples": sum(each.count for each in of.values()),
+        "accuracy-of": {name: round(each.accuracy, 4) for name, each in of.items()},
+        "probe": recipe.probe,
+        "probe-accuracy": round(_probed(recipe, read[recipe.probe], done.model, tokenizer), 4),
+    }
+    return done, facts
+
+
+def _probed(recipe: TextRecipe, corpus: texts.Corpus, model: nn.Module, tokenizer: Any) -> float:
+    train_features, test_features = (
+        texts.features(model, tokenizer, each, recipe.length) for each in (corpus.train, corpus.held_out)
+    )
+    assert corpus.labels is not None
+    return probe((train_features, corpus.labels[0]), (test_features, corpus.labels[1]))
 
 
 def _say(line: str) -> None:

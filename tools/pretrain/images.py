@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +11,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from tepal.tools.pretrain.probe import probe
 from tepal.training.data.config import DataConfig, DataError
 from tepal.training.data.examples import ImageArrays
 from tepal.training.data.normalisation import normalise
@@ -123,28 +122,11 @@ def outputs(model: nn.Module, inputs: Tensor) -> Tensor:
 def linear_probe(model: nn.Module, train: Images, test: Images) -> float:
     """The accuracy on `test` of a logistic regression that is fitted to the frozen model's features of `train`.
 
-    Features are what the model's head gets, scaled to mean 0 and standard deviation 1. The penalty is the best of four
-    on a fifth of the training images.
+    Features are what the model's head gets.
     """
-    from sklearn.linear_model import LogisticRegression
-    from sklearn.pipeline import make_pipeline
-    from sklearn.preprocessing import StandardScaler
-
     head, model.head = model.head, nn.Identity()
     try:
         features, tested = (outputs(model, each.inputs).cpu().numpy() for each in (train, test))
     finally:
         model.head = head
-    labels, fitted = train.labels.cpu().numpy(), len(train) * 4 // 5
-    order = np.random.default_rng(0).permutation(len(train))
-
-    def probe(strength: float, chosen: NDArray[np.int64]) -> Any:
-        regression = LogisticRegression(C=strength, max_iter=500)
-        return make_pipeline(StandardScaler(), regression).fit(features[chosen], labels[chosen])
-
-    validated: Mapping[float, float] = {
-        strength: probe(strength, order[:fitted]).score(features[order[fitted:]], labels[order[fitted:]])
-        for strength in (0.001, 0.01, 0.1, 1.0)
-    }
-    best = max(validated, key=lambda strength: validated[strength])
-    return float(probe(best, order).score(tested, test.labels.cpu().numpy()))
+    return probe((features, train.labels.cpu().numpy()), (tested, test.labels.cpu().numpy()))

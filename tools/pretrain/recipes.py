@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from tepal.tools.pretrain.loop import Schedule
 
 
 @dataclass(frozen=True)
-class Recipe:
+class ImageRecipe:
     """How an image model's weights are made.
 
     Args:
@@ -41,8 +43,42 @@ class Recipe:
         return (self.data, self.probe) if self.probe else (self.data,)
 
 
-def _digits(seed: int) -> Recipe:
-    return Recipe(
+@dataclass(frozen=True)
+class TextRecipe:
+    """How a text encoder's weights and its tokenizer are made.
+
+    Args:
+        data: Known data sets whose training texts it is trained on: <name>.jsonl.xz, .jsonl or .parquet, or a folder.
+        schedule: Epochs and learning rates.
+        seed: Seed of the initial weights and of training.
+        terms: Terms of the data sets.
+        config: The encoder's config.json.
+        probe: The one of the data sets whose labels a linear probe of the features predicts.
+    """
+
+    data: tuple[str, ...]
+    schedule: Schedule
+    seed: int
+    terms: str
+    config: Mapping[str, Any]
+    probe: str
+
+    @property
+    def length(self) -> int:
+        """The largest number of tokens of a text."""
+        return int(self.config["max_position_embeddings"])
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of tokens."""
+        return int(self.config["vocab_size"])
+
+
+Recipe = ImageRecipe | TextRecipe
+
+
+def _digits(seed: int) -> ImageRecipe:
+    return ImageRecipe(
         model="tiny-vit",
         data="mnist",
         schedule=Schedule(epochs=15, learning_rate=2e-3),
@@ -53,17 +89,38 @@ def _digits(seed: int) -> Recipe:
     )
 
 
-RECIPES = {
-    "compact-vit-c100": Recipe(
+_COMPACT_BERT = {
+    "model_type": "bert",
+    "vocab_size": 4000,
+    "pad_token_id": 0,
+    "max_position_embeddings": 128,
+    "type_vocab_size": 2,
+    "hidden_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 192,
+    "hidden_dropout_prob": 0.1,
+    "attention_probs_dropout_prob": 0.0,
+}
+
+RECIPES: Mapping[str, Recipe] = {
+    "compact-bert-news": TextRecipe(
+        data=("20newsgroups", "shakespeare", "arc-easy", "arc-challenge", "openbookqa"),
+        schedule=Schedule(epochs=20, batch_size=64, learning_rate=2e-3),
+        seed=0,
+        terms="20 Newsgroups: research use; Shakespeare: public domain; ARC: CC BY-SA 4.0; OpenBookQA: Apache-2.0",
+        config=_COMPACT_BERT,
+        probe="20newsgroups",
+    ),
+    "compact-vit-c100": ImageRecipe(
         model="compact-vit",
         data="cifar-100",
-        schedule=Schedule(epochs=24),
+        schedule=Schedule(epochs=28, learning_rate=2e-3),
         seed=0,
         terms="CIFAR-100: no formal licence; cite Krizhevsky 2009",
         normalised_by="cifar-100",
         crop=4,
         flip=True,
-        smoothing=0.1,
         probe="cifar-10",
     ),
     "tiny-vit-digits": _digits(0),

@@ -1,7 +1,8 @@
 """Texts as token ids, by the tokenizer that a model was trained with.
 
-A tokenizer is a directory as transformers' `save_pretrained` writes it (tokenizer.json, tokenizer_config.json, …), or a
-name on the hub, which is read from the local cache of the hub, or downloaded if that is allowed.
+A tokenizer is a directory as transformers' `save_pretrained` writes it (tokenizer.json, tokenizer_config.json, …), that
+of weights that come with Tepal, by their name, or a name on the hub, which is read from the local cache of the hub, or
+downloaded if that is allowed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tepal.models import ModelError
+from tepal.models import ModelError, weights
 
 PADDING, CONTEXT, CHOICE = 0, 1, 2
 """Roles of tokens in multiple choice: padding, the context that all choices share, and the choice."""
@@ -98,6 +99,8 @@ def load_tokenizer(name: str) -> Tokens:
     except ModelError as error:
         raise TokenizerError(str(error)) from error
     path = Path(name).expanduser()
+    if not path.is_dir():
+        path = weights.folder_of(name) or path
     try:
         tokenizer = library.AutoTokenizer.from_pretrained(str(path) if path.is_dir() else name)
     except Exception as error:  # of many types, from several libraries

@@ -112,5 +112,7 @@ def test_a_file_in_the_users_folder_comes_before_the_weights_of_its_name(tmp_pat
 
 def test_an_unknown_name_is_told_what_comes_with_tepal():
     model = models.build("tiny-vit", image_shape=(1, 8, 8), classes=10, seed=9)
-    with pytest.raises(ModelError, match=r"tiny-vit-digits, .*which come with Tepal"):
+    with pytest.raises(ModelError, match="did you mean 'tiny-vit-digits'"):
         load_pretrained(model, find_blocks(model), "tiny-vit-digit")
+    with pytest.raises(ModelError, match=r"tiny-vit-digits, .*which come with Tepal"):
+        load_pretrained(model, find_blocks(model), "nothing/alike")
