@@ -106,7 +106,7 @@ _COMPACT_BERT = {
 RECIPES: Mapping[str, Recipe] = {
     "compact-bert-news": TextRecipe(
         data=("20newsgroups", "shakespeare", "arc-easy", "arc-challenge", "openbookqa"),
-        schedule=Schedule(epochs=20, batch_size=64, learning_rate=2e-3),
+        schedule=Schedule(epochs=10, batch_size=64, learning_rate=2e-3),
         seed=0,
         terms="20 Newsgroups: research use; Shakespeare: public domain; ARC: CC BY-SA 4.0; OpenBookQA: Apache-2.0",
         config=_COMPACT_BERT,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import shutil
 from pathlib import Path
@@ -10,25 +11,42 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tepal import models
 from tepal.models import ModelError, weights
 from tepal.models.blocks import find_blocks
 from tepal.models.pretrained import load_pretrained
 from tepal.models.weights import card, checked_file, folder_of, shipped
+from tepal.training.data.normalisation import normalise
+from tepal.training.data.tokens import load_tokenizer
 
-SAMPLE = Path(__file__).parent / "mnist8.npz"
+HERE = Path(__file__).parent
 LARGEST = 1_500_000  # bytes
+IMAGES = [name for name in shipped() if "image-shape" in card(name)]
+TEXTS = [name for name in shipped() if name not in IMAGES]
 
 
-def sample() -> tuple[np.ndarray, np.ndarray]:
+def digits() -> tuple[np.ndarray, np.ndarray]:
     """The first 500 test images of MNIST reduced to 8x8 pixels, kept as sums over 3x3 pixels, and their labels."""
-    with np.load(SAMPLE) as file:
+    with np.load(HERE / "mnist8.npz") as file:
         return (file["sums"][:, None] / (9 * 255)).astype(np.float32), file["labels"]
+
+
+def hundred_classes() -> tuple[np.ndarray, np.ndarray]:
+    """A test image of each class of CIFAR-100 (Krizhevsky 2009), normalised, and their labels."""
+    with np.load(HERE / "cifar100.npz") as file:
+        images = file["images"].transpose(0, 3, 1, 2).astype(np.float32) / 255
+        return normalise(images, "cifar-100"), file["labels"]
+
+
+SAMPLES = {"mnist, reduced to 8x8 pixels": digits, "cifar-100": hundred_classes}
 
 
 def loaded(name: str) -> torch.nn.Module:
     told = card(name)
+    if name in TEXTS:
+        return encoder(name)
     channels, height, width = map(int, told["image-shape"].split("x"))
     model = models.build(told["model"], image_shape=(channels, height, width), classes=told["classes"], seed=9)
     found = load_pretrained(model, find_blocks(model), name)
@@ -36,14 +54,59 @@ def loaded(name: str) -> torch.nn.Module:
     return model.eval()
 
 
-@pytest.mark.parametrize("name", shipped())
+def encoder(name: str) -> torch.nn.Module:
+    """The encoder with the head that predicts masked word pieces, built and loaded by transformers alone."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(**json.loads((folder_of(name) / "config.json").read_text()))
+    model = transformers.BertForPreTraining(config)
+    del model.cls.seq_relationship
+    loading = model.load_state_dict(load_file(checked_file(name)), strict=False)
+    assert loading.missing_keys == ["cls.predictions.decoder.weight", "cls.predictions.decoder.bias"]  # tied
+    assert not loading.unexpected_keys
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", IMAGES)
 def test_weights_have_the_accuracy_of_their_card(name):
     """Within three standard deviations of the share of a sample."""
-    images, labels = sample()
+    images, labels = SAMPLES[card(name)["data"]]()
     with torch.no_grad():
         right = loaded(name)(torch.from_numpy(images)).argmax(1).numpy() == labels
     expected = card(name)["accuracy"]
     assert abs(right.mean() - expected) < 3 * math.sqrt(expected * (1 - expected) / len(labels))
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_encoders_predict_masked_words_of_held_out_plays_as_their_card_says(name):
+    """Within four standard deviations of the share of a sample, whose words depend on each other."""
+    texts = json.loads((HERE / "plays.json").read_text())
+    model, tokenizer = encoder(name), pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder_of(name))
+    right = count = 0
+    for text in texts:
+        ids = tokenizer(text, truncation=True, max_length=128, return_tensors="pt")["input_ids"]
+        places = torch.arange(4, ids.shape[1] - 1, 7)
+        places = places[ids[0, places] != tokenizer.unk_token_id]
+        hidden = ids.clone()
+        hidden[0, places] = tokenizer.mask_token_id
+        with torch.no_grad():
+            logits = model.cls.predictions(model.bert(hidden).last_hidden_state)[0, places]
+        right += int((logits.argmax(1) == ids[0, places]).sum())
+        count += len(places)
+    expected = card(name)["accuracy-of"]["shakespeare"]
+    assert abs(right / count - expected) < 4 * math.sqrt(expected * (1 - expected) / count)
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_text_classifier_starts_from_an_encoder_by_name(name):
+    pytest.importorskip("transformers")
+    assert models.find(name).kind == models.TEXTS
+    model = models.build(name, classes=20, seed=1)
+    found = load_pretrained(model, find_blocks(model), name)
+    assert set(found.fresh) == {"classifier.weight", "classifier.bias"}
+    stored = load_file(checked_file(name))
+    assert torch.equal(model.bert.pooler.dense.weight, stored["bert.pooler.dense.weight"].float())
+    rows = load_tokenizer(name).texts(["the orbit of a satellite"], 12)
+    assert rows[0, 0] == 2 and model(torch.from_numpy(rows)).shape == (1, 20)
 
 
 @pytest.mark.parametrize("name", shipped())
