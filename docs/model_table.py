@@ -31,6 +31,8 @@ a download. It also takes
 
 - a directory with a config.json, as written by transformers' `save_pretrained`, at the same path on the server and on
   every client;
+- the name of [weights that come with Tepal](#weights-that-come-with-tepal) and have their own config.json and
+  tokenizer: `compact-bert-news`;
 - `package.module:function`, a custom model, which the server and every client can import (models/own.py). Its blocks
   are found automatically, or named in the run config: `blocks.query-key`, `blocks.layers`, ….
 

@@ -59,6 +59,7 @@ def test_values_reach_their_section():
         ({"max-replies": 2, "min-replies": 3}, r"max-replies=2 is less than min-replies=3"),
         ({"pretrained": "tiny-vit-digits,"}, r"pretrained='tiny-vit-digits,' has nothing before or after a comma"),
         ({"pretrained": ","}, r"pretrained=',' has nothing before or after a comma"),
+        ({"pretrained": "tiny-vit-digit"}, r"no weights are named 'tiny-vit-digit': did you mean 'tiny-vit-digits'"),
         ({"pretrained": "a, b", "strategy": "fedavg"}, r"names 2 sources, but strategy='fedavg' starts from one"),
         (
             {"pretrained": "a, b", "strategy": "fedensemble", "fedensemble.modes": 3},
@@ -82,6 +83,18 @@ def test_values_reach_their_section():
 def test_what_is_wrong_is_said_with_what_is_allowed(values, said):
     with pytest.raises(ConfigError, match=said):
         read_run_config(values)
+
+
+def test_the_path_of_weights_may_have_a_comma(tmp_path):
+    (tmp_path / "a, b").mkdir()
+    config = read_run_config({"pretrained": str(tmp_path / "a, b"), "strategy": "fedavg"})
+    assert config.rounds.sources == (str(tmp_path / "a, b"),)
+
+
+def test_a_file_that_is_named_like_shipped_weights_is_no_misspelling(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny-vit-digit").mkdir()
+    assert read_run_config({"pretrained": "tiny-vit-digit"}).rounds.sources == ("tiny-vit-digit",)
 
 
 @pytest.mark.parametrize("values", [{"server-share": 0.1}, {"fedbe.distil": False}])
