@@ -179,3 +179,23 @@ def test_an_unknown_name_is_told_what_comes_with_tepal():
         load_pretrained(model, find_blocks(model), "tiny-vit-digit")
     with pytest.raises(ModelError, match=r"tiny-vit-digits, .*which come with Tepal"):
         load_pretrained(model, find_blocks(model), "nothing/alike")
+
+
+def test_weights_with_their_own_configuration_and_tokenizer_are_a_model_by_name(tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path / "some-bert"
+    folder.mkdir()
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    transformers.BertConfig(vocab_size=9, architectures=["BertForMaskedLM"], **sizes).save_pretrained(folder)
+    (folder / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nan\norbit\n")
+    transformers.BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
+    (folder / "card.toml").write_text('model = "some-bert"\n')
+    monkeypatch.setattr(weights, "_places", lambda: [tmp_path])
+    weights._folders.cache_clear()
+    try:
+        assert models.find("some-bert").kind == models.TEXTS
+        assert models.build("some-bert", classes=3, seed=0).bert.config.hidden_size == 8
+        assert load_tokenizer("some-bert").vocabulary == 7
+    finally:
+        weights._folders.cache_clear()
+        load_tokenizer.cache_clear()
