@@ -1,12 +1,11 @@
-"""Accuracy and bytes of short federated runs on real data: FedAvg and the four methods.
+"""Accuracy and bytes of short federated runs on real data: FedAvg and the four methods, three seeds each.
 
-    python benchmarks/results.py DATA [--only mnist,pacs] [--runs runs/results] [--page]
+    python benchmarks/results.py DATA [--only mnist,pacs] [--seeds 1,2,3] [--runs runs/results] [--page]
 
 DATA is a folder with the files that EXPERIMENTS names, in any of the formats of docs/data.md. Each experiment is one
-`tepal compare` with conf/results/<name>.toml; an interrupted one is resumed, a finished one is not run again. Those
-that start from trained weights compare the variants of that file, with its seeds; the others the strategies, with three
-seeds. `--page` prints docs/results.md from the finished experiments. Models for texts with random weights are small;
-their tokenizers are trained here on the training texts. Each experiment uses one process and one thread.
+`tepal compare` with conf/results/<name>.toml; an interrupted one is resumed, a finished one is not run again. `--page`
+prints docs/results.md from the finished experiments. Models for texts are small and have random weights; their
+tokenizers are trained here on the training texts. Each experiment uses one process and one thread.
 """
 
 from __future__ import annotations
@@ -22,16 +21,13 @@ from itertools import chain
 from pathlib import Path
 
 from tepal.host.toml import parse_run_config
-from tepal.tools.compare.answers import answer
-from tepal.tools.compare.comparison import Results, find_comparison, is_comparison, measure, read_comparison
-from tepal.tools.compare.figure_columns import columns_of, group_columns
-from tepal.tools.compare.tables import group_notes, variants_table
+from tepal.tools.compare.comparison import find_comparison, is_comparison, measure, read_comparison
+from tepal.tools.compare.figure_columns import columns_of
+from tepal.tools.compare.tables import variants_table
 from tepal.tools.reproduce.networks import VOCABULARY, write_text_model
 from tepal.training.data import DataConfig, load_client_texts
 
 ROOT = Path(__file__).resolve().parents[1]
-SEEDS = "1,2,3"
-"""Of the experiments from random weights."""
 SHOWN = ("server_accuracy", "clients_accuracy", "clients_spread", "bytes_total", "bytes_vs_fedavg")
 _SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256}
 BERT = {"model_type": "bert", "vocab_size": VOCABULARY, "max_position_embeddings": 64, **_SMALL}
@@ -40,17 +36,13 @@ LLAMA = {"model_type": "llama", "vocab_size": VOCABULARY, "tie_word_embeddings":
 
 @dataclass(frozen=True)
 class Experiment:
-    """A data set in the folder DATA.
-
-    clients: their number; 0: the experiment compares the variants of its file, which names it.
-    named: whether the config names the data set, and the file is what belongs to the name.
-    model: config.json of a model of texts with random weights.
-    """
+    """A data set in the folder DATA, and its number of clients; `model`: config.json of a model of texts."""
 
     title: str
     file: str
-    clients: int = 0
+    clients: int
     named: bool = False
+    """Whether the config names the data set, and the file is what belongs to the name."""
     model: Mapping[str, object] | None = None
     about: str = ""
 
@@ -60,11 +52,6 @@ class Experiment:
 
 
 EXPERIMENTS = {
-    "cifar-10-trained": Experiment(
-        "CIFAR-10 from `compact-vit-c100`", "cifar10_subset.npz", named=True,
-        about="10,000 of the training images and 2,000 of the test images, 50 clients of which ten train in a round, "
-        "Dirichlet 0.3",
-    ),
     "mnist": Experiment(
         "MNIST by writer", "mnist.npz", 200, True,
         about="539 writers, whole ones dealt to 200 clients, images of 16x16",
@@ -93,7 +80,7 @@ def config_file(name: str) -> Path:
     return ROOT / "conf" / "results" / f"{name}.toml"
 
 
-def run(name: str, data: Path, runs: Path) -> int:
+def run(name: str, data: Path, runs: Path, seeds: str) -> int:
     """Run the unfinished part of one experiment; returns the exit status of `tepal compare`."""
     experiment, folder = EXPERIMENTS[name], runs / name
     command = [sys.executable, "-m", "tepal.tools.cli.main", "compare", str(ROOT)]
@@ -103,15 +90,10 @@ def run(name: str, data: Path, runs: Path) -> int:
         config = {experiment.key: str(data / experiment.file), "runs": str(folder)}
         if experiment.model:
             config["model"] = str(text_model(name, data, runs))
+        command += ["--clients", str(experiment.clients), "--seeds", seeds]
         given = " ".join(f"{key}={json.dumps(value)}" for key, value in config.items())
-        command += [*options(name), "-c", given]
+        command += ["-c", str(config_file(name)), "-c", given]
     return subprocess.run(command, env={"OMP_NUM_THREADS": "1", **os.environ}).returncode
-
-
-def options(name: str) -> list[str]:
-    """The options of `tepal compare` that say what an experiment compares."""
-    file, clients = str(config_file(name)), EXPERIMENTS[name].clients
-    return ["--clients", str(clients), "--seeds", SEEDS, "-c", file] if clients else ["--variants", file]
 
 
 def described(model: Mapping[str, object]) -> str:
@@ -168,34 +150,29 @@ def page(runs: Path) -> Iterator[str]:
     for name, experiment in EXPERIMENTS.items():
         if (found := begun(runs / name)) is None:
             continue
-        results = measure(read_comparison(found))
+        comparison = read_comparison(found)
+        results = measure(comparison)
+        columns = [column for column in columns_of(results.by) if column.key in SHOWN]
+        config = config_file(name).relative_to(ROOT)
         yield f"## {experiment.title}"
-        model = f"`{results.comparison.run_config['model']}`"
-        given = f'{experiment.key}="{experiment.file}"'
+        model, given = f"`{comparison.run_config['model']}`", f'{experiment.key}="{experiment.file}"'
         if experiment.model:
             given, model = f'{given} model="{name}-model"', described(experiment.model)
         yield f"{experiment.about[:1].upper()}{experiment.about[1:]}; {model}."
-        compared = " ".join(options(name)).replace(f"{ROOT}/", "")
-        yield f"```sh\ntepal compare . {compared} -c '{given}'\n```"
-        yield from tables(results, by_question=not experiment.clients)
-
-
-def tables(results: Results, *, by_question: bool) -> Iterator[str]:
-    """The table of each section, and below it the answer to its question."""
-    for group in results.sections:
-        if by_question:
-            yield f"**{group.section.title}.** {group.section.about}"
-            yield variants_table(group, group_columns(group)).markdown()
-            yield " ".join(f"{said.rstrip('.')}." for said in (answer(group), *group_notes(group)))
-        else:
-            columns = [column for column in columns_of(results.by) if column.key in SHOWN]
-            yield variants_table(group, columns).markdown()
+        seeds = ",".join(map(str, comparison.seeds))
+        yield (
+            f"```sh\ntepal compare . --clients {experiment.clients} --seeds {seeds} -c {config} "
+            f"-c '{given}'\n```"
+        )
+        (group,) = results.sections
+        yield variants_table(group, columns).markdown()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("data", type=Path)
     parser.add_argument("--only", default=",".join(EXPERIMENTS))
+    parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--runs", type=Path, default=Path("runs/results"))
     parser.add_argument("--page", action="store_true", help="run nothing, print docs/results.md")
     given = parser.parse_args()
@@ -205,7 +182,7 @@ def main() -> None:
     names = given.only.split(",")
     if unknown := sorted(set(names) - set(EXPERIMENTS)):
         parser.error(f"--only: unknown {', '.join(unknown)}; known are {', '.join(EXPERIMENTS)}")
-    sys.exit(max(run(name, given.data.resolve(), given.runs.resolve()) for name in names))
+    sys.exit(max(run(name, given.data.resolve(), given.runs.resolve(), given.seeds) for name in names))
 
 
 if __name__ == "__main__":
