@@ -18,6 +18,7 @@ from tepal import models
 from tepal.exchange.mod import own_name, received
 from tepal.exchange.plan import LABEL_COUNTS, LAYER_BUDGET
 from tepal.models.blocks import layout_of
+from tepal.training.augmentation import Augmentation
 from tepal.training.config import TrainingConfig
 from tepal.training.data import own_stamp
 from tepal.training.data.inputs import FOUND_NAMES, ClientInputs, InputConfig, client_inputs, written_sizes
@@ -62,10 +63,11 @@ class LocalClient:
         data = _load(config, context.node_config, name)
         inputs, labels, test_inputs, test_labels = (tensor.to(device) for tensor in data.tensors)
         round_seed = zlib.crc32(f"{settings.get('seed', 0)}/{settings.get('server-round', 0)}/{name}".encode())
+        augmentation = Augmentation(training.augment_crop, training.augment_flip)
         return LocalClient(
             name=name,
             model=_model(config.model, tuple(data.inputs.sizes.items())).to(device),
-            batches=Batches(inputs, labels, training.batch_size, round_seed),
+            batches=Batches(inputs, labels, training.batch_size, round_seed, augmentation),
             test=(test_inputs, test_labels),
             training=training,
             task=TASKS[config.kind],

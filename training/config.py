@@ -32,6 +32,10 @@ class TrainingConfig(BaseModel):
     gradient_checkpointing: bool = Field(
         False, description="recompute the activations of layers in the backward pass: less memory, a third more time"
     )
+    augment_crop: int = Field(
+        0, ge=0, le=1024, description="pixels by which training images are shifted at most, down and across; 0: none"
+    )
+    augment_flip: bool = Field(False, description="mirror half of the training images, left to right")
     optimizer: Literal["sgd", "adam", "adamw"] = Field(
         "adamw", description="local optimizer; its state is reset every round"
     )

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from tepal.training import tasks
+from tepal.training.augmentation import NONE, Augmentation
 from tepal.training.checkpointing import recomputed_layers
 from tepal.training.config import TrainingConfig
 from tepal.training.tasks import Tally, Task
@@ -23,12 +24,13 @@ from tepal.training.tasks import Tally, Task
 
 @dataclass(frozen=True)
 class Batches:
-    """Examples on one device, in batches whose order depends only on (seed, epoch)."""
+    """Examples on one device, in batches whose order and augmentation depend only on (seed, epoch)."""
 
     inputs: Tensor
     labels: Tensor
     batch_size: int
     seed: int
+    augmentation: Augmentation = NONE
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -42,10 +44,11 @@ class Batches:
         """Yield every example once, shuffled. The last batch may be smaller, or larger by one: no batch has a single
         example, for which BatchNorm has no variance."""
         # NumPy's generator, not torch's: its permutation is the same on every device and platform.
-        order = np.random.default_rng([self.seed, number]).permutation(len(self))
+        rng = np.random.default_rng([self.seed, number])
+        order = rng.permutation(len(self))
         for part in _cuts(len(self), self.batch_size):
             chosen = torch.from_numpy(order[part]).to(self.labels.device)
-            yield self.inputs[chosen], self.labels[chosen]
+            yield self.augmentation(self.inputs[chosen], rng), self.labels[chosen]
 
 
 Batch = tuple[Tensor, Tensor]

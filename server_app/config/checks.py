@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
@@ -83,6 +84,7 @@ def contradictions(config: RunConfig) -> list[str]:
         )
     found += _only_for_classes(config) if regression else _nothing_to_distil_on(config)
     found += _foreign_problems(config)
+    found += _augmentation_problems(config)
     if not found:
         try:
             sizes(config.data)
@@ -190,6 +192,22 @@ def _foreign_problems(config: RunConfig) -> Iterator[str]:
         )
     elif config.data.dataset in _WITH_LETTERS or any(name.upper() in {*LETTERS} for name in config.data.names):
         yield f"{key}: letters are among the classes of dataset={config.data.dataset!r}: {off}"
+
+
+def _augmentation_problems(config: RunConfig) -> Iterator[str]:
+    """Yield a message if what is only for images is set for other data."""
+    training = config.training
+    given = {"augment-crop": training.augment_crop, "augment-flip": training.augment_flip}
+    named = [f"{key}={json.dumps(value)}" for key, value in given.items() if value]
+    try:
+        kind = config.data.kind
+    except models.ModelError:  # which is a message of its own
+        return
+    if named and kind != models.IMAGES:
+        yield (
+            f"{' and '.join(named)}: only images are augmented, but model={config.rounds.model!r} is for {kind}: "
+            f"remove {'it' if len(named) == 1 else 'them'}"
+        )
 
 
 def _nothing_to_distil_on(config: RunConfig) -> Iterator[str]:

@@ -18,6 +18,7 @@ from tepal.tools.pretrain.images import Classification, Images, accuracy, linear
 from tepal.tools.pretrain.loop import Trained, train
 from tepal.tools.pretrain.probe import probe
 from tepal.tools.pretrain.recipes import RECIPES, ImageRecipe, Recipe, TextRecipe
+from tepal.training.augmentation import Augmentation
 from tepal.training.data.config import DataError
 from tepal.training.loop import device_of
 
@@ -93,7 +94,7 @@ def _classifier(recipe: ImageRecipe, data: Path, state: Path, device: torch.devi
     size = (shape[0], shape[1], shape[2])
     classes = int(images.labels.max()) + 1
     model = models.build(recipe.model, image_shape=size, classes=classes, seed=recipe.seed).to(device)
-    loss = Classification(images, recipe.crop, recipe.flip, recipe.smoothing)
+    loss = Classification(images, Augmentation(recipe.crop, recipe.flip), recipe.smoothing)
     done = train(model, loss, len(images), recipe.schedule, seed=recipe.seed, state=state, log=_say)
     facts = {
         "model": recipe.model,
@@ -121,7 +122,8 @@ def _encoder(
     texts.write_config(folder, recipe.config)
     tokenizer = texts.read_tokenizer(folder)
     tokens, special = texts.Tokens.of(tokenizer, trained_on), texts.special_of(tokenizer)
-    model = texts.build_encoder(recipe.config, recipe.seed).to(device)
+    vectors = texts.word_vectors(tokens, recipe.vocabulary, int(recipe.config["hidden_size"]))
+    model = texts.build_encoder(recipe.config, recipe.seed, vectors).to(device)
     loss = texts.MaskedSpans(tokens, special, recipe.vocabulary, recipe.length)
     done = train(model, loss, len(tokens), recipe.schedule, seed=recipe.seed, state=state, log=_say)
     done.model.half().float()  # as it is written

@@ -1,4 +1,4 @@
-"""Images for pretraining: reading, reduction to 8x8 pixels, augmentation, accuracy, and a linear probe."""
+"""Images for pretraining: reading, reduction to 8x8 pixels, the loss, accuracy, and a linear probe."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from tepal.tools.pretrain.probe import probe
+from tepal.training.augmentation import NONE, Augmentation
 from tepal.training.data.config import DataConfig, DataError
 from tepal.training.data.examples import ImageArrays
 from tepal.training.data.normalisation import normalise
@@ -76,34 +77,18 @@ class Classification:
 
     Args:
         images: The training images.
-        crop: Pixels by which images are padded before a random crop to their size; 0: no crop.
-        flip: Whether half of the images are mirrored.
+        augmentation: How they are changed.
         smoothing: Label smoothing (Szegedy et al. 2016).
     """
 
     images: Images
-    crop: int = 0
-    flip: bool = False
+    augmentation: Augmentation = NONE
     smoothing: float = 0.0
 
     def __call__(self, model: nn.Module, indices: NDArray[np.int64], rng: np.random.Generator) -> Tensor:
         chosen = torch.from_numpy(indices).to(self.images.labels.device)
-        inputs = self._augmented(self.images.inputs[chosen], rng)
+        inputs = self.augmentation(self.images.inputs[chosen], rng)
         return F.cross_entropy(model(inputs), self.images.labels[chosen], label_smoothing=self.smoothing)
-
-    def _augmented(self, images: Tensor, rng: np.random.Generator) -> Tensor:
-        count, _, height, width = images.shape
-        rows, columns = np.arange(height)[None].repeat(count, 0), np.arange(width)[None].repeat(count, 0)
-        if self.flip:
-            columns = np.where(rng.random((count, 1)) < 0.5, columns[:, ::-1], columns)
-        if self.crop:
-            images = F.pad(images, (self.crop,) * 4)
-            rows = rows + rng.integers(0, 2 * self.crop + 1, (count, 1))
-            columns = columns + rng.integers(0, 2 * self.crop + 1, (count, 1))
-        device = images.device
-        each = torch.arange(count, device=device)[:, None, None]
-        at = torch.from_numpy(rows).to(device)[:, :, None], torch.from_numpy(columns).to(device)[:, None, :]
-        return images[each, :, at[0], at[1]].permute(0, 3, 1, 2)
 
 
 def accuracy(model: nn.Module, images: Images) -> float:

@@ -21,7 +21,8 @@ class ImageRecipe:
         terms: Terms of the data set.
         normalised_by: `normalise` of the run config; runs that start from the weights set the same.
         reduced: Whether images of 28x28 pixels are reduced to 8x8.
-        crop, flip, smoothing: See `images.Classification`.
+        crop, flip: See `Augmentation`.
+        smoothing: See `images.Classification`.
         probe: Data set of a linear probe of the features; "" for none.
     """
 
@@ -91,14 +92,14 @@ def _digits(seed: int) -> ImageRecipe:
 
 _COMPACT_BERT = {
     "model_type": "bert",
-    "vocab_size": 4000,
+    "vocab_size": 8000,
     "pad_token_id": 0,
     "max_position_embeddings": 128,
     "type_vocab_size": 2,
-    "hidden_size": 96,
-    "num_hidden_layers": 3,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
-    "intermediate_size": 192,
+    "intermediate_size": 128,
     "hidden_dropout_prob": 0.1,
     "attention_probs_dropout_prob": 0.0,
 }
@@ -106,7 +107,7 @@ _COMPACT_BERT = {
 RECIPES: Mapping[str, Recipe] = {
     "compact-bert-news": TextRecipe(
         data=("20newsgroups", "shakespeare", "arc-easy", "arc-challenge", "openbookqa"),
-        schedule=Schedule(epochs=10, batch_size=64, learning_rate=2e-3),
+        schedule=Schedule(epochs=12, batch_size=64, learning_rate=1e-3),
         seed=0,
         terms="20 Newsgroups: research use; Shakespeare: public domain; ARC: CC BY-SA 4.0; OpenBookQA: Apache-2.0",
         config=_COMPACT_BERT,

@@ -41,7 +41,7 @@ def test_values_reach_their_section():
         ({"dataset": "digit"}, r"dataset='digit' is not known \(did you mean 'digits'"),
         ({"num-server-round": 3}, r"'num-server-round' is not a key of the run config: did you mean 'num-server-r"),
         ({"warmup-rounds": 3}, r"did you mean 'fedfrozen\.warmup-rounds'"),
-        ({"zzz": 3}, r"'zzz' is not a key of the run config: allowed are autocast, batch-size"),
+        ({"zzz": 3}, r"'zzz' is not a key of the run config: allowed are augment-crop, augment-flip, autocast, batch"),
         ({"fraction-train": 1.5}, r"fraction-train=1\.5: should be less than or equal to 1"),
         ({"num-server-rounds": 0}, r"num-server-rounds=0: should be greater than or equal to 1"),
         ({"learning-rate": "fast"}, r"learning-rate='fast': should be a valid number"),
@@ -64,6 +64,10 @@ def test_values_reach_their_section():
         (
             {"pretrained": "a, b", "strategy": "fedensemble", "fedensemble.modes": 3},
             r"names 2 sources, but fedensemble\.modes=3: name one for all modes, or one for each",
+        ),
+        (
+            {"augment-crop": 2, "augment-flip": True, "model": "char-lstm", "dataset": "plays.txt"},
+            r"augment-crop=2 and augment-flip=true: only images are augmented, but model='char-lstm' is for .* them",
         ),
         ({"deterministic": True, "max-replies": 2}, r"deterministic=true and max-replies=2: .*set max-replies=0"),
         ({"local-epochs": 0}, r"clients would not train"),

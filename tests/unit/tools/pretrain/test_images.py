@@ -1,4 +1,4 @@
-"""Images for pretraining: reduction, augmentation, accuracy and the linear probe."""
+"""Images for pretraining: reduction, the loss, accuracy and the linear probe."""
 
 from __future__ import annotations
 
@@ -22,29 +22,6 @@ def test_reduced_digits_are_means_of_squares_of_the_middle():
             for x in range(8):
                 square = [images[n, 0, 2 + 3 * y + i, 2 + 3 * x + j] for i in range(3) for j in range(3)]
                 assert reduced[n, 0, y, x] == pytest.approx(sum(square) / 9, abs=1e-6)
-
-
-def test_augmented_images_are_windows_of_the_padded_image_or_of_its_mirror_image():
-    inputs = torch.arange(6 * 2 * 4 * 5.0).reshape(6, 2, 4, 5) + 1
-    augment = Classification(Images(inputs, torch.zeros(6, dtype=torch.long)), crop=1, flip=True)._augmented
-    seen = set()
-    for draw in range(20):
-        changed = augment(inputs, np.random.default_rng(draw))
-        assert changed.shape == inputs.shape
-        for image, result in zip(inputs, changed, strict=True):
-            padded = torch.zeros(2, 6, 7)
-            padded[:, 1:5, 1:6] = image
-            windows = {
-                (flip, y, x): window.flip(2) if flip else window
-                for y in range(3)
-                for x in range(3)
-                for flip in (False, True)
-                for window in [padded[:, y : y + 4, x : x + 5]]
-            }
-            found = [key for key, window in windows.items() if torch.equal(window, result)]
-            assert found
-            seen.update(found)
-    assert len(seen) == 18  # every window occurs
 
 
 def test_without_augmentation_the_loss_is_plain_cross_entropy():

@@ -95,6 +95,40 @@ def test_the_tokenizer_frames_texts_and_its_special_tokens_come_first(tmp_path):
     assert len(tokens) == 2 and [len(tokens.text(k)) for k in range(2)] == [2, 1]
 
 
+def test_word_vectors_factorise_the_positive_mutual_information_of_words_in_a_text():
+    vocabulary, width = 24, 6
+    rng = np.random.default_rng(1)
+    sets = [rng.choice(np.arange(4, vocabulary), rng.integers(1, 8), replace=True) for _ in range(60)]
+    tokens = texts.Tokens(np.concatenate(sets).astype(np.int16), np.cumsum([0, *map(len, sets)]))
+    count = np.zeros((vocabulary, vocabulary))
+    for words in sets:
+        for one in set(words):
+            for other in set(words) - {one}:
+                count[one, other] += 1
+    of = count.sum(1)
+    expected = np.zeros_like(count)
+    for one, other in np.argwhere(count):
+        share = of[other] ** 0.75 / sum(each**0.75 for each in of)
+        expected[one, other] = max(0.0, math.log(count[one, other] / of[one] / share))
+    left, singular, _ = np.linalg.svd(expected)
+    best = left[:, :width] * singular[:width] @ left[:, :width].T  # U·Σ·Uᵀ does not depend on the vectors' signs
+    found = texts.word_vectors(tokens, vocabulary, width, scale=0.5)
+    assert found.dtype == np.float32 and np.sqrt((found**2).mean()) == pytest.approx(0.5, rel=1e-5)
+    assert not found[:4].any()  # the special tokens
+    np.testing.assert_allclose(found @ found.T * (np.trace(best) / (found**2).sum()), best, atol=1e-3)
+
+
+def test_an_encoder_starts_from_the_vectors_that_are_not_zero():
+    vectors = np.random.default_rng(0).normal(size=(120, 16)).astype(np.float32)
+    vectors[[0, 7]] = 0
+    plain, given = texts.build_encoder(CONFIG, seed=0), texts.build_encoder(CONFIG, seed=0, vectors=vectors)
+    words = given.bert.embeddings.word_embeddings.weight
+    expected = torch.from_numpy(vectors)
+    expected[[0, 7]] = plain.bert.embeddings.word_embeddings.weight[[0, 7]].detach()
+    assert torch.equal(words, expected) and given.cls.predictions.decoder.weight is words
+    assert torch.equal(given.bert.pooler.dense.weight, plain.bert.pooler.dense.weight)
+
+
 @given(st.integers(1, 200), st.integers(4, 64), st.integers(0, 99))
 @settings(max_examples=60, deadline=None)
 def test_spans_are_pieces_of_their_text(words, length, seed):
