@@ -7,6 +7,9 @@ Models are built on the meta device: no weights, no downloads. torchvision and t
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from typing import Any
+
 from tepal import models
 from tepal.models import weights
 from tepal.models.blocks import find_blocks
@@ -76,27 +79,45 @@ python -m tepal.tools.pretrain tiny-vit-digits --data DATA --output FOLDER
 DATA is a folder with the data sets by their names, such as `mnist.npz` (the formats of [data](data.md)), or a folder
 `mnist` of the files as published; texts may be `20newsgroups.jsonl.xz`. `pretrained` takes the folder that the command
 writes. A folder that has a tokenizer keeps it: a new one differs a little each time, because the library chooses at
-random between word pieces that are equally frequent.
+random between word pieces that are equally frequent."""
 
-There is also a recipe for `compact-bert-news`, a text encoder of 643,840 parameters for newsgroups, plays and
-questions, whose weights do not come with Tepal. Its folder has a config.json and a tokenizer, so that `model` takes it,
-too."""
+_ENCODERS = """Text encoders have a config.json and a tokenizer, so that `model` takes their names, too:
+`-c 'model="compact-bert-news" pretrained="compact-bert-news"'`. Word embeddings start from the mutual information of
+words in a text; then the encoder is trained to predict masked words, and to recognise which two pieces are of one text.
+**Accuracy** is the share of masked word pieces of held-out texts that it predicts, **probe** that of a logistic
+regression on its pooled outputs for the classes of a data set, on the data set's test texts. A model of this size
+predicts few words; what matters is what it is worth to a classifier ([results](results.md))."""
 
 
 def weights_section() -> str:
     """Return the section on the weights that come with Tepal, from their cards."""
-    keys = ["`pretrained`", "`model`", "`image-shape`", "`normalise`"]
-    head = [*keys, "trained on", "epochs, time", "accuracy", "probe"]
-    lines = [_line(head), "|" + "---|" * len(head), *(_line(_card_row(name)) for name in weights.shipped())]
-    return "\n".join([_WEIGHTS, "", *lines, "", _MAKING])
+    of_images = [name for name in weights.shipped() if "image-shape" in weights.card(name)]
+    of_texts = [name for name in weights.shipped() if name not in of_images]
+    images = _weights_table(["`pretrained`", "`model`", "`image-shape`", "`normalise`"], map(_image_cells, of_images))
+    texts = _weights_table(["`pretrained`, `model`", "parameters"], map(_text_cells, of_texts))
+    return "\n\n".join([_WEIGHTS, images, _ENCODERS, texts, _MAKING])
 
 
-def _card_row(name: str) -> list[str]:
+def _weights_table(first: list[str], rows: Iterable[list[str]]) -> str:
+    head = [*first, "trained on", "epochs, time", "accuracy", "probe"]
+    return "\n".join([_line(head), "|" + "---|" * len(head), *map(_line, rows)])
+
+
+def _image_cells(name: str) -> list[str]:
     card = weights.card(name)
     cells = [name, card["model"], card["image-shape"], card["normalise"] or '""']
+    return [*(f"`{cell}`" for cell in cells), *_training_cells(card)]
+
+
+def _text_cells(name: str) -> list[str]:
+    card = weights.card(name)
+    return [f"`{name}`", f"{card['parameters']:,}", *_training_cells(card)]
+
+
+def _training_cells(card: Mapping[str, Any]) -> list[str]:
     time = f"{card['epochs']}, {card['seconds'] / 60:.0f} min"
     probe = f"{card['probe-accuracy']:.4f} ({card['probe']})" if "probe" in card else ""
-    return [*(f"`{cell}`" for cell in cells), card["data"], time, f"{card['accuracy']:.4f}", probe]
+    return [card["data"], time, f"{card['accuracy']:.4f}", probe]
 
 
 def _row(name: str) -> list[str]:
