@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 RANDOM_TRIALS = 5
 """First trials whose values are drawn uniformly, because there are too few scores to draw them by."""
 
+_DRAWS = 30  # of a trial, until values are drawn that no trial had
+
 _KEPT = ("run", "seconds", "reason")  # attributes of our trials that Optuna keeps as a user's
 
 
@@ -125,15 +127,25 @@ class VariantStudy:
         return min(scored, key=lambda trial: sign * (trial.score or 0.0), default=None)
 
     def _draw(self, number: int) -> dict[str, Any]:
-        """Draw the values of a new trial from the scores of all others, without a trace in the journal."""
+        """Draw the values of a new trial from the scores of all others, without a trace in the journal.
+
+        Values that no trial had, unless a number of draws in a row has only such ones.
+        """
         import optuna
 
-        sampler = optuna.samplers.TPESampler(
-            seed=_seed_of(self._seed, self.variant.name, number), n_startup_trials=RANDOM_TRIALS, constant_liar=False
-        )
-        scratch = optuna.create_study(sampler=sampler, direction=self._study.direction)
-        scratch.add_trials(self._study.get_trials(deepcopy=False))
-        return scratch.ask(dict(self._spaces)).params
+        earlier = self._study.get_trials(deepcopy=False)
+        tried, drawn = [trial.params for trial in earlier], {}
+        for draw in range(_DRAWS):
+            sampler = optuna.samplers.TPESampler(
+                seed=_seed_of(self._seed, self.variant.name, number, draw), n_startup_trials=RANDOM_TRIALS,
+                constant_liar=False,
+            )  # fmt: skip
+            scratch = optuna.create_study(sampler=sampler, direction=self._study.direction)
+            scratch.add_trials(earlier)
+            drawn = scratch.ask(dict(self._spaces)).params
+            if drawn not in tried:
+                break
+        return drawn
 
     def _keep(self, trial: Trial, **values: Any) -> None:
         import optuna
@@ -165,8 +177,9 @@ def _distribution(space: Space) -> optuna.distributions.BaseDistribution:
     )
 
 
-def _seed_of(seed: int, variant: str, number: int) -> int:
-    digest = hashlib.sha256(f"{seed}/{variant}/{number}".encode()).digest()
+def _seed_of(seed: int, variant: str, number: int, draw: int) -> int:
+    again = f"/{draw}" if draw else ""
+    digest = hashlib.sha256(f"{seed}/{variant}/{number}{again}".encode()).digest()
     return int.from_bytes(digest[:4], "big")
 
 

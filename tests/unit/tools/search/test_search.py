@@ -164,6 +164,13 @@ def test_values_that_were_scored_are_not_run_again(tmp_path):
     assert len({(trial.values["local-epochs"], trial.run) for trial in found.trials}) == 2
 
 
+def test_values_are_repeated_only_when_all_were_tried(tmp_path):
+    choices = (0.1, 0.2, 0.3, 0.4)
+    plan = SearchPlan(3, 7, {}, (SearchedVariant("A", {}, {"momentum": Choices(choices)}),))
+    found, _ = search(tmp_path, 7, Fake(tmp_path, lambda config: config["momentum"]), plan=plan)
+    assert sorted(trial.values["momentum"] for trial in found.trials[:4]) == [*choices]
+
+
 def test_a_trial_that_fails_counts_as_the_worst_and_is_named(tmp_path):
     errors = iter([RunError("it diverged\nat length"), OSError("disk full"), ConfigError("invalid:\n  key: wrong")])
 
