@@ -1,8 +1,9 @@
 """Texts for pretraining: reading, word pieces, spans with masked words, and what the card says of the result.
 
-A text model is trained to predict masked word pieces (Devlin et al. 2019) and to recognise which two spans are of one
-text, by its pooled output (Giorgi et al. 2021, DeCLUTR). The second task trains the pooler, from which a classifier
-starts; with the first alone it would keep its random weights.
+A text model starts from word vectors that say which words occur together (`word_vectors`). It is trained to predict
+masked word pieces (Devlin et al. 2019) and to recognise which two spans are of one text, by its pooled output (Giorgi
+et al. 2021, DeCLUTR). The second task trains the pooler, from which a classifier starts; with the first alone it would
+keep its random weights.
 """
 
 from __future__ import annotations
@@ -129,9 +130,9 @@ class Tokens:
 def word_vectors(tokens: Tokens, vocabulary: int, width: int, scale: float = 0.25) -> NDArray[np.float32]:
     """Vectors (vocabulary, width) of the word pieces, near one another for pieces that occur in the same texts.
 
-    They factorise the positive pointwise mutual information of two word pieces in one text (Levy and Goldberg 2014,
-    section 5, with U·√Σ), with the counts of the second to the power of 0.75 (Levy et al. 2015, section 3.2). A few
-    seconds of it are worth more to a small encoder than hours of masked words.
+    They factorise the positive pointwise mutual information of two word pieces in one text (Levy and Goldberg 2014, as
+    U·√Σ), with the counts of the second to the power of 0.75 (Levy et al. 2015, context distribution smoothing). These
+    seconds are worth more to a small encoder than half an hour of masked words.
 
     Args:
         tokens: The texts.
