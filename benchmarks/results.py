@@ -5,9 +5,9 @@
 DATA is a folder with the files that EXPERIMENTS names, in any of the formats of docs/data.md. Each experiment is one
 `tepal compare` with conf/results/<name>.toml, a run config (FedAvg and the four methods, three seeds) or a variants
 file (five seeds; its settings were searched with conf/search/<name>.toml, docs/simulation.md). An interrupted
-experiment is resumed, a finished one is not run again. `--page`
-prints docs/results.md from the finished experiments. Models for texts are small and have random weights; their
-tokenizers are trained here on the training texts. Each experiment uses one process and one thread.
+experiment is resumed, a finished one is not run again. `--page` prints docs/results.md from the finished experiments.
+Tokenizers of text models with random weights are trained here on the training texts. Each experiment uses one process
+and one thread.
 """
 
 from __future__ import annotations
@@ -145,9 +145,9 @@ What each method reaches and costs on real data, in short federated runs of smal
 
 The first experiment starts from [weights that come with Tepal](models.md#weights-that-come-with-tepal), with five
 seeds. The learning rate of each variant is the best of a search on the clients’ own tests, with another seed and the
-same number of trials for each ([conf/search](simulation.md#searching-for-settings)). The others start from random
-weights, with three seeds and one setting for all methods. There frozen projections and single layers cannot show what
-they are for, models that were trained before.
+same number of trials for each (`conf/search`, [how to search](simulation.md#searching-for-settings)). The others start
+from random weights, with three seeds and one setting for all methods. Frozen projections and single layers are meant
+for models that were trained before, so those tables show the methods at their worst.
 
 Every figure is the mean over the seeds ± their standard deviation. **Server’s data** is the accuracy of the global
 model (or the ensemble) on examples that no client has. **Clients’ own tests** is the mean over the clients of the

@@ -171,6 +171,14 @@ def _only_for_classes(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _kind(config: RunConfig) -> str:
+    """Return the model's task; "" for a model that does not exist, which is a message of its own."""
+    try:
+        return config.data.kind
+    except models.ModelError:
+        return ""
+
+
 _WITH_LETTERS = ("emnist", "femnist")
 
 
@@ -179,9 +187,8 @@ def _foreign_problems(config: RunConfig) -> Iterator[str]:
     if not config.rounds.foreign_images:
         return
     key, off = "foreign-images=true", "set foreign-images=false"
-    try:
-        kind = config.data.kind
-    except models.ModelError:  # which is a message of its own
+    kind = _kind(config)
+    if not kind:
         return
     if kind != models.IMAGES:
         yield f"{key} is for image classification, but model={config.rounds.model!r} is for {kind}: {off}"
@@ -199,11 +206,8 @@ def _augmentation_problems(config: RunConfig) -> Iterator[str]:
     training = config.training
     given = {"augment-crop": training.augment_crop, "augment-flip": training.augment_flip}
     named = [f"{key}={json.dumps(value)}" for key, value in given.items() if value]
-    try:
-        kind = config.data.kind
-    except models.ModelError:  # which is a message of its own
-        return
-    if named and kind != models.IMAGES:
+    kind = _kind(config)
+    if named and kind not in ("", models.IMAGES):
         yield (
             f"{' and '.join(named)}: only images are augmented, but model={config.rounds.model!r} is for {kind}: "
             f"remove {'it' if len(named) == 1 else 'them'}"
