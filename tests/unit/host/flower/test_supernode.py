@@ -135,6 +135,8 @@ class FlowerLoop:
             self._came.notify_all()
         self.link.close()
         self._other.close()
+        # Else its last lines are in the log of another test. It waits on for a reply that nobody sends.
+        self._thread.join(2)
 
     def _run(self):
         while not self._end:
