@@ -51,6 +51,8 @@ FROM dependencies AS project
 COPY . /opt/tepal
 RUN --mount=type=cache,target=/root/.cache/pip \
     chmod -R a+rX /opt/tepal && pip install -q --no-deps --no-compile --prefix /opt/project /opt/tepal && \
+    cd /opt/project/lib/python3*/site-packages/tepal/models/weights && weights="/opt/weights/${PWD#/opt/project/}" && \
+    mkdir -p "$weights" && mv ./*/ "$weights" && cd / && \
     python -m compileall -q --invalidation-mode unchecked-hash /opt/project/lib && \
     rm -r /opt/tepal/tools && find /opt/tepal/tepal -type l -delete  # the rest is the app bundle that clients receive
 
@@ -63,6 +65,8 @@ RUN python -m pip uninstall -q -y --root-user-action=ignore setuptools wheel pip
 RUN groupadd --gid 49999 app && \
     useradd --uid 49999 --gid app --home-dir /app --no-create-home --shell /usr/sbin/nologin --no-log-init app
 COPY --from=dependencies /opt/venv /opt/venv
+# Trained weights have a layer of their own, so that a change of code does not store and send them again.
+COPY --from=project /opt/weights /opt/venv
 COPY --from=project /opt/project /opt/venv
 # No telemetry, update checks or downloads by Flower and its dependencies.
 ENV PATH=/opt/venv/bin:$PATH \

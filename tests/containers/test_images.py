@@ -10,6 +10,7 @@ from pathlib import PurePosixPath
 import pytest
 
 from tepal.host.superlink import stage_app
+from tepal.models.weights import shipped
 from tests.containers.engine import BUILD_ARGUMENTS, CLIENT, REVISION, ROOT, SERVER, UID, VERSION, docker, inspect
 from tests.packages import PACKAGES
 
@@ -122,6 +123,12 @@ for name in ("json", "torch", "flwr.app", "tepal.exchange.mod"):
     run(image, "python", "-c", code)
 
 
+@pytest.mark.parametrize("image", [SERVER, CLIENT])
+def test_trained_weights_are_there_by_name_and_undamaged(image):
+    code = "from tepal.models.weights import checked_file, shipped; print(*(n for n in shipped() if checked_file(n)))"
+    assert run(image, "python", "-c", code).split() == [*shipped()]
+
+
 def test_the_server_has_the_app_that_it_submits(tmp_path):
     """The bundle's files and no more than that."""
     code = """
@@ -145,7 +152,11 @@ def test_both_have_their_large_layer_in_common():
     history = docker("history", "--no-trunc", "--human=false", "--format", "{{.Size}} {{.CreatedBy}}", CLIENT)
     sizes = {line.split()[2]: int(line.split()[0]) / 1e6 for line in history.splitlines() if " COPY /opt/" in line}
     assert sizes["/opt/venv"] > 500 and sizes["/opt/project"] < 10
-    print(f"dependencies {sizes['/opt/venv']:.0f} MB, tepal {sizes['/opt/project']:.1f} MB")
+    assert 1 < sizes["/opt/weights"] < 10  # which stay as they are when code changes
+    print(
+        f"dependencies {sizes['/opt/venv']:.0f} MB, weights {sizes['/opt/weights']:.1f} MB, tepal "
+        f"{sizes['/opt/project']:.1f} MB"
+    )
     for image in (SERVER, CLIENT):
         print(f"{image} {inspect(image)['Size'] / 1e6:.0f} MB")
 
