@@ -7,7 +7,7 @@ import ipaddress
 import os
 import re
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 """A site's name."""
 
 _LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
+_PATHS = ("data-path", "model-path", "cache-path")  # keys of a node config
 _SITE_FILES = ("ca.crt", "node.key", "site.toml")
 _UNPACK = "unpack the site's archive as its owner: tar -xzf NAME.tar.gz"
 
@@ -119,6 +120,12 @@ def parse_node_config(arguments: Iterable[str] | None) -> dict[str, Value] | Non
         return parse_run_config(argument for argument in arguments if argument.strip())
     except ValueError as error:
         raise ProvisionError(f"--node-config: {str(error).replace('run configuration', 'node config')}") from error
+
+
+def with_absolute_paths(node_config: Mapping[str, Value]) -> dict[str, Value]:
+    """Return a node config for this machine in which relative paths are absolute: a ClientApp has another folder."""
+    given = {key: node_config[key] for key in _PATHS if node_config.get(key)}
+    return {**node_config, **{key: str(Path(str(value)).expanduser().absolute()) for key, value in given.items()}}
 
 
 def read_site_toml(content: bytes, where: str) -> tuple[str, str, dict[str, Value]]:

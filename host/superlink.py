@@ -162,6 +162,11 @@ def app_run_config(app: Path) -> dict[str, Value]:
     return flat(_app_table(app).get("config", {}))
 
 
+def is_app(folder: Path) -> bool:
+    """Return whether a folder is that of a Flower app. Raises RunError if its pyproject.toml is not valid TOML."""
+    return (folder / "pyproject.toml").is_file() and "app" in _tools_table(folder).get("flwr", {})
+
+
 def app_components(app: Path) -> tuple[str, str]:
     """Return the references to the app's ServerApp and ClientApp, "module:attribute". Raises RunError without them."""
     components = _app_table(app).get("components", {})

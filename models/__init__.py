@@ -72,6 +72,8 @@ def find(name: str) -> Model:
         return model_in(shipped)
     if ":" in name:
         return Model(ANYTHING, name)
+    if name and folder.is_dir():
+        raise ModelError(f"the folder {name!r} has no {CONFIG}: save the model there with save_pretrained")
     near = get_close_matches(name, MODELS, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ModelError(

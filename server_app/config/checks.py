@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_args
@@ -19,15 +19,22 @@ from tepal.training.data.inputs import held_out_inputs, sizes
 from tepal.training.foreign_images import LETTERS
 
 
-def unknown(key: str) -> str:
-    """Return the message for a key that does not exist; it suggests similar keys."""
+def unknown(keys: Iterable[str]) -> Iterator[str]:
+    """Yield the messages for keys that do not exist: one for each that resembles others, and one for the rest."""
     known = defaults()
-    near = [name for name in known if name.rpartition(".")[2] == key] or get_close_matches(key, known, n=1)
-    general = ", ".join(sorted(name for name in known if "." not in name))
-    hint = f"allowed are {general}; and <strategy>.<option>"
-    if near:
-        hint = f"did you mean {' or '.join(map(repr, near))}?"
-    return f"{key!r} is not a key of the run config: {hint}"
+    unlike: list[str] = []
+    for key in keys:
+        near = [name for name in known if name.rpartition(".")[2] == key] or get_close_matches(key, known, n=1)
+        if near:
+            yield f"{key!r} is not a key of the run config: did you mean {' or '.join(map(repr, near))}?"
+        else:
+            unlike.append(key)
+    if unlike:
+        what = "is not a key" if len(unlike) == 1 else "are not keys"
+        general = ", ".join(sorted(name for name in known if "." not in name))
+        yield (
+            f"{', '.join(map(repr, unlike))} {what} of the run config: allowed are {general}; and <strategy>.<option>"
+        )
 
 
 def explain(section: type[BaseModel], error: dict[str, Any]) -> str:

@@ -29,7 +29,7 @@ def read_run_config(values: Mapping[str, Any]) -> RunConfig:
     Raises:
         ConfigError: keys are wrong; the message names all of them.
     """
-    problems = [unknown(key) for key in values if key not in defaults()]
+    problems = [*unknown(key for key in values if key not in defaults())]
     sections: dict[str, Any] = {}
     explained: set[str] = set()  # `seed` is a key of two sections
     for name, (_, section) in SECTIONS.items():

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from tepal.host.superlink import RunError, app_run_config
-from tepal.host.toml import Value, parse_run_config
+from tepal.host.superlink import RunError
+from tepal.host.toml import Value
 from tepal.records.run_directory import LATEST, RunInUse
 from tepal.server_app.config import ConfigError, RunConfig, defaults
 from tepal.tools.cli import commands, reported
@@ -27,6 +27,7 @@ from tepal.tools.compare.comparison import (
 from tepal.tools.compare.runs import ALL, USUAL, check, check_tasks, new_folder, run_all, seed_numbers, strategy_names
 from tepal.tools.compare.tables import comparison_table
 from tepal.tools.compare.variants import VariantsFile, read_variants
+from tepal.tools.paths import given_run_config, has_our_keys, usual_run_config
 from tepal.tools.simulation.engines import AUTO, engine_for
 from tepal.tools.terminal import RoundProgress
 
@@ -76,7 +77,12 @@ def compare_command(
     console, errors = Console(), Console(stderr=True)
     with reported(RunError, RunInUse):
         if resume is None:
-            given = parse_run_config(run_config or [])
+            if not has_our_keys(app):
+                raise ConfigError(
+                    f"{app.absolute()} is not Tepal's own app: it has no keys to compare strategies with. Run "
+                    "it with `tepal simulate`, or name the folder of a checkout of Tepal"
+                )
+            given = given_run_config(run_config or [])
             if variants is None:
                 comparison = _new_comparison(app, given, strategies, seeds, clients or 10)
             else:
@@ -120,7 +126,7 @@ def _new_comparison(
     _check_given(given, "Name the strategies with --strategies")
     if "seed" in given and seeds is not None:
         raise ConfigError(f"seed={given['seed']!r} in the run config and --seeds {seeds}: leave out one of them")
-    config = {**defaults(), **app_run_config(app), **given}
+    config = {**defaults(), **usual_run_config(app), **given}
     names = list(USUAL) if strategies is None else strategy_names(strategies)
     numbers = seed_numbers(str(config["seed"]) if seeds is None else seeds)
     return Comparison(_runs_folder(config), planned_runs(names, numbers), _common(config), clients)
@@ -134,7 +140,7 @@ def _of_variants(
     named = f"--seeds {seeds}" if seeds is not None else f"seeds={list(file.seeds)} in {path}" if file.seeds else ""
     if "seed" in given and named:
         raise ConfigError(f"seed={given['seed']!r} in the run config and {named}: leave out one of them")
-    config = {**defaults(), **app_run_config(app), **file.common, **given}
+    config = {**defaults(), **usual_run_config(app), **file.common, **given}
     numbers = list(file.seeds)
     if seeds is not None or not numbers:
         numbers = seed_numbers(str(config["seed"]) if seeds is None else seeds)
@@ -175,5 +181,5 @@ def _begun_comparison(app: Path, resume: str, fixed: list[str]) -> Comparison:
             f"--resume {resume}: a comparison is resumed with its own settings, so leave out {', '.join(fixed)}. Only "
             "--target, --cpus, --gpus and --engine may change"
         )
-    runs = {**defaults(), **app_run_config(app)}["runs"] if resume == LATEST else resume
+    runs = {**defaults(), **usual_run_config(app)}["runs"] if resume == LATEST else resume
     return read_comparison(find_comparison(Path(str(runs)).expanduser().resolve()))

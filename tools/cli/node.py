@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from tepal.client_app.node.node_pb2 import NodeStatus
 
 _CONTROL = "127.0.0.1:9095"
-_Control = Annotated[
-    str, typer.Option("--control", envvar="TEPAL_NODE_CONTROL", help="the node's control address, or unix:/PATH")
-]
+_HELP = "the node's control address, or unix:/PATH"
+_Control = Annotated[str, typer.Option("--control", envvar="TEPAL_NODE_CONTROL", help=_HELP)]
+_OfCommand = Annotated[str | None, typer.Option("--control", help=_HELP, show_default=_CONTROL)]  # after `status`
 
 app = commands(
     "node",
@@ -109,7 +109,7 @@ def run(
         from tepal.host.limits import parse_size
         from tepal.host.log_format import log_format as formatted
         from tepal.host.metrics import endpoint
-        from tepal.host.site import read_site
+        from tepal.host.site import read_site, with_absolute_paths
         from tepal.host.toml import parse_run_config
 
         if site is not None and (insecure or key or root_certificates):
@@ -134,7 +134,7 @@ def run(
             insecure=insecure,
             key=own.key if own else key,
             name=own.name if own else "",
-            node_config={**of_site, **parse_run_config(filter(None, given))},
+            node_config={**of_site, **with_absolute_paths(parse_run_config(filter(None, given)))},
             folder=state,
             control=control,
             health=health,
@@ -153,12 +153,12 @@ def run(
 
 
 @app.command("status")
-def status_command(control: _Control = _CONTROL) -> None:
+def status_command(context: typer.Context, control: _OfCommand = None) -> None:
     """Show the status of the node on this machine. The exit status is 0 if it can answer messages, else 1."""
     from tepal.client_app.node.service import Control
 
     with reported():
-        asked = Control(control)
+        asked = Control(_address(context, control))
         answer, healthy = asked.status(), asked.healthy()
     typer.echo("\n".join(_lines(answer)))
     if not healthy:
@@ -167,7 +167,8 @@ def status_command(control: _Control = _CONTROL) -> None:
 
 @app.command("drain")
 def drain_command(
-    control: _Control = _CONTROL,
+    context: typer.Context,
+    control: _OfCommand = None,
     wait: Annotated[float, typer.Option(min=0, help="seconds to wait until the node is drained")] = 3600.0,
     undo: Annotated[bool, typer.Option("--undo", help="reconnect, and accept messages again")] = False,
 ) -> None:
@@ -175,10 +176,15 @@ def drain_command(
     from tepal.client_app.node.service import Control
 
     with reported():
-        answer = Control(control).drain(undo=undo, wait=wait)
+        answer = Control(_address(context, control)).drain(undo=undo, wait=wait)
     typer.echo("\n".join(_lines(answer)))
     if answer.state == ("draining" if not undo else "drained"):
         raise typer.Exit(1)
+
+
+def _address(context: typer.Context, control: str | None) -> str:
+    """Return the control address, which may be given before or after the name of the command."""
+    return str(context.parent.params["control"]) if control is None and context.parent else control or _CONTROL
 
 
 def _lines(answer: NodeStatus) -> list[str]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -15,8 +18,20 @@ from rich.console import Console
 from tepal import models
 from tepal.host.files import new_log
 from tepal.host.superlink import EndedRun, RunError, keep_log
-from tepal.records.run_directory import CHECKPOINTS, KEPT_IN, METRICS, find_run, read_metrics, read_summary
+from tepal.host.toml import Value
+from tepal.records.run_directory import (
+    CHECKPOINTS,
+    KEPT_IN,
+    METRICS,
+    find_run,
+    make_first_free,
+    read_metrics,
+    read_summary,
+)
 from tepal.server_app.config import ConfigError, RunConfig
+from tepal.tools.cli import reported
+from tepal.tools.paths import app_folder
+from tepal.tools.simulation.engine import Engine
 from tepal.tools.terminal import RoundProgress, final_table, follow_metrics
 
 ENGINE = (
@@ -25,7 +40,16 @@ ENGINE = (
 )
 CPUS = "CPU cores for each client that trains"
 
-AppFolder = Annotated[Path, typer.Argument(help="folder of the Flower app: a checkout of this project")]
+
+
+def found_app(given: Path) -> Path:
+    """Return the folder of the app, of an option or argument `given`."""
+    with reported(RunError):
+        return app_folder(given)
+
+
+APP = "folder of the Flower app; if the current one is not an app, Tepal's own"
+AppFolder = Annotated[Path, typer.Argument(help=APP, callback=found_app)]
 RunConfigs = Annotated[
     list[str] | None,
     typer.Option("--run-config", "-c", help="'key=value …' or a TOML file, as in `flwr run`; may be repeated"),
@@ -131,6 +155,40 @@ def run_once(
     for experiment in cache_in(runs).glob(f"{found[0].name}-{'[0-9a-f]' * 8}"):  # as `run` names it
         forget_parts(experiment)
     return found[0]
+
+
+def run_other(engine: Engine, given: Mapping[str, Value], console: Console) -> Path:
+    """Run an app other than Tepal's once, with the run config that the user gave, and show its log.
+
+    Returns a new folder in runs/ with the log, and with the files that the ServerApp wrote in its current folder.
+    """
+    console.print(f"App: {engine.app}, not Tepal's own: its log follows", markup=False, highlight=False, soft_wrap=True)
+    log = new_log("run")
+    try:
+        engine.run(
+            given, on_event=lambda _kind, text: console.print(text, markup=False, highlight=False, soft_wrap=True),
+            log=log,
+        )  # fmt: skip
+    except RunError as error:
+        raise RunError(error.reason, keep_log(log, _kept_files(engine)) if log.exists() else None) from error
+    except BaseException:
+        log.unlink(missing_ok=True)
+        raise
+    kept = _kept_files(engine)
+    keep_log(log, kept)
+    console.print(f"Its log and files: {kept}", markup=False, highlight=False, soft_wrap=True)
+    return kept
+
+
+def _kept_files(engine: Engine) -> Path:
+    """Make the folder of an ended run of another app, and move the files there that it wrote."""
+    runs = Path("runs").absolute()
+    runs.mkdir(exist_ok=True)
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", engine.app.name)
+    kept = make_first_free(runs, f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{name}")
+    for path in engine.written():
+        shutil.move(path, kept)
+    return kept
 
 
 def places(config: RunConfig) -> tuple[Path | None, Path]:

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from tepal.host.superlink import RunError, app_run_config
+from tepal.host.site import with_absolute_paths
+from tepal.host.superlink import RunError
 from tepal.host.toml import parse_run_config
 from tepal.server_app.config import open_run
 from tepal.tools.cli import commands, reported
-from tepal.tools.cli.running import CPUS, ENGINE, AppFolder, RunConfigs, Verbose, cache_of, check_clients, run_and_show
+from tepal.tools.cli.running import (
+    CPUS,
+    ENGINE,
+    AppFolder,
+    RunConfigs,
+    Verbose,
+    cache_of,
+    check_clients,
+    run_and_show,
+    run_other,
+)
+from tepal.tools.paths import given_run_config, has_our_keys, usual_run_config
 from tepal.tools.simulation.engines import AUTO, engine_for
 
 app = commands("simulate")
@@ -30,13 +42,20 @@ def simulate_command(
 ) -> None:
     """Run the app with simulated clients on this machine, and show its progress and the transferred bytes.
 
-    All processes end with the command. Resume a run that was stopped with -c 'resume="runs/latest"'.
+    All processes end with the command. Resume a run that was stopped with -c 'resume="runs/latest"'. Of an app that
+    is not Tepal's own, the log is shown.
     """
     console = Console()
     with reported(RunError):
-        given = parse_run_config(run_config or [])
-        config, _ = open_run({**app_run_config(app), **given})
-        with engine_for(engine, app, clients=clients, cpus=cpus, gpus=gpus, cache=cache_of(config)) as simulated:
+        given = given_run_config(run_config or [])
+        resources: dict[str, Any] = {"clients": clients, "cpus": cpus, "gpus": gpus}
+        if not has_our_keys(app):
+            with engine_for(engine, app, **resources) as simulated:
+                console.print(simulated.description, markup=False, highlight=False, soft_wrap=True)
+                run_other(simulated, given, console)
+            return
+        config, _ = open_run({**usual_run_config(app), **given})
+        with engine_for(engine, app, **resources, cache=cache_of(config)) as simulated:
             check_clients(config, clients)
             console.print(simulated.description, markup=False, highlight=False, soft_wrap=True)
             run_and_show(simulated.run, config, console, verbose)
@@ -61,8 +80,13 @@ def loopback_command(
 
     console = Console()
     with reported(RunError):
-        config, _ = open_run({**app_run_config(app), **parse_run_config(run_config or [])})
-        check_clients(config, clients, parts=not node_config)
-        node_configs = [parse_run_config([text]) for text in node_config or []]
+        given = given_run_config(run_config or [])
+        node_configs = [with_absolute_paths(parse_run_config([text])) for text in node_config or []]
+        if not has_our_keys(app):
+            with LoopbackEngine(app, clients, node_configs) as engine:
+                run_other(engine, given, console)
+            return
+        config, _ = open_run({**usual_run_config(app), **given})
+        check_clients(config, clients, parts=not node_configs)
         with LoopbackEngine(app, clients, node_configs, cache=cache_of(config)) as engine:
             run_and_show(engine.run, config, console, verbose)

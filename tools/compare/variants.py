@@ -18,6 +18,7 @@
     strategy = "fedavg"
 
 A key has the value of the most specific place that sets it: variant, section.common, common, the app's pyproject.toml.
+Relative paths are looked for in the current folder, then in the file's.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from tepal.server_app.config import ConfigError, defaults
 from tepal.server_app.config.checks import unknown
 from tepal.tools.compare.plan import MOST_RUNS, OWN_KEYS
 from tepal.tools.compare.sections import BYTES, MOST_SECTIONS, NAME, Section, Variant, near, problems
+from tepal.tools.paths import absolute_paths
 
 _TOP_KEYS = ("seeds", "clients", "target", "common", "variant", "section")
 _SECTION_KEYS = ("title", "about", "question", "baseline", "within", "common", "variant")
@@ -66,7 +68,7 @@ def read_variants(path: Path) -> VariantsFile:
         table = parse_untrusted(path.expanduser().read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(f"--variants {path} cannot be read: {error}") from error
-    reader = _Reader()
+    reader = _Reader(path.expanduser().parent)
     found = reader.read(table)
     if reader.problems:
         raise ConfigError("\n".join(f"{path}: {problem}" for problem in reader.problems))
@@ -76,8 +78,9 @@ def read_variants(path: Path) -> VariantsFile:
 class _Reader:
     """Reads the tables of a file, and keeps what is wrong with them."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
         self.problems: list[str] = []
+        self._folder = folder
         self._names: set[str] = set()
         self._titles: set[str] = set()
 
@@ -169,11 +172,11 @@ class _Reader:
         for key, value in config.items():
             if key in _NOT_HERE:
                 self.problems.append(f"{place}{key}={value!r}: {_NOT_HERE[key]}")
-            elif key not in known:
-                self.problems.append(f"{place}{unknown(key)}")
-            elif not isinstance(value, bool | int | float | str):
+            elif key in known and not isinstance(value, bool | int | float | str):
                 self.problems.append(f"{place}{key}={value!r}: expected a text, a number, true or false")
-        return config
+        wrong = unknown(key for key in config if key not in known and key not in _NOT_HERE)
+        self.problems += [f"{place}{problem}" for problem in wrong]
+        return absolute_paths(config, Path(), self._folder)
 
     def _tables(self, table: Mapping[str, Any], key: str, written: str, place: str) -> list[Mapping[str, Any]]:
         found = table.get(key, [])

@@ -10,13 +10,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from tepal.host.superlink import RunError, app_run_config
+from tepal.host.superlink import RunError
 from tepal.host.toml import Value
 from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory import RunInUse
 from tepal.server_app.config import ConfigError, defaults, read_run_config
 from tepal.tools.cli import commands, reported
-from tepal.tools.cli.running import CPUS, Verbose, cache_in, check_clients, run_once
+from tepal.tools.cli.running import APP, CPUS, Verbose, cache_in, check_clients, found_app, run_once
+from tepal.tools.paths import usual_run_config
 from tepal.tools.search.plan import RMSE, check_values, read_plan, without_warnings
 from tepal.tools.search.results import best_table, trial_line
 from tepal.tools.search.running import open_search, run_trials, score_of
@@ -35,7 +36,7 @@ def search_command(
         "runs/search"
     ),
     trials: Annotated[int, typer.Option(min=1, help="trials of each variant in total")] = 12,
-    flower_app: Annotated[Path, typer.Option("--app", help="folder of the Flower app")] = Path("."),
+    flower_app: Annotated[Path, typer.Option("--app", help=APP, callback=found_app)] = Path("."),
     cpus: Annotated[float | None, typer.Option(min=0.01, help=CPUS, show_default="1")] = None,
     verbose: Verbose = False,
 ) -> None:
@@ -49,7 +50,7 @@ def search_command(
         if missing := optuna_is_missing():
             raise ConfigError(missing)
         plan = read_plan(file)
-        usual = {**defaults(), **app_run_config(flower_app)}
+        usual = {**defaults(), **usual_run_config(flower_app)}
         measure = check_values(plan, usual, file)
         minimise = measure == RMSE
         with engine_for(PROCESS, flower_app, clients=plan.clients, cpus=cpus) as engine:

@@ -29,6 +29,7 @@ from typing import Any
 from tepal import models
 from tepal.host.toml import Value, flat, parse_untrusted
 from tepal.server_app.config import ConfigError, defaults, read_run_config
+from tepal.tools.paths import absolute_paths
 from tepal.training.data.inputs import InputConfig
 
 SEED = 1000
@@ -132,7 +133,7 @@ def read_plan(file: Path) -> SearchPlan:
         table = parse_untrusted(file.expanduser().read_bytes())
     except ValueError as error:
         raise ConfigError(f"{file} is not a TOML file: {error}") from error
-    reader = _Reader()
+    reader = _Reader(file.expanduser().parent)
     plan = reader.plan(table)
     if reader.problems:
         raise _invalid(file, reader.problems)
@@ -213,8 +214,9 @@ def _invalid(file: Path, problems: Sequence[str]) -> ConfigError:
 class _Reader:
     """Reads the tables of a search file, and collects what is wrong with them."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
         self.problems: list[str] = []
+        self._folder = folder
         self._with_strategy = False  # whether [common] sets it for all variants
 
     def plan(self, table: Mapping[str, Any]) -> SearchPlan:
@@ -266,7 +268,8 @@ class _Reader:
         if not isinstance(table, Mapping):
             self.problems.append(f"{where} is {table!r}, expected a table")
             return {}, {}
-        config = flat({key: value for key, value in table.items() if key != "search"})
+        values = flat({key: value for key, value in table.items() if key != "search"})
+        config = absolute_paths(values, Path(), self._folder)
         search = table.get("search", {})
         if not isinstance(search, Mapping):
             self.problems.append(f"{where}: search is {search!r}, expected a table of ranges")

@@ -95,9 +95,8 @@ class Engine(ABC):
         config = parse_run_config(run_config) if not isinstance(run_config, Mapping) else dict(run_config)
         known = app_run_config(self.app)
         if unknown := sorted(set(config) - set(known)):
-            raise RunError(
-                f"{self.app.name} has no run configuration key {', '.join(unknown)}. It has: {', '.join(sorted(known))}"
-            )
+            allowed = ", ".join(sorted(known)) or "none"
+            raise RunError(f"{self.app.name} has no run configuration key {', '.join(unknown)}. It has: {allowed}")
         log = log or new_log("run")
         log.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -116,6 +115,10 @@ class Engine(ABC):
         if status != "completed":
             raise RunError(f"The run {status}: {explain(run.log.read_text(), details)}", run.log)
         return EndedRun(run_id, status, run.log, details)
+
+    def written(self) -> list[Path]:
+        """Return what runs have written in the ServerApp's current folder, which is removed with the engine."""
+        return sorted(self._work.iterdir()) if hasattr(self, "_work") and self._work.is_dir() else []
 
     def _start(self) -> None:
         """Copy the app's files to a temporary folder, once."""

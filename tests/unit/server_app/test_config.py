@@ -41,6 +41,7 @@ def test_values_reach_their_section():
         ({"dataset": "digit"}, r"dataset='digit' is not known \(did you mean 'digits'"),
         ({"num-server-round": 3}, r"'num-server-round' is not a key of the run config: did you mean 'num-server-r"),
         ({"warmup-rounds": 3}, r"did you mean 'fedfrozen\.warmup-rounds'"),
+        ({"zzz": 3, "qqq": 1, "yyy": 2}, r"'zzz', 'qqq', 'yyy' are not keys of the run config: allowed are au"),
         ({"zzz": 3}, r"'zzz' is not a key of the run config: allowed are augment-crop, augment-flip, autocast, batch"),
         ({"fraction-train": 1.5}, r"fraction-train=1\.5: should be less than or equal to 1"),
         ({"num-server-rounds": 0}, r"num-server-rounds=0: should be greater than or equal to 1"),

@@ -111,6 +111,13 @@ def answering(tmp_path):
         services.stop()
 
 
+@pytest.mark.parametrize("command", ["status", "drain"])
+def test_the_control_address_may_stand_before_the_command(answering, command):
+    address = answering("drained", True)
+    for done in (run("--control", address, command), run(command, TEPAL_NODE_CONTROL=address)):
+        assert done.exit_code == 0 and "drained" in done.stdout
+
+
 def test_status_of_a_node_that_can_work_ends_with_0_and_shows_it(answering):
     processes = [node_pb2.Process(role="executor", pid=17, resident_bytes=5 << 20, run_id=9)]
     address = answering("connected", True, superlink="far:9092", answered=3, failed=1, processes=processes)

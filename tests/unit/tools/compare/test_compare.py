@@ -289,7 +289,7 @@ def test_a_run_that_failed_is_tried_again(compare):
 
 def test_the_comparison_that_was_at_work_last_is_found(compare, monkeypatch):
     folder = kill_in(compare, "fedfrozen", 1)
-    monkeypatch.setattr("tepal.tools.cli.compare.app_run_config", lambda _app: {"runs": str(compare.runs)})
+    monkeypatch.setattr("tepal.tools.cli.compare.usual_run_config", lambda _app: {"runs": str(compare.runs)})
     done = compare("--resume", "latest", "--target", "0.6", config=None)
     assert done.exit_code == 0, done.output
     assert compare.cells()[0] == ("fedfrozen", 1) and str(folder / "comparison.html") in done.output.split()

@@ -1,0 +1,170 @@
+"""Relative paths on the command line, and which app a command runs."""
+
+import io
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+import tepal
+from tepal.host.site import with_absolute_paths
+from tepal.host.superlink import RunError
+from tepal.server_app.config import defaults
+from tepal.tools.cli.main import main
+from tepal.tools.cli.running import run_other
+from tepal.tools.compare.variants import read_variants
+from tepal.tools.paths import absolute_paths, app_folder, given_run_config, has_our_keys, own_app, usual_run_config
+from tepal.tools.search.plan import read_plan
+from tests.packages import ROOT
+
+FOREIGN = '[tool.flwr.app]\npublisher = "me"\n[tool.flwr.app.config]\ndata = "x.npz"\n'
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """A user's folder with data, a model and a folder of settings; it is the current one."""
+    for name in ("x.npz", "a,b.pt", "settings/y.npz", "settings/x.npz", "my-bert/config.json", "digits/x.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("dataset", "x.npz", "{}/x.npz"),
+        ("dataset", "./x.npz", "{}/x.npz"),
+        ("dataset", "digits", "digits"),  # a folder of this name is not meant
+        ("dataset", "mnist", "mnist"),
+        ("dataset", "hub:me/mine", "hub:me/mine"),
+        ("dataset", "none.npz", "none.npz"),
+        ("dataset-path", "settings", "{}/settings"),
+        ("dataset-path", "", ""),
+        ("model", "my-bert", "{}/my-bert"),
+        ("model", "tiny-vit", "tiny-vit"),
+        ("tokenizer", "my-bert", "{}/my-bert"),
+        ("tokenizer", "bert-base-uncased", "bert-base-uncased"),
+        ("pretrained", "my-bert, x.npz,tiny-vit-digits", "{0}/my-bert,{0}/x.npz,tiny-vit-digits"),
+        ("pretrained", "a,b.pt", "{}/a,b.pt"),
+        ("pretrained", "", ""),
+        ("strategy", "x.npz", "x.npz"),  # not a key with a path
+        ("pretrained", 3, 3),  # refused later, in words
+    ],
+)
+def test_what_exists_here_gets_an_absolute_path(here, key, value, expected):
+    expected = expected.format(here) if isinstance(expected, str) else expected
+    assert absolute_paths({key: value, "seed": 1}, Path()) == {key: expected, "seed": 1}
+
+
+def test_the_users_folder_comes_before_the_one_of_the_file(here):
+    (here / "settings" / "c.toml").write_text('dataset = "x.npz"\ndataset-path = "y.npz"\n')
+    given = given_run_config(["settings/c.toml", "model='my-bert'"])
+    expected = {"dataset": "x.npz", "dataset-path": "settings/y.npz", "model": "my-bert"}
+    assert given == {key: f"{here}/{path}" for key, path in expected.items()}
+
+
+def test_a_file_of_variants_and_one_of_a_search_name_files_beside_them(here):
+    variant = 'name = "A"\nstrategy = "fedavg"\npretrained = "../my-bert"\n'
+    common = '[common]\ndataset = "y.npz"\n[[variant]]\n'
+    (here / "settings" / "v.toml").write_text(common + variant)
+    compared = read_variants(here / "settings" / "v.toml")
+    search = "[variant.search]\nlearning-rate = { choices = [0.1, 0.2] }\n"
+    (here / "settings" / "s.toml").write_text(common + variant + search)
+    searched = read_plan(here / "settings" / "s.toml")
+    assert compared.common["dataset"] == searched.common["dataset"] == f"{here}/settings/y.npz"
+    for config in (compared.sections[0].variants[0].run_config, searched.variants[0].config):
+        assert Path(config["pretrained"]).resolve() == here / "my-bert"
+
+
+def test_the_apps_own_paths_are_those_in_its_folder(here):
+    app = here / "app"
+    app.mkdir()
+    (app / "pyproject.toml").write_text('[tool.flwr.app.config]\ndataset = "z.npz"\n')
+    (app / "z.npz").write_text("")
+    assert usual_run_config(app) == {"dataset": f"{app}/z.npz"}
+
+
+def test_paths_of_a_node_on_this_machine_are_absolute_also_if_they_do_not_exist_yet(here):
+    config = {"data-path": "x.npz", "model-path": "out/model.safetensors", "cache-path": "/cache", "partition-id": 0}
+    assert with_absolute_paths(config) == {
+        "data-path": f"{here}/x.npz", "model-path": f"{here}/out/model.safetensors", "cache-path": "/cache",
+        "partition-id": 0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("command", ["simulate", "compare"])
+def test_a_wrong_file_is_named_with_the_folder_in_which_it_was_looked_for(here, command):
+    done = CliRunner().invoke(main, [command, "--clients", "2", "-c", 'dataset="none.npz"'])
+    assert done.exit_code == 1 and f"{here}/none.npz: no such file" in done.stderr
+
+
+def test_a_folder_that_is_not_a_model_is_not_called_an_unknown_name(here):
+    (here / "empty").mkdir()
+    done = CliRunner().invoke(main, ["simulate", "--clients", "2", "-c", 'model="empty"'])
+    assert done.exit_code == 1 and f"the folder '{here}/empty' has no config.json" in done.stderr
+
+
+# Which app -----------------------------------------------------------------------------------------------------------
+
+
+def test_outside_of_an_app_it_is_tepals_own(here, monkeypatch):
+    assert app_folder(Path()) == ROOT == own_app() and has_our_keys(ROOT)
+    (here / "pyproject.toml").write_text("[project]\nname = 'x'\n")
+    assert app_folder(Path()) == ROOT
+    (here / "pyproject.toml").write_text(FOREIGN)
+    assert app_folder(Path()) == Path() and not has_our_keys(Path())
+    assert app_folder(ROOT) == ROOT and app_folder(here / "settings") == here / "settings"
+
+
+def test_of_a_wheel_tepals_own_app_is_a_folder_that_names_the_installed_one(here, monkeypatch):
+    monkeypatch.setattr(tepal, "__file__", str(here / "site-packages" / "tepal" / "__init__.py"))
+    app = own_app()
+    table = tomllib.loads((app / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
+    ours = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
+    assert table["config"] == defaults() and has_our_keys(app)
+    assert table["components"] == {key: f"tepal.{value}" for key, value in ours["components"].items()}
+
+
+def test_an_app_that_is_not_tepals_is_not_compared(here):
+    (here / "pyproject.toml").write_text(FOREIGN)
+    done = CliRunner().invoke(main, ["compare", "--clients", "2"])
+    assert done.exit_code == 1 and "is not Tepal's own app" in done.stderr and "tepal simulate" in done.stderr
+
+
+class Ran:
+    """An engine whose run logs a line and writes a file; `error`: then it fails."""
+
+    def __init__(self, here, error=None):
+        self.app, self.work, self.error = here / "an app", here / "work", error
+        self.work.mkdir()
+
+    def run(self, given, *, on_event, log):
+        self.given = given
+        on_event("log", "round [1] of 2")
+        log.write_text("round [1] of 2\n")
+        (self.work / "final.pt").write_text("weights")
+        if self.error:
+            raise self.error
+        return SimpleNamespace()
+
+    def written(self):
+        return sorted(self.work.iterdir())
+
+
+def test_another_app_gets_what_was_given_and_what_it_wrote_is_kept(here):
+    engine, shown = Ran(here), io.StringIO()
+    kept = run_other(engine, {"lr": 0.1}, Console(file=shown))
+    assert engine.given == {"lr": 0.1}
+    assert kept.parent == here / "runs" and kept.name.endswith("-an-app")
+    assert (kept / "final.pt").read_text() == "weights" and (kept / "flower.log").read_text() == "round [1] of 2\n"
+    assert "not Tepal's own" in shown.getvalue() and "round [1] of 2" in shown.getvalue()
+
+
+def test_what_another_app_wrote_before_it_failed_is_kept_too(here):
+    with pytest.raises(RunError, match=r"no luck\nThe whole log: .*runs/.*-an-app/flower.log") as failed:
+        run_other(Ran(here, RunError("no luck")), {}, Console(file=io.StringIO()))
+    assert (failed.value.log.parent / "final.pt").exists()

@@ -1,0 +1,99 @@
+"""Paths that a user gives on the command line: of the app, and of files in its run config.
+
+ServerApp and clients have other current folders: with a relative path they would look there for a file that the command
+has found here.
+"""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import tomli_w
+
+import tepal
+from tepal import models
+from tepal.host.superlink import app_run_config, is_app
+from tepal.host.toml import Value, parse_run_config
+from tepal.server_app.config import defaults
+from tepal.training.data.config import DIGITS, LOCAL
+from tepal.training.data.hub import HUB
+from tepal.training.data.known import KNOWN
+
+
+def absolute_paths(config: Mapping[str, Value], *folders: Path) -> dict[str, Value]:
+    """Return a run config in which the files and folders that it names have absolute paths.
+
+    `dataset`, `dataset-path`, `model`, `tokenizer` and `pretrained` may be paths. One that exists in several of
+    `folders` is that of the first. What is in none of them is left as it is, and so are names of data sets and models.
+    """
+    found = dict(config)
+    for key, names in _NAMES.items():
+        value = config.get(key)
+        if isinstance(value, str) and value not in names and not value.startswith(HUB):
+            found[key] = _existing(value, folders) or value
+    given = config.get("pretrained")
+    if isinstance(given, str):  # a path may have a comma, but commas also separate sources
+        each = [_existing(source.strip(), folders) or source.strip() for source in given.split(",")]
+        found["pretrained"] = _existing(given, folders) or ",".join(each)
+    return found
+
+
+_NAMES: Mapping[str, Iterable[str]] = {
+    "dataset": {DIGITS, LOCAL, *KNOWN}, "dataset-path": (), "model": models.MODELS, "tokenizer": (),
+}  # fmt: skip
+"""Keys with paths, and the names that each may have instead."""
+
+
+def _existing(text: str, folders: Iterable[Path]) -> str:
+    """Return the absolute path of what exists in the first possible folder; "" if there is none."""
+    if not text:
+        return ""
+    paths = (folder.absolute() / Path(text).expanduser() for folder in folders)
+    return next((str(path) for path in paths if path.exists()), "")
+
+
+def given_run_config(arguments: Iterable[str]) -> dict[str, Value]:
+    """Read the values of `--run-config`; its paths become absolute.
+
+    They are looked for in the current folder, those of a TOML file then in the file's. Raises ValueError for text that
+    cannot be read.
+    """
+    config: dict[str, Value] = {}
+    for argument in arguments:
+        beside = [Path(argument).expanduser().parent] if argument.endswith(".toml") else []
+        config |= absolute_paths(parse_run_config([argument]), Path(), *beside)
+    return config
+
+
+def usual_run_config(app: Path) -> dict[str, Value]:
+    """Return the app's own run config; its paths are looked for in the current folder, then in the app's."""
+    return absolute_paths(app_run_config(app), Path(), app)
+
+
+def has_our_keys(app: Path) -> bool:
+    """Return whether an app takes Tepal's run config, as Tepal's own app does. Raises RunError if it is not an app."""
+    return defaults().keys() <= app_run_config(app).keys()
+
+
+def app_folder(given: Path) -> Path:
+    """Return the folder of the app to run: `given`, or Tepal's own app for a current folder that is not an app."""
+    return own_app() if given == Path() and not is_app(given) else given
+
+
+def own_app() -> Path:
+    """Return the folder of Tepal's own app: the checkout, or for an installed wheel a temporary one that names it."""
+    checkout = Path(tepal.__file__).resolve().parents[1]
+    if is_app(checkout):
+        return checkout
+    folder = Path(tempfile.mkdtemp(prefix="tepal-app-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    components = {"serverapp": "tepal.server_app.app:app", "clientapp": "tepal.client_app.app:app"}
+    app = {"publisher": "tepal", "components": components, "config": defaults()}
+    project = {"name": "tepal-app", "version": tepal.__version__, "license": "Apache-2.0", "dependencies": []}
+    text = tomli_w.dumps({"project": project, "tool": {"flwr": {"app": app}}})
+    (folder / "pyproject.toml").write_text(text, encoding="utf-8")
+    return folder
