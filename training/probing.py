@@ -16,7 +16,8 @@ from itertools import islice
 from typing import Literal, cast, get_args
 
 import torch
-from flwr.app import Message
+from flwr.app import Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -269,6 +270,31 @@ def random_numbers_apart(model: nn.Module, seed: int = 0) -> Iterator[None]:
         for device in devices:
             torch.cuda.default_generators[device].manual_seed(seed)
         yield
+
+
+def reply_to_probes(
+    app: ClientApp,
+    load: Callable[[Message, Context], tuple[nn.Module, Tensor, Tensor]],
+    *,
+    batch_size: int = 32,
+    loss: Loss = IMAGES.loss_of,
+) -> None:
+    """Register `app`'s function for probes, `@app.train("probe")`.
+
+    Args:
+        app: a ClientApp with the mod `partial_exchange`.
+        load: function of a message and its context that returns the model, with the message's `state_dict` loaded, and
+            this client's inputs and labels, both with one row for each example.
+        batch_size: examples in a batch. The batches are in the order of the examples.
+        loss: the objective of local training; by default the mean cross-entropy of logits.
+    """
+
+    @app.train(PROBE)
+    def probe(msg: Message, context: Context) -> Message:
+        model, inputs, labels = load(msg, context)
+        batches = zip(inputs.split(batch_size), labels.split(batch_size), strict=True)
+        metrics = MetricRecord({"num-examples": len(labels), **probe_layers(model, msg, batches, loss=loss)})
+        return Message(RecordDict({"metrics": metrics}), reply_to=msg)
 
 
 def probe_layers(

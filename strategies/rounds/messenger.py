@@ -19,7 +19,7 @@ from flwr.serverapp import Grid
 
 from tepal.exchange.bounds import MOST_METRIC_NAMES, MOST_METRICS, BadReply
 from tepal.exchange.layout import Names
-from tepal.exchange.plan import EVALUATE, INTRODUCE, KNOWN_METRICS, TRAIN, Outgoing, Plan, Reply
+from tepal.exchange.plan import EVALUATE, INTRODUCE, KNOWN_METRICS, PROBE, TRAIN, Outgoing, Plan, Reply
 from tepal.exchange.sender import BadIntroduction, ClientRefuses, Exchange, Missing, NoMod, Sender, Traffic
 from tepal.host.text import visible
 from tepal.strategies.rounds.inbox import Inbox
@@ -356,4 +356,7 @@ def _app_raised(message: Message) -> bool:
 
 
 def _reason(message: Message) -> str:
-    return (message.error.reason or "").strip() or "no reason given"
+    reason = (message.error.reason or "").strip()
+    if reason.endswith(f"No train function registered with name {PROBE!r}"):
+        return "its app does not reply to probes: call reply_to_probes(app, …) in it (docs/methods/selective-layers.md)"
+    return reason or "no reason given"

@@ -17,11 +17,13 @@ import tepal.client_app.app as app_module
 from tepal import strategies
 from tepal.client_app.objectives import OBJECTIVES
 from tepal.exchange import Encoding
+from tepal.host.superlink import app_run_config
 from tepal.models import build
 from tepal.models.blocks import find_blocks
 from tepal.server_app.config import defaults
 from tepal.strategies import FedFrozen, MethodError, MethodStrategy
 from tepal.strategies.in_process import InProcessGrid, Node
+from tepal.tools.init import TEMPLATE, write_app
 from tepal.training.prediction import EnsembleScore
 from tests.packages import ROOT
 
@@ -47,6 +49,7 @@ def written(tmp_path, monkeypatch):
         for title, code in files_of(page).items():
             (tmp_path / title).parent.mkdir(exist_ok=True)
             (tmp_path / title).write_text(code)
+    (tmp_path / "pyproject.toml").write_text((TEMPLATE / "pyproject.toml").read_text())
     monkeypatch.setenv("TEPAL_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -58,13 +61,26 @@ def written(tmp_path, monkeypatch):
 
 
 def test_the_app_of_ones_own_runs(written):
-    runpy.run_path("quickstart/in_process.py", run_name="__main__")
+    runpy.run_path("in_process.py", run_name="__main__")
     final = torch.load("final.pt")
     from quickstart.task import RowReader, accuracy, load_data
 
     model = RowReader()
     model.load_state_dict(final)
     assert accuracy(model, *load_data(0, 1)) > 0.5, "ten classes, and it has learned"
+
+
+def test_the_app_of_the_page_is_the_one_that_init_writes(tmp_path):
+    write_app(tmp_path / "quickstart")
+    files = files_of("own-app.md") | dict(
+        re.findall(r'```toml title="([^"]+)"\n(.*?)```', (DOCS / "own-app.md").read_text(), flags=re.DOTALL)
+    )
+    del files["in_process.py"]
+    assert files == {
+        path.relative_to(tmp_path / "quickstart").as_posix(): path.read_text()
+        for path in (tmp_path / "quickstart").rglob("*.*") if path.stat().st_size
+    }  # fmt: skip
+    assert sum(text.count("\n") for text in files.values()) <= 120
 
 
 def test_the_further_options_are_options(written):
@@ -104,11 +120,13 @@ def assert_only_the_head_moves(strategy, grid, model, rounds):
 def three_clients(written):
     from quickstart.client_app import app
 
-    return InProcessGrid([Node(app, {"partition-id": k, "num-partitions": 3}) for k in range(3)])
+    nodes = [Node(app, {"partition-id": k, "num-partitions": 3}) for k in range(3)]
+    return InProcessGrid(nodes, app_run_config(TEMPLATE))
 
 
 def test_three_lines_train_the_head_alone(written, three_clients):
     from head_only import strategy
+
     from quickstart.task import RowReader
 
     assert_only_the_head_moves(strategy, three_clients, RowReader(), rounds=2)
@@ -116,6 +134,7 @@ def test_three_lines_train_the_head_alone(written, three_clients):
 
 def test_the_complete_method_of_the_page_takes_the_median(written, three_clients):
     from median import Median
+
     from quickstart.task import RowReader
 
     model, replies = RowReader(), []
@@ -172,7 +191,7 @@ def test_the_pages_of_the_methods_make_their_strategies_and_score(page):
             "Message": Message, "MetricRecord": MetricRecord, "RecordDict": RecordDict,
         }  # fmt: skip
         exec(handler, names)
-        assert "probe" in names or isinstance(
+        assert "probe" in names or "train.probe" in names["app"]._registered_funcs or isinstance(
             names["score_ensemble"](model, [model.state_dict()], images, labels, None), EnsembleScore
         )
 

@@ -19,6 +19,7 @@ COMMANDS = {
     "provision": ("provision", "Make and change the credentials of a deployment."),
     "server": ("server", "Run a deployment's server, which resumes runs after a failure."),
     "node": ("node", "Run a client: Flower's SuperNode with a process that stays warm."),
+    "init": ("init", "Write a Flower app of your own that uses Tepal."),
     "simulate": ("simulate", "Run the app with simulated clients on this machine."),
     "loopback": ("simulate", "Run the app on a deployment on this machine: TLS and real processes."),
     "compare": ("compare", "Run several strategies in turn and compare accuracy and bytes."),

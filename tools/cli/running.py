@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -163,31 +163,20 @@ def run_other(engine: Engine, given: Mapping[str, Value], console: Console) -> P
     Returns a new folder in runs/ with the log, and with the files that the ServerApp wrote in its current folder.
     """
     console.print(f"App: {engine.app}, not Tepal's own: its log follows", markup=False, highlight=False, soft_wrap=True)
-    log = new_log("run")
-    try:
-        engine.run(
-            given, on_event=lambda _kind, text: console.print(text, markup=False, highlight=False, soft_wrap=True),
-            log=log,
-        )  # fmt: skip
-    except RunError as error:
-        raise RunError(error.reason, keep_log(log, _kept_files(engine)) if log.exists() else None) from error
-    except BaseException:
-        log.unlink(missing_ok=True)
-        raise
-    kept = _kept_files(engine)
-    keep_log(log, kept)
-    console.print(f"Its log and files: {kept}", markup=False, highlight=False, soft_wrap=True)
-    return kept
-
-
-def _kept_files(engine: Engine) -> Path:
-    """Make the folder of an ended run of another app, and move the files there that it wrote."""
     runs = Path("runs").absolute()
     runs.mkdir(exist_ok=True)
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", engine.app.name)
     kept = make_first_free(runs, f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{name}")
-    for path in engine.written():
-        shutil.move(path, kept)
+    try:
+        engine.run(
+            given, on_event=lambda _kind, text: console.print(text, markup=False, highlight=False, soft_wrap=True),
+            log=kept / "flower.log", written=kept,
+        )  # fmt: skip
+    except BaseException:
+        with suppress(OSError):
+            kept.rmdir()  # nothing was run
+        raise
+    console.print(f"Its log and files: {kept}", markup=False, highlight=False, soft_wrap=True)
     return kept
 
 

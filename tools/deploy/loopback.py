@@ -52,6 +52,7 @@ class LoopbackEngine(Engine):
     """
 
     kind = "a deployment on this machine"
+    _one_run = True
 
     def __init__(
         self, app: Path, clients: int, node_configs: Sequence[Mapping[str, Value]] = (), *, cache: Path | None = None
@@ -71,7 +72,6 @@ class LoopbackEngine(Engine):
                 run_id, running.address, running.superlink, clock, run.log, running.root_certificates
             )
             clock.stage(f"Run {run_id}: {status}")
-        self._stop()  # the next run has a deployment of its own
         return run_id, status, details
 
 

@@ -46,6 +46,9 @@ class Engine(ABC):
     kind: str
     """A description, with the number of clients that train at the same time."""
 
+    _one_run = False
+    """Whether all its files are removed after a run, so that the next one starts anew."""
+
     def __init__(self, app: Path, clients: int, *, cache: Path | None = None, why: str = "") -> None:
         if clients < 1:
             raise ValueError(f"clients is {clients}, expected at least 1")
@@ -75,6 +78,7 @@ class Engine(ABC):
         on_event: Listener | None = None,
         timeout: float | None = None,
         log: Path | None = None,
+        written: Path | None = None,
     ) -> EndedRun:
         """Run the app once, and wait for its end.
 
@@ -86,6 +90,7 @@ class Engine(ABC):
             on_event: Called with stages and log lines.
             timeout: Seconds from the call on, after which the run is stopped. None: no limit.
             log: File for the run's log (default: a new one in the system's temporary folder).
+            written: Folder to which the files are moved that the ServerApp wrote in its current folder.
 
         Raises:
             RunError: with the app's own error where the app failed.
@@ -104,7 +109,14 @@ class Engine(ABC):
             self._runs += 1
             run = RunRequest(self._folder / f"run-{self._runs}.toml", log.resolve(), clock)
             run.changes.write_text(to_toml(config), encoding="utf-8")
-            run_id, status, details = self._run(run)
+            try:
+                run_id, status, details = self._run(run)
+            finally:
+                if written is not None:
+                    for path in list(self._work.iterdir()):
+                        shutil.move(path, written)
+            if self._one_run:
+                self._stop()
         except BaseException as error:
             # The processes may still be working on this run: the next run starts new ones.
             self._stop()
@@ -115,10 +127,6 @@ class Engine(ABC):
         if status != "completed":
             raise RunError(f"The run {status}: {explain(run.log.read_text(), details)}", run.log)
         return EndedRun(run_id, status, run.log, details)
-
-    def written(self) -> list[Path]:
-        """Return what runs have written in the ServerApp's current folder, which is removed with the engine."""
-        return sorted(self._work.iterdir()) if hasattr(self, "_work") and self._work.is_dir() else []
 
     def _start(self) -> None:
         """Copy the app's files to a temporary folder, once."""

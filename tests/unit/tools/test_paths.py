@@ -3,7 +3,6 @@
 import io
 import tomllib
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -136,23 +135,19 @@ def test_an_app_that_is_not_tepals_is_not_compared(here):
 
 
 class Ran:
-    """An engine whose run logs a line and writes a file; `error`: then it fails."""
+    """An engine whose run logs a line and writes a file; `error`: then it fails; `starts`: whether it begins at all."""
 
-    def __init__(self, here, error=None):
-        self.app, self.work, self.error = here / "an app", here / "work", error
-        self.work.mkdir()
+    def __init__(self, here, error=None, starts=True):
+        self.app, self.error, self.starts = here / "an app", error, starts
 
-    def run(self, given, *, on_event, log):
+    def run(self, given, *, on_event, log, written):
         self.given = given
-        on_event("log", "round [1] of 2")
-        log.write_text("round [1] of 2\n")
-        (self.work / "final.pt").write_text("weights")
+        if self.starts:
+            on_event("log", "round [1] of 2")
+            log.write_text("round [1] of 2\n")
+            (written / "final.pt").write_text("weights")
         if self.error:
             raise self.error
-        return SimpleNamespace()
-
-    def written(self):
-        return sorted(self.work.iterdir())
 
 
 def test_another_app_gets_what_was_given_and_what_it_wrote_is_kept(here):
@@ -164,7 +159,9 @@ def test_another_app_gets_what_was_given_and_what_it_wrote_is_kept(here):
     assert "not Tepal's own" in shown.getvalue() and "round [1] of 2" in shown.getvalue()
 
 
-def test_what_another_app_wrote_before_it_failed_is_kept_too(here):
-    with pytest.raises(RunError, match=r"no luck\nThe whole log: .*runs/.*-an-app/flower.log") as failed:
-        run_other(Ran(here, RunError("no luck")), {}, Console(file=io.StringIO()))
-    assert (failed.value.log.parent / "final.pt").exists()
+@pytest.mark.parametrize(("starts", "files"), [(True, ["final.pt", "flower.log"]), (False, [])])
+def test_what_another_app_wrote_before_it_failed_is_kept_too(here, starts, files):
+    with pytest.raises(RunError, match="no luck"):
+        run_other(Ran(here, RunError("no luck"), starts), {}, Console(file=io.StringIO()))
+    assert sorted(path.name for path in here.glob("runs/*/*")) == files
+    assert len(list(here.glob("runs/*"))) == starts
