@@ -107,6 +107,10 @@ class RoundRecord:
     entropy: float | None = _score(optional=True)
     disagreement: float | None = _score("disagreement of two modes", optional=True)
     variance_over_members: float | None = _score(optional=True)
+    predicted_classes: int | None = column(optional=True)
+    """Classes that the model predicts on the server's held-out examples, at least once; and the share of these examples
+    that have the most frequent class, the accuracy of a constant answer."""
+    largest_class: float | None = _score(optional=True)
     calibration_error: float | None = _score("calibration error", optional=True)
     """On the server's held-out examples; by bin of the predicted class's probability the following three."""
     calibration_probability: Sequence[float] | None = column(optional=True)

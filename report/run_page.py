@@ -17,6 +17,7 @@ from tepal.report.diagram import DIAGRAM_STYLE, last_diagram
 from tepal.report.headlines import headlines_html
 from tepal.report.method_figures import label_figures, method_figures, travel_figures
 from tepal.report.page import Figure, config_html, figure_html, page
+from tepal.report.remarks import remarks
 from tepal.report.round_figures import figures
 from tepal.report.round_tables import rounds_html, trouble_html
 from tepal.report.run_files import RunFiles
@@ -99,6 +100,7 @@ def _page(run: RunFiles) -> str:
         done=metrics[-1].round if metrics else 0,
         planned=run.config.get("num-server-rounds"),
         headlines=headlines_html(run.config, metrics, summary, ended=ended),
+        remarks=_whatever(lambda: remarks(metrics), lambda why: [why]),
         sections=[
             (key, heading, above.get(key, ""), [figure_html(figure) for figure in drawn[key]])
             for key, heading in SECTIONS.items()

@@ -118,6 +118,8 @@ _RUN = """<header>
 {%- else %}No round of this run has ended yet, so there is nothing to draw.{% endif %}</p>
 {% endif %}
 <dl class="headlines" aria-label="Headline figures">{{ headlines }}</dl>
+{% for remark in remarks %}<p class="notice" role="note">{{ remark }}.</p>
+{% endfor %}
 <noscript><p class="notice">The figures need JavaScript; the table of rounds below has every number.</p></noscript>
 {% for key, heading, above, figures in sections if above or figures %}
 <section aria-labelledby="{{ key }}"><h2 id="{{ key }}">{{ heading }}</h2>{{ above }}

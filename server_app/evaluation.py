@@ -49,6 +49,10 @@ def server_evaluation(config: RunConfig, model: nn.Module) -> Callable[[int, Arr
         figures: dict[str, Any] = {"loss": scored.loss, "examples": scored.examples, **scored.figures}
         if scored.accuracy is not None:
             figures["accuracy"] = scored.accuracy
+        if task.macro_f1:
+            counts = torch.bincount(labels)
+            figures["predicted-classes"] = len(predictions.labels.unique())
+            figures["largest-class"] = int(counts.max()) / len(labels)
         if scored.calibration is not None:
             figures |= scored.calibration.metrics
         if foreign:

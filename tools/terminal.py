@@ -21,6 +21,7 @@ from tepal.host.text import LONGEST_NAME, LONGEST_TEXT, visible
 from tepal.records.columns import UNKNOWN, bytes_text, score_text, seconds_text
 from tepal.records.round_record import Incident, RoundRecord
 from tepal.records.run_directory import METRICS, MODEL, REPORT, SUMMARY, add, parse_line, total
+from tepal.report.remarks import remarks
 
 _SCORES = ("accuracy", "rmse", "loss")
 _MOST_NAMES = 20  # clients that are named, of one kind of incident in a round
@@ -336,9 +337,10 @@ def final_table(summary: Mapping[str, Any], metrics: Sequence[RoundRecord], run:
     for key in ("accuracy" if summary.get("rmse") is None else "rmse", "loss"):
         table.add_row(key, score_text(summary.get(key)))
     table.add_row("refused replies", str(summary.get("refused_replies", UNKNOWN)))
+    remarked = [shown(f"Note: {remark}.", style="yellow") for remark in remarks(metrics)]
     if run is None:
-        return Group(table)
-    lines = [shown(f"Results in {run}")]
+        return Group(table, *remarked)
+    lines = [*remarked, shown(f"Results in {run}")]
     for name, what in ((REPORT, "  (open it in a browser)"), (SUMMARY, ""), (METRICS, ""), (MODEL, "")):
         if (Path(run) / name).exists():
             lines.append(indented(f"{Path(run) / name}{what}"))

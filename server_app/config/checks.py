@@ -246,6 +246,11 @@ def warnings(config: RunConfig) -> list[str]:
             f"fedfrozen.warmup-rounds={config.fedfrozen.warmup_rounds} and num-server-rounds="
             f"{rounds.num_server_rounds}: nothing is ever frozen, so this run is FedAvg."
         ]
+    if "selective" in config.strategies and not rounds.sources:
+        return [
+            "selective layers with pretrained='': this method is for fine-tuning. From random weights, layers that are "
+            "seldom chosen learn little, and the accuracy may stay at a guess; start from trained weights."
+        ]
     if rounds.strategy == "scaffold" and config.training.momentum:
         return [
             f"strategy='scaffold' with momentum={config.training.momentum:g}: the control variates are mean gradients "

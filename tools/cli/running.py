@@ -88,7 +88,7 @@ def run_and_show(start: Callable[..., EndedRun], config: RunConfig, console: Con
     try:
         with RoundProgress(config.rounds.num_server_rounds, console=console) as progress:
             run = run_once(start, config, progress, console, verbose, begun.append)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):  # Ctrl-C; SIGTERM and SIGHUP
         console.print(_resume_hint(begun[0]) if begun else "", markup=False, highlight=False, soft_wrap=True)
         raise
     summary = read_summary(run)

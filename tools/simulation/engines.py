@@ -52,6 +52,10 @@ def engine_for(
         chosen, why = of_app, "set in the app's pyproject.toml"
     else:
         chosen, why = PROCESS, "Ray is not needed"
+    if chosen == RAY and gpus > 0 and not _has_gpu():
+        raise ValueError(
+            f"--gpus {gpus:g}: this machine has no GPU that PyTorch can use; leave out --gpus, or see `tepal doctor`"
+        )
     if chosen == RAY:
         return RayEngine(app, clients, cpus or 1, gpus, cache=cache, why=why)
     if gpus:
@@ -60,3 +64,9 @@ def engine_for(
             "--gpus, or use --engine ray"
         )
     return ProcessEngine(app, clients, cpus or 1, cache=cache, why=why)
+
+
+def _has_gpu() -> bool:
+    import torch  # seconds
+
+    return bool(torch.cuda.is_available())

@@ -17,7 +17,7 @@ Formats of a `data-path` and of the run's `dataset` (each module has the details
     root/<class>/<file>               images, also root/<group>/<class>/<file>     folders.py
     root/train-images-idx3-ubyte, …   MNIST's family, also .gz                     idx.py
     root/data_batch_1, …              CIFAR-10 and CIFAR-100, python and binary    cifar.py
-    table.csv, .jsonl, .parquet       images or texts, columns named by the config  tables.py
+    table.csv, .tsv, .jsonl, .parquet images or texts, columns named by the config  tables.py
     plays.txt                         running text by speaker                      texts.py
     data.json, train/*.json, …        LEAF's FEMNIST and Shakespeare               leaf.py
 

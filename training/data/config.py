@@ -31,7 +31,7 @@ class DataConfig(BaseModel):
         default=DIGITS,
         min_length=1,
         description='"digits" (ships with scikit-learn: 1,797 images of 8x8), a path to a .npz file, to a folder of '
-        "images (root/<class name>/*.png), of idx files (MNIST) or of CIFAR's batches, to a table (.csv, .jsonl, "
+        "images (root/<class name>/*.png), of idx files (MNIST) or of CIFAR's batches, to a table (.csv, .tsv, .jsonl, "
         ".parquet), to text by speaker (.txt) or to LEAF's json; a name: mnist, fashion-mnist, emnist, femnist, "
         "cifar-10, cifar-100, pacs, domainnet, openimage, 20newsgroups, xglue-nc, shakespeare, arc-easy, "
         "arc-challenge, openbookqa, piqa or sciq (its files at dataset-path, else from the Hugging Face hub: "

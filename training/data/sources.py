@@ -31,8 +31,8 @@ from tepal.training.data.hub import HUB, load_hub
 from tepal.training.data.known import IMAGES, KNOWN, reading_of
 
 EXPECTED = (
-    "a .npz file, a table (.csv, .jsonl, .parquet), text by speaker (.txt), LEAF's json, or a folder: of images as "
-    "root/<class name>/<file>, of idx files (MNIST), of CIFAR's batches, of LEAF's json, or of tables train and test"
+    "a .npz file, a table (.csv, .tsv, .jsonl, .parquet), text by speaker (.txt), LEAF's json, or a folder: of images "
+    "as root/<class name>/<file>, of idx files (MNIST), of CIFAR's batches, of LEAF's json, or of tables train and test"
 )
 """Formats that can be read at a path, in words."""
 

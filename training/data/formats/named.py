@@ -17,6 +17,7 @@ from tepal.training.data.examples import AnySource, Texts
 from tepal.training.data.formats.choices import choices_of
 from tepal.training.data.formats.files import opened_text, suffix_of
 from tepal.training.data.formats.tables import (
+    SEPARATORS,
     Column,
     Rows,
     by_split,
@@ -27,7 +28,7 @@ from tepal.training.data.formats.tables import (
     source_of,
 )
 
-SUFFIXES = (".parquet", ".jsonl", ".ndjson", ".csv")
+SUFFIXES = (".parquet", ".jsonl", ".ndjson", ".csv", ".tsv")
 
 _LABELS = "-labels.lst"  # suffix of a file with a table's labels, one per line
 
@@ -176,9 +177,9 @@ def _names(file: Path) -> list[str]:
         from pyarrow import parquet
 
         return list(parquet.ParquetFile(file).schema_arrow.names)
-    if suffix_of(file) == ".csv":
+    if separator := SEPARATORS.get(suffix_of(file)):
         with opened_text(file) as text:
-            return next(csv.reader(text))
+            return next(csv.reader(text, delimiter=separator))
     return list(next(json_rows(file))[1])
 
 

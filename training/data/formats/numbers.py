@@ -7,6 +7,7 @@ converted to float32 and not scaled: scale them in the data, with the same facto
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from logging import getLogger
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,10 @@ from numpy.typing import NDArray
 from tepal.training.data.checks import Arrays, checked_groups, written
 from tepal.training.data.config import DataError, Reading
 from tepal.training.data.examples import Numbers, Source
+
+log = getLogger("flwr")
+
+_MOST_CLASSES = 20
 
 
 def checked_numbers(arrays: Mapping[str, Arrays], origin: str, reading: Reading) -> Source[Numbers]:
@@ -34,7 +39,19 @@ def checked_numbers(arrays: Mapping[str, Arrays], origin: str, reading: Reading)
             raise DataError(
                 f"{origin}: train {what} are {written(of_train)}, test {what} {written(of_test)}: use one shape"
             )
+    _say_if_classes(train.targets, origin)
     return Source(train, test, 0, origin)
+
+
+def _say_if_classes(targets: NDArray[np.float32], origin: str) -> None:
+    """Warn of targets that are probably numbers of classes: few different whole ones."""
+    values = np.unique(targets)
+    if targets.shape[1] == 1 and 1 < len(values) <= min(_MOST_CLASSES, len(targets) // 2) and not (values % 1).any():
+        log.warning(
+            "%s: all targets are one of %d whole numbers, from %g to %g. They are trained as numbers, by their squared "
+            "error. If they stand for classes, write an app of your own (docs/own-app.md): Tepal's classifies images "
+            "and texts.", origin, len(values), values[0], values[-1],
+        )  # fmt: skip
 
 
 def _checked(

@@ -1,4 +1,4 @@
-"""Tables: .csv, JSON lines (.jsonl) and .parquet, with images, texts or numbers in columns named by the run config.
+"""Tables: .csv, .tsv, JSON lines (.jsonl) and .parquet, with images, texts or numbers in named columns.
 
 Images are encoded bytes (as in the parquet files of dataset hubs, also as {"bytes": …, "path": …}), or paths relative
 to the table's folder. A table's test set are the rows with "test" in `split-column`; or the table is a folder with
@@ -30,7 +30,8 @@ from tepal.training.data.labels import labels_of
 
 JSON = ".json"
 """Suffix of a table that is one JSON list of objects."""
-TABLE_SUFFIXES = (".csv", ".jsonl", ".ndjson", ".parquet")
+TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
+SEPARATORS = {".csv": ",", ".tsv": "\t"}
 
 Column = list[Any]
 Rows = Mapping[str, Column]
@@ -229,18 +230,19 @@ def by_split(table: Rows, path: Path, column: str) -> dict[str, Rows]:
 
 
 def read_columns(file: Path, columns: Sequence[str]) -> dict[str, Column]:
-    """Read columns of a .csv, .json, .jsonl or .parquet file. Raises DataError if it is damaged or lacks a column."""
+    """Read columns of a table, or of a .json file. Raises DataError if it is damaged or lacks a column."""
     suffix = suffix_of(file)
     if suffix == ".parquet":
         return _parquet(file, columns)
-    return _csv(file, columns) if suffix == ".csv" else _json(file, columns)
+    return _csv(file, columns) if suffix in SEPARATORS else _json(file, columns)
 
 
 def _csv(file: Path, columns: Sequence[str]) -> dict[str, Column]:
     csv.field_size_limit(_LONGEST_CELL)
     read: dict[str, Column] = {name: [] for name in columns}
     with opened_text(file) as text:
-        rows = csv.DictReader(text, strict=True)
+        kind = suffix_of(file)
+        rows = csv.DictReader(text, strict=True, delimiter=SEPARATORS[kind])
         try:
             check_columns(file, columns, rows.fieldnames or ())
             for row in rows:
@@ -251,7 +253,7 @@ def _csv(file: Path, columns: Sequence[str]) -> dict[str, Column]:
                         )
                     read[name].append(row[name])
         except csv.Error as error:
-            raise DataError(f"{file}: line {rows.line_num} is not CSV ({error}): repair it") from error
+            raise DataError(f"{file}: line {rows.line_num} is not {kind[1:].upper()} ({error}): repair it") from error
     return read
 
 

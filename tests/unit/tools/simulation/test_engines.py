@@ -12,8 +12,9 @@ from tepal.tools.simulation.ray_engine import RayEngine
 
 
 @pytest.fixture(autouse=True)
-def four_cores(monkeypatch):
+def four_cores_and_a_gpu(monkeypatch):
     monkeypatch.setattr("joblib.cpu_count", lambda: 4)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
 
 
 @pytest.fixture
@@ -69,6 +70,13 @@ def test_shares_of_a_gpu_need_ray(app):
         engine_for("process", app(), clients=2, gpus=0.5)
     with pytest.raises(ValueError, match="gpus_per_client is -1"):
         engine_for("ray", app(), clients=2, gpus=-1)
+
+
+def test_a_share_of_a_gpu_that_is_not_there_is_refused(app, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for asked in ("auto", "ray"):
+        with pytest.raises(ValueError, match=r"--gpus 1: this machine has no GPU that PyTorch can use"):
+            engine_for(asked, app(), clients=2, gpus=1)
 
 
 def test_a_name_that_is_no_engine_is_refused_with_where_it_stands(app):

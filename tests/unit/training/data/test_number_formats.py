@@ -2,7 +2,7 @@
 
 import csv
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -219,3 +219,21 @@ def test_a_run_whose_server_sees_no_data_says_what_the_clients_have() -> None:
     for said in ({}, {"features": 4}, {"outputs": 3}):
         with pytest.raises(DataError, match="set features and outputs"):
             number_info(config_of("local", **said))
+
+
+@pytest.mark.parametrize(
+    ("targets", "warned"),
+    [
+        ([0, 1, 2] * 10, True),
+        ([0.5, 1, 2] * 10, False),  # measured
+        (range(30), False),  # counted: few are equal
+        ([3] * 30, False),
+    ],
+)
+def test_targets_that_look_like_classes_are_remarked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, targets: Sequence[float], warned: bool
+) -> None:
+    file = tmp_path / "t.csv"
+    file.write_text("x,y\n" + "".join(f"{row},{value}\n" for row, value in enumerate(targets)))
+    sources.named_source(config_of(file, **{"feature-columns": "x", "label-column": "y"}), numbers=True)
+    assert ("If they stand for classes" in caplog.text) == warned

@@ -70,15 +70,16 @@ ROWS: list[dict[str, object]] = [
 COLUMNS = {"text-column": "body", "label-column": "kind", "group-column": "by"}
 
 
-@pytest.mark.parametrize("form", [".csv", ".jsonl", ".jsonl.gz", ".jsonl.xz", ".parquet"])
+@pytest.mark.parametrize("form", [".csv", ".tsv", ".tsv.gz", ".jsonl", ".jsonl.gz", ".jsonl.xz", ".parquet"])
 def test_a_table_of_texts(tmp_path: Path, form: str) -> None:
     file = tmp_path / f"t{form}"
-    if form == ".csv":
+    if form.startswith((".csv", ".tsv")):
         text = io.StringIO()
-        writer = csv.DictWriter(text, list(ROWS[0]))
+        writer = csv.DictWriter(text, list(ROWS[0]), delimiter="," if form == ".csv" else "\t")
         writer.writeheader()
         writer.writerows(ROWS)
-        file.write_text(text.getvalue())
+        written = text.getvalue().encode()
+        file.write_bytes(gzip.compress(written) if form.endswith(".gz") else written)
     elif form == ".parquet":
         import pyarrow
         from pyarrow import parquet
