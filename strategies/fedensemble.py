@@ -72,6 +72,10 @@ class FedEnsembleMethod(Method[EnsembleState]):
         starts = [replace(model, starts=(start,)) for start in model.starts]
         return EnsembleState(tuple(self.member.init(start, run) for start in starts))
 
+    def begin(self, rounds: int) -> None:
+        # A mode is trained in this share of the rounds.
+        self.member.begin(round(rounds * (self.strata or self.modes) / self.modes))
+
     def transfer_blocks(self, model: ServerModel) -> Mapping[str, Names]:
         return self.member.transfer_blocks(model)
 

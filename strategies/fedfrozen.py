@@ -42,13 +42,23 @@ class NoAttentionError(MethodError):
     """A model in which no query and key projections are found was given to FedFrozen."""
 
 
+def usual_warmup(rounds: int) -> int:
+    """Return T_warm where none is given: three tenths of the rounds, and at least one of them."""
+    return max(1, round(0.3 * rounds))
+
+
 class FedFrozenMethod(PartialAveraging):
     """The method of FedFrozen: FedAvg until `warmup_rounds` merges, then FedAvg on the value block."""
 
     def __init__(self, warmup_rounds: int, ridge: float = 0.0) -> None:
         self.warmup_rounds = warmup_rounds
         self.ridge = ridge
+        self._follows_rounds = warmup_rounds < 0
         self._blocks: ModelBlocks
+
+    def begin(self, rounds: int) -> None:
+        if self._follows_rounds:
+            self.warmup_rounds = usual_warmup(rounds)
 
     def init(self, model: ServerModel, run: Run) -> ModelState:
         self._blocks = attention_blocks(model)
@@ -99,7 +109,7 @@ class FedFrozen(MethodStrategy):
 
     Args:
         warmup_rounds: T_warm, rounds before query and key projections are frozen. 0: they are never trained. The
-            number of rounds or more: FedAvg.
+            number of rounds or more: FedAvg. -1: three tenths of the rounds.
         ridge: λ of (λ/2)·‖W_V‖²_F on the weights of the value projections, added by the clients' training function.
         round_options: see `MethodStrategy`. `model` is required: the names of entries do not show which are query and
             key projections.
@@ -112,7 +122,7 @@ class FedFrozen(MethodStrategy):
     def __init__(
         self,
         *,
-        warmup_rounds: Annotated[int, Field(ge=0)] = 6,
+        warmup_rounds: Annotated[int, Field(ge=-1)] = -1,
         ridge: NonNegative = 0.0,
         **round_options: Unpack[RoundOptions],
     ) -> None:

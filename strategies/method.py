@@ -163,6 +163,9 @@ class Method(ABC, Generic[State]):
     storage: Storage[State] | None = None
     """Values outside of the state, if the method has any; made by `init`."""
 
+    def begin(self, rounds: int) -> None:
+        """Called before everything else of a run, with the number of its rounds in total."""
+
     @abstractmethod
     def init(self, model: ServerModel, run: Run) -> State:
         """Return the first state. Raises MethodError for a model that the method cannot train."""

@@ -14,6 +14,7 @@ from tepal.records.run_directory import RunDirectory
 from tepal.server_app.config.checks import contradictions, explain, unknown, warnings
 from tepal.server_app.config.errors import ConfigError
 from tepal.server_app.config.run_config import SECTIONS, RunConfig, defaults
+from tepal.strategies.fedfrozen import usual_warmup
 from tepal.training.data import DataError
 from tepal.training.data.inputs import sizes
 
@@ -40,7 +41,7 @@ def read_run_config(values: Mapping[str, Any]) -> RunConfig:
             problems += [explain(section, one) for key, one in wrong.items() if key not in explained]
             explained |= set(wrong)
     if not problems:
-        config = RunConfig.of(sections)
+        config = _with_warmup(RunConfig.of(sections), sections)
         problems = list(contradictions(config))
     if problems:
         unique = list(dict.fromkeys(problems))
@@ -48,6 +49,17 @@ def read_run_config(values: Mapping[str, Any]) -> RunConfig:
     for warning in warnings(config):
         log.warning(warning)
     return config
+
+
+def _with_warmup(config: RunConfig, sections: Mapping[str, Any]) -> RunConfig:
+    """Return the config with a number of warm-up rounds: a run that is resumed with more rounds must keep it."""
+    if "fedfrozen" not in config.strategies or config.fedfrozen.warmup_rounds >= 0:
+        return config
+    rounds, ensemble = config.rounds.num_server_rounds, config.fedensemble
+    if config.rounds.strategy == "fedensemble" and ensemble.strata:
+        rounds = round(rounds * ensemble.strata / ensemble.modes)
+    fedfrozen = config.fedfrozen.model_copy(update={"warmup_rounds": usual_warmup(rounds)})
+    return RunConfig.of({**sections, "fedfrozen": fedfrozen})
 
 
 CHANGEABLE = (

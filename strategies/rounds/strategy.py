@@ -169,6 +169,7 @@ class MethodStrategy(WithoutHooks):
         """
         check("num_rounds", num_rounds, num_rounds >= 1, "at least 1")
         check("timeout", timeout, timeout > 0, "positive")
+        self.method.begin(num_rounds)
         model, saved = server_model(initial_arrays, self.blocks), self.checkpoints
         resuming = Resuming(saved, self.method, self.rules.seed, model.layout) if saved else None
         checkpoint = resuming.latest(resume=self.resume) if resuming else None

@@ -22,9 +22,25 @@ def test_flower_knows_every_key_with_our_default():
 
 def test_an_empty_config_is_the_default_run():
     config = read_run_config({})
-    assert config.flat == defaults()
+    assert config.flat == {**defaults(), "fedfrozen.warmup-rounds": 6}, "three tenths of 20 rounds"
     assert (config.rounds.strategy, config.rounds.model, config.data.dataset) == ("fedfrozen", "tiny-vit", "digits")
     assert (config.rounds.num_server_rounds, config.fedfrozen.warmup_rounds) == (20, 6)
+
+
+@pytest.mark.parametrize(("rounds", "warmup"), [(1, 1), (2, 1), (3, 1), (5, 2), (10, 3), (20, 6), (100, 30)])
+def test_the_warmup_follows_the_number_of_rounds_unless_it_is_given(rounds, warmup):
+    config = read_run_config({"num-server-rounds": rounds})
+    assert config.fedfrozen.warmup_rounds == config.flat["fedfrozen.warmup-rounds"] == warmup
+    given = read_run_config({"num-server-rounds": rounds, "fedfrozen.warmup-rounds": 0})
+    assert given.fedfrozen.warmup_rounds == 0
+    assert read_run_config({"num-server-rounds": rounds, "strategy": "fedavg"}).fedfrozen.warmup_rounds == -1
+
+
+def test_the_warmup_of_a_mode_follows_the_rounds_that_train_it():
+    ensemble = {"strategy": "fedensemble", "fedensemble.member": "fedfrozen", "fedensemble.modes": 4}
+    assert read_run_config({**ensemble, "num-server-rounds": 40}).fedfrozen.warmup_rounds == 12
+    config = read_run_config({**ensemble, "fedensemble.strata": 2, "num-server-rounds": 40})
+    assert config.fedfrozen.warmup_rounds == 6
 
 
 def test_values_reach_their_section():
@@ -47,7 +63,7 @@ def test_values_reach_their_section():
         ({"num-server-rounds": 0}, r"num-server-rounds=0: should be greater than or equal to 1"),
         ({"learning-rate": "fast"}, r"learning-rate='fast': should be a valid number"),
         ({"fedfrozen.ridge": -1}, r"fedfrozen\.ridge=-1: should be greater than or equal to 0"),
-        ({"fedfrozen.warmup-rounds": -1}, r"fedfrozen\.warmup-rounds=-1"),
+        ({"fedfrozen.warmup-rounds": -2}, r"fedfrozen\.warmup-rounds=-2"),
         ({"dirichlet-alpha": 0}, r"dirichlet-alpha=0: should be greater than 0"),
         ({"model": "linear-attention"}, r"partitioner='dirichlet' divides .* by their classes, but model='linear-att"),
         ({"model": "linear-attention", "partitioner": "iid"}, r"has images, but the model needs numbers: choose a"),

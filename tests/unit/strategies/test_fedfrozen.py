@@ -308,7 +308,7 @@ def test_a_model_without_attention_is_refused_by_name():
         run(FedFrozen(warmup_rounds=1), make_split)
 
 
-@pytest.mark.parametrize("option", [{"warmup_rounds": -1}, {"ridge": -0.1}, {"fraction_train": 0}, {"schedule": "x"}])
+@pytest.mark.parametrize("option", [{"warmup_rounds": -2}, {"ridge": -0.1}, {"fraction_train": 0}, {"schedule": "x"}])
 def test_options_out_of_range_are_errors(option):
     with pytest.raises(ValueError, match="must be"):
         FedFrozen(model=make_split(), **{"warmup_rounds": 1, **option})
@@ -325,3 +325,16 @@ def test_cost_ratio_counts_what_a_run_moves():
     assert cost_ratio(model, 0, 5) < cost_ratio(model, 1, 5), "a run may be without warm-up"
     with pytest.raises(ValueError, match="warm-up"):
         cost_ratio(model, 6, 5)
+
+
+@pytest.mark.parametrize(("rounds", "warmup"), [(2, 1), (5, 2)])
+def test_without_a_number_the_warmup_is_three_tenths_of_the_rounds(rounds, warmup):
+    strategy = FedFrozen(model=make_split())
+    phases = []
+    strategy.on_round = lambda report: phases.append(report.phase)
+    app = quickstart_app(make_split, [partial_exchange], calls_apply_plan=True)
+    grid = InProcessGrid([Node(app, {"partition-id": k}) for k in range(2)])
+    for _ in range(2):  # a strategy may start again
+        strategy.start(grid, ArrayRecord(make_split().state_dict()), num_rounds=rounds)
+        assert phases == ["warm-up"] * warmup + ["frozen"] * (rounds - warmup)
+        phases.clear()

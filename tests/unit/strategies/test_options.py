@@ -135,7 +135,9 @@ def test_a_run_that_sets_nothing_has_the_constructors_defaults(name):
         assert made.pop("distil")
         assert made.items() <= STRATEGIES[name].strategy(distil=False).method.describe().items()
     else:
-        assert made == STRATEGIES[name].strategy(model=blocks).method.describe()
+        method = STRATEGIES[name].strategy(model=blocks).method
+        method.begin(config.rounds.num_server_rounds)
+        assert made == method.describe()
 
 
 def test_an_unknown_strategy_is_refused_with_those_that_there_are():
@@ -158,4 +160,4 @@ def test_the_keys_that_flower_knows_are_those_of_the_code():
     text = (ROOT / "pyproject.toml").read_text()
     keys = text.partition("[tool.flwr.app.config]\n")[2].partition("\n# === End")[0].splitlines()
     assert [key.partition(" = ")[0] for key in keys] == list(defaults())
-    assert tomllib.loads("\n".join(keys))["fedfrozen"] == {"warmup-rounds": 6, "ridge": 0.0}
+    assert tomllib.loads("\n".join(keys))["fedfrozen"] == {"warmup-rounds": -1, "ridge": 0.0}

@@ -227,7 +227,7 @@ def test_every_good_file_is_accepted_and_a_warning_is_shown_once(tmp_path, caplo
     log = logging.getLogger("flwr")
     propagates, log.propagate = log.propagate, True
     try:
-        checked(tmp_path, "[common]\nnum-server-rounds = 2\n" + text)
+        checked(tmp_path, "[common]\nnum-server-rounds = 2\nfedfrozen.warmup-rounds = 2\n" + text)
     finally:
         log.propagate = propagates
     assert [record.message for record in caplog.records if "nothing is ever frozen" in record.message] != []
