@@ -77,22 +77,30 @@ class ClientRecord:
 
 @dataclass
 class Traffic:
-    """Measured bytes of messages: `payload` is the entries' values, `overhead` manifests and headers."""
+    """Measured bytes of messages: `payload` is the entries' values, `overhead` manifests and headers.
+
+    `plain` are the bytes of the same entries without an encoding.
+    """
 
     payload: int = 0
     overhead: int = 0
+    plain: int = 0
 
     def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(self.payload + other.payload, self.overhead + other.overhead)
+        return Traffic(self.payload + other.payload, self.overhead + other.overhead, self.plain + other.plain)
 
     @staticmethod
-    def of(content: Mapping[str, object]) -> Traffic:
-        """Bytes that this project added to a message; an app's own records are not counted."""
+    def of(content: Mapping[str, object], plain: int | None = None) -> Traffic:
+        """Bytes that this project added to a message; an app's own records are not counted.
+
+        Without `plain` the payload is taken as not encoded.
+        """
         parts, record = content.get(PARTS), content.get(RECORD)
         arrays = parts.values() if isinstance(parts, ArrayRecord) else ()
         values = record.values() if isinstance(record, Mapping) else ()
         overhead = sum(len(value) for value in values if isinstance(value, bytes))
-        return Traffic(sum(len(array.data) for array in arrays), overhead)
+        payload = sum(len(array.data) for array in arrays)
+        return Traffic(payload, overhead, payload if plain is None else plain)
 
 
 @dataclass(frozen=True)

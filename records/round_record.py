@@ -97,6 +97,8 @@ class RoundRecord:
     bytes_fedavg: int | None = column("FedAvg", "bytes", bytes_text)
     """What FedAvg would have transferred in the same exchanges, both ways; `bytes_fedavg_down` of it to clients."""
     bytes_fedavg_down: int | None = column()
+    bytes_plain: int | None = column()
+    """Of the same entries without an encoding, both ways: relative to FedAvg's, what the strategy alone saves."""
     resent: int | None = column("sent again", "parts")
     seconds: float | None = column("time", text=seconds_text)
     seconds_train: float | None = column("of it training", text=seconds_text)
@@ -165,6 +167,7 @@ class RoundRecord:
             bytes_overhead=report.down.overhead + report.up.overhead,
             bytes_fedavg=(report.fedavg_down + report.fedavg_up) * model_bytes,
             bytes_fedavg_down=report.fedavg_down * model_bytes,
+            bytes_plain=report.down.plain + report.up.plain,
             resent=report.resent,
             seconds=round(report.seconds, 3),
             seconds_train=round(report.seconds_train, 3),

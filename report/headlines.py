@@ -9,7 +9,7 @@ from markupsafe import Markup
 
 from tepal.records.columns import UNKNOWN, bytes_text, score_text, seconds_text
 from tepal.records.round_record import RoundRecord
-from tepal.records.run_directory import add, measured_by, total
+from tepal.records.run_directory import add, measured_by, savings, total
 from tepal.report.round_figures import TEST_DATA
 from tepal.report.templates import render
 
@@ -31,6 +31,8 @@ def headlines_html(
     else:
         where = "of the final model"
     training = total(metrics, "seconds_train")
+    saved = savings(add(down, up), summary.get("bytes_plain"), fedavg)
+    parts = "" if saved is None else f"; {saved[0]:.4f} by the strategy × {saved[1]:.4f} by the encoding"
     lost = sum(len(line.lost) for line in metrics)
     refused = summary.get("refused_replies")
     headlines = (
@@ -43,7 +45,7 @@ def headlines_html(
         (
             "Relative to FedAvg",
             UNKNOWN if ratio is None else f"{ratio:.4f}",
-            "FedAvg's bytes are not known" if fedavg is None else f"FedAvg would transfer {bytes_text(fedavg)}",
+            "FedAvg's bytes are not known" if fedavg is None else f"FedAvg would transfer {bytes_text(fedavg)}{parts}",
         ),
         ("Rounds", str(summary.get("rounds", UNKNOWN)), f"of {planned} planned" if planned else ""),
         (

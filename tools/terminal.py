@@ -20,7 +20,7 @@ from rich.text import Text
 from tepal.host.text import LONGEST_NAME, LONGEST_TEXT, visible
 from tepal.records.columns import UNKNOWN, bytes_text, score_text, seconds_text
 from tepal.records.round_record import Incident, RoundRecord
-from tepal.records.run_directory import METRICS, MODEL, REPORT, SUMMARY, add, parse_line, total
+from tepal.records.run_directory import METRICS, MODEL, REPORT, SUMMARY, add, parse_line, savings, total
 from tepal.report.remarks import remarks
 
 _SCORES = ("accuracy", "rmse", "loss")
@@ -334,6 +334,10 @@ def final_table(summary: Mapping[str, Any], metrics: Sequence[RoundRecord], run:
     ):
         ratio = f"{ours / theirs:.4f}" if ours is not None and theirs else "–"
         table.add_row(name, bytes_text(ours), "–" if theirs is None else bytes_text(theirs), ratio)
+    saved = savings(add(down, up), summary.get("bytes_plain"), fedavg)
+    if saved is not None:
+        table.add_row("  by the strategy", "", "", f"{saved[0]:.4f}")
+        table.add_row("  by the encoding", "", "", f"{saved[1]:.4f}")
     for key in ("accuracy" if summary.get("rmse") is None else "rmse", "loss"):
         table.add_row(key, score_text(summary.get(key)))
     table.add_row("refused replies", str(summary.get("refused_replies", UNKNOWN)))

@@ -12,7 +12,8 @@ from tepal.records.columns import is_number
 from tepal.records.round_record import COLUMNS, RoundRecord
 
 Summed = Literal[
-    "bytes_down", "bytes_up", "bytes_overhead", "bytes_fedavg", "bytes_fedavg_down", "seconds", "seconds_train"
+    "bytes_down", "bytes_up", "bytes_overhead", "bytes_fedavg", "bytes_fedavg_down", "bytes_plain", "seconds",
+    "seconds_train",
 ]
 """Columns that are summed over the rounds."""
 
@@ -84,12 +85,28 @@ def summarise(metrics: Sequence[RoundRecord], config: Mapping[str, Any]) -> dict
         "bytes_up": up,
         "bytes_down": down,
         "bytes_vs_fedavg": (down + up) / fedavg if fedavg and down is not None and up is not None else None,
+        "bytes_plain": total(metrics, "bytes_plain"),
         "seconds": total(metrics, "seconds"),
         "refused_replies": sum(len(line.refused) for line in metrics),
         "stopped_by": None,
         "step_seconds": median(steps) if steps else None,
         "rmse": _last_known(metrics, "rmse"),
     }
+
+
+def savings(transferred: float | None, plain: float | None, fedavg: float | None) -> tuple[float, float] | None:
+    """Return the factors of the strategy and of the encoding, whose product is the share of FedAvg's bytes.
+
+    Args:
+        transferred: payload bytes, both ways.
+        plain: bytes of the same entries without an encoding.
+        fedavg: FedAvg's bytes, without an encoding.
+
+    Returns None if nothing was encoded, or a number is unknown or 0.
+    """
+    if not transferred or not plain or not fedavg or transferred == plain:
+        return None
+    return plain / fedavg, transferred / plain
 
 
 def total(metrics: Sequence[RoundRecord], column: Summed) -> float | None:

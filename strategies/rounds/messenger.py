@@ -200,7 +200,8 @@ class Messenger:
             return _lost(outgoing, "its message could not be sent" + reason)
         self._waiting[ids[0]] = _Waiting(exchange, resends, now if begun is None else begun, now + left + _LATE)
         self._inbox.expect(ids)
-        return Sent(outgoing, Traffic.of(content), exchange.sent, again=resends > 0)
+        traffic = Traffic.of(content, sum(map(self.sender.layout.nbytes, exchange.sent)))
+        return Sent(outgoing, traffic, exchange.sent, again=resends > 0)
 
     def _read(self, asked: _Waiting, message: Message, deadline: float) -> Iterator[Event]:
         """Read an answer: yield a good reply, a failure with its reason, or the entries that must be sent again."""
@@ -219,6 +220,8 @@ class Messenger:
             return
         for note in answer.notes:
             log.warning("%s reports in round %d: %s", outgoing.name, number, note)
+        if isinstance(answer, Reply):
+            traffic.plain = sum(map(self.sender.layout.nbytes, answer.parts.values()))
         yield Arrived(outgoing, traffic, answer.notes)
         if isinstance(answer, Reply):
             yield Answered(outgoing, answer, time.monotonic() - asked.begun)

@@ -26,7 +26,7 @@ from typing import Any
 
 from tepal.host.toml import Value
 from tepal.records.round_record import RoundRecord
-from tepal.records.run_directory import ACCURACY, Measure, measured_by, read_metrics, read_summary, summarise
+from tepal.records.run_directory import ACCURACY, Measure, measured_by, read_metrics, read_summary, summarise, total
 from tepal.report.round_figures import TEST_DATA, transferred
 from tepal.tools.compare.doubt import doubt_figures
 from tepal.tools.compare.plan import (
@@ -140,10 +140,17 @@ class Measured:
             "rounds_to_target": reached.round if reached else None,
             "bytes_to_target": reached.transferred if reached else None,
             **(summed if self.metrics else dict.fromkeys(summed)),
+            "plain_vs_fedavg": self._plain_vs_fedavg,
             "bytes_total": self.transferred[-1] if self.metrics else None,
             "round_seconds": self.round_seconds,
             "step_seconds": self.summary.get("step_seconds"),
         }
+
+    @property
+    def _plain_vs_fedavg(self) -> float | None:
+        """The share of FedAvg's bytes if nothing were encoded."""
+        plain, fedavg = total(self.metrics, "bytes_plain"), total(self.metrics, "bytes_fedavg")
+        return plain / fedavg if plain is not None and fedavg else None
 
     @cached_property
     def doubt(self) -> dict[str, float | None]:

@@ -51,6 +51,7 @@ _COLUMNS = (
     _of_rounds("bytes_up"),
     _TOTAL,
     Column("share of FedAvg’s bytes", "bytes_vs_fedavg", text=_mean(score_text)),
+    Column("the same, not encoded", "plain_vs_fedavg", text=_mean(score_text)),
     _of_rounds("seconds", deviates=True),
     Column("time per round", "round_seconds", text=_mean(seconds_text, deviates=True)),
     Column("client’s step", "step_seconds", text=_mean(step_text)),

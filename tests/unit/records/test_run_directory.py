@@ -24,6 +24,7 @@ from tepal.records.run_directory import (
     find_run,
     read_metrics,
     read_summary,
+    savings,
     summarise,
     write_whole,
 )
@@ -306,9 +307,9 @@ def test_write_whole_leaves_the_old_file_when_it_fails(tmp_path, monkeypatch):
 
 def test_the_summary_adds_up_the_rounds(run):
     run.append(RoundRecord(round=0, accuracy=0.1, accuracy_of="server"))
-    run.append(RoundRecord(round=1, bytes_down=60, bytes_up=40, bytes_fedavg=100, seconds=1.5, accuracy=0.6))
+    run.append(RoundRecord(round=1, bytes_down=60, bytes_up=40, bytes_fedavg=100, bytes_plain=90, seconds=1.5, accuracy=0.6))
     refused = [{"client": "a", "reason": "NaN"}, {"client": "b", "reason": "shape"}]
-    run.append(RoundRecord(round=2, bytes_down=30, bytes_up=20, bytes_fedavg=100, seconds=0.5, refused=refused))
+    run.append(RoundRecord(round=2, bytes_down=30, bytes_up=20, bytes_fedavg=100, bytes_plain=70, seconds=0.5, refused=refused))
     summary = run.write_summary(parameters=1234, frozen_after=1)
     assert summary == json.loads((run.path / "summary.json").read_text())
     assert list(summary) == [*summarise([], {}), "frozen_after"]
@@ -323,12 +324,21 @@ def test_the_summary_adds_up_the_rounds(run):
         "bytes_up": 60,
         "bytes_down": 90,
         "bytes_vs_fedavg": 0.75,
+        "bytes_plain": 160,
         "seconds": 2.0,
         "step_seconds": None,
         "refused_replies": 2,
         "stopped_by": None,
         "frozen_after": 1,
     }
+
+
+def test_savings_are_of_the_strategy_times_of_the_encoding():
+    strategy, encoding = savings(150, 160, 200)
+    assert strategy * encoding == pytest.approx(150 / 200) and (strategy, encoding) == (0.8, 0.9375)
+    assert savings(160, 160, 200) is None, "nothing was encoded"
+    for unknown in ((None, 1, 1), (1, None, 1), (1, 2, None), (1, 2, 0), (1, 0, 2)):
+        assert savings(*unknown) is None
 
 
 def test_the_summarys_step_is_the_median_of_the_rounds_that_tell_one(run):

@@ -245,6 +245,13 @@ def test_the_final_table_puts_the_run_beside_fedavg():
     assert cells(text, "refused")[1] == "1"
 
 
+def test_the_final_table_tells_what_the_strategy_saves_from_what_the_encoding_saves():
+    text = shown({**SUMMARY, "bytes_plain": 1_600_000}, [LINE, {**LINE, "round": 4}])
+    assert cells(text, "by the strategy")[-1] == "0.8000" and cells(text, "by the encoding")[-1] == "0.9375"
+    for plain in (1_500_000, None):
+        assert "by the strategy" not in shown({**SUMMARY, "bytes_plain": plain}, [LINE, {**LINE, "round": 4}])
+
+
 def test_the_final_table_says_what_is_not_known():
     text = shown(dict.fromkeys(SUMMARY), [{**LINE, "bytes_fedavg": None}])
     assert cells(text, "in total") == ["bytes in total", "unknown", "–", "–"]

@@ -105,6 +105,20 @@ def test_what_is_smaller_than_a_step_of_the_way_down_is_not_lost(down):
     assert 0 < np.abs(first - START["w"]).max() < 0.02
 
 
+@pytest.mark.parametrize("encoding", [None, Encoding(down="int8", up="bfloat16"), Encoding(up="int8", top_k=0.25)])
+def test_plain_bytes_are_those_of_the_same_entries_without_an_encoding(encoding):
+    _, history = start(FedAvg(encoding=encoding), moving_app(), clients=3, rounds=2)
+    model = sum(value.nbytes for value in START.values())
+    trains = START["w"].nbytes + START["bias"].nbytes
+    for report in history:
+        assert report.up.plain in (3 * model, 3 * trains)
+        assert report.down.plain % model == 0 and report.down.plain >= 3 * model
+        if encoding is None:
+            assert (report.down.plain, report.up.plain) == (report.down.payload, report.up.payload)
+        else:
+            assert report.down.plain + report.up.plain > report.down.payload + report.up.payload
+
+
 def left_out(cache_folder, partition):
     (folder,) = cache_folder.glob(f"*/personal/client-{partition}")
     newest = max(folder.glob("*.safetensors"))

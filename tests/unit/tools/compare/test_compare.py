@@ -112,6 +112,8 @@ def test_the_runs_differ_in_their_strategy_alone(compare):
     assert done.exit_code == 0, done.output
     configs = [config for config, *_ in compare.started]
     assert [config.pop("strategy") for config in configs] == ["fedfrozen", "fedavg", "fedacs"]
+    warmups = [config.pop("fedfrozen.warmup-rounds") for config in configs]
+    assert warmups == [1, -1, -1], "three tenths of three rounds; others have no use for it"
     assert configs[0] == configs[1] == configs[2] and configs[0]["seed"] == 5
     assert {of["clients"] for _, of in compare.started} == {3}
 
