@@ -75,6 +75,7 @@ RUN_BY = {
     "tepal simulate . --clients 100": "tests/integration/test_simulation_launcher.py",
     "tepal simulate . --clients 10 -c 'model=\"char-lstm\"": "tests/unit/training/data/test_inputs.py",
     "tepal simulate . --clients 3 -c 'model=\"linear-attention\"": "tests/unit/training/data/test_inputs.py",
+    "tepal simulate . --clients 2 -c 'model=\"my-bert\"": "tests/unit/test_docs_pages.py",
     "tepal simulate": "tests/integration/test_main_job.py",
     "tepal compare . --variants": "tests/unit/tools/compare/test_variants.py",
     "tepal compare . --clients": "tests/unit/test_results.py",
@@ -153,7 +154,7 @@ def test_every_tepal_command_has_options_and_keys_that_there_are(command, monkey
         return
     changes = parse_run_config(given["run_config"] or [])
     assert changes.keys() <= defaults().keys()
-    files = [value for value in changes.values() if str(value).endswith((".npz", ".txt", ".xz"))]
+    files = [value for value in changes.values() if str(value).endswith((".npz", ".txt", ".xz", ".tsv"))]
     if not files and "resume" not in changes:
         open_run({**app_run_config(ROOT), **changes})
 

@@ -2,9 +2,12 @@
 
 import contextlib
 import io
+import random
 import re
 import runpy
+import shlex
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ import torch
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import Strategy
+from typer.testing import CliRunner
 
 import tepal.client_app.app as app_module
 from tepal import strategies
@@ -20,9 +24,11 @@ from tepal.exchange import Encoding
 from tepal.host.superlink import app_run_config
 from tepal.models import build
 from tepal.models.blocks import find_blocks
+from tepal.records.run_directory import read_metrics
 from tepal.server_app.config import defaults
 from tepal.strategies import FedFrozen, MethodError, MethodStrategy
 from tepal.strategies.in_process import InProcessGrid, Node
+from tepal.tools.cli.main import main
 from tepal.tools.init import TEMPLATE, write_app
 from tepal.training.prediction import EnsembleScore
 from tests.packages import ROOT
@@ -194,6 +200,23 @@ def test_the_pages_of_the_methods_make_their_strategies_and_score(page):
         assert "probe" in names or "train.probe" in names["app"]._registered_funcs or isinstance(
             names["score_ensemble"](model, [model.state_dict()], images, labels, None), EnsembleScore
         )
+
+
+@pytest.mark.slow
+def test_a_new_text_model_with_a_tokenizer_of_its_own_is_trained_from_another_folder(tmp_path, monkeypatch):
+    """The commands of docs/data.md, in a folder with texts and without a checkout."""
+    monkeypatch.chdir(tmp_path)
+    draw = random.Random(0)
+    words = {"good": ["nzuri", "sana", "furaha", "\u00e8r\u00ed"], "bad": ["mbaya", "huzuni", "b\u00fab\u00far\u00fa"]}
+    rows = [(" ".join(draw.choices([*words[label], "kitabu", "filamu"], k=8)), label) for label in [*words] * 60]
+    Path("texts.txt").write_text("\n".join(text for text, _ in rows))
+    Path("reviews.tsv").write_text("text\tlabel\n" + "".join(f"{text}\t{label}\n" for text, label in rows))
+    exec(files_of("data.md")["new_bert.py"], {})
+    (command,) = re.findall(r"^tepal (simulate .*my-bert.*)$", (DOCS / "data.md").read_text(), re.MULTILINE)
+    done = CliRunner().invoke(main, [*shlex.split(command), "-c", "num-server-rounds=3 strategy='fedavg'"])
+    assert done.exit_code == 0, done.output
+    (run,) = (tmp_path / "runs").glob("*-fedavg")
+    assert read_metrics(run)[-1].accuracy > 0.8, "two classes with words of their own"
 
 
 def test_the_drawings_are_those_of_the_code():

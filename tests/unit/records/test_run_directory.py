@@ -307,9 +307,11 @@ def test_write_whole_leaves_the_old_file_when_it_fails(tmp_path, monkeypatch):
 
 def test_the_summary_adds_up_the_rounds(run):
     run.append(RoundRecord(round=0, accuracy=0.1, accuracy_of="server"))
-    run.append(RoundRecord(round=1, bytes_down=60, bytes_up=40, bytes_fedavg=100, bytes_plain=90, seconds=1.5, accuracy=0.6))
+    first = {"bytes_down": 60, "bytes_up": 40, "bytes_fedavg": 100, "bytes_plain": 90, "seconds": 1.5}
+    run.append(RoundRecord(round=1, accuracy=0.6, **first))
     refused = [{"client": "a", "reason": "NaN"}, {"client": "b", "reason": "shape"}]
-    run.append(RoundRecord(round=2, bytes_down=30, bytes_up=20, bytes_fedavg=100, bytes_plain=70, seconds=0.5, refused=refused))
+    second = {"bytes_down": 30, "bytes_up": 20, "bytes_fedavg": 100, "bytes_plain": 70, "seconds": 0.5}
+    run.append(RoundRecord(round=2, refused=refused, **second))
     summary = run.write_summary(parameters=1234, frozen_after=1)
     assert summary == json.loads((run.path / "summary.json").read_text())
     assert list(summary) == [*summarise([], {}), "frozen_after"]
