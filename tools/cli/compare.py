@@ -110,7 +110,12 @@ def compare_command(
             def start(config: RunConfig, progress: RoundProgress, on_run: Callable[[Path], None]) -> Path:
                 return run_once(simulated.run, config, progress, console, verbose, on_run)
 
-            run_all(comparison, start, console=console, errors=errors)
+            try:
+                run_all(comparison, start, console=console, errors=errors)
+            except SystemExit:  # of SIGTERM or SIGHUP
+                hint = f"Resume it with `tepal compare --resume {comparison.folder}`"
+                console.print(hint, markup=False, highlight=False, soft_wrap=True)
+                raise
         console.print(comparison_table(measure(comparison)), soft_wrap=True)
     outcomes = {run.outcome for run in comparison.runs}
     if "stopped" in outcomes:

@@ -138,11 +138,14 @@ def test_a_run_leaves_everything_in_its_directory(small_run):
     assert [m["bytes_up"] for m in metrics] == [0, 3 * layout.nbytes(), 3 * theta, 3 * theta]
     assert [m["bytes_down"] for m in metrics] == [0, 3 * layout.nbytes(), 3 * layout.nbytes(), 2 * 3 * theta]
     summary = json.loads((path / "summary.json").read_text())
-    assert list(summary)[:11] == ["strategy", "model", "parameters", "rounds", "accuracy", "loss", "bytes_up",
-                                  "bytes_down", "bytes_vs_fedavg", "seconds", "refused_replies"]  # fmt: skip
+    assert list(summary)[:12] == [
+        "strategy", "model", "parameters", "rounds", "accuracy", "loss", "bytes_up", "bytes_down", "bytes_vs_fedavg",
+        "bytes_plain", "seconds", "refused_replies",
+    ]  # fmt: skip
     assert summary["parameters"] == sum(p.numel() for p in model.parameters())
     assert summary["accuracy"] == metrics[-1]["accuracy"]
     moved = summary["bytes_up"] + summary["bytes_down"]
+    assert summary["bytes_plain"] == moved == sum(m["bytes_plain"] for m in metrics), "nothing is encoded"
     assert summary["bytes_vs_fedavg"] == pytest.approx(moved / (7 * 3 * layout.nbytes()))
     assert set(load_file(path / "model.safetensors")) == set(model.state_dict())
 

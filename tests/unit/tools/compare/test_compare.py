@@ -184,6 +184,13 @@ def test_a_run_that_fails_ends_alone(compare):
     assert f"`tepal compare --resume {folder}`" in done.output
 
 
+def test_sigterm_says_how_to_go_on(compare):
+    compare.failing["fedfrozen"] = SystemExit(143)
+    done = compare("--strategies", "fedavg,fedfrozen,fedacs")
+    (folder,) = compare.runs.glob("*-compare")
+    assert done.exit_code == 143 and f"Resume it with `tepal compare --resume {folder}`" in done.output
+
+
 def test_ctrl_c_ends_all_and_shows_what_is_there(compare):
     compare.failing["fedfrozen"] = KeyboardInterrupt()
     done = compare("--strategies", "fedavg,fedfrozen,fedacs")
