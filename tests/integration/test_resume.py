@@ -27,7 +27,7 @@ CONFIG = {
     "local-epochs": 1,
     "deterministic": True,
 }
-OWN = {"seconds", "seconds_train", "step_seconds", "bytes_overhead", "resent", "notes", "bytes_down"}
+OWN = {"seconds", "seconds_train", "step_seconds", "bytes_overhead", "resent", "notes", "bytes_down", "bytes_plain"}
 """What a round's line has of its own in every run; a client that lost its cache with its machine is sent more."""
 
 
