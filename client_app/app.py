@@ -23,7 +23,7 @@ from tepal.exchange.mod import Received, received
 from tepal.exchange.plan import ACCUMULATION, FINAL, PROXIMAL, SCORED_AS
 from tepal.training.data import check_partition
 from tepal.training.data.inputs import InputConfig
-from tepal.training.loop import Score, accumulation, score
+from tepal.training.loop import Fitted, Score, accumulation, score
 from tepal.training.prediction import EnsembleScore, score_ensemble
 from tepal.training.probing import probe_layers, random_numbers_apart
 
@@ -52,19 +52,22 @@ def train(msg: Message, context: Context) -> Message:
     return train_client(LocalClient.of(msg, context), msg)
 
 
-def train_client(client: LocalClient, msg: Message) -> Message:
-    """Train the message's model on this client's examples; the reply has the model and its metrics."""
+def train_client(client: LocalClient, msg: Message, fit: Callable[[Work], Fitted] | None = None) -> Message:
+    """Train the message's model on this client's examples; the reply has the model and its metrics.
+
+    `fit` replaces the local training of strategies without an objective of their own.
+    """
     model = client.model
     load_record(model, msg.content.array_records["arrays"])
     plan, found = apply_plan(model, msg), received(msg)
     objective, work = objectives.find(found.plan.objective if found else ""), _work(client, found, plan.penalty)
     before = _scored(client, "received")
     plain = not (found and found.plan.objective) and not plan.ridge and not plan.proximal
-    if (fitted := together.fit(work, plain=plain)) is not None:
+    if fit is None and (fitted := together.fit(work, plain=plain)) is not None:
         outcome = Outcome(fitted)
     else:
         with _random_numbers(client):
-            outcome = objective.fit(work)
+            outcome = objective.fit(work) if fit is None else Outcome(fit(work))
     after = _scored(client, "trained")
     steps = outcome.fitted.steps
     metrics = MetricRecord(

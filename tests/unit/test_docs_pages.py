@@ -224,3 +224,38 @@ def test_the_drawings_are_those_of_the_code():
     for name, draw in drawings.items():
         assert (DOCS / "methods" / name).read_text() == draw().svg(), "draw them anew: python docs/drawings.py"
     assert {f"methods/{name}" for name in drawings} == {str(p.relative_to(DOCS)) for p in DOCS.glob("methods/*.svg")}
+
+
+def test_the_page_on_the_python_api_runs_as_it_stands_with_fewer_rounds(tmp_path, monkeypatch, no_report):
+    from tepal.tools import api
+
+    def with_two_rounds(function):
+        return lambda *given, **settings: function(*given, **{"local_epochs": 1, **settings, "rounds": 2})
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("simulate", "compare"):
+        monkeypatch.setattr(api, name, with_two_rounds(getattr(api, name)))
+    for number, code in enumerate(snippets_of("python.md")):
+        names = {}
+        exec(compile(code, f"python.md, block {number}", "exec"), names)
+        made = names["compared"].table if "compared" in names else names["run"].metrics
+        assert len(made) == 3
+
+
+@pytest.mark.slow
+def test_the_notebook_gives_what_it_shows(tmp_path, monkeypatch):
+    """Numbers may differ a little: machines add floating-point numbers in different orders."""
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    shown, found = (nbformat.read(DOCS / "python.ipynb", as_version=4) for _ in range(2))
+    nbclient.NotebookClient(found, timeout=240, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    for ours, theirs in zip(shown.cells, found.cells, strict=True):
+        assert numbers_in(theirs) == pytest.approx(numbers_in(ours), rel=0.05, abs=0.03), ours.source
+
+
+def numbers_in(cell):
+    """The numbers that a cell returns and prints, without those in names of folders."""
+    outputs = [output for output in cell.get("outputs", []) if output.output_type in ("execute_result", "stream")]
+    texts = [output.get("text") or output["data"]["text/plain"] for output in outputs]
+    text = re.sub(r"\d{8}-\d{6}|(?<=\d),(?=\d)|<div>.*", "", "\n".join(texts))
+    return [float(number) for number in re.findall(r"(?<![\w-])\d+(?:\.\d+)?(?![\w-])", text)]

@@ -14,7 +14,7 @@ from tepal.host.toml import Value
 from tepal.records.run_directory import LATEST, RunInUse
 from tepal.server_app.config import ConfigError, RunConfig, defaults
 from tepal.tools.cli import commands, reported
-from tepal.tools.cli.running import CPUS, ENGINE, AppFolder, RunConfigs, Verbose, cache_in, check_clients, run_once
+from tepal.tools.cli.running import CPUS, ENGINE, AppFolder, RunConfigs, Verbose
 from tepal.tools.compare.comparison import (
     OWN_KEYS,
     Comparison,
@@ -29,6 +29,7 @@ from tepal.tools.compare.tables import comparison_table
 from tepal.tools.compare.variants import VariantsFile, read_variants
 from tepal.tools.paths import given_run_config, has_our_keys, usual_run_config
 from tepal.tools.simulation.engines import AUTO, engine_for
+from tepal.tools.simulation.running import cache_in, check_clients, run_once
 from tepal.tools.terminal import RoundProgress
 
 app = commands("compare")

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import sys
-import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -15,31 +12,21 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from tepal import models
-from tepal.host.files import new_log
-from tepal.host.superlink import EndedRun, RunError, keep_log
+from tepal.host.superlink import EndedRun, RunError
 from tepal.host.toml import Value
-from tepal.records.run_directory import (
-    CHECKPOINTS,
-    KEPT_IN,
-    METRICS,
-    find_run,
-    make_first_free,
-    read_metrics,
-    read_summary,
-)
-from tepal.server_app.config import ConfigError, RunConfig
+from tepal.records.run_directory import make_first_free, read_metrics, read_summary
+from tepal.server_app.config import RunConfig
 from tepal.tools.cli import reported
 from tepal.tools.paths import app_folder
 from tepal.tools.simulation.engine import Engine
-from tepal.tools.terminal import RoundProgress, final_table, follow_metrics
+from tepal.tools.simulation.running import resume_hint, run_once
+from tepal.tools.terminal import RoundProgress, final_table
 
 ENGINE = (
     "process: all clients in one process; ray: in Flower's simulation runtime; auto: in one process, unless --gpus is "
     "given or the app needs Ray"
 )
 CPUS = "CPU cores for each client that trains"
-
 
 
 def found_app(given: Path) -> Path:
@@ -56,31 +43,6 @@ RunConfigs = Annotated[
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="show Flower's own log")]
 
-_CLIENTS = ".clients"  # in the folder of runs: the caches of simulated clients, by experiment
-
-
-def check_clients(config: RunConfig, clients: int, *, parts: bool = True) -> None:
-    """Check the settings before a run. `parts`: each client has a partition of the dataset. Raises ConfigError."""
-    # Imported here: torch takes seconds.
-    from tepal.server_app.run import build_model, build_strategy
-    from tepal.training.data import DataError, check_partition
-
-    _, blocks = build_model(config)
-    needed = build_strategy(config, blocks).rules.needed
-    if needed > clients:
-        rounds, said = config.rounds, ""
-        if rounds.strategy == "fedensemble":
-            said = f" and fedensemble.strata={config.fedensemble.strata} of fraction-train={rounds.fraction_train:g}"
-        raise ConfigError(
-            f"--clients is {clients}, expected at least {needed} because of min-clients={rounds.min_clients}, "
-            f"min-replies={rounds.min_replies}{said}"
-        )
-    if parts:
-        try:
-            check_partition(config.data, clients, numbers=config.data.kind == models.SEQUENCES)
-        except DataError as error:
-            raise ConfigError(str(error)) from error
-
 
 def run_and_show(start: Callable[..., EndedRun], config: RunConfig, console: Console, verbose: bool) -> None:
     """Run once, and show the progress and the final table."""
@@ -89,72 +51,11 @@ def run_and_show(start: Callable[..., EndedRun], config: RunConfig, console: Con
         with RoundProgress(config.rounds.num_server_rounds, console=console) as progress:
             run = run_once(start, config, progress, console, verbose, begun.append)
     except (KeyboardInterrupt, SystemExit):  # Ctrl-C; SIGTERM and SIGHUP
-        console.print(_resume_hint(begun[0]) if begun else "", markup=False, highlight=False, soft_wrap=True)
+        console.print(resume_hint(begun[0]) if begun else "", markup=False, highlight=False, soft_wrap=True)
         raise
     summary = read_summary(run)
     if summary is not None:
         console.print(final_table(summary, read_metrics(run), run), soft_wrap=True)
-
-
-def run_once(
-    start: Callable[..., EndedRun],
-    config: RunConfig,
-    progress: RoundProgress,
-    console: Console,
-    verbose: bool,
-    on_run: Callable[[Path], None],
-) -> Path:
-    """Run once with an engine; return the run directory. `on_run` is called with it when it is made."""
-    resumed, runs = places(config)
-    done = threading.Event()
-    found: list[Path] = []
-    followers: list[threading.Thread] = []
-
-    def follow(run: Path) -> None:
-        for line in follow_metrics(run / METRICS, done.is_set):
-            progress.update(line)
-
-    def on_event(kind: str, text: str) -> None:
-        if verbose:
-            console.print(text, markup=False, highlight=False)
-        if kind == "stage" and not found:
-            progress.stage(text)
-        if kind == "log" and KEPT_IN in text and not found:
-            # The ServerApp runs in another process: its progress is read from the metrics that it writes.
-            found.append(Path(text.partition(KEPT_IN)[2].strip()))
-            on_run(found[0])
-            followers.append(threading.Thread(target=follow, args=found, daemon=True))
-            followers[0].start()
-
-    log = new_log("run")
-    try:
-        start(
-            run_config={**config.flat, "runs": str(runs), "resume": str(resumed or "")},
-            on_event=on_event,
-            log=log,
-        )
-    except RunError as error:
-        if not found:
-            raise  # the message has the path of the log
-        kept = keep_log(log, found[0])
-        said = [error.reason, f"Results so far: {found[0]}", _resume_hint(found[0])]
-        raise RunError("\n".join(filter(None, said)), kept) from error
-    finally:
-        done.set()
-        for follower in followers:
-            follower.join(timeout=5)
-        if found and log.exists():
-            keep_log(log, found[0])
-        elif not isinstance(sys.exception(), RunError):
-            log.unlink(missing_ok=True)
-    if not found:
-        raise RunError("the run ended without a run directory")
-    # Imported here: it imports Flower.
-    from tepal.exchange.cache import forget_parts
-
-    for experiment in cache_in(runs).glob(f"{found[0].name}-{'[0-9a-f]' * 8}"):  # as `run` names it
-        forget_parts(experiment)
-    return found[0]
 
 
 def run_other(engine: Engine, given: Mapping[str, Value], console: Console) -> Path:
@@ -178,24 +79,3 @@ def run_other(engine: Engine, given: Mapping[str, Value], console: Console) -> P
         raise
     console.print(f"Its log and files: {kept}", markup=False, highlight=False, soft_wrap=True)
     return kept
-
-
-def places(config: RunConfig) -> tuple[Path | None, Path]:
-    """Return the run to resume, if any, and the folder of the run directories."""
-    resumed = find_run(Path(config.rounds.resume).expanduser()) if config.rounds.resume else None
-    return resumed, resumed.parent if resumed else Path(config.rounds.runs).expanduser().resolve()
-
-
-def cache_of(config: RunConfig) -> Path:
-    """Return the folder of the clients' caches of a run."""
-    return cache_in(places(config)[1])
-
-
-def cache_in(runs: Path) -> Path:
-    # In the folder of runs, so that a run that is resumed finds it.
-    return Path(os.environ.get("TEPAL_CACHE") or runs / _CLIENTS)
-
-
-def _resume_hint(run: Path) -> str:
-    """Return how to resume a run; "" without a checkpoint."""
-    return f"Resume it with -c 'resume=\"{run}\"'" if any((run / CHECKPOINTS).glob("round-*")) else ""

@@ -19,13 +19,12 @@ from tepal.tools.cli.running import (
     AppFolder,
     RunConfigs,
     Verbose,
-    cache_of,
-    check_clients,
     run_and_show,
     run_other,
 )
 from tepal.tools.paths import given_run_config, has_our_keys, usual_run_config
 from tepal.tools.simulation.engines import AUTO, engine_for
+from tepal.tools.simulation.running import cache_of, check_clients
 
 app = commands("simulate")
 

@@ -115,7 +115,7 @@ class Predictor:
     def _predicted(self, inputs: NDArray[Any]) -> Predictions:
         """The mean over the members. Raises ValueError if an output is not finite."""
         device, task = next(self.model.parameters()).device, TASKS[self.config.kind]
-        predicted = predict(self.model, self._states(), torch.from_numpy(inputs).to(device), self.training, task)
+        predicted = predict(self.model, self.states(), torch.from_numpy(inputs).to(device), self.training, task)
         if not predicted.outputs.isfinite().all():
             raise ValueError(f"{self.file}: the model's outputs are NaN or infinite; its training has diverged")
         return predicted
@@ -126,7 +126,7 @@ class Predictor:
         names = CharVocabulary().characters if self.config.kind == models.CHARACTERS else self.config.names
         return text_batches(files, self.config, names, _AT_ONCE)
 
-    def _states(self) -> Iterator[dict[str, Tensor]]:
+    def states(self) -> Iterator[dict[str, Tensor]]:
         """The tensors of each member, read when they are needed."""
         with opened(self.file) as content:
             for prefix in self.prefixes:

@@ -1,0 +1,227 @@
+"""`tepal.simulate`, `tepal.compare` and `tepal.load`, compared with the commands and with training by hand."""
+
+import copy
+import json
+import logging
+import os
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn.functional import cross_entropy
+from typer.testing import CliRunner
+
+import tepal
+from tepal.host.superlink import RunError
+from tepal.server_app.config import ConfigError
+from tepal.tools.api.own_training import Epochs
+from tepal.tools.cli.main import main
+from tepal.training.loop import Batches
+
+DIGITS = load_digits()
+IMAGES, LABELS = (DIGITS.images / 16).astype(np.float32), DIGITS.target
+
+pytestmark = pytest.mark.usefixtures("no_report")
+
+
+def net():
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+
+
+def sgd(model, batches, penalty):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for inputs, labels in batches:
+        loss = cross_entropy(model(inputs), labels) + penalty()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return sum(losses) / len(losses)
+
+
+@pytest.fixture
+def small(tmp_path):
+    """Settings of a run that takes a second."""
+    return {
+        "strategy": "fedavg", "model": net, "data": (IMAGES, LABELS), "clients": 3, "rounds": 2, "local_epochs": 2,
+        "runs": tmp_path / "runs", "progress": False,
+    }  # fmt: skip
+
+
+def test_the_result_is_that_of_the_command_bit_for_bit(tmp_path):
+    shared = {"strategy": "fedfrozen", "rounds": 2, "local_epochs": 1, "deterministic": True, "seed": 7}
+    run = tepal.simulate(**shared, data="digits", clients=3, runs=tmp_path / "api", progress=False)
+    config = (
+        f'strategy="fedfrozen" num-server-rounds=2 local-epochs=1 deterministic=true seed=7 runs="{tmp_path / "cli"}"'
+    )
+    told = CliRunner().invoke(main, ["simulate", "--clients", "3", "-c", config])
+    assert told.exit_code == 0, told.output
+    theirs = load_file(tmp_path / "cli" / "latest" / "model.safetensors")
+    assert theirs.keys() == run.weights.keys()
+    assert all(torch.equal(theirs[name], value) for name, value in run.weights.items())
+    command = tepal.load(tmp_path / "cli")
+    compared = ["accuracy", "loss", "bytes_down", "bytes_up", "bytes_fedavg"]
+    assert command.metrics[compared].equals(run.metrics[compared])
+
+
+def test_a_run_has_its_figures_model_and_page(small):
+    run = tepal.simulate(**small, wire_dtype="bfloat16")
+    lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
+    assert run.metrics.index.tolist() == [0, 1, 2]
+    assert run.metrics["loss"].tolist() == [line["loss"] for line in lines]
+    assert run.bytes == sum(line["bytes_down"] + line["bytes_up"] for line in lines)
+    # bfloat16 has half the bytes of float32 and short headers, and FedAvg saves nothing itself.
+    assert run.bytes_vs_fedavg == pytest.approx(0.5, rel=0.03) and run.saved == pytest.approx((1, run.bytes_vs_fedavg))
+    assert run.accuracy == lines[-1]["accuracy"] and run.config["wire-dtype"] == "bfloat16"
+    assert not run.model.training
+    with torch.no_grad():
+        right = (run.model(torch.from_numpy(IMAGES)).argmax(1).numpy() == LABELS).mean()
+    assert right > 0.2 and run.remarks == []
+    curve = run.plot().data[0]
+    assert curve.x[-1] == pytest.approx(run.bytes / 1e6) and curve.y[-1] == run.accuracy
+    assert run.report() == run.path / "report.html" and run.report().is_file()
+    assert "fedavg, 2 rounds, accuracy" in repr(run) and run.path.name in repr(run)
+    assert tepal.load(small["runs"]) == run == tepal.load(run.path)
+
+
+def test_the_process_is_as_it_was_before(small, monkeypatch):
+    monkeypatch.setenv("TEPAL_CACHE", "/where/it/was")
+    flower = logging.getLogger("flwr")
+    before = [(handler, handler.level) for handler in flower.handlers], torch.get_num_threads()
+    tepal.simulate(**small, deterministic=True)
+    assert ([(handler, handler.level) for handler in flower.handlers], torch.get_num_threads()) == before
+    assert os.environ["TEPAL_CACHE"] == "/where/it/was"
+
+
+def test_rounds_are_shown_as_they_end(small, capsys):
+    tepal.simulate(**{**small, "progress": True})
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in shown] == [
+        "Running with 3 clients in this process ...", "round 0/2", "round 1/2", "round 2/2"
+    ]  # fmt: skip
+    tepal.simulate(**small)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_run_begins_with_the_weights_of_a_module(small):
+    module = net()
+    run = tepal.simulate(**{**small, "model": module, "learning_rate": 1e-9, "schedule": "constant"})
+    for name, value in module.state_dict().items():
+        torch.testing.assert_close(run.weights[name], value, rtol=0, atol=1e-5)
+
+
+def test_each_client_trains_on_its_own_data_by_ones_own_function(small):
+    """A round of one epoch in a single batch of each client is gradient descent, which is computed here by hand."""
+    parts = [(IMAGES[k::3], LABELS[k::3]) for k in range(3)]
+    module = net()
+    seen = []
+
+    def train(model, batches, penalty):
+        assert float(penalty()) == 0.0
+        seen.append(next(iter(batches)))
+        return sgd(model, [seen[-1]], penalty)
+
+    settings = {
+        **small, "model": module, "data": parts, "clients": None, "rounds": 1, "train": train, "batch_size": 1000,
+        "max_weight_share": 1.0,
+    }  # fmt: skip
+    run = tepal.simulate(**settings)
+    expected = {name: torch.zeros_like(value) for name, value in module.state_dict().items()}
+    examples = sum(len(labels) for _, labels in seen)
+    for (images, labels), (own, _) in zip(seen, parts, strict=True):
+        assert {image.tobytes() for image in images.numpy()} <= {image.tobytes() for image in own}
+        model = copy.deepcopy(module)
+        cross_entropy(model(images), labels).backward()
+        for name, parameter in model.named_parameters():
+            expected[name] += (parameter.detach() - 0.1 * parameter.grad) * len(labels) / examples
+    for name, value in expected.items():
+        torch.testing.assert_close(run.weights[name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_fedprox_gives_ones_own_function_its_penalty(small):
+    penalties = []
+
+    def train(model, batches, penalty):
+        loss = sgd(model, batches, penalty)
+        with torch.no_grad():
+            penalties.append(float(penalty()))
+        return loss
+
+    tepal.simulate(**{**small, "strategy": "fedprox", "train": train, "rounds": 1})
+    assert len(penalties) == 3 and min(penalties) > 0
+
+
+def test_epochs_are_counted_and_differ():
+    batches = Epochs(Batches(torch.arange(10.0), torch.arange(10), 4, seed=1))
+    first, second = ([labels.tolist() for _, labels in batches] for _ in range(2))
+    assert [len(part) for part in first] == [4, 4, 2] and batches.steps == 6 and len(batches) == 3
+    assert sorted(chain(*first)) == sorted(chain(*second)) == list(range(10)) and first != second
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"lokal_epochs": 3, "rounds": 0}, ["lokal-epochs", "local-epochs", "num-server-rounds"]),
+        ({"strategy": "fedavgg"}, ["fedavg"]),
+        ({"strategy": "ditto", "train": sgd}, ["ditto", "prescribes how clients train"]),
+        ({"strategy": "fednova", "train": sgd}, ["fednova", "prescribes"]),
+        ({"strategy": "fedensemble", "model": nn.Linear(2, 2)}, ["same weights", "function"]),
+        ({"fedprox": {"muu": 1.0}}, ["fedprox.muu"]),
+        ({"data": [(IMAGES, LABELS)] * 2}, ["clients is 3", "a list of 2"]),
+        ({"clients": 3000}, ["3000 clients"]),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_runs(small, settings, said):
+    with pytest.raises(ConfigError) as refused:
+        tepal.simulate(**{**small, **settings})
+    assert all(each in str(refused.value) for each in said), refused.value
+    assert not list(small["runs"].glob("2*"))
+
+
+@pytest.mark.parametrize("result", [None, float("nan")])
+def test_a_function_that_returns_no_loss_fails_the_run_with_its_reason(small, result):
+    with pytest.raises(RunError) as failed:
+        tepal.simulate(**{**small, "train": lambda model, batches, penalty: result})
+    assert "train returned" in str(failed.value)
+
+
+def test_strategies_and_variants_are_compared(small):
+    del small["strategy"]
+    slow = {"name": "slow", "strategy": "fedavg", "learning_rate": 1e-5}
+    compared = tepal.compare(["fedavg", slow], seeds=(1, 2), **small)
+    scores = {name: [run.accuracy for run in compared.runs if run.config["learning-rate"] == rate]
+              for name, rate in (("fedavg", 0.003), ("slow", 1e-5))}  # fmt: skip
+    for name, found in scores.items():
+        assert compared.table.loc[name, "server_accuracy"] == pytest.approx(np.mean(found))
+        assert compared.table.loc[name, "server_accuracy_sd"] == pytest.approx(np.std(found, ddof=1))
+    assert compared.report().is_file() and [trace.name for trace in compared.plot().data] == ["fedavg", "slow"]
+    names = tepal.compare(["fedavg", "fedprox"], **small)
+    assert names.table.index.tolist() == ["fedavg", "fedprox"] and "2 runs" in repr(names)
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        (["fedavg", "fedfroze"], ["fedfrozen"]),
+        ([{"name": "a"}, {"strategy": "fedavg", "name": "a b"}], ["variant 1: strategy", "variant 2: name"]),
+        ([{"strategy": "fedavg"}, {"strategy": "fedavg"}], ["second variant has the name 'fedavg'"]),
+        ([{"strategy": "fedavg", "lokal_epochs": 1}, "fedprox"], ["local-epochs"]),
+        ([], ["none"]),
+    ],
+)
+def test_a_comparison_with_mistakes_does_not_begin(small, what, said):
+    del small["strategy"]
+    with pytest.raises(ConfigError) as refused:
+        tepal.compare(what, **small)
+    assert all(each in str(refused.value) for each in said), refused.value
+    assert not list(small["runs"].glob("2*"))
+
+
+def test_there_are_no_other_names():
+    with pytest.raises(AttributeError, match="no attribute 'simulat'"):
+        tepal.simulat  # noqa: B018

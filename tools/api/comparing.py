@@ -1,0 +1,155 @@
+"""`tepal.compare`: several strategies or variants with several seeds, in the calling process."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from tepal.host.toml import Value
+from tepal.server_app.config import ConfigError, RunConfig
+from tepal.tools.api.run import Run
+from tepal.tools.compare.comparison import (
+    CSV,
+    HTML,
+    Comparison,
+    Results,
+    measure,
+    planned_runs,
+    planned_variants,
+    read_comparison,
+)
+from tepal.tools.compare.plan import OWN_KEYS
+from tepal.tools.compare.runs import check, check_tasks, new_folder, run_all, seed_numbers, strategy_names
+from tepal.tools.compare.sections import NAME, Section, Variant
+from tepal.tools.simulation.running import cache_in, check_clients, run_once
+from tepal.tools.simulation.this_process import ThisProcess
+from tepal.tools.terminal import RoundProgress
+
+if TYPE_CHECKING:
+    import pandas
+    from plotly.graph_objects import Figure
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A comparison that has ended. `path` is its folder, and everything else is read from there."""
+
+    path: Path
+
+    @cached_property
+    def table(self) -> pandas.DataFrame:
+        """One row for each strategy or variant: means over the seeds, and standard deviations as `…_sd`."""
+        return self._frame(CSV).set_index("variant" if self._comparison.sections else "strategy")
+
+    @cached_property
+    def runs(self) -> list[Run]:
+        """The runs that have begun, in their order."""
+        return [Run(run.directory) for run in self._comparison.runs if run.directory is not None]
+
+    def plot(self) -> Figure:
+        """Draw the mean score of each strategy or variant over the transferred bytes."""
+        from plotly.graph_objects import Figure, Scatter
+
+        figure = Figure()
+        for result in (result for group in self._results.sections for result in group.variants):
+            points = [point for point in result.over_bytes if point.transferred is not None]
+            figure.add_trace(
+                Scatter(
+                    x=[(point.transferred or 0.0) / 1e6 for point in points],
+                    y=[point.score for point in points],
+                    text=[f"round {point.round}" for point in points],
+                    mode="lines+markers",
+                    name=result.name,
+                )
+            )
+        return figure.update_layout(xaxis_title="transferred (MB)", yaxis_title=self._results.by.name)
+
+    def report(self) -> Path:
+        """Return the path of the comparison's page, for a browser."""
+        return self.path / HTML
+
+    def _frame(self, name: str) -> pandas.DataFrame:
+        import pandas
+
+        return pandas.read_csv(self.path / name, quoting=csv.QUOTE_MINIMAL)
+
+    @cached_property
+    def _comparison(self) -> Comparison:
+        return read_comparison(self.path)
+
+    @cached_property
+    def _results(self) -> Results:
+        return measure(self._comparison)
+
+    def __repr__(self) -> str:
+        return f"<Compared {self.path.name}: {', '.join(self._comparison.names)}, {len(self.runs)} runs>"
+
+
+def compared(
+    what: Sequence[str | Mapping[str, Any]],
+    seeds: Sequence[int],
+    config: Mapping[str, Value],
+    clients: int,
+    keys: Callable[[Mapping[str, Any]], dict[str, Value]],
+    console: Console,
+) -> Compared:
+    """Run all strategies or variants with all seeds.
+
+    Args:
+        what: names of strategies; or variants, each with `name`, `strategy` and further options.
+        seeds: of the runs.
+        config: the run config of all runs.
+        clients: number of clients.
+        keys: turns a variant's options into keys of the run config.
+        console: where progress and errors are shown.
+
+    Raises ConfigError before the first run, with everything that is wrong.
+    """
+    numbers = seed_numbers(",".join(map(str, seeds)))
+    common = {key: value for key, value in config.items() if key not in OWN_KEYS}
+    sections: tuple[Section, ...] = ()
+    if all(isinstance(each, str) for each in what):
+        runs = planned_runs(strategy_names(",".join(map(str, what))), numbers)
+    else:
+        sections = (Section("", tuple(_variants(what, keys))),)
+        runs = planned_variants(sections, numbers)
+    comparison = Comparison(Path(str(config["runs"])), runs, common, clients, sections=sections)
+    check(comparison, lambda one: check_clients(one, clients))
+    check_tasks(comparison)
+    comparison.folder = new_folder(comparison.folder)
+    engine = ThisProcess(clients)
+    engine.cache = cache_in(comparison.folder)
+
+    def start(one: RunConfig, progress: RoundProgress, on_run: Callable[[Path], None]) -> Path:
+        return run_once(engine.run, one, progress, console, False, on_run)
+
+    run_all(comparison, start, console=console, errors=console)
+    return Compared(comparison.folder)
+
+
+def _variants(
+    what: Sequence[str | Mapping[str, Any]], keys: Callable[[Mapping[str, Any]], dict[str, Value]]
+) -> list[Variant]:
+    """Raises ConfigError with all that is wrong."""
+    found: list[Variant] = []
+    wrong = []
+    for number, each in enumerate(what, start=1):
+        options = {"name": each, "strategy": each} if isinstance(each, str) else dict(each)
+        name, strategy = options.pop("name", options.get("strategy")), options.get("strategy")
+        if not isinstance(strategy, str):
+            wrong.append(f"variant {number}: strategy is {strategy!r}, expected the name of one, such as 'fedavg'")
+        elif not isinstance(name, str) or not NAME.fullmatch(name):
+            wrong.append(f"variant {number}: name is {name!r}, expected 1 to 64 letters, digits, - and _")
+        elif name in (variant.name for variant in found):
+            wrong.append(f"variant {number}: a second variant has the name {name!r}: give each its own")
+        else:
+            found.append(Variant(name, keys(options)))
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+    return found

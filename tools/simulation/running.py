@@ -1,0 +1,125 @@
+"""One run with an engine, followed to its end: checks before it, its progress, its log and the clients' caches."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+
+from tepal import models
+from tepal.host.files import new_log
+from tepal.host.superlink import EndedRun, RunError, keep_log
+from tepal.records.run_directory import CHECKPOINTS, KEPT_IN, METRICS, find_run
+from tepal.server_app.config import ConfigError, RunConfig
+from tepal.tools.terminal import RoundProgress, follow_metrics
+
+_CLIENTS = ".clients"  # in the folder of runs: the caches of simulated clients, by experiment
+
+
+def check_clients(config: RunConfig, clients: int, *, parts: bool = True) -> None:
+    """Check the settings before a run. `parts`: each client has a partition of the dataset. Raises ConfigError."""
+    # Imported here: torch takes seconds.
+    from tepal.server_app.run import build_model, build_strategy
+    from tepal.training.data import DataError, check_partition
+
+    _, blocks = build_model(config)
+    needed = build_strategy(config, blocks).rules.needed
+    if needed > clients:
+        rounds, said = config.rounds, ""
+        if rounds.strategy == "fedensemble":
+            said = f" and fedensemble.strata={config.fedensemble.strata} of fraction-train={rounds.fraction_train:g}"
+        raise ConfigError(
+            f"--clients is {clients}, expected at least {needed} because of min-clients={rounds.min_clients}, "
+            f"min-replies={rounds.min_replies}{said}"
+        )
+    if parts:
+        try:
+            check_partition(config.data, clients, numbers=config.data.kind == models.SEQUENCES)
+        except DataError as error:
+            raise ConfigError(str(error)) from error
+
+
+def run_once(
+    start: Callable[..., EndedRun],
+    config: RunConfig,
+    progress: RoundProgress,
+    console: Console,
+    verbose: bool,
+    on_run: Callable[[Path], None],
+) -> Path:
+    """Run once with an engine; return the run directory. `on_run` is called with it when it is made."""
+    resumed, runs = places(config)
+    done = threading.Event()
+    found: list[Path] = []
+    followers: list[threading.Thread] = []
+
+    def follow(run: Path) -> None:
+        for line in follow_metrics(run / METRICS, done.is_set):
+            progress.update(line)
+
+    def on_event(kind: str, text: str) -> None:
+        if verbose:
+            console.print(text, markup=False, highlight=False)
+        if kind == "stage" and not found:
+            progress.stage(text)
+        if kind == "log" and KEPT_IN in text and not found:
+            # The ServerApp runs in another process: its progress is read from the metrics that it writes.
+            found.append(Path(text.partition(KEPT_IN)[2].strip()))
+            on_run(found[0])
+            followers.append(threading.Thread(target=follow, args=found, daemon=True))
+            followers[0].start()
+
+    log = new_log("run")
+    try:
+        start(
+            run_config={**config.flat, "runs": str(runs), "resume": str(resumed or "")},
+            on_event=on_event,
+            log=log,
+        )
+    except RunError as error:
+        if not found:
+            raise  # the message has the path of the log
+        kept = keep_log(log, found[0])
+        said = [error.reason, f"Results so far: {found[0]}", resume_hint(found[0])]
+        raise RunError("\n".join(filter(None, said)), kept) from error
+    finally:
+        done.set()
+        for follower in followers:
+            follower.join(timeout=5)
+        if found and log.exists():
+            keep_log(log, found[0])
+        elif not isinstance(sys.exception(), RunError):
+            log.unlink(missing_ok=True)
+    if not found:
+        raise RunError("the run ended without a run directory")
+    # Imported here: it imports Flower.
+    from tepal.exchange.cache import forget_parts
+
+    for experiment in cache_in(runs).glob(f"{found[0].name}-{'[0-9a-f]' * 8}"):  # as `run` names it
+        forget_parts(experiment)
+    return found[0]
+
+
+def places(config: RunConfig) -> tuple[Path | None, Path]:
+    """Return the run to resume, if any, and the folder of the run directories."""
+    resumed = find_run(Path(config.rounds.resume).expanduser()) if config.rounds.resume else None
+    return resumed, resumed.parent if resumed else Path(config.rounds.runs).expanduser().resolve()
+
+
+def cache_of(config: RunConfig) -> Path:
+    """Return the folder of the clients' caches of a run."""
+    return cache_in(places(config)[1])
+
+
+def cache_in(runs: Path) -> Path:
+    # In the folder of runs, so that a run that is resumed finds it.
+    return Path(os.environ.get("TEPAL_CACHE") or runs / _CLIENTS)
+
+
+def resume_hint(run: Path) -> str:
+    """Return how to resume a run; "" without a checkpoint."""
+    return f"Resume it with -c 'resume=\"{run}\"'" if any((run / CHECKPOINTS).glob("round-*")) else ""
