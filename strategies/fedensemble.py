@@ -34,6 +34,11 @@ from tepal.strategies.schedule import mode_of, rounds_of
 _TREE = "mode/"
 
 
+def rounds_of_mode(rounds: int, modes: int, strata: int) -> int:
+    """Return the number of rounds in which each mode is trained: a share strata/modes; all rounds if strata is 0."""
+    return round(rounds * (strata or modes) / modes)
+
+
 @dataclass(frozen=True)
 class EnsembleState:
     """The member's states for the K modes, the clients' strata, and the modes' last known losses at the clients."""
@@ -73,8 +78,7 @@ class FedEnsembleMethod(Method[EnsembleState]):
         return EnsembleState(tuple(self.member.init(start, run) for start in starts))
 
     def begin(self, rounds: int) -> None:
-        # A mode is trained in this share of the rounds.
-        self.member.begin(round(rounds * (self.strata or self.modes) / self.modes))
+        self.member.begin(rounds_of_mode(rounds, self.modes, self.strata))
 
     def transfer_blocks(self, model: ServerModel) -> Mapping[str, Names]:
         return self.member.transfer_blocks(model)

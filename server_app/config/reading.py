@@ -14,6 +14,7 @@ from tepal.records.run_directory import RunDirectory
 from tepal.server_app.config.checks import contradictions, explain, unknown, warnings
 from tepal.server_app.config.errors import ConfigError
 from tepal.server_app.config.run_config import SECTIONS, RunConfig, defaults
+from tepal.strategies.fedensemble import rounds_of_mode
 from tepal.strategies.fedfrozen import usual_warmup
 from tepal.training.data import DataError
 from tepal.training.data.inputs import sizes
@@ -56,8 +57,8 @@ def _with_warmup(config: RunConfig, sections: Mapping[str, Any]) -> RunConfig:
     if "fedfrozen" not in config.strategies or config.fedfrozen.warmup_rounds >= 0:
         return config
     rounds, ensemble = config.rounds.num_server_rounds, config.fedensemble
-    if config.rounds.strategy == "fedensemble" and ensemble.strata:
-        rounds = round(rounds * ensemble.strata / ensemble.modes)
+    if config.rounds.strategy == "fedensemble":
+        rounds = rounds_of_mode(rounds, ensemble.modes, ensemble.strata)
     fedfrozen = config.fedfrozen.model_copy(update={"warmup_rounds": usual_warmup(rounds)})
     return RunConfig.of({**sections, "fedfrozen": fedfrozen})
 

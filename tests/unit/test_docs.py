@@ -184,9 +184,13 @@ def test_the_readmes_run_config_can_be_run():
     assert (config.rounds.num_server_rounds, config.fedfrozen.warmup_rounds) == (2, 1)
 
 
-def test_the_readmes_python_runs():
-    """The server's snippet with the client's snippet on its nodes, and the snippet on blocks."""
-    server, client, blocks_ = blocks("python")
+def test_the_readmes_python_runs(tmp_path, monkeypatch, no_report):
+    """The server's snippet with the client's snippet on its nodes, and those on the Python API and on blocks."""
+    api, server, client, blocks_ = blocks("python")
+    monkeypatch.chdir(tmp_path)
+    ran = {}
+    exec(api, ran)
+    assert len(ran["run"].metrics) == 3 and list((tmp_path / "runs").glob("*-fedfrozen"))
 
     def make():
         return build("tiny-vit", image_shape=(1, 8, 8), classes=10, seed=0)
