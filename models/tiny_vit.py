@@ -46,7 +46,7 @@ class TinyViT(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         patches = self.patch_embedding(images).flatten(2).mT
-        tokens = torch.cat([self.cls_token.expand(len(images), -1, -1), patches], dim=1) + self.position_embedding
+        tokens = torch.cat([self.cls_token.expand(images.shape[0], -1, -1), patches], dim=1) + self.position_embedding
         for block in self.blocks:
             tokens = block(tokens)
         return cast(Tensor, self.head(self.norm(tokens[:, 0])))
