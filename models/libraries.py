@@ -17,11 +17,13 @@ from torch import Tensor, nn
 
 from tepal.models.registry import CHOICES, CONFIG, IMAGES, TEXTS, Model, ModelError
 
-_AUTO = {
+AUTO_CLASSES = {
     IMAGES: "AutoModelForImageClassification",
     TEXTS: "AutoModelForSequenceClassification",
     CHOICES: "AutoModelForCausalLM",
 }
+"""Kind of model → the class of transformers that builds and loads it."""
+
 _FILE_KEYS = ("dtype", "torch_dtype", "quantization_config")  # how weights were saved; models train in float32
 
 
@@ -59,7 +61,7 @@ def from_transformers(
         if model.kind == CHOICES:
             config.use_cache = False  # the cache is for generation, and costs memory in training
         config.name_or_path = name
-        built: nn.Module = getattr(library, _AUTO[model.kind]).from_config(config)
+        built: nn.Module = getattr(library, AUTO_CLASSES[model.kind]).from_config(config)
     except ModelError:
         raise
     except (ValueError, KeyError, TypeError) as error:

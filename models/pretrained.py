@@ -232,7 +232,7 @@ def _by_name(model: nn.Module, blocks: Blocks, tensors: Mapping[str, Tensor]) ->
 def _by_transformers(model: nn.Module, tensors: dict[str, Tensor], file: Path) -> _Match:
     load: Callable[..., Any] = type(model).from_pretrained  # type: ignore[attr-defined]
     try:
-        with _quiet(), torch.random.fork_rng(devices=[]):  # it initialises missing entries
+        with quiet(), torch.random.fork_rng(devices=[]):  # it initialises missing entries
             loaded, info = load(
                 None,
                 config=deepcopy(model.config),
@@ -264,7 +264,7 @@ def _belongs_to_another_task(model: nn.Module, name: str) -> bool:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silence transformers' progress bars and tables: `Loaded` and `ModelError` have the same information."""
     logging: Any = import_module("transformers.utils.logging")
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

@@ -13,7 +13,7 @@ the tokenizer and the length of texts. `class-names`: the names of the classes, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,8 @@ class Predictor:
     """How many examples fit into a pass of the model, and in which number format."""
     prefixes: tuple[str, ...]
     """Prefix of each member's tensor names in `file`."""
+    metadata: Mapping[str, str]
+    """The metadata of `file`: run, strategy, model, …"""
     caution: str = ""
     """A warning about the use of its predictions; "" for none."""
 
@@ -169,4 +171,4 @@ def load_predictor(path: Path) -> Predictor:
     caution = ""
     if result and "run" in metadata:
         caution = f"this is {result}; each client's own model is at its node's model-path"
-    return Predictor(file, model.to(device_of(None)), info, config, training, prefixes, caution)
+    return Predictor(file, model.to(device_of(None)), info, config, training, prefixes, metadata, caution)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -80,6 +81,21 @@ class Tokens:
                 encoded[n, place, 0, : len(ids)] = ids
                 encoded[n, place, 1, : len(ids)] = [CONTEXT] * len(kept) + [CHOICE] * len(after)
         return encoded
+
+    def save(self, folder: Path, length: int) -> None:
+        """Write the tokenizer as `save_pretrained` does, so that a call of it returns what `texts` encodes.
+
+        Args:
+            folder: an existing folder.
+            length: tokens at which a text is truncated, where truncation is asked for.
+        """
+        saved = deepcopy(self._tokenizer)
+        # Models here get no token types, also for pairs of texts: a tokenizer that returned them would change outputs.
+        saved.model_input_names = saved.init_kwargs["model_input_names"] = ["input_ids", "attention_mask"]
+        saved.model_max_length, saved.padding_side = length, "right"
+        if saved.pad_token is None:
+            saved.pad_token = saved.eos_token
+        saved.save_pretrained(folder)
 
     def _plain(self, texts: Sequence[str]) -> list[list[int]]:
         encoded = self._tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)
