@@ -31,6 +31,7 @@ COMMANDS = {
     "dashboard": ("dashboard", "Show runs in a browser, during and after training."),
     "doctor": ("doctor", "Check this installation and its machine."),
     "predict": ("predict", "Predict with a saved model or ensemble."),
+    "export": ("export", "Export a run's model for transformers or as an ONNX file."),
 }
 """The module of this folder and the line in `tepal --help`, by command."""
 
