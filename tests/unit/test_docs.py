@@ -81,6 +81,8 @@ RUN_BY = {
     "tepal compare . --clients": "tests/unit/test_results.py",
     "tepal compare": "tests/integration/test_main_job.py",
     "tepal predict": "test_the_predict_command_reads_a_run_and_writes_what_it_predicts",
+    "tepal export --to onnx": "tests/unit/tools/export/test_onnx_file.py",
+    "tepal export runs": "tests/unit/tools/export/test_hugging_face.py",
     "tepal strategies": "test_every_strategy_is_listed_with_its_options",
     "tepal report runs/20261120-101500-fedfrozen --figures": "tests/unit/tools/compare/test_figure_files.py",
     "tepal report runs/20261120-101500-compare --figures": "tests/unit/tools/compare/test_figure_files.py",
