@@ -67,7 +67,7 @@ def model_card(delivered: Delivered, architecture: str, loads_with: str, folder:
             "",
             f"# {_cell(facts['model'])}, trained by federated learning",
             "",
-            f"`{architecture}`, trained with Tepal, a project built on Flower: the data stayed with the clients.",
+            f"`{architecture}`, trained with Tepal, a project built on Flower.",
             "",
             "| | |",
             "|---|---|",

@@ -230,6 +230,13 @@ def test_a_path_that_cannot_be_written_is_refused(tmp_path, output, message):
         export_onnx(load_delivered(run), tmp_path / output)
 
 
+def test_weights_that_no_onnx_file_can_hold_are_refused(tmp_path, monkeypatch):
+    run, _ = delivered(tmp_path, "tiny-vit", DIGIT_SIZES, **DIGITS)
+    monkeypatch.setattr(onnx_file, "_LARGEST", 1000)
+    with pytest.raises(ExportError, match=r"[\d,]+ bytes of weights, and an ONNX file has at most 1,000"):
+        export_onnx(load_delivered(run), tmp_path / "a.onnx")
+
+
 # The measure of a difference, and the inputs that are compared
 
 
