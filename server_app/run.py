@@ -47,7 +47,10 @@ _NAME_THEM = (
     "blocks.embedding, blocks.head)"
 )
 # Keys that concern this server only, and are not sent to the clients.
-_OWN = ("runs", "resume", "pretrained", "foreign-images", "trackers", "mlflow.tracking-uri", "mlflow.experiment")
+_OWN = (
+    "runs", "resume", "pretrained", "foreign-images",
+    "trackers", "mlflow.tracking-uri", "mlflow.experiment", "wandb.project", "wandb.entity", "wandb.mode",
+)  # fmt: skip
 _PATIENCE = 600.0  # seconds for which writing a result is tried again
 _TRY_AGAIN = 5.0  # seconds between two attempts
 

@@ -51,7 +51,7 @@ def explain(section: type[BaseModel], error: dict[str, Any]) -> str:
     value = error["input"]
     reason = str(error["msg"]).removeprefix("Value error, ").removeprefix("Input ")
     if error["type"] == "literal_error":
-        allowed = [str(option) for option in get_args(field.annotation)] if field else []
+        allowed = [str(option) or '""' for option in get_args(field.annotation)] if field else []
         near = get_close_matches(str(value), allowed, n=1)
         reason = (f"did you mean {near[0]!r}? " if near else "") + f"allowed are {', '.join(allowed)}"
     about = f" ({field.description.partition('. ')[0]})" if field and field.description else ""

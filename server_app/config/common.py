@@ -84,8 +84,8 @@ class RoundConfig(BaseModel):
     checkpoints: int = Field(3, ge=1, description="latest checkpoints that a run directory keeps, at least two")
     trackers: str = Field(
         "",
-        description="where rounds are recorded in addition to metrics.jsonl: tensorboard, mlflow, or both with a comma "
-        'in between; "": nowhere (docs/runs.md)',
+        description="where rounds are recorded in addition to metrics.jsonl: tensorboard, mlflow, wandb, or several "
+        'with commas in between; "": nowhere (docs/runs.md)',
     )
     resume: str = Field("", description="run directory on the server (or a folder of them: the latest) to resume")
 
@@ -109,6 +109,20 @@ class MLflowConfig(BaseModel):
         '"": $MLFLOW_TRACKING_URI, or else mlflow.db in the folder of runs',
     )
     experiment: str = Field("tepal", min_length=1, description="MLflow experiment to which runs belong")
+
+
+class WandBConfig(BaseModel):
+    """Keys of the tracker Weights & Biases."""
+
+    model_config = keys("wandb.")
+
+    project: str = Field("tepal", min_length=1, description="project of W&B to which runs belong")
+    entity: str = Field("", description='user or team of W&B to which the project belongs; "": that of the API key')
+    mode: Literal["", "online", "offline"] = Field(
+        "",
+        description="whether rounds are sent to W&B, or only written to the run directory, for `wandb sync`; "
+        '"": $WANDB_MODE, or else online',
+    )
 
 
 class EncodingConfig(BaseModel):

@@ -55,5 +55,5 @@ def _table(fields: Iterable[FieldInfo]) -> Iterator[str]:
 
 def about(field: FieldInfo) -> str:
     """Return a key's description, with its allowed values if they can be listed."""
-    allowed = get_args(field.annotation)
-    return (f"one of {', '.join(map(str, allowed))}: " if allowed else "") + (field.description or "")
+    allowed = [str(value) or '""' for value in get_args(field.annotation)]
+    return (f"one of {', '.join(allowed)}: " if allowed else "") + (field.description or "")

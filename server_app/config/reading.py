@@ -67,7 +67,7 @@ CHANGEABLE = (
     "num-server-rounds", "min-clients", "min-replies", "max-replies", "round-timeout", "fraction-evaluate",
     "evaluate-every", "foreign-images",
     "checkpoints",
-    "trackers", "mlflow.tracking-uri", "mlflow.experiment",
+    "trackers", "mlflow.tracking-uri", "mlflow.experiment", "wandb.project", "wandb.entity", "wandb.mode",
 )  # fmt: skip
 """Keys that may be changed when a run is resumed."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from tepal.server_app.config.common import BlocksConfig, EncodingConfig, MLflowConfig, RoundConfig
+from tepal.server_app.config.common import BlocksConfig, EncodingConfig, MLflowConfig, RoundConfig, WandBConfig
 from tepal.strategies import STRATEGIES
 from tepal.training.config import TrainingConfig
 from tepal.training.data.inputs import InputConfig
@@ -22,6 +22,7 @@ GENERAL: Mapping[str, tuple[str, type[BaseModel]]] = {
     "wire": ("Encodings", EncodingConfig),
     "blocks": ("Blocks of the model", BlocksConfig),
     "mlflow": ("MLflow", MLflowConfig),
+    "wandb": ("Weights & Biases", WandBConfig),
 }
 """Field of `RunConfig` → title and keys."""
 
@@ -42,6 +43,7 @@ class RunConfig:
     wire: EncodingConfig
     blocks: BlocksConfig
     mlflow: MLflowConfig
+    wandb: WandBConfig
     options: Mapping[str, Any]
     """Strategy → its own keys; also as an attribute, `config.fedfrozen.warmup_rounds`."""
 

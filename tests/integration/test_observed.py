@@ -1,4 +1,4 @@
-"""A run of a real deployment, as those see it who watch it: Prometheus, whoever collects logs, TensorBoard, MLflow.
+"""A run of a real deployment, as those see it who watch it: Prometheus, whoever collects logs, and trackers.
 
 One deployment and one run, in which a site refuses, for all tests. `metrics.jsonl` is what counts: the others must say
 the same.
@@ -21,7 +21,8 @@ from tests.integration.loopback import ROOT, own_data, pairs
 from tests.integration.test_resume import wait_for
 from tests.integration.test_server import Deployment
 from tests.lines import read_lines
-from tests.unit.server_app.test_trackers import check_that_they_show, in_mlflow
+from tests.unit.server_app.test_trackers import check_that_they_show, expected, in_mlflow
+from tests.unit.server_app.test_wandb import the_run, values
 
 pytest.importorskip("prometheus_client", reason="pip install 'tepal[prometheus]'")
 
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.deployment
 ROUNDS = 4
 CONFIG = {
     "num-server-rounds": ROUNDS, "fedfrozen.warmup-rounds": 2, "local-steps": 4, "min-clients": 2, "seed": 3,
-    "trackers": "tensorboard, mlflow",
+    "trackers": "tensorboard, mlflow, wandb", "wandb.mode": "offline",
 }  # fmt: skip
 SITES = ("site-0", "site-1", "site-2")
 
@@ -229,3 +230,9 @@ def test_tensorboard_and_mlflow_show_what_metrics_jsonl_says(observed):
     assert dict(shown)[1, "refused"] == 1 and run.info.status == "FINISHED"
     assert run.data.params["trackers"] == CONFIG["trackers"] and run.data.params["strategy"] == "fedfrozen"
     assert run.data.tags["tepal.run"] == str(observed.run)
+
+
+def test_weights_and_biases_shows_what_metrics_jsonl_says(observed):
+    found = the_run(observed.run)
+    assert values(found.rows) == expected(observed.run)
+    assert (found.exit, found.record.display_name, found.record.run_group) == (0, observed.run.name, "fedfrozen")

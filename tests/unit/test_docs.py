@@ -69,6 +69,7 @@ RUN_BY = {
     "tepal reproduce": "tests/unit/tools/reproduce/test_reproduce.py",
     "tepal dashboard --host": "tests/integration/test_dashboard_command.py",
     "tepal dashboard": "tests/integration/test_browser.py",
+    "tepal simulate . -c 'trackers=\"wandb": "tests/unit/server_app/test_wandb.py",
     "tepal simulate . -c 'trackers=": "tests/unit/server_app/test_trackers.py",
     "tepal simulate . -c 'foreign-images=": "tests/unit/server_app/test_evaluation.py",
     "tepal simulate . -c 'wire-dtype": "tests/unit/strategies/rounds/test_encoding.py",

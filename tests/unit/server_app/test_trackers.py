@@ -1,5 +1,6 @@
 """Trackers: TensorBoard and MLflow show what metrics.jsonl says, also of runs that go on, and none ends a run."""
 
+import importlib.util
 import json
 import logging
 import shutil
@@ -12,6 +13,8 @@ from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory import RunDirectory
 from tepal.server_app import trackers
 from tepal.server_app.config import ConfigError, defaults, read_run_config
+from tepal.server_app.config.reading import CHANGEABLE
+from tepal.server_app.run import _OWN
 from tepal.server_app.trackers import TensorBoard, Trackers, check_trackers, open_trackers
 from tests.lines import read_lines
 from tests.packages import ROOT
@@ -222,20 +225,27 @@ def test_without_trackers_nothing_is_written_and_nothing_imported(tmp_path):
     assert {path.name for path in directory.path.iterdir()} == {"config.toml"}
 
 
+def test_the_keys_of_trackers_may_change_in_a_resumed_run_and_are_not_sent_to_clients():
+    keys = {key for key in defaults() if key == "trackers" or key.startswith(("mlflow.", "wandb."))}
+    assert len(keys) == 6 and keys <= set(CHANGEABLE) and keys <= set(_OWN)
+
+
 # --- before a run starts ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name, package", [("tensorboard", "tensorboard"), ("mlflow", "sqlalchemy")])
+@pytest.mark.parametrize(
+    "name, package", [("tensorboard", "tensorboard"), ("mlflow", "sqlalchemy"), ("wandb", "wandb")]
+)
 def test_a_missing_package_stops_the_run_with_the_command_that_installs_it(monkeypatch, name, package):
-    find = trackers.importlib.util.find_spec
-    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda each: None if each == package else find(each))
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda each: None if each == package else find(each))
     with pytest.raises(ConfigError, match=rf"needs {package}, .*pip install 'tepal\[{name}\]'"):
         read_run_config({"trackers": name})
 
 
 def test_an_unknown_tracker_and_a_password_are_refused():
-    with pytest.raises(ConfigError, match=r"'wandb' is not a tracker: allowed are tensorboard, mlflow"):
-        read_run_config({"trackers": "tensorboard,wandb"})
+    with pytest.raises(ConfigError, match=r"'comet' is not a tracker: allowed are tensorboard, mlflow, wandb"):
+        read_run_config({"trackers": "tensorboard,comet"})
     with pytest.raises(ConfigError, match="MLFLOW_TRACKING_PASSWORD") as error:
         read_run_config({"trackers": "mlflow", "mlflow.tracking-uri": "https://me:secret@host"})
     assert "secret" not in str(error.value)
