@@ -24,6 +24,8 @@ from tepal.tools.compare.comparison import (
     planned_variants,
     read_comparison,
 )
+from tepal.tools.compare.grid.expand import planned_text, strategies_grid, variants_grid
+from tepal.tools.compare.grid.values import Grid, read_vary
 from tepal.tools.compare.runs import ALL, USUAL, check, check_tasks, new_folder, run_all, seed_numbers, strategy_names
 from tepal.tools.compare.tables import comparison_table
 from tepal.tools.compare.variants import VariantsFile, read_variants
@@ -44,6 +46,14 @@ def compare_command(
     ] = None,
     variants: Annotated[
         Path | None, typer.Option(help="TOML file with the run configs to compare, instead of --strategies")
+    ] = None,
+    vary: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE,VALUE",
+            help="run each strategy or variant with each of these values of a run config key; may be repeated: then "
+            "with every combination",
+        ),
     ] = None,
     seeds: Annotated[
         str | None, typer.Option(help="run each strategy with these: 1,2,3", show_default="that of the run config")
@@ -72,8 +82,9 @@ def compare_command(
     """Run several strategies with otherwise equal settings, or the variants of a file, and show accuracy and bytes.
 
     All results are in one folder, runs/<start>-compare: the runs, comparison.html, and tables as CSV, Markdown and
-    LaTeX. When a run fails the others continue, and the exit status is 1. Ctrl-C ends all runs and shows the results so
-    far. --resume FOLDER runs what is not finished; --target, --cpus, --gpus and --engine may then change.
+    LaTeX, with --vary with a line for each combination of values. When a run fails the others continue, and the exit
+    status is 1. Ctrl-C ends all runs and shows the results so far. --resume FOLDER runs what is not finished; --target,
+    --cpus, --gpus and --engine may then change.
     """
     console, errors = Console(), Console(stderr=True)
     with reported(RunError, RunInUse):
@@ -84,15 +95,17 @@ def compare_command(
                     "it with `tepal simulate`, or name the folder of a checkout of Tepal"
                 )
             given = given_run_config(run_config or [])
+            grid = read_vary(vary or [])
+            _check_varied(grid, run_config or [])
             if variants is None:
-                comparison = _new_comparison(app, given, strategies, seeds, clients or 10)
+                comparison = _new_comparison(app, given, strategies, grid, seeds, clients or 10)
             else:
                 if strategies is not None:
                     raise ConfigError("--strategies and --variants: leave out one; the file names the strategies")
-                comparison = _of_variants(app, given, variants, read_variants(variants), seeds, clients)
+                comparison = _of_variants(app, given, variants, read_variants(variants), grid, seeds, clients)
         else:
-            fixed = {"--strategies": strategies, "--variants": variants, "--seeds": seeds, "--clients": clients,
-                     "--run-config": run_config}  # fmt: skip
+            fixed = {"--strategies": strategies, "--variants": variants, "--vary": vary, "--seeds": seeds,
+                     "--clients": clients, "--run-config": run_config}  # fmt: skip
             comparison = _begun_comparison(app, resume, [option for option, value in fixed.items() if value])
         comparison.target = comparison.target if target is None else target
         comparison.cpus = comparison.cpus if cpus is None else cpus
@@ -106,7 +119,8 @@ def compare_command(
             if resume is None:
                 comparison.folder = new_folder(comparison.folder)
             simulated.cache = cache_in(comparison.folder)
-            console.print(simulated.description, markup=False, highlight=False, soft_wrap=True)
+            for line in (simulated.description, planned_text(comparison)):
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
 
             def start(config: RunConfig, progress: RoundProgress, on_run: Callable[[Path], None]) -> Path:
                 return run_once(simulated.run, config, progress, console, verbose, on_run)
@@ -126,7 +140,7 @@ def compare_command(
 
 
 def _new_comparison(
-    app: Path, given: Mapping[str, Value], strategies: str | None, seeds: str | None, clients: int
+    app: Path, given: Mapping[str, Value], strategies: str | None, grid: Grid, seeds: str | None, clients: int
 ) -> Comparison:
     """Return a new comparison, whose folder is still the parent. Raises ConfigError for invalid settings."""
     _check_given(given, "Name the strategies with --strategies")
@@ -135,13 +149,18 @@ def _new_comparison(
     config = {**defaults(), **usual_run_config(app), **given}
     names = list(USUAL) if strategies is None else strategy_names(strategies)
     numbers = seed_numbers(str(config["seed"]) if seeds is None else seeds)
-    return Comparison(_runs_folder(config), planned_runs(names, numbers), _common(config), clients)
+    if not grid:
+        return Comparison(_runs_folder(config), planned_runs(names, numbers), _common(config), clients)
+    sections = strategies_grid(names, grid, len(numbers))
+    runs = planned_variants(sections, numbers)
+    return Comparison(_runs_folder(config), runs, _common(config), clients, sections=sections)
 
 
 def _of_variants(
-    app: Path, given: Mapping[str, Value], path: Path, file: VariantsFile, seeds: str | None, clients: int | None
-) -> Comparison:
-    """As `_new_comparison`, of the variants of a file."""
+    app: Path, given: Mapping[str, Value], path: Path, file: VariantsFile, grid: Grid, seeds: str | None,
+    clients: int | None,
+) -> Comparison:  # fmt: skip
+    """As `_new_comparison`, of the variants of a file. A key of `grid` takes precedence over the file's `[vary]`."""
     _check_given(given, f"Set it in {path}")
     named = f"--seeds {seeds}" if seeds is not None else f"seeds={list(file.seeds)} in {path}" if file.seeds else ""
     if "seed" in given and named:
@@ -150,10 +169,23 @@ def _of_variants(
     numbers = list(file.seeds)
     if seeds is not None or not numbers:
         numbers = seed_numbers(str(config["seed"]) if seeds is None else seeds)
+    sections, grid = file.sections, {**file.vary, **grid}
+    if grid:
+        try:
+            sections = variants_grid(sections, grid, len(numbers))
+        except ConfigError as error:
+            raise ConfigError("\n".join(f"{path}: {line}" for line in str(error).splitlines())) from error
     return Comparison(
-        _runs_folder(config), planned_variants(file.sections, numbers), _common(config), clients or file.clients or 10,
-        target=file.target, sections=file.sections,
+        _runs_folder(config), planned_variants(sections, numbers), _common(config), clients or file.clients or 10,
+        target=file.target, sections=sections,
     )  # fmt: skip
+
+
+def _check_varied(grid: Grid, run_config: list[str]) -> None:
+    """Raise ConfigError for varied keys that --run-config sets itself, and not in a file, over which they precede."""
+    given = given_run_config(argument for argument in run_config if not argument.endswith(".toml"))
+    if both := [f"{key}={given[key]!r}" for key in grid if key in given]:
+        raise ConfigError(f"{', '.join(both)} in the run config and in --vary: leave out one of them")
 
 
 def _check_given(given: Mapping[str, Value], remedy: str) -> None:

@@ -170,7 +170,7 @@ def threshold(group: Group) -> str:
     """The target of a section that asks for bytes, as the subject of a sentence."""
     target, by = group.target, group.by
     if target is None:
-        return f"No finished run of {group.baseline.name} has an {by.name} on the server's data, so there is no target"
+        return f"No finished run of {group.baseline.label} has an {by.name} on the server's data, so there is no target"
     if not target.of:
         return f"An {by.name} of {target.score:.4f}"
     within = group.section.within
@@ -193,7 +193,7 @@ def _bytes(group: Group) -> str:
     best = min(whole, key=lambda result: needs[result.name].mean)
     if needs[best.name].mean == 0:
         return f"{what} is reached by the initial model, before anything is transferred."
-    said = f"{what} is reached with {_needs(best)} by {best.name}"
+    said = f"{what} is reached with {_needs(best)} by {best.label}"
     if best is not group.baseline:
         following = group.baseline if group.baseline in whole else None
     else:
@@ -203,7 +203,7 @@ def _bytes(group: Group) -> str:
         return f"{said}{also}."
     other = best if following is group.baseline else following
     times = compared_in(group)[0].of(other, group)
-    return f"{said}; {following.name} needs {_needs(following)}{_times(times, other is not best)}{also}."
+    return f"{said}; {following.label} needs {_needs(following)}{_times(times, other is not best)}{also}."
 
 
 def _needs(result: Result) -> str:
@@ -217,10 +217,10 @@ def _needs(result: Result) -> str:
 def _not_reached(result: Result) -> str:
     figure = result.figures.get("bytes_to_target")
     if not result.counted:
-        return f"{result.name} has no results"
+        return f"{result.label} has no results"
     if figure is None:
-        return f"{result.name} does not reach it"
-    return f"{result.name} reaches it with {figure.runs} of {len(result.counted)} seeds"
+        return f"{result.label} does not reach it"
+    return f"{result.label} reaches it with {figure.runs} of {len(result.counted)} seeds"
 
 
 def _times(times: Paired | None, turned: bool) -> str:
@@ -251,12 +251,12 @@ def _own_tests(group: Group) -> str:
     best, *others = reversed(order) if by.share else order
     # The baseline next, with which all are compared.
     others.sort(key=lambda result: result is not group.baseline)
-    said = f"The {'highest' if by.share else 'lowest'} {by.name} on the clients' own tests is that of {best.name}"
+    said = f"The {'highest' if by.share else 'lowest'} {by.name} on the clients' own tests is that of {best.label}"
     texts = [f"{said}: {score_text(scored[best.name].mean)}{_difference(best, group)}"]
     for place, result in enumerate(others):
         has = " has" if place == 0 else ""
-        texts.append(f"{result.name}{has} {score_text(scored[result.name].mean)}{_difference(result, group)}")
-    missing = [f"{result.name} was not scored" for result in group.variants if result.name not in scored]
+        texts.append(f"{result.label}{has} {score_text(scored[result.name].mean)}{_difference(result, group)}")
+    missing = [f"{result.label} was not scored" for result in group.variants if result.name not in scored]
     return f"{'; '.join(filter(None, (texts[0], ', '.join(texts[1:]), ', '.join(missing))))}."
 
 
@@ -278,10 +278,10 @@ def _doubt(group: Group) -> str:
     for result in group.others:
         parts = [text for compared in compared_in(group) if (text := _beside(compared, result, group))]
         if any(result.figures.get(column.key) for column in DOUBT_COLUMNS):
-            texts.append(f"{result.name} has {_listed(parts)}")
+            texts.append(f"{result.label} has {_listed(parts)}")
     if not texts:
         return "Loss, calibration error and flagged images were not measured, so there is no answer."
-    return f"Compared with {baseline.name} (in brackets), {'; '.join(texts)}."
+    return f"Compared with {baseline.label} (in brackets), {'; '.join(texts)}."
 
 
 def _beside(compared: Compared, result: Result, group: Group) -> str:

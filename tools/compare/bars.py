@@ -160,12 +160,12 @@ def _panel(page: _Page, group: Group) -> list[str]:
         page.text(scale.heading)
         end = scale.end or max((figure.mean for figure in known.values()), default=0.0)
         rows = [(result, known.get(result.name), _shown(result, known, scale, group)) for result in group.variants]
-        short = all(len(one.name) <= _SHORT_NAME and len(value) <= _SHORT_VALUE for one, _, value in rows)
+        short = all(len(one.short) <= _SHORT_NAME and len(value) <= _SHORT_VALUE for one, _, value in rows)
         for result, figure, value in rows:
             kind = "base" if result is group.baseline and group.section.question else "other"
             pixels = None if figure is None else length(figure.mean, end, BESIDE if short else FULL)
-            (page.row if short else page.bar)(result.name, value, pixels, kind)
-        values = ", ".join(f"{name} {scale.write(figure.mean)}" for name, figure in known.items())
+            (page.row if short else page.bar)(result.short, value, pixels, kind)
+        values = ", ".join(f"{result.short} {scale.write(figure.mean)}" for result, figure, _ in rows if figure)
         spoken.append(f"{scale.heading}: {values or 'not measured'}.")
     if said := answer(group):
         page.down += 6

@@ -22,13 +22,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 from tepal.host.toml import Value
-from tepal.records.round_record import RoundRecord
-from tepal.records.run_directory import ACCURACY, Measure, measured_by, read_metrics, read_summary, summarise, total
-from tepal.report.round_figures import TEST_DATA, transferred
-from tepal.tools.compare.doubt import doubt_figures
+from tepal.records.run_directory import Measure, measured_by
+from tepal.tools.compare.measured import Curve, Measured, Point, measured
 from tepal.tools.compare.plan import (
     CSV,
     HTML,
@@ -46,7 +43,7 @@ from tepal.tools.compare.plan import (
     planned_variants,
     read_comparison,
 )
-from tepal.tools.compare.sections import BYTES, Section
+from tepal.tools.compare.sections import BYTES, Section, Variant
 
 __all__ = [
     "CSV", "HTML", "LATEX", "MARKDOWN", "OWN_KEYS", "PLAN", "RUNS_CSV", "SVG", "ComparedRun", "Comparison", "Curve",
@@ -56,120 +53,6 @@ __all__ = [
 ]  # fmt: skip
 
 _TARGET = 0.9  # of FedAvg's final accuracy; its final error is divided by it
-
-# --- what a run measured --------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Point:
-    """A point of a curve: the bytes transferred up to the end of a round, and the score; means over several seeds.
-
-    `deviation` is the standard deviation of the score over the seeds.
-    """
-
-    round: int
-    transferred: float | None
-    score: float
-    deviation: float | None = None
-
-    @property
-    def interval(self) -> tuple[float, float] | None:
-        """The score minus and plus its standard deviation; None for a single seed."""
-        return None if self.deviation is None else (self.score - self.deviation, self.score + self.deviation)
-
-
-@dataclass(frozen=True)
-class Curve:
-    """The score round by round; `of` names its test data, as `accuracy_of` in metrics.jsonl does."""
-
-    of: str
-    points: tuple[Point, ...]
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A run of a comparison with its rounds and its summary so far; `by`: the measure of all runs."""
-
-    run: ComparedRun
-    metrics: Sequence[RoundRecord]
-    summary: Mapping[str, Any]
-    by: Measure = ACCURACY
-
-    @property
-    def server_score(self) -> float | None:
-        """The last score on the server's held-out data; None if the clients have personal models."""
-        if any(line.accuracy_of == "personal" for line in self.metrics):
-            return None
-        of_server = [line.value(self.by.key) for line in self.metrics if line.accuracy_of == "server"]
-        return of_server[-1] if of_server else None
-
-    @cached_property
-    def transferred(self) -> list[float | None]:
-        """Payload bytes of all clients, both ways, up to and including each round."""
-        return transferred(self.metrics)
-
-    @cached_property
-    def curve(self) -> Curve | None:
-        """The scores of the personal models if there are such, else on the server's data, else on the clients'."""
-        for of in ("personal", *TEST_DATA):
-            points = tuple(
-                Point(line.round, transferred, score)
-                for line, transferred in zip(self.metrics, self.transferred, strict=True)
-                if (score := line.value(self.by.key)) is not None and line.accuracy_of == of
-            )
-            if points:
-                return Curve(of, points)
-        return None
-
-    def reached(self, target: float | None) -> Point | None:
-        """The first point with at least the target score on the server's held-out data; None if there is none."""
-        if target is None or self.curve is None or self.curve.of != "server":
-            return None
-        return next((point for point in self.curve.points if self.by.good(point.score, target)), None)
-
-    def figures(self, target: float | None) -> dict[str, float | None]:
-        """All figures of the run; None for one that is unknown or does not exist."""
-        # Only of the last round: an earlier model is not the result.
-        last = self.metrics[-1] if self.metrics else None
-        reached = self.reached(target)
-        summed = {key: self.summary.get(key) for key in ("bytes_down", "bytes_up", "bytes_vs_fedavg", "seconds")}
-        return {
-            f"server_{self.by.key}": self.server_score,
-            f"clients_{self.by.key}": last.value(f"clients_{self.by.key}") if last else None,
-            "clients_spread": last.clients_spread if last else None,
-            "rounds_to_target": reached.round if reached else None,
-            "bytes_to_target": reached.transferred if reached else None,
-            **(summed if self.metrics else dict.fromkeys(summed)),
-            "plain_vs_fedavg": self._plain_vs_fedavg,
-            "bytes_total": self.transferred[-1] if self.metrics else None,
-            "round_seconds": self.round_seconds,
-            "step_seconds": self.summary.get("step_seconds"),
-        }
-
-    @property
-    def _plain_vs_fedavg(self) -> float | None:
-        """The share of FedAvg's bytes if nothing were encoded."""
-        plain, fedavg = total(self.metrics, "bytes_plain"), total(self.metrics, "bytes_fedavg")
-        return plain / fedavg if plain is not None and fedavg else None
-
-    @cached_property
-    def doubt(self) -> dict[str, float | None]:
-        """The figures of `doubt_figures`."""
-        return doubt_figures(self.metrics)
-
-    @property
-    def round_seconds(self) -> float | None:
-        """The median over the rounds, because the first round includes the start of the clients."""
-        known = [line.seconds for line in self.metrics if line.round > 0 and line.seconds is not None]
-        return statistics.median(known) if known else None
-
-
-def measured(run: ComparedRun, config: Mapping[str, Value]) -> Measured:
-    """Read the rounds and the summary of a run, as far as they are written."""
-    metrics = read_metrics(run.directory) if run.directory else []
-    written = read_summary(run.directory) if run.directory else None
-    return Measured(run, metrics, {**summarise(metrics, config), **(written or {})})
-
 
 # --- over the seeds -------------------------------------------------------------------------------------------------
 
@@ -199,11 +82,46 @@ _TO_TARGET = ("rounds_to_target", "bytes_to_target")
 
 @dataclass(frozen=True)
 class Result:
-    """The results of one strategy or variant over its seeds; `name` is what it is called."""
+    """The results of one strategy, variant or combination of varied values over its seeds.
+
+    Args:
+        name: Its name in the comparison.
+        runs: Its runs, one for each seed.
+        target: The target of its section.
+        variant: What it is the result of; None: of the strategy `name`.
+        titled: Whether the title of its section has the varied values.
+    """
 
     name: str
     runs: Sequence[Measured]
     target: Target | None = None
+    variant: Variant | None = None
+    titled: bool = False
+
+    @property
+    def base(self) -> str:
+        """The strategy or variant without the varied values."""
+        return self.variant.base if self.variant else self.name
+
+    @property
+    def values(self) -> Mapping[str, Value]:
+        """The values of the varied keys."""
+        return self.variant.values if self.variant else {}
+
+    @property
+    def label(self) -> str:
+        """What messages and tables call it."""
+        return self.variant.label if self.variant and not self.titled else self.base
+
+    @property
+    def full_label(self) -> str:
+        """What it is called outside of its section."""
+        return self.variant.label if self.variant else self.name
+
+    @property
+    def short(self) -> str:
+        """What figures call it."""
+        return self.variant.short if self.variant and not self.titled else self.base
 
     @property
     def by(self) -> Measure:
@@ -314,6 +232,11 @@ class Group:
         return self.variants[0].by
 
     @property
+    def varied(self) -> Sequence[str]:
+        """The keys in whose values its variants differ; none if its title has the values."""
+        return () if self.section.question else list(self.comparison.grid)
+
+    @property
     def baseline(self) -> Result:
         """What the others are compared with."""
         name = self.section.baseline
@@ -354,7 +277,13 @@ def results_of(comparison: Comparison, runs: Sequence[Measured]) -> Results:
     runs = [replace(each, by=by) for each in runs]
     groups = []
     for section in comparison.groups:
-        results = [Result(name, [each for each in runs if each.run.compared == name]) for name in section.names]
+        results = [
+            Result(
+                variant.name, [each for each in runs if each.run.compared == variant.name], variant=variant,
+                titled=bool(section.question),
+            )
+            for variant in section.variants
+        ]  # fmt: skip
         target = Target(comparison.target) if comparison.target is not None else target_of(section, results)
         groups.append(Group(comparison, section, [replace(result, target=target) for result in results], target))
     everything = [result for group in groups for result in group.variants]
@@ -366,7 +295,7 @@ def target_of(section: Section, results: Sequence[Result]) -> Target | None:
 
     If it asks for bytes: the baseline's final score less `within`, of each seed its own. Otherwise: 90 % of the final
     accuracy of the baseline, of FedAvg if there is no baseline, or of the first that has one. An error is divided by
-    0.9 instead.
+    0.9 instead. If keys are varied, the final accuracy is that of the best combination of the baseline.
     """
     share = results[0].by.share
     if section.question == BYTES:
@@ -376,14 +305,17 @@ def target_of(section: Section, results: Sequence[Result]) -> Target | None:
         # Rounded: 0.8 - 0.1 is a little more than the 0.7 that another variant may have.
         by_seed = {seed: round(score + less, 12) for seed, score in finals.items() if score is not None}
         mean = over_seeds(list(by_seed.values()))
-        return Target(mean.mean, baseline.name, by_seed) if mean else None
-    known = {
-        result.name: score.mean
+        return Target(mean.mean, baseline.label, by_seed) if mean else None
+    known = [
+        (result, score.mean)
         for result in results
         if result.finished and (score := result.figures[f"server_{result.by.key}"]) is not None
-    }
-    wanted = section.baseline or "fedavg"
-    of = wanted if wanted in known else next(iter(known), "")
-    if not of:
+    ]
+    if not known:
         return None
-    return Target(known[of] * _TARGET if share else known[of] / _TARGET, of)
+    wanted = next((result.base for result in results if result.name == section.baseline), "fedavg")
+    if wanted not in (result.base for result, _ in known):
+        wanted = known[0][0].base
+    scores = [(result, score) for result, score in known if result.base == wanted]
+    of, best = (max if share else min)(scores, key=lambda one: one[1])
+    return Target(best * _TARGET if share else best / _TARGET, of.label)

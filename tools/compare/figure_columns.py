@@ -12,7 +12,8 @@ from tepal.records.run_directory import Measure
 from tepal.tools.compare.answers import Paired, compared_in
 from tepal.tools.compare.comparison import Group, Result, Statistic
 from tepal.tools.compare.doubt import DOUBT_COLUMNS
-from tepal.tools.compare.sections import BYTES, DOUBT, OWN_TESTS
+from tepal.tools.compare.grid.best import BEST, marks
+from tepal.tools.compare.sections import BYTES, DOUBT, OWN_TESTS, value_text
 
 Figure = tuple[Statistic, int]
 """A figure of a strategy or variant over its seeds, and the number of its runs."""
@@ -86,9 +87,15 @@ def group_columns(group: Group) -> tuple[Column, ...]:
     return (*figures, *_differences(group))
 
 
+def grid_columns(group: Group) -> list[Column]:
+    """The columns of the varied keys; with several seeds also that of the marks of the best combinations."""
+    keys = [Column(key, f"vary {key}", text=value_text) for key in group.varied]
+    return [*keys, Column(BEST, BEST, left=True)] if keys and len(group.comparison.seeds) > 1 else keys
+
+
 def _differences(group: Group) -> list[Column]:
     """The columns of what `compared_in` compares; the factor of bytes also with one seed."""
-    several, baseline = len(group.comparison.seeds) > 1, group.baseline.name
+    several, baseline = len(group.comparison.seeds) > 1, group.baseline.label
     return [
         Column(
             (f"times fewer than {baseline}" if one.ratio else f"{one.name}: difference to {baseline}")
@@ -110,11 +117,18 @@ def difference_key(key: str) -> str:
     return f"{key}_vs_baseline"
 
 
+def rows(group: Group) -> list[dict[str, Any]]:
+    """The rows of a section's table, under the keys of all its columns."""
+    best = marks(group)
+    return [{**cells(result, group), BEST: best.get(result.name)} for result in group.variants]
+
+
 def cells(result: Result, group: Group) -> dict[str, Any]:
-    """A row's values under the keys of `group_columns`, and its outcome."""
+    """A row's values under the keys of `group_columns` and of the varied keys, and its outcome."""
     return {
-        "name": result.name,
+        "name": result.base,
         "outcome": result.outcome,
+        **{f"vary {key}": value for key, value in result.values.items()},
         **{key: figure and (figure, len(result.counted)) for key, figure in result.figures.items()},
         **{difference_key(one.key): one.of(result, group) for one in compared_in(group)},
     }

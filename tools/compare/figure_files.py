@@ -56,7 +56,7 @@ def write_run_figures(run: Path, kind: str, folder: Path | None = None) -> list[
 
 def write_comparison_figures(results: Results, kind: str, folder: Path | None = None) -> list[Path]:
     """Write the figures of a comparison as files; arguments and errors as of `write_run_figures`."""
-    colours = light_colours(comparison_style(results.comparison.names))
+    colours = light_colours(comparison_style(results.comparison.coloured))
     return _write(comparison_figures(results), colours, kind, folder or results.comparison.folder / FOLDER)
 
 

@@ -11,14 +11,17 @@ from markupsafe import Markup
 from tepal.records.columns import Column, bytes_text
 from tepal.records.round_record import columns
 from tepal.records.run_directory import REPORT
-from tepal.report.page import Figure, add_curve, config_html, empty_plot, figure_html, page, toml_text, unit_of
+from tepal.report.page import Figure, add_curve, config_html, empty_plot, figure_html, labels, page, toml_text, unit_of
 from tepal.report.round_figures import TEST_DATA
 from tepal.report.table import Table
 from tepal.report.templates import render
 from tepal.tools.compare.answers import answer
 from tepal.tools.compare.comparison import Comparison, Group, Point, Result, Results
 from tepal.tools.compare.figure_columns import group_columns
+from tepal.tools.compare.grid.best import best_notes, grid_notes
+from tepal.tools.compare.grid.figures import grid_figures
 from tepal.tools.compare.picture import TEMPLATES, Look, data_note, looks
+from tepal.tools.compare.sections import value_text
 from tepal.tools.compare.tables import (
     about_seeds,
     about_target,
@@ -41,7 +44,7 @@ _BAND = " Lines: mean over the seeds; bands: their standard deviation."
 def comparison_page(results: Results, above: str = "") -> str:
     """The whole page. `above`: HTML at its top."""
     comparison = results.comparison
-    look = looks(comparison.names)
+    look = looks(comparison.coloured)
     numbered = enumerate(results.sections)
     groups = [_Shown(number, group, _group_figures(group, look, number)) for number, group in numbered]
     drawn = [figure for each in groups for figure in each.drawn]
@@ -60,12 +63,14 @@ def comparison_page(results: Results, above: str = "") -> str:
         rounds=_rounds_table(results).html(),
         runs=[each.run for result in results.variants for each in result.runs],
         report=REPORT,
-        config=config_html({**comparison.run_config, "seed": ", ".join(map(str, comparison.seeds))}),
-        own=_own_settings(comparison).html() if comparison.sections else "",
+        config=config_html({**comparison.run_config, **_all_values(comparison)}),
+        own="" if comparison.of_strategies else _own_settings(comparison).html(),
+        varied=", ".join(comparison.grid),
+        grid=grid_notes(results),
     )
     tall = [f"#{figure.key}" for figure in drawn if figure.plot and figure.plot.layout.height == _TALL]
     heights = f"{', '.join(tall)} {{ height: {_TALL}px; }}\n" if tall else ""
-    return page(headline(results), body, drawn, style=style(comparison.names) + heights)
+    return page(headline(results), body, drawn, style=style(comparison.coloured) + heights)
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,10 @@ class _Shown:
         return group_notes(self.group)
 
     @property
+    def best(self) -> list[str]:
+        return best_notes(self.group)
+
+    @property
     def target(self) -> str:
         return about_target(self.group)
 
@@ -99,17 +108,30 @@ class _Shown:
 
 def _heading(comparison: Comparison) -> str:
     titles = [section.title for section in comparison.sections if section.title]
-    names = titles or comparison.names
-    kind = "sections" if titles else "variants" if comparison.sections else "strategies"
-    return " · ".join(names) if len(names) <= (_MANY_TITLES if titles else _MANY) else f"{len(names)} {kind}"
+    names = titles or comparison.bases
+    kind = "sections" if titles else "strategies" if comparison.of_strategies else "variants"
+    heading = " · ".join(names) if len(names) <= (_MANY_TITLES if titles else _MANY) else f"{len(names)} {kind}"
+    return f"{heading} over {' × '.join(comparison.grid)}" if comparison.grid and not titles else heading
+
+
+def _all_values(comparison: Comparison) -> dict[str, str]:
+    """The seeds and the varied keys, with all their values."""
+    values = {key: ", ".join(map(value_text, values)) for key, values in comparison.grid.items()}
+    return {**values, "seed": ", ".join(map(str, comparison.seeds))}
 
 
 def _own_settings(comparison: Comparison) -> Table:
-    """The keys in which the variants differ from the common run config, and the values of each."""
-    rows = [
-        [variant.name, section.title, ", ".join(f"{key}={toml_text(own)}" for key, own in variant.run_config.items())]
+    """The keys in which the variants differ from the common run config, and the values of each; not the varied ones."""
+    settings = {
+        (variant.base, section.title if not (section.question and variant.values) else ""): {
+            key: value for key, value in variant.run_config.items() if key not in variant.values
+        }
         for section in comparison.sections
         for variant in section.variants
+    }
+    rows = [
+        [*names, ", ".join(f"{key}={toml_text(own)}" for key, own in config.items())]
+        for names, config in settings.items()
     ]
     heads = (Column("variant", left=True), Column("section", left=True), Column("keys of its own", left=True))
     return Table("Keys of each variant", heads, rows)
@@ -119,8 +141,8 @@ def _own_settings(comparison: Comparison) -> Table:
 
 
 def figures(results: Results) -> list[Figure]:
-    """Of each section the score per round, per byte, and the results on the clients' own tests."""
-    look = looks(results.comparison.names)
+    """Of each section the score over varied keys, per round and per byte, and on the clients' own tests."""
+    look = looks(results.comparison.coloured)
     return [
         figure for number, group in enumerate(results.sections) for figure in _group_figures(group, look, number)
     ]
@@ -131,7 +153,7 @@ def _group_figures(group: Group, look: dict[str, Look], number: int) -> list[Fig
 
     A section that asks a question measures what answers it: a figure without data is left out.
     """
-    drawn = [_per_round(group, look), _per_byte(group, look), _on_own_tests(group)]
+    drawn = [*grid_figures(group, look), _per_round(group, look), _per_byte(group, look), _on_own_tests(group)]
     if group.section.question:
         drawn = [figure for figure in drawn if figure.plot is not None]
     return [replace(figure, key=f"{figure.key}-{number + 1}") for figure in drawn] if number else drawn
@@ -186,7 +208,7 @@ def _add_variant(
     ends = [point.interval for point in points if point.interval is not None]
     add_curve(
         plot, xs, [point.score for point in points], customdata=[point.round for point in points],
-        name=f"{name}, {TEST_DATA[of][0]}", role=f"s-{name}", legendgroup=name, hover=hover,
+        name=f"{result.short}, {TEST_DATA[of][0]}", role=f"s-{name}", legendgroup=name, hover=hover,
         interval=[*zip(*ends, strict=True)] if len(ends) == len(points) else None,
         line={"dash": dash}, marker={"symbol": look[name].symbol + hollow},
     )  # fmt: skip
@@ -207,7 +229,8 @@ def _on_own_tests(group: Group) -> Figure:
             continue
         whisker = score.deviation if several else spread.mean if spread else None
         plot.add_bar(
-            x=[result.name], y=[score.mean], name=result.name, meta={"role": f"s-{result.name}"},
+            x=labels([result.short]), y=[score.mean], name=labels([result.short])[0],
+            meta={"role": f"s-{result.name}"},
             error_y={"type": "data", "array": [whisker or 0], "thickness": 1.5, "width": 5},
             text=[format(score.mean, by.text(3))], textposition="inside", insidetextanchor="start", textangle=0,
             hovertemplate=f"%{{y:{by.text()}}} ± %{{error_y.array:{by.text()}}}",
@@ -230,7 +253,7 @@ def _rounds_table(results: Results) -> Table:
     key = results.by.key
     shown = columns("round", key, "accuracy_of", f"clients_{key}", "clients_spread", "bytes_down", "bytes_up")
     rows = [
-        [result.name, each.run.seed, *(line.value(one.key) for one in shown), transferred, line.seconds]
+        [result.full_label, each.run.seed, *(line.value(one.key) for one in shown), transferred, line.seconds]
         for result in results.variants
         for each in result.runs
         for line, transferred in zip(each.metrics, each.transferred, strict=True)

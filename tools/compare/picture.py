@@ -8,7 +8,7 @@ and looks are the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -97,13 +97,16 @@ _PLOT_HEIGHT, _NOTE, _BELOW = 274, 70, 104
 
 def data_note(results: Sequence[Result]) -> tuple[str, ...]:
     """A note on the test data of the lines; each text is one line of the picture."""
+    keys = [] if results[0].titled else results[0].values
+    names = (f"After a name: its {', '.join(keys)}.",) if keys else ()
     own = [result.name for result in results if result.curve is not None and result.curve.of != "server"]
     if not own:
-        return ("The result after each round, on the server's held-out data.",)
+        return ("The result after each round, on the server's held-out data.", *names)
     held = "labels" if results[0].by.share else "examples"
     return (
         "Solid: the result on the server's held-out data. Dashed: on the clients' own test splits (the mean over",
         f"the clients). Those hold only their client's {held}, an easier task: not comparable with solid lines.",
+        *names,
     )
 
 
@@ -135,8 +138,8 @@ def draw(results: Results) -> str:
     return render(
         "picture.svg.j2",
         TEMPLATES,
-        width=_WIDER if many or len(results.comparison.seeds) > 1 else _WIDTH,
-        height=math.ceil(max(axes.bottom + _BELOW, legend_bottom)),
+        width=_width(results, legend, many),
+        height=math.ceil(max(axes.bottom + _BELOW + 17 * (len(note) - 2), axes.bottom + _BELOW, legend_bottom)),
         title=f"{results.by.title} over transferred bytes, {results.comparison.task}",
         spoken=" ".join((*map(_spoken, shown), *note)),
         many=many,
@@ -148,6 +151,15 @@ def draw(results: Results) -> str:
         legend=legend,
         note=note,
     )  # fmt: skip
+
+
+def _width(results: Results, legend: Sequence[Mapping[str, Any]], many: bool) -> int:
+    width = _WIDER if many or len(results.comparison.seeds) > 1 else _WIDTH
+    if not results.comparison.grid:
+        return width
+    # Names with values are longer: 8 and 6.5 pixels are some more than their letters take.
+    longest = max(8 * len(entry["shown"]) + 6.5 * len(entry["beside"]) for entry in legend)
+    return max(width, math.ceil(_LEGEND + 60 + longest))
 
 
 def _axes(results: Sequence[Result], bottom: float) -> _Axes:
@@ -195,8 +207,8 @@ def _legend(results: Sequence[Result], many: bool) -> tuple[list[dict[str, Any]]
         small, drawn = _small_print(result), bool(result.over_bytes)
         below = [] if many else [(down + 16 * k + 4, text) for k, text in enumerate(small, start=1)]
         entries.append(
-            {"name": result.name, "classes": _classes(result) if drawn else "", "y": down, "below": below,
-             "beside": small[0] if many else ""}
+            {"name": result.name, "shown": result.short, "classes": _classes(result) if drawn else "", "y": down,
+             "below": below, "beside": small[0] if many else ""}
         )  # fmt: skip
         down += 19 if many else 26 + 16 * len(small)
     return entries, down
@@ -216,7 +228,7 @@ def _small_print(result: Result) -> list[str]:
 def _spoken(result: Result) -> str:
     """The end of a line, for readers who do not see it."""
     if result.curve is None or not result.over_bytes:
-        return f"{result.name}: nothing measured."
+        return f"{result.label}: nothing measured."
     end = result.over_bytes[-1]
     data = TEST_DATA[result.curve.of][0]
-    return f"{result.name}: {score_text(end.score)} on the {data} after {bytes_text(end.transferred)}."
+    return f"{result.label}: {score_text(end.score)} on the {data} after {bytes_text(end.transferred)}."

@@ -65,7 +65,7 @@ class Comparison:
         cpus, gpus: Resources of each client, as of `tepal compare`.
         engine: What simulates the clients.
         target: The score until which rounds and bytes are counted; None: `target_of`.
-        sections: The variants, in sections; empty if strategies are compared.
+        sections: The variants, in sections; empty if strategies are compared without varied keys.
     """
 
     folder: Path
@@ -99,6 +99,28 @@ class Comparison:
         """Whether a section asks a question."""
         return any(section.question for section in self.sections)
 
+    @property
+    def of_strategies(self) -> bool:
+        """Whether strategies are compared, and not the variants of a file."""
+        return not any(variant.of or not variant.values for variant in self._variants.values())
+
+    @property
+    def grid(self) -> dict[str, tuple[Value, ...]]:
+        """The varied keys with all their values, in their order; empty if no key is varied."""
+        values = [variant.values for variant in self._variants.values()]
+        keys = values[0] if values else ()
+        return {key: tuple(dict.fromkeys(each[key] for each in values)) for key in keys}
+
+    @property
+    def bases(self) -> list[str]:
+        """The strategies or variants, without the varied values."""
+        return list(dict.fromkeys(variant.base for section in self.groups for variant in section.variants))
+
+    @property
+    def coloured(self) -> list[str]:
+        """The names that have a look of their own in figures: what is compared and, of a grid, the bases."""
+        return list(dict.fromkeys([*self.names, *(self.bases if self.grid else ())]))
+
     @cached_property
     def _variants(self) -> Mapping[str, Variant]:
         return {variant.name: variant for section in self.sections for variant in section.variants}
@@ -119,18 +141,23 @@ class Comparison:
         tasks = list(dict.fromkeys(found))
         if len(tasks) > _MOST_TASKS:
             return f"{len(tasks)} models and datasets"
-        return ", ".join(filter(None, tasks)) or f"{'variants' if self.sections else 'strategies'} compared"
+        return ", ".join(filter(None, tasks)) or f"{'strategies' if self.of_strategies else 'variants'} compared"
 
     def name(self, run: ComparedRun) -> str:
-        """The name of a run: its variant or strategy, with the seed if there are several."""
-        return run.compared if len(self.seeds) == 1 else f"{run.compared} seed {run.seed}"
+        """The name of a run: its variant or strategy with the varied values, and the seed if there are several."""
+        name = self._variants[run.variant].label if run.variant else run.strategy
+        return name if len(self.seeds) == 1 else f"{name} seed {run.seed}"
 
     def place(self, run: ComparedRun) -> str:
         """Where a message finds what a run is of: its strategy, or its variant and section."""
         if not run.variant:
             return run.strategy
+        variant = self._variants[run.variant]
+        if self.of_strategies:
+            return variant.label
         section = next(one for one in self.sections if run.variant in one.names)
-        return f"{section.place}variant {run.variant!r}"
+        values = variant.label.removeprefix(variant.base)
+        return f"{section.place}variant {variant.base!r}{values}"
 
     def settings_of(self, run: ComparedRun) -> dict[str, Value]:
         """The run config of a run without `seed`, `runs` and `resume`."""
@@ -246,6 +273,8 @@ def _check(comparison: Comparison) -> None:
     variants = [variant for section in comparison.sections for variant in section.variants]
     if len({variant.name for variant in variants}) < len(variants):
         raise ValueError("two variants have one name")
+    if len({tuple(variant.values) for variant in variants}) > 1:
+        raise ValueError("its variants differ in the keys that are varied")
     # Each variant once with each seed: otherwise a section would be without results, or have some twice.
     planned = [(variant.name, variant.strategy, seed) for variant in variants for seed in comparison.seeds]
     if variants and sorted((run.variant, run.strategy, run.seed) for run in comparison.runs) != sorted(planned):

@@ -109,9 +109,17 @@ def check(comparison: Comparison, check_one: Check, where: str = "") -> None:
             wrong.setdefault(str(error), []).append(place)
     if wrong:
         # A problem of all of them is reported once, without their names.
-        every = "all variants: " if len(unfinished) > 1 and comparison.sections else ""
-        names = (every if found == list(unfinished) else f"{', '.join(found)}: " for found in wrong.values())
+        every = "all variants: " if len(unfinished) > 1 and not comparison.of_strategies else ""
+        names = (every if found == list(unfinished) else f"{_some(found)}: " for found in wrong.values())
         raise ConfigError("\n".join(f"{where}{name}{text}" for name, text in zip(names, wrong, strict=True)))
+
+
+_MOST_PLACES = 8  # of a grid, whose problems name the key and its value too
+
+
+def _some(places: list[str]) -> str:
+    more = len(places) - _MOST_PLACES
+    return ", ".join(places) if more <= 0 else f"{', '.join(places[:_MOST_PLACES])} and {more} more"
 
 
 def check_tasks(comparison: Comparison) -> None:
@@ -131,7 +139,7 @@ def check_tasks(comparison: Comparison) -> None:
         if any(section.question == DOUBT for section in comparison.sections):
             raise ConfigError(f"question={DOUBT!r} is for classification, but the variants are regressions: remove it")
     elif comparison.target is not None and comparison.target > 1:
-        given = "target" if comparison.sections else "--target"  # of variants it may be the file's
+        given = "--target" if comparison.of_strategies else "target"  # of variants it may be the file's
         raise ConfigError(f"{given} is {comparison.target:g}, expected an accuracy from 0 to 1")
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
+from tepal.host.text import visible
 from tepal.host.toml import Value
 from tepal.records.columns import is_number
 
@@ -26,6 +27,7 @@ WITHIN = 0.005
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")  # also the name of a colour in style sheets
 LONGEST_TITLE, LONGEST_ABOUT = 100, 500  # characters
+_LONGEST_VALUE = 40  # characters of a varied value
 MOST_SECTIONS = 50  # each has figures on the page, which take half a second to make
 
 
@@ -36,10 +38,29 @@ class Variant:
     Args:
         name: What tables, curves and pages call it; unique in a comparison.
         run_config: Its keys that are not common to the comparison's runs, `strategy` among them.
+        values: Of a combination of a grid, the varied keys with their values, which are in its run config too.
+        of: Of a combination, the variant of the file that it is made from; "": made from a strategy.
     """
 
     name: str
     run_config: Mapping[str, Value]
+    values: Mapping[str, Value] = field(default_factory=dict)
+    of: str = ""
+
+    @property
+    def base(self) -> str:
+        """The variant or strategy that a combination is made from; without a grid, the name."""
+        return (self.of or self.strategy) if self.values else self.name
+
+    @property
+    def label(self) -> str:
+        """What messages and tables call it: the base, and the values of the varied keys."""
+        return " ".join([self.base, *(f"{key}={value_text(value)}" for key, value in self.values.items())])
+
+    @property
+    def short(self) -> str:
+        """What figures call it: the base, and the values without their keys."""
+        return " ".join(filter(None, (self.base, ", ".join(map(value_text, self.values.values())))))
 
     @property
     def strategy(self) -> str:
@@ -77,8 +98,17 @@ class Section:
 
     def to_dict(self) -> dict[str, Any]:
         """Return its values under the keys of `comparison.json`."""
-        variants = [{"name": variant.name, "run_config": dict(variant.run_config)} for variant in self.variants]
-        return {**vars(self), "variants": variants}
+        return {**vars(self), "variants": [_to_dict(variant) for variant in self.variants]}
+
+
+def value_text(value: Value) -> str:
+    """A value of a run config as TOML writes it, but without quotes; a long one is cut."""
+    return str(value).lower() if isinstance(value, bool) else visible(value, _LONGEST_VALUE)
+
+
+def _to_dict(variant: Variant) -> dict[str, Any]:
+    told = {"name": variant.name, "run_config": dict(variant.run_config)}
+    return {**told, "values": dict(variant.values), "of": variant.of} if variant.values else told
 
 
 def section_of(values: Mapping[str, Any]) -> Section:
@@ -100,6 +130,12 @@ def _variant(values: dict[str, Any]) -> Variant:
         raise ValueError("the run config of a variant is of another type, or has no strategy")
     if not all(isinstance(value, bool | int | float | str) for value in config.values()):
         raise ValueError("a value of a variant's run config is of another type")
+    if not isinstance(variant.values, dict) or any(
+        key not in config or config[key] != value for key, value in variant.values.items()
+    ):
+        raise ValueError("the varied values of a variant are not those of its run config")
+    if not isinstance(variant.of, str) or (variant.of and not NAME.fullmatch(variant.of)):
+        raise ValueError("the variant that a combination is made from has no name of letters, digits, - and _")
     return variant
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 
 from rich import box
@@ -29,27 +30,28 @@ from tepal.tools.compare.comparison import (
     Statistic,
 )
 from tepal.tools.compare.doubt import DOUBT_COLUMNS, FLAGGED
-from tepal.tools.compare.figure_columns import cells, count_text
-from tepal.tools.compare.sections import BYTES, DOUBT, OWN_TESTS
+from tepal.tools.compare.figure_columns import count_text, grid_columns, rows
+from tepal.tools.compare.grid.best import best_notes, best_of, grid_notes, marks
+from tepal.tools.compare.sections import BYTES, DOUBT, OWN_TESTS, value_text
 from tepal.tools.terminal import indented, shown
 
 
 def noun(comparison: Comparison) -> str:
     """What is compared, as the heading of a column."""
-    return "variant" if comparison.sections else "strategy"
+    return "strategy" if comparison.of_strategies else "variant"
 
 
 def headline(group: Group) -> str:
     """The heading of a comparison."""
-    of = "variants" if group.comparison.sections else "strategies"
+    of = "strategies" if group.comparison.of_strategies else "variants"
     return f"{group.comparison.task}: {of} compared"
 
 
 def variants_table(group: Group, columns: Iterable[Column]) -> Table:
-    """A row for each strategy or variant, whose name is the first column."""
+    """A row for each strategy or variant, whose name is the first column, with the values of varied keys next to it."""
     title = group.section.title or headline(group)
     first = Column(noun(group.comparison), "name", left=True)
-    return Table.of(title, (first, *columns), (cells(result, group) for result in group.variants))
+    return Table.of(title, (first, *grid_columns(group), *columns), rows(group))
 
 
 # --- notes ----------------------------------------------------------------------------------------------------------
@@ -89,12 +91,12 @@ def notes(results: Results) -> list[str]:
     """The notes below the last table: on runs, on the only section if it has no title, and on seeds."""
     notes = [how_it_ended(results, each) for each in results.unfinished]
     notes += [
-        f"{result.name}: {result.outcome}; its figures are of the finished runs"
+        f"{result.label}: {result.outcome}; its figures are of the finished runs"
         for result in results.variants
         if 0 < result.finished < len(result.runs)
     ]
     notes += [note for group in results.sections if not group.section.title for note in group_notes(group)]
-    return [*notes, about_seeds(results)]
+    return [*notes, about_seeds(results), *grid_notes(results)]
 
 
 def group_notes(group: Group) -> list[str]:
@@ -102,10 +104,10 @@ def group_notes(group: Group) -> list[str]:
     if group.section.question not in ("", BYTES):
         return [_FLAGGED] if group.section.question == DOUBT else []
     reached = [
-        f"{result.name}: {result.figures['rounds_to_target'].runs} of {len(result.counted)} runs reached the target"  # type: ignore[union-attr]
+        f"{result.label}: {result.figures['rounds_to_target'].runs} of {len(result.counted)} runs reached the target"  # type: ignore[union-attr]
         for result in group.unreached
     ]
-    return [*reached, about_target(group)]
+    return [*best_notes(group), *reached, about_target(group)]
 
 
 _FLAGGED = "Flagged: the share of foreign images that are flagged while 5% of the held-out images are, too"
@@ -165,26 +167,48 @@ def _terminal_table(group: Group, title: Text | None = None) -> TerminalTable:
     )  # fmt: skip
     table.add_column(f"\n{noun(group.comparison)}", overflow="fold")
     columns = _QUESTION_COLUMNS.get(group.section.question, _usual_columns)(group)
+    for key in group.varied:
+        table.add_column(_narrow(key), justify="right", overflow="fold")
     for heading, _ in columns:
         table.add_column(heading, justify="right", no_wrap=True)
     for result in group.variants:
-        name = visible(result.name) + ("" if result.outcome == "finished" else f"\n{result.outcome}")
-        table.add_row(Text(name), *(text(result) for _, text in columns))
+        name = visible(result.base) + ("" if result.outcome == "finished" else f"\n{result.outcome}")
+        values = (Text(value_text(result.values[key])) for key in group.varied)
+        table.add_row(Text(name), *values, *(text(result) for _, text in columns))
     return table
+
+
+def _narrow(heading: str) -> str:
+    """The name of a key on two lines or more, so that its column is as wide as a value."""
+    *lines, last = re.split(r"(?<=[-.])", heading)
+    return "\n".join([*lines, last]) if lines else f"\n{last}"
 
 
 def _usual_columns(group: Group) -> Sequence[tuple[str, Cell]]:
     """The columns of a section that asks no question."""
     to_target = f"{group.target.score:.4f}" if group.target else "target"
+    server, own = f"server_{group.by.key}", f"clients_{group.by.key}"
+    scores = (("server's\ndata", _short(server)), ("clients'\nown tests", _own_tests(group)))
+    nbytes = ("\nbytes", _mean("bytes_total", bytes_text))
+    bytes_to_target = (f"until\n{to_target}", _mean("bytes_to_target", bytes_text))
+    if group.varied:  # whose columns take the place of the others
+        marked = [(head, _marked(text, group, key)) for key, (head, text) in zip((server, own), scores, strict=True)]
+        return (*marked, nbytes, bytes_to_target)
     return (
-        ("server's\ndata", _short(f"server_{group.by.key}")),
-        ("clients'\nown tests", _own_tests(group)),
-        ("\nbytes", _mean("bytes_total", bytes_text)),
+        *scores,
+        nbytes,
         ("until\nround", _mean("rounds_to_target", count_text)),
-        (f"until\n{to_target}", _mean("bytes_to_target", bytes_text)),
+        bytes_to_target,
         ("a\nround", _mean("round_seconds", seconds_text)),
         ("client's\nstep", _mean("step_seconds", step_text)),
     )
+
+
+def _marked(text: Cell, group: Group, key: str) -> Cell:
+    """A score, with the mark of a best combination below it if that is the best by this score."""
+    best = {one.result.name for one in best_of(group) if one.key == key}
+    marked = {name: mark for name, mark in marks(group).items() if name in best}
+    return lambda result: "\n".join(filter(None, (text(result), marked.get(result.name, ""))))
 
 
 def _bytes_columns(group: Group) -> Sequence[tuple[str, Cell]]:

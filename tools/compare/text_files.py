@@ -12,21 +12,30 @@ from tepal.tools.compare.answers import Compared, answer, compared_in
 from tepal.tools.compare.comparison import Group, Measured, Result, Results
 from tepal.tools.compare.doubt import DOUBT_COLUMNS
 from tepal.tools.compare.figure_columns import columns_of, difference_key, group_columns
-from tepal.tools.compare.sections import DOUBT
+from tepal.tools.compare.grid.best import marks
+from tepal.tools.compare.sections import DOUBT, value_text
 from tepal.tools.compare.tables import group_notes, headline, notes, setting, variants_table
 
 # --- CSV ------------------------------------------------------------------------------------------------------------
 
 
 def strategies_csv(results: Results) -> str:
-    """One line per strategy or variant: mean and standard deviation over its seeds; unknown values are empty.
+    """One line per strategy, variant or combination of varied values; unknown values are empty.
+
+    It has the mean and the standard deviation over the seeds.
 
     Of variants also the section with its question and answer, and the difference to its baseline with its interval.
     """
-    return _csv(_row(result, group, results) for group in results.sections for result in group.variants)
+    lines = []
+    for group in results.sections:
+        best = {result.name: "" for result in group.variants} | marks(group)
+        for result in group.variants:
+            given = {"best": best[result.name]} if results.comparison.grid else {}
+            lines.append(_row(result, group, results, given))
+    return _csv(lines)
 
 
-def _row(result: Result, group: Group, results: Results) -> dict[str, Any]:
+def _row(result: Result, group: Group, results: Results, best: Mapping[str, str]) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     for key in (*(column.key for column in columns_of(results.by)), *_doubt_keys(results)):
         statistic = result.figures.get(key)
@@ -34,21 +43,23 @@ def _row(result: Result, group: Group, results: Results) -> dict[str, Any]:
         figures[f"{key}_sd"] = statistic and statistic.deviation
     reached = result.figures.get("rounds_to_target")
     return {
-        **_names(result.name, result.strategy, group),
+        **_names(result, group),
         "runs": len(result.runs),
         "finished": result.finished,
         **figures,
         f"target_{results.by.key}": group.target and group.target.score,
         "reached_target": reached.runs if reached else 0,
+        **best,
         **_differences(result, group, results),
     }
 
 
-def _names(name: str, strategy: str, group: Group) -> dict[str, Any]:
-    if not group.comparison.sections:
-        return {"strategy": strategy}
+def _names(result: Result, group: Group) -> dict[str, Any]:
+    values = {key: value_text(value) if isinstance(value, bool) else value for key, value in result.values.items()}
+    if group.comparison.of_strategies:
+        return {"strategy": result.strategy, **values}
     titled = {"section": group.section.title} if any(one.title for one in group.comparison.sections) else {}
-    return {**titled, "variant": name, "strategy": strategy}
+    return {**titled, "variant": result.base, "strategy": result.strategy, **values}
 
 
 def _doubt_keys(results: Results) -> list[str]:
@@ -70,7 +81,7 @@ def _differences(result: Result, group: Group, results: Results) -> dict[str, An
         row |= {name: found and found.mean, f"{name}_low": low, f"{name}_high": high,
                 f"{name}_verdict": found and found.verdict}  # fmt: skip
     section = group.section
-    asked = group.baseline.name if section.question else ""
+    asked = group.baseline.base if section.question else ""
     return {**row, "question": section.question, "baseline": asked, "answer": answer(group)}
 
 
@@ -80,14 +91,14 @@ def _name(compared: Compared) -> str:
 
 def runs_csv(results: Results) -> str:
     """One line per run, in the order in which they are run; unknown values are empty."""
-    groups = {result.name: group for group in results.sections for result in group.variants}
-    return _csv(_run_row(each, groups[each.run.compared], results) for each in results.runs)
+    found = {result.name: (result, group) for group in results.sections for result in group.variants}
+    return _csv(_run_row(each, *found[each.run.compared], results) for each in results.runs)
 
 
-def _run_row(each: Measured, group: Group, results: Results) -> dict[str, Any]:
+def _run_row(each: Measured, result: Result, group: Group, results: Results) -> dict[str, Any]:
     target = group.target.at(each.run.seed) if group.target else None
     return {
-        **_names(each.run.compared, each.run.strategy, group),
+        **_names(result, group),
         "seed": each.run.seed,
         "outcome": each.run.outcome,
         "reason": each.run.reason,

@@ -1,10 +1,12 @@
 """The variants file of `tepal compare --variants`: what it compares, and everything that is wrong with it.
 
-    seeds = [1, 2, 3]           # these three are optional, as are common and section.common
+    seeds = [1, 2, 3]           # these three are optional, as are common, vary and section.common
     clients = 10
     target = 0.95
     [common]                    # keys of the run config of all variants
     model = "tiny-vit"
+    [vary]                      # every variant runs with every combination of these values
+    learning-rate = [0.001, 0.01]
     [[section]]                 # or [[variant]] at once, without sections
     title = "Fewer bytes, one model"
     about = "One sentence: what is compared, and why."
@@ -33,11 +35,12 @@ from tepal.host.toml import Value, flat, parse_untrusted
 from tepal.records.columns import is_number
 from tepal.server_app.config import ConfigError, defaults
 from tepal.server_app.config.checks import unknown
+from tepal.tools.compare.grid.values import Grid, read_vary_table
 from tepal.tools.compare.plan import MOST_RUNS, OWN_KEYS
 from tepal.tools.compare.sections import BYTES, MOST_SECTIONS, NAME, Section, Variant, near, problems
 from tepal.tools.paths import absolute_paths
 
-_TOP_KEYS = ("seeds", "clients", "target", "common", "variant", "section")
+_TOP_KEYS = ("seeds", "clients", "target", "common", "vary", "variant", "section")
 _SECTION_KEYS = ("title", "about", "question", "baseline", "within", "common", "variant")
 _NOT_HERE = {
     "seed": "leave it out, and give seeds = [1, 2, 3] at the top of the file",
@@ -49,13 +52,17 @@ assert {*_NOT_HERE, "strategy"} == set(OWN_KEYS)
 
 @dataclass(frozen=True)
 class VariantsFile:
-    """What a variants file compares: the common part of the run config, sections, and optional settings."""
+    """What a variants file compares: the common part of the run config, sections, and optional settings.
+
+    `vary` has the values of its table `[vary]`; the sections are those without them.
+    """
 
     sections: tuple[Section, ...]
     common: Mapping[str, Value] = field(default_factory=dict)
     seeds: tuple[int, ...] = ()
     clients: int | None = None
     target: float | None = None
+    vary: Grid = field(default_factory=dict)
 
 
 def read_variants(path: Path) -> VariantsFile:
@@ -109,7 +116,8 @@ class _Reader:
             self.problems.append(f"clients={clients!r}: expected a whole number of at least 2")
         if target is not None and (not is_number(target) or not math.isfinite(target) or target < 0):
             self.problems.append(f"target={target!r}: expected a number of at least 0")
-        return VariantsFile(tuple(sections), common, tuple(seeds), clients, target)
+        vary = read_vary_table(table.get("vary", {}), self._folder, self.problems)
+        return VariantsFile(tuple(sections), common, tuple(seeds), clients, target, vary)
 
     def _seeds(self, seeds: Any) -> list[int]:
         whole = isinstance(seeds, list) and all(type(seed) is int and seed >= 0 for seed in seeds)

@@ -257,8 +257,8 @@ def comparison_facts(view: ComparisonView, results: Results) -> dict[str, Any]:
         {
             **view.facts(),
             "target": asdict(results.target) if results.target else None,
-            ("variants" if results.comparison.sections else "strategies"): {
-                result.name: {key: asdict(value) if value else None for key, value in result.figures.items()}
+            ("strategies" if results.comparison.of_strategies else "variants"): {
+                result.full_label: {key: asdict(value) if value else None for key, value in result.figures.items()}
                 for result in results.variants
             },
             **({"sections": list(map(_section_facts, results.sections))} if results.comparison.sections else {}),
@@ -271,9 +271,10 @@ def comparison_facts(view: ComparisonView, results: Results) -> dict[str, Any]:
 def _section_facts(group: Group) -> dict[str, Any]:
     section = group.section
     told = {key: getattr(section, key) for key in ("title", "about", "question", "baseline")}
+    told["baseline"] = next((one.label for one in section.variants if one.name == section.baseline), "")
     return {
         **told,
-        "variants": section.names,
+        "variants": [variant.label for variant in section.variants],
         "target": asdict(group.target) if group.target else None,
         "answer": answer(group),
     }

@@ -1,0 +1,127 @@
+"""What a run of a comparison measured: its curve, and its figures after the last round."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from tepal.host.toml import Value
+from tepal.records.round_record import RoundRecord
+from tepal.records.run_directory import ACCURACY, Measure, read_metrics, read_summary, summarise, total
+from tepal.report.round_figures import TEST_DATA, transferred
+from tepal.tools.compare.doubt import doubt_figures
+from tepal.tools.compare.plan import ComparedRun
+
+
+@dataclass(frozen=True)
+class Point:
+    """A point of a curve: the bytes transferred up to the end of a round, and the score; means over several seeds.
+
+    `deviation` is the standard deviation of the score over the seeds.
+    """
+
+    round: int
+    transferred: float | None
+    score: float
+    deviation: float | None = None
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The score minus and plus its standard deviation; None for a single seed."""
+        return None if self.deviation is None else (self.score - self.deviation, self.score + self.deviation)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The score round by round; `of` names its test data, as `accuracy_of` in metrics.jsonl does."""
+
+    of: str
+    points: tuple[Point, ...]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run of a comparison with its rounds and its summary so far; `by`: the measure of all runs."""
+
+    run: ComparedRun
+    metrics: Sequence[RoundRecord]
+    summary: Mapping[str, Any]
+    by: Measure = ACCURACY
+
+    @property
+    def server_score(self) -> float | None:
+        """The last score on the server's held-out data; None if the clients have personal models."""
+        if any(line.accuracy_of == "personal" for line in self.metrics):
+            return None
+        of_server = [line.value(self.by.key) for line in self.metrics if line.accuracy_of == "server"]
+        return of_server[-1] if of_server else None
+
+    @cached_property
+    def transferred(self) -> list[float | None]:
+        """Payload bytes of all clients, both ways, up to and including each round."""
+        return transferred(self.metrics)
+
+    @cached_property
+    def curve(self) -> Curve | None:
+        """The scores of the personal models if there are such, else on the server's data, else on the clients'."""
+        for of in ("personal", *TEST_DATA):
+            points = tuple(
+                Point(line.round, transferred, score)
+                for line, transferred in zip(self.metrics, self.transferred, strict=True)
+                if (score := line.value(self.by.key)) is not None and line.accuracy_of == of
+            )
+            if points:
+                return Curve(of, points)
+        return None
+
+    def reached(self, target: float | None) -> Point | None:
+        """The first point with at least the target score on the server's held-out data; None if there is none."""
+        if target is None or self.curve is None or self.curve.of != "server":
+            return None
+        return next((point for point in self.curve.points if self.by.good(point.score, target)), None)
+
+    def figures(self, target: float | None) -> dict[str, float | None]:
+        """All figures of the run; None for one that is unknown or does not exist."""
+        # Only of the last round: an earlier model is not the result.
+        last = self.metrics[-1] if self.metrics else None
+        reached = self.reached(target)
+        summed = {key: self.summary.get(key) for key in ("bytes_down", "bytes_up", "bytes_vs_fedavg", "seconds")}
+        return {
+            f"server_{self.by.key}": self.server_score,
+            f"clients_{self.by.key}": last.value(f"clients_{self.by.key}") if last else None,
+            "clients_spread": last.clients_spread if last else None,
+            "rounds_to_target": reached.round if reached else None,
+            "bytes_to_target": reached.transferred if reached else None,
+            **(summed if self.metrics else dict.fromkeys(summed)),
+            "plain_vs_fedavg": self._plain_vs_fedavg,
+            "bytes_total": self.transferred[-1] if self.metrics else None,
+            "round_seconds": self.round_seconds,
+            "step_seconds": self.summary.get("step_seconds"),
+        }
+
+    @property
+    def _plain_vs_fedavg(self) -> float | None:
+        """The share of FedAvg's bytes if nothing were encoded."""
+        plain, fedavg = total(self.metrics, "bytes_plain"), total(self.metrics, "bytes_fedavg")
+        return plain / fedavg if plain is not None and fedavg else None
+
+    @cached_property
+    def doubt(self) -> dict[str, float | None]:
+        """The figures of `doubt_figures`."""
+        return doubt_figures(self.metrics)
+
+    @property
+    def round_seconds(self) -> float | None:
+        """The median over the rounds, because the first round includes the start of the clients."""
+        known = [line.seconds for line in self.metrics if line.round > 0 and line.seconds is not None]
+        return statistics.median(known) if known else None
+
+
+def measured(run: ComparedRun, config: Mapping[str, Value]) -> Measured:
+    """Read the rounds and the summary of a run, as far as they are written."""
+    metrics = read_metrics(run.directory) if run.directory else []
+    written = read_summary(run.directory) if run.directory else None
+    return Measured(run, metrics, {**summarise(metrics, config), **(written or {})})
