@@ -121,6 +121,30 @@ def test_strategies_are_compared_by_running_them_in_turn(tepal, tmp_path):
     assert "round 1/2" not in again.stdout and rows_of(folder / "runs.csv") == [fedavg, fedacs], "nothing is run again"
 
 
+@pytest.mark.simulation
+def test_a_grid_is_compared_by_running_every_combination(tepal, tmp_path):
+    config = f'num-server-rounds=2 local-epochs=1 runs="{tmp_path / "runs"}"'
+    grid = ("--strategies", "fedavg", "--vary", "learning-rate=0.00001,0.003")
+    done = tepal("compare", ".", *grid, "--seeds", "1,2", "--clients", "2", "-c", config)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 runs: 1 strategy × 2 values of learning-rate × 2 seeds" in done.stdout
+    (folder,) = (tmp_path / "runs").glob("*-compare")
+    runs, rows = rows_of(folder / "runs.csv"), rows_of(folder / "comparison.csv")
+    assert [(row["learning-rate"], row["seed"]) for row in runs] == [
+        (rate, seed) for seed in "12" for rate in ("1e-05", "0.003")
+    ]
+    for row in runs:
+        assert float(row["server_accuracy"]) == read_lines(folder / row["run"])[-1]["accuracy"]
+    for row in rows:
+        own = [float(run["server_accuracy"]) for run in runs if run["learning-rate"] == row["learning-rate"]]
+        assert float(row["server_accuracy"]) == pytest.approx(sum(own) / 2)
+    assert len({row["server_accuracy"] for row in rows}) == 2, "the rates were used"
+    low, high = sorted(rows, key=lambda row: float(row["server_accuracy"]))
+    assert low["best"] == "" and high["best"] in ("best", "undecided")
+    again = tepal("compare", ".", "--resume", str(folder))
+    assert again.returncode == 0 and "4 finished before" in again.stdout and "round 1/2" not in again.stdout
+
+
 # A network namespace of its own, with a loopback interface and nothing else.
 OFFLINE = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
 

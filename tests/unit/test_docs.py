@@ -79,6 +79,7 @@ RUN_BY = {
     "tepal simulate . --clients 2 -c 'model=\"my-bert\"": "tests/unit/test_docs_pages.py",
     "tepal simulate": "tests/integration/test_main_job.py",
     "tepal compare . --variants": "tests/unit/tools/compare/test_variants.py",
+    "tepal compare . --strategies fedavg,fedfrozen --vary": "tests/unit/tools/compare/test_vary.py",
     "tepal compare . --clients": "tests/unit/test_results.py",
     "tepal compare": "tests/integration/test_main_job.py",
     "tepal predict": "test_the_predict_command_reads_a_run_and_writes_what_it_predicts",

@@ -12,8 +12,9 @@
                         questions, bars that answer them
     latest              a link to its newest run; `runs/latest` is a link to it, too
 
-The runs of one seed differ only in their strategy or, with a variants file, in the keys of their variants. All figures
-are read from the runs' `metrics.jsonl` and `summary.json`.
+The runs of one seed differ only in their strategy or, with a variants file, in the keys of their variants, and in the
+varied keys (`grid`), each combination of which is a variant. All figures are read from the runs' `metrics.jsonl` and
+`summary.json`.
 """
 
 from __future__ import annotations

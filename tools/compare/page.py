@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 _MANY, _TALL = 8, 560  # with more curves than the first, figures have the second's height (pixels) for legends
+_MANY_LABELS = 4  # the same for curves of combinations of values, whose names are longer
 _MANY_TITLES = 3  # with more sections, the heading has their number
 
 _BAND = " Lines: mean over the seeds; bands: their standard deviation."
@@ -143,9 +144,7 @@ def _own_settings(comparison: Comparison) -> Table:
 def figures(results: Results) -> list[Figure]:
     """Of each section the score over varied keys, per round and per byte, and on the clients' own tests."""
     look = looks(results.comparison.coloured)
-    return [
-        figure for number, group in enumerate(results.sections) for figure in _group_figures(group, look, number)
-    ]
+    return [figure for number, group in enumerate(results.sections) for figure in _group_figures(group, look, number)]
 
 
 def _group_figures(group: Group, look: dict[str, Look], number: int) -> list[Figure]:
@@ -163,7 +162,7 @@ def _empty_plot(group: Group, x_title: str, *, rounds: int | None = None) -> go.
     plot = empty_plot(x_title, group.by.name, rounds=rounds)
     plot.update_layout(hovermode="closest")  # the values of all strategies would cover the figure
     plot.update_yaxes(rangemode="tozero", **({"tickformat": ".4~%"} if group.by.share else {}))
-    if len(group.variants) > _MANY:
+    if len(group.variants) > (_MANY_LABELS if group.varied else _MANY):
         plot.update_layout(height=_TALL)
     return plot
 
