@@ -67,6 +67,11 @@ EXPERIMENTS = {
         "20 Newsgroups, trained weights", "news20.jsonl.xz", named=True,
         about="`compact-bert-news`, trained on the texts without their labels; “bydate”, 50 clients, Dirichlet 0.3",
     ),
+    "cifar-10-pretrained": Experiment(
+        "CIFAR-10, trained weights", "cifar10_subset.npz", named=True,
+        about="`compact-vit-c100`, trained on CIFAR-100; 10,000 of the training images and 2,000 of the test images, "
+        "50 clients, Dirichlet 0.3",
+    ),
     "mnist": Experiment(
         "MNIST by writer", "mnist.npz", 200, True,
         about="539 writers, whole ones dealt to 200 clients, images of 16x16",

@@ -90,6 +90,7 @@ def compare(
     strategies: Sequence[str | Mapping[str, Any]] = ("fedavg", "fedfrozen", "selective"),
     *,
     seeds: Sequence[int] = (42,),
+    vary: Mapping[str, Any] | None = None,
     model: Model = "tiny-vit",
     data: Any = "digits",
     clients: int | None = None,
@@ -104,6 +105,8 @@ def compare(
         strategies: names; or dictionaries with `strategy`, `name` and further options, such as
             `{"name": "slow", "strategy": "fedavg", "learning_rate": 0.001}`.
         seeds: each is run with each of them.
+        vary: lists of values by keyword, such as `{"learning_rate": [0.001, 0.01]}`: each is run with every
+            combination.
         model: as in `simulate`, like all that follow; the same for all.
         data: the data of all.
         clients: number of clients.
@@ -119,7 +122,7 @@ def compare(
         TypeError: model or data is an object of another type.
     """
     values, count = _settings(model, data, clients, runs, options, rounds, 42)
-    return compared(strategies, seeds, {**defaults(), **values}, count, _keys, console_of(progress))
+    return compared(strategies, seeds, {**defaults(), **values}, count, _keys(vary or {}), _keys, console_of(progress))
 
 
 def _settings(
@@ -137,9 +140,9 @@ def _settings(
     return absolute_paths(values, Path()), clients or count or _CLIENTS
 
 
-def _keys(options: Mapping[str, Any], prefix: str = "") -> dict[str, Value]:
+def _keys(options: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return options as keys of the run config."""
-    found: dict[str, Value] = {}
+    found: dict[str, Any] = {}
     for name, value in options.items():
         key = prefix + name.replace("_", "-")
         found |= _keys(value, f"{key}.") if isinstance(value, Mapping) else {key: value}

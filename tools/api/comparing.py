@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +23,8 @@ from tepal.tools.compare.comparison import (
     planned_variants,
     read_comparison,
 )
+from tepal.tools.compare.grid.expand import strategies_grid, variants_grid
+from tepal.tools.compare.grid.values import read_vary_table
 from tepal.tools.compare.plan import OWN_KEYS
 from tepal.tools.compare.runs import check, check_tasks, new_folder, run_all, seed_numbers, strategy_names
 from tepal.tools.compare.sections import NAME, Section, Variant
@@ -44,8 +45,14 @@ class Compared:
 
     @cached_property
     def table(self) -> pandas.DataFrame:
-        """One row for each strategy or variant: means over the seeds, and standard deviations as `…_sd`."""
-        return self._frame(CSV).set_index("variant" if self._comparison.sections else "strategy")
+        """One row for each strategy or variant, and each combination of varied values, which are columns.
+
+        Figures are means over the seeds; their standard deviations are in columns `…_sd`.
+        """
+        import pandas
+
+        frame = pandas.read_csv(self.path / CSV)
+        return frame.set_index("variant" if "variant" in frame else "strategy")
 
     @cached_property
     def runs(self) -> list[Run]:
@@ -74,11 +81,6 @@ class Compared:
         """Return the path of the comparison's page, for a browser."""
         return self.path / HTML
 
-    def _frame(self, name: str) -> pandas.DataFrame:
-        import pandas
-
-        return pandas.read_csv(self.path / name, quoting=csv.QUOTE_MINIMAL)
-
     @cached_property
     def _comparison(self) -> Comparison:
         return read_comparison(self.path)
@@ -96,6 +98,7 @@ def compared(
     seeds: Sequence[int],
     config: Mapping[str, Value],
     clients: int,
+    vary: Mapping[str, Sequence[Value]],
     keys: Callable[[Mapping[str, Any]], dict[str, Value]],
     console: Console,
 ) -> Compared:
@@ -106,6 +109,7 @@ def compared(
         seeds: of the runs.
         config: the run config of all runs.
         clients: number of clients.
+        vary: key of the run config → values; every combination is run.
         keys: turns a variant's options into keys of the run config.
         console: where progress and errors are shown.
 
@@ -113,11 +117,18 @@ def compared(
     """
     numbers = seed_numbers(",".join(map(str, seeds)))
     common = {key: value for key, value in config.items() if key not in OWN_KEYS}
+    problems: list[str] = []
+    grid = read_vary_table({key: list(values) for key, values in vary.items()}, Path(), problems)
+    if problems:
+        raise ConfigError("\n".join(problem.replace("[vary]", "vary") for problem in problems))
     sections: tuple[Section, ...] = ()
     if all(isinstance(each, str) for each in what):
-        runs = planned_runs(strategy_names(",".join(map(str, what))), numbers)
+        names = strategy_names(",".join(map(str, what)))
+        sections = strategies_grid(names, grid, len(numbers)) if grid else ()
+        runs = planned_variants(sections, numbers) if grid else planned_runs(names, numbers)
     else:
         sections = (Section("", tuple(_variants(what, keys))),)
+        sections = variants_grid(sections, grid, len(numbers)) if grid else sections
         runs = planned_variants(sections, numbers)
     comparison = Comparison(Path(str(config["runs"])), runs, common, clients, sections=sections)
     check(comparison, lambda one: check_clients(one, clients))

@@ -204,6 +204,18 @@ def test_strategies_and_variants_are_compared(small):
     assert names.table.index.tolist() == ["fedavg", "fedprox"] and "2 runs" in repr(names)
 
 
+def test_every_combination_of_varied_values_is_run(small):
+    del small["strategy"]
+    compared = tepal.compare(["fedavg"], vary={"learning_rate": [1e-5, 0.01], "local_epochs": [1, 2]},
+                             **{**small, "local_epochs": 3})  # fmt: skip
+    ran = {(run.config["learning-rate"], run.config["local-epochs"]): run.accuracy for run in compared.runs}
+    assert sorted(ran) == [(1e-5, 1), (1e-5, 2), (0.01, 1), (0.01, 2)]
+    table = compared.table.set_index(["learning-rate", "local-epochs"])["server_accuracy"]
+    assert all(table[key] == pytest.approx(score) for key, score in ran.items())
+    with pytest.raises(ConfigError, match="vary: learning-rate=.*expected at least two"):
+        tepal.compare(["fedavg"], vary={"learning_rate": [0.1]}, **small)
+
+
 @pytest.mark.parametrize(
     ("what", "said"),
     [
