@@ -21,6 +21,7 @@ _KINDS = {
     models.TEXTS: "Text classification",
     models.CHARACTERS: "Next-character prediction",
     models.CHOICES: "Multiple choice",
+    models.TABLES: "Table classification",
     models.SEQUENCES: "Regression",
 }
 
@@ -44,10 +45,10 @@ on the Hugging Face hub the extra `text`.
 
 The numbers are for images of 3x224x224 in 1000 classes and texts in 2 (cnn: 1x28x28 in 10, tiny-vit: 1x8x8 in 10,
 compact-vit and resnet-20: 3x32x32 in 10, char-lstm and char-transformer: 80 characters, linear-attention: 64 features
-and 32 outputs), in float32. **Query/key** is the share of the parameters that FedFrozen freezes, the **value block**
-all other entries, and **cost** FedFrozen's upload relative to FedAvg's with {WARMUP} warm-up rounds of {ROUNDS}. A
-**layer** is a transformer block, or a stage of a model without transformer blocks; its bytes are given for the smallest
-and the largest."""
+and 32 outputs, ft-transformer and mlp: 64 features in 10 classes), in float32. **Query/key** is the share of the
+parameters that FedFrozen freezes, the **value block** all other entries, and **cost** FedFrozen's upload relative to
+FedAvg's with {WARMUP} warm-up rounds of {ROUNDS}. A **layer** is a transformer block, or a stage of a model without
+transformer blocks; its bytes are given for the smallest and the largest."""
 
 
 def page() -> str:

@@ -22,6 +22,7 @@ from tepal.models.registry import (
     IMAGES,
     MODELS,
     SEQUENCES,
+    TABLES,
     TEXTS,
     TRANSFORMERS,
     Model,
@@ -33,13 +34,14 @@ if TYPE_CHECKING:
     from torch import nn
 
 __all__ = [
-    "ANYTHING", "CHARACTERS", "CHOICES", "IMAGES", "MODELS", "SEQUENCES", "TEXTS",
+    "ANYTHING", "CHARACTERS", "CHOICES", "IMAGES", "MODELS", "SEQUENCES", "TABLES", "TEXTS",
     "Model", "ModelError", "build", "find", "names",
 ]  # fmt: skip
 
 NEEDS: Mapping[str, tuple[str, ...]] = {
     IMAGES: ("image_shape", "classes"),
     SEQUENCES: ("features", "outputs"),
+    TABLES: ("features", "classes"),
     TEXTS: ("classes",),
     CHARACTERS: ("vocabulary",),
     CHOICES: (),
@@ -100,9 +102,9 @@ def build(
     Args:
         name: see `find`.
         image_shape: (channels, height, width), for image classification only.
-        classes: number of classes, for image and sequence classification.
+        classes: number of classes, for classification of images, tables and texts.
         vocabulary: number of characters, for next-character models.
-        features: size of an input, or of one position of a sequence, for regression.
+        features: size of an input, or of one position of a sequence, for tables and regression.
         outputs: size of a target, for regression.
         seed: seed of the weights.
 

@@ -15,6 +15,7 @@ from typing import Any
 
 IMAGES = "image-classification"  # (batch, channels, height, width) → (batch, classes)
 SEQUENCES = "sequence-regression"  # numbers (batch, length, features) or (batch, features) → (batch, outputs)
+TABLES = "table-classification"  # numbers (batch, features) → (batch, classes)
 TEXTS = "sequence-classification"  # token ids (batch, tokens) → (batch, classes)
 CHARACTERS = "next-character"  # character ids (batch, characters) → (batch, vocabulary), of the next character
 CHOICES = "multiple-choice"  # token ids (batch, tokens) → (batch, tokens, vocabulary): a causal language model
@@ -86,7 +87,9 @@ MODELS: Mapping[str, Model] = {
     "char-transformer": Model(CHARACTERS, "tepal.models.char_transformer:CharTransformer"),
     "cnn": Model(IMAGES, "tepal.models.cnn:CNN"),
     "compact-vit": Model(IMAGES, "tepal.models.compact_vit:CompactViT"),
+    "ft-transformer": Model(TABLES, "tepal.models.ft_transformer:FTTransformer"),
     "linear-attention": Model(SEQUENCES, "tepal.models.linear_attention:regressor"),
+    "mlp": Model(TABLES, "tepal.models.mlp:MLP"),
     "resnet-20": Model(IMAGES, "tepal.models.resnet20:ResNet20"),
     "tiny-vit": Model(IMAGES, "tepal.models.tiny_vit:TinyViT"),
     # torchvision

@@ -1,6 +1,7 @@
 """Tasks: how a model is called, its loss, and the metrics of its predictions.
 
     image classification       (n, channels, height, width) floats → (n, classes) logits
+    table classification       (n, features) floats → (n, classes) logits
     sequence classification    (n, length) token ids → (n, classes) logits
     next character             (n, length) character ids → (n, characters) logits of the next character
     multiple choice            (n, choices, 2, length) token ids and their roles → (n, choices) scores
@@ -112,11 +113,12 @@ def choice_scores(model: Call, inputs: Tensor) -> Tensor:
 
 IMAGES = Task("image-classification", plain, macro_f1=True)
 REGRESSION = Task("sequence-regression", plain, regression=True)
+TABLES = Task("table-classification", plain, macro_f1=True)
 NEXT_CHARACTER = Task("next-character", from_ids, perplexity=True)
 TEXTS = Task("sequence-classification", from_ids, macro_f1=True)
 CHOICES = Task("multiple-choice", choice_scores, outputs_per_token=True)
 
-TASKS = {task.name: task for task in (IMAGES, REGRESSION, NEXT_CHARACTER, TEXTS, CHOICES)}
+TASKS = {task.name: task for task in (IMAGES, REGRESSION, TABLES, NEXT_CHARACTER, TEXTS, CHOICES)}
 """Kind of model → its task."""
 
 

@@ -46,9 +46,9 @@ def on_meta(name: str) -> nn.Module:
     """A model by its name, in its usual size, without weights. Raises ModelError if a library is missing."""
     kind = models.MODELS[name].kind
     shape, classes = _IMAGES_OF.get(name, ((3, 224, 224), 1000))
+    classes = {models.TEXTS: 2, models.TABLES: 10}.get(kind, classes)
     sizes: dict[str, Any] = {
-        "image_shape": shape, "classes": 2 if kind == models.TEXTS else classes, "vocabulary": 80, "features": 64,
-        "outputs": 32,
+        "image_shape": shape, "classes": classes, "vocabulary": 80, "features": 64, "outputs": 32,
     }  # fmt: skip
     with torch.device("meta"):
         return models.build(name, seed=0, **{key: sizes[key] for key in models.NEEDS[kind]})
