@@ -22,7 +22,7 @@ from tepal.exchange import PartialExchange
 from tepal.exchange.mod import Received, received
 from tepal.exchange.plan import ACCUMULATION, FINAL, PROXIMAL, SCORED_AS
 from tepal.training.data import check_partition
-from tepal.training.data.inputs import InputConfig
+from tepal.training.data.inputs import InputConfig, examples_of
 from tepal.training.loop import Fitted, Score, accumulation, score
 from tepal.training.prediction import EnsembleScore, score_ensemble
 from tepal.training.probing import probe_layers, random_numbers_apart
@@ -44,7 +44,7 @@ def prepare(run_config: Mapping[str, Any], clients: int) -> None:
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer of a process imports PyTorch's compiler, for seconds
     with suppress(ValueError, OSError):
         config = InputConfig.from_run_config(run_config)
-        check_partition(config, clients, numbers=config.kind == models.SEQUENCES)
+        check_partition(config, clients, examples_of(config))
 
 
 @app.train()

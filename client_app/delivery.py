@@ -32,6 +32,7 @@ def deliver(records: Sequence[ArrayRecord], client: LocalClient, context: Contex
         "format": "pt",
         "model": str(context.run_config.get("model")),
         **written_sizes(client.sizes),
+        **client.described,
         "config": json.dumps(dict(context.run_config)),
     }
     try:

@@ -7,7 +7,7 @@ import math
 import threading
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,6 +41,8 @@ class LocalClient:
     """Arguments with which the model is built."""
     origin: str = ""
     """The examples' source, in words."""
+    described: Mapping[str, str] = field(default_factory=dict)
+    """Keys of the run config whose values the server's dataset determines, and the values that this client has."""
 
     @staticmethod
     def of(msg: Message, context: Context) -> LocalClient:
@@ -74,6 +76,7 @@ class LocalClient:
             node_config=context.node_config,
             sizes=data.inputs.sizes,
             origin=data.inputs.origin,
+            described=_described(settings),
         )
 
     @property
@@ -107,6 +110,12 @@ class LocalClient:
             labels = torch.cat([self.batches.labels, self.test[1]])
             figures[LABEL_COUNTS] = torch.bincount(labels, minlength=int(self.sizes["classes"])).tolist()
         return figures
+
+
+def _described(settings: Mapping[str, Any]) -> dict[str, str]:
+    found = {key: str(settings.get(key, "")) for key in ("feature-columns", "normalise")}
+    found["class-names"] = str(settings.get("class-names") or settings.get(FOUND_NAMES, ""))
+    return {key: value for key, value in found.items() if value}
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from tepal.strategies import STRATEGIES, MethodError, MethodStrategy, NoAttentio
 from tepal.strategies.rounds.checkpoint import CheckpointError, Checkpoints
 from tepal.strategies.rounds.travel import segments
 from tepal.training.data import DataError
-from tepal.training.data.inputs import FOUND_NAMES, unlabelled_inputs, written_names, written_sizes
+from tepal.training.data.inputs import FOUND_NAMES, settled, unlabelled_inputs, written_names, written_sizes
 from tepal.training.data.tokens import TokenizerError
 from tepal.training.tasks import TASKS
 
@@ -97,7 +97,7 @@ def run(grid: Grid, values: Mapping[str, Any]) -> Path:
         starts = _starts(config, model, blocks, loaded)
         result, failure = _start(strategy, grid, config, values, model, starts, directory, trackers)
         arrays = {name: array.numpy() for name, array in result.arrays.items()}
-        metadata = {**written_sizes(sizes_of(config)), **written_names(config.data)}
+        metadata = {**written_sizes(sizes_of(config)), **written_names(config.data), **settled(config.data)}
         _insist(lambda: directory.write_model(arrays, metadata))
         parameters = sum(parameter.numel() for parameter in model.parameters())
         seconds = round(seconds_before + time.monotonic() - begun, 3)
@@ -153,6 +153,7 @@ def _start(
     changed = {key: value for key, value in config.flat.items() if key not in _OWN and values.get(key, value) != value}
     if not config.data.names and (names := written_names(config.data)):
         changed[FOUND_NAMES] = names["class-names"]
+    changed |= settled(config.data)
     settings = ConfigRecord({**changed, **config.training.model_dump(by_alias=True)})
     try:
         result = strategy.start(

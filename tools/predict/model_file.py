@@ -13,10 +13,22 @@ from torch import nn
 from tepal import models
 from tepal.exchange.modes import OF_MODE
 from tepal.records.run_directory import LATEST, MODEL, find_run
-from tepal.training.data import CharVocabulary, DataError, DatasetInfo, NumberInfo, dataset_info, number_info, text_info
+from tepal.training.data import (
+    CharVocabulary,
+    DataError,
+    DatasetInfo,
+    NumberInfo,
+    TableInfo,
+    dataset_info,
+    number_info,
+    table_info,
+    text_info,
+)
 from tepal.training.data.inputs import InputConfig
 
-_IN_METADATA = ("model", "dataset", "image-shape", "classes", "class-names", "features", "outputs")
+_IN_METADATA = (
+    "model", "dataset", "image-shape", "classes", "class-names", "features", "outputs", "feature-columns", "normalise",
+)  # fmt: skip
 """Keys of the run config that the metadata repeats, and that have precedence there."""
 
 
@@ -63,7 +75,7 @@ def described(metadata: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
 
 def sizes_of(
     run_config: Mapping[str, Any], config: InputConfig
-) -> tuple[DatasetInfo | NumberInfo | None, dict[str, Any]]:
+) -> tuple[DatasetInfo | NumberInfo | TableInfo | None, dict[str, Any]]:
     """The sizes of a model of images or numbers (None for texts), and the arguments that the model is built with."""
     kind = config.kind
     if kind == models.CHARACTERS:
@@ -74,6 +86,8 @@ def sizes_of(
         keys, known = "image-shape and classes", bool(config.shape and config.classes)
     elif kind == models.SEQUENCES:
         keys, known = "features and outputs", bool(config.features and config.outputs)
+    elif kind == models.TABLES:
+        keys, known = "features and classes", bool(config.feature_count and config.class_count)
     else:
         keys, known = "classes", bool(config.class_count)
     if not known and "dataset" not in run_config:
@@ -85,6 +99,9 @@ def sizes_of(
         if kind == models.SEQUENCES:
             numbers = NumberInfo(config.features, config.outputs) if known else number_info(config)
             return numbers, {"features": numbers.features, "outputs": numbers.outputs}
+        if kind == models.TABLES:
+            table = TableInfo(config.feature_count, config.class_count) if known else table_info(config)
+            return table, {"features": table.features, "classes": table.classes}
         return None, {"classes": config.class_count or text_info(config).classes}
     except DataError as error:
         raise ValueError(f"its metadata has no {keys}, and its dataset cannot be read: {error}") from error

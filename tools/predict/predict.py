@@ -6,9 +6,10 @@
 
 A model file is safetensors. The tensors of one model have their state_dict names; those of the k-th model of an
 ensemble are named `mode/<k>/<state_dict name>`, k = 0..K-1. The metadata describes what to build: `model`, with
-`image-shape` ("1x8x8") and `classes`, or for a regression `features` and `outputs`. If these are missing, they are read
-from the run config in `config`, or from the dataset that it names. The run config also names the columns of a table,
-the tokenizer and the length of texts. `class-names`: the names of the classes, if they have any.
+`image-shape` ("1x8x8") and `classes`, or for a table `features` and `classes`, or for a regression `features` and
+`outputs`. If these are missing, they are read from the run config in `config`, or from the dataset that it names. The
+run config also names the columns of a table, the tokenizer and the length of texts. `class-names`: the names of the
+classes, if they have any.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from tepal import models
 from tepal.strategies import STRATEGIES
 from tepal.tools.predict.images import image_batches
 from tepal.tools.predict.model_file import check_fit, described, model_file, opened, prefixes_of, sizes_of
-from tepal.tools.predict.numbers import NumberPrediction, read
+from tepal.tools.predict.numbers import NumberPrediction, read, table_batches
 from tepal.tools.predict.results import Prediction
 from tepal.tools.predict.texts import Batch, text_batches
 from tepal.training.config import TrainingConfig
-from tepal.training.data import CharVocabulary, DatasetInfo, NumberInfo, check_normalise
+from tepal.training.data import CharVocabulary, DatasetInfo, NumberInfo, TableInfo, check_normalise
 from tepal.training.data.inputs import InputConfig, tokens_of
 from tepal.training.loop import device_of
 from tepal.training.prediction import Predictions, predict
@@ -45,7 +46,7 @@ class Predictor:
 
     file: Path
     model: nn.Module
-    info: DatasetInfo | NumberInfo | None
+    info: DatasetInfo | NumberInfo | TableInfo | None
     """Sizes of a model of images or numbers; None for a model of texts."""
     config: InputConfig
     """The keys of the run config that describe the model's inputs."""
@@ -125,6 +126,8 @@ class Predictor:
     def _batches(self, files: Sequence[Path]) -> Iterator[Batch]:
         if isinstance(self.info, DatasetInfo):
             return image_batches(files, self.info, self.config, _AT_ONCE)
+        if isinstance(self.info, TableInfo):
+            return table_batches(files, self.info, self.config, _AT_ONCE)
         names = CharVocabulary().characters if self.config.kind == models.CHARACTERS else self.config.names
         return text_batches(files, self.config, names, _AT_ONCE)
 
@@ -163,6 +166,8 @@ def load_predictor(path: Path) -> Predictor:
         check_fit(shapes, prefixes, model, name)
         if isinstance(info, DatasetInfo):
             check_normalise(config.normalise, info.shape[0])
+        elif isinstance(info, NumberInfo | TableInfo):
+            check_normalise(config.normalise, info.features, "features")
         elif config.kind in (models.TEXTS, models.CHOICES):
             tokens_of(config)
     except ValueError as error:

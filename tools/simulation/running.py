@@ -10,7 +10,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tepal import models
 from tepal.host.files import new_log
 from tepal.host.superlink import EndedRun, RunError, keep_log
 from tepal.records.run_directory import CHECKPOINTS, KEPT_IN, METRICS, find_run
@@ -25,6 +24,7 @@ def check_clients(config: RunConfig, clients: int, *, parts: bool = True) -> Non
     # Imported here: torch takes seconds.
     from tepal.server_app.run import build_model, build_strategy
     from tepal.training.data import DataError, check_partition
+    from tepal.training.data.inputs import examples_of
 
     _, blocks = build_model(config)
     needed = build_strategy(config, blocks).rules.needed
@@ -38,7 +38,7 @@ def check_clients(config: RunConfig, clients: int, *, parts: bool = True) -> Non
         )
     if parts:
         try:
-            check_partition(config.data, clients, numbers=config.data.kind == models.SEQUENCES)
+            check_partition(config.data, clients, examples_of(config.data))
         except DataError as error:
             raise ConfigError(str(error)) from error
 

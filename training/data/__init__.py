@@ -1,15 +1,15 @@
 """Data sets, their partitions among clients, and each client's train/test split.
 
-    DataConfig  --->  dataset_info(config)            sizes for the server's model; text_info, number_info
+    DataConfig  --->  dataset_info(config)            sizes for the server's model; text_info, table_info, …
                 --->  held_out(config, kind)          the server's test set
                 --->  unlabelled(config, kind)        the server's unlabelled set (FedBE)
                 --->  load_client(config, node, ...)  one client's examples
 
-The kind of examples is `ImageArrays`, `Texts` or `Numbers`. A client's examples come from its own `data-path`
-(deployment), or are one partition of a named dataset (simulation). Partitions are made by flwr-datasets. Everything is
-numpy; images are float32 in 0..1 and channel-first, and are normalised (`normalise`) and converted to tensors for
-training. All randomness derives from (`seed`, purpose, client), so that every process computes the same partition and
-the same split.
+The kind of examples is `ImageArrays`, `Texts`, `Numbers` or `LabelledNumbers`. A client's examples come from its own
+`data-path` (deployment), or are one partition of a named dataset (simulation). Partitions are made by flwr-datasets.
+Everything is numpy; images are float32 in 0..1 and channel-first, and are normalised (`normalise`) and converted to
+tensors for training. All randomness derives from (`seed`, purpose, client), so that every process computes the same
+partition and the same split.
 
 Formats of a `data-path` and of the run's `dataset` (each module has the details):
 
@@ -21,7 +21,7 @@ Formats of a `data-path` and of the run's `dataset` (each module has the details
     plays.txt                         running text by speaker                      texts.py
     data.json, train/*.json, …        LEAF's FEMNIST and Shakespeare               leaf.py
 
-Numbers for regression are read from .npz files and tables (numbers.py).
+Numbers with classes, and those for regression, are read from .npz files and tables (numbers.py).
 
 Data sets known by name (known.py) may have their own layouts and columns:
 
@@ -42,8 +42,10 @@ from tepal.training.data.examples import (
     DatasetInfo,
     Encoder,
     ImageArrays,
+    LabelledNumbers,
     NumberInfo,
     Numbers,
+    TableInfo,
     TextInfo,
     Texts,
 )
@@ -51,6 +53,7 @@ from tepal.training.data.formats.files import opened_text, suffix_of
 from tepal.training.data.formats.images import IMAGE_SUFFIXES, read_image
 from tepal.training.data.formats.npz import npz_examples
 from tepal.training.data.loading import (
+    by_dataset,
     check_partition,
     class_names,
     dataset_info,
@@ -60,11 +63,12 @@ from tepal.training.data.loading import (
     load_client_texts,
     number_info,
     own_stamp,
+    table_info,
     text_info,
     texts_to_predict,
     unlabelled,
 )
-from tepal.training.data.normalisation import check_normalise, normalise
+from tepal.training.data.normalisation import check_normalise, normalise, normalised_numbers
 from tepal.training.data.partitions import BY_LABEL
 from tepal.training.data.vocabulary import CharVocabulary
 
@@ -79,10 +83,13 @@ __all__ = [
     "DatasetInfo",
     "Encoder",
     "ImageArrays",
+    "LabelledNumbers",
     "NumberInfo",
     "Numbers",
+    "TableInfo",
     "TextInfo",
     "Texts",
+    "by_dataset",
     "check_normalise",
     "check_partition",
     "checked_arrays",
@@ -93,12 +100,14 @@ __all__ = [
     "load_client_numbers",
     "load_client_texts",
     "normalise",
+    "normalised_numbers",
     "npz_examples",
     "number_info",
     "opened_text",
     "own_stamp",
     "read_image",
     "suffix_of",
+    "table_info",
     "text_info",
     "texts_to_predict",
     "unlabelled",

@@ -16,6 +16,10 @@ Shape = tuple[int, int, int]
 
 DIGITS = "digits"
 LOCAL = "local"
+EVERY = "*"
+"""Value of `feature-columns`: every column of a table that has no other use."""
+DATASET = "dataset"
+"""Value of `normalise`: the statistics of the run's own dataset."""
 
 
 class DataError(ValueError):
@@ -89,8 +93,8 @@ class DataConfig(BaseModel):
     features: int = Field(
         default=0,
         ge=0,
-        description="size of a regression's input, or of one position of a sequence; 0: as in the dataset, or the "
-        'number of feature-columns (one of them is required for dataset="local")',
+        description="numbers in an input of a table's classification or a regression, or in a position of a sequence; "
+        '0: as in the dataset, or the number of feature-columns (one of them is required for dataset="local")',
     )
     outputs: int = Field(
         default=0,
@@ -117,12 +121,16 @@ class DataConfig(BaseModel):
         description="column of a table with the choices of a question (text-column), or several columns with one each, "
         "separated by commas; label-column gives the right one: its position from 0 on, letter, label or text",
     )
-    feature_columns: str = Field("", description="columns of a table with a regression's inputs, separated by commas")
+    feature_columns: str = Field(
+        default="",
+        description="columns of a table with numbers, the inputs of a classification or a regression, separated by "
+        'commas; "*": every column with a name, except label-column, group-column and split-column',
+    )
     label_column: str = Field(
         default="label",
         description='column of a table with the labels: class names, or whole numbers; "": running text without '
-        "labels, whose next characters are the targets; in a regression the column with the targets, or several, "
-        "separated by commas",
+        "labels, whose next characters are the targets; in a regression the column with the targets, which are "
+        "numbers, or several, separated by commas",
     )
     group_column: str = Field(
         default="",
@@ -136,7 +144,9 @@ class DataConfig(BaseModel):
         default="",
         description="scale images to mean 0 and standard deviation 1 by the statistics of this data set (mnist, "
         "fashion-mnist, cifar-10, cifar-100; pacs, domainnet, openimage: by ImageNet's) or by numbers as "
-        '"mean/std", such as "0.5/0.25", with commas between channels; "": none',
+        '"mean/std", such as "0.5/0.25", with commas between channels; scale the features of a table or of a '
+        'regression by numbers, with commas between features, or by the statistics of the run\'s dataset ("dataset"); '
+        '"": none',
     )
     unreadable_images: float = Field(
         default=0.01,
@@ -197,7 +207,7 @@ class DataConfig(BaseModel):
     @property
     def feature_count(self) -> int:
         """Features of an input by `features` or `feature_columns`; 0 if the dataset determines them."""
-        return self.features or len(separated(self.feature_columns))
+        return self.features or (0 if self.feature_columns == EVERY else len(separated(self.feature_columns)))
 
     @property
     def output_count(self) -> int:
@@ -243,6 +253,10 @@ class Reading:
     features: int = 0
     outputs: int = 0
     numbers: bool = False
-    """Whether numbers for regression are read instead of images or texts."""
+    """Whether numbers are read instead of images or texts."""
+    labelled: bool = False
+    """Whether the numbers have classes instead of targets."""
+    normalised: bool = False
+    """Whether numbers are scaled after they were read, so that no warning of their scale is needed."""
     name: str = ""
     """Name of a known data set; "" for others."""

@@ -90,6 +90,26 @@ class Numbers:
         return NumberInfo(self.inputs.shape[-1], self.targets.shape[1])
 
 
+@dataclass(frozen=True, eq=False)
+class LabelledNumbers:
+    """Numbers of classes, such as the rows of a table: inputs (n, features), float32, and class numbers (n,), int64."""
+
+    inputs: NDArray[np.float32]
+    labels: NDArray[np.int64]
+    groups: NDArray[np.str_] | None = None
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def features(self) -> int:
+        """Numbers in an input."""
+        return self.inputs.shape[1]
+
+    def take(self, indices: Indices) -> LabelledNumbers:
+        return LabelledNumbers(*(_taken(values, indices) for values in vars(self).values()))
+
+
 class Encoder(Protocol):
     """Converts texts to ids: a tokenizer, or a vocabulary of characters."""
 
@@ -115,6 +135,14 @@ class NumberInfo:
 
 
 @dataclass(frozen=True)
+class TableInfo:
+    """Sizes of a model that classifies numbers: features of an input, and the number of classes."""
+
+    features: int
+    classes: int
+
+
+@dataclass(frozen=True)
 class DatasetInfo:
     """Sizes of an image model: an image's shape (channels, height, width) and the number of classes."""
 
@@ -129,7 +157,7 @@ def _taken(values: Any, indices: Indices) -> Any:
     return tuple(values[index] for index in indices)
 
 
-Kind = TypeVar("Kind", ImageArrays, Texts, Numbers)
+Kind = TypeVar("Kind", ImageArrays, Texts, Numbers, LabelledNumbers)
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,6 +178,7 @@ class Source(Generic[Kind]):
 
     classes: number of classes; 0 for running text and numbers.
     origin: description of the source, for messages.
+    columns: names of the columns of numbers; empty for arrays, images and texts.
     """
 
     train: Kind
@@ -157,6 +186,7 @@ class Source(Generic[Kind]):
     classes: int
     origin: str
     class_names: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
 
 
-AnySource = Source[ImageArrays] | Source[Texts] | Source[Numbers]
+AnySource = Source[ImageArrays] | Source[Texts] | Source[Numbers] | Source[LabelledNumbers]

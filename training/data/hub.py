@@ -9,7 +9,7 @@ from pathlib import Path
 from tepal.training.data.config import DataError, Reading
 from tepal.training.data.examples import AnySource
 from tepal.training.data.formats.named import PLAIN, Tables
-from tepal.training.data.formats.tables import Rows, check_columns, source_of
+from tepal.training.data.formats.tables import Rows, check_columns, source_of, with_every_column
 
 HUB = "hub:"
 """Prefix of a dataset of the hub in the run config."""
@@ -51,7 +51,7 @@ def load_hub(name: str, reading: Reading, subset: str = "", tables: Tables = PLA
                 f"folder, and set {'dataset-path' if reading.name else 'dataset'} to that folder"
             ) from error
         if not parts:
-            reading = tables.fitted(reading, split.column_names)
+            reading = with_every_column(tables.fitted(reading, split.column_names), split.column_names, origin)
         columns = tables.needed(reading, split.column_names)
         check_columns(origin, columns, split.column_names)
         label = split.features.get(reading.label_column)

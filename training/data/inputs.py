@@ -1,4 +1,4 @@
-"""Model inputs from a data set's examples: images and numbers unchanged, texts as ids.
+"""Model inputs from a data set's examples: images and numbers as they are or normalised, texts as ids.
 
     InputConfig  --->  sizes(config)              arguments of `models.build`
                  --->  held_out_inputs(config)    the server's test set
@@ -19,20 +19,24 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from tepal import models
-from tepal.models import CHARACTERS, CHOICES, IMAGES, SEQUENCES, TEXTS
+from tepal.models import CHARACTERS, CHOICES, IMAGES, SEQUENCES, TABLES, TEXTS
 from tepal.training.data import (
     CharVocabulary,
     DataConfig,
     DataError,
     ImageArrays,
+    LabelledNumbers,
     Numbers,
     Texts,
+    by_dataset,
     class_names,
     dataset_info,
     held_out,
     load_client,
     normalise,
+    normalised_numbers,
     number_info,
+    table_info,
     text_info,
     unlabelled,
 )
@@ -50,6 +54,7 @@ class InputConfig(DataConfig):
     task: Literal[
         "auto",
         "image-classification",
+        "table-classification",
         "sequence-classification",
         "next-character",
         "multiple-choice",
@@ -106,10 +111,13 @@ def sizes(config: InputConfig) -> dict[str, Any]:
     """Return the arguments of `models.build` that the data determines. Raises DataError if it cannot."""
     if config.kind == SEQUENCES:
         return vars(number_info(config))
+    if config.kind == TABLES:
+        return vars(table_info(config))
     if config.feature_columns:
         raise DataError(
             f"model={config.model!r} is for {config.kind}, but feature-columns={config.feature_columns!r} is for "
-            f'regression: leave it empty, or choose a regression model (a custom one with task="{SEQUENCES}")'
+            f'numbers: leave it empty, or choose a model that classifies numbers (model="mlp", "ft-transformer", or a '
+            f'custom one with task="{TABLES}") or a regression model ("linear-attention", or task="{SEQUENCES}")'
         )
     if config.kind == IMAGES:
         info = dataset_info(config)
@@ -131,13 +139,22 @@ FOUND_NAMES = "class-names-found"
 
 def written_names(config: InputConfig) -> dict[str, str]:
     """Return the class names for a model file's metadata; an empty dict if there are none. Raises DataError."""
-    names = class_names(config) if config.kind in (IMAGES, TEXTS) else ()
+    names = class_names(config, examples_of(config)) if config.kind in (IMAGES, TABLES, TEXTS) else ()
     return {"class-names": ",".join(names)} if names and not any("," in name for name in names) else {}
+
+
+def settled(config: InputConfig) -> dict[str, str]:
+    """Return the keys that the run config leaves to the run's dataset, with their values, for clients and metadata.
+
+    They are `feature-columns` for "*", and `normalise` of numbers for "dataset". Raises DataError.
+    """
+    kind = examples_of(config)
+    return by_dataset(config, kind) if kind in (Numbers, LabelledNumbers) else {}
 
 
 def held_out_inputs(config: InputConfig) -> Inputs | None:
     """Return the server's test set; None if it has none. Raises DataError, TokenizerError."""
-    examples = held_out(config, _examples_of(config))
+    examples = held_out(config, examples_of(config))
     return None if examples is None else _inputs(examples, config)
 
 
@@ -146,16 +163,18 @@ def unlabelled_inputs(config: InputConfig) -> NDArray[Any] | None:
 
     Raises DataError, TokenizerError.
     """
-    examples = unlabelled(config, _examples_of(config))
+    examples = unlabelled(config, examples_of(config))
     return None if examples is None else _inputs(examples, config).values
 
 
 def client_inputs(config: InputConfig, node_config: Mapping[str, Any], *, client: str) -> ClientInputs:
     """Return one client's inputs; see `data.load_client`. Raises DataError, TokenizerError."""
-    found = load_client(config, node_config, client=client, kind=_examples_of(config))
+    found = load_client(config, node_config, client=client, kind=examples_of(config))
     train, test = _inputs(found.train, config), _inputs(found.test, config)
     if isinstance(found.train, Numbers):
         known = vars(found.train.info)
+    elif isinstance(found.train, LabelledNumbers):
+        known = {"features": found.train.features, "classes": found.classes}
     elif isinstance(found.train, ImageArrays):
         known = {"image_shape": found.train.shape, "classes": found.classes}
     else:
@@ -163,13 +182,16 @@ def client_inputs(config: InputConfig, node_config: Mapping[str, Any], *, client
     return ClientInputs(train, test, known, found.origin)
 
 
-def _examples_of(config: InputConfig) -> type[Any]:
-    return {IMAGES: ImageArrays, SEQUENCES: Numbers}.get(config.kind, Texts)
+def examples_of(config: InputConfig) -> type[Any]:
+    """Return the kind of examples that the model needs. Raises ModelError for an unknown model."""
+    return {IMAGES: ImageArrays, SEQUENCES: Numbers, TABLES: LabelledNumbers}.get(config.kind, Texts)
 
 
-def _inputs(examples: ImageArrays | Texts | Numbers, config: InputConfig) -> Inputs:
-    if isinstance(examples, Numbers):
-        return Inputs(examples.inputs, examples.targets)
+def _inputs(examples: ImageArrays | Texts | Numbers | LabelledNumbers, config: InputConfig) -> Inputs:
+    if isinstance(examples, Numbers | LabelledNumbers):
+        by = settled(config).get("normalise", config.normalise)
+        values = normalised_numbers(examples.inputs, by)
+        return Inputs(values, examples.targets if isinstance(examples, Numbers) else examples.labels)
     if isinstance(examples, ImageArrays):
         return Inputs(normalise(examples.images, config.normalise), examples.labels)
     if config.kind == CHARACTERS and examples.labels is None:  # else they are windows already, as in LEAF

@@ -228,6 +228,7 @@ def reading_of(config: DataConfig) -> Reading:
         feature_columns=config.feature_columns,
         features=config.feature_count,
         outputs=config.output_count,
+        normalised=bool(config.normalise),
         name=config.dataset if config.dataset in KNOWN else "",
         **{name: getattr(config, name) for name in COLUMNS},
     )

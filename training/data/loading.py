@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tepal.training.data.config import LOCAL, DataConfig, DataError
+from tepal.training.data.config import DATASET, EVERY, LOCAL, DataConfig, DataError
 from tepal.training.data.examples import (
     AnySource,
     ClientData,
@@ -17,17 +16,19 @@ from tepal.training.data.examples import (
     ImageArrays,
     Indices,
     Kind,
+    LabelledNumbers,
     NumberInfo,
     Numbers,
     Source,
+    TableInfo,
     TextInfo,
     Texts,
 )
 from tepal.training.data.formats.named import PLAIN, read_to_predict
 from tepal.training.data.known import KNOWN, reading_of
-from tepal.training.data.normalisation import check_normalise
+from tepal.training.data.normalisation import check_normalise, written_statistics
 from tepal.training.data.partitions import divide
-from tepal.training.data.sources import named_source, path_source, stamp
+from tepal.training.data.sources import named_source, path_source, reading_for, stamp
 from tepal.training.data.splits import shares, split
 
 _IMAGES: Any = ImageArrays  # the default kind of examples
@@ -94,12 +95,12 @@ def load_client(
         client: the client's name. The train/test split derives from it and from `seed`, so it must be the same in every
             run: a registered name, or in a simulation one derived from the partition id. (Flower's node ids change at a
             restart: training examples would become test examples.)
-        kind: `ImageArrays`, `Texts` or `Numbers`: what the model needs.
+        kind: `ImageArrays`, `Texts`, `Numbers` or `LabelledNumbers`: what the model needs.
 
     Raises:
         DataError: this client's data cannot be found, read or used.
     """
-    found, train, test, origin = _client_source(config, node_config, client, numbers=kind is Numbers)
+    found, train, test, origin = _client_source(config, node_config, client, kind)
     source = _of_kind(found, kind)
     tests = source.train.take(test) if test is not None else _held_out(source, config)
     assert tests is not None, "the source has a test set if there are no indices for tests"
@@ -133,13 +134,13 @@ def text_info(config: DataConfig) -> TextInfo:
     return TextInfo(source.classes, source.class_names)
 
 
-def class_names(config: DataConfig) -> tuple[str, ...]:
+def class_names(config: DataConfig, kind: type = ImageArrays) -> tuple[str, ...]:
     """Return the names of the run's classes in the order of their labels; empty if they are not known.
 
     Raises DataError if the dataset cannot be read.
     """
     names = reading_of(config).class_names
-    return names if names or config.dataset == LOCAL else named_source(config).class_names
+    return names if names or config.dataset == LOCAL else named_source(config, kind).class_names
 
 
 def texts_to_predict(config: DataConfig, path: Path) -> tuple[Texts, bool]:
@@ -165,29 +166,88 @@ def number_info(config: DataConfig) -> NumberInfo:
                 "features and outputs (for example features=12 and outputs=1), or for tables feature-columns and "
                 "label-column"
             )
-        return info
-    return _named(config, Numbers).train.info
+    else:
+        info = _named(config, Numbers).train.info
+    _check_numbers(config, info.features)
+    return info
 
 
-def check_partition(config: DataConfig, clients: int, *, numbers: bool = False) -> None:
-    """Check that the run's dataset can be divided among a number of clients; with `numbers` for regression.
+def table_info(config: DataConfig) -> TableInfo:
+    """Return the number of features and of classes, for building a model that classifies numbers on the server.
+
+    Raises:
+        DataError: the dataset cannot be read or has no numbers, it is "local" and the run config has no sizes, or
+            `normalise` does not fit the features.
+    """
+    if config.dataset == LOCAL:
+        info = TableInfo(config.feature_count, config.class_count)
+        if not (info.features and info.classes):
+            raise DataError(
+                f'dataset="{LOCAL}": the server has no data, so the run config must give the sizes: set '
+                "feature-columns (for arrays: features) and class-names (for numbered classes: classes)"
+            )
+    else:
+        source = _named(config, LabelledNumbers)
+        info = TableInfo(source.train.features, source.classes)
+    _check_numbers(config, info.features)
+    return info
+
+
+def _check_numbers(config: DataConfig, features: int) -> None:
+    """Raise DataError if `normalise` does not fit, or the server cannot see what the run config leaves to the data."""
+    if config.dataset == LOCAL:
+        if config.feature_columns == EVERY:
+            raise DataError(
+                f'feature-columns="{EVERY}" and dataset="{LOCAL}": the server cannot see whether all clients have the '
+                "same columns: name them, separated by commas"
+            )
+        if config.normalise == DATASET:
+            raise DataError(
+                f'normalise="{DATASET}" and dataset="{LOCAL}": the server has no data: give the features\' means and '
+                'standard deviations, as "mean,mean,…/std,std,…"'
+            )
+    if config.normalise != DATASET:
+        check_normalise(config.normalise, features, "features")
+
+
+def by_dataset(config: DataConfig, kind: type[Numbers] | type[LabelledNumbers]) -> dict[str, str]:
+    """Return the keys that the run config leaves to the dataset, with their values: what is sent to clients.
+
+    `feature-columns` is the names of all columns for "*". `normalise` is for "dataset" the statistics of each feature
+    over the training examples that the server does not keep. Raises DataError.
+    """
+    found: dict[str, str] = {}
+    if config.dataset == LOCAL or (config.feature_columns != EVERY and config.normalise != DATASET):
+        return found
+    source: Source[Any] = _of_kind(named_source(config, kind), kind)  # type: ignore[type-var]
+    if config.feature_columns == EVERY and source.columns:
+        found["feature-columns"] = ",".join(source.columns)
+    if config.normalise == DATASET:
+        _, _, clients = shares(source, config)
+        found["normalise"] = written_statistics(source.train.inputs[clients])
+    return found
+
+
+def check_partition(config: DataConfig, clients: int, kind: type = ImageArrays) -> None:
+    """Check that the run's dataset, with examples of a kind, can be divided among a number of clients.
 
     Raises DataError if it cannot.
     """
     if config.dataset != LOCAL:
-        divide(named_source(config, numbers=numbers), config, clients)
+        divide(named_source(config, kind), config, clients)
 
 
 _NEEDED: Mapping[type, tuple[str, str]] = {
     ImageArrays: ("images", "choose other data or a text model"),
     Texts: ("texts", "choose other data or an image model, or, for a table, set text-column"),
     Numbers: ("numbers", "choose a .npz file or a table (feature-columns), or another model"),
+    LabelledNumbers: ("numbers", "choose a .npz file or a table (feature-columns), or another model"),
 }
 """Kind of examples → its name, and what to do if a dataset has none."""
 
 
 def _named(config: DataConfig, kind: type[Kind]) -> Source[Kind]:
-    return _of_kind(named_source(config, numbers=kind is Numbers), kind)
+    return _of_kind(named_source(config, kind), kind)
 
 
 def _of_kind(source: AnySource, kind: type[Kind]) -> Source[Kind]:
@@ -218,7 +278,7 @@ def own_stamp(node_config: Mapping[str, Any]) -> str:
 
 
 def _client_source(
-    config: DataConfig, node_config: Mapping[str, Any], client: str, *, numbers: bool = False
+    config: DataConfig, node_config: Mapping[str, Any], client: str, kind: type
 ) -> tuple[AnySource, Indices, Indices | None, str]:
     """Return a client's source, its indices for training and for tests, and a description of its origin.
 
@@ -226,7 +286,7 @@ def _client_source(
     """
     if path := node_config.get("data-path"):
         try:
-            own = path_source(str(path), replace(reading_of(config), numbers=numbers))
+            own = path_source(str(path), reading_for(config, kind))
             indices = np.arange(len(own.train))
             if own.test is not None:
                 return own, indices, None, own.origin
@@ -234,7 +294,7 @@ def _client_source(
         except DataError as error:
             raise DataError(f"client {client}: {error}") from error
     partition, partitions = _partition_of(config, node_config)
-    named = named_source(config, numbers=numbers)
+    named = named_source(config, kind)
     origin = f"{named.origin}, partition {partition} of {partitions}"
     return named, *_split(divide(named, config, partitions)[partition], config, client, origin), origin
 

@@ -1,4 +1,4 @@
-"""Scaling of images to mean 0 and standard deviation 1 by the statistics of a data set."""
+"""Scaling of images and of numbers to mean 0 and standard deviation 1 by the statistics of a data set."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ def statistics(by: str) -> tuple[Channels, Channels]:
     return mean, std
 
 
-def check_normalise(by: str, channels: int) -> None:
-    """Raise DataError if `normalise` does not fit the number of channels."""
-    if by and (numbers := len(statistics(by)[0])) not in (1, channels):
+def check_normalise(by: str, count: int, of: str = "channels") -> None:
+    """Raise DataError if `normalise` does not fit the number of an image's channels, or `of` an input's features."""
+    if by and (numbers := len(statistics(by)[0])) not in (1, count):
+        what = "images" if of == "channels" else "inputs"
         raise DataError(
-            f"normalise={by!r} has {numbers} values, but images have {channels} channels: give one value for all "
-            "channels, or one for each"
+            f"normalise={by!r} has {numbers} values, but {what} have {count} {of}: give one value for all {of}, or one "
+            "for each"
         )
 
 
@@ -49,3 +50,23 @@ def normalise(images: NDArray[np.float32], by: str) -> NDArray[np.float32]:
     images -= mean
     images /= std
     return images
+
+
+def normalised_numbers(inputs: NDArray[np.float32], by: str) -> NDArray[np.float32]:
+    """Return inputs (n, …, features) normalised by `by`; with "" they are unchanged. Raises DataError."""
+    if not by:
+        return inputs
+    check_normalise(by, inputs.shape[-1], "features")
+    mean, std = (np.array(one, np.float32) for one in statistics(by))
+    return (inputs - mean) / std
+
+
+def written_statistics(inputs: NDArray[np.float32]) -> str:
+    """Return the mean and the standard deviation of each feature of inputs (n, …, features), as `normalise` takes them.
+
+    A feature that is constant has 1 for its standard deviation.
+    """
+    features = inputs.reshape(-1, inputs.shape[-1]).astype(np.float64)
+    means, deviations = features.mean(axis=0), features.std(axis=0)
+    deviations[deviations <= 1e-7 * np.abs(means)] = 1
+    return "/".join(",".join(f"{number:.8g}" for number in numbers) for numbers in (means, deviations))

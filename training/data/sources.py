@@ -17,7 +17,7 @@ import numpy as np
 
 from tepal.training.data.checks import checked_source
 from tepal.training.data.config import DIGITS, LOCAL, DataConfig, DataError, Reading
-from tepal.training.data.examples import AnySource, ImageArrays, Source
+from tepal.training.data.examples import AnySource, ImageArrays, LabelledNumbers, Numbers, Source
 from tepal.training.data.formats.cifar import is_cifar, read_cifar
 from tepal.training.data.formats.files import suffix_of
 from tepal.training.data.formats.folders import class_folders, read_folder
@@ -43,9 +43,15 @@ _DEEPEST = 4  # levels of folders that are read, because links may be circular
 Reader = Callable[[Path, Reading], AnySource]
 
 
-def named_source(config: DataConfig, *, numbers: bool = False) -> AnySource:
-    """Read the run's dataset, a known name or a path; with `numbers` for regression. Raises DataError."""
-    reading = replace(reading_of(config), numbers=numbers)
+def reading_for(config: DataConfig, kind: type) -> Reading:
+    """Return the run's settings for reading examples of a kind; images and texts are told apart by the data."""
+    labelled = kind is LabelledNumbers
+    return replace(reading_of(config), numbers=labelled or kind is Numbers, labelled=labelled)
+
+
+def named_source(config: DataConfig, kind: type = ImageArrays) -> AnySource:
+    """Read the run's dataset, a known name or a path, for examples of a kind. Raises DataError."""
+    reading = reading_for(config, kind)
     if config.dataset_path and config.dataset not in KNOWN:
         raise DataError(
             f"dataset-path={config.dataset_path!r} and dataset={config.dataset!r}: dataset-path is for a dataset "

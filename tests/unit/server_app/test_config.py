@@ -72,7 +72,7 @@ def test_values_reach_their_section():
             r"strategy='fedbe' distils probabilities of classes, but model='linear-attention' is for sequence-reg",
         ),
         ({"model": "linear-attention", "dataset": "local"}, r"set features and outputs \(for example"),
-        ({"feature-columns": "age"}, r"is for image-classification, but feature-columns='age' is for regression"),
+        ({"feature-columns": "age"}, r"is for image-classification, but feature-columns='age' is for numbers: leave"),
         ({"max-replies": 2, "min-replies": 3}, r"max-replies=2 is less than min-replies=3"),
         ({"pretrained": "tiny-vit-digits,"}, r"pretrained='tiny-vit-digits,' has nothing before or after a comma"),
         ({"pretrained": ","}, r"pretrained=',' has nothing before or after a comma"),

@@ -5,7 +5,6 @@ A column may be nested: "question.stem" is `stem` of the values in `question`.
 
 from __future__ import annotations
 
-import csv
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,12 +16,11 @@ from tepal.training.data.examples import AnySource, Texts
 from tepal.training.data.formats.choices import choices_of
 from tepal.training.data.formats.files import opened_text, suffix_of
 from tepal.training.data.formats.tables import (
-    SEPARATORS,
     Column,
     Rows,
     by_split,
     check_texts,
-    json_rows,
+    columns_in,
     needed_columns,
     read_columns,
     source_of,
@@ -165,22 +163,8 @@ def _part_of(file: Path, tables: Tables) -> str:
 
 def _columns_in(file: Path) -> list[str]:
     """Return the columns of a table; empty if it cannot be read, which reading the table reports."""
-    try:
-        names = _names(file)
-    except (DataError, ImportError, OSError, StopIteration, ValueError, csv.Error):
-        return []
-    return [*names, "label"] if _labels_file(file).exists() else names
-
-
-def _names(file: Path) -> list[str]:
-    if suffix_of(file) == ".parquet":
-        from pyarrow import parquet
-
-        return list(parquet.ParquetFile(file).schema_arrow.names)
-    if separator := SEPARATORS.get(suffix_of(file)):
-        with opened_text(file) as text:
-            return next(csv.reader(text, delimiter=separator))
-    return list(next(json_rows(file))[1])
+    names = columns_in(file)
+    return [*names, "label"] if names and _labels_file(file).exists() else names
 
 
 def _read(file: Path, tables: Tables, reading: Reading) -> dict[str, Column]:

@@ -1,4 +1,4 @@
-"""Images and labels, or inputs and targets of a regression, in a .npz file.
+"""Images and labels, or numbers and their classes or targets, in a .npz file.
 
 The file has one pair of arrays of `NPZ_PAIRS` (the first pair found is used); with "train" in their names, it may have
 a test set under the same names with "test". Images are N x H x W, N x C x H x W or N x H x W x C, either integers
@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from tepal.training.data.checks import checked_source
 from tepal.training.data.config import DataError, Reading
-from tepal.training.data.examples import ImageArrays, Numbers, Source
-from tepal.training.data.formats.numbers import checked_numbers
+from tepal.training.data.examples import ImageArrays, LabelledNumbers, Numbers, Source
+from tepal.training.data.formats.numbers import checked_labelled, checked_numbers
 
 NPZ_PAIRS = (
     ("images", "labels"),
@@ -30,12 +30,12 @@ NPZ_PAIRS = (
 GROUP_NAMES = ("group", "groups", "writer")
 
 
-def read_npz(path: Path, reading: Reading) -> Source[ImageArrays] | Source[Numbers]:
+def read_npz(path: Path, reading: Reading) -> Source[ImageArrays] | Source[Numbers] | Source[LabelledNumbers]:
     """Read the first pair of `NPZ_PAIRS` in the file, its test set, and groups (see `group-column`).
 
     Raises DataError.
     """
-    what = "inputs and targets" if reading.numbers else "images and labels"
+    what = f"inputs and {'classes' if reading.labelled else 'targets'}" if reading.numbers else "images and labels"
     with open_npz(path) as archive:
         train = next((pair for pair in NPZ_PAIRS if set(pair) <= set(archive.files)), None)
         if train is None:
@@ -59,7 +59,21 @@ def read_npz(path: Path, reading: Reading) -> Source[ImageArrays] | Source[Numbe
             )
             for pair in pairs
         }
+    if reading.labelled:
+        labelled = {part: (inputs, labels_in(own, path), groups) for part, (inputs, own, groups) in arrays.items()}
+        return checked_labelled(labelled, str(path), reading)
     return (checked_numbers if reading.numbers else checked_source)(arrays, str(path), reading)
+
+
+def labels_in(array: NDArray[Any], path: Path) -> list[Any]:
+    """Return the classes of numbers, one for each, from an array of whole numbers or names. Raises DataError."""
+    if array.ndim == 2 and array.shape[1] == 1:
+        array = array[:, 0]
+    if array.ndim != 1 or array.dtype.kind not in "iufU":
+        raise DataError(
+            f"{path}: classes are {array.dtype} of shape {array.shape}; give one whole number or name for each input"
+        )
+    return list(array.tolist())
 
 
 def npz_examples(path: Path, what: str) -> tuple[NDArray[Any], NDArray[Any] | None, str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -19,12 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tepal.training.data.checks import Arrays, checked_source
-from tepal.training.data.config import DataError, Reading, separated
-from tepal.training.data.examples import AnySource, ImageArrays, Numbers, Source, Texts
+from tepal.training.data.config import EVERY, DataError, Reading, separated
+from tepal.training.data.examples import AnySource, ImageArrays, LabelledNumbers, Numbers, Source, Texts
 from tepal.training.data.formats.choices import choices_of
 from tepal.training.data.formats.files import opened_text, suffix_of
 from tepal.training.data.formats.images import read_image, read_images
-from tepal.training.data.formats.numbers import checked_numbers, numbers_in
+from tepal.training.data.formats.numbers import checked_labelled, checked_numbers, numbers_in
 from tepal.training.data.formats.texts import checked_texts, running_text
 from tepal.training.data.labels import labels_of
 
@@ -53,12 +54,39 @@ def _part_of(file: Path) -> str:
 
 
 def read_tables(path: Path, reading: Reading) -> AnySource:
-    """Read a table, or a folder of tables: numbers for regression, texts with `text-column`, else images.
+    """Read a table, or a folder of tables: numbers for a model that takes them, texts with `text-column`, else images.
 
     Raises:
         DataError: a column is missing, a label is not one of the run's classes, or too many images cannot be read.
     """
+    if reading.feature_columns == EVERY:
+        first = next(file for file in sorted(path.iterdir()) if _part_of(file)) if path.is_dir() else path
+        present = columns_in(first)
+        if not present:
+            read_columns(first, separated(reading.label_column))  # raises what is wrong with the file
+            raise DataError(f"{path}: has no row: give at least one")
+        reading = with_every_column(reading, present, str(path))
     return source_of(read_parts(path, reading), str(path), path if path.is_dir() else path.parent, reading)
+
+
+def with_every_column(reading: Reading, present: Sequence[str], origin: str) -> Reading:
+    """Return the settings with `feature-columns`="*" replaced by columns of a table; others are unchanged.
+
+    These are the columns with a name that have no other use. (A column without a name is the index that pandas writes,
+    or a comma at the end of each line.) Raises DataError if there are none, or one has a comma in its name.
+    """
+    if reading.feature_columns != EVERY:
+        return reading
+    used = {*separated(reading.label_column), *separated(reading.group_column), reading.split_column, ""}
+    columns = [name for name in dict.fromkeys(present) if name.strip() not in used]
+    if not columns:
+        raise DataError(f'{origin}: feature-columns="{EVERY}", but it has no other column than {", ".join(present)}')
+    if wrong := [name for name in columns if "," in name or name != name.strip()]:
+        raise DataError(
+            f'{origin}: feature-columns="{EVERY}", and column {wrong[0]!r} has a comma or a space at an end of its '
+            "name: rename it, or name the columns in feature-columns"
+        )
+    return replace(reading, feature_columns=",".join(columns))
 
 
 def needed_columns(reading: Reading) -> list[str]:
@@ -85,15 +113,26 @@ def source_of(tables: Mapping[str, Rows], origin: str, folder: Path, reading: Re
     return _texts(tables, origin, reading) if reading.text_column else _images(tables, origin, folder, reading)
 
 
-def _numbers(tables: Mapping[str, Rows], origin: str, reading: Reading) -> Source[Numbers]:
-    arrays: dict[str, Arrays] = {}
-    for part, table in tables.items():
-        inputs, targets = (
-            numbers_in(table, separated(columns), f"{origin}: {part}" if part else origin)
-            for columns in (reading.feature_columns, reading.label_column)
-        )
-        arrays[part] = inputs, targets, _groups(table, reading, range(len(targets)))
-    return checked_numbers(arrays, origin, reading)
+def _numbers(
+    tables: Mapping[str, Rows], origin: str, reading: Reading
+) -> Source[Numbers] | Source[LabelledNumbers]:
+    columns, of = separated(reading.feature_columns), separated(reading.label_column)
+    where = {part: f"{origin}: {part}" if part else origin for part in tables}
+    inputs = {part: numbers_in(table, columns, where[part]) for part, table in tables.items()}
+    groups = {part: _groups(table, reading, range(len(inputs[part]))) for part, table in tables.items()}
+    if reading.labelled:
+        labelled = {part: (inputs[part], table[of[0]], groups[part]) for part, table in tables.items()}
+        return checked_labelled(labelled, origin, reading, columns)
+    targets = {part: numbers_in(table, of, where[part], TEXT_AS_TARGET) for part, table in tables.items()}
+    arrays: dict[str, Arrays] = {part: (inputs[part], targets[part], groups[part]) for part in tables}
+    return checked_numbers(arrays, origin, reading, columns)
+
+
+TEXT_AS_TARGET = (
+    'repair or remove the row; or if label-column has classes, choose a model that classifies numbers, model="mlp" or '
+    '"ft-transformer"'
+)
+"""What to do about text in a column of targets."""
 
 
 def _columns_of_numbers(reading: Reading) -> tuple[str, ...]:
@@ -101,12 +140,19 @@ def _columns_of_numbers(reading: Reading) -> tuple[str, ...]:
     for key, columns in (("feature-columns", reading.feature_columns), ("label-column", reading.label_column)):
         if not columns:
             raise DataError(
-                f"{key} is empty, and regression on a table needs it: set it (feature-columns names the inputs, "
-                "label-column the targets, separated by commas)"
+                f"{key} is empty, and a model for numbers needs it to read a table: set it (feature-columns names the "
+                f'inputs, separated by commas, or is "{EVERY}" for all other columns; label-column names the column of '
+                "the classes, or in a regression of the targets)"
             )
+    if reading.labelled and len(separated(reading.label_column)) > 1:
+        raise DataError(
+            f"label-column={reading.label_column!r} names several columns, and a classification has one: name the "
+            "column of the classes"
+        )
     if both := sorted({*separated(reading.feature_columns)} & {*separated(reading.label_column)}):
         raise DataError(
-            f"column {both[0]} is in feature-columns and in label-column: remove the target from the inputs"
+            f"column {both[0]} is in feature-columns and in label-column: remove the "
+            f"{'class' if reading.labelled else 'target'} from the inputs"
         )
     return *separated(reading.feature_columns), *separated(reading.label_column)
 
@@ -309,9 +355,30 @@ def _parquet(file: Path, columns: Sequence[str]) -> dict[str, Column]:
 def check_columns(where: object, columns: Sequence[str], present: Sequence[str] | Mapping[str, Any]) -> None:
     """Raise DataError if columns are missing from `present`."""
     if missing := [name for name in columns if name not in present]:
+        numbers = '. Numbers need a model for numbers, such as model="mlp", and feature-columns'
         listed = ", ".join(map(str, present)) or "none"
         raise DataError(
             f"{where}: has no column {' and no column '.join(missing)}; it has {listed}: "
             "set the right names in the run config (image-column, text-column, second-text-column, choices-column, "
             "feature-columns, label-column, group-column, split-column)"
+            + (numbers if "image" in missing else "")
         )
+
+
+def columns_in(file: Path) -> list[str]:
+    """Return the columns of a table; empty if it cannot be read, which reading the table reports."""
+    try:
+        return _names(file)
+    except (DataError, ImportError, OSError, StopIteration, ValueError, csv.Error):
+        return []
+
+
+def _names(file: Path) -> list[str]:
+    if suffix_of(file) == ".parquet":
+        from pyarrow import parquet
+
+        return list(parquet.ParquetFile(file).schema_arrow.names)
+    if separator := SEPARATORS.get(suffix_of(file)):
+        with opened_text(file) as text:
+            return next(csv.reader(text, delimiter=separator))
+    return list(next(json_rows(file))[1])

@@ -155,7 +155,7 @@ COLUMNS = {"feature-columns": "dose, age", "label-column": "rise"}
 @pytest.mark.parametrize("form", [".csv", ".jsonl", ".parquet"])
 def test_a_tables_columns_are_inputs_and_targets(tmp_path: Path, form: str) -> None:
     file = table(tmp_path / f"t{form}", ROWS)
-    source = sources.named_source(config_of(file, **COLUMNS, **{"group-column": "site"}), numbers=True)
+    source = sources.named_source(config_of(file, **COLUMNS, **{"group-column": "site"}), data.Numbers)
     assert isinstance(source.train, data.Numbers) and source.train.groups is not None
     assert source.train.inputs.tolist() == [[n / 4, n] for n in range(10)]
     assert source.train.targets.tolist() == [[-n] for n in range(10)]
@@ -235,5 +235,5 @@ def test_targets_that_look_like_classes_are_remarked(
 ) -> None:
     file = tmp_path / "t.csv"
     file.write_text("x,y\n" + "".join(f"{row},{value}\n" for row, value in enumerate(targets)))
-    sources.named_source(config_of(file, **{"feature-columns": "x", "label-column": "y"}), numbers=True)
+    sources.named_source(config_of(file, **{"feature-columns": "x", "label-column": "y"}), data.Numbers)
     assert ("If they stand for classes" in caplog.text) == warned
