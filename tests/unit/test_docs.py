@@ -76,6 +76,7 @@ RUN_BY = {
     "tepal simulate . --clients 100": "tests/integration/test_simulation_launcher.py",
     "tepal simulate . --clients 10 -c 'model=\"char-lstm\"": "tests/unit/training/data/test_inputs.py",
     "tepal simulate . --clients 3 -c 'model=\"linear-attention\"": "tests/unit/training/data/test_inputs.py",
+    "tepal simulate . --clients 5 -c 'model=\"mlp\"": "tests/unit/training/data/test_tables_of_classes.py",
     "tepal simulate . --clients 2 -c 'model=\"my-bert\"": "tests/unit/test_docs_pages.py",
     "tepal simulate": "tests/integration/test_main_job.py",
     "tepal compare . --variants": "tests/unit/tools/compare/test_variants.py",
