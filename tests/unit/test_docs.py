@@ -159,7 +159,7 @@ def test_every_tepal_command_has_options_and_keys_that_there_are(command, monkey
         return
     changes = parse_run_config(given["run_config"] or [])
     assert changes.keys() <= defaults().keys()
-    files = [value for value in changes.values() if str(value).endswith((".npz", ".txt", ".xz", ".tsv"))]
+    files = [value for value in changes.values() if str(value).endswith((".npz", ".txt", ".xz", ".csv", ".tsv"))]
     if not files and "resume" not in changes:
         open_run({**app_run_config(ROOT), **changes})
 

@@ -57,7 +57,7 @@ def checked_labelled(
     labels, names = labels_of(_classes_in(values, origin, reading), reading, origin)
     classes = reading.classes or len(names) or 1 + int(labels.max(initial=0))
     check_labels(labels, classes if reading.classes or names else 0, origin)
-    _check_classes(classes, len(set(values)), names, len(labels), origin, reading)
+    _check_classes(classes, len(set(map(str, values))), names, len(labels), origin, reading)
     parts, begin = [], 0
     for part, (inputs, own, groups) in arrays.items():
         where = f"{origin}: {part}" if part else origin
@@ -83,7 +83,7 @@ def _classes_in(values: Sequence[Any], where: str, reading: Reading) -> list[Any
     for row, value in enumerate(values):
         try:
             number = None if isinstance(value, bool) or value in reading.class_names else float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             number = None
         if number is not None and not number.is_integer():
             raise DataError(
@@ -99,7 +99,7 @@ def _check_classes(
     classes: int, different: int, names: tuple[str, ...], count: int, where: str, reading: Reading
 ) -> None:
     """Raise DataError for labels that are probably numbered rows or measurements, or all equal."""
-    if reading.classes:
+    if reading.classes or not count:
         return
     named = f"{where}: column {reading.label_column} (label-column)"
     if different < 2:

@@ -236,4 +236,5 @@ def test_targets_that_look_like_classes_are_remarked(
     file = tmp_path / "t.csv"
     file.write_text("x,y\n" + "".join(f"{row},{value}\n" for row, value in enumerate(targets)))
     sources.named_source(config_of(file, **{"feature-columns": "x", "label-column": "y"}), data.Numbers)
-    assert ("If they stand for classes" in caplog.text) == warned
+    said = 'If they stand for classes, set model="mlp" or "ft-transformer" and label-column="y"'
+    assert (said in caplog.text) == warned

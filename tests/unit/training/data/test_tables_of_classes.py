@@ -339,6 +339,9 @@ def test_one_class_and_arrays_of_sequences_are_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "b.npz", x=np.ones((30, 2)), y=np.ones((30, 2)))
     with pytest.raises(DataError, match=r"classes are float64 of shape \(30, 2\)"):
         table_info(config_of(tmp_path / "b.npz"))
+    np.savez(tmp_path / "c.npz", x=np.ones((0, 2)), y=np.ones(0, int))
+    with pytest.raises(DataError, match=r"no examples \(inputs have shape \(0, 2\)\)"):
+        table_info(config_of(tmp_path / "c.npz"))
     empty = tmp_path / "empty.csv"
     empty.write_text("")
     with pytest.raises(DataError, match="has no column kind"):
