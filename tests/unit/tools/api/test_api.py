@@ -212,7 +212,7 @@ def test_every_combination_of_varied_values_is_run(small):
     assert sorted(ran) == [(1e-5, 1), (1e-5, 2), (0.01, 1), (0.01, 2)]
     table = compared.table.set_index(["learning-rate", "local-epochs"])["server_accuracy"]
     assert all(table[key] == pytest.approx(score) for key, score in ran.items())
-    with pytest.raises(ConfigError, match="vary: learning-rate=.*expected at least two"):
+    with pytest.raises(ConfigError, match=r"vary: learning-rate=.*expected at least two"):
         tepal.compare(["fedavg"], vary={"learning_rate": [0.1]}, **small)
 
 
