@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from tepal.host.text import visible
 from tepal.records.columns import bytes_text
-from tepal.records.run_directory import REPORT, find_run, total, write_whole
+from tepal.records.run_directory import REPORT, ending, find_run, total, write_whole
 from tepal.report.clients import clients_html
 from tepal.report.diagram import DIAGRAM_STYLE, last_diagram
 from tepal.report.headlines import headlines_html
@@ -99,6 +99,7 @@ def _page(run: RunFiles) -> str:
         ended=ended,
         done=metrics[-1].round if metrics else 0,
         planned=run.config.get("num-server-rounds"),
+        ending=ending(summary),
         headlines=headlines_html(run.config, metrics, summary, ended=ended),
         remarks=_whatever(lambda: remarks(metrics), lambda why: [why]),
         sections=[

@@ -112,10 +112,14 @@ _RUN = """<header>
 </header>
 {% if not ended or planned and done < planned %}
 <p class="notice" role="note">
-{%- if ended %}This run ended after round {{ done }} of {{ planned }}.
+{%- if ended and ending %}{{ ending }}; {{ planned }} rounds were planned.
+{%- elif ended %}This run ended after round {{ done }} of {{ planned }}.
 {%- elif done %}This run has no summary yet: it is in progress, or it was stopped. What follows covers {{ done }}
 {%- if planned %} of {{ planned }}{% endif %} rounds.
 {%- else %}No round of this run has ended yet, so there is nothing to draw.{% endif %}</p>
+{% endif %}
+{% if ended and ending and not (planned and done < planned) %}
+<p class="notice" role="note">{{ ending }}.</p>
 {% endif %}
 <dl class="headlines" aria-label="Headline figures">{{ headlines }}</dl>
 {% for remark in remarks %}<p class="notice" role="note">{{ remark }}.</p>

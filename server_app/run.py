@@ -23,8 +23,18 @@ from tepal.models.pretrained import Loaded, load_pretrained
 from tepal.models.weights import card, shipped
 from tepal.records.live import Live
 from tepal.records.round_record import RoundRecord
-from tepal.records.run_directory import ACCURACY, CHECKPOINTS, KEPT_IN, RMSE, RunDirectory, read_metrics, total
+from tepal.records.run_directory import (
+    ACCURACY,
+    CHECKPOINTS,
+    KEPT_IN,
+    RMSE,
+    RunDirectory,
+    ending,
+    read_metrics,
+    total,
+)
 from tepal.report.run_page import write_report
+from tepal.server_app.best import best_model, ending_figures, ending_metadata
 from tepal.server_app.config import ConfigError, RunConfig, open_run, sizes_of
 from tepal.server_app.distillation import Distiller
 from tepal.server_app.evaluation import server_evaluation
@@ -97,16 +107,22 @@ def run(grid: Grid, values: Mapping[str, Any]) -> Path:
         starts = _starts(config, model, blocks, loaded)
         result, failure = _start(strategy, grid, config, values, model, starts, directory, trackers)
         arrays = {name: array.numpy() for name, array in result.arrays.items()}
-        metadata = {**written_sizes(sizes_of(config)), **written_names(config.data), **settled(config.data)}
+        figures = ending_figures(config, strategy)
+        metadata = {
+            **written_sizes(sizes_of(config)), **written_names(config.data), **settled(config.data),
+            **ending_metadata(figures),
+        }  # fmt: skip
         _insist(lambda: directory.write_model(arrays, metadata))
         parameters = sum(parameter.numel() for parameter in model.parameters())
         seconds = round(seconds_before + time.monotonic() - begun, 3)
         stopped_by = None if failure is None else str(failure)
         summary = _insist(
-            lambda: directory.write_summary(parameters=parameters, seconds=seconds, stopped_by=stopped_by)
+            lambda: directory.write_summary(parameters=parameters, seconds=seconds, stopped_by=stopped_by, **figures)
         )
         by = RMSE if TASKS[config.data.kind].regression else ACCURACY
         log.info("%s %s after %s rounds.", by.title, summary[by.key], summary["rounds"])
+        if said := ending(summary):
+            log.info("%s.", said)
         try:
             log.info("Report: %s", write_report(directory.path).resolve())
         except (OSError, ValueError) as error:
@@ -155,6 +171,8 @@ def _start(
         changed[FOUND_NAMES] = names["class-names"]
     changed |= settled(config.data)
     settings = ConfigRecord({**changed, **config.training.model_dump(by_alias=True)})
+    evaluate = None if strategy.method.eval_metrics_of == "personal" else server_evaluation(config, model)
+    strategy.best = best_model(config, strategy, on_server=evaluate is not None)
     try:
         result = strategy.start(
             prompt(grid),
@@ -163,7 +181,7 @@ def _start(
             timeout=config.rounds.round_timeout,
             train_config=settings,
             evaluate_config=settings,
-            evaluate_fn=None if strategy.method.eval_metrics_of == "personal" else server_evaluation(config, model),
+            evaluate_fn=evaluate,
         )
         return result, None
     except (CheckpointError, MethodError) as error:

@@ -20,7 +20,7 @@ from rich.text import Text
 from tepal.host.text import LONGEST_NAME, LONGEST_TEXT, visible
 from tepal.records.columns import UNKNOWN, bytes_text, score_text, seconds_text
 from tepal.records.round_record import Incident, RoundRecord
-from tepal.records.run_directory import METRICS, MODEL, REPORT, SUMMARY, add, parse_line, savings, total
+from tepal.records.run_directory import METRICS, MODEL, REPORT, SUMMARY, add, ending, parse_line, savings, total
 from tepal.report.remarks import remarks
 
 _SCORES = ("accuracy", "rmse", "loss")
@@ -341,7 +341,8 @@ def final_table(summary: Mapping[str, Any], metrics: Sequence[RoundRecord], run:
     for key in ("accuracy" if summary.get("rmse") is None else "rmse", "loss"):
         table.add_row(key, score_text(summary.get(key)))
     table.add_row("refused replies", str(summary.get("refused_replies", UNKNOWN)))
-    remarked = [shown(f"Note: {remark}.", style="yellow") for remark in remarks(metrics)]
+    remarked = [shown(f"{said}.")] if (said := ending(summary)) else []
+    remarked += [shown(f"Note: {remark}.", style="yellow") for remark in remarks(metrics)]
     if run is None:
         return Group(table, *remarked)
     lines = [*remarked, shown(f"Results in {run}")]

@@ -17,6 +17,7 @@ server that is killed leaves at most one incomplete last line in it, which `read
 """
 
 from tepal.records.run_directory.directory import RunDirectory
+from tepal.records.run_directory.ending import ending
 from tepal.records.run_directory.files import as_json, json_line, make_first_free, point_latest_at, write_whole
 from tepal.records.run_directory.holding import RunInUse, held, is_held
 from tepal.records.run_directory.limits import DEEPEST, LARGEST_ROUND, MOST_CONFIG, MOST_SEGMENTS
@@ -83,6 +84,7 @@ __all__ = [
     "RunInUse",
     "add",
     "as_json",
+    "ending",
     "find_run",
     "held",
     "is_held",

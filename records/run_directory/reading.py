@@ -235,10 +235,11 @@ def read_summary(run: Path) -> dict[str, Any] | None:
 
 
 _LARGEST = 1e300  # as of `from_values`
-_TEXTS = ("strategy", "model", "stopped_by")
+_TEXTS = ("strategy", "model", "stopped_by", "deliver", "best_by", "ended_early")
 _NUMBERS = {
     "parameters", "rounds", "accuracy", "loss", "bytes_up", "bytes_down", "bytes_vs_fedavg", "bytes_plain",
     "seconds", "refused_replies", "step_seconds", "rmse", "frozen_after",
+    "delivered_round", "best_round", "best_score",
 }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from tepal import models
 from tepal.models.weights import misspelt
+from tepal.server_app.config.ending import ending_problems, ending_warnings, scoring_problems
 from tepal.server_app.config.run_config import RunConfig, defaults
 from tepal.server_app.trackers import TrackerError, missing, names_of, with_password
 from tepal.training.data import BY_LABEL, LOCAL, DataError
@@ -92,6 +93,7 @@ def contradictions(config: RunConfig) -> list[str]:
     found += _only_for_classes(config) if regression else _nothing_to_distil_on(config)
     found += _foreign_problems(config)
     found += _augmentation_problems(config)
+    found += ending_problems(config)
     if not found:
         try:
             sizes(config.data)
@@ -100,6 +102,7 @@ def contradictions(config: RunConfig) -> list[str]:
                     f"foreign-images=true and held-out-fraction={config.data.held_out_fraction:g}: the server has no "
                     "held-out images, from which they are made: set held-out-fraction above 0"
                 )
+            found += scoring_problems(config)
         except DataError as error:
             found.append(str(error))
     return found
@@ -240,6 +243,10 @@ def _nothing_to_distil_on(config: RunConfig) -> Iterator[str]:
 
 def warnings(config: RunConfig) -> list[str]:
     """Return messages about settings that can be run but are probably not intended."""
+    return [*ending_warnings(config), *_method_warnings(config)]
+
+
+def _method_warnings(config: RunConfig) -> list[str]:
     rounds = config.rounds
     if "fedfrozen" in config.strategies and config.fedfrozen.warmup_rounds >= rounds.num_server_rounds:
         return [

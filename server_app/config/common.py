@@ -48,6 +48,29 @@ class RoundConfig(BaseModel):
         ge=1,
         description="the server scores the model every so many rounds, and before the first and after the last round",
     )
+    deliver: Literal["last", "best"] = Field(
+        "last",
+        description="which round's model is the result of the run, in model.safetensors and on the clients: that of "
+        "the last round, or the one with the best score (docs/runs.md)",
+    )
+    best_metric: Literal["auto", "accuracy", "loss", "macro-f1", "rmse"] = Field(
+        "auto",
+        description="score by which deliver and patience compare rounds; auto: the accuracy, or in a regression the "
+        "root mean squared error",
+    )
+    patience: int = Field(
+        0,
+        ge=0,
+        description="the run ends after this many scored rounds in a row without improvement; 0: never before "
+        "num-server-rounds",
+    )
+    min_improvement: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="a score counts as an improvement, for patience, if it is better than the last improvement by more "
+        "than this",
+    )
     foreign_images: bool = Field(
         False,
         description="whether the server also predicts images of no class (letters, noise, half-covered images), and "

@@ -65,7 +65,7 @@ def _with_warmup(config: RunConfig, sections: Mapping[str, Any]) -> RunConfig:
 
 CHANGEABLE = (
     "num-server-rounds", "min-clients", "min-replies", "max-replies", "round-timeout", "fraction-evaluate",
-    "evaluate-every", "foreign-images",
+    "evaluate-every", "patience", "min-improvement", "foreign-images",
     "checkpoints",
     "trackers", "mlflow.tracking-uri", "mlflow.experiment", "wandb.project", "wandb.entity", "wandb.mode",
 )  # fmt: skip

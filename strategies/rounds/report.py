@@ -138,6 +138,8 @@ class RoundReport:
     """Clients that failed, for which the model that they were sent may be the reason."""
     late: list[tuple[str, int]] = field(default_factory=list)
     """(client, round): its answer to that round arrived in this one, and was dropped."""
+    went_back: bool = False
+    """The run returned to the model before the last merge: this round trained from that one."""
     left_out: list[str] = field(default_factory=list)
     """Connected clients that were not asked: they failed several times in a row, or are suspects."""
     notes: list[tuple[str, str]] = field(default_factory=list)

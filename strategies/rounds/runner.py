@@ -61,6 +61,7 @@ class RoundRunner:
         schedule: name of the learning rate schedule.
         classes: number of classes of the task, if it has any.
         clip: whether updates beyond the running median norm are scaled down to it.
+        memories: name → what a checkpoint has in addition to what the runner remembers.
         awaited: clients for which the first round waits.
         on_progress: called with the round's report after every event of an exchange.
     """
@@ -78,6 +79,7 @@ class RoundRunner:
         schedule: str,
         classes: int | None,
         clip: bool,
+        memories: Mapping[str, Memory],
         awaited: Collection[str],
         on_progress: Callable[[RoundReport], None],
     ) -> None:
@@ -85,7 +87,7 @@ class RoundRunner:
         self.ledger = ClientLedger(run.keep)
         self.norms = UpdateNorms(method.transfer_blocks(model))
         self.suspects = Suspects()
-        self.memories: Mapping[str, Memory] = {"norms": self.norms, "suspects": self.suspects}
+        self.memories: Mapping[str, Memory] = {"norms": self.norms, "suspects": self.suspects, **memories}
         """Name → what a checkpoint has beside the ledger."""
         self.past = Past()
         self.trouble = ""
@@ -129,6 +131,7 @@ class RoundRunner:
             if not this.report.most_failed() or (earlier := self.past.roll_back()) is None:
                 raise
             self.ledger.undo_merge()
+            this.report.went_back = True
             for client in this.report.asked:
                 self.ledger.good(client)
             aside = self.suspects.suspect_last(this.number)
@@ -139,24 +142,45 @@ class RoundRunner:
             )
             return self._attempts(earlier, this)
 
-    def score(self, state: Any, this: Round, evaluate_fn: Evaluate | None, *, last: bool) -> None:
-        """Score the model: by a cohort on its test examples, unless clients do so as they train, and by `evaluate_fn`.
-        """
-        report, fraction = this.report, self.rules.fraction_evaluate
+    def score_on_server(self, state: Any, this: Round, evaluate_fn: Evaluate | None) -> None:
+        """Score the model by `evaluate_fn`."""
+        report = this.report
         report.seconds_train = time.monotonic() - this.started
-        if fraction and (last or not any(key.startswith(ON_TESTS) for key in report.train_metrics)):
-            cohort = self.cohorts.draw(fraction, report, 0, EVALUATE).at_random()
-            plans = self.method.evaluation(state, this.number, cohort, more_rounds=not last)
-            if last:
-                plans = [replace(plan, options={**plan.options, FINAL: True}) for plan in plans]
-            replies = self._asker.ask(self._asker.outgoing(state, plans, this), this)
-            metrics = {reply.client: (reply.metrics, reply.examples) for reply in replies}
-            report.fedavg_down += len(plans)
+        if evaluate_fn is not None:
+            report.add_server_metrics(evaluate_fn(this.number, joined(self.method.models(state), self._layout)))
+
+    def score_by_clients(self, state: Any, this: Round, *, last: bool, final: bool) -> None:
+        """Score the model by a cohort on its test examples, unless clients do so as they train.
+
+        Args:
+            state: of the model.
+            this: the round.
+            last: whether this is the run's last round, in which the model is scored in any case.
+            final: whether the model is the run's result, which the clients of the cohort keep.
+        """
+        report = this.report
+        if last or not any(key.startswith(ON_TESTS) for key in report.train_metrics):
+            metrics = self._evaluate(state, this, final=final)
             report.evaluate_metrics = report.mean_of(
                 metrics, report.eval_metrics_of, self.weighted_by_key, share=self.rules.max_weight_share
             )
-        if evaluate_fn is not None:
-            report.add_server_metrics(evaluate_fn(this.number, joined(self.method.models(state), self._layout)))
+
+    def deliver(self, state: Any, this: Round) -> None:
+        """Send the run's result to the cohort that scored the last model, if it was not sent with that."""
+        self._evaluate(state, this, final=True)
+
+    def _evaluate(self, state: Any, this: Round, *, final: bool) -> dict[str, tuple[Mapping[str, float], int]]:
+        """Return the metrics and the weight of each client of a cohort that scores the model."""
+        report, fraction = this.report, self.rules.fraction_evaluate
+        if not fraction:
+            return {}
+        cohort = self.cohorts.draw(fraction, report, 0, EVALUATE).at_random()
+        plans = self.method.evaluation(state, this.number, cohort, more_rounds=not final)
+        if final:
+            plans = [replace(plan, options={**plan.options, FINAL: True}) for plan in plans]
+        replies = self._asker.ask(self._asker.outgoing(state, plans, this), this)
+        report.fedavg_down += len(plans)
+        return {reply.client: (reply.metrics, reply.examples) for reply in replies}
 
     def _attempts(self, state: Any, this: Round) -> Any:
         """Draw a cohort, run all phases and merge. Returns the next state; a failure leaves the old one unchanged."""

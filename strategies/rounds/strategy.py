@@ -21,10 +21,12 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
 from tepal.exchange.encodings import Encoding
+from tepal.exchange.layout import Layout
 from tepal.exchange.sender import Sender
 from tepal.strategies.method import Method, ModelBlocks, Run, ServerModel
 from tepal.strategies.robust import clips, mean_factory
 from tepal.strategies.rounds.asking import SCHEDULES
+from tepal.strategies.rounds.best import BestModel
 from tepal.strategies.rounds.checkpoint import Checkpoint, Checkpoints
 from tepal.strategies.rounds.cohort import Rules, check
 from tepal.strategies.rounds.flower import WithoutHooks, blocks_of, joined, server_model
@@ -32,7 +34,7 @@ from tepal.strategies.rounds.past import Past
 from tepal.strategies.rounds.report import RoundFailed, RoundReport
 from tepal.strategies.rounds.resuming import Resuming
 from tepal.strategies.rounds.round import Round
-from tepal.strategies.rounds.runner import RoundRunner
+from tepal.strategies.rounds.runner import Evaluate, RoundRunner
 
 if TYPE_CHECKING:
     from torch import nn
@@ -138,6 +140,10 @@ class MethodStrategy(WithoutHooks):
         self.configrecord_key = configrecord_key
         self.on_round = on_round or (lambda report: None)
         self.on_progress = on_progress or (lambda report: None)
+        self.best = BestModel()
+        """Which round's model is the result, and whether the run ends early; by default the last one, and never."""
+        self.result_round = 0
+        """The round of the model that the last run returned."""
 
     def summary(self) -> None:
         """Log the options of the strategy and its method."""
@@ -186,6 +192,8 @@ class MethodStrategy(WithoutHooks):
             rounds = self._runner(grid, model, run, checkpoint)
             ends.callback(rounds.close)
             self.summary()
+            best = self.best
+            best.begin(folder, saved.digests if saved else None)
             if resuming and checkpoint is not None:
                 first = checkpoint.round + 1
                 state, checkpoint = resuming.restore(checkpoint, rounds.ledger, rounds.memories, result), None
@@ -193,6 +201,7 @@ class MethodStrategy(WithoutHooks):
                 report = RoundReport(0, "initial")
                 report.add_server_metrics(evaluate_fn(0, initial_arrays))
                 result.evaluate_metrics_serverapp[0] = MetricRecord(dict(report.server_metrics))
+                best.enter(report, state)
                 self.on_round(report)
             layout = model.layout
             del initial_arrays, model  # their memory is released, unless the caller has kept them
@@ -200,15 +209,21 @@ class MethodStrategy(WithoutHooks):
                 state = resuming.on_disk(state)
             if resuming and first > 2:
                 rounds.past = Past(partial(resuming.before, first - 1))
+            merged = first - 1
             for number in range(first, num_rounds + 1):
+                if best.ended_early:
+                    break
                 this = rounds.begin(state, number, num_rounds, train_config, timeout)
                 try:
-                    state = rounds.train(state, this)
-                    rounds.score(state, replace(this, config=evaluate_config), evaluate_fn, last=number == num_rounds)
+                    start, state = state, rounds.train(state, this)
+                    merged = number
+                    best.received(this.report, start)
+                    del start
+                    self._score(state, replace(this, config=evaluate_config), evaluate_fn, rounds)
                 except RoundFailed as failure:
                     this.report.seconds = time.monotonic() - this.started
                     self.on_round(this.report)
-                    result.arrays = joined(self.method.models(state), layout)
+                    result.arrays = self._models(state, merged, layout)
                     failure.result = result
                     raise
                 self._end(this, result)
@@ -217,10 +232,35 @@ class MethodStrategy(WithoutHooks):
                     state, rounds.trouble = resuming.save(
                         state, number, self.experiment, known, rounds.memories, clients, result
                     )
+                    if not rounds.trouble:
+                        best.saved()
             if saved:
-                saved.prune(num_rounds)
-            result.arrays = joined(self.method.models(state), layout)
+                saved.prune(merged)
+            result.arrays = self._models(state, merged, layout)
             return result
+
+    def _score(self, state: Any, this: Round, evaluate_fn: Evaluate | None, rounds: RoundRunner) -> None:
+        """Score a round's model on the server and by clients. In the last round, send the run's result to clients."""
+        best, report, planned = self.best, this.report, this.number == this.rounds
+
+        def last() -> bool:
+            if best.exhausted and not planned and not best.ended_early:
+                best.end_early(this.number)
+            return planned or best.ended_early is not None
+
+        rounds.score_on_server(state, this, evaluate_fn)
+        best.enter(report, state)
+        known = last()
+        sent = known and best.delivers(this.number)
+        rounds.score_by_clients(state, this, last=known, final=sent)
+        best.enter(report, state)
+        if last() and not sent:
+            rounds.deliver(best.result(state, this.number)[0], this)
+
+    def _models(self, last: Any, round: int, layout: Layout) -> ArrayRecord:
+        """The models that are the result of a run whose last round was `round`."""
+        state, self.result_round = self.best.result(last, round)
+        return joined(self.method.models(state), layout)
 
     def _runner(self, grid: Grid, model: ServerModel, run: Run, checkpoint: Checkpoint | None) -> RoundRunner:
         self.experiment = checkpoint.experiment if checkpoint else self.experiment
@@ -245,6 +285,7 @@ class MethodStrategy(WithoutHooks):
             schedule=self.schedule,
             classes=self.classes,
             clip=clips(self.robust),
+            memories={"best": self.best},
             awaited=checkpoint.clients if checkpoint and self.rules.deterministic else (),
             on_progress=self.on_progress,
         )

@@ -158,6 +158,11 @@ def held_out_inputs(config: InputConfig) -> Inputs | None:
     return None if examples is None else _inputs(examples, config)
 
 
+def has_held_out(config: InputConfig) -> bool:
+    """Return whether the server has a test set. Raises DataError."""
+    return held_out(config, _examples_of(config)) is not None
+
+
 def unlabelled_inputs(config: InputConfig) -> NDArray[Any] | None:
     """Return the server's unlabelled inputs (n, …), `server-share` of the training examples; None if it has none.
 
