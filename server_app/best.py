@@ -72,7 +72,7 @@ def ending_figures(config: RunConfig, strategy: MethodStrategy) -> dict[str, Any
         "best_by": best_metric(config),
         "best_round": standing.best_round,
         "best_score": standing.best,
-        "ended_early": f"{ended.without} evaluations without improvement" if ended else None,
+        "ended_early": f"{ended.without} evaluation{'s' * (ended.without != 1)} without improvement" if ended else None,
     }
 
 

@@ -3,7 +3,8 @@
     config.toml         the whole validated run config, flat kebab-case keys
     metrics.jsonl       one JSON line per round, on disk before the next round starts
     rounds/             the arrays that a method records of a round: `np.load("rounds/000001.npz")`
-    model.safetensors   the final model under its raw state_dict names; an ensemble's begin with `mode/<k>/`
+    model.safetensors   the run's model, of the last or the best round, under its raw state_dict names; an ensemble's
+                        begin with `mode/<k>/`
     summary.json        the figures of the whole run
     report.html         written by `tepal.report.run_page`
     blocks.json, now.json, clients.json

@@ -72,6 +72,7 @@ RUN_BY = {
     "tepal simulate . -c 'trackers=\"wandb": "tests/unit/server_app/test_wandb.py",
     "tepal simulate . -c 'trackers=": "tests/unit/server_app/test_trackers.py",
     "tepal simulate . -c 'foreign-images=": "tests/unit/server_app/test_evaluation.py",
+    "tepal simulate . -c 'deliver=": "tests/unit/server_app/test_best.py",
     "tepal simulate . -c 'wire-dtype": "tests/unit/strategies/rounds/test_encoding.py",
     "tepal simulate . --clients 100": "tests/integration/test_simulation_launcher.py",
     "tepal simulate . --clients 10 -c 'model=\"char-lstm\"": "tests/unit/training/data/test_inputs.py",

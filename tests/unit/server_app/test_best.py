@@ -19,12 +19,13 @@ from tepal.training.data.inputs import held_out_inputs
 from tests.lines import read_lines
 from tests.packages import ROOT
 
-ROUNDS = 8
+ROUNDS = 7
 COMMON = {
     "model": "cnn", "strategy": "fedavg", "num-server-rounds": ROUNDS, "local-steps": 3, "learning-rate": 0.05,
     "schedule": "constant", "deterministic": True, "checkpoints": 50,
+    "seed": 1,
 }  # fmt: skip
-"""With this learning rate the scores go up and down."""
+"""With this learning rate the scores go up and down, and the last one is not the best."""
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +50,9 @@ def begin(folder, nodes=None, **values):
         from client_app.app import app
 
         config = {**defaults(), "runs": str(folder / "runs"), **given(values)}
-        own = nodes or [{}] * 3
-        configs = [{"partition-id": k, "num-partitions": 3, "name": f"client-{k}", **each} for k, each in enumerate(own)]
-        return run(InProcessGrid([Node(app, each) for each in configs], config), config)
+        places = [{"partition-id": k, "num-partitions": 3, "name": f"client-{k}"} for k in range(3)]
+        own = [{**place, **each} for place, each in zip(places, nodes or [{}] * 3, strict=True)]
+        return run(InProcessGrid([Node(app, each) for each in own], config), config)
 
 
 def given(values):
@@ -141,7 +142,8 @@ def test_a_run_ends_after_as_many_scored_rounds_without_improvement_as_it_has_pa
         last = ROUNDS if end is None or end >= ROUNDS else end
         assert [line["accuracy"] for line in lines] == scores[: last + 1]
         assert summary["rounds"] == summary["delivered_round"] == last and summary["stopped_by"] is None
-        early = f"{patience} evaluations without improvement" if last < ROUNDS else None
+        counted = "1 evaluation" if patience == 1 else f"{patience} evaluations"
+        early = f"{counted} without improvement" if last < ROUNDS else None
         assert summary["ended_early"] == early
         assert same_model(path, state_after(runs(), last))
         assert lines[-1]["clients_accuracy"] is not None, "its last model is scored by the clients, too"
@@ -149,17 +151,17 @@ def test_a_run_ends_after_as_many_scored_rounds_without_improvement_as_it_has_pa
 
 def test_rounds_that_are_not_scored_do_not_count(runs):
     scores = [line["accuracy"] for line in read_lines(runs()) if not line["round"] % 2]
-    for patience in (1, 2):
-        end = ends_after(scores, patience)
-        last = ROUNDS if end is None else 2 * end
-        assert summary_of(runs(patience=patience, evaluate_every=2))["rounds"] == last
+    end = ends_after(scores, 1)
+    assert end is not None
+    assert summary_of(runs(patience=1, evaluate_every=2))["rounds"] == 2 * end
 
 
 def test_scores_of_clients_come_a_round_later_and_decide_then(runs):
     """Round r + 1 measures the model of round r; the run's last model is scored by an evaluation."""
     whole = read_lines(runs(held_out_fraction=0.0))
     received = [line["received_accuracy"] for line in whole]  # of the rounds 0, 1, …
-    for patience in (1, 2, 3):
+    assert ends_after(received, 1) is not None
+    for patience in (1, 2):
         end = ends_after(received, patience)
         last = ROUNDS if end is None else end + 1
         path = runs(held_out_fraction=0.0, patience=patience, deliver="best")
@@ -230,13 +232,16 @@ def test_the_models_of_other_strategies_are_delivered_as_they_were_scored(runs, 
 # ---- interruptions ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("held_out", [0.2, 0.0])
-@pytest.mark.parametrize("fails_in", [2, 3, 4, 5])
-def test_a_resumed_run_delivers_the_same_model_of_the_same_round(runs, monkeypatch, tmp_path, fails_in, held_out):
-    options = {"deliver": "best", "patience": 3, "held_out_fraction": held_out}
+@pytest.mark.parametrize(
+    ("held_out", "patience", "fails_in"),
+    [(0.2, 2, 2), (0.2, 3, 4), (0.2, 3, 6), (0.2, 3, 7), (0.0, 1, 3), (0.0, 1, 4)],
+)
+def test_a_resumed_run_delivers_the_same_model_of_the_same_round(
+    runs, monkeypatch, tmp_path, held_out, patience, fails_in
+):
+    options = {"deliver": "best", "patience": patience, "held_out_fraction": held_out}
     whole = runs(**options)
-    if summary_of(whole)["rounds"] < fails_in:
-        pytest.skip("the run has ended by then")
+    assert summary_of(whole)["rounds"] >= fails_in
     save = Checkpoints.save
 
     def killed(self, checkpoint):
@@ -345,14 +350,14 @@ def test_what_cannot_decide_is_refused_before_work(values, said):
     [
         {"deliver": "best"}, {"patience": 5, "strategy": "fedacs"}, {"patience": 2, "held-out-fraction": 0.0},
         {"deliver": "best", "strategy": "fedensemble", "held-out-fraction": 0.0, "score-in-training": False},
-        {"deliver": "best", "best-metric": "rmse", "dataset": "diabetes", "model": "tiny-sequence"},
+        {
+            "deliver": "best", "best-metric": "rmse", "model": "linear-attention", "dataset": "local", "features": 3,
+            "outputs": 1,
+        },
     ],
 )  # fmt: skip
 def test_what_can_decide_is_accepted(values):
-    try:
-        read_run_config(values)
-    except ConfigError as error:
-        assert "tiny-sequence" in str(error) or "diabetes" in str(error)
+    assert values.items() <= read_run_config(values).flat.items()
 
 
 def test_patience_that_is_not_less_than_the_rounds_is_remarked(caplog):

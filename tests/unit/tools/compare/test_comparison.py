@@ -277,6 +277,15 @@ def test_a_run_that_was_resumed_and_finished_since_counts_as_finished(tmp_path):
     assert read_comparison(tmp_path).runs[0].outcome == "finished"
 
 
+def test_a_run_that_ended_early_counts_as_finished(tmp_path):
+    comparison = comparison_in(tmp_path, ["fedavg"])
+    comparison.runs[0].directory = leave_run(tmp_path, "fedavg", rounds=2, summary=False)
+    comparison.runs[0].outcome = "running"
+    comparison.save()
+    RunDirectory(comparison.runs[0].directory, {}).write_summary(ended_early="1 evaluation without improvement")
+    assert read_comparison(tmp_path).runs[0].outcome == "finished"
+
+
 def test_a_run_of_a_comparison_that_was_killed_is_not_taken_for_running(tmp_path):
     comparison = comparison_in(tmp_path, ["fedavg", "fedacs"])
     comparison.runs[0].directory, comparison.runs[0].outcome = leave_run(tmp_path, "fedavg", summary=False), "running"
