@@ -62,11 +62,15 @@ def chromium():
 
 
 @contextmanager
-def opened(chromium, address, size="desk", scheme="light"):
-    """A page, and what it asked for; nothing may be asked of another place, and no script may fail."""
+def opened(chromium, address, size="desk", scheme="light", first=""):
+    """A page, and what it asked for; nothing may be asked of another place, and no script may fail.
+
+    `first`: a script that runs before the page's own.
+    """
     width, height = SIZES[size]
     context = chromium.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
     page, asked, failed = context.new_page(), [], []
+    page.add_init_script(first)
     page.on("request", lambda request: asked.append(request.url))
     page.on("pageerror", lambda error: failed.append(str(error)))
     page.on("console", lambda message: failed.append(message.text) if message.type == "error" else None)
@@ -256,6 +260,35 @@ def test_the_rounds_of_a_mixture_can_be_stepped_through(chromium, address, runs)
         assert page.locator("#figure-weights output").inner_text() == "2"
         until(page, f"JSON.stringify(document.querySelector('#figure-weights .plot').data[0].z) !== {before!r}")
         assert chosen.get_attribute("aria-valuetext") == "round 2"
+
+
+DRAWN = "[...document.querySelectorAll('.plot')].filter(plot => plot.querySelector('.main-svg')).length"
+
+
+def test_a_copy_of_the_whole_page_has_every_figure(chromium, address, runs, tmp_path):
+    """In the dashboard without scrolling, and in a report: as a picture of the page and as a PDF."""
+    below = "[...document.querySelectorAll('.plot')].some(plot => plot.getBoundingClientRect().top > 2 * innerHeight)"
+    for url in (f"{address}run/{runs['fedacs'].name}/", (runs["fedacs"] / "report.html").as_uri()):
+        with opened(chromium, url) as page:
+            page.wait_for_selector("#figure-weights .plot, .plot#weights", state="attached")
+            assert page.evaluate(below)
+            until(page, f"{DRAWN} === document.querySelectorAll('.plot').length")
+            assert page.evaluate("scrollY") == 0
+            page.screenshot(path=tmp_path / "whole.png", full_page=True)
+            page.pdf(path=tmp_path / "whole.pdf")
+            assert page.evaluate(f"{DRAWN} === document.querySelectorAll('.plot').length")
+
+
+def test_printing_draws_what_is_out_of_sight_at_once(chromium, address, runs):
+    """Also in a browser that has always something else to do."""
+    url, never_idle = f"{address}run/{runs['fedacs'].name}/", "window.requestIdleCallback = () => {}"
+    with opened(chromium, url, first=never_idle) as page:
+        page.wait_for_selector("#figure-travel-up .plot", state="attached")
+        until(page, f"{DRAWN} > 0 && document.querySelectorAll('#figure-accuracy-rounds .main-svg').length > 0")
+        count, before, after = page.evaluate(
+            f"[document.querySelectorAll('.plot').length, {DRAWN}, (dispatchEvent(new Event('beforeprint')), {DRAWN})]"
+        )
+        assert before < after == count
 
 
 # --- files that open from disk --------------------------------------------------------------------------------------

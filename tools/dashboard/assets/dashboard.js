@@ -5,27 +5,32 @@ const most = 200;  // rows of a table that are drawn
 const $ = (selector, within = document) => within.querySelector(selector);
 
 // Figures: drawn when they come near, one at a time and what is in sight first, and again when the colours change. The
-// library that draws takes a second to start, in which nothing else is shown; so it is started when the numbers stand,
-// while the server prepares the figures.
+// others are drawn when the browser has nothing else to do, and before the page is printed, so that a copy of the whole
+// page has every figure. The library that draws takes a second to start, in which nothing else is shown; so it is started
+// when the numbers stand, while the server prepares the figures.
 const plots = new Map();
 const waiting = new Set();
 let library = null, drawing = false;
 const startLibrary = () => {
   library = document.createElement('script');
   library.src = document.getElementById('plotly').href;
-  library.addEventListener('load', drawNext);
+  library.addEventListener('load', () => { drawNext(); drawOthers(); });
   document.head.append(library);
 };
 const outOfSight = element => {
   const {top, bottom} = element.getBoundingClientRect();
   return Math.max(top - innerHeight, -bottom, 0);
 };
+const drawNow = element => {
+  waiting.delete(element);
+  element.stale = false;
+  tepalDraw(element, JSON.parse(plots.get(element)));
+};
 const drawNext = () => {
   drawing = false;
   if (!window.Plotly || !waiting.size) return;
   const [next] = [...waiting].sort((a, b) => outOfSight(a) - outOfSight(b));
-  waiting.delete(next);
-  tepalDraw(next, JSON.parse(plots.get(next)));
+  drawNow(next);
   if (waiting.size) { drawing = true; setTimeout(drawNext); }
 };
 const draw = element => {
@@ -41,6 +46,23 @@ const seen = new IntersectionObserver(entries => {
 }, {rootMargin: '400px'});
 matchMedia('(prefers-color-scheme: dark)').addEventListener('change', () => {
   for (const element of plots.keys()) if (element.inView) draw(element); else element.stale = true;
+  drawOthers();
+});
+const whenIdle = window.requestIdleCallback ?? (then => setTimeout(then, 200));
+let idle = false;
+const drawOthers = () => {
+  if (idle || !window.Plotly) return;
+  const next = [...plots.keys()].find(element => element.stale);
+  if (!next) return;
+  idle = true;
+  whenIdle(() => {
+    idle = false;
+    if (next.stale) drawNow(next);
+    drawOthers();
+  });
+};
+addEventListener('beforeprint', () => {
+  if (window.Plotly) for (const element of plots.keys()) if (element.stale || waiting.has(element)) drawNow(element);
 });
 
 const showSection = key => {
@@ -68,7 +90,7 @@ const showFigure = part => {
   if (!plots.has(plot)) { plot.className = 'plot'; plot.textContent = ''; plot.setAttribute('role', 'group'); }
   plot.setAttribute('aria-label', part.spoken);
   plots.set(plot, JSON.stringify(part.plot));
-  if (plot.inView) draw(plot); else { plot.stale = true; seen.observe(plot); }
+  if (plot.inView) draw(plot); else { plot.stale = true; seen.observe(plot); drawOthers(); }
 };
 
 // The table of clients. `columns`: heading, and the key in `write`, as CLIENT_COLUMNS in watched.py has them.
