@@ -17,6 +17,7 @@ from tepal.client_app import stacked as together
 from tepal.client_app.delivery import deliver
 from tepal.client_app.local_client import LocalClient
 from tepal.client_app.objectives import Outcome, Work
+from tepal.client_app.simulated import simulated_node_config
 from tepal.client_app.state import load_record, record_of_model
 from tepal.exchange import PartialExchange
 from tepal.exchange.mod import Received, received
@@ -33,7 +34,7 @@ OWN = "personal"
 exchange = PartialExchange(introduce=lambda msg, context: LocalClient.of(msg, context).figures(msg))
 """The mod of this app, and of apps that do the same with other functions."""
 
-app = ClientApp(mods=[exchange])
+app = ClientApp(mods=[simulated_node_config, exchange])
 
 
 def prepare(run_config: Mapping[str, Any], clients: int) -> None:
@@ -78,6 +79,7 @@ def train_client(client: LocalClient, msg: Message, fit: Callable[[Work], Fitted
             "step-seconds": outcome.fitted.step_seconds,
             ACCUMULATION: accumulation(client.training, steps, float(work.options.get(PROXIMAL, 0.0))),
             "test-examples": len(client.test[1]),
+            **client.own_rate,
             **before,
             **after,
         }

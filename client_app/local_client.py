@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from tepal import models
 from tepal.exchange.mod import own_name, received
-from tepal.exchange.plan import LABEL_COUNTS, LAYER_BUDGET
+from tepal.exchange.plan import LABEL_COUNTS, LAYER_BUDGET, RATE, RATE_FACTOR
 from tepal.models.blocks import layout_of
 from tepal.training.augmentation import Augmentation
 from tepal.training.config import TrainingConfig
 from tepal.training.data import own_stamp
 from tepal.training.data.inputs import FOUND_NAMES, ClientInputs, InputConfig, client_inputs, written_sizes
 from tepal.training.loop import Batches, device_of
+from tepal.training.node_settings import with_own_settings
 from tepal.training.tasks import TASKS, Task
 
 
@@ -46,7 +47,8 @@ class LocalClient:
 
     @staticmethod
     def of(msg: Message, context: Context) -> LocalClient:
-        """Load data and model. Settings in the message's config record take precedence over the run config.
+        """Load data and model. The message's config record takes precedence over the run config, and the settings of
+        local training in the node config over both. The schedule's factor also multiplies a node's own learning rate.
 
         Raises:
             ValueError: data or model cannot be used (DataError, ModelError, …); the text is for the client's owner.
@@ -57,7 +59,7 @@ class LocalClient:
         settings: dict[str, Any] = {**context.run_config, **msg.content.config_records.get("config", {})}
         if context.node_config.get("data-path") and not settings.get("class-names"):
             settings["class-names"] = settings.get(FOUND_NAMES, "")
-        training = TrainingConfig.of(settings)
+        training = with_own_settings(settings, context.node_config, factor=float(settings.get(RATE_FACTOR, 1.0)))
         if training.deterministic:
             torch.set_num_threads(1)
         device = device_of(str(context.node_config["device"]) if "device" in context.node_config else None)
@@ -88,6 +90,11 @@ class LocalClient:
         if isinstance(budget, bool) or not isinstance(budget, int | float) or not math.isfinite(budget):
             raise ValueError(f"this node's config has {LAYER_BUDGET}={budget!r}, which is not a finite number")
         return {LAYER_BUDGET: float(budget)}
+
+    @property
+    def own_rate(self) -> dict[str, float]:
+        """This round's learning rate as a metric, if it is the client's own; otherwise {}: the server knows it."""
+        return {RATE: self.training.learning_rate} if RATE in self.node_config else {}
 
     def figures(self, msg: Message) -> dict[str, int | float | list[int]]:
         """The metrics of an introduction. Raises ValueError if the client cannot take part.

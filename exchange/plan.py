@@ -33,6 +33,11 @@ TEST_EXAMPLES = "test-examples"
 LABEL_COUNTS = "label-counts"
 """Metric of an introduction, a list: the number of the client's examples in each class."""
 
+RATE = "learning-rate"
+"""Key of the app's settings, which a node config may replace; the metric that reports the rate of such a client."""
+RATE_FACTOR = "learning-rate-factor"
+"""Key of the app's settings: the schedule's factor, by which their learning rate was multiplied; without it 1."""
+
 SCORED_AS = "scored"
 """Option of an evaluation: prefix of the metrics' names, which says whose score it is; by default "received"."""
 FINAL = "final"
@@ -46,7 +51,7 @@ SCAFFOLD, LOCAL, DITTO, PERFEDAVG, PFEDME, APFL = "scaffold", "local", "ditto", 
 ACCUMULATION = "accumulation"
 """Metric of local training: ‖a_i‖₁, the number of gradients that its steps amount to (FedNova)."""
 KNOWN_METRICS = frozenset(
-    {LAYER_SCORES, LAYER_MILLISECONDS, LAYER_BUDGET, TEST_EXAMPLES, LABEL_COUNTS, ACCUMULATION}
+    {LAYER_SCORES, LAYER_MILLISECONDS, LAYER_BUDGET, TEST_EXAMPLES, LABEL_COUNTS, ACCUMULATION, RATE}
 )
 """Metrics that the server computes with. A reply keeps them, however many other names a run has."""
 PROXIMAL = "proximal"

@@ -15,8 +15,8 @@ def keys(prefix: str = "") -> ConfigDict:
     )
 
 
-class TrainingConfig(BaseModel):
-    """Settings of local training: keys of the run config, sent to the clients with every train message."""
+class LocalSettings(BaseModel):
+    """Settings of local training that concern one client only: a node's config may have its own."""
 
     model_config = keys()
 
@@ -44,6 +44,11 @@ class TrainingConfig(BaseModel):
     weight_decay: float = Field(0.01, ge=0, description="decoupled for adamw, added to the gradient otherwise")
     clip_norm: float = Field(0.0, ge=0, description="largest norm of the whole gradient; 0: no limit")
     autocast: Literal["no", "bf16", "fp16"] = Field("no", description="dtype of matrix products in the forward pass")
+
+
+class TrainingConfig(LocalSettings):
+    """Settings of local training: keys of the run config, sent to the clients with every train message."""
+
     score_in_training: bool = Field(
         True,
         description="clients score the received and the trained model on their own test examples in every round; "

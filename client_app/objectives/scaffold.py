@@ -18,7 +18,7 @@ class ScaffoldObjective(Objective):
 
     def fit(self, work: Work) -> Outcome:
         if work.config.optimizer != "sgd":
-            raise ValueError(f"SCAFFOLD needs optimizer='sgd'; the run config has {work.config.optimizer!r}")
+            raise ValueError(f"SCAFFOLD needs optimizer='sgd'; this client's is {work.config.optimizer!r}")
         c = work.trees[CONTROL]
         own = work.personal or {name: np.zeros_like(value) for name, value in c.items()}
         corrections = work.of_parameters({name: c[name] - own[name] for name in c})

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from tepal.exchange.encodings import EncodingError
-from tepal.exchange.plan import TRAIN, Outgoing, Plan, Reply
+from tepal.exchange.plan import RATE, RATE_FACTOR, TRAIN, Outgoing, Plan, Reply
 from tepal.strategies.method import Method
 from tepal.strategies.rounds.cohort import Cohorts
 from tepal.strategies.rounds.ledger import ClientLedger
@@ -99,6 +99,7 @@ class Asker:
         if plan.action != TRAIN:
             return settings
         factor = SCHEDULES[self.schedule](*self.method.progress(state, plan, this.rounds))
-        rates = {key: this.config[key] for key in ("learning-rate", "lr") if key in this.config}
+        rates = {key: this.config[key] for key in (RATE, "lr") if key in this.config}
         scaled = {key: rate * factor for key, rate in rates.items() if isinstance(rate, int | float)}
-        return {**settings, **scaled}
+        # For a client with a learning rate of its own.
+        return {**settings, **scaled, **({RATE_FACTOR: factor} if scaled and factor != 1 else {})}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +13,7 @@ from typing import Any
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 
-from tepal.exchange.plan import EVALUATE, FINAL, INTRODUCE, TRAIN, Outgoing, Plan, Reply
+from tepal.exchange.plan import EVALUATE, FINAL, INTRODUCE, RATE, TRAIN, Outgoing, Plan, Reply
 from tepal.exchange.sender import Sender
 from tepal.host.text import visible
 from tepal.strategies.aggregate import ON_TESTS
@@ -255,7 +256,7 @@ class RoundRunner:
         self.norms.ratios.clear()
         measured = self._judge.clip or self.rules.deterministic  # estimates differ from run to run
         messages = self._asker.outgoing(state, plans, this, measured=measured)
-        report.learning_rate = _mean_rate(messages)
+        report.learning_rate = _mean_rate(messages, {})
         replies = self._asker.ask(messages, this, self.rules.max_replies)
         merger = self.method.merger(state, this.number)
         metrics: dict[str, tuple[Mapping[str, float], int]] = {}
@@ -285,6 +286,7 @@ class RoundRunner:
             exchanges[reply.client] = reply.exchange
             report.replied.append(reply.client)
             del reply  # see `Asker.ask`
+        report.learning_rate = _mean_rate(messages, {client: own for client, (own, _) in metrics.items()})
         report.fedavg_down += len(plans)
         report.fedavg_up += len(report.replied)
         if len(metrics) < self.rules.min_replies or self._model_fails(this):
@@ -345,8 +347,15 @@ def _names(clients: Sequence[str]) -> str:
     return ", ".join(clients[:10]) + f" and {len(clients) - 10} more" * (len(clients) > 10)
 
 
-def _mean_rate(messages: list[Outgoing]) -> float | None:
-    """The mean learning rate of a round's messages; None if the app has another setting for it."""
-    rates = [outgoing.settings.get("lr", outgoing.settings.get("learning-rate")) for outgoing in messages]
+def _mean_rate(messages: list[Outgoing], metrics: Mapping[str, Mapping[str, float]]) -> float | None:
+    """The mean learning rate of a round's clients; None if the app has another setting for it.
+
+    It is that of a client's message, or the client's own, which its `metrics` then have.
+    """
+    rates = []
+    for outgoing in messages:
+        sent = outgoing.settings.get("lr", outgoing.settings.get(RATE))
+        own = metrics.get(outgoing.plan.client, {}).get(RATE, math.nan)
+        rates.append(own if math.isfinite(own) else sent)
     known = [rate for rate in rates if isinstance(rate, int | float)]
     return sum(known) / len(known) if known else None
