@@ -96,6 +96,8 @@ def run(grid: Grid, values: Mapping[str, Any]) -> Path:
         directory = RunDirectory.create(Path(config.rounds.runs).expanduser(), config.rounds.strategy, config.flat)
     with directory.in_use(), open_trackers(config, directory.path) as trackers:
         log.info("%s%s", KEPT_IN, directory.path.resolve())
+        if config.clients:
+            log.info("Clients with their own settings: %s", config.rounds.client_settings)
         resumed = bool(config.rounds.resume)
         if resumed:
             directory.write_config({**config.flat, "runs": directory.config.get("runs"), "resume": ""})
@@ -236,8 +238,12 @@ def build_model(config: RunConfig, seed: int | None = None) -> tuple[nn.Module, 
 def build_strategy(config: RunConfig, blocks: Blocks) -> MethodStrategy:
     """Return the run's strategy for a model with these blocks. Raises ConfigError if it cannot train the model."""
     rounds = config.rounds
-    if config.training.gradient_checkpointing and not blocks.layers:
-        raise ConfigError(f"gradient-checkpointing=true: model={rounds.model!r} has no layers: set it to false")
+    trainings = {"": config.training, **{f"client.{key}: ": own for key, own in config.trainings.items()}}
+    for whose, training in trainings.items():
+        if training.gradient_checkpointing and not blocks.layers:
+            raise ConfigError(
+                f"{whose}gradient-checkpointing=true: model={rounds.model!r} has no layers: set it to false"
+            )
     options: dict[str, Any] = {
         "model": blocks,
         "fraction_train": rounds.fraction_train,

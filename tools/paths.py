@@ -19,6 +19,7 @@ from tepal import models
 from tepal.host.superlink import app_run_config, is_app
 from tepal.host.toml import Value, parse_run_config
 from tepal.server_app.config import defaults
+from tepal.server_app.config.client_tables import PREFIX
 from tepal.training.data.config import DIGITS, LOCAL
 from tepal.training.data.hub import HUB
 from tepal.training.data.known import KNOWN
@@ -29,6 +30,7 @@ def absolute_paths(config: Mapping[str, Value], *folders: Path) -> dict[str, Val
 
     `dataset`, `dataset-path`, `model`, `tokenizer` and `pretrained` may be paths. One that exists in several of
     `folders` is that of the first. What is in none of them is left as it is, and so are names of data sets and models.
+    A client's own `data-path` and `model-path` are always paths; one that does not exist is in the first folder.
     """
     found = dict(config)
     for key, names in _NAMES.items():
@@ -39,6 +41,9 @@ def absolute_paths(config: Mapping[str, Value], *folders: Path) -> dict[str, Val
     if isinstance(given, str):  # a path may have a comma, but commas also separate sources
         each = [_existing(source.strip(), folders) or source.strip() for source in given.split(",")]
         found["pretrained"] = _existing(given, folders) or ",".join(each)
+    for key, value in config.items():  # such as client.3.data-path
+        if key.startswith(PREFIX) and key.endswith(("data-path", "model-path")) and value and isinstance(value, str):
+            found[key] = _existing(value, folders) or str(folders[0].absolute() / Path(value).expanduser())
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_args
@@ -18,6 +19,7 @@ from tepal.server_app.trackers import TrackerError, missing, names_of, with_pass
 from tepal.training.data import BY_LABEL, LOCAL, DataError
 from tepal.training.data.inputs import held_out_inputs, sizes
 from tepal.training.foreign_images import LETTERS
+from tepal.training.node_settings import with_own_settings
 
 
 def unknown(keys: Iterable[str]) -> Iterator[str]:
@@ -79,6 +81,7 @@ def contradictions(config: RunConfig) -> list[str]:
         found.append("local-epochs=0 and local-steps=0: clients would not train; set one of them")
     found += _start_problems(config)
     found += _training_contradictions(config)
+    found += _client_problems(config)
     found += _tracker_problems(config)
     if config.fedfrozen.ridge and config.blocks.query_key and not config.blocks.value_projection:
         found.append(
@@ -149,6 +152,24 @@ def _training_contradictions(config: RunConfig) -> Iterator[str]:
             f"pfedme.lambda={config.pfedme.lam:g} and learning-rate={training.learning_rate:g}: w ← w − ηλ(w − θ) "
             "diverges if their product is 2 or more; lower one of them"
         )
+
+
+def _client_problems(config: RunConfig) -> Iterator[str]:
+    """Yield the problems that single clients of a simulation have with their own settings, and the others do not."""
+    known = {*_training_contradictions(config), *_augmentation_problems(config)}
+    for client, own in config.clients.items():
+        place = f"client.{client}: "
+        for key in ("data-path", "model-path"):
+            if key in own and not Path(str(own[key])).is_absolute():
+                yield f"{place}{key}={own[key]!r}: expected an absolute path: a ClientApp has a folder of its own"
+        try:
+            merged = replace(config, training=with_own_settings(config.flat, own))
+        except ValueError as error:
+            yield f"{place}{error}"
+            continue
+        for problem in (*_training_contradictions(merged), *_augmentation_problems(merged)):
+            if problem not in known:
+                yield place + problem
 
 
 def _tracker_problems(config: RunConfig) -> Iterator[str]:

@@ -86,6 +86,11 @@ class RoundConfig(BaseModel):
         0.5, gt=0, le=1, description="largest share of one client in the weights of a round with three or more clients"
     )
     schedule: Literal["cosine", "constant"] = Field("cosine", description="course of the learning rate over the rounds")
+    client_settings: str = Field(
+        "",
+        description="settings of single clients of a simulation, as JSON: client's number or range → keys of a node "
+        'config. Commands of Tepal also take tables such as [client.3] and [client."5-9"] (docs/simulation.md)',
+    )
     seed: int = Field(42, ge=0, lt=2**32, description="seed of all random numbers: model, partition, cohorts, batches")
     robust: Literal[
         "none", "clip", "trimmed", "median", "krum", "rfa", "clip+trimmed", "clip+median", "clip+krum", "clip+rfa"

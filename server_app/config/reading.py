@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from logging import getLogger
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from tepal import models
 from tepal.records.run_directory import RunDirectory
 from tepal.server_app.config.checks import contradictions, explain, unknown, warnings
+from tepal.server_app.config.client_tables import fold
 from tepal.server_app.config.errors import ConfigError
 from tepal.server_app.config.run_config import SECTIONS, RunConfig, defaults
 from tepal.strategies.fedensemble import rounds_of_mode
@@ -22,16 +23,19 @@ from tepal.training.data.inputs import sizes
 log = getLogger("flwr")
 
 
-def read_run_config(values: Mapping[str, Any]) -> RunConfig:
+def read_run_config(values: Mapping[str, Any], clients: int | None = None) -> RunConfig:
     """Check a run config: its keys, their types and ranges, and combinations of keys.
 
     Args:
-        values: key → value; keys that are left out have their defaults.
+        values: key → value; keys that are left out have their defaults. `client.<number>.<key>` is a setting of one
+            client of a simulation.
+        clients: how many a simulation has; None: not known.
 
     Raises:
         ConfigError: keys are wrong; the message names all of them.
     """
-    problems = [*unknown(key for key in values if key not in defaults())]
+    values, problems = fold(values, clients)
+    problems = [*unknown(key for key in values if key not in defaults()), *problems]
     sections: dict[str, Any] = {}
     explained: set[str] = set()  # `seed` is a key of two sections
     for name, (_, section) in SECTIONS.items():
@@ -45,11 +49,14 @@ def read_run_config(values: Mapping[str, Any]) -> RunConfig:
         config = _with_warmup(RunConfig.of(sections), sections)
         problems = list(contradictions(config))
     if problems:
-        unique = list(dict.fromkeys(problems))
-        raise ConfigError("\n".join(["the run config is invalid:", *(f"  {problem}" for problem in unique)]))
+        raise _invalid(problems)
     for warning in warnings(config):
         log.warning(warning)
     return config
+
+
+def _invalid(problems: Sequence[str]) -> ConfigError:
+    return ConfigError("\n".join(["the run config is invalid:", *(f"  {each}" for each in dict.fromkeys(problems))]))
 
 
 def _with_warmup(config: RunConfig, sections: Mapping[str, Any]) -> RunConfig:
@@ -72,15 +79,21 @@ CHANGEABLE = (
 """Keys that may be changed when a run is resumed."""
 
 
-def open_run(values: Mapping[str, Any]) -> tuple[RunConfig, RunDirectory | None]:
-    """Return the checked config of a run, and its directory if it is resumed, else None. Raises ConfigError."""
+def open_run(values: Mapping[str, Any], clients: int | None = None) -> tuple[RunConfig, RunDirectory | None]:
+    """Return the checked config of a run, and its directory if it is resumed, else None. Raises ConfigError.
+
+    The arguments are those of `read_run_config`.
+    """
     if not values.get("resume"):
-        return read_run_config(values), None
+        return read_run_config(values, clients), None
     try:
         directory = RunDirectory.resume(Path(str(values["resume"])).expanduser())
     except (OSError, ValueError) as error:
         raise ConfigError(f"resume={values['resume']!r}: {error}") from error
-    return read_run_config(_resumed(values, directory.config)), directory
+    given, problems = fold(values, clients)
+    if problems:
+        raise _invalid(problems)
+    return read_run_config(_resumed(given, directory.config), clients), directory
 
 
 def _resumed(values: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from tepal.server_app.config.common import BlocksConfig, EncodingConfig, MLflowC
 from tepal.strategies import STRATEGIES
 from tepal.training.config import TrainingConfig
 from tepal.training.data.inputs import InputConfig
+from tepal.training.node_settings import with_own_settings
 
 Value = str | int | float | bool
 
@@ -65,6 +67,17 @@ class RunConfig:
         for section in (*(getattr(self, name) for name in GENERAL), *self.options.values()):
             values |= section.model_dump(by_alias=True)
         return values
+
+    @property
+    def clients(self) -> dict[str, dict[str, Value]]:
+        """Number of a client of a simulation, or range such as "5-9" → its own settings."""
+        text = self.rounds.client_settings
+        return dict(json.loads(text)) if text else {}
+
+    @property
+    def trainings(self) -> dict[str, TrainingConfig]:
+        """Number of a client, or range → settings of its local training, for clients with settings of their own."""
+        return {key: with_own_settings(self.flat, own) for key, own in self.clients.items()}
 
     @property
     def strategies(self) -> tuple[str, ...]:

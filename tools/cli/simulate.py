@@ -11,7 +11,7 @@ from rich.console import Console
 from tepal.host.site import with_absolute_paths
 from tepal.host.superlink import RunError
 from tepal.host.toml import parse_run_config
-from tepal.server_app.config import open_run
+from tepal.server_app.config import ConfigError, open_run
 from tepal.tools.cli import commands, reported
 from tepal.tools.cli.running import (
     CPUS,
@@ -53,7 +53,7 @@ def simulate_command(
                 console.print(simulated.description, markup=False, highlight=False, soft_wrap=True)
                 run_other(simulated, given, console)
             return
-        config, _ = open_run({**usual_run_config(app), **given})
+        config, _ = open_run({**usual_run_config(app), **given}, clients)
         with engine_for(engine, app, **resources, cache=cache_of(config)) as simulated:
             check_clients(config, clients)
             console.print(simulated.description, markup=False, highlight=False, soft_wrap=True)
@@ -85,7 +85,12 @@ def loopback_command(
             with LoopbackEngine(app, clients, node_configs) as engine:
                 run_other(engine, given, console)
             return
-        config, _ = open_run({**usual_run_config(app), **given})
+        config, _ = open_run({**usual_run_config(app), **given}, clients)
+        if config.clients and node_configs:
+            raise ConfigError(
+                f"--node-config and client.{next(iter(config.clients))}: a node config has the settings of its client: "
+                "write them there, and leave out client.…"
+            )
         check_clients(config, clients, parts=not node_configs)
         with LoopbackEngine(app, clients, node_configs, cache=cache_of(config)) as engine:
             run_and_show(engine.run, config, console, verbose)

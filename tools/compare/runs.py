@@ -104,7 +104,7 @@ def check(comparison: Comparison, check_one: Check, where: str = "") -> None:
     wrong: dict[str, list[str]] = {}
     for place, run in unfinished.items():
         try:
-            check_one(read_run_config(comparison.config_of(run)))
+            check_one(read_run_config(comparison.config_of(run), comparison.clients))
         except ConfigError as error:
             wrong.setdefault(str(error), []).append(place)
     if wrong:

@@ -35,6 +35,7 @@ from tepal.host.toml import Value, flat, parse_untrusted
 from tepal.records.columns import is_number
 from tepal.server_app.config import ConfigError, defaults
 from tepal.server_app.config.checks import unknown
+from tepal.server_app.config.client_tables import PREFIX
 from tepal.tools.compare.grid.values import Grid, read_vary_table
 from tepal.tools.compare.plan import MOST_RUNS, OWN_KEYS
 from tepal.tools.compare.sections import BYTES, MOST_SECTIONS, NAME, Section, Variant, near, problems
@@ -182,7 +183,8 @@ class _Reader:
                 self.problems.append(f"{place}{key}={value!r}: {_NOT_HERE[key]}")
             elif key in known and not isinstance(value, bool | int | float | str):
                 self.problems.append(f"{place}{key}={value!r}: expected a text, a number, true or false")
-        wrong = unknown(key for key in config if key not in known and key not in _NOT_HERE)
+        other = (key for key in config if not key.startswith(PREFIX))  # settings of clients are checked with the rest
+        wrong = unknown(key for key in other if key not in known and key not in _NOT_HERE)
         self.problems += [f"{place}{problem}" for problem in wrong]
         return absolute_paths(config, Path(), self._folder)
 

@@ -159,7 +159,7 @@ def check_values(plan: SearchPlan, usual: Mapping[str, Value], file: Path) -> st
         for number, values in enumerate(_samples(variant)):
             config = {**usual, **plan.config_of(variant, values)}
             with without_warnings() if number else nullcontext():  # they are shown once for a variant
-                found = list(dict.fromkeys(_problems(config)))
+                found = list(dict.fromkeys(_problems(config, plan.clients)))
             if not found:
                 regression = InputConfig.from_run_config(config).kind == models.SEQUENCES
                 measured.add(RMSE if regression else ACCURACY)
@@ -195,9 +195,9 @@ def _samples(variant: SearchedVariant) -> Iterator[dict[str, Value]]:
             yield {**first, key: value}
 
 
-def _problems(config: Mapping[str, Value]) -> Iterator[str]:
+def _problems(config: Mapping[str, Value], clients: int) -> Iterator[str]:
     try:
-        read_run_config(config)
+        read_run_config(config, clients)
     except ConfigError as error:
         yield from (line.strip() for line in str(error).splitlines()[1:])
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -28,19 +28,36 @@ def check_clients(config: RunConfig, clients: int, *, parts: bool = True) -> Non
 
     _, blocks = build_model(config)
     needed = build_strategy(config, blocks).rules.needed
+    problems = [*_own_problems(config)]
     if needed > clients:
         rounds, said = config.rounds, ""
         if rounds.strategy == "fedensemble":
             said = f" and fedensemble.strata={config.fedensemble.strata} of fraction-train={rounds.fraction_train:g}"
-        raise ConfigError(
+        problems.append(
             f"--clients is {clients}, expected at least {needed} because of min-clients={rounds.min_clients}, "
             f"min-replies={rounds.min_replies}{said}"
         )
-    if parts:
+    elif parts:
         try:
             check_partition(config.data, clients, examples_of(config.data))
         except DataError as error:
-            raise ConfigError(str(error)) from error
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _own_problems(config: RunConfig) -> Iterator[str]:
+    """Yield what single clients' own settings name and this machine does not have: data and devices."""
+    from tepal.training.loop import device_of  # torch takes seconds
+
+    for client, own in config.clients.items():
+        path = own.get("data-path")
+        if path and not Path(str(path)).exists():
+            yield f"client.{client}.data-path={path!r}: there is no such file or folder"
+        try:
+            device_of(str(own["device"]) if "device" in own else None)
+        except ValueError:
+            yield f"client.{client}.device={own['device']!r}: this machine does not have it"
 
 
 def run_once(
