@@ -52,13 +52,15 @@ def environment():
 
 
 def test_it_runs_the_app_on_warm_nodes_and_leaves_nothing_but_the_run(tmp_path, environment):
-    program = command(*arguments(tmp_path / "runs"))
+    program = command(*arguments(tmp_path / "runs", "-c", "client.1.learning-rate=0.001"))
     done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     run = (tmp_path / "runs" / "latest").resolve()
     summary, rounds = read_summary(run), read_lines(run)
     assert summary["rounds"] == 2 and summary["accuracy"] > 0
     assert [line["clients_replied"] for line in rounds[1:]] == [2, 2]
+    # The second client's own rate, 0.001 in place of 0.003, and the cosine's factors.
+    assert [line["learning_rate"] for line in rounds[1:]] == pytest.approx([0.002, 0.001])
     assert "Results in" in done.stdout
 
 
@@ -80,6 +82,7 @@ def test_what_is_wrong_is_said_before_anything_starts(tmp_path, monkeypatch):
     monkeypatch.setattr("subprocess.Popen", None)  # whatever is started
     for options, said in (
         (["-c", "num-server-rounds=0"], "num-server-rounds=0"),
+        (["--node-config", "a=1"] * 2 + ["-c", "client.1.momentum=0.5"], "--node-config and client.1: "),
         (["--node-config", "a=1"], "there are 1 node configs for 2 clients"),
     ):
         done = CliRunner().invoke(main, ["loopback", str(ROOT), *arguments(tmp_path, *options)])

@@ -45,6 +45,7 @@ def tepal(monkeypatch, tmp_path):
 @pytest.mark.simulation
 def test_the_main_job_runs_and_says_what_it_moved(tepal, tmp_path):
     shorter = "num-server-rounds=2 fedfrozen.warmup-rounds=1 local-epochs=1 deterministic=true"
+    shorter += " client.1.learning-rate=0.002 client.1-2.batch-size=16"
     command = ["simulate", ".", "-c", shorter, "-c", f'runs="{tmp_path / "runs"}"', "--clients", "3"]
     done = tepal(*command)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -67,6 +68,8 @@ def test_the_main_job_runs_and_says_what_it_moved(tepal, tmp_path):
     for name in ("report.html", "summary.json", "metrics.jsonl", "model.safetensors"):
         assert (run / name).is_file()
         assert str(run / name) in shown.split()
+    mean = (0.003 + 0.002 + 0.003) / 3, (0.003 + 0.002 + 0.003) / 6  # the cosine's factors are 1 and 1/2
+    assert [line["learning_rate"] for line in lines[1:]] == pytest.approx(mean)
     assert "Accuracy " in (run / "flower.log").read_text(), "Flower's own log lies beside the results"
 
     assert re.search(r"Engine: one process, .* \(Ray is not needed\)", shown)
@@ -316,6 +319,12 @@ def test_a_partition_that_cannot_be_drawn_fails_the_run_before_its_first_round(t
         ("no-such-file.toml", ["no-such-file.toml", "cannot be read"]),
         ("seed=-1 local-epochs=-1", ["seed=-1", "local-epochs=-1"]),
         ("min-clients=5", ["min-clients=5", "--clients is 3"]),
+        ("client.3.batch-size=8 seed=-1", ["client.3.batch-size: there are 3 clients, numbered", "seed=-1"]),
+        ('client.1.model="cnn"', ["client.1.model='cnn'", "the same for all clients"]),
+        (
+            'client.1.data-path="none.npz" client.2.device="cuda:99" min-clients=5',
+            ["client.1.data-path='/", "none.npz': there is no such", "client.2.device='cuda:99'", "min-clients=5"],
+        ),
         ("min-partition-size=900", ["3 clients with min-partition-size=900 need 2,700 examples"]),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
