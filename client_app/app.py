@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import Mod
 from torch import Tensor
 
 from tepal import models
@@ -34,7 +35,9 @@ OWN = "personal"
 exchange = PartialExchange(introduce=lambda msg, context: LocalClient.of(msg, context).figures(msg))
 """The mod of this app, and of apps that do the same with other functions."""
 
-app = ClientApp(mods=[simulated_node_config, exchange])
+MODS: list[Mod] = [simulated_node_config, exchange]
+
+app = ClientApp(mods=MODS)
 
 
 def prepare(run_config: Mapping[str, Any], clients: int) -> None:

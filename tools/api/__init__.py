@@ -75,7 +75,7 @@ def simulate(
             "strategy='fedensemble' with a module: all modes would begin with the same weights; give a function that "
             "returns a new module"
         )
-    config, _ = open_run(values)
+    config, _ = open_run(values, count)
     check_clients(config, count)
     if train is not None:
         _check_own(config, train)
@@ -133,6 +133,8 @@ def _settings(
     of_data, count = data_settings(data, folder / ".data")
     if clients is not None and count not in (None, clients):
         raise ConfigError(f"clients is {clients}, but data is a list of {count}: leave out clients")
+    if isinstance(model, str | Path):
+        of_data.pop("task", None)  # such a model has its own
     values: dict[str, Value] = {
         "model": model_name(model), "num-server-rounds": rounds, "seed": seed, "runs": str(folder), **of_data,
         **_keys(options),
@@ -144,7 +146,7 @@ def _keys(options: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return options as keys of the run config."""
     found: dict[str, Any] = {}
     for name, value in options.items():
-        key = prefix + name.replace("_", "-")
+        key = prefix + str(name).replace("_", "-")
         found |= _keys(value, f"{key}.") if isinstance(value, Mapping) else {key: value}
     return found
 

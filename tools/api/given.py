@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from tepal.host.files import replacing
 from tepal.host.toml import Value
+from tepal.models import IMAGES, SEQUENCES, TABLES, TEXTS
 
 Arrays = tuple[NDArray[Any], NDArray[Any]]
 """Inputs and labels (or targets), with one row for each example."""
@@ -64,6 +65,8 @@ def model_name(model: str | Path | nn.Module | Callable[..., nn.Module]) -> str:
 
 def data_settings(data: Any, folder: Path) -> tuple[dict[str, Value], int | None]:
     """Return keys of the run config for data, and the number of clients if the data determines it.
+
+    Of arrays and texts they include `task`, for a model that is an object.
 
     Args:
         data: a name or path; (inputs, labels) of arrays, tensors, or texts and whole numbers; a torch Dataset of
@@ -126,6 +129,7 @@ def _written(inputs: NDArray[Any], labels: NDArray[Any], groups: NDArray[Any] | 
         digest.update(f"{name}/{array.dtype}/{array.shape}/".encode())
         digest.update((array.astype(np.str_) if array.dtype == object else array).tobytes())
     texts = inputs.dtype.kind in "UO"
+    task = {"task": _task(inputs, labels)}
     file = folder / f"{digest.hexdigest()}{'.jsonl' if texts else '.npz'}"
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -138,8 +142,18 @@ def _written(inputs: NDArray[Any], labels: NDArray[Any], groups: NDArray[Any] | 
                 with partial.open("wb") as stream:
                     np.savez(stream, **arrays)  # type: ignore[arg-type]
     if texts:
-        return {"dataset": str(file), "text-column": "text", **({} if groups is None else {"group-column": "group"})}
-    return {"dataset": str(file)}
+        columns = {"text-column": "text", **({} if groups is None else {"group-column": "group"})}
+        return {"dataset": str(file), **columns, **task}
+    return {"dataset": str(file), **task}
+
+
+def _task(inputs: NDArray[Any], labels: NDArray[Any]) -> str:
+    """Return the task of a model that has none of its own."""
+    if inputs.dtype.kind in "UO":
+        return TEXTS
+    if labels.dtype.kind == "f":
+        return SEQUENCES
+    return TABLES if inputs.ndim == 2 else IMAGES
 
 
 def _hugging_face(data: Any, folder: Path) -> dict[str, Value]:

@@ -48,7 +48,7 @@ class Epochs:
 
 def client_app(train: Train) -> ClientApp:
     """Return a ClientApp that does what Tepal's own does, and trains with this function."""
-    app = ClientApp(mods=[own.exchange])
+    app = ClientApp(mods=own.MODS)
 
     @app.train()
     def train_it(msg: Message, context: Context) -> Message:

@@ -160,7 +160,7 @@ def held_out_inputs(config: InputConfig) -> Inputs | None:
 
 def has_held_out(config: InputConfig) -> bool:
     """Return whether the server has a test set. Raises DataError."""
-    return held_out(config, _examples_of(config)) is not None
+    return held_out(config, examples_of(config)) is not None
 
 
 def unlabelled_inputs(config: InputConfig) -> NDArray[Any] | None:

@@ -143,6 +143,32 @@ def test_each_client_trains_on_its_own_data_by_ones_own_function(small):
         torch.testing.assert_close(run.weights[name], value, rtol=1e-4, atol=1e-6)
 
 
+def test_a_client_has_its_own_settings(small):
+    def train(model, batches, penalty):
+        sizes.append(len(next(iter(batches))[1]))
+        return sgd(model, batches, penalty)
+
+    sizes = []
+    tepal.simulate(**{**small, "rounds": 1, "train": train, "batch_size": 32, "client": {1: {"batch_size": 8}}})
+    assert sizes == [32, 8, 32]
+    with pytest.raises(ConfigError, match="numbered from 0 to 2"):
+        tepal.simulate(**{**small, "client": {3: {"batch_size": 8}}})
+
+
+def test_floats_are_targets_of_a_regression_and_rows_are_a_table(small):
+    rows = IMAGES.reshape(-1, 64)
+    sums = rows.sum(axis=1, keepdims=True) / 64
+
+    def line(features, outputs=1):
+        return nn.Linear(features, outputs)
+
+    found = tepal.simulate(**{**small, "model": line, "data": (rows, sums), "rounds": 5, "partitioner": "iid"})
+    assert found.accuracy is None and found.summary["rmse"] < sums.std() * 3
+    table = tepal.simulate(**{**small, "model": lambda features, classes: nn.Linear(features, classes),
+                              "data": (rows, LABELS), "rounds": 3})  # fmt: skip
+    assert table.accuracy > 0.3 and table.config["task"] == "table-classification"
+
+
 def test_fedprox_gives_ones_own_function_its_penalty(small):
     penalties = []
 
