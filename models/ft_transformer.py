@@ -33,7 +33,7 @@ class FTTransformer(nn.Module):
 
     def forward(self, numbers: Tensor) -> Tensor:
         of_features = numbers[..., None] * self.feature_weight + self.feature_bias
-        tokens = torch.cat([self.cls_token.expand(len(numbers), -1, -1), of_features], dim=1)
+        tokens = torch.cat([self.cls_token.expand(numbers.shape[0], -1, -1), of_features], dim=1)
         for block in self.blocks:
             tokens = block(tokens)
         return cast(Tensor, self.head(self.norm(tokens[:, 0])))

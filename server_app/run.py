@@ -58,7 +58,7 @@ _NAME_THEM = (
 )
 # Keys that concern this server only, and are not sent to the clients.
 _OWN = (
-    "runs", "resume", "pretrained", "foreign-images",
+    "runs", "resume", "pretrained", "foreign-images", "deliver", "best-metric", "patience", "min-improvement",
     "trackers", "mlflow.tracking-uri", "mlflow.experiment", "wandb.project", "wandb.entity", "wandb.mode",
 )  # fmt: skip
 _PATIENCE = 600.0  # seconds for which writing a result is tried again

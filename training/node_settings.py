@@ -50,11 +50,14 @@ def numbers_in(text: str) -> tuple[int, int]:
 
 
 def settings_of(text: str, number: int) -> dict[str, Value]:
-    """Return the settings of one client in the value of `client-settings`; {} if it has none. Raises ValueError."""
+    """Return the settings of one client in the value of `client-settings`; {} if it has none.
+
+    Keys that the server's check refuses are left out. Raises ValueError.
+    """
     found: dict[str, Value] = {}
     for first, last, settings in _tables(text):
         if first <= number <= last:
-            found |= settings
+            found |= {key: value for key, value in settings.items() if key in NODE_KEYS}
     return found
 
 

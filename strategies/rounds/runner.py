@@ -347,15 +347,19 @@ def _names(clients: Sequence[str]) -> str:
     return ", ".join(clients[:10]) + f" and {len(clients) - 10} more" * (len(clients) > 10)
 
 
+_MOST_RATE = 1e3
+
+
 def _mean_rate(messages: list[Outgoing], metrics: Mapping[str, Mapping[str, float]]) -> float | None:
     """The mean learning rate of a round's clients; None if the app has another setting for it.
 
-    It is that of a client's message, or the client's own, which its `metrics` then have.
+    It is that of a client's message, or the client's own, which its `metrics` then have: a positive number of at most
+    `_MOST_RATE`, since a client may report anything.
     """
     rates = []
     for outgoing in messages:
         sent = outgoing.settings.get("lr", outgoing.settings.get(RATE))
         own = metrics.get(outgoing.plan.client, {}).get(RATE, math.nan)
-        rates.append(own if math.isfinite(own) else sent)
+        rates.append(own if 0.0 < own <= _MOST_RATE else sent)
     known = [rate for rate in rates if isinstance(rate, int | float)]
     return sum(known) / len(known) if known else None

@@ -63,8 +63,12 @@ class Run:
 
     @property
     def accuracy(self) -> float | None:
-        """Accuracy of the delivered model, in 0…1; None for a regression."""
-        found: float | None = self.summary.get("accuracy")
+        """Accuracy of the delivered model, in 0…1; None for a regression.
+
+        With `deliver="best"` it is that of the best round, if it was chosen by accuracy; otherwise the last one.
+        """
+        best = self.summary.get("best_by") == "accuracy" and self.summary.get("deliver") == "best"
+        found: float | None = self.summary.get("best_score" if best else "accuracy")
         return found
 
     @property

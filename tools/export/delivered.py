@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tepal.records.run_directory import CONFIG, read_metrics
-from tepal.records.run_directory.metrics import measured_by
+from tepal.records.run_directory import CONFIG, LARGEST_ROUND, measured_by, read_metrics, scored
 from tepal.strategies import STRATEGIES
 from tepal.tools.predict.model_file import described
 from tepal.tools.predict.predict import Predictor, load_predictor
@@ -69,7 +68,9 @@ def load_delivered(path: Path) -> Delivered:
     predictor = load_predictor(path)
     name, config = described(predictor.metadata)
     run = predictor.file.parent
-    scores = _scores(run) if "run" in predictor.metadata and (run / CONFIG).exists() else {}
+    scores = {}
+    if "run" in predictor.metadata and (run / CONFIG).exists():
+        scores = _scores(run, int(predictor.metadata.get("round", LARGEST_ROUND)))
     strategy = str(config.get("strategy", ""))
     known = {
         "run": predictor.metadata.get("run", ""),
@@ -95,8 +96,9 @@ def largest_difference(expected: Tensor, found: Tensor) -> tuple[float, float]:
     return float(difference.max()), TOLERANCE * max(1.0, float(size))
 
 
-def _scores(run: Path) -> dict[str, str]:
-    metrics = read_metrics(run)
+def _scores(run: Path, delivered: int) -> dict[str, str]:
+    """Return the delivered round, and the last score up to it."""
+    metrics = [line for line in scored(read_metrics(run)) if line.round <= delivered]
     if not metrics:
         return {}
     facts, measure = {"round": str(metrics[-1].round)}, measured_by(metrics)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tepal import models
 from tepal.tools.export.delivered import Delivered, ExportError
-from tepal.training.data import CharVocabulary, DatasetInfo, NumberInfo, normalise
+from tepal.training.data import CharVocabulary, DatasetInfo, NumberInfo, TableInfo, normalise
 from tepal.training.data.inputs import TOKENS, InputConfig, tokens_of
 from tepal.training.data.tokens import CHOICE, CONTEXT
 
@@ -42,6 +42,8 @@ def example_inputs(delivered: Delivered, count: int, *, seed: int, length: int |
     if isinstance(predictor.info, DatasetInfo):
         images = rng.random((count, *predictor.info.shape), dtype=np.float32)
         return torch.from_numpy(normalise(images, config.normalise))
+    if isinstance(predictor.info, TableInfo):
+        return torch.from_numpy(rng.standard_normal((count, predictor.info.features), dtype=np.float32))
     if isinstance(predictor.info, NumberInfo):
         return _numbers(delivered, predictor.info, count, length or _POSITIONS, rng)
     length = length or length_of(config)

@@ -3,6 +3,7 @@
     pixel_values (batch, channels, height, width)   → logits, probabilities (batch, classes)
     input_ids (batch, tokens)                       → logits, probabilities (batch, classes)
     input_ids, roles (batch, choices, tokens)       → logits, probabilities (batch, choices)
+    inputs (batch, features) of a table             → logits, probabilities (batch, classes)
     inputs (batch, features) or (batch, length, features) → outputs (batch, outputs)
 
 An ensemble returns the mean over its members of the probabilities or of the outputs; it has no logits.
@@ -26,6 +27,7 @@ _INPUTS = {
     models.TEXTS: ("input_ids",),
     models.CHARACTERS: ("input_ids",),
     models.SEQUENCES: ("inputs",),
+    models.TABLES: ("inputs",),
     models.CHOICES: ("input_ids", "roles"),
 }
 

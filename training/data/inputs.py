@@ -146,10 +146,16 @@ def written_names(config: InputConfig) -> dict[str, str]:
 def settled(config: InputConfig) -> dict[str, str]:
     """Return the keys that the run config leaves to the run's dataset, with their values, for clients and metadata.
 
-    They are `feature-columns` for "*", and `normalise` of numbers for "dataset". Raises DataError.
+    They are `feature-columns` for "*", `normalise` of numbers for "dataset", and `classes` of a table whose classes are
+    numbered: a client's own table may lack some. Raises DataError.
     """
     kind = examples_of(config)
-    return by_dataset(config, kind) if kind in (Numbers, LabelledNumbers) else {}
+    if kind not in (Numbers, LabelledNumbers):
+        return {}
+    found = by_dataset(config, kind)
+    if kind is LabelledNumbers and not config.classes and not class_names(config, kind):
+        found["classes"] = str(sizes(config)["classes"])
+    return found
 
 
 def held_out_inputs(config: InputConfig) -> Inputs | None:

@@ -20,7 +20,7 @@ from tepal.server_app.run import run
 from tepal.strategies import FedAvg, SelectiveLayers
 from tepal.strategies.in_process import InProcessGrid, Node
 from tepal.training.data.inputs import InputConfig, client_inputs
-from tepal.training.node_settings import with_own_settings
+from tepal.training.node_settings import settings_of, with_own_settings
 from tests.lines import read_lines
 
 CLIENTS = 4
@@ -209,3 +209,8 @@ def test_what_a_node_config_may_not_have_is_said_with_its_key():
 
 def test_the_run_config_of_all_clients_is_as_before():
     assert read_run_config(CONFIG).clients == {} and read_run_config(CONFIG).trainings == {}
+
+
+def test_a_key_that_no_node_config_may_have_is_left_out():
+    text = json.dumps({"0-9": {"cache-path": "/etc", "name": "other", "partition-id": 3, "batch-size": 2}})
+    assert settings_of(text, 4) == {"batch-size": 2}

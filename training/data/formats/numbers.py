@@ -82,7 +82,9 @@ def _classes_in(values: Sequence[Any], where: str, reading: Reading) -> list[Any
     found: list[Any] = []
     for row, value in enumerate(values):
         try:
-            number = None if isinstance(value, bool) or value in reading.class_names else float(value)
+            # Python reads 1_0 as 10.
+            name = value in reading.class_names or (isinstance(value, str) and "_" in value)
+            number = None if name or isinstance(value, bool) else float(value)
         except (TypeError, ValueError, OverflowError):
             number = None
         if number is not None and not number.is_integer():

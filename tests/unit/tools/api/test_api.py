@@ -89,6 +89,12 @@ def test_a_run_has_its_figures_model_and_page(small):
     assert tepal.load(small["runs"]) == run == tepal.load(run.path)
 
 
+def test_a_best_model_has_its_own_accuracy(small):
+    run = tepal.simulate(**{**small, "rounds": 3, "learning_rate": 0.5, "optimizer": "sgd", "deliver": "best"})
+    best = run.metrics["accuracy"].max()
+    assert run.accuracy == best and run.summary["delivered_round"] == run.metrics["accuracy"].idxmax()
+
+
 def test_the_process_is_as_it_was_before(small, monkeypatch):
     monkeypatch.setenv("TEPAL_CACHE", "/where/it/was")
     flower = logging.getLogger("flwr")

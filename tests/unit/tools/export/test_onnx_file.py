@@ -120,6 +120,22 @@ def build(features, outputs):
 """
 
 
+@pytest.mark.parametrize("model", ["mlp", "ft-transformer"])
+def test_a_table_is_classified_in_batches_of_any_size(tmp_path, model):
+    sizes = {"features": 5, "classes": 3}
+    run, (built,) = delivered(tmp_path, model, sizes, metadata={"features": "5", "classes": "3"})
+    done = export_onnx(load_delivered(run), tmp_path / "table.onnx")
+    assert_computes(done.path, "inputs", built, [images(count, 5) for count in (1, 4)])
+
+
+def test_a_best_model_has_its_own_round_and_score(tmp_path):
+    found = {1: 0.5, 2: 0.9, 3: 0.8}
+    scores = [{"round": number, "accuracy": score, "accuracy_of": "server"} for number, score in found.items()]
+    run, _ = delivered(tmp_path, "tiny-vit", DIGIT_SIZES, scores=scores, metadata={"round": "2"}, **DIGITS)
+    facts = load_delivered(run).facts
+    assert (facts["round"], facts["accuracy"], facts["measured-after-round"]) == ("2", "0.9000", "2")
+
+
 def test_a_regression_without_sequences_has_two_axes(tmp_path, monkeypatch):
     name = custom_model(tmp_path, monkeypatch, FLAT, "flat")
     sizes = {"features": 4, "outputs": 2}
@@ -269,5 +285,5 @@ def test_the_command_writes_next_to_the_model_and_warns_of_a_model_that_no_clien
 
 
 def test_every_kind_of_model_has_inputs_in_the_graph():
-    kinds = {getattr(models, name) for name in ("IMAGES", "TEXTS", "CHARACTERS", "SEQUENCES", "CHOICES")}
+    kinds = {getattr(models, name) for name in ("IMAGES", "TABLES", "TEXTS", "CHARACTERS", "SEQUENCES", "CHOICES")}
     assert graphs._INPUTS.keys() == kinds

@@ -205,6 +205,18 @@ def test_a_site_of_its_own_gets_the_columns_and_the_scale_of_the_runs_dataset(tm
         load_predictor(left).predict_files([write(tmp_path / "odd.csv", ["a", "b", "kind"], [[1, 2, "maybe"]])])
 
 
+def test_a_site_that_lacks_numbered_classes_builds_the_runs_model(tmp_path: Path) -> None:
+    rows = [[float(n % 3), -n / 100, n % 3] for n in range(150)]
+    file = write(tmp_path / "all.csv", ["a", "b", "stage"], rows)
+    site = write(tmp_path / "site.csv", ["a", "b", "stage"], [row for row in rows if row[2] == 1][:20])
+    left = in_process(
+        tmp_path, 3, {2: {"data-path": str(site)}}, dataset=str(file), partitioner="iid", label_column="stage",
+        num_server_rounds=2,
+    )  # fmt: skip
+    assert not any(line["refused"] or line["lost"] for line in read_lines(left))
+    assert load_predictor(left).model.state_dict()["head.weight"].shape[0] == 3
+
+
 # Reading
 
 
@@ -221,6 +233,13 @@ def test_classes_are_names_or_whole_numbers(tmp_path: Path, form: str) -> None:
                                     LabelledNumbers)  # fmt: skip
     assert numbered.train.labels.tolist() == [n % 3 for n in range(12)]  # type: ignore[union-attr]
     assert (numbered.classes, numbered.class_names) == (3, ())
+
+
+def test_a_text_that_python_reads_as_a_number_is_a_name(tmp_path: Path) -> None:
+    file = write(tmp_path / "t.csv", ["a", "kind"], [[n / 2, ["1_0", "2_0", "x"][n % 3]] for n in range(12)])
+    config = config_of(file, **{"feature-columns": "a", "label-column": "kind"})
+    source = sources.named_source(config, LabelledNumbers)
+    assert (source.class_names, source.classes) == (("1_0", "2_0", "x"), 3)
 
 
 @pytest.mark.parametrize("classes", [np.arange(40) % 2, np.array(["a", "b"])[np.arange(40) % 2], np.arange(40.0) % 2])
