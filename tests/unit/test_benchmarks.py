@@ -1,5 +1,6 @@
 import json
 import os
+import runpy
 import subprocess
 import sys
 
@@ -139,3 +140,28 @@ def test_curves_of_growth_are_drawn_from_what_was_measured(figures, tmp_path):  
     assert two["checkpoint"] == pytest.approx(2 * one["checkpoint"], rel=0.01)
     assert all(seconds > 0 for seconds in found["reported"].values())
     assert (tmp_path / "growth.svg").read_text().count('id="axes_') == 4
+
+
+def test_subjects_are_clients_that_every_strategy_trains(tmp_path):
+    subjects = runpy.run_path(str(ROOT / "benchmarks/domains.py"))["SUBJECTS"]
+    rows = [
+        {"text": f"{group} {word} {number}", "label": group, "split": "train"}
+        for pair in subjects for group, word in zip(pair, ("one", "two"), strict=True) for number in range(15)
+    ]  # fmt: skip
+    (tmp_path / "news.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = [tmp_path / "news.jsonl", "--seeds", "1", "--rounds", "1", "--runs", tmp_path / "runs"]
+    out = printed("domains.py", *options)
+    table = [line.split("|")[1].strip() for line in out.splitlines() if line.startswith("| ")]
+    assert table == ["strategy", "fedavg", "fedfrozen", "selective", "fedensemble", "fedacs"]
+
+
+def test_the_first_steps_are_taken_by_the_commands_of_the_pages(tmp_path):
+    out = printed("first_steps.py", "--only", "interruptions,savings,notebook", "--data", tmp_path / "seconds.json")
+    assert out.count("| SIGTERM") == 1 and len(json.loads((tmp_path / "seconds.json").read_text())) == 3
+
+
+def printed(benchmark, *options):
+    command = [sys.executable, ROOT / "benchmarks" / benchmark, *options]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

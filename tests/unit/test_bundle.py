@@ -24,8 +24,13 @@ def bundled(tmp_path_factory):
 
 
 def imported(begin):
-    """The modules of this project that these import, directly or not, wherever in a file the import stands."""
+    """The modules of this project that these import, directly or not, wherever in a file the import stands.
+
+    Of `tepal` itself nothing: it imports the Python API on demand, which no app asks for.
+    """
     graph = grimp.build_graph("tepal", cache_dir=None)
+    for module in graph.find_modules_directly_imported_by("tepal"):
+        graph.remove_import(importer="tepal", imported=module)
     found, left = set(), set(begin)
     while left:
         module = left.pop()
