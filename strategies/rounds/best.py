@@ -4,8 +4,9 @@
     BestModel     the standing of one run; keeps the best model in a file next to the checkpoints
 
 The file, `best-<round>.safetensors`, has the method's whole state, so that the model can be sent to clients, too. It is
-written before the checkpoint that names it, and the one before it is removed after that: whenever the server is killed,
-the model that the newest checkpoint names is on disk.
+written before the checkpoint that names it, and stays as long as a checkpoint on disk names it: whenever the server is
+killed, and whichever checkpoint it resumes from, that one's best model is on disk. If the run returns to the model
+before the last merge, the scores of the discarded one no longer count, and the best model is that of before the merge.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from logging import getLogger
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,13 @@ import numpy as np
 
 from tepal.exchange.files import DamagedFile, read_arrays, write_arrays
 from tepal.exchange.parts import Digests
-from tepal.strategies.rounds.checkpoint import CheckpointError, from_json, to_json
+from tepal.strategies.rounds.checkpoint import CheckpointError, Checkpoints, from_json, to_json
 from tepal.strategies.rounds.report import RoundReport
 
 log = getLogger("flwr")
 
+NAME = "best"
+"""Of a run's `BestModel` in the standing of a checkpoint."""
 _FACTS = "facts"  # the array with the state's structure, as JSON; those of the state are named by numbers
 
 
@@ -117,6 +120,8 @@ class BestModel:
         self.ended_early: EndedEarly | None = None
         self._scores = scores
         self._before = Standing()  # of the current round's own score
+        self._earlier: tuple[Standing, int | None] | None = None  # it and `kept`, before the last merge
+        self._named: dict[int, frozenset[int]] = {}  # round of a checkpoint on disk → files that it names
         self._folder: Path | None = None
         self._digests = Digests()
 
@@ -133,6 +138,7 @@ class BestModel:
             raise ValueError("the best model of a run is kept next to its checkpoints: set checkpoints to a folder")
         self._folder, self._digests = folder, digests or Digests()
         self.standing, self._before, self.kept, self.ended_early = Standing(), Standing(), None, None
+        self._earlier, self._named = None, {}
 
     @property
     def exhausted(self) -> bool:
@@ -145,14 +151,18 @@ class BestModel:
         """Enter the score of the round before, which this round's clients have measured.
 
         Args:
-            report: of the current round.
+            report: of the current round, once it has trained.
             start: the state after the round before. If the run returned to an earlier one in this round, that one was
-                scored, and `start` has no score.
+                scored, `start` has no score, and all that was entered since the merge of `start` is undone.
         """
         score, round = self._scores(report).received, report.round - 1
-        if score is not None and round > self.standing.scored and not report.went_back:
+        if report.went_back and self._earlier is not None:
+            self._continue_from(*self._earlier)
+        elif score is not None and round > self.standing.scored and not report.went_back:
             self.standing = self._after(self.standing, round, score, start)
         self._before = self.standing
+        if report.replied:  # else nothing was merged
+            self._earlier = self.standing, self.kept
 
     def enter(self, report: RoundReport, state: Any) -> None:
         """Enter the score of the current round's result, `state`. A later call in the round replaces the score."""
@@ -191,10 +201,24 @@ class BestModel:
             log.error("The best model, of round %d, cannot be read: %s. The last one is the result.", self.kept, error)
             return last, round
 
-    def saved(self) -> None:
-        """Remove the files of models that are no longer the best: a checkpoint that names the present one is saved."""
-        for path in self._folder.glob("best-*.safetensors") if self._folder and self.delivered else ():
-            if self.kept is None or path != self._path(self.kept):
+    def clean(self, checkpoints: Checkpoints, round: int) -> None:
+        """Remove the files of models that neither this run nor a checkpoint on disk may return to.
+
+        Args:
+            checkpoints: of the run.
+            round: whose checkpoint was written last, or could not be written.
+        """
+        if self._folder is None or not self.delivered:
+            return
+        self._named.pop(round, None)
+        on_disk = checkpoints.rounds()
+        self._named = {
+            number: self._named[number] if number in self._named else _named_by(checkpoints, number)
+            for number in on_disk
+        }
+        needed = {self._path(number) for number in _files(self.to_facts()).union(*self._named.values())}
+        for path in self._folder.glob("best-*.safetensors"):
+            if path not in needed:
                 path.unlink(missing_ok=True)
 
     def _keep(self, state: Any, round: int) -> None:
@@ -226,8 +250,13 @@ class BestModel:
 
     def to_facts(self) -> dict[str, Any]:
         """What a checkpoint has of it."""
-        ended = self.ended_early
-        return {**asdict(self.standing), "kept": self.kept, "ended_early": asdict(ended) if ended else None}
+        ended, earlier = self.ended_early, self._earlier
+        return {
+            **asdict(self.standing),
+            "kept": self.kept,
+            "ended_early": asdict(ended) if ended else None,
+            "earlier": {**asdict(earlier[0]), "kept": earlier[1]} if earlier else None,
+        }
 
     def restore(self, facts: Mapping[str, Any]) -> None:
         """Restore from a checkpoint's facts, which are empty if that run did not follow its scores.
@@ -235,10 +264,31 @@ class BestModel:
         A run that ended early goes on if `patience` is larger now than the scored rounds without improvement were.
         """
         known = dict(facts)
-        self.kept, ended = known.pop("kept", None), known.pop("ended_early", None)
-        self.standing = self._before = Standing(**known)
+        kept, ended, earlier = (known.pop(name, None) for name in ("kept", "ended_early", "earlier"))
+        self._continue_from(Standing(**known), kept)
         self.ended_early = EndedEarly(**ended) if ended and 0 < self.patience <= ended["without"] else None
-        if self.delivered and self.kept is not None and not self._path(self.kept).exists():
-            log.error("The best model so far, of round %d, is no longer in %s.", self.kept, self._folder)
-            self.kept = None
-            self.standing = self._before = Standing(**{**asdict(self.standing), "best": None, "best_round": None})
+        if earlier is not None:
+            before = dict(earlier)
+            kept = before.pop("kept")
+            self._earlier = Standing(**before), kept
+
+    def _continue_from(self, standing: Standing, kept: int | None) -> None:
+        if self.delivered and kept is not None and not self._path(kept).exists():
+            log.error("The best model so far, of round %d, is no longer in %s.", kept, self._folder)
+            standing, kept = replace(standing, best=None, best_round=None), None
+        self.standing = self._before = standing
+        self.kept = kept
+
+
+def _files(facts: Mapping[str, Any]) -> frozenset[int]:
+    """The rounds of the files that a checkpoint with these facts needs."""
+    kept = (facts.get("kept"), (facts.get("earlier") or {}).get("kept"))
+    return frozenset(round for round in kept if round is not None)
+
+
+def _named_by(checkpoints: Checkpoints, round: int) -> frozenset[int]:
+    """The rounds of the files that a checkpoint on disk needs; none if it cannot be read."""
+    try:
+        return _files(checkpoints.standing(round).get(NAME, {}))
+    except (OSError, DamagedFile):
+        return frozenset()

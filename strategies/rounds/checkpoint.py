@@ -147,6 +147,11 @@ class Checkpoints:
         """`current` of all whole checkpoints, the oldest first."""
         return [checkpoint.current for _, checkpoint in self._readable()][::-1]
 
+    def standing(self, number: int) -> Mapping[str, Any]:
+        """`standing` of a checkpoint, whose state is not read. Raises OSError and DamagedFile."""
+        found: Mapping[str, Any] = _read_facts(self._path(number) / FACTS).get("standing", {})
+        return found
+
     def states(self, *, before: int) -> Iterator[Any]:
         """States of the whole checkpoints of earlier rounds, the newest first, read one by one."""
         return (checkpoint.state for number, checkpoint in self._readable() if number < before)

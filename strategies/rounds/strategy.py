@@ -26,7 +26,7 @@ from tepal.exchange.sender import Sender
 from tepal.strategies.method import Method, ModelBlocks, Run, ServerModel
 from tepal.strategies.robust import clips, mean_factory
 from tepal.strategies.rounds.asking import SCHEDULES
-from tepal.strategies.rounds.best import BestModel
+from tepal.strategies.rounds.best import NAME, BestModel
 from tepal.strategies.rounds.checkpoint import Checkpoint, Checkpoints
 from tepal.strategies.rounds.cohort import Rules, check
 from tepal.strategies.rounds.flower import WithoutHooks, blocks_of, joined, server_model
@@ -232,10 +232,10 @@ class MethodStrategy(WithoutHooks):
                     state, rounds.trouble = resuming.save(
                         state, number, self.experiment, known, rounds.memories, clients, result
                     )
-                    if not rounds.trouble:
-                        best.saved()
+                    best.clean(resuming.checkpoints, number)
             if saved:
                 saved.prune(merged)
+                best.clean(saved, merged)
             result.arrays = self._models(state, merged, layout)
             return result
 
@@ -285,7 +285,7 @@ class MethodStrategy(WithoutHooks):
             schedule=self.schedule,
             classes=self.classes,
             clip=clips(self.robust),
-            memories={"best": self.best},
+            memories={NAME: self.best},
             awaited=checkpoint.clients if checkpoint and self.rules.deterministic else (),
             on_progress=self.on_progress,
         )

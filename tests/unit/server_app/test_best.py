@@ -14,7 +14,8 @@ from tepal.server_app.config import ConfigError, defaults, read_run_config
 from tepal.server_app.run import build_model, run
 from tepal.strategies import RoundFailed
 from tepal.strategies.in_process import InProcessGrid, Node
-from tepal.strategies.rounds.checkpoint import Checkpoints
+from tepal.strategies.rounds.best import BestModel
+from tepal.strategies.rounds.checkpoint import STATE, Checkpoints
 from tepal.training.data.inputs import held_out_inputs
 from tests.lines import read_lines
 from tests.packages import ROOT
@@ -112,7 +113,8 @@ def test_the_delivered_model_is_that_of_the_round_with_the_best_score_of_all(run
     assert same_model(path, state_after(whole, best)) and not same_model(path, state_after(whole, ROUNDS))
     assert (metadata["round"], metadata["best-by"]) == (str(best), "accuracy")
     assert float(metadata["best-score"]) == summary["best_score"]
-    assert [file.name for file in (path / CHECKPOINTS).glob("best-*")] == [f"best-{best:06d}.safetensors"]
+    kept = {scores.index(max(scores[: round + 1])) for round in range(ROUNDS + 1)}  # as all checkpoints are
+    assert {file.name for file in (path / CHECKPOINTS).glob("best-*")} == {f"best-{k:06d}.safetensors" for k in kept}
     # Its training is that of a run that delivers the last model.
     compared = ("round", "accuracy", "loss", "received_accuracy", "train_loss", "bytes_up")
     assert [[line[key] for key in compared] for line in read_lines(path)] == [
@@ -254,14 +256,57 @@ def test_a_resumed_run_delivers_the_same_model_of_the_same_round(
         begin(tmp_path, **options)
     monkeypatch.undo()
     path = begin(tmp_path, resume=str(tmp_path / "runs"))
-    own = ("seconds", "step_seconds", "bytes_down", "bytes_vs_fedavg", "bytes_plain")  # its clients are new
+    assert_same_result(path, whole)
+    assert {file.name for file in (path / CHECKPOINTS).glob("best-*")} == {
+        file.name for file in (whole / CHECKPOINTS).glob("best-*")
+    }
+
+
+def assert_same_result(path, whole):
+    """Of a run that was resumed with new clients, and one that was not interrupted."""
+    own = ("seconds", "step_seconds", "bytes_down", "bytes_vs_fedavg", "bytes_plain")  # the new clients'
     assert [(k, v) for k, v in summary_of(path).items() if k not in own] == [
         (k, v) for k, v in summary_of(whole).items() if k not in own
     ]
     assert same_model(path, load_file(whole / "model.safetensors"))
-    assert {file.name for file in (path / CHECKPOINTS).glob("best-*")} == {
-        file.name for file in (whole / CHECKPOINTS).glob("best-*")
-    }
+
+
+@pytest.mark.parametrize("damaged", [1, 2])
+def test_a_run_whose_newest_checkpoints_are_damaged_has_the_best_model_of_the_one_before(
+    runs, monkeypatch, tmp_path, damaged
+):
+    """The first damaged one is of a round with a new best model."""
+    whole, options = runs(deliver="best"), {"deliver": "best", "checkpoints": damaged + 1}
+    scores = [line["accuracy"] for line in read_lines(whole)]
+    last = max(k for k in range(3, ROUNDS - 1) if scores[k] > max(scores[:k]))
+    before = scores.index(max(scores[:last]))
+    save = Checkpoints.save
+
+    def killed(self, checkpoint):
+        if checkpoint.round == last + damaged:
+            raise KeyboardInterrupt
+        save(self, checkpoint)
+
+    monkeypatch.setattr(Checkpoints, "save", killed)
+    with pytest.raises(KeyboardInterrupt):
+        begin(tmp_path, **options)
+    monkeypatch.undo()
+    folder = (tmp_path / "runs/latest").resolve() / CHECKPOINTS
+    assert Checkpoints(folder).rounds() == [*range(last - 1, last + damaged)]
+    for number in range(last, last + damaged):
+        with (folder / f"round-{number:06d}" / STATE).open("r+b") as file:
+            file.truncate(100)
+    restored, restore = [], BestModel.restore
+
+    def spied(self, facts):
+        restore(self, facts)
+        restored.append((self.kept, self.standing.best_round, self.result(None, last)[1]))
+
+    monkeypatch.setattr(BestModel, "restore", spied)
+    path = begin(tmp_path, resume=str(tmp_path / "runs"))
+    assert restored == [(before, before, before)]
+    assert [line["accuracy"] for line in read_lines(path)] == scores
+    assert_same_result(path, whole)
 
 
 def test_a_failed_run_delivers_the_best_model_so_far_and_says_so(runs, monkeypatch, tmp_path):
