@@ -147,7 +147,8 @@ class InProcessGrid(Grid):
         node = self.nodes[message.metadata.dst_node_id]
         try:
             reply = node.app(message, node.context)
-        except Exception as error:  # as in Flower: if an app raises, the reply is an error with code 2
+        # As in Flower: if an app raises, the reply is an error with code 2. SystemExit would end the thread in silence.
+        except BaseException as error:
             reply = Message(Error(2, f"{type(error).__name__}: {error}"), reply_to=message)
         return self.spoil(node, message, reply)
 

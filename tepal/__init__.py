@@ -21,6 +21,10 @@ if not _path.isdir(_path.join(_here, "exchange")):
 __version__ = "0.1.0"
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     # Imported on demand: most of what imports `tepal` needs none of it, and an app bundle does not have it.
     if name in __all__:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from tepal.host.superlink import RunError
@@ -29,6 +30,12 @@ __all__ = ["Compared", "ConfigError", "Run", "RunError", "Train", "compare", "lo
 
 Model = str | Path | nn.Module | Callable[..., nn.Module]
 _CLIENTS = 10
+_NOT_OF_COMPARISONS = {
+    "seed": "a comparison has seeds=[…]",
+    "strategy": "a comparison has strategies, its first argument",
+    "resume": "resume a comparison with `tepal compare --resume FOLDER`",
+    "train": "own training is for `simulate` alone",
+}
 
 
 def simulate(
@@ -70,26 +77,28 @@ def simulate(
         TypeError: model or data is an object of another type.
     """
     values, count = _settings(model, data, clients, runs, {**options, "strategy": strategy}, rounds, seed)
-    if strategy == "fedensemble" and not takes_seed(model):
-        raise ConfigError(
-            "strategy='fedensemble' with a module: all modes would begin with the same weights; give a function that "
-            "returns a new module"
-        )
+    _check_modes([strategy], model)
     config, _ = open_run(values, count)
     check_clients(config, count)
     if train is not None:
         _check_own(config, train)
-    engine = ThisProcess(count, None if train is None else client_app(train))
+    errors: list[Exception] = []
+    engine = ThisProcess(count, None if train is None else client_app(train, errors))
     engine.cache = cache_of(config)
     console = console_of(progress)
     with RoundProgress(config.rounds.num_server_rounds, console=console) as shown:
-        return Run(run_once(engine.run, config, shown, console, False, lambda _run: None))
+        try:
+            return Run(run_once(engine.run, config, shown, console, False, lambda _run: None))
+        except RunError as error:
+            if errors:
+                raise error from errors[0]  # its traceback leads into the user's function
+            raise
 
 
 def compare(
     strategies: Sequence[str | Mapping[str, Any]] = ("fedavg", "fedfrozen", "selective"),
     *,
-    seeds: Sequence[int] = (42,),
+    seeds: int | Sequence[int] = (42,),
     vary: Mapping[str, Any] | None = None,
     model: Model = "tiny-vit",
     data: Any = "digits",
@@ -121,14 +130,23 @@ def compare(
         ConfigError: a setting is wrong; the message has all that are. Nothing was run.
         TypeError: model or data is an object of another type.
     """
+    if isinstance(strategies, str | Mapping) or not strategies:
+        raise ConfigError(f"strategies is {strategies!r}, expected a list of names or dictionaries")
+    for key, remedy in _NOT_OF_COMPARISONS.items():
+        if key in options:
+            raise ConfigError(f"{key}={options[key]!r}: {remedy}")
+    _check_modes([each if isinstance(each, str) else each.get("strategy") for each in strategies], model)
     values, count = _settings(model, data, clients, runs, options, rounds, 42)
-    return compared(strategies, seeds, {**defaults(), **values}, count, _keys(vary or {}), _keys, console_of(progress))
+    numbers, varied = [seeds] if isinstance(seeds, int) else seeds, _keys(vary or {})
+    return compared(strategies, numbers, {**defaults(), **values}, count, varied, _keys, console_of(progress))
 
 
 def _settings(
     model: Model, data: Any, clients: int | None, runs: str | Path, options: Mapping[str, Any], rounds: int, seed: int
 ) -> tuple[dict[str, Value], int]:
     """Return the run config, without defaults, and the number of clients."""
+    if clients is not None and (type(clients) is not int or clients < 2):
+        raise ConfigError(f"clients is {clients!r}, expected a whole number of at least 2")
     folder = Path(runs).expanduser().resolve()
     of_data, count = data_settings(data, folder / ".data")
     if clients is not None and count not in (None, clients):
@@ -147,8 +165,25 @@ def _keys(options: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in options.items():
         key = prefix + str(name).replace("_", "-")
-        found |= _keys(value, f"{key}.") if isinstance(value, Mapping) else {key: value}
+        found |= _keys(value, f"{key}.") if isinstance(value, Mapping) else {key: _plain(value)}
     return found
+
+
+def _plain(value: Any) -> Any:
+    """Return a path as text, and a number of NumPy as one of Python."""
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _check_modes(strategies: Sequence[Any], model: Model) -> None:
+    if "fedensemble" in strategies and not takes_seed(model):
+        raise ConfigError(
+            "strategy='fedensemble' with a module: all modes would begin with the same weights; give a function that "
+            "returns a new module"
+        )
 
 
 def _check_own(config: RunConfig, train: Train) -> None:

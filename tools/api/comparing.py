@@ -12,7 +12,7 @@ from rich.console import Console
 
 from tepal.host.toml import Value
 from tepal.server_app.config import ConfigError, RunConfig
-from tepal.tools.api.run import Run
+from tepal.tools.api.run import Run, with_pandas
 from tepal.tools.compare.comparison import (
     CSV,
     HTML,
@@ -49,9 +49,7 @@ class Compared:
 
         Figures are means over the seeds; their standard deviations are in columns `…_sd`.
         """
-        import pandas
-
-        frame = pandas.read_csv(self.path / CSV)
+        frame = with_pandas().read_csv(self.path / CSV)
         return frame.set_index("variant" if "variant" in frame else "strategy")
 
     @cached_property
@@ -72,7 +70,7 @@ class Compared:
                     y=[point.score for point in points],
                     text=[f"round {point.round}" for point in points],
                     mode="lines+markers",
-                    name=result.name,
+                    name=result.full_label,
                 )
             )
         return figure.update_layout(xaxis_title="transferred (MB)", yaxis_title=self._results.by.name)
@@ -90,7 +88,8 @@ class Compared:
         return measure(self._comparison)
 
     def __repr__(self) -> str:
-        return f"<Compared {self.path.name}: {', '.join(self._comparison.names)}, {len(self.runs)} runs>"
+        labels = [result.full_label for group in self._results.sections for result in group.variants]
+        return f"<Compared {self.path.name}: {', '.join(labels)}; {len(self.runs)} runs>"
 
 
 def compared(
@@ -98,7 +97,7 @@ def compared(
     seeds: Sequence[int],
     config: Mapping[str, Value],
     clients: int,
-    vary: Mapping[str, Sequence[Value]],
+    vary: Mapping[str, Any],
     keys: Callable[[Mapping[str, Any]], dict[str, Value]],
     console: Console,
 ) -> Compared:
@@ -109,7 +108,7 @@ def compared(
         seeds: of the runs.
         config: the run config of all runs.
         clients: number of clients.
-        vary: key of the run config → values; every combination is run.
+        vary: key of the run config → list of values; every combination is run.
         keys: turns a variant's options into keys of the run config.
         console: where progress and errors are shown.
 
@@ -118,7 +117,8 @@ def compared(
     numbers = seed_numbers(",".join(map(str, seeds)))
     common = {key: value for key, value in config.items() if key not in OWN_KEYS}
     problems: list[str] = []
-    grid = read_vary_table({key: list(values) for key, values in vary.items()}, Path(), problems)
+    lists = {key: list(values) if isinstance(values, tuple | range) else values for key, values in vary.items()}
+    grid = read_vary_table(lists, Path(), problems)
     if problems:
         raise ConfigError("\n".join(problem.replace("[vary]", "vary") for problem in problems))
     sections: tuple[Section, ...] = ()

@@ -1,6 +1,6 @@
 """Models and data that exist as Python objects, as a run config names them: modules by a name, data as files.
 
-A model is kept in this process as a function `model_N` of this module. Data is written once to a folder, under a name
+A model is kept in this process as a function `model_…` of this module. Data is written once to a folder, under a name
 made of its content, so that the run can be repeated and resumed.
 """
 
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import itertools
 import json
 import sys
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,12 @@ from torch import Tensor, nn
 
 from tepal.host.files import replacing
 from tepal.host.toml import Value
-from tepal.models import IMAGES, SEQUENCES, TABLES, TEXTS
+from tepal.models import IMAGES, SEQUENCES, TABLES, TEXTS, ModelError
 
 Arrays = tuple[NDArray[Any], NDArray[Any]]
 """Inputs and labels (or targets), with one row for each example."""
 
+_PREFIX = "model_"
 _EXPECTED = (
     "a name, a path, (inputs, labels), a torch Dataset of such pairs, a dataset of Hugging Face, or a list with the "
     "data of each client"
@@ -36,7 +37,6 @@ _COLUMNS = {
     "text-column": ("text", "sentence", "content"),
     "label-column": ("label", "labels", "fine_label", "class"),
 }
-_numbers = itertools.count(1)
 
 
 def model_name(model: str | Path | nn.Module | Callable[..., nn.Module]) -> str:
@@ -58,9 +58,23 @@ def model_name(model: str | Path | nn.Module | Callable[..., nn.Module]) -> str:
             f"model is {type(model).__name__}, expected a name, a folder with a config.json, a torch module, or a "
             "function that returns one"
         )
-    name = f"model_{next(_numbers)}"
+    name = f"{_PREFIX}{uuid.uuid4().hex[:12]}"  # no other process has an object of this name
     setattr(sys.modules[__name__], name, factory)
     return f"{__name__}:{name}"
+
+
+def __getattr__(name: str) -> Any:
+    """Return what stands for a model of another process: a function that says so."""
+    if not name.startswith(_PREFIX):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def missing() -> nn.Module:
+        raise ModelError(
+            "the model was an object of another Python process, and its run has its weights alone: build one like it, "
+            "and load run.weights with load_state_dict"
+        )
+
+    return missing
 
 
 def data_settings(data: Any, folder: Path) -> tuple[dict[str, Value], int | None]:
@@ -118,7 +132,10 @@ def _arrays(data: Any) -> Arrays:
 
 
 def _array(value: Any) -> NDArray[Any]:
-    return value.detach().cpu().numpy() if isinstance(value, Tensor) else np.asarray(value)
+    array = value.detach().cpu().numpy() if isinstance(value, Tensor) else np.asarray(value)
+    if array.dtype == object and all(isinstance(each, str) for each in array.flat):  # as of a column of pandas
+        return array.astype(np.str_)
+    return array.astype(np.int64) if array.dtype == bool else array
 
 
 def _written(inputs: NDArray[Any], labels: NDArray[Any], groups: NDArray[Any] | None, folder: Path) -> dict[str, Value]:
@@ -127,7 +144,7 @@ def _written(inputs: NDArray[Any], labels: NDArray[Any], groups: NDArray[Any] | 
     digest = hashlib.blake2b(digest_size=12)
     for name, array in arrays.items():
         digest.update(f"{name}/{array.dtype}/{array.shape}/".encode())
-        digest.update((array.astype(np.str_) if array.dtype == object else array).tobytes())
+        digest.update(array.tobytes())
     texts = inputs.dtype.kind in "UO"
     task = {"task": _task(inputs, labels)}
     file = folder / f"{digest.hexdigest()}{'.jsonl' if texts else '.npz'}"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import time
+import traceback
 from collections.abc import Callable, Iterator
+from logging import getLogger
 from typing import Any
 
 from flwr.app import Context, Message
@@ -17,6 +19,8 @@ from tepal.client_app.objectives import Work
 from tepal.server_app.config import ConfigError
 from tepal.strategies.rounds.strategy import MethodStrategy
 from tepal.training.loop import Batch, Batches, Fitted
+
+log = getLogger("flwr")
 
 Penalty = Callable[[], Tensor | float]
 """A term of the loss that the strategy adds, such as FedProx's; 0.0 for most strategies."""
@@ -46,13 +50,24 @@ class Epochs:
             yield batch
 
 
-def client_app(train: Train) -> ClientApp:
-    """Return a ClientApp that does what Tepal's own does, and trains with this function."""
+def client_app(train: Train, errors: list[Exception]) -> ClientApp:
+    """Return a ClientApp that does what Tepal's own does, and trains with this function.
+
+    What the function raises is added to `errors`.
+    """
     app = ClientApp(mods=own.MODS)
 
     @app.train()
     def train_it(msg: Message, context: Context) -> Message:
-        return own.train_client(LocalClient.of(msg, context), msg, lambda work: _fitted(train, work))
+        return own.train_client(LocalClient.of(msg, context), msg, fit)
+
+    def fit(work: Work) -> Fitted:
+        try:
+            return _fitted(train, work)
+        except Exception as error:
+            log.info("train raised an exception:\n%s", traceback.format_exc())  # into the run's log
+            errors.append(error)
+            raise
 
     app.train("probe")(own.probe)
     app.evaluate()(own.evaluate)

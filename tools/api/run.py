@@ -18,6 +18,7 @@ from tepal.records.run_directory import (
     read_metrics,
     read_summary,
     savings,
+    scored,
     summarise,
     total,
 )
@@ -51,9 +52,7 @@ class Run:
 
         Raises ModuleNotFoundError without pandas.
         """
-        import pandas
-
-        frame = pandas.DataFrame([line.to_line() for line in self.rounds])
+        frame = with_pandas().DataFrame([line.to_line() for line in self.rounds])
         return frame.set_index("round") if len(frame) else frame
 
     @cached_property
@@ -65,10 +64,17 @@ class Run:
     def accuracy(self) -> float | None:
         """Accuracy of the delivered model, in 0…1; None for a regression.
 
-        With `deliver="best"` it is that of the best round, if it was chosen by accuracy; otherwise the last one.
+        With `deliver="best"` that of the delivered round, and not of the last one as in `summary`.
         """
-        best = self.summary.get("best_by") == "accuracy" and self.summary.get("deliver") == "best"
-        found: float | None = self.summary.get("best_score" if best else "accuracy")
+        return self._delivered("accuracy")
+
+    def _delivered(self, key: str) -> float | None:
+        """A score of the delivered model."""
+        if self.summary.get("deliver") == "best":
+            for line in scored(self.rounds):
+                if line.round == self.summary.get("delivered_round"):
+                    return line.value(key)
+        found: float | None = self.summary.get(key)
         return found
 
     @property
@@ -144,9 +150,18 @@ class Run:
         by = measured_by(self.rounds)
         figures = [
             str(self.summary.get("strategy")), f"{self.summary.get('rounds')} rounds",
-            f"{by.key} {score_text(self.summary.get(by.key))}", f"{bytes_text(self.bytes)} transferred",
+            f"{by.key} {score_text(self._delivered(by.key))}", f"{bytes_text(self.bytes)} transferred",
         ]  # fmt: skip
         return f"<Run {self.path.name}: {', '.join(figures)}>"
+
+
+def with_pandas() -> Any:
+    """Return the package pandas. Raises ModuleNotFoundError, with what to install."""
+    try:
+        import pandas
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("tables need pandas: pip install 'tepal[simulation]'") from error
+    return pandas
 
 
 def _points(rounds: Sequence[RoundRecord], key: str) -> Iterator[tuple[float, float, int]]:

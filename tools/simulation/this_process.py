@@ -90,13 +90,19 @@ def _logged(file: Path, tell: Callable[[str], None]) -> Iterator[None]:
     """Write Flower's log of this thread and the run's clients to a file; only warnings are shown, too."""
     shown = [handler for handler in _log.handlers if isinstance(handler, logging.StreamHandler)]
     levels = [handler.level for handler in shown]
+    level, disabled = _log.level, logging.root.manager.disable
     kept = _Kept(file, tell)
     for handler in shown:
         handler.setLevel(max(handler.level, logging.WARNING))
     _log.addHandler(kept)
+    # The run directory is found by a line of the log, which a notebook may have silenced.
+    _log.setLevel(logging.INFO)
+    logging.disable(logging.NOTSET)
     try:
         yield
     finally:
+        logging.disable(disabled)
+        _log.setLevel(level)
         _log.removeHandler(kept)
         kept.close()
         for handler, level in zip(shown, levels, strict=True):

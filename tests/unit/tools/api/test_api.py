@@ -4,6 +4,7 @@ import copy
 import json
 import logging
 import os
+import re
 from itertools import chain
 
 import numpy as np
@@ -233,7 +234,7 @@ def test_strategies_and_variants_are_compared(small):
         assert compared.table.loc[name, "server_accuracy_sd"] == pytest.approx(np.std(found, ddof=1))
     assert compared.report().is_file() and [trace.name for trace in compared.plot().data] == ["fedavg", "slow"]
     names = tepal.compare(["fedavg", "fedprox"], **small)
-    assert names.table.index.tolist() == ["fedavg", "fedprox"] and "2 runs" in repr(names)
+    assert names.table.index.tolist() == ["fedavg", "fedprox"] and "fedavg, fedprox; 2 runs" in repr(names)
 
 
 def test_every_combination_of_varied_values_is_run(small):
@@ -242,6 +243,7 @@ def test_every_combination_of_varied_values_is_run(small):
                              **{**small, "local_epochs": 3})  # fmt: skip
     ran = {(run.config["learning-rate"], run.config["local-epochs"]): run.accuracy for run in compared.runs}
     assert sorted(ran) == [(1e-5, 1), (1e-5, 2), (0.01, 1), (0.01, 2)]
+    assert compared.plot().data[0].name != "fedavg-1" and "learning-rate=" in repr(compared)
     table = compared.table.set_index(["learning-rate", "local-epochs"])["server_accuracy"]
     assert all(table[key] == pytest.approx(score) for key, score in ran.items())
     with pytest.raises(ConfigError, match=r"vary: learning-rate=.*expected at least two"):
@@ -255,7 +257,7 @@ def test_every_combination_of_varied_values_is_run(small):
         ([{"name": "a"}, {"strategy": "fedavg", "name": "a b"}], ["variant 1: strategy", "variant 2: name"]),
         ([{"strategy": "fedavg"}, {"strategy": "fedavg"}], ["second variant has the name 'fedavg'"]),
         ([{"strategy": "fedavg", "lokal_epochs": 1}, "fedprox"], ["local-epochs"]),
-        ([], ["none"]),
+        ([], ["expected a list"]),
     ],
 )
 def test_a_comparison_with_mistakes_does_not_begin(small, what, said):
@@ -264,6 +266,75 @@ def test_a_comparison_with_mistakes_does_not_begin(small, what, said):
         tepal.compare(what, **small)
     assert all(each in str(refused.value) for each in said), refused.value
     assert not list(small["runs"].glob("2*"))
+
+
+def test_settings_may_be_paths_and_numbers_of_numpy(small):
+    begun = tepal.simulate(**{**small, "learning_rate": np.float32(0.5), "rounds": np.int64(1)})
+    assert begun.config["learning-rate"] == 0.5
+    again = tepal.simulate(resume=begun.path, rounds=2, clients=3, progress=False)
+    assert again.path == begun.path and len(again.metrics) == 3
+
+
+def test_a_log_that_was_silenced_does_not_matter(small):
+    flower = logging.getLogger("flwr")
+    before = flower.level
+    flower.setLevel(logging.ERROR)
+    logging.disable(logging.CRITICAL)
+    try:
+        assert len(tepal.simulate(**small).metrics) == 3
+        assert (flower.level, logging.root.manager.disable) == (logging.ERROR, logging.CRITICAL)
+    finally:
+        logging.disable(logging.NOTSET)
+        flower.setLevel(before)
+
+
+def test_an_error_of_ones_own_function_leads_to_it(small):
+    def train(model, batches, penalty):
+        raise RuntimeError("my mistake")
+
+    with pytest.raises(RunError, match="my mistake") as failed:
+        tepal.simulate(**{**small, "train": train})
+    assert str(failed.value.__cause__) == "my mistake"
+    assert failed.traceback and "raise RuntimeError" in failed.value.log.read_text()
+
+
+def test_a_function_that_leaves_the_interpreter_fails_as_others_do(small):
+    def train(model, batches, penalty):
+        raise SystemExit(3)
+
+    with pytest.raises(RunError, match="SystemExit"):
+        tepal.simulate(**{**small, "train": train})
+
+
+def test_a_model_of_another_process_is_not_taken_for_one_of_this(small, monkeypatch):
+    run = tepal.simulate(**small)
+    module, _, name = run.config["model"].partition(":")
+    monkeypatch.delattr(f"{module}.{name}")
+    with pytest.raises(ValueError, match=r"object of another Python process.*run\.weights"):
+        run.model  # noqa: B018
+    assert set(run.weights) == set(net().state_dict())
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"seed": 7}, "a comparison has seeds"),
+        ({"strategy": "fedprox"}, "its first argument"),
+        ({"train": sgd}, "`simulate` alone"),
+        ({"strategies": "fedavg"}, "strategies is 'fedavg', expected a list"),
+        ({"strategies": ["fedensemble"], "model": nn.Linear(2, 2)}, "same weights"),
+        ({"vary": {"optimizer": "sgd"}}, "expected a list of values"),
+        ({"clients": 0}, "clients is 0, expected a whole number of at least 2"),
+    ],
+)
+def test_what_a_comparison_does_not_take_is_said(small, settings, said):
+    del small["strategy"]
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        tepal.compare(**{"strategies": ["fedavg"], **small, **settings})
+
+
+def test_the_public_names_are_listed():
+    assert {"simulate", "compare", "load"} <= set(dir(tepal))
 
 
 def test_there_are_no_other_names():

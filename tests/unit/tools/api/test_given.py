@@ -79,6 +79,14 @@ def test_texts_and_their_labels(tmp_path):
     assert settings["text-column"] == "text"
 
 
+def test_columns_of_pandas_and_booleans(tmp_path):
+    names = np.array(["cat", "dog"], dtype=object)[LABELS % 2]
+    settings, _ = data_settings((IMAGES, names), tmp_path)
+    assert np.load(settings["dataset"])["y"].tolist() == names.tolist()
+    settings, _ = data_settings((IMAGES, LABELS > 1), tmp_path)
+    assert np.load(settings["dataset"])["y"].tolist() == (LABELS > 1).astype(int).tolist()
+
+
 def test_columns_of_a_dataset_of_hugging_face_are_found_by_their_usual_names(tmp_path):
     texts = datasets.Dataset.from_dict({"sentence": ["a", "b"], "label": [0, 1], "idx": [0, 1]})
     settings, _ = data_settings(texts, tmp_path)
