@@ -15,7 +15,7 @@ _PIPELINES = {
 }
 _ROWS = {
     "strategy": "strategy",
-    "round": "rounds",
+    "round": "round",
     "data": "data",
     "accuracy": "accuracy",
     "rmse": "RMSE",

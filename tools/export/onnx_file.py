@@ -8,7 +8,7 @@ import logging
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from tepal.host.files import replacing
 from tepal.tools.export.delivered import TOLERANCE, Delivered, ExportError, largest_difference
 from tepal.tools.export.example_inputs import example_inputs, length_of
 from tepal.tools.export.graphs import Graph, graph_of
-from tepal.training.data import CharVocabulary, DatasetInfo
+from tepal.training.data import CharVocabulary, DatasetInfo, NumberInfo, TableInfo
 from tepal.training.data.inputs import tokens_of
 from tepal.training.data.normalisation import statistics
 
@@ -191,9 +191,8 @@ def _metadata(delivered: Delivered) -> dict[str, str]:
         found["class-names"] = json.dumps(config.names, ensure_ascii=False)
     if isinstance(info, DatasetInfo):
         found |= {"image-shape": "x".join(map(str, info.shape)), "classes": str(info.classes), "pixels": "0 to 1"}
-        if config.normalise:
-            mean, std = statistics(config.normalise)
-            found |= {"mean": json.dumps(mean), "std": json.dumps(std)}
+    elif isinstance(info, NumberInfo | TableInfo):
+        found |= {name: str(count) for name, count in asdict(info).items()}
     elif config.kind == models.CHARACTERS:
         found |= {"text-length": str(length_of(config)), "characters": CharVocabulary().characters}
     elif config.kind in (models.TEXTS, models.CHOICES):
@@ -206,6 +205,9 @@ def _metadata(delivered: Delivered) -> dict[str, str]:
         }
         if config.kind == models.CHOICES:
             found["roles"] = json.dumps({"padding": 0, "context": 1, "choice": 2})
+    if info is not None and config.normalise:
+        mean, std = statistics(config.normalise)
+        found |= {"mean": json.dumps(mean), "std": json.dumps(std)}
     return found
 
 

@@ -71,7 +71,7 @@ def test_the_model_card_has_strategy_rounds_data_and_how_the_accuracy_was_measur
     export_folder(load_delivered(bert[0]), tmp_path / "out")
     card = (tmp_path / "out" / "README.md").read_text()
     for row in (
-        "| strategy | FedAvg |", "| rounds | 2 |", "| data | reviews.csv |", "| accuracy | 0.5000 |",
+        "| strategy | FedAvg |", "| round | 2 |", "| data | reviews.csv |", "| accuracy | 0.5000 |",
         "| measured on | the server's held-out examples |", "| measured after round | 1 |",
         "| classes | cold, warm, hot |",
     ):  # fmt: skip

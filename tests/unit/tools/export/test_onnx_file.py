@@ -13,6 +13,7 @@ from tepal.tools.export import graphs, onnx_file
 from tepal.tools.export.delivered import ExportError, largest_difference, load_delivered
 from tepal.tools.export.example_inputs import example_inputs
 from tepal.tools.export.onnx_file import export_onnx
+from tepal.tools.predict.predict import load_predictor
 from tests.unit.tools.export.runs import BERT, LLAMA, custom_model, delivered, model_folder
 
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -126,6 +127,42 @@ def test_a_table_is_classified_in_batches_of_any_size(tmp_path, model):
     run, (built,) = delivered(tmp_path, model, sizes, metadata={"features": "5", "classes": "3"})
     done = export_onnx(load_delivered(run), tmp_path / "table.onnx")
     assert_computes(done.path, "inputs", built, [images(count, 5) for count in (1, 4)])
+
+
+def scaled_as_the_metadata_say(tmp_path, model, sizes, output, **config):
+    """Raw numbers by `tepal predict`, and an output of the ONNX file for these numbers scaled by its mean and std."""
+    known = {**{name: str(size) for name, size in sizes.items()}, "normalise": "10,-200,3,0.5/2,50,1,0.25"}
+    run, _ = delivered(tmp_path, model, sizes, metadata=known, normalise="dataset", **config)
+    session = session_of(export_onnx(load_delivered(run), tmp_path / "a.onnx").path)
+    found = session.get_modelmeta().custom_metadata_map
+    mean, std = (json.loads(found[key]) for key in ("mean", "std"))
+    assert (mean, std) == ([10, -200, 3, 0.5], [2, 50, 1, 0.25])
+    assert {name: found[name] for name in sizes} == {name: str(size) for name, size in sizes.items()}
+    raw = (images(6, 4) * std + mean).astype(np.float32)
+    np.savez(tmp_path / "raw.npz", x_test=raw)
+    (values,) = session.run([output], {"inputs": ((raw - mean) / std).astype(np.float32)})
+    return load_predictor(run).predict_files([tmp_path / "raw.npz"]), values
+
+
+def test_the_metadata_have_the_mean_and_std_of_a_table(tmp_path):
+    rows, values = scaled_as_the_metadata_say(tmp_path, "mlp", {"features": 4, "classes": 3}, "probabilities")
+    assert [*values.argmax(axis=1)] == [row.label for row in rows] and len({row.label for row in rows}) > 1
+    np.testing.assert_allclose(values.max(axis=1), [row.probability for row in rows], atol=1e-4)
+
+
+def test_the_metadata_have_the_mean_and_std_of_a_regression(tmp_path, monkeypatch):
+    name = custom_model(tmp_path, monkeypatch, FLAT, "flat_scaled")
+    sizes = {"features": 4, "outputs": 2}
+    rows, values = scaled_as_the_metadata_say(tmp_path, name, sizes, "outputs", task="sequence-regression")
+    np.testing.assert_allclose(values, [row.outputs for row in rows], rtol=1e-4, atol=1e-4)
+
+
+def test_numbers_that_are_not_normalised_have_no_mean(tmp_path):
+    known = {"features": "5", "classes": "3"}
+    run, _ = delivered(tmp_path, "mlp", {"features": 5, "classes": 3}, metadata=known)
+    done = export_onnx(load_delivered(run), tmp_path / "a.onnx")
+    found = session_of(done.path).get_modelmeta().custom_metadata_map
+    assert (found["features"], found["classes"]) == ("5", "3") and not {"mean", "std"} & found.keys()
 
 
 def test_a_best_model_has_its_own_round_and_score(tmp_path):
