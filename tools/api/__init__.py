@@ -22,7 +22,7 @@ from tepal.tools.api.own_training import Train, check_own_training, client_app
 from tepal.tools.api.run import Run, load
 from tepal.tools.api.shown import console_of
 from tepal.tools.paths import absolute_paths
-from tepal.tools.simulation.running import cache_of, check_clients, run_once
+from tepal.tools.simulation.running import cache_of, check_clients, run_once, without_warnings
 from tepal.tools.simulation.this_process import ThisProcess
 from tepal.tools.terminal import RoundProgress
 
@@ -78,7 +78,8 @@ def simulate(
     """
     values, count = _settings(model, data, clients, runs, {**options, "strategy": strategy}, rounds, seed)
     _check_modes([strategy], model)
-    config, _ = open_run(values, count)
+    with without_warnings():  # the run shows them
+        config, _ = open_run(values, count)
     check_clients(config, count)
     if train is not None:
         _check_own(config, train)

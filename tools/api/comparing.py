@@ -28,7 +28,7 @@ from tepal.tools.compare.grid.values import read_vary_table
 from tepal.tools.compare.plan import OWN_KEYS
 from tepal.tools.compare.runs import check, check_tasks, new_folder, run_all, seed_numbers, strategy_names
 from tepal.tools.compare.sections import NAME, Section, Variant
-from tepal.tools.simulation.running import cache_in, check_clients, run_once
+from tepal.tools.simulation.running import cache_in, check_clients, run_once, without_warnings
 from tepal.tools.simulation.this_process import ThisProcess
 from tepal.tools.terminal import RoundProgress
 
@@ -131,7 +131,8 @@ def compared(
         sections = variants_grid(sections, grid, len(numbers)) if grid else sections
         runs = planned_variants(sections, numbers)
     comparison = Comparison(Path(str(config["runs"])), runs, common, clients, sections=sections)
-    check(comparison, lambda one: check_clients(one, clients))
+    with without_warnings():  # each run shows its own
+        check(comparison, lambda one: check_clients(one, clients))
     check_tasks(comparison)
     comparison.folder = new_folder(comparison.folder)
     engine = ThisProcess(clients)

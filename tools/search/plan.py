@@ -14,15 +14,13 @@ What a variant sets takes precedence over what [common] sets, whether it is a va
 from __future__ import annotations
 
 import json
-import logging
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from decimal import Decimal
 from difflib import get_close_matches
-from logging import getLogger
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +28,7 @@ from tepal import models
 from tepal.host.toml import Value, flat, parse_untrusted
 from tepal.server_app.config import ConfigError, defaults, read_run_config
 from tepal.tools.paths import absolute_paths
+from tepal.tools.simulation.running import without_warnings
 from tepal.training.data.inputs import InputConfig
 
 SEED = 1000
@@ -172,18 +171,6 @@ def check_values(plan: SearchPlan, usual: Mapping[str, Value], file: Path) -> st
     if problems:
         raise _invalid(file, problems)
     return measured.pop()
-
-
-@contextmanager
-def without_warnings() -> Iterator[None]:
-    """Do not log warnings about settings: many run configs of a search have the same."""
-    log = getLogger("flwr")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
 
 
 def _samples(variant: SearchedVariant) -> Iterator[dict[str, Value]]:

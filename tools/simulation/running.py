@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from logging import getLogger
 from pathlib import Path
 
 from rich.console import Console
@@ -58,6 +61,18 @@ def _own_problems(config: RunConfig) -> Iterator[str]:
             device_of(str(own["device"]) if "device" in own else None)
         except ValueError:
             yield f"client.{client}.device={own['device']!r}: this machine does not have it"
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Do not log warnings about settings, which are read more than once."""
+    log = getLogger("flwr")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def run_once(
