@@ -70,7 +70,7 @@ class LocalClient:
         augmentation = Augmentation(training.augment_crop, training.augment_flip)
         return LocalClient(
             name=name,
-            model=_model(config.model, tuple(data.inputs.sizes.items())).to(device),
+            model=_model(config.model, tuple(data.inputs.sizes.items()), device),
             batches=Batches(inputs, labels, training.batch_size, round_seed, augmentation),
             test=(test_inputs, test_labels),
             training=training,
@@ -161,12 +161,12 @@ def _load(config: InputConfig, node_config: Mapping[str, Any], name: str) -> _Lo
         return _loaded[key]
 
 
-def _model(name: str, sizes: tuple[tuple[str, Any], ...]) -> nn.Module:
-    if getattr(_of_thread, "built", None) != (name, sizes):
+def _model(name: str, sizes: tuple[tuple[str, Any], ...], device: torch.device) -> nn.Module:
+    if getattr(_of_thread, "built", None) != (name, sizes, device):
         with _loading:  # building seeds torch's generator, which all threads share
             _of_thread.model = models.build(name, **dict(sizes), seed=0)
             # Convolutions are 20 % faster with this format on a CPU; it does not affect other layers.
-            _of_thread.model.to(memory_format=torch.channels_last)
-        _of_thread.built = name, sizes
+            _of_thread.model.to(device, memory_format=torch.channels_last)
+        _of_thread.built = name, sizes, device
     model: nn.Module = _of_thread.model
     return model

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from logging import getLogger
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -138,7 +139,16 @@ def _hindrance(model: nn.Module, config: TrainingConfig) -> str:
 
 
 def draws_numbers(model: nn.Module) -> bool:
-    """Whether training draws random numbers, by the names of layers and of their settings."""
+    """Whether training draws random numbers, by the names of layers and of their settings, as they are first seen."""
+    if (known := _drawing.get(model)) is None:
+        known = _drawing[model] = _draws(model)
+    return known
+
+
+_drawing: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+
+def _draws(model: nn.Module) -> bool:
     for module in model.modules():
         kind = type(module).__name__.lower()
         if ("drop" in kind or "stochastic" in kind) and vars(module).get("p", 1.0):

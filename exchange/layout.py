@@ -20,6 +20,12 @@ Names = tuple[str, ...]
 Arrays = Mapping[str, np.ndarray]
 
 
+@cache
+def dtype_name(dtype: np.dtype) -> str:
+    """`dtype.name`, which NumPy makes anew, and slowly, each time."""
+    return str(dtype.name)
+
+
 @dataclass(frozen=True, slots=True)
 class RawTensor:
     """One tensor of a `state_dict`. `same_as`: the raw tensor whose storage it shares; "" if it has its own."""

@@ -19,7 +19,8 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 
 from tepal.exchange.cache import DEFAULT_LIMIT, ClientCache, default_root
 from tepal.exchange.encodings import EncodingError, Wire, add_difference
-from tepal.exchange.layout import Arrays, Layout, Names
+from tepal.exchange.layout import Arrays, Layout, Names, dtype_name
+from tepal.exchange.local import is_local
 from tepal.exchange.manifest import PARTS, RECORD, Header, Manifest, verified_id
 from tepal.exchange.parts import Part, digest, pack, shapes_of, unpack_checked, unpacked
 from tepal.exchange.personal import PersonalState
@@ -244,7 +245,7 @@ class _ClientExchange:
             if not (wire.feedback or (tree in plan.remembers and not wire.plain)):
                 continue
             for name, read in unpacked(packed[tree], shapes_of(values, values), wire):
-                if not wire.codec(read.dtype.name, read.shape):
+                if not wire.codec(dtype_name(read.dtype), read.shape):
                     continue
                 if wire.feedback:
                     left_out[f"{tree}/{name}"] = written(name) - read
@@ -285,7 +286,7 @@ class _ClientExchange:
                     raise _Refusal(f"the app's answer lacks the tensor {source!r}")
                 continue
             value = entry.of(raw[source]) if whole else raw[source]
-            if value.shape != entry.shape or value.dtype.name != entry.dtype:
+            if value.shape != entry.shape or dtype_name(value.dtype) != entry.dtype:
                 raise _Refusal(
                     f"in the app's answer {entry.name!r} is {value.dtype.name}{list(value.shape)}; in the model it is "
                     f"{entry.dtype}{list(entry.shape)}"
@@ -316,7 +317,7 @@ class _ClientExchange:
             answers=self.id,
             holds=self.cache.holds(),
             parts={
-                tree: tuple((name, array.dtype.name, array.shape) for name, array in values.items())
+                tree: tuple((name, dtype_name(array.dtype), array.shape) for name, array in values.items())
                 for tree, values in (parts or {}).items()
             },
             missing=missing or {},
@@ -325,14 +326,15 @@ class _ClientExchange:
             metrics=tuple(carried.metric_records),
             secret=secret,
         )
-        carried[RECORD] = header.with_checksum(carried).to_record()
+        header = header.unchecked() if is_local(self.msg) else header.with_checksum(carried)
+        carried[RECORD] = header.to_record()
         return Message(carried, reply_to=self.msg)
 
 
 def _written(wire: Wire, values: Arrays, starts: Arrays, left_out: Arrays, name: str) -> np.ndarray:
     """The array to pack for an entry: an encoded one is a difference from its start, with what was left out before."""
     value = values[name]
-    if wire.codec(value.dtype.name, value.shape):
+    if wire.codec(dtype_name(value.dtype), value.shape):
         if name in starts:
             value = value - starts[name]
         if name in left_out:

@@ -19,7 +19,7 @@ import numpy as np
 from flwr.app import Array
 
 from tepal.exchange.encodings import PLAIN, Codec, EncodingError, Wire
-from tepal.exchange.layout import Arrays, Names
+from tepal.exchange.layout import Arrays, Names, dtype_name
 from tepal.exchange.plan import Tree
 from tepal.exchange.threads import in_threads
 
@@ -97,7 +97,7 @@ class Part:
 
 
 def shapes_of(values: Arrays, names: Iterable[str]) -> list[Shaped]:
-    return [(name, array.dtype.name, array.shape) for name in names for array in [values[name]]]
+    return [(name, dtype_name(array.dtype), array.shape) for name in names for array in [values[name]]]
 
 
 def _packing_order(shaped: Iterable[Shaped], wire: Wire) -> list[tuple[Shaped, Codec | None]]:

@@ -7,6 +7,7 @@ model, even if nothing leaves the process.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from io import BytesIO
 from typing import Any
 
@@ -16,6 +17,7 @@ from flwr.app import ArrayRecord
 from flwr.common.constant import SType
 from numpy.lib import format as npy
 
+_text = cache(str)  # of a dtype, which NumPy writes slowly
 _HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 
 
@@ -28,7 +30,7 @@ class Array(flwr.app.Array):  # type: ignore[misc]
     values: np.ndarray
 
     def __init__(self, values: np.ndarray) -> None:
-        self.__dict__.update(dtype=str(values.dtype), shape=tuple(values.shape), stype=SType.NUMPY, values=values)
+        self.__dict__.update(dtype=_text(values.dtype), shape=values.shape, stype=SType.NUMPY, values=values)
 
     @property
     def data(self) -> bytes:  # type: ignore[override]

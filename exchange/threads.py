@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from threading import current_thread
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -17,13 +19,23 @@ PIECE = 1 << 20
 WORTH = 1 << 22
 """Bytes from which work is shared among threads; for fewer, starting the threads takes longer than they save."""
 
+_NAME = "arrays"  # of the threads: work in one of them that asks for threads again has none
 _MOST = 4  # two to four threads use the whole memory bandwidth
 
 
 def in_threads(work: Callable[[T], R], items: Iterable[T], nbytes: int) -> list[R]:
     """The results of `work` for all items, in their order. `nbytes`: size of all items, which decides about threads."""
     threads = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, _MOST)
-    if nbytes < WORTH or threads == 1:
+    if nbytes < WORTH or threads == 1 or current_thread().name.startswith(_NAME):
         return [work(item) for item in items]
-    with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(work, items))
+    return list(_pool(threads).map(work, items))
+
+
+@cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    """The threads of this process: starting them takes longer than the work on a small model."""
+    return ThreadPoolExecutor(threads, _NAME)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pool.cache_clear)  # a forked process has none of its parent's threads

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -17,7 +18,11 @@ from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
+from tepal.exchange.local import mark_local
+
 _AHEAD = 4  # messages, at least, that wait for a thread in addition to those that run
+
+_LONG = 1.0  # seconds after which a client no longer keeps the replies of others waiting
 
 NodeConfig = Mapping[str, str | int | float | bool]
 
@@ -64,7 +69,7 @@ class InProcessGrid(Grid):
         gathering: Callable[[int], Callable[..., Message | None]] | None = None,
     ) -> None:
         self.run_config = dict(run_config or {})
-        self.spoil = spoil or (lambda node, message, reply: reply)
+        self.spoil = spoil
         self.nodes: dict[int, Node] = {}
         self._sent: dict[str, Message] = {}
         self._next_id = 1
@@ -108,6 +113,8 @@ class InProcessGrid(Grid):
         for message in messages:
             message_id = uuid.uuid4().hex
             message.metadata.__dict__["_message_id"] = message_id
+            if not self.spoil:
+                mark_local(message)
             self._sent[message_id] = message
             ids.append(message_id)
         return ids
@@ -122,6 +129,40 @@ class InProcessGrid(Grid):
             if reply is not None:
                 replies.append(reply)
         return replies
+
+    def pull_next(self, message_ids: Iterable[str], timeout: float) -> tuple[str, Message | Exception] | None:
+        """The reply to the first of these messages, or to a later one if the first one's client takes long.
+
+        The messages' order is that of the replies, so that a run can be repeated, unless a client needs seconds.
+
+        Args:
+            message_ids: of the awaited replies; a container that can be searched quickly.
+            timeout: seconds to wait.
+
+        Returns:
+            (message id, its reply or the error of running its app); None after `timeout` seconds, or at once if no
+            reply to these messages will come.
+        """
+        end = time.monotonic() + timeout
+        while True:
+            with self._lock:
+                first = next((each for each in message_ids if each in self._sent or each in self._answers), None)
+                if first is None:
+                    return None
+                self._begin(first)
+                begun = {answer: each for each, answer in self._answers.items() if each in message_ids}
+                asked = self._answers[first]
+            done = wait([asked], min(max(end - time.monotonic(), 0), _LONG)).done
+            if not done:
+                done = wait(begun, max(end - time.monotonic(), 0), FIRST_COMPLETED).done
+            if not done:
+                return None
+            answer = asked if asked in done else next(each for each in begun if each in done)
+            with self._lock:
+                del self._answers[begun[answer]]
+            reply = answer.exception() or answer.result()
+            if reply is not None:
+                return begun[answer], cast("Message | Exception", reply)
 
     def _begin(self, message_id: str) -> None:
         """Start the app of this message, and with several at once those of messages that were sent after it.
@@ -150,7 +191,10 @@ class InProcessGrid(Grid):
         # As in Flower: if an app raises, the reply is an error with code 2. SystemExit would end the thread in silence.
         except BaseException as error:
             reply = Message(Error(2, f"{type(error).__name__}: {error}"), reply_to=message)
-        return self.spoil(node, message, reply)
+        if self.spoil:
+            return self.spoil(node, message, reply)
+        mark_local(reply)
+        return reply
 
     def set_run(self, run: Run) -> None:
         """Do nothing: this grid has one run, with the id 1."""

@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from flwr.app import Message
 from flwr.serverapp import Grid
@@ -15,6 +15,8 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5  # seconds between two requests for 
 _PAUSE = 1 / 8  # of the time since the last reply, so that the delay stays small in proportion
 _STUCK = 1.0  # seconds after which another thread pulls the other replies
 _MOST_THREADS = 16
+
+PullNext = Callable[[Iterable[str], float], "tuple[str, Message | Exception] | None"]
 
 
 class Inbox:
@@ -25,13 +27,17 @@ class Inbox:
     first, and another one whenever all threads have been pulling one reply for a second without progress (`moved_at` of
     a grid that measures it). A pull starts only after the reply that was taken last has been processed, so that
     normally one reply is in memory.
+
+    A grid with a method `pull_next` runs the clients itself: it is called where a reply is taken, and there are no
+    threads. (A subclass of such a grid that pulls in another way sets it to None.)
     """
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
         self._came: queue.Queue[tuple[str, Message | Exception]] = queue.Queue(maxsize=1)
         self._lock = threading.Lock()
-        self._expected: set[str] = set()
+        self._pull_next: PullNext | None = getattr(grid, "pull_next", None)
+        self._expected: dict[str, None] = {}  # in their order
         self._to_look: deque[str] = deque()  # expected ids that no thread is pulling
         self._pulling: set[str] = set()
         self._failing: dict[str, float] = {}
@@ -44,7 +50,7 @@ class Inbox:
         """Pull the replies to these messages from the next `take` on."""
         with self._lock:
             new = [message_id for message_id in message_ids if message_id not in self._expected]
-            self._expected.update(new)
+            self._expected.update(dict.fromkeys(new))
             self._to_look.extend(message_id for message_id in new if message_id not in self._pulling)
 
     def forget(self) -> None:
@@ -63,6 +69,8 @@ class Inbox:
 
         The caller must have processed the reply that it took before, and keep no reference to it.
         """
+        if self._pull_next is not None:
+            return self._take_here(self._pull_next, timeout)
         deadline = time.monotonic() + timeout
         if self._came.empty():
             self._room.set()
@@ -76,8 +84,19 @@ class Inbox:
                     return None
                 continue
             with self._lock:
-                self._expected.discard(message_id)
+                self._expected.pop(message_id, None)
             return message_id, reply
+
+    def _take_here(self, pull_next: PullNext, timeout: float) -> tuple[str, Message | Exception] | None:
+        end = time.monotonic() + timeout
+        came = pull_next(self._expected, timeout)
+        if came is None:  # perhaps at once, if no reply will come
+            self._closed.wait(max(end - time.monotonic(), 0))
+            return None
+        self._expected.pop(came[0], None)
+        if isinstance(came[1], Exception):
+            self._failing.setdefault(came[0], time.monotonic())
+        return came
 
     def failing_since(self, message_id: str) -> float:
         """The time (`time.monotonic`) since which every pull of this message's reply has failed."""

@@ -4,9 +4,10 @@
       the run        the ServerApp, and the clients if they train in turn
       a worker …     the ClientApp, one for each client that trains at the same time; messages come through a pipe
 
-Forked processes share the memory of this one. Every run starts from the same state, and a run that fails or is killed
-does not affect the next one. Where forking is not safe, as on macOS, a run is in this process, with its clients in
-threads.
+Forked processes share the memory of this one. Arrays of messages go through shared memory, and a part of the model that
+all clients receive goes to each process once (see `tepal.host.shared_pipe`). Every run starts from the same state, and
+a run that fails or is killed does not affect the next one. Where forking is not safe, as on macOS, a run is in this
+process, with its clients in threads.
 
 This file is started by its path: if the app has its own `tepal`, that one is imported, which has no `tepal.tools`.
 """
@@ -14,6 +15,7 @@ This file is started by its path: if the app has its own `tepal`, that one is im
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import pkgutil
@@ -24,8 +26,6 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from logging import getLogger
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -36,8 +36,10 @@ from flwr.serverapp import ServerApp
 from flwr.supercore.task_identity import TaskIdentity
 
 from tepal.client_app.stacked import Gathering
+from tepal.host.allocator import keep_freed_memory
 from tepal.host.files import replacing
 from tepal.host.flower.patches import SERVER_APP_RAISED
+from tepal.host.shared_pipe import SharedPipe, shared_pipe
 from tepal.strategies.in_process import Answers, InProcessGrid, Node
 
 FORKS = sys.platform.startswith("linux")
@@ -51,6 +53,7 @@ def main() -> None:
     as JSON: `config` is the run configuration, `ended` the path of a file for the run's status. `train-together` in the
     run configuration replaces AT_ONCE; such clients have THREADS threads of PyTorch, others OMP_NUM_THREADS.
     """
+    keep_freed_memory()
     folder, *components = sys.argv[1:4]
     clients, at_once, threads = map(int, sys.argv[4:])
     sys.path.insert(0, folder)
@@ -62,6 +65,7 @@ def main() -> None:
             config = request["config"]
             if FORKS:
                 app.prepare(config, clients)
+                gc.freeze()  # a collection in a forked process would look at all that it shares, and so copy it
                 status = _status_of(_forked_run(app, config, clients, at_once, threads))
             else:
                 _run(app, config, clients, at_once, app.client_app)
@@ -115,10 +119,10 @@ def _forked_run(app: LoadedApp, config: Mapping[str, Any], clients: int, at_once
     """Run the app in forked processes; return the exit status of the run's process, as `os.waitpid` does."""
     # Clients that train in turn or together are in the server's process: nothing goes through a pipe.
     count = 0 if at_once == 1 or _stacked(config) > 1 else at_once
-    pipes: list[Connection] = []
+    pipes: list[SharedPipe] = []
     workers = []
     for _ in range(count):
-        ours, theirs = Pipe()
+        ours, theirs = shared_pipe()
         pipes.append(ours)
         workers.append(os.fork())
         if workers[-1] == 0:
@@ -153,7 +157,7 @@ def _status_of(status: int) -> str:
     return f"its process ended with status {code}" if code else ""
 
 
-def _work(client_app: ClientApp, pipe: Connection) -> NoReturn:
+def _work(client_app: ClientApp, pipe: SharedPipe) -> NoReturn:
     """Answer messages until the other end of the pipe is closed."""
     TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1  # a Message outside a task needs them
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
@@ -181,8 +185,8 @@ class ClientProcesses:
         pipes: one to each process.
     """
 
-    def __init__(self, pipes: Iterable[Connection]) -> None:
-        self._free: queue.SimpleQueue[Connection | None] = queue.SimpleQueue()
+    def __init__(self, pipes: Iterable[SharedPipe]) -> None:
+        self._free: queue.SimpleQueue[SharedPipe | None] = queue.SimpleQueue()
         self._left = 0
         self._lock = threading.Lock()
         for pipe in pipes:

@@ -1,0 +1,141 @@
+"""A pipe between forked processes that passes the bytes of Flower's Arrays through shared memory.
+
+A pipe copies every byte twice, in portions of 64 kB, and wakes the other process for each of them. Here the sender
+copies an Array's bytes into an area that both processes map, and the receiver copies them out. An Array that is sent
+again, such as the part of a model that all clients receive, is not copied: the other end has kept it.
+
+The two ends must send in turn: request, reply, request.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import pickle
+import weakref
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
+
+from flwr.app import Array
+
+_WORTH = 1 << 14  # bytes of an Array from which it is passed through shared memory
+_PAGE = 1 << 20  # the area grows by so many bytes
+
+
+def shared_pipe() -> tuple[SharedPipe, SharedPipe]:
+    """Return the two ends of a pipe, for two processes that are forked from this one. Linux only."""
+    area = os.memfd_create("tepal-pipe")
+    first, second = Pipe()
+    return SharedPipe(first, area), SharedPipe(second, os.dup(area))
+
+
+class SharedPipe:
+    """One end of a pipe; see `shared_pipe`.
+
+    An Array that was sent must not be changed in place while anything refers to it. The other end keeps it, and forgets
+    it with the first object that it receives after the last reference at this end is gone.
+    """
+
+    def __init__(self, connection: Connection, area: int) -> None:
+        self._connection = connection
+        self._area = area
+        self._map: mmap.mmap | None = None
+        self._sent: dict[int, tuple[weakref.ref[Array], int]] = {}  # by id of the Array: itself, and its number
+        self._gone: list[int] = []  # numbers of Arrays that were freed here, and that the other end still has
+        self._next = 0
+        self._kept: dict[int, Array] = {}  # Arrays from the other end, by number
+
+    def send(self, thing: object) -> None:
+        """Send an object. Raises OSError if the other end is closed."""
+        gone, self._gone = self._gone, []
+        sent, body, arrays = io.BytesIO(), io.BytesIO(), list[Array]()
+        _Pickler(body, self, arrays).dump(thing)
+        self._write(arrays)
+        pickle.dump((gone, [len(array.data) for array in arrays]), sent)
+        sent.write(body.getbuffer())
+        self._connection.send_bytes(sent.getbuffer())
+
+    def recv(self) -> Any:
+        """Wait for an object, and return it. Raises EOFError if the other end is closed."""
+        received = io.BytesIO(self._connection.recv_bytes())
+        gone, sizes = pickle.load(received)
+        for number in gone:
+            self._kept.pop(number, None)
+        return _Unpickler(received, self, self._read(sizes)).load()
+
+    def close(self) -> None:
+        """Close this end; again, it does nothing."""
+        if self._connection.closed:
+            return
+        self._connection.close()
+        if self._map is not None:
+            self._map.close()
+            self._map = None
+        os.close(self._area)
+
+    def _number(self, array: Array) -> tuple[int, bool]:
+        """Return the number of an Array, and whether the other end has it."""
+        key = id(array)  # another object may have it when this one is freed, which removes the entry
+        if key in self._sent:
+            return self._sent[key][1], True
+        self._next = number = self._next + 1
+
+        def freed(_: object) -> None:
+            del self._sent[key]
+            self._gone.append(number)
+
+        self._sent[key] = weakref.ref(array, freed), number
+        return number, False
+
+    def _write(self, arrays: list[Array]) -> None:
+        if not (size := sum(len(array.data) for array in arrays)):
+            return
+        if os.fstat(self._area).st_size < size:
+            os.ftruncate(self._area, -(-size // _PAGE) * _PAGE)
+        area, place = self._mapped(size), 0
+        for array in arrays:
+            area[place : place + len(array.data)] = array.data
+            place += len(array.data)
+
+    def _read(self, sizes: list[int]) -> list[bytes]:
+        area, place, found = self._mapped(sum(sizes)) if sizes else None, 0, []
+        for size in sizes:
+            found.append(area[place : place + size] if area else b"")
+            place += size
+        return found
+
+    def _mapped(self, size: int) -> mmap.mmap:
+        if self._map is None or len(self._map) < size:
+            if self._map is not None:
+                self._map.close()
+            self._map = mmap.mmap(self._area, os.fstat(self._area).st_size)
+        return self._map
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, pipe: SharedPipe, arrays: list[Array]) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self._pipe, self._arrays = pipe, arrays
+
+    def persistent_id(self, thing: object) -> Any:
+        if type(thing) is not Array or len(thing.data) < _WORTH:
+            return None
+        number, there = self._pipe._number(thing)
+        if not there:
+            self._arrays.append(thing)
+        return (number, None) if there else (number, (thing.dtype, thing.shape, thing.stype))
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, pipe: SharedPipe, received: list[bytes]) -> None:
+        super().__init__(file)
+        self._pipe, self._received = pipe, iter(received)
+
+    def persistent_load(self, what: Any) -> Array:
+        number, described = what
+        if described is not None:
+            dtype, shape, stype = described
+            self._pipe._kept[number] = Array(dtype, shape, stype, next(self._received))
+        return self._pipe._kept[number]
