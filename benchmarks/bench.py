@@ -137,6 +137,9 @@ def simulation(figures: Mapping[str, Any]) -> Iterable[Row]:
     many = {way: statistics.median(row["all"]) for way, row in figures["many"].items()}
     what = f"{figures['clients']} clients, {figures['rounds']} rounds"
     yield Row(f"{what}, one process", many["in process"], "Flower's simulation", many["stock"], "s", "≥ 2")
+    if "pfl" in figures["many"]:
+        ours, theirs = (statistics.median(figures["many"][way]["round"]) for way in ("in process", "pfl"))
+        yield Row(f"a round of {figures['clients']} clients, one process", ours, "pfl-research", theirs, "s", "≥ 1")
     yield Row(f"{what}, Flower's runtime", many["in runtime"], "Flower's simulation", many["stock"], "s")
     for name, row in figures["inside"].items():
         whole, loop = statistics.median(row["round"]), statistics.median(row["loop"])

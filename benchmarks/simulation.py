@@ -1,12 +1,13 @@
-"""Seconds of simulated rounds: Tepal in one process and in Flower's runtime, compared with Flower's FedAvg.
+"""Seconds of simulated rounds: Tepal in one process and in Flower's runtime, compared with pfl-research and Flower.
 
-    python benchmarks/simulation.py [--runs 3] [--only "in process,stock,inside"] [--model small-cnn] [--quick]
+    python benchmarks/simulation.py [--runs 3] [--only "in process,pfl,stock,inside"] [--model small-cnn] [--quick]
 
 *Many clients*: 100 clients of 50 images (40 of them to train on) train a CNN for 20 rounds, one epoch with batches of
 32 and SGD: the FedAvg paper's CNN, or with --model small-cnn that of Flower's quickstart; no client scores. Runs are
 taken in turn, each with one PyTorch thread per client and as many clients at a time as there are cores. "All" is the
 whole call, including start and end of all processes. "Rounds" is the time of all rounds except the first, in which a
-run still starts processes, and "a round" their median.
+run still starts processes, and "a round" their median. pfl-research trains one client after the other, with as many
+PyTorch threads as there are cores; it is left out if it is not installed (`pip install "tepal[bench]"`).
 
 *Inside a round*: 20 clients of 100 images (80 to train on), in one process and one after the other, with five epochs
 (the default) and with one: the time of a round relative to that of its training steps, by the clients' own clocks, with
@@ -18,6 +19,7 @@ The images are MNIST's if the folder TEPAL_TEST_DATA has mnist.npz, otherwise ra
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import statistics
@@ -32,14 +34,17 @@ from rich.console import Console
 from rich.table import Table
 
 from tepal.records.run_directory import find_run, read_metrics
+from tepal.tools.simulation.engine import cores_for
 from tepal.tools.simulation.process_engine import ProcessEngine
 from tepal.tools.simulation.ray_engine import RayEngine
 
 ROOT = Path(__file__).parents[1]
 STOCK = Path(__file__).parent / "simulation"
+PFL = "pfl"
 WAYS = {
     "in process": "Tepal, in one process",
     "in runtime": "Tepal, in Flower's runtime",
+    PFL: "pfl-research",
     "stock": "Flower's FedAvg, in Flower's runtime",
 }
 INSIDE = "inside"
@@ -125,6 +130,18 @@ def stock(folder: Path, clients: int, samples: int, rounds: int, model: str = "c
     return list(np.diff(json.loads((folder / "ended.json").read_text()))), whole
 
 
+def pfl(folder: Path, clients: int, samples: int, rounds: int, model: str) -> tuple[list[float], float]:
+    """A run of pfl-research's FedAvg: seconds of each round, and of the whole call."""
+    output = folder / "ended.json"
+    options = [folder / "images.npz", clients, samples, rounds, BATCH, RATE, model, output]
+    environment = os.environ | {"OMP_NUM_THREADS": str(cores_for())}
+    begun = time.perf_counter()
+    command = [sys.executable, STOCK / "pfl_fedavg.py", *options]
+    subprocess.run(list(map(str, command)), env=environment, capture_output=True, check=True)
+    whole = time.perf_counter() - begun
+    return list(np.diff(json.loads(output.read_text()))), whole
+
+
 def many(
     ways: list[str], clients: int, samples: int, rounds: int, runs: int, model: str
 ) -> dict[str, dict[str, list[float]]]:
@@ -137,6 +154,8 @@ def many(
                 write_images(folder / "images.npz", clients * samples)
                 if way == "stock":
                     seconds, whole = stock(folder, clients, samples, rounds, model)
+                elif way == PFL:
+                    seconds, whole = pfl(folder, clients, samples, rounds, model)
                 else:
                     changes = {**UNSCORED, "local-epochs": 1, "model": MODELS[model]}
                     seconds, whole, _ = tepal(way, folder, clients, rounds, **changes)
@@ -189,6 +208,9 @@ def main() -> None:
     figures: dict[str, object] = {name: getattr(options, name) for name in ("model", "clients", "rounds")}
     figures["load"] = os.getloadavg()
     console = Console() if sys.stdout.isatty() else Console(width=120)
+    if PFL in wanted and importlib.util.find_spec("pfl") is None:
+        wanted.remove(PFL)
+        console.print("pfl-research is not installed, and is left out.")
     if ways := [way for way in WAYS if way in wanted]:
         taken = figures["many"] = many(ways, options.clients, 50, options.rounds, options.runs, options.model)
         console.print(table_of_many(taken, options))

@@ -1,10 +1,10 @@
 """A pipe between forked processes that passes the bytes of Flower's Arrays through shared memory.
 
 A pipe copies every byte twice, in portions of 64 kB, and wakes the other process for each of them. Here the sender
-copies an Array's bytes into an area that both processes map, and the receiver copies them out. An Array that is sent
-again, such as the part of a model that all clients receive, is not copied: the other end has kept it.
+copies an Array's bytes into an area that both processes map, and the receiver copies them out. An Array that is
+requested again, such as the part of a model that all clients receive, is not copied: the other end has kept it.
 
-The two ends must send in turn: request, reply, request.
+The two ends send in turn: request, reply, request. The area stays as large as the largest message.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import io
 import mmap
 import os
 import pickle
+import tempfile
+import threading
 import weakref
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -25,20 +27,25 @@ _PAGE = 1 << 20  # the area grows by so many bytes
 
 
 def shared_pipe() -> tuple[SharedPipe, SharedPipe]:
-    """Return the two ends of a pipe, for two processes that are forked from this one. Linux only."""
-    area = os.memfd_create("tepal-pipe")
+    """Return the two ends of a pipe, that of requests first, for processes that are forked from this one."""
+    if hasattr(os, "memfd_create"):  # not in every Python for Linux
+        area = os.memfd_create("tepal-pipe")
+    else:
+        with tempfile.TemporaryFile() as file:
+            area = os.dup(file.fileno())
     first, second = Pipe()
-    return SharedPipe(first, area), SharedPipe(second, os.dup(area))
+    return SharedPipe(first, area, asks=True), SharedPipe(second, os.dup(area), asks=False)
 
 
 class SharedPipe:
     """One end of a pipe; see `shared_pipe`.
 
-    An Array that was sent must not be changed in place while anything refers to it. The other end keeps it, and forgets
-    it with the first object that it receives after the last reference at this end is gone.
+    An Array of a request must not be changed in place while anything refers to it. The other end keeps it, and forgets
+    it with the first request after the last reference at this end is gone. Those of replies are not kept.
     """
 
-    def __init__(self, connection: Connection, area: int) -> None:
+    def __init__(self, connection: Connection, area: int, *, asks: bool) -> None:
+        self._asks = asks
         self._connection = connection
         self._area = area
         self._map: mmap.mmap | None = None
@@ -63,7 +70,11 @@ class SharedPipe:
         gone, sizes = pickle.load(received)
         for number in gone:
             self._kept.pop(number, None)
-        return _Unpickler(received, self, self._read(sizes)).load()
+        _receiving.pipe, _receiving.contents = self, iter(self._read(sizes))
+        try:
+            return pickle.load(received)
+        finally:
+            _receiving.pipe = _receiving.contents = None
 
     def close(self) -> None:
         """Close this end; again, it does nothing."""
@@ -119,23 +130,28 @@ class _Pickler(pickle.Pickler):
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self._pipe, self._arrays = pipe, arrays
 
-    def persistent_id(self, thing: object) -> Any:
+    def reducer_override(self, thing: Any) -> Any:
         if type(thing) is not Array or len(thing.data) < _WORTH:
-            return None
-        number, there = self._pipe._number(thing)
-        if not there:
-            self._arrays.append(thing)
-        return (number, None) if there else (number, (thing.dtype, thing.shape, thing.stype))
+            return NotImplemented
+        number, there = self._pipe._number(thing) if self._pipe._asks else (0, False)
+        if there:
+            return _kept, (number,)
+        self._arrays.append(thing)
+        return _new, (number, thing.dtype, thing.shape, thing.stype)
 
 
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, pipe: SharedPipe, received: list[bytes]) -> None:
-        super().__init__(file)
-        self._pipe, self._received = pipe, iter(received)
+# An unpickler calls these, in the thread that receives.
+_receiving = threading.local()
 
-    def persistent_load(self, what: Any) -> Array:
-        number, described = what
-        if described is not None:
-            dtype, shape, stype = described
-            self._pipe._kept[number] = Array(dtype, shape, stype, next(self._received))
-        return self._pipe._kept[number]
+
+def _kept(number: int) -> Array:
+    pipe: SharedPipe = _receiving.pipe
+    return pipe._kept[number]
+
+
+def _new(number: int, dtype: str, shape: tuple[int, ...], stype: str) -> Array:
+    pipe: SharedPipe = _receiving.pipe
+    array = Array(dtype, shape, stype, next(_receiving.contents))
+    if number:
+        pipe._kept[number] = array
+    return array

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from itertools import islice
@@ -78,10 +78,17 @@ class InProcessGrid(Grid):
         # The same threads, whichever thread pulls: an app may keep objects for each thread, such as a model.
         self._threads = ThreadPoolExecutor(at_once, "client")
         self._answers: dict[str, Future[Message | None]] = {}  # started and not pulled yet
+        self._awaited: dict[str, float] = {}  # since when the reply that is due next is awaited (`time.monotonic`)
         self._lock = threading.Lock()
         TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1  # a Message outside a task needs them
         for node in nodes:
             self.add(node)
+
+    def __init_subclass__(cls) -> None:
+        """Whoever pulls in another way is asked for replies in that way: see `Inbox`."""
+        super().__init_subclass__()
+        if "pull_messages" in vars(cls) and "pull_next" not in vars(cls):
+            cls.pull_next = None  # type: ignore[assignment, method-assign]
 
     def __enter__(self) -> Self:
         return self
@@ -130,13 +137,13 @@ class InProcessGrid(Grid):
                 replies.append(reply)
         return replies
 
-    def pull_next(self, message_ids: Iterable[str], timeout: float) -> tuple[str, Message | Exception] | None:
+    def pull_next(self, message_ids: Collection[str], timeout: float) -> tuple[str, Message | Exception] | None:
         """The reply to the first of these messages, or to a later one if the first one's client takes long.
 
         The messages' order is that of the replies, so that a run can be repeated, unless a client needs seconds.
 
         Args:
-            message_ids: of the awaited replies; a container that can be searched quickly.
+            message_ids: of all awaited replies; a container that can be searched quickly. Other messages are dropped.
             timeout: seconds to wait.
 
         Returns:
@@ -146,13 +153,19 @@ class InProcessGrid(Grid):
         end = time.monotonic() + timeout
         while True:
             with self._lock:
+                if len(self._sent) + len(self._answers) > len(message_ids):
+                    for messages in (self._sent, self._answers):
+                        for each in [each for each in messages if each not in message_ids]:
+                            del messages[each]
                 first = next((each for each in message_ids if each in self._sent or each in self._answers), None)
                 if first is None:
                     return None
-                self._begin(first)
-                begun = {answer: each for each, answer in self._answers.items() if each in message_ids}
+                self._begin(first, message_ids)
+                begun = {answer: each for each, answer in self._answers.items()}
                 asked = self._answers[first]
-            done = wait([asked], min(max(end - time.monotonic(), 0), _LONG)).done
+            now = time.monotonic()
+            patience = self._awaited.setdefault(first, now) + _LONG - now
+            done = wait([asked], max(min(end - now, patience), 0)).done
             if not done:
                 done = wait(begun, max(end - time.monotonic(), 0), FIRST_COMPLETED).done
             if not done:
@@ -160,12 +173,13 @@ class InProcessGrid(Grid):
             answer = asked if asked in done else next(each for each in begun if each in done)
             with self._lock:
                 del self._answers[begun[answer]]
+                self._awaited.pop(begun[answer], None)
             reply = answer.exception() or answer.result()
             if reply is not None:
                 return begun[answer], cast("Message | Exception", reply)
 
-    def _begin(self, message_id: str) -> None:
-        """Start the app of this message, and with several at once those of messages that were sent after it.
+    def _begin(self, message_id: str, message_ids: Iterable[str] | None = None) -> None:
+        """Start the app of this message, and with several at once those of other messages, in the order of the ids.
 
         Enough are started ahead that all threads are busy while a slow client's reply is awaited, and few enough that
         few replies are in memory. The clients of a gathering start together, after the gathering before it has ended.
@@ -175,7 +189,9 @@ class InProcessGrid(Grid):
             most = self.at_once if asked else 0
         else:
             most = self.at_once + max(self.at_once, _AHEAD) - len(self._answers) if self.at_once > 1 else len(asked)
-        others = (other for other in self._sent if other != message_id)
+            if self.at_once > 1 and most < self.at_once:  # replies that wait must not let threads idle
+                most = max(most, self.at_once - sum(not answer.done() for answer in self._answers.values()))
+        others = (each for each in message_ids or self._sent if each in self._sent and each != message_id)
         begun = [*asked, *islice(others, max(most - len(asked), 0))]
         run = self.gathering(len(begun)) if self.gathering else _run
         for each in begun:

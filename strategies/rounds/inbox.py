@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from flwr.app import Message
 from flwr.serverapp import Grid
@@ -16,7 +16,7 @@ _PAUSE = 1 / 8  # of the time since the last reply, so that the delay stays smal
 _STUCK = 1.0  # seconds after which another thread pulls the other replies
 _MOST_THREADS = 16
 
-PullNext = Callable[[Iterable[str], float], "tuple[str, Message | Exception] | None"]
+PullNext = Callable[[Collection[str], float], "tuple[str, Message | Exception] | None"]
 
 
 class Inbox:
@@ -29,7 +29,7 @@ class Inbox:
     normally one reply is in memory.
 
     A grid with a method `pull_next` runs the clients itself: it is called where a reply is taken, and there are no
-    threads. (A subclass of such a grid that pulls in another way sets it to None.)
+    threads.
     """
 
     def __init__(self, grid: Grid) -> None:

@@ -14,7 +14,6 @@ This file is started by its path: if the app has its own `tepal`, that one is im
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import json
 import os
@@ -160,7 +159,7 @@ def _status_of(status: int) -> str:
 def _work(client_app: ClientApp, pipe: SharedPipe) -> NoReturn:
     """Answer messages until the other end of the pipe is closed."""
     TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1  # a Message outside a task needs them
-    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+    try:
         while True:
             message, context = pipe.recv()
             try:
@@ -168,7 +167,11 @@ def _work(client_app: ClientApp, pipe: SharedPipe) -> NoReturn:
             except Exception as error:  # as Flower does: an app that raises answers with error code 2
                 reply = Message(Error(2, f"{type(error).__name__}: {error}"), reply_to=message)
             pipe.send((reply, context.state))
-    _leave()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        _leave()
+    except BaseException:  # it must not return: its caller is the parent's code
+        _log_exception()
+        os._exit(1)
 
 
 def _leave() -> NoReturn:
@@ -202,11 +205,14 @@ class ClientProcesses:
         try:
             pipe.send((message, context))
             reply, context.state = pipe.recv()
-        except (EOFError, OSError) as error:
+        except BaseException as error:  # whatever it is, the two ends may no longer agree
+            pipe.close()
             with self._lock:
                 self._left -= 1
                 if not self._left:
                     self._free.put(None)
+            if not isinstance(error, EOFError | OSError):
+                raise
             raise RuntimeError("the process that the client ran in has ended") from error
         self._free.put(pipe)
         return reply

@@ -54,14 +54,6 @@ def small(name):
     return build(name, image_shape=(1, 8, 8), classes=10, seed=7)
 
 
-class Gathered(InProcessGrid):
-    """Answers nobody before all clients were sent their messages: the strategy sends them one after the other."""
-
-    def _begin(self, message_id):
-        if message_id not in self._sent or len(self._sent) == CLIENTS:
-            super()._begin(message_id)
-
-
 def run(strategy, name, *, stacked, initial=None, at_once=1, **settings):
     """Arrays after two rounds, and the rounds' reports; `stacked`: clients may train together.
 
@@ -79,7 +71,7 @@ def run(strategy, name, *, stacked, initial=None, at_once=1, **settings):
         on_round=reports.append,
         deterministic=True,
     )
-    grid = (Gathered if stacked else InProcessGrid)(nodes, config, **how)
+    grid = InProcessGrid(nodes, config, **how)
     result = started.start(grid, ArrayRecord(model.state_dict()), num_rounds=2)
     assert not any(report.refused + report.lost for report in reports), reports
     return {name: array.numpy() for name, array in result.arrays.items()}, reports
@@ -272,7 +264,7 @@ def test_a_client_that_diverges_is_refused_alone(stacks):
     reports = []
     config = {**CONFIG, "model": "cnn", "learning-rate": 0.05}
     nodes = [Node(app, {"partition-id": k, "num-partitions": CLIENTS}) for k in range(CLIENTS)]
-    grid = Gathered(nodes, config, at_once=CLIENTS, gathering=Gathering)
+    grid = InProcessGrid(nodes, config, at_once=CLIENTS, gathering=Gathering)
     strategy = FedAvg(model=small("cnn"), fraction_evaluate=0, min_available_nodes=CLIENTS, on_round=reports.append)
     side_by_side = together._side_by_side
 

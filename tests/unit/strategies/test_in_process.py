@@ -69,6 +69,35 @@ def test_a_client_that_takes_long_keeps_no_other_reply_waiting(monkeypatch):
         assert number_of(grid.pull_next(waiting, 30)) == 0
 
 
+def test_a_slow_client_is_waited_for_once_and_not_at_every_reply(monkeypatch):
+    monkeypatch.setattr(in_process, "_LONG", 0.3)
+    may_answer = threading.Event()
+    with grid_of([lambda: may_answer.wait(60), *[lambda: None] * 12], at_once=2) as grid:
+        waiting, begun = sent(grid), time.monotonic()
+        for _ in range(12):
+            del waiting[grid.pull_next(waiting, 30)[0]]
+        assert time.monotonic() - begun < 12 * 0.3 / 2
+        may_answer.set()
+
+
+def test_messages_that_nobody_awaits_any_more_are_dropped():
+    called = []
+    with grid_of([lambda k=k: called.append(k) for k in range(6)], at_once=2) as grid:
+        waiting = sent(grid)
+        awaited = dict.fromkeys(list(waiting)[4:])
+        assert [number_of(grid.pull_next(dict(awaited), 30))] == [4]
+        grid.push_messages([])
+        assert set(called) <= {4, 5} and not grid._sent
+
+
+def test_a_grid_that_pulls_in_its_own_way_is_asked_in_that_way():
+    class Backwards(InProcessGrid):
+        def pull_messages(self, message_ids):
+            return super().pull_messages(list(message_ids)[::-1])
+
+    assert Backwards([]).pull_next is None and InProcessGrid([]).pull_next is not None
+
+
 def test_no_reply_is_awaited_that_does_not_come():
     grid = grid_of([lambda: None, lambda: None], spoil=lambda node, message, reply: None)
     with grid:

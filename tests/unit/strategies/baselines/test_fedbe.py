@@ -281,8 +281,6 @@ class AnyOrder(InProcessGrid):
         super().__init__(nodes, **options)
         self.random, self.put_off = random.Random(3), {}
 
-    pull_next = None
-
     def pull_messages(self, message_ids):
         ready = []
         for message_id in message_ids:

@@ -246,8 +246,6 @@ class HoldsBack(InProcessGrid):
         self.release = threading.Event()
         self.pulled = threading.Event()
 
-    pull_next = None
-
     def pull_messages(self, message_ids):
         (message_id,) = message_ids
         message = self._sent.get(message_id)
@@ -295,8 +293,6 @@ class Restarts(InProcessGrid):
             NodeInfo(node_id=number, name=node.name, last_activated_at=str(self.starts) if node.name == "b" else "")
             for number, node in self.nodes.items()
         ]
-
-    pull_next = None
 
     def pull_messages(self, message_ids):
         (message_id,) = message_ids
@@ -399,8 +395,6 @@ class PullsFail(InProcessGrid):
         self.says = says
         self.first = None
 
-    pull_next = None
-
     def pull_messages(self, message_ids):
         (message_id,) = message_ids
         message = self._sent.get(message_id)
@@ -481,8 +475,6 @@ def test_an_error_without_a_reason_is_said_as_such(trained):
 
 def test_a_node_that_leaves_in_mid_round_is_lost_alone(trained):
     class Grid(InProcessGrid):
-        pull_next = None
-
         def pull_messages(self, message_ids):
             (message_id,) = message_ids
             message = self._sent.get(message_id)

@@ -155,8 +155,6 @@ def test_a_reply_that_can_come_no_more_is_not_looked_for_any_more(monkeypatch):
             rounds.update((i, int(message.metadata.group_id)) for i, message in zip(ids, messages, strict=True))
             return ids
 
-        pull_next = None
-
         def pull_messages(self, message_ids):
             (message_id,) = message_ids
             pulled.setdefault(rounds[message_id], set()).add(now[0])
