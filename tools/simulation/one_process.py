@@ -34,12 +34,15 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 from flwr.supercore.task_identity import TaskIdentity
 
+import tepal.host
 from tepal.client_app.stacked import Gathering
-from tepal.host.allocator import keep_freed_memory
 from tepal.host.files import replacing
 from tepal.host.flower.patches import SERVER_APP_RAISED
-from tepal.host.shared_pipe import SharedPipe, shared_pipe
 from tepal.strategies.in_process import Answers, InProcessGrid, Node
+
+tepal.host.__path__.append(str(Path(__file__).parents[2] / "host"))  # an app's own `tepal` does not have these:
+from tepal.host.allocator import keep_freed_memory  # noqa: E402
+from tepal.host.shared_pipe import SharedPipe, shared_pipe  # noqa: E402
 
 FORKS = sys.platform.startswith("linux")
 

@@ -152,17 +152,11 @@ def test_clients_train_together_with_those_of_equal_settings(monkeypatch):
         stacks.append(sorted(work.config.learning_rate for work in works))
         return fit(works)
 
-    class Gathered(InProcessGrid):
-        def _begin(self, message_id):  # nobody is answered before all were asked
-            if message_id not in self._sent or len(self._sent) == CLIENTS:
-                super()._begin(message_id)
-
     monkeypatch.setattr(together, "fit_stacked", counted)
     text = json.dumps({"2-3": {"learning-rate": 0.02}})
     config = {**CONFIG, "deterministic": False, "client-settings": text}
     alone, _ = rounds(config, number=1)
     assert not stacks
-    monkeypatch.setitem(rounds.__globals__, "InProcessGrid", Gathered)
     stacked, _ = rounds(config, number=1, at_once=CLIENTS, gathering=Gathering)
     assert sorted(stacks) == [[0.02, 0.02], [0.05, 0.05]]
     for name, array in alone.items():
