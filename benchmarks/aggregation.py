@@ -13,7 +13,6 @@ Measured, as medians over repeats that are taken in turn:
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import tempfile
@@ -29,6 +28,7 @@ from flwr.serverapp.strategy.strategy_utils import aggregate_arrayrecords
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.task_identity import TaskIdentity
 from latency.entries import shapes
+from measured import write_figures
 from rich.console import Console
 from rich.table import Table
 
@@ -194,7 +194,7 @@ def main() -> None:
     }
     show(result)
     if options.json:
-        options.json.write_text(json.dumps(result, indent=1))
+        write_figures(options.json, result)
 
 
 def show(result: dict[str, Any]) -> None:

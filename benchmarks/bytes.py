@@ -10,7 +10,6 @@ the plan lets them train.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import tempfile
 from collections.abc import Iterable
@@ -21,6 +20,7 @@ import torch
 from common import MODELS, nudging_app
 from flwr.app import ArrayRecord, Message
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
+from measured import write_figures
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -114,7 +114,7 @@ def main() -> None:
         "cost_ratio": [cost_ratio(model, options.warmup, options.rounds, downlink=both) for both in (False, True)],
     }
     if options.json:
-        options.json.write_text(json.dumps(result, indent=1))
+        write_figures(options.json, result)
     show(result, rows, expected_down, expected_up)
 
 

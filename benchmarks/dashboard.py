@@ -30,6 +30,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+from measured import write_figures
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from tepal.host.processes import free_port
@@ -238,7 +239,7 @@ def main() -> None:
             print(f"{what}, {name}: {statistics.median(seconds):.2f} s (up to {max(seconds):.2f})")
     print(f"update: {statistics.median(figures['update']):.2f} s (up to {max(figures['update']):.2f})")
     if options.json:
-        options.json.write_text(json.dumps(figures, indent=1))
+        write_figures(options.json, figures)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import statistics
@@ -27,6 +26,7 @@ import numpy as np
 import torch
 from common import MODELS, nudging_app
 from flwr.app import ArrayRecord
+from measured import write_figures
 from rich.console import Console
 from rich.table import Table
 
@@ -168,7 +168,7 @@ def main() -> None:
         seeds = [int(seed) for seed in options.seeds.split(",")]
         result["runs"] = accuracies(chosen, options.data, seeds, options.rounds, console)
     if options.json:
-        options.json.write_text(json.dumps(result, indent=1))
+        write_figures(options.json, result)
     for table in tables(result):
         console.print(table)
 

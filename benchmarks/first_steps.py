@@ -1,6 +1,6 @@
 """The first steps of a new user, by the commands of the documentation, each in a folder of its own, with its seconds.
 
-    python benchmarks/first_steps.py [--only csv,app] [--folder FOLDER] [--data FILE.json]
+    python benchmarks/first_steps.py [--only csv,app] [--folder FOLDER] [--json FILE]
 
 Each step writes what a user would have (a table, an app), runs commands as the pages have them with paths relative to
 the current folder, and checks what they leave. Nothing is read from the checkout but the installed `tepal`. Without
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 import os
 import random
 import re
@@ -23,6 +22,8 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from measured import write_figures
 
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
@@ -180,7 +181,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", help=f"steps, separated by commas: {', '.join(STEPS)}")
     parser.add_argument("--folder", type=Path)
-    parser.add_argument("--data", type=Path, help="file for the seconds, as JSON")
+    parser.add_argument("--json", type=Path, help="file for the seconds")
     given = parser.parse_args()
     names = given.only.split(",") if given.only else list(STEPS)
     with tempfile.TemporaryDirectory(prefix="first-steps-") as temporary:
@@ -192,10 +193,11 @@ def main() -> None:
             folder.mkdir(parents=True)
             begun = time.perf_counter()
             STEPS[name](folder)
-            seconds[name] = round(time.perf_counter() - begun, 1)
-            print(f"| {(STEPS[name].__doc__ or '').strip().rstrip('.')} | {seconds[name]} |", flush=True)
-    if given.data:
-        given.data.write_text(json.dumps(seconds, indent=2) + "\n")
+            what = (STEPS[name].__doc__ or name).strip().rstrip(".")
+            seconds[what] = round(time.perf_counter() - begun, 1)
+            print(f"| {what} | {seconds[what]} |", flush=True)
+    if given.json:
+        write_figures(given.json, seconds)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator
+from measured import write_figures
 from mixing import Clients, with_store
 
 from tepal.strategies import FedAvg, FedEnsemble, join_modes
@@ -157,7 +158,7 @@ def main() -> None:
     options = parser.parse_args()
     found = measure(options.quick)
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1))
+        write_figures(options.json, found)
     if options.svg:
         draw(found, options.svg)
     print(json.dumps(found, indent=1))

@@ -11,7 +11,6 @@ for data. Figures are medians of runs that are taken in turn.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -22,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from measured import write_figures
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -108,7 +108,7 @@ def main() -> None:
     options = parser.parse_args()
     figures = measure(options)
     if options.json:
-        options.json.write_text(json.dumps(figures, indent=1))
+        write_figures(options.json, figures)
     show(figures, options)
 
 

@@ -14,7 +14,6 @@ the first one in the same repeat; medians over the repeats, and quartiles:
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import tempfile
@@ -30,6 +29,7 @@ from flwr.app import Message
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.task_identity import TaskIdentity
 from latency.entries import shapes
+from measured import write_figures
 from rich.console import Console
 from rich.table import Table
 
@@ -151,7 +151,7 @@ def main() -> None:
     }
     show(result)
     if options.json:
-        options.json.write_text(json.dumps(result, indent=1))
+        write_figures(options.json, result)
 
 
 def quartiles(seconds: list[float], base: list[float]) -> list[float]:

@@ -10,7 +10,6 @@ it. Milliseconds are medians of repeated solutions, except those of the exact pr
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from measured import write_figures
 from rich.console import Console
 from rich.table import Table
 
@@ -121,7 +121,7 @@ def main() -> None:
         for distance in DISTANCES
     ]
     if options.json:
-        options.json.write_text(json.dumps({"rows": rows}, indent=1))
+        write_figures(options.json, {"rows": rows})
     show(rows)
 
 

@@ -17,7 +17,6 @@ Nothing is trained: a stub app returns the model that it received.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import platform
@@ -43,6 +42,7 @@ from flwr.supercore.object_store import ObjectStoreFactory
 from flwr.supercore.state.schema.linkstate_models import Node as NodeModel
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.federation import NoOpFederationManager
+from measured import write_figures
 from rich.console import Console
 from rich.table import Table
 from sqlalchemy import insert
@@ -415,7 +415,7 @@ def main() -> None:
         os.environ["TEPAL_CACHE"] = f"{folder}/cache"
         result = measure(options, Path(folder))
     if options.json:
-        options.json.write_text(json.dumps(result, indent=1), encoding="utf-8")
+        write_figures(options.json, result)
     show(result)
 
 

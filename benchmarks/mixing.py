@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 import tempfile
 import threading
@@ -31,6 +30,7 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
+from measured import write_figures
 from rich.console import Console
 from rich.table import Table
 
@@ -237,7 +237,7 @@ def main() -> None:
         if options.clients**2 * options.parameters <= PAIRS:
             result[LOOP] = pair_by_pair(options, clients)
     if options.json:
-        options.json.write_text(json.dumps(result, indent=1))
+        write_figures(options.json, result)
     show(result)
 
 

@@ -13,7 +13,6 @@ as there are cores. A round's time is the median of all rounds except the first.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shutil
@@ -24,6 +23,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+from measured import write_figures
 from rich.console import Console
 from rich.table import Table
 from simulation import RATE, STOCK, UNSCORED, tepal, write_images
@@ -107,7 +107,7 @@ def main() -> None:
         table.add_row(method, f"{mine:.3f}", f"{their:.3f}", f"{their / mine:.2f} x")
     Console().print(table)
     if options.json:
-        options.json.write_text(json.dumps({"clients": options.clients, "seconds": taken}, indent=1))
+        write_figures(options.json, {"clients": options.clients, "seconds": taken})
 
 
 if __name__ == "__main__":

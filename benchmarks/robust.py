@@ -9,13 +9,13 @@ it, by tracemalloc) is the mean's own and one part. The robust means write all p
 from __future__ import annotations
 
 import argparse
-import json
 import time
 import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from measured import write_figures
 from rich.console import Console
 from rich.table import Table
 
@@ -58,7 +58,7 @@ def main() -> None:
     result = {"clients": clients, "millions": millions, "means": means}
     show(result)
     if options.json:
-        options.json.write_text(json.dumps(result, indent=1))
+        write_figures(options.json, result)
 
 
 def show(result: dict[str, Any]) -> None:

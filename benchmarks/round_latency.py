@@ -32,6 +32,7 @@ from pathlib import Path
 
 import numpy as np
 import psutil
+from measured import write_figures
 from rich.console import Console
 from rich.table import Table
 
@@ -186,7 +187,7 @@ def main() -> None:
             f"processes, {grown['files']:+.2f} open files, {grown['temporary']:+.2f} temporary files", soft_wrap=True,
         )  # fmt: skip
     if arguments.json:
-        arguments.json.write_text(json.dumps({way: vars(each) for way, each in measured.items()}, indent=1))
+        write_figures(arguments.json, {way: vars(each) for way, each in measured.items()})
 
 
 def results(measured: dict[str, Measured]) -> Table:

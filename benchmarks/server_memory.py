@@ -33,6 +33,7 @@ from flwr.supercore.inflatable.inflatable_utils import pull_objects
 from flwr.supercore.retry import RetryInvoker, exponential
 from flwr.supercore.task_identity import TaskIdentity
 from grpc import RpcError
+from measured import write_figures
 from memory.entries import model
 from rich.console import Console
 from rich.table import Table
@@ -241,7 +242,7 @@ def main() -> None:
     console.print(results(measured))
     if options.json:
         figures = {"megabytes": megabytes, "rounds": options.rounds, "runs": measured}
-        options.json.write_text(json.dumps(figures, indent=1))
+        write_figures(options.json, figures)
 
 
 def results(measured: list[dict[str, Any]]) -> Table:

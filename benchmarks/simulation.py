@@ -13,6 +13,9 @@ PyTorch threads as there are cores; it is left out if it is not installed (`pip 
 (the default) and with one: the time of a round relative to that of its training steps, by the clients' own clocks, with
 and without the clients' scoring. It is compared with the same steps as a plain PyTorch loop in a process of its own.
 
+*Population*: seconds of a round for each client in it, if 50 of 1,000 clients take part, and if all of 100 do, with the
+settings of the first table.
+
 The images are MNIST's if the folder TEPAL_TEST_DATA has mnist.npz, otherwise random ones of the same size.
 """
 
@@ -30,6 +33,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from measured import write_figures
 from rich.console import Console
 from rich.table import Table
 
@@ -48,6 +52,8 @@ WAYS = {
     "stock": "Flower's FedAvg, in Flower's runtime",
 }
 INSIDE = "inside"
+POPULATION = "population"
+PARTS = (*WAYS, INSIDE, POPULATION)
 MODELS = {"cnn": "cnn", "small-cnn": "stock_model:small_cnn"}
 BATCH, RATE = 32, 0.05
 UNSCORED = {"score-in-training": False, "fraction-evaluate": 0.0}
@@ -130,16 +136,17 @@ def stock(folder: Path, clients: int, samples: int, rounds: int, model: str = "c
     return list(np.diff(json.loads((folder / "ended.json").read_text()))), whole
 
 
-def pfl(folder: Path, clients: int, samples: int, rounds: int, model: str) -> tuple[list[float], float]:
-    """A run of pfl-research's FedAvg: seconds of each round, and of the whole call."""
-    output = folder / "ended.json"
-    options = [folder / "images.npz", clients, samples, rounds, BATCH, RATE, model, output]
+def pfl(folder: Path, **config: object) -> tuple[list[float], float, float]:
+    """A run of pfl-research's FedAvg: seconds of each round and of the whole call, and the test accuracy."""
+    files = {"images": str(folder / "images.npz"), "output": str(folder / "ended.json")}
+    (folder / "config.json").write_text(json.dumps({**files, **config}))
     environment = os.environ | {"OMP_NUM_THREADS": str(cores_for())}
     begun = time.perf_counter()
-    command = [sys.executable, STOCK / "pfl_fedavg.py", *options]
-    subprocess.run(list(map(str, command)), env=environment, capture_output=True, check=True)
+    command = [sys.executable, str(STOCK / "pfl_fedavg.py"), str(folder / "config.json")]
+    subprocess.run(command, env=environment, capture_output=True, check=True)
     whole = time.perf_counter() - begun
-    return list(np.diff(json.loads(output.read_text()))), whole
+    result = json.loads((folder / "ended.json").read_text())
+    return list(np.diff(result["ended"])), whole, result["accuracy"]
 
 
 def many(
@@ -155,7 +162,9 @@ def many(
                 if way == "stock":
                     seconds, whole = stock(folder, clients, samples, rounds, model)
                 elif way == PFL:
-                    seconds, whole = pfl(folder, clients, samples, rounds, model)
+                    sizes = {"clients": clients, "cohort": clients, "samples": samples, "train": samples * 4 // 5}
+                    how = {"rounds": rounds, "batch-size": BATCH, "learning-rate": RATE, "model": model}
+                    seconds, whole, _ = pfl(folder, **sizes, **how)
                 else:
                     changes = {**UNSCORED, "local-epochs": 1, "model": MODELS[model]}
                     seconds, whole, _ = tepal(way, folder, clients, rounds, **changes)
@@ -188,10 +197,25 @@ def inside(
     return found
 
 
+def population(
+    clients: int, cohort: int, of: int, rounds: int, runs: int, model: str
+) -> dict[str, dict[str, list[float]]]:
+    """Seconds of each round for each client in it: of `clients`, who all take part, and of a cohort of `of` clients."""
+    taken: dict[str, list[float]] = {"some": [], "all": []}
+    for _ in range(runs):
+        for name, connected, part in (("all", clients, clients), ("some", of, cohort)):
+            with tempfile.TemporaryDirectory(prefix="tepal-benchmark-") as folder:
+                write_images(Path(folder) / "images.npz", connected * 50)
+                changes = {**UNSCORED, "local-epochs": 1, "model": MODELS[model], "fraction-train": part / connected}
+                seconds, _, _ = tepal("in process", Path(folder), connected, rounds, **changes)
+            taken[name] += [each / part for each in seconds[1:]]
+    return {f"{cohort} of {of:,}": taken}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=3, help="of each way, in turn; medians are shown")
-    parser.add_argument("--only", default=",".join((*WAYS, INSIDE)), help=f"which of {', '.join((*WAYS, INSIDE))}")
+    parser.add_argument("--only", default=",".join(PARTS), help=f"which of {', '.join(PARTS)}")
     parser.add_argument("--clients", type=int, default=100, help="of the first table")
     parser.add_argument("--rounds", type=int, default=20, help="of the first table")
     parser.add_argument("--model", choices=MODELS, default="cnn", help="of the first table")
@@ -201,7 +225,7 @@ def main() -> None:
     if options.quick:
         options.clients, options.rounds, options.runs = 4, 3, 1
     wanted = [name.strip() for name in options.only.split(",")]
-    if unknown := set(wanted) - {*WAYS, INSIDE}:
+    if unknown := set(wanted) - set(PARTS):
         parser.error(f"--only has {sorted(unknown)}")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), str(STOCK), os.environ.get("PYTHONPATH")]))
@@ -218,8 +242,14 @@ def main() -> None:
         small = (3, 100, 2, 1, (1,))
         found = figures["inside"] = inside(*small) if options.quick else inside(20, 100, 4, options.runs)
         console.print(table_of_inside(found))
+    if POPULATION in wanted:
+        sizes = (4, 2, 8) if options.quick else (options.clients, 50, 1000)
+        found = figures[POPULATION] = population(*sizes, options.rounds, options.runs, options.model)
+        for name, row in found.items():
+            some, every = (1e3 * statistics.median(row[key]) for key in ("some", "all"))
+            console.print(f"a client's share of a round, ms: {name} {some:.2f}, all of {sizes[0]} {every:.2f}")
     if options.json:
-        options.json.write_text(json.dumps(figures, indent=1))
+        write_figures(options.json, figures)
 
 
 def table_of_many(taken: dict[str, dict[str, list[float]]], options: argparse.Namespace) -> Table:

@@ -13,7 +13,6 @@ The last line is the probe that precedes the selection of layers: one batch, for
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import tempfile
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from flwr.app import Context, Message, RecordDict
+from measured import write_figures
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -176,7 +176,7 @@ def main() -> None:
         os.environ["TEPAL_CACHE"] = cache
         figures = measure(options)
     if options.json:
-        options.json.write_text(json.dumps(figures, indent=1))
+        write_figures(options.json, figures)
     show(figures, options)
 
 

@@ -9,12 +9,12 @@ step of one client with one thread, medians over repeats taken in turn, without 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from pathlib import Path
 
 import torch
+from measured import write_figures
 from torch import nn
 
 from tepal.client_app.objectives import Work
@@ -74,7 +74,7 @@ def main() -> None:
     for row in rows:
         figures[f"{row[0]}, {row[1]}x{row[1]}, batch {row[2]}"] = measure(*row, clients, repeats)
     if options.json:
-        options.json.write_text(json.dumps(figures, indent=1))
+        write_figures(options.json, figures)
     for name, row in figures.items():
         faster = row["alone"] / row["together"]
         print(f"{name}: alone {row['alone']:.2f} ms, together {row['together']:.2f} ms, {faster:.2f} x")

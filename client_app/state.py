@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from flwr.app import ArrayRecord
-from torch import nn
+from torch import Tensor, nn
 
 from tepal.exchange.records import record_of, values_of
 
@@ -18,10 +18,15 @@ def load_record(model: nn.Module, record: ArrayRecord) -> None:
         model.load_state_dict(record.to_torch_state_dict())
         return
     for name, tensor in state.items():
-        if tensor.device.type == "cpu" and tensor.dtype != torch.bfloat16:
-            np.copyto(tensor.numpy(), values[name], casting="unsafe")
-        else:
-            tensor.copy_(torch.from_numpy(np.array(values[name])))
+        set_values(tensor, values[name])
+
+
+def set_values(tensor: Tensor, values: np.ndarray) -> None:
+    """Copy values, which may be read-only, into a tensor without a gradient and of their shape, on any device."""
+    if tensor.device.type == "cpu" and tensor.dtype != torch.bfloat16:
+        np.copyto(tensor.numpy(), values, casting="unsafe")
+    else:
+        tensor.copy_(torch.from_numpy(np.array(values)))
 
 
 def record_of_model(model: nn.Module) -> ArrayRecord:

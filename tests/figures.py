@@ -19,6 +19,8 @@ def figures(tmp_path):
             cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
-        return json.loads(file.read_text())
+        written = json.loads(file.read_text())
+        assert {"date", "commit", "command", "processor", "torch"} <= written["measured"].keys()
+        return written["figures"]
 
     return run

@@ -28,4 +28,12 @@ def pfllib_cnn(image_shape: tuple[int, ...] = (1, 28, 28), classes: int = 10) ->
     )  # fmt: skip
 
 
-MODELS = {"cnn": cnn, "small-cnn": small_cnn}
+def pfl_cnn(image_shape: tuple[int, ...] = (3, 32, 32), classes: int = 10) -> nn.Module:
+    """The CNN of pfl-research's CIFAR-10 benchmark (1,626,442 parameters), without its dropout."""
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(64 * 14 * 14, 128), nn.ReLU(), nn.Linear(128, 10),
+    )  # fmt: skip
+
+
+MODELS = {"cnn": cnn, "small-cnn": small_cnn, "pfl-cnn": pfl_cnn}

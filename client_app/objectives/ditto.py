@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tepal.client_app.objectives.work import Objective, Outcome, Work, proximal
+import torch
+
+from tepal.client_app.objectives.work import Objective, Outcome, Work
 from tepal.exchange.plan import DITTO, LAMBDA
 
 
@@ -19,9 +21,16 @@ class DittoObjective(Objective):
         fitted = work.fit()
         returned = work.read()
         work.load({**work.received, **work.personal})
-        anchors = work.of_parameters(work.received)
-        parameters = [work.model.get_parameter(name) for name in anchors]
-        work.fit(lambda: proximal(parameters, anchors.values(), work.number(LAMBDA)))
+        anchors, strength = work.of_parameters(work.received), work.number(LAMBDA)
+        pairs = [(work.model.get_parameter(name), anchor) for name, anchor in anchors.items()]
+
+        @torch.no_grad()
+        def correct() -> None:  # λ(v − w^t) as it is: automatic differentiation of its square takes four times as long
+            for v, anchor in pairs:
+                apart = (v - anchor).mul_(strength)
+                v.grad = apart if v.grad is None else v.grad.add_(apart)
+
+        work.fit(lambda: 0.0, correct=correct)
         personal = work.read()
         work.load(returned)
         return Outcome(fitted, personal=personal)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tepal.client_app.state import set_values
 from tepal.exchange.layout import Arrays, Layout
 from tepal.exchange.plan import Scalar, Tree
 from tepal.training import tasks
@@ -78,7 +79,7 @@ class Work:
         """Set entries of the model."""
         views = self._views()
         for name, value in values.items():
-            views[name].copy_(torch.from_numpy(np.array(value)))
+            set_values(views[name], value)
 
     def of_parameters(self, values: Arrays) -> dict[str, Tensor]:
         """Trained parameter → tensor of its entries' values, on the model's device."""
@@ -88,7 +89,7 @@ class Work:
             if raw in trained and all(entry.name in values for entry in entries):
                 tensors[raw] = torch.empty_like(trained[raw], requires_grad=False)
                 for entry in entries:
-                    tensors[raw][entry.index].copy_(torch.from_numpy(np.array(values[entry.name])))
+                    set_values(tensors[raw][entry.index], values[entry.name])
         return tensors
 
     def _views(self) -> dict[str, Tensor]:
@@ -128,9 +129,3 @@ class EmpiricalLoss(Objective):
 
     def fit(self, work: Work) -> Outcome:
         return Outcome(work.fit())
-
-
-def proximal(parameters: Iterable[nn.Parameter], anchors: Iterable[Tensor], strength: float) -> Tensor:
-    """(strength/2)·‖w − anchor‖² over pairs of parameters and anchors of one shape."""
-    squares = [(w - anchor).square().sum() for w, anchor in zip(parameters, anchors, strict=True)]
-    return 0.5 * strength * torch.stack(squares).sum()
