@@ -178,19 +178,20 @@ def main() -> None:
     model, repeats = ("tiny", 2) if options.quick else (options.model, options.repeats)
     replies = models(model, options.replies)
     nbytes = sum(array.nbytes for reply in replies for array in reply.values())
-    of_means = {way: statistics.median(each) for way, each in means(replies, repeats).items()}
+    seconds = means(replies, repeats)
+    of_means = {way: statistics.median(each) for way, each in seconds.items()}
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TEPAL_CACHE"] = cache
-        of_steps = {step: statistics.median(each) for step, each in whole_way(replies, repeats).items()}
+        steps = whole_way(replies, repeats)
     result = {
         "model": model,
         "replies": options.replies,
         "bytes": nbytes,
         "repeats": repeats,
-        "seconds of the mean": of_means,
+        "seconds of the mean": seconds,
         "faster than Flower": of_means["Flower"] / of_means["Tepal"],
         "of the copy's rate": of_means["copy"] / of_means["Tepal"],
-        "seconds of the whole way": of_steps,
+        "seconds of the whole way": steps,
     }
     show(result)
     if options.json:
@@ -199,7 +200,10 @@ def main() -> None:
 
 def show(result: dict[str, Any]) -> None:
     console, nbytes = Console(), result["bytes"]
-    means, steps = result["seconds of the mean"], result["seconds of the whole way"]
+    means, steps = (
+        {name: statistics.median(seconds) for name, seconds in result[what].items()}
+        for what in ("seconds of the mean", "seconds of the whole way")
+    )
     title = f"{result['replies']} replies of {result['model']}, {nbytes / 1e6:,.1f} MB; medians of {result['repeats']}"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for heading in ("", "s", "GB/s", "share"):

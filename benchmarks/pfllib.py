@@ -3,11 +3,12 @@
     PFLLIB=path/to/PFLlib python benchmarks/pfllib.py [--clients 100] [--rounds 20] [--runs 3] [--quick] [--json F]
 
 PFLlib (github.com/TsingZ0/PFLlib) is a library of personalised methods that simulates clients one after the other. Its
-checkout is not changed: its `system` folder is copied, and the clients' data is written next to the copy in its format
-(one .npz per client, since its version 0.1.9). Both train its CNN for images of 28x28 (582,026 parameters) by plain SGD
+checkout is not changed: its `system` folder is copied, and the clients' data is written next to the copy in its format,
+one .npz per client. This was run with its commit d832e76 of November 2025, which imports torchvision, scikit-learn,
+h5py, cvxpy, calmsize and matplotlib. Both train its CNN for images of 28x28 (582,026 parameters) by plain SGD
 for an epoch, on 40 images per client in batches of 20, which PFLlib's loader does not shorten; no client is scored in
 the rounds that are timed. PFLlib has PyTorch's default threads, Tepal one thread for each of as many clients at a time
-as there are cores. A round's time is the median of all rounds except the first.
+as there are cores. Of each run, all rounds except the first are timed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from simulation import RATE, STOCK, UNSCORED, tepal, write_images
 METHODS = {"FedAvg": "fedavg", "FedAMP": "fedamp", "Ditto": "ditto"}
 SAMPLES, BATCH = 50, 20
 NAME = "MNIST"  # PFLlib chooses the CNN's input by the dataset's name
-SPENT = re.compile(r"time cost\W+([\d.]+)")
+SPENT = re.compile(r"time cost -+ ([\d.]+)")
 
 
 def written(images: Path, clients: int, target: Path) -> None:
@@ -95,10 +96,8 @@ def main() -> None:
             with tempfile.TemporaryDirectory(prefix="tepal-benchmark-") as name:
                 folder = Path(name)
                 write_images(folder / "images.npz", options.clients * SAMPLES)
-                row["Tepal"].append(statistics.median(ours(folder, method, options.clients, options.rounds)))
-                row["PFLlib"].append(
-                    statistics.median(theirs(checkout, folder, method, options.clients, options.rounds))
-                )
+                row["Tepal"] += ours(folder, method, options.clients, options.rounds)
+                row["PFLlib"] += theirs(checkout, folder, method, options.clients, options.rounds)
     table = Table(title=f"{options.clients} clients; seconds a round", title_justify="left", box=None, pad_edge=False)
     for heading in ("", "Tepal", "PFLlib", "faster"):
         table.add_column(heading, justify="right" if heading else "left")

@@ -152,7 +152,7 @@ def pfl(folder: Path, **config: object) -> tuple[list[float], float, float]:
 def many(
     ways: list[str], clients: int, samples: int, rounds: int, runs: int, model: str
 ) -> dict[str, dict[str, list[float]]]:
-    """Seconds of the whole call, of all rounds and of the median round of each run, by engine."""
+    """Seconds of the whole call and of all its rounds, for each run, and of each round of all runs, by engine."""
     taken: dict[str, dict[str, list[float]]] = {way: {"all": [], "rounds": [], "round": []} for way in ways}
     for _ in range(runs):
         for way in ways:
@@ -170,14 +170,14 @@ def many(
                     seconds, whole, _ = tepal(way, folder, clients, rounds, **changes)
             taken[way]["all"].append(whole)
             taken[way]["rounds"].append(sum(seconds[1:]))
-            taken[way]["round"].append(statistics.median(seconds[1:]))
+            taken[way]["round"] += seconds[1:]
     return taken
 
 
 def inside(
     clients: int, samples: int, rounds: int, runs: int, epochs_of: tuple[int, ...] = (5, 1)
 ) -> dict[str, dict[str, list[float]]]:
-    """Seconds of a round, of its steps and of a plain loop for each run, by what is trained and scored."""
+    """Seconds of each round, of its steps (their median, for each run) and of a plain loop, by what is trained."""
     found: dict[str, dict[str, list[float]]] = {}
     train = samples * 4 // 5
     for _ in range(runs):
@@ -191,9 +191,9 @@ def inside(
                     loop = [sys.executable, "-c", LOOP, str(folder / "images.npz")]
                     loop += map(str, (clients, train, epochs, rounds - 1, BATCH, RATE))
                     done = subprocess.run(loop, cwd=ROOT, capture_output=True, text=True, check=True)
-                row["round"].append(statistics.median(seconds[1:]))
+                row["round"] += seconds[1:]
                 row["steps"].append(step * clients * epochs * -(-train // BATCH))
-                row["loop"].append(statistics.median(map(float, done.stdout.split())))
+                row["loop"] += map(float, done.stdout.split())
     return found
 
 
@@ -273,8 +273,8 @@ def table_of_inside(found: dict[str, dict[str, list[float]]]) -> Table:
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     for name, row in found.items():
         whole, steps, loop = (statistics.median(row[key]) for key in ("round", "steps", "loop"))
-        over = [statistics.median(np.divide(row["round"], row[key])) for key in ("steps", "loop")]
-        table.add_row(name, f"{whole:.2f}", f"{steps:.2f}", f"{over[0]:.2f}", f"{loop:.2f}", f"{over[1]:.2f}")
+        figures = whole, steps, whole / steps, loop, whole / loop
+        table.add_row(name, *(f"{figure:.2f}" for figure in figures))
     return table
 
 

@@ -211,7 +211,7 @@ def mixing(figures: Mapping[str, Any]) -> Iterable[Row]:
         for name, found in figures.items()
         if isinstance(found, Mapping)
     }
-    what = f"{figures['clients']} clients x {figures['parameters']:,} parameters"
+    what = f"FedACS, {figures['clients']} clients x {figures['parameters']:,} parameters"
     for other, goal in (("loop over pairs", "≥ 20"), ("NumPy in memory", "")):
         if other in seconds:
             yield compared(what, seconds["Tepal"], other, seconds[other], "s", goal)
@@ -224,16 +224,16 @@ def many_clients(figures: Mapping[str, Any]) -> Iterable[Row]:
 
 
 def dashboard(figures: Mapping[str, Any]) -> Iterable[Row]:
-    what, runs, listed = "TensorBoard", f"the list of {figures['runs']} runs", figures["list"]
+    what, runs, listed = "TensorBoard", f"dashboard, {figures['runs']} runs", figures["list"]
     if theirs := figures[what]:
         first = "first paint"
         yield compared(f"{runs}, {first}", listed[first], what, theirs[first], "s")
         yield compared(f"{runs}, all listed", listed["all runs"], f"{what}, one listed", theirs["a run"], "s")
-    large = f"{figures['rounds']:,} rounds x {figures['clients']} clients"
+    large = f"dashboard, {figures['rounds']:,} rounds x {figures['clients']} clients"
     for name in ("figures in sight", "everything"):
         yield compared(f"{large}, {name}", figures["large run"][name], "the goal", 2.0, "s", "≥ 1")
     yield compared(f"{runs}, first paint", listed["first paint"], "the goal", 1.0, "s", "≥ 1")
-    yield compared("a round that has ended is shown", figures["update"], "the goal", 1.0, "s", "≥ 1")
+    yield compared("dashboard, a round that has ended is shown", figures["update"], "the goal", 1.0, "s", "≥ 1")
 
 
 def train_step(figures: Mapping[str, Any]) -> Iterable[Row]:
