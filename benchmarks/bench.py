@@ -7,7 +7,8 @@ Every topic is a script of this folder, whose docstring says what it measures, c
 be run alone, and runs in a process of its own. Figures are medians of several runs, taken in turn with those that they
 are compared with. The results describe the machine and its load before each topic: on a loaded machine only the ratios
 are meaningful. If a topic fails, this is reported, the others continue, and the exit status is not 0. `--quick` only
-tests that all of them work. If PFLLIB names a checkout of PFLlib (`PFLLIB=path make bench`), it is compared, too.
+tests that all of them work. If PFLLIB names a checkout of PFLlib (`PFLLIB=path make bench`), it is compared, too; what
+needs a GPU is measured where there is one.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import torch
 from measured import read_figures
 from rich.console import Console
 from rich.table import Table
@@ -32,7 +34,6 @@ from topics import TOPICS, Row, Topic, table
 from tepal.report.page import Figure, empty_plot, figure_html, page
 
 HERE = Path(__file__).resolve().parent
-PFLLIB = "pfllib"
 
 
 def run(topic: Topic, folder: Path, name: str, quick: bool) -> tuple[list[Row], dict[str, Any]]:
@@ -49,7 +50,8 @@ def run(topic: Topic, folder: Path, name: str, quick: bool) -> tuple[list[Row], 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    usual = [name for name in TOPICS if name != PFLLIB or "PFLLIB" in os.environ]
+    possible = {"pfllib": "PFLLIB" in os.environ, "gpu": torch.cuda.is_available()}
+    usual = [name for name in TOPICS if possible.get(name, True)]
     parser.add_argument("--only", default=",".join(usual), help=f"topics, of {', '.join(TOPICS)}")
     parser.add_argument("--quick", action="store_true", help="as little as possible, to test that everything works")
     parser.add_argument("--folder", type=Path, default=Path("runs/bench"), help="for the folder of this run's results")

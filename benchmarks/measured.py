@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
+_LOAD = os.getloadavg()[0]  # of other processes: a benchmark imports this before it begins
 
 
 def write_figures(file: Path, figures: Any) -> None:
@@ -32,13 +33,13 @@ def read_figures(file: Path) -> tuple[dict[str, Any], Any]:
 
 
 def circumstances() -> dict[str, Any]:
-    """Date, commit, command, and a description of the machine, its load, and versions of Python and libraries."""
+    """Date, commit, command, and a description of the machine, its load before, and versions of the libraries."""
     program, *arguments = sys.argv
     return {
         "date": datetime.now(UTC).date().isoformat(), "commit": _commit(),
         "command": shlex.join(["python", f"benchmarks/{Path(program).name}", *_without_json(arguments)]),
         "processor": _processor(), "cores": os.cpu_count(),
-        "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB", "load": round(os.getloadavg()[0], 1),
+        "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB", "load": round(_LOAD, 1),
         "system": platform.platform(), "python": platform.python_version(),
         **{name: version(name) for name in ("flwr", "torch", "numpy")},
     }  # fmt: skip

@@ -248,6 +248,14 @@ def train_together(figures: Mapping[str, Any]) -> Iterable[Row]:
         yield compared(f"a client's step, {name}, ten together", row["together"], "alone", row["alone"], "ms")
 
 
+def gpu(figures: Mapping[str, Any]) -> Iterable[Row]:
+    (ours, mine), *others = figures["simulation"].items()
+    what = f"CIFAR-10 simulation on {figures['device']}, {ours.removeprefix('Tepal, ')}"
+    for name, row in others:
+        yield compared(f"{what}: a round", mine["round"], name, row["round"], "s")
+        yield compared(f"{what}: accuracy", mine["accuracy"], name, row["accuracy"], "", faster=False)
+
+
 def first_steps(figures: Mapping[str, float]) -> Iterable[Row]:
     for what, seconds in figures.items():
         yield Row(what, Spread(seconds), "", None, "s")
@@ -300,5 +308,6 @@ TOPICS: Mapping[str, Topic] = {
     "dashboard": Topic("The dashboard in a browser", "dashboard.py", dashboard),
     "train-step": Topic("Training few layers", "train_step.py", train_step),
     "train-together": Topic("Clients trained together", "train_together.py", train_together),
+    "gpu": Topic("A simulation on a GPU", "gpu.py", gpu, ("--only", "simulation")),
     "first-steps": Topic("First steps", "first_steps.py", first_steps, quick=("--only", "savings")),
 }  # fmt: skip

@@ -132,6 +132,14 @@ def test_pfllib_is_given_its_data_and_timed_by_its_own_words(figures, tmp_path, 
     assert sorted(path.name for path in (tmp_path / "checkout").rglob("*")) == ["main.py", "system"]
 
 
+def test_a_gpus_measurements_can_be_tried_out_without_one(figures):  # noqa: F811
+    result = figures("gpu.py", "--device", "cpu", "--quick")
+    assert set(result["at once"]) == {"1", "2", "4"} and len(result["training"]) == 6
+    together, by_core = (result["simulation"][f"Tepal, {way}"] for way in ("the cohort together", "one for each core"))
+    assert together["accuracy"] == pytest.approx(by_core["accuracy"], abs=0.01), "the same rounds, stacked or not"
+    assert len(together["round"]) == len(by_core["round"]) == 2
+
+
 def test_curves_of_growth_are_drawn_from_what_was_measured(figures, tmp_path):  # noqa: F811
     found = figures("growth.py", "--quick", "--svg", str(tmp_path / "growth.svg"))
     one, two = found["parameters"].values()
