@@ -25,7 +25,7 @@ class DittoObjective(Objective):
         pairs = [(work.model.get_parameter(name), anchor) for name, anchor in anchors.items()]
 
         @torch.no_grad()
-        def correct() -> None:  # λ(v − w^t) directly: automatic differentiation of its square takes several times as long
+        def correct() -> None:  # λ(v − w^t) itself: differentiating its square takes several times as long
             for v, anchor in pairs:
                 apart = (v - anchor).mul_(strength)
                 v.grad = apart if v.grad is None else v.grad.add_(apart)
