@@ -8,6 +8,7 @@ import threading
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -131,7 +132,7 @@ class _Loaded:
     tensors: tuple[Tensor, Tensor, Tensor, Tensor]
     stamp: str
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
 

@@ -39,7 +39,8 @@ RECORD = "tepal"
 PARTS = "tepal.parts"
 """Name of the ArrayRecord that carries the packed parts."""
 
-_ID = "id"
+ID = "id"
+"""Key of the exchange's id in this record of a message."""
 
 _LIMIT = 64_000_000  # bytes of decompressed JSON
 _KNOWN = "_tepal_digests"
@@ -97,14 +98,14 @@ def exchange_id(content: Mapping[str, Any]) -> str:
 
 def write_id(content: Mapping[str, Any]) -> str:
     """Write the exchange's id into the complete content of a message, and return it."""
-    content[RECORD][_ID] = exchange_id(content)
-    return str(content[RECORD][_ID])
+    content[RECORD][ID] = exchange_id(content)
+    return str(content[RECORD][ID])
 
 
 def verified_id(content: Mapping[str, Any]) -> str:
     """The id of the exchange that a received message begins. Raises ProtocolError if the message was altered."""
     found = exchange_id(content)
-    if content[RECORD].get(_ID) != found:
+    if content[RECORD].get(ID) != found:
         raise ProtocolError(
             "the server's message was altered on its way: its id does not match its manifest and settings"
         )

@@ -21,7 +21,7 @@ from tepal.exchange.cache import DEFAULT_LIMIT, ClientCache, default_root
 from tepal.exchange.encodings import EncodingError, Wire, add_difference
 from tepal.exchange.layout import Arrays, Layout, Names, dtype_name
 from tepal.exchange.local import is_local
-from tepal.exchange.manifest import PARTS, RECORD, Header, Manifest, verified_id
+from tepal.exchange.manifest import ID, PARTS, RECORD, Header, Manifest, verified_id
 from tepal.exchange.parts import Part, digest, pack, shapes_of, unpack_checked, unpacked
 from tepal.exchange.personal import PersonalState
 from tepal.exchange.plan import INTRODUCE, TRAIN, Plan, Tree
@@ -128,7 +128,7 @@ class _ClientExchange:
     def __init__(self, msg: Message, context: Context) -> None:
         self.msg = msg
         self.context = context
-        self.id = verified_id(msg.content)
+        self.id = str(msg.content[RECORD][ID]) if is_local(msg) else verified_id(msg.content)
         self.manifest = Manifest.from_content(msg.content)
         self.plan = self.manifest.plan
         self.client = self.plan.client or own_name(context)
