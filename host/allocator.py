@@ -7,8 +7,10 @@ import ctypes
 import sys
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
-_LARGEST = 32 << 20  # bytes of an allocation that is kept; glibc accepts no more
-_KEPT = 64 << 20  # bytes that stay with the process at the end of its heap
+LARGEST = 32 << 20
+"""Bytes of the largest allocation that is kept; glibc accepts no more."""
+KEPT = 64 << 20
+"""Bytes that stay with the process at the end of its heap."""
 
 
 def keep_freed_memory() -> bool:
@@ -25,5 +27,5 @@ def keep_freed_memory() -> bool:
         return False
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
-        return bool(mallopt(_MMAP_THRESHOLD, _LARGEST) and mallopt(_TRIM_THRESHOLD, _KEPT))
+        return bool(mallopt(_MMAP_THRESHOLD, LARGEST) and mallopt(_TRIM_THRESHOLD, KEPT))
     return False

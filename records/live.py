@@ -13,7 +13,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -199,7 +199,7 @@ class Live:
 
     def _now(self, report: RoundReport, *, ended: bool) -> Mapping[str, Any]:
         clients = {
-            name: {key: value for key, value in asdict(client).items() if value is not None}
+            name: {key: value for key, value in vars(client).items() if value is not None}
             for name, client in report.clients.items()
         }
         for name, reason in [*report.refused, *report.lost]:

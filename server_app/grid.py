@@ -5,8 +5,8 @@ then two, four and eight, and receives no other reply meanwhile. This grid pulls
 has arrived; until then `pull_messages` returns without it. `tepal.host.flower.objects` converts messages with fewer
 copies.
 
-It uses private names of Flower, in the version that `tepal.host.flower.patches` names; with another version, and in
-simulation, `prompt` returns the given grid.
+It uses private names of Flower, in the version that `tepal.host.flower.patches` names; with another version, `prompt`
+returns the given grid. In Flower's simulation runtime it returns a `SimulatedGrid`.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ try:
     from flwr.superlink.grid.http_grid import HttpGrid
 
     from tepal.host.flower.objects import ReleaseResponses, fetch, hash_chunks, push, tree_of
+    from tepal.server_app.simulated_grid import InMemoryGrid, SimulatedGrid
 except ImportError:  # another version of Flower: `prompt` logs it
     HttpGrid = object  # type: ignore[misc, assignment]
 
@@ -65,6 +66,8 @@ def prompt(grid: Grid) -> Grid:
             version("flwr"),
         )
         return grid
+    if type(grid) is InMemoryGrid:
+        return SimulatedGrid(grid)
     return PromptGrid(grid) if type(grid) is HttpGrid else grid
 
 

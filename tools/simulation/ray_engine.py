@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Self
 
+from tepal.host.allocator import KEPT, LARGEST
 from tepal.host.processes import Process, ProcessError, free_port, started, wait_for_http, wait_for_log
 from tepal.host.superlink import Clock, RunError, connect, follow, submit
 from tepal.tools.simulation.engine import Engine, RunRequest, cores_for
@@ -86,6 +87,9 @@ class RayEngine(Engine):
         environment = self._environment | {
             "RAY_TMPDIR": str(self._folder),
             "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",  # longest delay of a submitted run (default 1 s)
+            # As `tepal.host.allocator` for one process: glibc reads them as a process starts.
+            "MALLOC_MMAP_THRESHOLD_": str(LARGEST),
+            "MALLOC_TRIM_THRESHOLD_": str(KEPT),
         }
         port = free_port()
         environment["RAY_ADDRESS"] = f"127.0.0.1:{port}"

@@ -4,7 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from tepal.exchange.parts import STYPE, Part, digest, pack, unpack
+from tepal.exchange.encodings import PLAIN
+from tepal.exchange.parts import STYPE, Part, digest, pack, unpack, unpack_checked
 
 DTYPES = st.sampled_from(["float32", "float64", "float16", "int64", "int32", "uint8", "bool"])
 ARRAYS = st.dictionaries(
@@ -30,6 +31,17 @@ def test_unpack_undoes_pack_bit_for_bit(values):
 def test_unpack_copies_nothing():
     packed = pack({"a": np.ones(3, np.float32)}, ["a"])
     assert np.shares_memory(unpack(packed, [("a", "float32", (3,))])["a"], np.frombuffer(packed.data, np.uint8))
+
+
+def test_arrays_of_another_digest_are_left_out_unless_digests_are_not_verified():
+    values = {"a": np.ones(3, np.float32), "b": np.zeros(2, np.float32)}
+    packed, shaped = pack(values, values), [("a", "float32", (3,)), ("b", "float32", (2,))]
+    digests = [digest(values["a"]), digest(values["a"])]
+    for asked, expected in ((None, "ab"), (digests, "a"), (None, "ab"), (digests, "a")):
+        found = unpack_checked(packed, shaped, PLAIN, asked)
+        assert {name: array.tolist() for name, array in found.items()} == {
+            name: values[name].tolist() for name in expected
+        }
 
 
 @pytest.mark.parametrize("shape", [(2,), (4,), ()])
