@@ -43,7 +43,7 @@ class SimulatedGrid(InMemoryGrid):  # type: ignore[misc]
             timeout: seconds to wait.
 
         Returns:
-            (message id, its reply), also of a message that was awaited in an earlier call; None after `timeout` seconds.
+            (message id, its reply), perhaps of a message that was awaited earlier; None after `timeout` seconds.
         """
         end = time.monotonic() + timeout
         while not self._arrived:

@@ -80,6 +80,17 @@ def test_replies_come_one_by_one_with_the_ids_of_their_messages(grid):
     later.join()
 
 
+def test_a_message_whose_time_is_over_has_an_error_and_the_others_their_replies(grid):
+    first, second, _ = sorted(grid.get_node_ids())
+    ids = grid.push_messages(
+        [Message(RecordDict(), first, "train", ttl=0.2), Message(RecordDict(), second, "train", ttl=60)]
+    )
+    answer(grid, second, RecordDict())
+    time.sleep(0.3)
+    came = dict(grid.pull_next(ids, 5) for _ in ids)
+    assert [came[number].has_error() for number in ids] == [True, False]
+
+
 def test_messages_and_replies_are_marked_as_local_in_every_process(grid):
     ids = grid.push_messages(messages(grid))
     assert is_local(answer(grid, sorted(grid.get_node_ids())[0], RecordDict()))
