@@ -41,9 +41,10 @@ try:
     )
     from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, ObjectUnavailableError, pull_objects
     from flwr.superlink.grid.http_grid import HttpGrid
+    from flwr.superlink.grid.inmemory_grid import InMemoryGrid
 
     from tepal.host.flower.objects import ReleaseResponses, fetch, hash_chunks, push, tree_of
-    from tepal.server_app.simulated_grid import InMemoryGrid, SimulatedGrid
+    from tepal.server_app.simulated_grid import SimulatedGrid
 except ImportError:  # another version of Flower: `prompt` logs it
     HttpGrid = object  # type: ignore[misc, assignment]
 
