@@ -66,6 +66,7 @@ QUICK = ("initial_backoff", "backoff_cap", "max_tries_per_object")
 START = "flwr.supernode.start_client_internal"
 RUN = "flwr.supernode.runtime.run_clientapp"
 STATE = "flwr.supernode.nodestate.in_memory_nodestate.InMemoryNodeState"
+MEMORY = "flwr.server.superlink.linkstate.in_memory_linkstate.InMemoryLinkState"
 
 # Name in Flower → the parameters that are given to it, or that it must have.
 RELIED_ON = {
@@ -120,6 +121,11 @@ RELIED_ON = {
     "flwr.supercore.interceptors.RuntimeTokenHttpInterceptor": ("token",),
     "flwr.supercore.interceptors.RuntimeVersionHttpInterceptor": ("component_name",),
     "flwr.supercore.interceptors.SuperExecAuthHttpInterceptor": ("master_secret", "protected_methods"),
+    # tepal.server_app.simulated_grid
+    "flwr.superlink.grid.inmemory_grid.InMemoryGrid.push_messages": ("messages",),
+    "flwr.superlink.grid.inmemory_grid.InMemoryGrid.pull_messages": ("message_ids",),
+    f"{MEMORY}.get_message_ins": ("node_id", "limit"),
+    f"{MEMORY}.store_message_ins": ("message",),
     # tepal.server_app.grid
     "flwr.superlink.grid.http_grid.HttpGrid.push_messages": ("messages",),
     "flwr.superlink.grid.http_grid.HttpGrid.pull_messages": ("message_ids",),
