@@ -1,8 +1,8 @@
 """Messages of a simulation: in one process, between those that it forked, or between Ray's.
 
 They are passed on as objects, by a grid that is trusted as the server is: none is damaged on its way or altered, and
-nothing that Flower sends over a network can have this mark. So no checksum is computed for them, the exchange's id is not
-compared with the content, and the arrays' digests are not verified. Everything else is checked as for any message.
+nothing that Flower sends over a network can have this mark. So no checksum is computed for them; the exchange's id is
+not compared with the content, and the arrays' digests are not verified. Everything else is checked as for any message.
 """
 
 from __future__ import annotations
