@@ -6,7 +6,7 @@ import json
 import math
 import mmap
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +14,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from tepal.exchange.layout import Arrays
-from tepal.exchange.parts import DIGEST_BYTES, Digests, digest
+from tepal.exchange.parts import DIGEST_BYTES, Digests, digest, earlier_digest
+from tepal.exchange.threads import in_threads
 from tepal.host.files import remove_abandoned, replacing
 
 SUFFIX = ".safetensors"
 
-_DIGEST = "sha256/"  # followed by an array's name: the key of its digest in the file's metadata
+_DIGEST = "blake3/"  # followed by an array's name: the key of its digest in the file's metadata
+_EARLIER = "sha256/"  # the same in files of earlier versions
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 _UNFINISHED = ".tmp*"  # names under which the format's library begins to write
 _UNREADABLE = "it cannot be read as a safetensors file of this project ({})"
@@ -67,7 +69,7 @@ def write_arrays(
 
 
 def read_arrays(path: Path, digests: Mapping[str, bytes] | None = None) -> dict[str, np.ndarray]:
-    """Read a file of `write_arrays`; the arrays are read-only.
+    """Read a file of `write_arrays`, also of an earlier version; the arrays are read-only.
 
     Args:
         path: the file.
@@ -80,16 +82,16 @@ def read_arrays(path: Path, digests: Mapping[str, bytes] | None = None) -> dict[
     try:
         with safe_open(path, framework="numpy") as file:
             arrays: dict[str, np.ndarray] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            of = digest
             if digests is None:
                 metadata = file.metadata() or {}
-                digests = {
-                    key.removeprefix(_DIGEST): bytes.fromhex(value)
-                    for key, value in metadata.items()
-                    if key.startswith(_DIGEST)
-                }
+                digests = _listed(metadata, _DIGEST)
+                if not digests and (earlier := _listed(metadata, _EARLIER)):
+                    digests, of = earlier, earlier_digest
                 if digests.keys() != arrays.keys():
                     raise ValueError("its arrays are not those that it lists")
-        changed = [name for name, value in digests.items() if digest(arrays[name]) != value]
+        known = zip(digests.items(), _digests_of([arrays[name] for name in digests], of), strict=True)
+        changed = [name for (name, value), found in known if found != value]
     except OSError:
         raise
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
@@ -130,6 +132,14 @@ def map_arrays(path: Path) -> dict[str, tuple[np.ndarray, bytes]]:
         return found
     except (AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
         raise DamagedFile(_UNREADABLE.format(error)) from error
+
+
+def _listed(metadata: Mapping[str, str], prefix: str) -> dict[str, bytes]:
+    return {key.removeprefix(prefix): bytes.fromhex(text) for key, text in metadata.items() if key.startswith(prefix)}
+
+
+def _digests_of(arrays: list[np.ndarray], of: Callable[[np.ndarray], bytes]) -> list[bytes]:
+    return in_threads(of, arrays, sum(array.nbytes for array in arrays))
 
 
 def remove_unfinished(folder: Path) -> None:

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Annotated, Any
 
+from blake3 import blake3
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord
 from pydantic import FailFast, Field, StrictInt, TypeAdapter, ValidationError
 
@@ -41,6 +42,14 @@ PARTS = "tepal.parts"
 
 ID = "id"
 """Key of the exchange's id in this record of a message."""
+PROTOCOL = 2
+"""Version of what server and clients send each other. It rises with every change that the other side must know.
+
+    1   digests of entries and of packed parts are SHA-256; messages do not state a version
+    2   they are BLAKE3
+"""
+
+_PROTOCOL = "protocol"
 
 _LIMIT = 64_000_000  # bytes of decompressed JSON
 _KNOWN = "_tepal_digests"
@@ -49,6 +58,23 @@ _PIECE = 1 << 22  # bytes of a packed part that are hashed at a time
 
 class ProtocolError(ValueError):
     """A manifest or header that cannot be read, or that contradicts itself."""
+
+
+def other_version(content: Mapping[str, Any], *, here: str, there: str) -> str:
+    """Why a message of another version of the protocol cannot be used; "" if it is of this version.
+
+    Args:
+        content: of the message.
+        here: who received it, "server" or "client".
+        there: who sent it.
+    """
+    found = content[RECORD].get(_PROTOCOL, 1)
+    if type(found) is not int or found == PROTOCOL:
+        return "" if found == PROTOCOL else f"the {there} states the protocol {reprlib.repr(found)}, which is no number"
+    return (
+        f"the {there}'s version of Tepal has protocol {found}, and the {here}'s has {PROTOCOL}: install the newer "
+        f"one on the {there if found < PROTOCOL else here} as well"
+    )
 
 
 def _to_text(value: Any) -> bytes:
@@ -75,11 +101,11 @@ def _from_record(content: Mapping[str, Any], key: str, limit: int = _LIMIT) -> d
 
 
 def _digests(array: Array) -> bytes:
-    """The SHA-256 digests of the pieces of a packed part, joined; kept with the Array, which may be checked again."""
+    """The BLAKE3 digests of the pieces of a packed part, joined; kept with the Array, which may be checked again."""
     data, known = array.data, array.__dict__.get(_KNOWN)
     if known is None or known[0] is not data:
         pieces = [memoryview(data)[start : start + _PIECE] for start in range(0, len(data), _PIECE)]
-        digests = in_threads(lambda piece: hashlib.sha256(piece).digest(), pieces, len(data))
+        digests = in_threads(lambda piece: blake3(piece).digest(), pieces, len(data))
         known = array.__dict__[_KNOWN] = data, b"".join(digests)
     return known[1]
 
@@ -167,7 +193,7 @@ class Manifest:
             "parcels": parcels,
             "upload": self.upload.to_json(),
         }
-        return ConfigRecord({"manifest": _to_bytes(vars(self) | converted)})
+        return ConfigRecord({"manifest": _to_bytes(vars(self) | converted), _PROTOCOL: PROTOCOL})
 
     @classmethod
     def from_content(cls, content: Mapping[str, Any]) -> Manifest:
@@ -203,7 +229,8 @@ class Manifest:
             }
             return _checked(cls(**{of.name: data[of.name] for of in fields(cls)} | converted))
         except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
-            raise ProtocolError(f"its manifest cannot be read ({error!r})") from error
+            other = other_version(content, here="client", there="server")
+            raise ProtocolError(other or f"its manifest cannot be read ({error!r})") from error
 
 
 def _checked(manifest: Manifest) -> Manifest:
@@ -303,7 +330,8 @@ class Header:
         return known.hexdigest()[: 2 * DIGEST_BYTES]
 
     def to_record(self) -> ConfigRecord:
-        return ConfigRecord({"header": _to_bytes(vars(self) if self.secret else _without_secret(vars(self)))})
+        header = _to_bytes(vars(self) if self.secret else _without_secret(vars(self)))
+        return ConfigRecord({"header": header, _PROTOCOL: PROTOCOL})
 
     @classmethod
     def from_content(cls, content: Mapping[str, Any], entries: int = 10_000) -> Header:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from blake3 import blake3
 from flwr.app import Array
 
 from tepal.exchange.encodings import PLAIN, Codec, EncodingError, Wire
@@ -39,10 +40,24 @@ def raw_bytes(array: np.ndarray) -> memoryview:
 
 
 def digest(array: np.ndarray) -> bytes:
-    """Content digest of an array: 16 bytes of SHA-256 over dtype, shape and elements."""
-    known = hashlib.sha256(f"{array.dtype.name}{array.shape}".encode())
+    """Content digest of an array: 16 bytes of BLAKE3 over dtype, shape and elements.
+
+    It names values in caches, so it must be a cryptographic one: nobody can find other values with the same digest.
+    """
+    known = blake3(_kind(array))
+    known.update(raw_bytes(array))
+    return known.digest(DIGEST_BYTES)
+
+
+def earlier_digest(array: np.ndarray) -> bytes:
+    """The digest in files that earlier versions wrote: 16 bytes of SHA-256 over dtype, shape and elements."""
+    known = hashlib.sha256(_kind(array))
     known.update(raw_bytes(array))
     return known.digest()[:DIGEST_BYTES]
+
+
+def _kind(array: np.ndarray) -> bytes:
+    return f"{array.dtype.name}{array.shape}".encode()
 
 
 class Digests:
@@ -163,7 +178,7 @@ def unpack_checked(
     if digests is None:
         return dict(values)
     if found is None:
-        found = {name: digest(value) for name, value in values.items()}
+        found = dict(zip(values, in_threads(digest, values.values(), len(array.data)), strict=True))
         array.__dict__[_KNOWN] = asked, values, found  # at once: several threads may have this Array
     expected = zip(asked[1], digests, strict=True)
     return {name: values[name] for (name, _, _), wanted in expected if found[name] == wanted}

@@ -17,7 +17,7 @@ from tepal.exchange.bounds import BadReply, examples_of, metrics_of, notes_of
 from tepal.exchange.encodings import PLAIN, Encoding, Wire, add_difference
 from tepal.exchange.layout import Arrays, Layout, Names, dtype_name
 from tepal.exchange.local import is_local
-from tepal.exchange.manifest import PARTS, RECORD, Header, Manifest, Parcel, ProtocolError, write_id
+from tepal.exchange.manifest import PARTS, RECORD, Header, Manifest, Parcel, ProtocolError, other_version, write_id
 from tepal.exchange.norms import SMALL, estimated_norms, integer_norms, squared_norms
 from tepal.exchange.parts import Digests, Part, digest, pack, shapes_of, unpacked
 from tepal.exchange.plan import INTRODUCE, Outgoing, Plan, Reply, Tree
@@ -33,6 +33,10 @@ class NoMod(BadReply):
             "its ClientApp does not use Tepal's exchange: make it with mods=[partial_exchange] "
             "(from tepal.exchange import partial_exchange)" + (f". (The app reported: {said})" if said else "")
         )
+
+
+class OtherVersion(BadReply):
+    """An answer of a client whose version of Tepal has another protocol."""
 
 
 class BadIntroduction(BadReply):
@@ -263,6 +267,8 @@ class Sender:
         content = message.content
         if RECORD not in content:
             raise NoMod
+        if problem := other_version(content, here="server", there="client"):
+            raise OtherVersion(problem)
         try:
             header = Header.from_content(content, len(self.layout.entries))
         except ProtocolError as error:

@@ -1,4 +1,4 @@
-"""Threads for work on large arrays: NumPy's loops and hashlib release the interpreter's lock."""
+"""Threads for work on large arrays: NumPy's loops and digests release the interpreter's lock."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class PersonalStorage:
 
     def _is_whole(self, client: str, state: PersonalModels) -> bool:
         try:
-            return self._store.digest(state.slots[client]) == state.digests[client]
+            return self._store.has_digest(state.slots[client], state.digests[client])
         except ValueError:  # the file ends before this slot
             return False
 

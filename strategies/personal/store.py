@@ -15,12 +15,16 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
+from blake3 import blake3
 
 from tepal.exchange.layout import Arrays, Entry, Names
+from tepal.exchange.parts import DIGEST_BYTES
 from tepal.host.files import sync_folder
 from tepal.strategies.method import MethodError, ServerModel, parameters_of
 
 _GROWTH = 1 << 28, 64  # bytes and rows that the file grows by at a time, whichever is less, and at least one row
+
+_KIND = "blake3:"  # before the digits of a digest; those of earlier versions, of SHA-256, have nothing before them
 
 _NOT_SUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}  # by this file system, for reserving room
 
@@ -136,8 +140,17 @@ class ModelStore:
         self._free = [slot for slot in range(len(self._map)) if slot not in kept]
 
     def digest(self, slot: int) -> str:
-        """32 hexadecimal digits, the first half of the SHA-256 of the row's bytes. ValueError: no such slot."""
-        return hashlib.sha256(self.row(slot).view(np.uint8)).hexdigest()[:32]  # type: ignore[arg-type]
+        """`blake3:` and 32 hexadecimal digits of the row's bytes. ValueError: no such slot."""
+        return _KIND + blake3(self._bytes(slot)).hexdigest(DIGEST_BYTES)
+
+    def has_digest(self, slot: int, digest: str) -> bool:
+        """Whether this is the row's `digest`, or the one that earlier versions gave it. ValueError: no such slot."""
+        if digest.startswith(_KIND):
+            return self.digest(slot) == digest
+        return hashlib.sha256(self._bytes(slot)).hexdigest()[: 2 * DIGEST_BYTES] == digest
+
+    def _bytes(self, slot: int) -> memoryview:
+        return memoryview(self.row(slot).view(np.uint8))  # type: ignore[arg-type]
 
     def flush(self) -> None:
         """Wait until the disk has everything that was written. Raises OSError."""

@@ -35,7 +35,8 @@ from tepal.host.files import sync_folder
 log = getLogger("flwr")
 
 STATE, FACTS = "state.safetensors", "checkpoint.json"
-FORMAT = 1
+FORMAT = 2
+"""2: the digests of arrays are BLAKE3. 1, which is read as well: they are SHA-256."""
 
 _WRONG = (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError)
 """What reading a damaged value raises."""
@@ -367,8 +368,10 @@ def _write_facts(path: Path, facts: Mapping[str, Any]) -> None:
 def _read_facts(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        if content["format"] != FORMAT:
-            raise DamagedFile(f"it has format {content['format']}, and this version of Tepal reads {FORMAT}")
+        if content["format"] not in (1, FORMAT):
+            raise DamagedFile(
+                f"it has format {content['format']}, of another version of Tepal; this version reads 1 and {FORMAT}"
+            )
         if hashlib.sha256(json.dumps(content["facts"]).encode()).hexdigest() != content["sha256"]:
             raise DamagedFile("its digest is not that of its content")
         return dict(content["facts"])

@@ -20,7 +20,16 @@ from flwr.serverapp import Grid
 from tepal.exchange.bounds import MOST_METRIC_NAMES, MOST_METRICS, BadReply
 from tepal.exchange.layout import Names
 from tepal.exchange.plan import EVALUATE, INTRODUCE, KNOWN_METRICS, PROBE, TRAIN, Outgoing, Plan, Reply
-from tepal.exchange.sender import BadIntroduction, ClientRefuses, Exchange, Missing, NoMod, Sender, Traffic
+from tepal.exchange.sender import (
+    BadIntroduction,
+    ClientRefuses,
+    Exchange,
+    Missing,
+    NoMod,
+    OtherVersion,
+    Sender,
+    Traffic,
+)
 from tepal.host.text import visible
 from tepal.strategies.rounds.inbox import Inbox
 from tepal.strategies.rounds.ledger import ClientLedger
@@ -315,7 +324,7 @@ class Messenger:
         if isinstance(error, ClientRefuses) and outgoing.plan.client:
             self.ledger.cached(outgoing.plan.client, error.holds)
         log.warning("%s %s in round %d: %s", name, said, outgoing.plan.round, reason)
-        lasting = isinstance(error, BadIntroduction | ClientRefuses | NoMod | RejectedByMethod)
+        lasting = isinstance(error, BadIntroduction | ClientRefuses | NoMod | OtherVersion | RejectedByMethod)
         return Failure(
             outgoing, name, REFUSED, reason, lasting=lasting, by_client=by_client, of_model=not lasting
         )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 
 from tepal.exchange.manifest import PARTS, RECORD, Header
 from tepal.exchange.parts import pack, unpack
@@ -338,4 +338,4 @@ def seal(content: Content, fields: Fields) -> None:
         readable = vars(made.with_checksum(content))
     except (AttributeError, KeyError, TypeError, ValueError):
         pass
-    content[RECORD] = ConfigRecord({"header": zlib.compress(json.dumps(readable, separators=(",", ":")).encode())})
+    content[RECORD]["header"] = zlib.compress(json.dumps(readable, separators=(",", ":")).encode())

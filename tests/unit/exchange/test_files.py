@@ -53,7 +53,7 @@ def sample():
         max_size=4,
     )
 )
-@example(arrays={"": np.ones(2), "sha256/": np.ones(2), "sha256/a": np.ones(1), "a": np.ones(1)})
+@example(arrays={"": np.ones(2), "blake3/": np.ones(2), "sha256/a": np.ones(1), "a": np.ones(1)})
 def test_arrays_of_any_name_are_read_as_they_were_written(tmp_path_factory, arrays):
     path = tmp_path_factory.getbasetemp() / "files" / "arrays.safetensors"
     write_arrays(path, arrays, durable=False)

@@ -242,7 +242,7 @@ def _with_digest(text: bytes) -> bytes:
     value = b"0"
     with contextlib.suppress(ValueError, RecursionError):
         value = hashlib.sha256(json.dumps(json.loads(text)).encode()).hexdigest().encode()
-    return b'{"format": 1, "sha256": "%s", "facts": %s}' % (value, text)
+    return b'{"format": 2, "sha256": "%s", "facts": %s}' % (value, text)
 
 
 def _checkpoint(data: bytes) -> None:

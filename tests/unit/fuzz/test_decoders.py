@@ -96,7 +96,7 @@ def test_an_archive_that_grows_when_it_is_unpacked_is_refused_unread(tmp_path):
 def test_an_array_outside_its_file_is_not_mapped(tmp_path, start):
     """NumPy makes a view that begins before its buffer; to read it would end the process."""
     about = {"dtype": "F32", "shape": [2], "data_offsets": [start, start + 8]}
-    header = json.dumps({"__metadata__": {"sha256/a": "00" * 16}, "a": about}).encode()
+    header = json.dumps({"__metadata__": {"blake3/a": "00" * 16}, "a": about}).encode()
     (tmp_path / "a").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
     with pytest.raises(DamagedFile, match="not within the file"):
         map_arrays(tmp_path / "a")
