@@ -26,6 +26,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy.strategy_utils import aggregate_arrayrecords
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+from flwr.supercore.inflatable.inflatable_utils import pull_objects
 from flwr.supercore.task_identity import TaskIdentity
 from latency.entries import shapes
 from measured import write_figures
@@ -115,7 +116,7 @@ def whole_way(replies: Models, repeats: int) -> dict[str, list[float]]:
             merger = ModelMerger(ModelState(replies[0]))
             for exchange, object_id, contents in replied:
                 begun = time.perf_counter()
-                message: Any = fetch(object_id, contents.__getitem__, at_once)
+                message: Any = fetch(object_id, contents.__getitem__, pull_objects)
                 message.metadata.__dict__["_message_id"] = object_id
                 put_together = time.perf_counter()
                 verified = seconds["checksum verified"][-1]

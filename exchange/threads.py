@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
 from threading import current_thread
 from typing import TypeVar
@@ -24,11 +24,27 @@ _MOST = 4  # two to four threads use the whole memory bandwidth
 
 
 def in_threads(work: Callable[[T], R], items: Iterable[T], nbytes: int) -> list[R]:
-    """The results of `work` for all items, in their order. `nbytes`: size of all items, which decides about threads."""
+    """The results of `work` for all items, in their order. `nbytes`: size of all items, which decides about threads.
+
+    Each thread takes the next item as soon as it has finished one. An item costs no task of the pool: the threads of
+    Python run in turn, and each task would have them wait for one another.
+    """
     threads = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, _MOST)
     if nbytes < WORTH or threads == 1 or current_thread().name.startswith(_NAME):
         return [work(item) for item in items]
-    return list(_pool(threads).map(work, items))
+    chosen = list(items)
+    results: dict[int, R] = {}
+    left = iter(range(len(chosen)))
+
+    def work_off() -> None:
+        for number in left:
+            results[number] = work(chosen[number])
+
+    at_work = [_pool(threads).submit(work_off) for _ in range(threads)]
+    wait(at_work)
+    for each in at_work:
+        each.result()
+    return [results[number] for number in range(len(chosen))]
 
 
 @cache

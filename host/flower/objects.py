@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import numpy as np
 from flwr.app import Array, Message
 from flwr.app.message.arraychunk import ArrayChunk
 from flwr.proto.message_pb2 import ObjectTree
@@ -109,7 +110,8 @@ def _assemble(chunks: list[str], pull: Pull, pull_all: PullAll) -> bytes:
         for start in places[chunk]:
             if len(body) != min(size, len(buffer) - start):
                 raise ObjectPullError(chunk, "an array's chunks are not of one size")
-            buffer[start : start + size] = body
+            # Unlike a memoryview's, NumPy's copy lets other threads run.
+            np.copyto(np.frombuffer(buffer[start : start + size], np.uint8), np.frombuffer(body, np.uint8))
 
     for chunk, content in ends.items():
         put(chunk, content)

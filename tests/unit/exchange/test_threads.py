@@ -41,6 +41,26 @@ def test_an_error_is_the_callers():
         in_threads(lambda x: 1 // x, [1, 0], WORTH)
 
 
+@several
+def test_after_an_error_no_thread_is_still_at_work():
+    """The caller may free the arrays, or read what was written to them."""
+    begun, may_end, at_work = threading.Event(), threading.Event(), set()
+
+    def work(k):
+        if k == 0:
+            begun.wait(10)
+            threading.Timer(0.1, may_end.set).start()
+            raise ZeroDivisionError
+        at_work.add(k)
+        begun.set()
+        may_end.wait(10)
+        at_work.discard(k)
+
+    with pytest.raises(ZeroDivisionError):
+        in_threads(work, range(8), WORTH)
+    assert not at_work
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_a_forked_process_has_threads_of_its_own():
     in_threads(names, range(10), WORTH)
