@@ -1,8 +1,8 @@
 """Seconds of a round without its training: Tepal on SuperNodes and on warm nodes, compared with Flower's FedAvg.
 
-    python benchmarks/round_latency.py [--model tiny|vit-b-32] [--rounds 30] [--runs 1] [--only stock,warm] [--quick]
+    python benchmarks/round_latency.py [--model tiny|vit-b-32] [--rounds 30] [--runs 1] [--clients 2] [--only stock,warm] [--quick]
 
-Real processes on this machine, one setting after the other: a SuperLink, two clients, TLS, registered keys. The clients
+Real processes on this machine, one setting after the other: a SuperLink, its clients, TLS, registered keys. The clients
 do not train, and return a whole model. Flower's FedAvg has a train and an evaluate exchange in every round, and
 Flower's poll interval; Tepal's has the metrics in the train exchange, and the interval of its images. A round is timed
 from the end of the previous one; the first is left out (it starts processes and loads the app). Flower's polls keep the
@@ -11,7 +11,8 @@ phase in which a run began, so that a few runs give more information than many r
 - seconds of each step of an exchange on a warm node, from its log;
 - memory of all processes of a client, between messages and at its maximum, in bytes of proportional set size (shared
   pages are counted once);
-- growth of memory, processes, open files and temporary files of a warm node over the rounds.
+- growth of memory, processes, open files and temporary files of a warm node over the rounds;
+- processor seconds a round of each kind of process, of all clients together.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import re
 import shutil
 import statistics
@@ -26,6 +28,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +46,12 @@ from tepal.tools.deploy.loopback import Deployment, deployment
 
 APP = Path(__file__).parent / "latency"
 WAYS = {"stock": "Flower, flower-supernode", "unchanged": "Tepal, flower-supernode", "warm": "Tepal, tepal node"}
+KINDS = {
+    "ServerApp": {"flwr-serverapp"}, "SuperLink": {"flower-superlink"}, "node": {"tepal.tools.cli.main"},
+    "SuperNode": {"supernode", "flower-supernode"}, "ClientApp": {"worker", "flwr-clientapp"},
+    "SuperExec": {"flower-superexec"},
+}  # fmt: skip
+"""Kind of process → words of its command line, of which it has one."""
 STEPS = ("fetch it", "hand it to the app", "in the app", "hand it back", "send it")
 
 
@@ -55,16 +64,18 @@ class Measured:
     peak: int
     steps: dict[str, float] = field(default_factory=dict)
     growth: dict[str, float] = field(default_factory=dict)
+    processor: dict[str, float] = field(default_factory=dict)
 
 
-class Memory:
-    """Samples the memory of a client's processes, while the context lasts."""
+class Samples:
+    """Samples the memory of a client's processes, and the processor time of all processes, while the context lasts."""
 
-    def __init__(self, node: Process) -> None:
-        self._node = node
+    def __init__(self, started: Deployment) -> None:
+        self._started = started
         self.samples: list[tuple[float, int, int, int, int]] = []
+        self.processor: list[tuple[float, dict[str, float]]] = []
 
-    def __enter__(self) -> Memory:
+    def __enter__(self) -> Samples:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._sample)
         self._thread.start()
@@ -75,8 +86,12 @@ class Memory:
         self._thread.join()
 
     def _sample(self) -> None:
-        while not self._over.wait(0.5):
-            self.samples.append((time.monotonic(), *look(self._node)))
+        processes: list[psutil.Process] = []
+        while not self._over.wait(0.25):
+            if len(self.processor) % 8 == 0:  # finding processes and reading their shared pages take long
+                self.samples.append((time.monotonic(), *look(self._started.nodes[0])))
+                processes = [each for root in (self._started.superlink, *self._started.nodes) for each in root.tree()]
+            self.processor.append((time.monotonic(), processor_seconds(processes)))
 
 
 def look(node: Process) -> tuple[int, int, int, int]:
@@ -91,11 +106,30 @@ def look(node: Process) -> tuple[int, int, int, int]:
     return memory, processes, files, temporary
 
 
+def processor_seconds(processes: list[psutil.Process]) -> dict[str, float]:
+    """Kind of process → processor seconds of all processes of this kind until now."""
+    seconds: Counter[str] = Counter()
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            times, command = process.cpu_times(), process.cmdline()
+            kind = next((kind for kind, words in KINDS.items() if words & set(map(os.path.basename, command))), "others")
+            seconds[kind] += times.user + times.system
+    return dict(seconds)
+
+
+def processor_a_round(samples: list[tuple[float, dict[str, float]]], ended: list[float]) -> dict[str, float]:
+    """Processor seconds of each kind of process, per round, from the end of the first round to that of the last."""
+    times = [at for at, _ in samples]
+    series = {kind: [used.get(kind, 0.0) for _, used in samples] for kind in samples[-1][1]}
+    span = {kind: np.interp([ended[0], ended[-1]], times, each) for kind, each in series.items()}
+    return {kind: float(end - begin) / (len(ended) - 1) for kind, (begin, end) in span.items()}
+
+
 @contextlib.contextmanager
-def running(way: str, folder: Path) -> Iterator[Deployment]:
+def running(way: str, clients: int, folder: Path) -> Iterator[Deployment]:
     (folder / "work").mkdir(parents=True)
     clock = Clock(lambda kind, text: None, None)
-    with deployment(folder, [{}, {}], clock, folder / "cache", warm=way == "warm", stock=way == "stock") as started:
+    with deployment(folder, [{}] * clients, clock, folder / "cache", warm=way == "warm", stock=way == "stock") as started:
         yield started
 
 
@@ -108,20 +142,20 @@ def app(way: str, folder: Path) -> Path:
     return folder
 
 
-def measure(way: str, model: str, rounds: int, console: Console) -> Measured:
+def measure(way: str, model: str, clients: int, rounds: int, console: Console) -> Measured:
     folder = Path(tempfile.mkdtemp(prefix="tepal-latency-"))
     try:
-        with running(way, folder) as started, console.status(f"{WAYS[way]}: {rounds} rounds of {model} …"):
+        with running(way, clients, folder) as started, console.status(f"{WAYS[way]}: {rounds} rounds of {model} …"):
             time.sleep(8)  # until a warm node has started its spare process
             idle = look(started.nodes[0])[0]
             bundle = folder / "app"
             bundle.mkdir()
             output = folder / "ended.json"
             config = folder / "run-config.toml"
-            config.write_text(to_toml({"rounds": rounds, "model": model, "output": str(output)}))
+            config.write_text(to_toml({"clients": clients, "rounds": rounds, "model": model, "output": str(output)}))
             run = submit(app(way, bundle), config, started.superlink, started.environment, 120)
             clock = Clock(lambda kind, text: None, None)
-            with Memory(started.nodes[0]) as memory:
+            with Samples(started) as samples:
                 log = folder / "run.log"
                 status, details = follow(
                     run, started.address, started.superlink, clock, log, started.root_certificates
@@ -130,10 +164,11 @@ def measure(way: str, model: str, rounds: int, console: Console) -> Measured:
                 raise SystemExit(f"{WAYS[way]}: the run {status}: {details}\n{log.read_text()}")
             ended = json.loads(output.read_text())
             seconds = list(np.diff(ended)[1:])
-            measured = Measured(seconds, idle, max(sample[1] for sample in memory.samples))
+            measured = Measured(seconds, idle, max(sample[1] for sample in samples.samples))
+            measured.processor = processor_a_round(samples.processor, ended)
             if way == "warm":
                 measured.steps = steps(started.nodes[0].log.read_text())
-                measured.growth = growth(memory.samples, ended)
+                measured.growth = growth(samples.samples, ended)
             return measured
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -161,6 +196,7 @@ def growth(samples: list[tuple[float, int, int, int, int]], ended: list[float]) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=("tiny", "vit-b-32"), default="tiny")
+    parser.add_argument("--clients", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=0, help="on warm nodes; a tenth of that, at least 3, elsewhere")
     parser.add_argument("--runs", type=int, default=1, help="deployments of each way, in turn")
     parser.add_argument("--only", default=",".join(WAYS), help="which of stock, unchanged, warm")
@@ -171,7 +207,7 @@ def main() -> None:
     rounds = 4 if arguments.quick else arguments.rounds or (30 if arguments.model == "tiny" else 8)
     measured: dict[str, Measured] = {}
     for way in arguments.only.split(",") * arguments.runs:
-        run = measure(way, arguments.model, rounds if way == "warm" else max(3, rounds // 10), console)
+        run = measure(way, arguments.model, arguments.clients, rounds if way == "warm" else max(3, rounds // 10), console)
         if way in measured:
             run.seconds, run.peak = measured[way].seconds + run.seconds, max(measured[way].peak, run.peak)
         measured[way] = run
@@ -180,6 +216,9 @@ def main() -> None:
     if warm is not None:
         spent = "  ".join(f"{step} {seconds:.3f}" for step, seconds in warm.steps.items())
         console.print(f"an exchange on a warm node, median seconds: {spent}", soft_wrap=True)
+    for way, each in measured.items():
+        used = "  ".join(f"{kind} {seconds:.3f}" for kind, seconds in each.processor.items())
+        console.print(f"processor seconds a round, {WAYS[way]}: {sum(each.processor.values()):.3f}  ({used})", soft_wrap=True)
     if warm is not None and warm.growth:
         grown = warm.growth
         console.print(

@@ -3,7 +3,7 @@
 The SuperLink announces a reply before its arrays have arrived. Flower's grid then waits for them, first one second,
 then two, four and eight, and receives no other reply meanwhile. This grid pulls an announced reply when its last object
 has arrived; until then `pull_messages` returns without it. `tepal.host.flower.objects` converts messages with fewer
-copies.
+copies, and warm nodes get and return small messages in one object (`tepal.host.flower.single`).
 
 It uses private names of Flower, in the version that `tepal.host.flower.patches` names; with another version, `prompt`
 returns the given grid. In Flower's simulation runtime it returns a `SimulatedGrid`.
@@ -23,6 +23,7 @@ from typing import Any, cast
 
 from flwr.app import Error, Message
 from flwr.common.constant import ErrorCode
+from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 
 from tepal.host.flower.patches import FLOWER, LONGEST_PAUSE, SHORTEST_PAUSE, quick
@@ -44,6 +45,7 @@ try:
     from flwr.superlink.grid.inmemory_grid import InMemoryGrid
 
     from tepal.host.flower.objects import ReleaseResponses, fetch, hash_chunks, push, tree_of
+    from tepal.host.flower.single import Written, reads_single, written
     from tepal.server_app.simulated_grid import SimulatedGrid
 except ImportError:  # another version of Flower: `prompt` logs it
     HttpGrid = object  # type: ignore[misc, assignment]
@@ -89,6 +91,9 @@ class PromptGrid(HttpGrid):  # type: ignore[misc]
         self._awaited: dict[str, _Awaited] = {}
         self._lock = threading.Lock()
         self._pulled = 0
+        self._reading_single: set[int] = set()  # nodes that read messages in one object
+        self._sent_single: dict[str, int] = {}  # message's id → its node, of messages in one object without a reply
+        self._sessions: dict[int, str] = {}  # node → when it was started
         self.moved_at = 0.0
         """Time at which the last object of a reply arrived (`time.monotonic`)."""
         with contextlib.suppress(OSError, AttributeError):  # glibc would otherwise keep freed memory for each thread
@@ -114,10 +119,14 @@ class PromptGrid(HttpGrid):  # type: ignore[misc]
     def _try_push_messages(self, run_id: int, messages: Iterable[Message]) -> list[str]:
         """Push as Flower's grid does, but hash no chunk twice, and copy nothing that waits to be sent."""
         protos, trees = [], []
-        objects: dict[str, InflatableObject] = {}
+        objects: dict[str, InflatableObject | Written] = {}
         for message in messages:
+            root = written(message, single=message.metadata.dst_node_id in self._reading_single)
+            message.metadata.__dict__["_message_id"] = message_id = root.object_id
+            if not root.children:
+                self._sent_single[message_id] = message.metadata.dst_node_id
             protos.append(message_to_proto(remove_content_from_message(message)))
-            tree, its_objects = tree_of(message, message.metadata.message_id)
+            tree, its_objects = tree_of(root, message_id)
             trees.append(tree)
             objects |= its_objects
         answer = self._runtime_client.PushMessages(
@@ -128,6 +137,15 @@ class PromptGrid(HttpGrid):  # type: ignore[misc]
         )
         push(objects, answer.objects_to_push, push_one)
         return list(answer.message_ids)
+
+    def get_nodes(self) -> Iterable[NodeInfo]:
+        """List the nodes, as Flower's grid does."""
+        nodes = list(super().get_nodes())
+        for node in nodes:
+            if self._sessions.get(node.node_id) != node.last_activated_at:
+                self._reading_single.discard(node.node_id)  # it may be another program now
+                self._sessions[node.node_id] = node.last_activated_at
+        return nodes
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
         """Return the replies to these messages that have arrived completely. Threads may call it at the same time."""
@@ -168,6 +186,8 @@ class PromptGrid(HttpGrid):  # type: ignore[misc]
             if all(now - self._awaited[message_id].asked < SHORTEST_PAUSE for message_id in unannounced):
                 return
             self._awaited = {key: each for key, each in self._awaited.items() if now - each.requested < _FORGOTTEN}
+            known = self._awaited.keys() | self._announced.keys()
+            self._sent_single = {key: node for key, node in self._sent_single.items() if key in known}
             awaited = list(self._awaited)
         answer = self._runtime_client.PullMessages(PullAppMessagesRequest(message_ids=awaited))
         with self._lock:
@@ -193,8 +213,8 @@ class PromptGrid(HttpGrid):  # type: ignore[misc]
 
         _give_back_memory()
         try:
-            pull(reply_id)  # the reply's last object, which is small: it fails quickly if the reply is incomplete
-            reply = cast(Message, fetch(reply_id, pull, quick(pull_objects)))
+            root = pull(reply_id)  # the reply's last object, which is small: it fails quickly if the reply is incomplete
+            reply = fetch(root, reply_id, pull, quick(pull_objects))
         except ObjectUnavailableError:
             return None
         except ObjectPullError as error:
@@ -215,7 +235,17 @@ class PromptGrid(HttpGrid):  # type: ignore[misc]
             ConfirmMessageReceivedRequest(node=self.node, run_id=self.run.run_id, message_object_id=reply_id)
         )
         reply.metadata.__dict__["_message_id"] = reply_id
+        self._learn(message_id, reply, reads_single(root))
         return reply
+
+    def _learn(self, message_id: str, reply: Message, reads: bool) -> None:
+        """Remember whether the sender of a reply reads messages in one object."""
+        with self._lock:
+            node = self._sent_single.pop(message_id, None)
+            if reply.has_error() and node is not None:  # perhaps it has failed because of that
+                self._reading_single.discard(node)
+            elif reads:
+                self._reading_single.add(reply.metadata.src_node_id)
 
 
 def _give_back_memory() -> None:

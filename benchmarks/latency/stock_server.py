@@ -20,7 +20,7 @@ def main(grid: Grid, context: Context) -> None:
         ended.append(time.monotonic())
         return MetricRecord({})
 
-    FedAvg(min_train_nodes=2, min_evaluate_nodes=2, min_available_nodes=2).start(
+    FedAvg(**dict.fromkeys(("min_train_nodes", "min_evaluate_nodes", "min_available_nodes"), config["clients"])).start(
         grid, ArrayRecord(state(config["model"])), num_rounds=config["rounds"], evaluate_fn=at_end
     )
     Path(config["output"]).write_text(json.dumps(ended))

@@ -22,7 +22,7 @@ def main(grid: Grid, context: Context) -> None:
         ended.append(time.monotonic())
         return MetricRecord({})
 
-    FedAvg(min_available_nodes=2, fraction_evaluate=0.0).start(
+    FedAvg(min_available_nodes=config["clients"], fraction_evaluate=0.0).start(
         prompt(grid), ArrayRecord(state(config["model"])), num_rounds=config["rounds"], evaluate_fn=at_end
     )
     Path(config["output"]).write_text(json.dumps(ended))

@@ -14,33 +14,26 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from logging import getLogger
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 from flwr.common.constant import SubStatus
 from flwr.proto.runtime_pb2 import AcquireTaskRequest, PushTaskOutputRequest, SendTaskHeartbeatRequest
 from flwr.supercore.constant import TaskType
-from flwr.supercore.interceptors import (
-    RuntimeTokenHttpInterceptor,
-    RuntimeVersionHttpInterceptor,
-    SuperExecAuthHttpInterceptor,
-)
-from flwr.supercore.runtime import RuntimeHttpClient
 
 from tepal.client_app.node.child import Child
 from tepal.client_app.node.settings import NodeSettings
+from tepal.host.flower.runtime import RuntimeClient, RuntimeFailed, RuntimeRefused
 from tepal.host.limits import Limits
 from tepal.host.processes import MARK, marked
 
 log = getLogger("flwr")
 
-_ACQUIRE = "/flwr.proto.Runtime/AcquireTask"
 _LOOK_AGAIN = 2.0  # seconds without a message from the SuperNode, after which it is asked for a task
 _HEARTBEAT = 10.0  # seconds between two heartbeats of a task, which the SuperNode gives up after 60
 _STOPPING = 2.0  # seconds for a worker to end by itself
@@ -123,7 +116,7 @@ class Executor:
     """Answers messages with worker processes. `run` is called in its own thread, and returns after `stop`.
 
     Args:
-        address: of the SuperNode's Runtime API, "host:port"; is set again for another SuperNode.
+        address: path of the socket at which the SuperNode serves its Runtime API; is set again for another SuperNode.
         secret: authenticates the executor at the SuperNode.
         folder: for the workers' files; each worker has a folder in it, which is removed with the worker.
         environment: variables of the workers.
@@ -188,11 +181,10 @@ class Executor:
 
     def run(self) -> None:
         """Take tasks and have workers answer them, until `stop`."""
-        authentication = SuperExecAuthHttpInterceptor(master_secret=self._secret, protected_methods=[_ACQUIRE])
         try:
             while self._stop_at is None:
                 address = self.address
-                with self._client(authentication) as client:
+                with contextlib.closing(RuntimeClient(address, self._secret.hex())) as client:
                     while self._stop_at is None and address == self.address:
                         self._alive_at = time.monotonic()
                         self._tidy()
@@ -205,15 +197,15 @@ class Executor:
                 worker.stop(now=True)
             self._worker = self._spare = None
 
-    def _acquire(self, client: RuntimeHttpClient) -> tuple[int, str] | None:
+    def _acquire(self, client: RuntimeClient) -> tuple[int, str] | None:
         try:
             found = client.AcquireTask(AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP]))
-        except (httpx.HTTPError, ValueError):  # no SuperNode answers: the node's parent process restarts it
+        except (OSError, RuntimeRefused, RuntimeFailed):  # the node's parent process restarts a SuperNode that ended
             return None
         return (found.task.run_id, found.token) if found.HasField("task") and found.token else None
 
     def _work(self, run: int, token: str) -> None:
-        with self._client(RuntimeTokenHttpInterceptor(token)) as client:
+        with contextlib.closing(RuntimeClient(self.address, token)) as client:
             try:
                 task = self.task = MessageTask(run, self._worker_for(run))
             except OSError as error:  # no disk, no memory, no more processes
@@ -238,7 +230,7 @@ class Executor:
         self.finished.put(task)
         self.task, self._broken = None, False
 
-    def _watch(self, task: MessageTask, client: RuntimeHttpClient) -> bool:
+    def _watch(self, task: MessageTask, client: RuntimeClient) -> bool:
         """Wait until the worker has answered; return whether it answered without an error. Raises `_NoAnswer`."""
         beat = time.monotonic() + _HEARTBEAT
         while True:
@@ -284,20 +276,20 @@ class Executor:
             return f"the ClientApp's process was ended by {signal.Signals(-status).name}"
         return f"the ClientApp's process ended with status {status}"
 
-    def _beat(self, client: RuntimeHttpClient) -> bool:
+    def _beat(self, client: RuntimeClient) -> bool:
         """Send a heartbeat of the task; return False if the SuperNode has given the task up."""
         try:
-            return client.SendTaskHeartbeat(SendTaskHeartbeatRequest()).success
-        except httpx.HTTPStatusError as error:
-            return error.response.status_code >= 500
-        except httpx.HTTPError:
+            return bool(client.SendTaskHeartbeat(SendTaskHeartbeatRequest()).success)
+        except RuntimeRefused:
+            return False
+        except (OSError, RuntimeFailed):
             return True  # it does not answer now; the node's parent process watches it
 
-    def _hand_back(self, client: RuntimeHttpClient, reason: str) -> None:
+    def _hand_back(self, client: RuntimeClient, reason: str) -> None:
         """Have the SuperNode answer the message with an error, as its `PromptState` does for failed tasks."""
         try:
             client.PushTaskOutput(PushTaskOutputRequest(sub_status=SubStatus.FAILED, details=reason))
-        except httpx.HTTPError as error:
+        except (OSError, RuntimeRefused, RuntimeFailed) as error:
             log.warning("The failure of a message cannot be reported to the SuperNode: %s", error)
 
     # Workers ----------------------------------------------------------------------------------------------------------
@@ -342,15 +334,3 @@ class Executor:
     def _start(self) -> Worker:
         name = f"worker-{next(self._numbers)}"
         return Worker(name, self._folder, self._environment, self._settings.memory_limit, self._settings.preload)
-
-    @contextlib.contextmanager
-    def _client(self, interceptor: Any) -> Iterator[RuntimeHttpClient]:
-        # Without Flower's retries: if the SuperNode has ended, they take long, and SIGTERM would wait.
-        client = RuntimeHttpClient.from_server_address(
-            server_address=self.address,
-            insecure=True,  # it is on this machine's loopback interface
-            root_certificates=None,
-            interceptors=[RuntimeVersionHttpInterceptor(component_name="SuperExec"), interceptor],
-        )
-        with contextlib.closing(client):
-            yield client

@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from itertools import count
 from logging import getLogger
 from pathlib import Path
 from types import FrameType
@@ -28,7 +29,7 @@ from tepal.client_app.node.settings import NodeSettings
 from tepal.host.files import locked
 from tepal.host.flower.patches import require_flower
 from tepal.host.metrics import serving
-from tepal.host.processes import flower_environment, free_port
+from tepal.host.processes import flower_environment
 from tepal.host.toml import to_toml
 
 log = getLogger("flwr")
@@ -69,13 +70,14 @@ class WarmNode:
         (folder / "secret").write_bytes(secret)
         self._supernode: _SuperNode | None = None
         self._supernodes_died = self._in_a_row = 0
+        self._numbers = count(1)
         self._next_start = 0.0
         self._problem = ""
         self._stages: dict[str, tuple[int, float]] = {}
         """Stage of an answered message → number of messages, and the sum of their seconds."""
         self._environment = _environment(folder)
         # Its address is set when a SuperNode is started.
-        self._executor = Executor("127.0.0.1:0", secret, folder, self._environment, settings)
+        self._executor = Executor("", secret, folder, self._environment, settings)
 
     def run(self) -> None:
         """Run until SIGTERM or SIGINT. Must be called in the main thread."""
@@ -175,10 +177,10 @@ class WarmNode:
             supernode.stop()
             self._supernode = None
         elif supernode is None and not self._draining and time.monotonic() >= self._next_start:
-            port = free_port()  # a new one each time: another program may use the last one
-            self._executor.address = f"127.0.0.1:{port}"
+            runtime = self._folder / f"runtime-{next(self._numbers)}"  # a SuperNode that was killed leaves its own
+            self._executor.address = str(runtime)
             self._supernode = _SuperNode(
-                self._options(port), self.settings.poll, self._environment, self._executor, self._stages
+                self._options(), self.settings.poll, runtime, self._environment, self._executor, self._stages
             )
         elif supernode is not None and supernode.node_id is not None:
             self._problem = ""
@@ -210,10 +212,9 @@ class WarmNode:
         self._hurry = self._stop.is_set()  # the second signal ends the waiting
         self._stop.set()
 
-    def _options(self, port: int) -> list[str]:
+    def _options(self) -> list[str]:
         settings = self.settings
         options = ["--superlink", settings.superlink, "--isolation", "process"]
-        options += ["--host", "127.0.0.1", "--port", str(port)]
         options += ["--superexec-auth-secret-file", str(self._folder / "secret")]
         options += ["--insecure"] if settings.insecure else []
         options += ["--root-certificates", str(settings.root_certificates)] if settings.root_certificates else []
@@ -232,6 +233,7 @@ class _SuperNode(Child):
         self,
         options: list[str],
         poll: float,
+        runtime: Path,
         environment: Mapping[str, str],
         executor: Executor,
         stages: dict[str, tuple[int, float]],
@@ -248,7 +250,7 @@ class _SuperNode(Child):
         self._busy = False
         self._announced = self._fetched = 0.0
         self._reported = time.monotonic()
-        super().__init__("supernode", str(poll), *options, environment=environment)
+        super().__init__("supernode", str(poll), str(runtime), *options, environment=environment)
         threading.Thread(target=self._listen, name="supernode", daemon=True).start()
 
     @property

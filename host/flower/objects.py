@@ -13,9 +13,9 @@ import hashlib
 import json
 import mmap
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import numpy as np
@@ -29,6 +29,8 @@ from flwr.supercore.inflatable.inflatable_object import (
     get_object_head_values_from_object_content,
 )
 from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, inflate_object_from_contents
+
+from .single import Written, read_single
 
 _HUGE = 1 << 22  # bytes: larger arrays are put into huge pages
 
@@ -52,14 +54,17 @@ class ReleaseResponses:
         return response
 
 
-def fetch(object_id: str, pull: Pull, pull_all: PullAll) -> InflatableObject:
-    """Pull an object and all objects below it, and assemble it.
+def fetch(root: bytes, object_id: str, pull: Pull, pull_all: PullAll) -> Message:
+    """Pull all objects below the message's own object, which has this content and id, and assemble the message.
 
-    Raises what `pull` raises, and ObjectPullError for an array whose chunks do not fit together.
+    Raises what `pull` raises, ValueError if it is not a message, and ObjectPullError for an array whose chunks do not
+    fit together.
     """
-    contents: dict[str, bytes] = {}
+    if (message := read_single(root)) is not None:
+        return message
+    contents = {object_id: root}
     arrays: list[str] = []
-    level = [object_id]
+    level = get_object_head_values_from_object_content(root)[1]
     while level:
         received = pull_all(level, pull)
         contents |= received
@@ -72,18 +77,7 @@ def fetch(object_id: str, pull: Pull, pull_all: PullAll) -> InflatableObject:
                 below |= dict.fromkeys(children)
         level = [each for each in below if each not in contents]
     objects: dict[str, InflatableObject] = {each: _array(contents[each], pull, pull_all) for each in arrays}
-    return inflate_object_from_contents(object_id, contents, objects=objects)
-
-
-def fetch_from_tree(
-    tree: ObjectTree, pull: Pull, confirm: Callable[[str], None], *, return_type: type[Any], pull_all: PullAll
-) -> Any:
-    """As Flower's `pull_and_inflate_object_from_tree`."""
-    found = fetch(tree.object_id, pull, pull_all)
-    confirm(tree.object_id)
-    if not isinstance(found, return_type):
-        raise TypeError(f"received a {type(found).__name__}, expected a {return_type.__name__}")
-    return found
+    return cast(Message, inflate_object_from_contents(object_id, contents, objects=objects))
 
 
 def _array(content: bytes, pull: Pull, pull_all: PullAll) -> Array:
@@ -99,7 +93,7 @@ def _assemble(chunks: list[str], pull: Pull, pull_all: PullAll) -> bytes:
     first, last = chunks[0], chunks[-1]
     ends = pull_all(list({first: None, last: None}), pull)
     size = len(_body(ends[first]))
-    whole, buffer = _new_bytes(size * (len(chunks) - 1) + len(_body(ends[last])))
+    whole, buffer = new_bytes(size * (len(chunks) - 1) + len(_body(ends[last])))
     places: dict[str, list[int]] = {}
     for number, chunk in enumerate(chunks):
         places.setdefault(chunk, []).append(number * size)
@@ -133,7 +127,7 @@ def _body(content: bytes) -> memoryview:
     return body
 
 
-def _new_bytes(size: int) -> tuple[bytes, memoryview]:
+def new_bytes(size: int) -> tuple[bytes, memoryview]:
     """Return uninitialised `bytes`, and a view to fill them. An Array's data are `bytes`; any other way copies them."""
     new, address = ctypes.pythonapi.PyBytes_FromStringAndSize, ctypes.pythonapi.PyBytes_AsString
     new.restype, new.argtypes = ctypes.py_object, (ctypes.c_char_p, ctypes.c_ssize_t)
@@ -173,11 +167,11 @@ def _id_of(chunk: ArrayChunk) -> str:
     return digest.hexdigest()
 
 
-def tree_of(message: InflatableObject, object_id: str) -> tuple[ObjectTree, dict[str, InflatableObject]]:
-    """Return an object's tree, and the objects in it by id, children first."""
-    objects: dict[str, InflatableObject] = {}
+def tree_of(message: Written, object_id: str) -> tuple[ObjectTree, dict[str, InflatableObject | Written]]:
+    """Return a message's tree, and the objects in it by id, children first."""
+    objects: dict[str, InflatableObject | Written] = {}
 
-    def walk(each: InflatableObject, its_id: str) -> ObjectTree:
+    def walk(each: InflatableObject | Written, its_id: str) -> ObjectTree:
         children = [walk(child, child_id) for child_id, child in (each.children or {}).items()]
         objects[its_id] = each
         return ObjectTree(object_id=its_id, children=children)
@@ -185,18 +179,24 @@ def tree_of(message: InflatableObject, object_id: str) -> tuple[ObjectTree, dict
     return walk(message, object_id), objects
 
 
-def push(objects: dict[str, InflatableObject], wanted: Iterable[str], push_one: Callable[[str, bytes], None]) -> None:
+def push(
+    objects: Mapping[str, InflatableObject | Written], wanted: Iterable[str], push_one: Callable[[str, bytes], None]
+) -> None:
     """Push the wanted objects, children first, a few at a time; only these few are copied."""
     wanted = set(wanted)
 
-    def push_it(item: tuple[str, InflatableObject]) -> None:
+    def push_it(item: tuple[str, InflatableObject | Written]) -> None:
         object_id, each = item
         content = b"".join((_head(each), each.data)) if isinstance(each, ArrayChunk) else each.deflate()
         push_one(object_id, content)
 
+    items = [item for item in objects.items() if item[0] in wanted]
+    if len(items) == 1:
+        push_it(items[0])
+        return
     pool = ThreadPoolExecutor(FLWR_PRIVATE_MAX_CONCURRENT_OBJ_PUSHES)
     try:
-        for _ in pool.map(push_it, [item for item in objects.items() if item[0] in wanted]):
+        for _ in pool.map(push_it, items):
             pass
     finally:
         pool.shutdown(wait=True, cancel_futures=True)

@@ -1,8 +1,8 @@
 """Run Flower's SuperNode in a process of its own, with shorter waits for messages and replies.
 
 Flower polls for a message every three seconds and for its reply every half second, and answers a message whose process
-died only after a minute. Changed are the connection's `receive` (`Prompt`), the node's state (`PromptState`), and the
-pauses between requests for an object that was announced.
+died only after a minute. Changed are the connection's `receive` (`Prompt`), the node's state (`PromptState`), the
+pauses between requests for an object that was announced, and how the Runtime API is served (`runtime.py`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import grpc
 from flwr.app import Error, Message
@@ -31,8 +33,12 @@ from flwr.supernode.nodestate.in_memory_nodestate import InMemoryNodeState
 
 from .link import Link, die_with_parent
 from .patches import SHORTEST_PAUSE, change, quick
+from .runtime import RuntimeServer
 
 _PAUSE = 1 / 8  # between two requests for a message, as a share of the time since the last message
+_FIRST = 1 / 2  # first pause, as a share of the shortest of the last waits for a message
+_LONGEST_FIRST = 0.25  # seconds
+_WAITS = 4  # number of waits that are remembered
 _LONGEST_RECONNECT = 5  # seconds between two attempts to reach the SuperLink (Flower: 20)
 _MESSAGE_WAIT = 5.0  # seconds for which a task waits for its message
 _CHECK_TOKENS = 20.0  # seconds for which the main loop waits for a reply before it checks task tokens again
@@ -43,12 +49,12 @@ _KEPT_TASKS = 100  # finished tasks whose entry stays; Flower keeps all
 
 
 def main() -> None:
-    """Run Flower's SuperNode: `supernode.py LINK POLL OPTION …`.
+    """Run Flower's SuperNode: `supernode.py LINK POLL SOCKET OPTION …`.
 
     LINK is the file descriptor of a socket to the parent, POLL the longest pause in seconds between two requests for a
-    message, each OPTION one of `flower-supernode`.
+    message, SOCKET the path at which the Runtime API is served, each OPTION one of `flower-supernode`.
     """
-    number, poll, *options = sys.argv[1:]
+    number, poll, runtime, *options = sys.argv[1:]
     link = Link.inherited(number)
     # SIGINT lets Flower deregister at the SuperLink, which would otherwise count the node as connected. SIGTERM is
     # ignored: a service manager sends it to all processes, and this one may still have a reply to send.
@@ -58,7 +64,7 @@ def main() -> None:
     # and a KeyboardInterrupt while gRPC shuts down has kept processes from ending.
     signal.signal(signal.SIGINT, lambda number, frame: None)
     prompt = Prompt(link, float(poll))
-    change_flower(link, prompt)
+    change_flower(link, prompt, Path(runtime))
     threading.Thread(target=_listen, args=(link, prompt), name="orders", daemon=True).start()
     sys.argv = ["flower-supernode", *options]
     code = 1
@@ -74,9 +80,10 @@ def main() -> None:
         os._exit(code)
 
 
-def change_flower(link: Link, prompt: Prompt) -> None:
+def change_flower(link: Link, prompt: Prompt, runtime: Path) -> None:
     """Let Flower's SuperNode use the functions of this file. Raises `UnsupportedFlowerVersion` if a name is missing."""
     inside = "flwr.supernode.start_client_internal"
+    change("flwr.supernode.cli.flower_supernode", "_start_supernode_http_api", lambda _: partial(_serve, runtime))
     change("flwr.supernode.cli.flower_supernode", "NodeStateFactory", lambda _: partial(PromptStateFactory, link=link))
     # Flower's shutdown has five seconds, and its last step is the request to the SuperLink.
     change("flwr.supernode.cli.flower_supernode", "HTTP_SERVER_SHUTDOWN_TIMEOUT", lambda _: 0.5)
@@ -85,6 +92,25 @@ def change_flower(link: Link, prompt: Prompt) -> None:
     change(inside, "register_signal_handlers", lambda register: partial(_without_sigterm, register))
     change(inside, "_make_fleet_connection_retry_invoker", lambda make: partial(_reconnecting, make, link))
     change("flwr.client.grpc_rere_client.connection", "flwr_exit", lambda leave: partial(_report_refusal, link, leave))
+
+
+class _Serving:
+    """What Flower's SuperNode holds in place of its HTTP server and its thread, and ends at its own end."""
+
+    def __init__(self, server: RuntimeServer) -> None:
+        self._server = server
+
+    def join(self, timeout: float | None = None) -> None:
+        self._server.stop()
+
+    def is_alive(self) -> bool:
+        return False
+
+
+def _serve(runtime: Path, config: Any, state_factory: PromptStateFactory) -> tuple[_Serving, _Serving]:
+    """Serve the Runtime API at the socket, in place of Flower's function that serves it over HTTP."""
+    serving = _Serving(RuntimeServer(runtime, state_factory.state(), config.superexec_auth_secret))
+    return serving, serving
 
 
 def pull_while_it_comes(
@@ -132,6 +158,8 @@ def _as_failure() -> Iterator[None]:
 class Prompt:
     """Polls for the next message: at short intervals after the last one, then at longer ones.
 
+    When messages come in even intervals, as in a run with short rounds, it does not ask in the first half of them.
+
     Args:
         link: to the parent, which gets a report of every message and may suspend the polling.
         poll: the longest pause between two requests, in seconds.
@@ -143,6 +171,7 @@ class Prompt:
         self._wake = threading.Event()
         self._held = False
         self._reported = 0.0
+        self._waits: deque[float] = deque(maxlen=_WAITS)
 
     def hold(self, held: bool) -> None:
         """Suspend or resume the polling."""
@@ -172,6 +201,9 @@ class Prompt:
         """Return the next message. Flower's loop calls this when the reply to the last one was sent."""
         self._link.send("idle", held=self._held)
         since = time.monotonic()
+        self._wake.clear()
+        if self._waits and not self._held:
+            self._wake.wait(min(_FIRST * min(self._waits), _LONGEST_FIRST))
         while True:
             self._wake.clear()
             if self._held:
@@ -184,6 +216,7 @@ class Prompt:
                 received = None  # the run was stopped; the next message is of another run
             if received is not None:
                 metadata = received[0].metadata
+                self._waits.append(time.monotonic() - since)
                 self._link.send("busy", run=metadata.run_id, type=metadata.message_type, round=metadata.group_id)
                 return received
             if time.monotonic() - self._reported > _REPORT:
@@ -202,6 +235,13 @@ class PromptState(InMemoryNodeState):
         self._new_task: int | None = None
         self._message_of: dict[int, str] = {}
         self._finished: list[int] = []
+        put = object_store.put
+
+        def put_and_notify(object_id: str, content: bytes) -> None:
+            put(object_id, content)
+            self._notify()
+
+        object_store.put = put_and_notify  # Flower's main loop stores what it pulls there, without this class
 
     def create_task(self, task_type: str, run_id: int, *args: Any, **kwargs: Any) -> int | None:
         # Flower's main loop creates a task, then stores the message that the task is for.
@@ -237,6 +277,11 @@ class PromptState(InMemoryNodeState):
             # Flower creates a task a moment before it stores the message that the task is for.
             self._wait_for(lambda: self._has_message(run_ids), _MESSAGE_WAIT)
         return super().get_messages(run_ids=run_ids, is_reply=is_reply, limit=limit)
+
+    def wait_for_object(self, run_id: int, object_id: str, seconds: float) -> bytes | None:
+        """As `get_object`, but wait until an object that was announced has arrived, at most so many seconds."""
+        self._wait_for(lambda: self.get_object(run_id, object_id) != b"", seconds)
+        return cast("bytes | None", self.get_object(run_id, object_id))
 
     def delete_messages(self, *, message_ids: Sequence[str] | None = None) -> None:
         """Delete messages as Flower does, and with them their objects and replies that were not sent."""

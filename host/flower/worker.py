@@ -1,7 +1,7 @@
 """The process that runs the ClientApp of one run, from its first message until a message of another run.
 
 It replaces the process that Flower starts for every message (`flwr.supernode.runtime.run_clientapp`), and exchanges the
-same requests with the SuperNode. It imports no `tepal` before the app's bundle is installed.
+same requests with the SuperNode, by `runtime.py`. It imports no `tepal` before the app's bundle is installed.
 """
 
 from __future__ import annotations
@@ -20,25 +20,33 @@ from logging import ERROR
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
-from flwr.app import Error, Message
+from flwr.app import Context, Error, Message
+from flwr.app.message import remove_content_from_message
 from flwr.cli.install import install_from_fab
 from flwr.clientapp.client_app import ClientApp, LoadClientAppError
 from flwr.clientapp.utils import get_load_client_app_fn
 from flwr.common.constant import ErrorCode, SubStatus
+from flwr.common.serde import context_from_proto, context_to_proto, fab_from_proto, message_to_proto, run_from_proto
+from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
+from flwr.proto.runtime_pb2 import (
+    PullAppMessagesRequest,
+    PullTaskInputRequest,
+    PushAppMessagesRequest,
+    PushTaskOutputRequest,
+)
 from flwr.supercore import log
+from flwr.supercore.fab import Fab
+from flwr.supercore.inflatable.inflatable_object import no_object_id_recompute
 from flwr.supercore.inflatable.inflatable_utils import pull_objects
-from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor, RuntimeVersionHttpInterceptor
-from flwr.supercore.retry import RetryInvoker, make_simple_http_retry_invoker
-from flwr.supercore.runtime import RuntimeHttpClient
-from flwr.supernode.runtime import run_clientapp
+from flwr.supercore.run import Run
+from flwr.supercore.task_identity import TaskIdentity
 
 from .link import Link
-from .objects import ReleaseResponses, fetch_from_tree, hash_chunks, push, tree_of
-from .patches import change, quick
-
-_PATIENCE = 30.0  # seconds for which a request is repeated while the SuperNode does not answer
+from .objects import fetch, hash_chunks, push, tree_of
+from .patches import quick
+from .runtime import RuntimeClient, RuntimeFailed, RuntimeRefused
+from .single import plain, reads_single, written
 
 
 def main() -> None:
@@ -51,7 +59,6 @@ def main() -> None:
     to_parent = Link.inherited(link)
     _ignore_signals()
     _limit_memory(int(limit))
-    change_flower()
     for module in modules:
         if importlib.util.find_spec(module) is not None:
             importlib.import_module(module)
@@ -66,14 +73,35 @@ def main() -> None:
     os._exit(0)
 
 
-def change_flower() -> None:
-    """Let Flower's ClientApp process send and receive messages by `objects.py`. Raises `UnsupportedFlowerVersion`."""
-    inside = "flwr.supernode.runtime.run_clientapp"
-    fetch = partial(fetch_from_tree, pull_all=quick(pull_objects))
-    change(inside, "pull_and_inflate_object_from_tree", lambda _: fetch)
-    change(inside, "get_object_tree", lambda _: lambda message: tree_of(message, message.metadata.message_id)[0])
-    change(inside, "get_all_nested_objects", lambda _: lambda message: tree_of(message, message.metadata.message_id)[1])
-    change(inside, "push_objects", lambda _: lambda all, one, object_ids_to_push: push(all, object_ids_to_push, one))
+def pull_task_input(client: RuntimeClient) -> tuple[Message, Context, Run, Fab, bool]:
+    """As Flower's function; also return whether the message's sender reads messages in one object."""
+    task = client.PullTaskInput(PullTaskInputRequest())
+    context = context_from_proto(task.context)
+    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = task.task_id, task.run.run_id, context.node_id
+    announced = client.PullMessages(PullAppMessagesRequest())
+    if not announced.messages_list:
+        raise RuntimeError("the SuperNode has no message for this task")
+    object_id = announced.message_object_trees[0].object_id
+    pull_all = quick(pull_objects)
+    root = pull_all([object_id], client.PullObject)[object_id]
+    message = fetch(root, object_id, client.PullObject, pull_all)
+    client.ConfirmMessageReceived(ConfirmMessageReceivedRequest(message_object_id=object_id))
+    message.metadata.__dict__["_message_id"] = object_id
+    return message, context, run_from_proto(task.run), fab_from_proto(task.fab), reads_single(root)
+
+
+def push_reply(client: RuntimeClient, reply: Message, single: bool) -> None:
+    """As Flower's `push_message`. `single`: the receiver reads messages in one object."""
+    hash_chunks(reply)
+    with no_object_id_recompute():
+        root = written(reply, single=True) if single else plain(reply)
+        object_id = root.object_id
+        reply.metadata.__dict__["_message_id"] = object_id
+        tree, objects = tree_of(root, object_id)
+    proto = message_to_proto(remove_content_from_message(reply))
+    request = PushAppMessagesRequest(messages_list=[proto], message_object_trees=[tree])
+    answer = client.PushMessages(request)
+    push(objects, answer.objects_to_push, partial(client.PushObject, answer.session_id))
 
 
 class BundleError(LoadClientAppError):
@@ -97,27 +125,20 @@ class MessageHandler:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._app: ClientApp | None = None
+        self._client: RuntimeClient | None = None
 
     def handle(self, address: str, token: str, to_parent: Link) -> TaskResult:
-        """Pull the token's message from the SuperNode's Runtime API, call the app, and push its reply."""
-        client = RuntimeHttpClient.from_server_address(
-            server_address=address,
-            insecure=True,  # it is on this machine's loopback interface
-            root_certificates=None,
-            interceptors=[
-                RuntimeVersionHttpInterceptor(component_name="flwr-clientapp"),
-                RuntimeTokenHttpInterceptor(token),
-                ReleaseResponses(),
-            ],
-            retry_invoker=_retries(),
-        )
-        with contextlib.closing(client):
-            return self._handle(client, to_parent)
+        """Pull the token's message from the SuperNode, call the app, and push its reply. `address`: of its socket."""
+        if self._client is None or str(self._client.path) != address:  # of another SuperNode
+            self._client = RuntimeClient(address)
+        self._client.token = token
+        return self._handle(self._client, to_parent)
 
-    def _handle(self, client: RuntimeHttpClient, to_parent: Link) -> TaskResult:
+    def _handle(self, client: RuntimeClient, to_parent: Link) -> TaskResult:
         message = context = None
+        single = False
         try:
-            message, context, run, fab = run_clientapp.pull_task_input(client)
+            message, context, run, fab, single = pull_task_input(client)
             metadata = message.metadata
             to_parent.send("began", run=run.run_id, type=metadata.message_type, round=metadata.group_id)
             if self._app is None:
@@ -138,13 +159,16 @@ class MessageHandler:
                 reply = Message(Error(code=code, reason=reason), reply_to=message)
         try:
             if message is not None and context is not None:
-                hash_chunks(reply)
-                run_clientapp.push_message(client, reply, context)
+                push_reply(client, reply, single)
         except Exception as error:
             log(ERROR, "The reply cannot be sent to the SuperNode", exc_info=error)
             result = TaskResult(False, f"its reply cannot be sent to the SuperNode: {type(error).__name__}: {error}")
         outcome = SubStatus.COMPLETED if result.ok else SubStatus.FAILED
-        run_clientapp.push_task_output(client, context, outcome, result.reason)
+        try:
+            final = context_to_proto(context) if context is not None else None
+            client.PushTaskOutput(PushTaskOutputRequest(context=final, sub_status=outcome, details=result.reason))
+        except (OSError, RuntimeRefused, RuntimeFailed) as error:  # the parent sees that the SuperNode has ended
+            log(ERROR, "The end of a task cannot be reported to the SuperNode: %s", error)
         return result
 
     def _load(self, run: Any, fab: Any) -> ClientApp:
@@ -154,17 +178,6 @@ class MessageHandler:
             raise BundleError(f"its bundle cannot be unpacked: {error}") from error
         load = get_load_client_app_fn(default_app_ref="", app_path=str(installed), multi_app=True)
         return load(run.fab_id, run.fab_version, fab.hash_str)
-
-
-def _retries() -> RetryInvoker:
-    """Return Flower's retry invoker, which here raises if a task is gone, and does not interrupt the process."""
-    retries = make_simple_http_retry_invoker()
-    retries.max_time = _PATIENCE
-    retries.should_giveup = lambda error: (
-        isinstance(error, httpx.HTTPStatusError)
-        and error.response.status_code not in (httpx.codes.SERVICE_UNAVAILABLE, httpx.codes.GATEWAY_TIMEOUT)
-    )
-    return retries
 
 
 def _ignore_signals() -> None:

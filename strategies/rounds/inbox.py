@@ -13,6 +13,8 @@ from flwr.serverapp import Grid
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5  # seconds between two requests for replies:
 _PAUSE = 1 / 8  # of the time since the last reply, so that the delay stays small in proportion
+_FIRST, _LONGEST_FIRST = 1 / 2, 0.25  # first pause: share of the shortest of the last waits, and seconds at most
+_WAITS = 4  # number of waits that are remembered
 _STUCK = 1.0  # seconds after which another thread pulls the other replies
 _MOST_THREADS = 16
 
@@ -41,6 +43,7 @@ class Inbox:
         self._to_look: deque[str] = deque()  # expected ids that no thread is pulling
         self._pulling: set[str] = set()
         self._failing: dict[str, float] = {}
+        self._waits: deque[float] = deque(maxlen=_WAITS)  # seconds until a thread had its first reply
         self._looking: dict[int, float] = {}  # thread → since when it has been pulling one id
         self._room = threading.Event()  # no reply waits to be taken or is being processed
         self._room.set()
@@ -116,7 +119,10 @@ class Inbox:
 
     def _pull(self) -> None:
         me = id(threading.current_thread())
-        since, in_vain = time.monotonic(), 0
+        began = since = time.monotonic()
+        in_vain, first = 0, True
+        if self._waits:
+            self._closed.wait(min(_FIRST * min(self._waits), _LONGEST_FIRST))
         while True:
             while self._to_look and not self._room.wait(0.5):
                 pass
@@ -145,6 +151,9 @@ class Inbox:
                 in_vain = in_vain + 1 if reply is None else 0
                 swept = in_vain >= len(self._to_look)
             if reply is not None:
+                if first:
+                    self._waits.append(time.monotonic() - began)
+                    first = False
                 self._room.clear()
                 self._hand_over(message_id, reply)
                 del reply

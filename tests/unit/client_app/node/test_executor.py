@@ -1,4 +1,4 @@
-"""The executor with real worker processes and Flower's real Runtime API; only the SuperLink is not one."""
+"""The executor with real worker processes and Flower's real handlers; only the SuperLink is not one."""
 
 import contextlib
 import logging
@@ -8,15 +8,15 @@ import signal
 import socket
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
-import uvicorn
-from flwr.supernode.main import create_app
 
 from tepal.client_app.node import executor as module
 from tepal.client_app.node.executor import Executor
 from tepal.client_app.node.settings import NodeSettings
+from tepal.host.flower.runtime import RuntimeServer
 from tests.unit.host.flower.test_supernode import FlowerLoop, bundle, wait_until
 
 SECRET = b"a secret of thirty-two bytes ...."
@@ -132,24 +132,14 @@ class Running:
         assert not self.thread.is_alive()
 
 
-class Server(uvicorn.Server):
-    def install_signal_handlers(self):
-        pass
-
-
 @contextlib.contextmanager
 def running(bundles, folder, *, secret=SECRET, start=True, **options):
     loop = FlowerLoop(bundles)
-    listening = socket.create_server(("127.0.0.1", 0))
-    api = create_app(loop.factory, superexec_auth_secret=SECRET)
-    server = Server(uvicorn.Config(api, log_level="warning", access_log=False))
-    serving = threading.Thread(target=server.run, args=([listening],), daemon=True)
-    serving.start()
-    wait_until(lambda: server.started)
+    address = str(folder.parent / f"{folder.name}.sock")
+    server = RuntimeServer(Path(address), loop.state, SECRET)
     folder.mkdir(exist_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "FLWR_HOME": str(folder)}
     options = {"preload": (), "spare": False, "grace": 0.5, **options}
-    address = f"127.0.0.1:{listening.getsockname()[1]}"
     executor = Executor(address, secret, folder, environment, NodeSettings("", **options))
     here = Running(loop, executor, folder, address)
     loop.on_task = executor.ring
@@ -161,8 +151,7 @@ def running(bundles, folder, *, secret=SECRET, start=True, **options):
         if here.thread.is_alive():
             here.stop(now=True)
         loop.stop()
-        server.should_exit = True
-        serving.join(5)
+        server.stop()
 
 
 @pytest.fixture(scope="module")
@@ -410,35 +399,22 @@ def test_processes_that_die_at_once_are_a_problem_without_spare_ones_too(tmp_pat
         assert "died before they were ready" in node.executor.problem
 
 
-def test_a_foreign_program_on_the_supernodes_port_does_not_end_it(tmp_path):
-    """The port was free when it was chosen."""
-
-    async def foreign(scope, receive, send):
-        if scope["type"] == "http":
-            await send({"type": "http.response.start", "status": 200, "headers": []})
-            await send({"type": "http.response.body", "body": b"<html>hello</html>"})
-
-    listening = socket.create_server(("127.0.0.1", 0))
-    server = Server(uvicorn.Config(foreign, log_level="warning", lifespan="off"))
-    threading.Thread(target=server.run, args=([listening],), daemon=True).start()
-    wait_until(lambda: server.started)
-    address = f"127.0.0.1:{listening.getsockname()[1]}"
-    executor = Executor(address, SECRET, tmp_path, os.environ, NodeSettings("", preload=(), spare=False))
-    ended = []
-
-    def work():
-        with contextlib.suppress(ValueError):
-            executor.run()
-        ended.append(True)
-
-    thread = threading.Thread(target=work, daemon=True)
+def test_a_supernode_that_does_not_answer_does_not_end_it(tmp_path):
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(str(tmp_path / "there"))
+    listening.listen()
+    executor = Executor(str(tmp_path / "there"), SECRET, tmp_path, os.environ, NodeSettings("", preload=(), spare=False))
+    thread = threading.Thread(target=executor.run, daemon=True)
     thread.start()
     executor.ring()
-    time.sleep(1)
-    server.should_exit = True
-    assert not ended
+    listening.accept()[0].close()  # it has asked, and gets no answer
+    listening.close()
+    executor.ring()
+    time.sleep(0.5)
+    assert thread.is_alive()
     executor.stop()
     thread.join(5)
+    assert not thread.is_alive()
 
 
 def test_words_for_a_process_that_the_system_killed_name_the_limit(tmp_path):

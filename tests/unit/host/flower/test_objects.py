@@ -14,7 +14,8 @@ from flwr.supercore.task_identity import TaskIdentity
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepal.host.flower.objects import ReleaseResponses, fetch, fetch_from_tree, hash_chunks, push, tree_of
+from tepal.host.flower.objects import ReleaseResponses, fetch, hash_chunks, push, tree_of
+from tepal.host.flower.single import plain
 
 CHUNK = 64
 
@@ -48,7 +49,7 @@ DATA = st.one_of(
 def test_what_is_fetched_is_what_was_sent(datas):
     sent = message(*datas)
     contents = contents_of(sent)
-    came = fetch(sent.object_id, contents.__getitem__, pull_objects)
+    came = fetch(contents[sent.object_id], sent.object_id, contents.__getitem__, pull_objects)
     assert came.object_id == sent.object_id
     assert [array.data for array in came.content["arrays"].values()] == datas
     assert all(type(array.data) is bytes for array in came.content["arrays"].values())
@@ -60,7 +61,7 @@ def test_ids_trees_and_contents_are_flowers(datas):
     ours, flowers = message(*datas), message(*datas)
     ours.metadata.__dict__["_created_at"] = flowers.metadata.created_at
     hash_chunks(ours)
-    tree, objects = tree_of(ours, ours.object_id)
+    tree, objects = tree_of(plain(ours), ours.object_id)
     assert tree == get_object_tree(flowers)
     assert list(objects) == list(get_all_nested_objects(flowers))
     pushed = {}
@@ -80,8 +81,8 @@ def test_each_chunk_is_pulled_once():
         asked.append(object_id)
         return contents[object_id]
 
-    fetch(sent.object_id, pull, pull_objects)
-    assert sorted(asked) == sorted(contents)
+    fetch(contents[sent.object_id], sent.object_id, pull, pull_objects)
+    assert sorted([*asked, sent.object_id]) == sorted(contents)
 
 
 def test_chunks_of_another_size_are_refused():
@@ -90,26 +91,20 @@ def test_chunks_of_another_size_are_refused():
     contents = contents_of(sent)
     contents[second] = b"ArrayChunk  3\x00abc"
     with pytest.raises(ObjectPullError, match="not of one size"):
-        fetch(sent.object_id, contents.__getitem__, pull_objects)
+        fetch(contents[sent.object_id], sent.object_id, contents.__getitem__, pull_objects)
     contents[second] = b"ArrayChunk  4\x00abc"
     with pytest.raises(ValueError, match="of 3 bytes, expected a chunk of an array of 4 bytes"):
-        fetch(sent.object_id, contents.__getitem__, pull_objects)
+        fetch(contents[sent.object_id], sent.object_id, contents.__getitem__, pull_objects)
 
 
-def test_a_message_is_confirmed_when_it_is_there_and_another_type_is_refused():
-    sent, confirmed = message(b"abc"), []
-    contents, tree = contents_of(sent), get_object_tree(sent)
-    with pytest.raises(KeyError):
-        fetch_from_tree(tree, {}.__getitem__, confirmed.append, return_type=Message, pull_all=pull_objects)
-    assert not confirmed
-    fetch_from_tree(tree, contents.__getitem__, confirmed.append, return_type=Message, pull_all=pull_objects)
-    assert confirmed == [sent.object_id]
-    with pytest.raises(TypeError, match="received a Message, expected a ConfigRecord"):
-        fetch_from_tree(tree, contents.__getitem__, confirmed.append, return_type=ConfigRecord, pull_all=pull_objects)
+def test_what_is_no_message_is_refused():
+    record = message(b"abc").content["config"]
+    with pytest.raises(ValueError, match="do not match"):
+        fetch(record.deflate(), record.object_id, {}.__getitem__, pull_objects)
 
 
 def test_an_object_that_cannot_be_pushed_is_an_error_and_the_rest_is_not_sent():
-    objects = tree_of(sent := message(bytes(range(250)) * 40), sent.object_id)[1]
+    objects = tree_of(plain(sent := message(bytes(range(250)) * 40)), sent.object_id)[1]
     pushed = []
 
     def push_one(object_id, content):

@@ -4,14 +4,13 @@ import importlib
 import inspect
 import re
 import time
+from pathlib import Path
 
 import grpc
-import httpx
 import pytest
 from flwr.common.constant import ErrorCode, SubStatus
 from flwr.proto import runtime_pb2
 from flwr.supercore.inflatable.inflatable_utils import ObjectUnavailableError, pull_objects
-from flwr.supercore.interceptors import SuperExecAuthHttpInterceptor
 from flwr.supercore.retry import RetryInvoker
 
 from tepal.host.flower import supernode
@@ -64,7 +63,6 @@ def test_an_object_that_has_not_arrived_is_looked_for_soon_again():
 
 QUICK = ("initial_backoff", "backoff_cap", "max_tries_per_object")
 START = "flwr.supernode.start_client_internal"
-RUN = "flwr.supernode.runtime.run_clientapp"
 STATE = "flwr.supernode.nodestate.in_memory_nodestate.InMemoryNodeState"
 MEMORY = "flwr.server.superlink.linkstate.in_memory_linkstate.InMemoryLinkState"
 
@@ -80,19 +78,15 @@ RELIED_ON = {
     "flwr.supernode.cli.flower_supernode.NodeStateFactory": ("objectstore_factory",),
     "flwr.supernode.cli.flower_supernode.flower_supernode": (),
     "flwr.supernode.cli.flower_supernode.HTTP_SERVER_SHUTDOWN_TIMEOUT": (),
-    f"{RUN}.pull_and_inflate_object_from_tree": (
-        "object_tree", "pull_object_fn", "confirm_object_received_fn", "return_type",
-    ),
-    f"{RUN}.get_object_tree": ("obj",),
-    f"{RUN}.get_all_nested_objects": ("obj",),
-    f"{RUN}.push_objects": ("objects", "push_object_fn", "object_ids_to_push"),
     "flwr.superlink.grid.http_grid.HttpGrid._try_push_messages": ("run_id", "messages"),
     "flwr.superlink.grid.http_grid.HttpGrid._runtime_client": (),
     "flwr.app.message.array.FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE": (),
     "flwr.app.message.array.Array.slice_array": (),
-    f"{RUN}.pull_task_input": ("client",),
-    f"{RUN}.push_message": ("client", "message", "context"),
-    f"{RUN}.push_task_output": ("client", "context", "sub_status", "details"),
+    "flwr.supernode.cli.flower_supernode._start_supernode_http_api": ("config", "state_factory"),
+    "flwr.common.serde.recorddict_to_proto": (),
+    "flwr.common.serde.recorddict_from_proto": (),
+    "flwr.common.serde.metadata_to_proto": (),
+    "flwr.common.serde.metadata_from_proto": (),
     f"{STATE}.__init__": ("object_store",),
     f"{STATE}.create_task": ("task_type", "run_id"),
     f"{STATE}.store_message": ("message",),
@@ -110,17 +104,15 @@ RELIED_ON = {
     "flwr.clientapp.utils.get_load_client_app_fn": ("default_app_ref", "app_path", "multi_app"),
     "flwr.clientapp.client_app.LoadClientAppError": (),
     "flwr.clientapp.client_app.ClientApp.__call__": ("message", "context"),
-    "flwr.supercore.retry.make_simple_http_retry_invoker": (),
     "flwr.supercore.retry.exponential": ("max_delay",),
-    "flwr.supercore.runtime.RuntimeHttpClient.from_server_address": (
-        "server_address", "insecure", "root_certificates", "interceptors", "retry_invoker",
-    ),
-    "flwr.supercore.runtime.RuntimeHttpClient.AcquireTask": ("request",),
-    "flwr.supercore.runtime.RuntimeHttpClient.SendTaskHeartbeat": ("request",),
-    "flwr.supercore.runtime.RuntimeHttpClient.PushTaskOutput": ("request",),
-    "flwr.supercore.interceptors.RuntimeTokenHttpInterceptor": ("token",),
-    "flwr.supercore.interceptors.RuntimeVersionHttpInterceptor": ("component_name",),
-    "flwr.supercore.interceptors.SuperExecAuthHttpInterceptor": ("master_secret", "protected_methods"),
+    **{
+        f"flwr.supernode.servicer.runtime.runtime_handlers.{name}": ("request", "state", "task")
+        for name in ("pull_task_input", "pull_messages", "confirm_message_received", "push_messages", "push_task_output")
+    },
+    "flwr.supernode.servicer.runtime.runtime_handlers.acquire_task": ("request", "state"),
+    "flwr.supercore.servicer.runtime.runtime_handlers.send_task_heartbeat": ("request", "state", "task"),
+    f"{STATE}.get_task_by_token": ("token",),
+    f"{STATE}.get_object": ("run_id", "object_id"),
     # tepal.server_app.simulated_grid
     "flwr.superlink.grid.inmemory_grid.InMemoryGrid.push_messages": ("messages",),
     "flwr.superlink.grid.inmemory_grid.InMemoryGrid.pull_messages": ("message_ids",),
@@ -212,22 +204,6 @@ def test_constants_and_messages_have_the_values_and_fields_that_are_used():
     assert "success" in runtime_pb2.SendTaskHeartbeatResponse.DESCRIPTOR.fields_by_name
 
 
-def test_the_secret_is_sent_with_the_one_method_that_asks_for_it():
-    request = httpx.Request("POST", "http://127.0.0.1/v1/runtime/acquire-task", content=b"")
-    seen = []
-
-    def send(context):
-        seen.append(dict(context.request.headers))
-        return httpx.Response(200)
-
-    from flwr.supercore.protobuf.client import ProtobufRequestContext
-
-    method, message = "/flwr.proto.Runtime/AcquireTask", runtime_pb2.AcquireTaskRequest()
-    known_by = SuperExecAuthHttpInterceptor(master_secret=b"s" * 32, protected_methods=[method])
-    known_by.intercept(ProtobufRequestContext(method, message, request), send)
-    assert set(seen[0]) - {"host", "content-length"}, "no header proves who asks"
-
-
 def test_everything_that_is_replaced_in_the_supernode_is_found_and_used(monkeypatch):
     """`change_flower` on the Flower that is installed, and undone again."""
     changed = []
@@ -240,7 +216,7 @@ def test_everything_that_is_replaced_in_the_supernode_is_found_and_used(monkeypa
 
     monkeypatch.setattr(supernode, "change", remembering)
     link, there = Link.pair()
-    supernode.change_flower(link, supernode.Prompt(link, 1.0))
+    supernode.change_flower(link, supernode.Prompt(link, 1.0), Path("runtime"))
     start = importlib.import_module(START)
     (pulls,) = start.pull_objects.args
     assert pulls.keywords == {"initial_backoff": 0.02, "backoff_cap": 0.5, "max_tries_per_object": None}
