@@ -1,6 +1,6 @@
 """Seconds of a round without its training: Tepal on SuperNodes and on warm nodes, compared with Flower's FedAvg.
 
-    python benchmarks/round_latency.py [--model tiny|vit-b-32] [--rounds 30] [--runs 1] [--clients 2] [--only stock,warm] [--quick]
+    python benchmarks/round_latency.py [--model tiny|vit-b-32] [--clients 2] [--rounds 30] [--runs 1] [--only warm]
 
 Real processes on this machine, one setting after the other: a SuperLink, its clients, TLS, registered keys. The clients
 do not train, and return a whole model. Flower's FedAvg has a train and an evaluate exchange in every round, and
@@ -111,8 +111,8 @@ def processor_seconds(processes: list[psutil.Process]) -> dict[str, float]:
     seconds: Counter[str] = Counter()
     for process in processes:
         with contextlib.suppress(psutil.Error):
-            times, command = process.cpu_times(), process.cmdline()
-            kind = next((kind for kind, words in KINDS.items() if words & set(map(os.path.basename, command))), "others")
+            times, words = process.cpu_times(), set(map(os.path.basename, process.cmdline()))
+            kind = next((kind for kind, known in KINDS.items() if words & known), "others")
             seconds[kind] += times.user + times.system
     return dict(seconds)
 
@@ -129,7 +129,8 @@ def processor_a_round(samples: list[tuple[float, dict[str, float]]], ended: list
 def running(way: str, clients: int, folder: Path) -> Iterator[Deployment]:
     (folder / "work").mkdir(parents=True)
     clock = Clock(lambda kind, text: None, None)
-    with deployment(folder, [{}] * clients, clock, folder / "cache", warm=way == "warm", stock=way == "stock") as started:
+    how = {"warm": way == "warm", "stock": way == "stock"}
+    with deployment(folder, [{}] * clients, clock, folder / "cache", **how) as started:
         yield started
 
 
@@ -207,7 +208,8 @@ def main() -> None:
     rounds = 4 if arguments.quick else arguments.rounds or (30 if arguments.model == "tiny" else 8)
     measured: dict[str, Measured] = {}
     for way in arguments.only.split(",") * arguments.runs:
-        run = measure(way, arguments.model, arguments.clients, rounds if way == "warm" else max(3, rounds // 10), console)
+        number = rounds if way == "warm" else max(3, rounds // 10)
+        run = measure(way, arguments.model, arguments.clients, number, console)
         if way in measured:
             run.seconds, run.peak = measured[way].seconds + run.seconds, max(measured[way].peak, run.peak)
         measured[way] = run
@@ -218,7 +220,8 @@ def main() -> None:
         console.print(f"an exchange on a warm node, median seconds: {spent}", soft_wrap=True)
     for way, each in measured.items():
         used = "  ".join(f"{kind} {seconds:.3f}" for kind, seconds in each.processor.items())
-        console.print(f"processor seconds a round, {WAYS[way]}: {sum(each.processor.values()):.3f}  ({used})", soft_wrap=True)
+        total = sum(each.processor.values())
+        console.print(f"processor seconds a round, {WAYS[way]}: {total:.3f}  ({used})", soft_wrap=True)
     if warm is not None and warm.growth:
         grown = warm.growth
         console.print(

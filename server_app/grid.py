@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.metadata import version
 from logging import getLogger
-from typing import Any, cast
+from typing import Any
 
 from flwr.app import Error, Message
 from flwr.common.constant import ErrorCode
@@ -213,7 +213,7 @@ class PromptGrid(HttpGrid):  # type: ignore[misc]
 
         _give_back_memory()
         try:
-            root = pull(reply_id)  # the reply's last object, which is small: it fails quickly if the reply is incomplete
+            root = pull(reply_id)  # its last object, which is small: it fails quickly if the reply is incomplete
             reply = fetch(root, reply_id, pull, quick(pull_objects))
         except ObjectUnavailableError:
             return None

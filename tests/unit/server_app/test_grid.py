@@ -1,22 +1,25 @@
 """The grid that does not wait, over a runtime that hands out what has arrived so far."""
 
+import hashlib
 import threading
 import time
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, Error, Message, MetricRecord, RecordDict
 from flwr.app.message import remove_content_from_message
 from flwr.common.constant import ErrorCode
 from flwr.common.serde import message_to_proto
-from flwr.proto.message_pb2 import ConfirmMessageReceivedResponse, PullObjectResponse
-from flwr.proto.runtime_pb2 import PullAppMessagesResponse
+from flwr.proto.message_pb2 import ConfirmMessageReceivedResponse, PullObjectResponse, PushObjectResponse
+from flwr.proto.node_pb2 import NodeInfo
+from flwr.proto.runtime_pb2 import GetNodesResponse, PullAppMessagesResponse, PushAppMessagesResponse
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree, iterate_object_tree
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.grid.http_grid import HttpGrid
 
 from tepal.host.flower.patches import FLOWER, SHORTEST_PAUSE
+from tepal.host.flower.single import plain, written
 from tepal.server_app import grid as grid_module
 from tepal.server_app.grid import PromptGrid, prompt
 from tepal.strategies.in_process import InProcessGrid
@@ -111,6 +114,94 @@ def test_a_reply_that_is_on_its_way_is_not_waited_for(grid, runtime):
     np.testing.assert_array_equal(came.content["arrays"]["b"].numpy(), np.full(3, ord("b"), np.float32))
     assert runtime.confirmed == [reply.object_id]
     assert grid.pull_messages(["m1"]) == [] and not grid._announced
+
+
+class Sending(Runtime):
+    """Takes messages, too, and keeps their trees."""
+
+    def __init__(self):
+        super().__init__()
+        self.pushed = []
+
+    def PushMessages(self, request):
+        (tree,) = request.message_object_trees
+        self.pushed.append(tree)
+        wanted = [node.object_id for node in iterate_object_tree(tree)]
+        ids = [each.metadata.message_id for each in request.messages_list]
+        return PushAppMessagesResponse(message_ids=ids, objects_to_push=wanted, session_id="s")
+
+    def PushObject(self, request):
+        self.objects[request.object_id] = request.object_content
+        return PushObjectResponse(stored=True)
+
+    def GetNodes(self, request):
+        return GetNodesResponse(nodes=[NodeInfo(node_id=5, last_activated_at=self.started)])
+
+    started = "noon"
+
+
+def an_exchange(grid, runtime, *, single, node=5):
+    """Send node 5 a message, and have it answered; whether the message was sent in one object."""
+    content = RecordDict({"arrays": ArrayRecord({"a": Array(np.ones(3, np.float32))})})
+    (sent,) = grid.push_messages([Message(content, dst_node_id=5, message_type="train")])
+    tree = runtime.pushed[-1]
+    assert sent == tree.object_id == hashlib.sha256(runtime.objects[sent]).hexdigest()
+    reply = runtime.reply(sent, 3)
+    reply.metadata.__dict__["_src_node_id"] = node
+    root = written(reply, single=True) if single else plain(reply)
+    reply.metadata.__dict__["_message_id"] = root.object_id
+    runtime.announced[sent] = reply
+    runtime.objects |= {key: each.deflate() for key, each in get_all_nested_objects(reply).items()}
+    runtime.objects[root.object_id] = root.content
+    runtime.arrived |= set(runtime.objects)
+    (came,) = quickly(lambda: grid.pull_messages([sent]))
+    assert came.content == reply.content
+    return not tree.children
+
+
+@pytest.fixture
+def sending():
+    return Sending()
+
+
+@pytest.fixture
+def over(sending):
+    flower = HttpGrid(token="x")
+    flower._client = sending
+    flower.set_run(Run.create_empty(7))
+    return prompt(flower)
+
+
+def test_a_node_that_answers_in_one_object_gets_small_messages_in_one_object(over, sending):
+    assert [an_exchange(over, sending, single=True) for _ in range(3)] == [False, True, True]
+
+
+def test_a_node_that_answers_as_flower_does_gets_trees(over, sending):
+    assert [an_exchange(over, sending, single=False) for _ in range(3)] == [False] * 3
+
+
+def test_a_node_that_was_started_again_may_be_another_program(over, sending):
+    list(over.get_nodes())
+    an_exchange(over, sending, single=True)
+    list(over.get_nodes())
+    assert an_exchange(over, sending, single=True)
+    sending.started = "one o'clock"
+    list(over.get_nodes())
+    assert not an_exchange(over, sending, single=True)
+
+
+def test_a_node_that_fails_with_a_message_in_one_object_gets_a_tree(over, sending):
+    an_exchange(over, sending, single=True)
+    (sent,) = over.push_messages([Message(RecordDict(), dst_node_id=5, message_type="train")])
+    asked = Message(RecordDict(), dst_node_id=5, message_type="train")
+    asked.metadata.__dict__["_message_id"] = sent
+    error = Message(Error(8, "it has ended"), reply_to=asked)
+    error.metadata.__dict__["_message_id"] = error.object_id
+    sending.announced[sent], sending.objects[error.object_id] = error, error.deflate()
+    sending.arrived.add(error.object_id)
+    (came,) = quickly(lambda: over.pull_messages([sent]))
+    assert came.error.reason == "it has ended"
+    assert not an_exchange(over, sending, single=True)
 
 
 def test_the_superlink_is_asked_once_for_all_replies_that_are_awaited(grid, runtime, monkeypatch):

@@ -400,10 +400,11 @@ def test_processes_that_die_at_once_are_a_problem_without_spare_ones_too(tmp_pat
 
 
 def test_a_supernode_that_does_not_answer_does_not_end_it(tmp_path):
+    address = str(tmp_path / "there")
     listening = socket.socket(socket.AF_UNIX)
-    listening.bind(str(tmp_path / "there"))
+    listening.bind(address)
     listening.listen()
-    executor = Executor(str(tmp_path / "there"), SECRET, tmp_path, os.environ, NodeSettings("", preload=(), spare=False))
+    executor = Executor(address, SECRET, tmp_path, os.environ, NodeSettings("", preload=(), spare=False))
     thread = threading.Thread(target=executor.run, daemon=True)
     thread.start()
     executor.ring()

@@ -62,6 +62,7 @@ def test_an_object_that_has_not_arrived_is_looked_for_soon_again():
 
 
 QUICK = ("initial_backoff", "backoff_cap", "max_tries_per_object")
+HANDLERS = "flwr.supernode.servicer.runtime.runtime_handlers"
 START = "flwr.supernode.start_client_internal"
 STATE = "flwr.supernode.nodestate.in_memory_nodestate.InMemoryNodeState"
 MEMORY = "flwr.server.superlink.linkstate.in_memory_linkstate.InMemoryLinkState"
@@ -106,10 +107,12 @@ RELIED_ON = {
     "flwr.clientapp.client_app.ClientApp.__call__": ("message", "context"),
     "flwr.supercore.retry.exponential": ("max_delay",),
     **{
-        f"flwr.supernode.servicer.runtime.runtime_handlers.{name}": ("request", "state", "task")
-        for name in ("pull_task_input", "pull_messages", "confirm_message_received", "push_messages", "push_task_output")
+        f"{HANDLERS}.{name}": ("request", "state", "task")
+        for name in (
+            "pull_task_input", "pull_messages", "confirm_message_received", "push_messages", "push_task_output",
+        )
     },
-    "flwr.supernode.servicer.runtime.runtime_handlers.acquire_task": ("request", "state"),
+    f"{HANDLERS}.acquire_task": ("request", "state"),
     "flwr.supercore.servicer.runtime.runtime_handlers.send_task_heartbeat": ("request", "state", "task"),
     f"{STATE}.get_task_by_token": ("token",),
     f"{STATE}.get_object": ("run_id", "object_id"),

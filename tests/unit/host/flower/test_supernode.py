@@ -585,9 +585,41 @@ def test_pauses_grow_to_poll_and_begin_again_after_a_message(prompt, clock, monk
     assert pauses[0] == pytest.approx(0.02), "the first look after a reply is soon repeated"
     assert all(pauses <= np.maximum(since / 8, 0.02) + 1e-9), "none is seen much later than it came"
     assert max(pauses) == pauses[-1] == pytest.approx(0.2), "pauses grow to `poll`, and not beyond"
-    again = len(looks.at)
+    again, replied = len(looks.at), clock.now
     receive()
-    assert np.diff(looks.at[again:]) == pytest.approx(0.02)
+    assert looks.at[again] - replied == pytest.approx(0.25), "the last wait took longer: it does not look at once"
+    assert np.diff(looks.at[again:]) == pytest.approx([0.25 / 8, 0.25 * (1 + 1 / 8) / 8]), "and then soon again"
+
+
+def test_messages_that_come_in_even_intervals_are_not_looked_for_in_their_first_half(prompt, clock, monkeypatch):
+    looking, _ = prompt
+    monkeypatch.setattr(looking._wake, "wait", clock.pass_by)
+    due, at = 0.0, []
+
+    def look():
+        at.append(clock.now)
+        return (a_message(), None) if clock.now >= due else None
+
+    receive = receiving(looking, look)
+    for number in range(6):
+        began, before = clock.now, len(at)
+        due = began + 0.3
+        receive()
+        assert clock.now - due < 0.05, "it is seen soon after it came"
+        assert number == 0 or at[before] - began >= 0.15
+    assert len(at[before:]) <= 8
+
+
+def test_a_short_interval_among_long_ones_is_remembered(prompt, clock, monkeypatch):
+    """As in rounds with a training that takes long, and an evaluation right after it."""
+    looking, _ = prompt
+    monkeypatch.setattr(looking._wake, "wait", clock.pass_by)
+    due = 0.0
+    receive = receiving(looking, lambda: (a_message(), None) if clock.now >= due else None)
+    for interval in (60.0, 0.05) * 3:
+        due = clock.now + interval
+        receive()
+    assert clock.now - due < 0.025
 
 
 def test_who_holds_it_stops_the_looking_and_wakes_it_again(prompt):
@@ -693,7 +725,7 @@ def test_a_main_loop_that_has_ended_does_not_leave_a_process_that_does_nothing(m
 
     left = []
     link, end = Link.pair()
-    monkeypatch.setattr(supernode.sys, "argv", ["", "3", "1.0"])
+    monkeypatch.setattr(supernode.sys, "argv", ["", "3", "1.0", "runtime"])
     monkeypatch.setattr(supernode.Link, "inherited", staticmethod(lambda number: link))
     for name in ("die_with_parent", "change_flower", "_listen"):
         monkeypatch.setattr(supernode, name, lambda *_: None)
