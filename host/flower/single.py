@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from flwr.app import Message
 from flwr.app.message import make_message
-from flwr.common.serde import metadata_from_proto, metadata_to_proto, recorddict_from_proto, recorddict_to_proto
+from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
+from flwr.common.serde_utils import metadata_from_proto, metadata_to_proto
 from flwr.proto.message_pb2 import Message as ProtoMessage
 from flwr.proto.recorddict_pb2 import RecordDict as ProtoRecordDict
 from flwr.supercore.constant import HEAD_BODY_DIVIDER, HEAD_VALUE_DIVIDER

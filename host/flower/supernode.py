@@ -18,14 +18,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import grpc
 from flwr.app import Error, Message
 from flwr.common.constant import ErrorCode, SubStatus
 from flwr.proto.message_pb2 import ObjectTree
 from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, ObjectUnavailableError
-from flwr.supercore.retry import RetryInvoker, exponential
 from flwr.supercore.run import RunNotRunningException
 from flwr.supernode.cli.flower_supernode import flower_supernode
 from flwr.supernode.nodestate import NodeStateFactory
@@ -33,13 +31,13 @@ from flwr.supernode.nodestate.in_memory_nodestate import InMemoryNodeState
 
 from .link import Link, die_with_parent
 from .patches import SHORTEST_PAUSE, change, quick
+from .refusals import reconnecting, report_refusal
 from .runtime import RuntimeServer
 
 _PAUSE = 1 / 8  # between two requests for a message, as a share of the time since the last message
 _FIRST = 1 / 2  # first pause, as a share of the shortest of the last waits for a message
 _LONGEST_FIRST = 0.25  # seconds
 _WAITS = 4  # number of waits that are remembered
-_LONGEST_RECONNECT = 5  # seconds between two attempts to reach the SuperLink (Flower: 20)
 _MESSAGE_WAIT = 5.0  # seconds for which a task waits for its message
 _CHECK_TOKENS = 20.0  # seconds for which the main loop waits for a reply before it checks task tokens again
 _LEAVE = 6.0  # seconds to leave the SuperLink when the parent has died
@@ -90,8 +88,8 @@ def change_flower(link: Link, prompt: Prompt, runtime: Path) -> None:
     change(inside, "pull_objects", lambda pull: partial(pull_while_it_comes, quick(pull)))
     change(inside, "grpc_request_response", prompt.around)
     change(inside, "register_signal_handlers", lambda register: partial(_without_sigterm, register))
-    change(inside, "_make_fleet_connection_retry_invoker", lambda make: partial(_reconnecting, make, link))
-    change("flwr.client.grpc_rere_client.connection", "flwr_exit", lambda leave: partial(_report_refusal, link, leave))
+    change(inside, "_make_fleet_connection_retry_invoker", lambda make: partial(reconnecting, make, link))
+    change("flwr.client.grpc_rere_client.connection", "flwr_exit", lambda leave: partial(report_refusal, link, leave))
 
 
 class _Serving:
@@ -281,7 +279,7 @@ class PromptState(InMemoryNodeState):
     def wait_for_object(self, run_id: int, object_id: str, seconds: float) -> bytes | None:
         """As `get_object`, but wait until an object that was announced has arrived, at most so many seconds."""
         self._wait_for(lambda: self.get_object(run_id, object_id) != b"", seconds)
-        return cast("bytes | None", self.get_object(run_id, object_id))
+        return self.get_object(run_id, object_id)
 
     def delete_messages(self, *, message_ids: Sequence[str] | None = None) -> None:
         """Delete messages as Flower does, and with them their objects and replies that were not sent."""
@@ -381,55 +379,9 @@ class PromptStateFactory(NodeStateFactory):
             return self.state_instance
 
 
-def explain_refusal(code: str, details: str) -> str:
-    """Return why the SuperLink refuses this node and what to do, from its error code and details."""
-    if "Invalid timestamp" in details:
-        now = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
-        return (
-            f"the SuperLink does not accept the time of this machine, {now} UTC: its clock is more than 5 seconds "
-            "ahead of the SuperLink's, or more than 5 minutes behind it. Set both by NTP"
-        )
-    if "[code: 2004]" in details:
-        return (
-            "the SuperLink does not know this node's key: it was never registered, it was revoked, or the SuperLink "
-            "was restarted. Its administrator registers it with `tepal provision register`. Or the SuperLink still "
-            "counts this node as connected, up to a minute after it was killed"
-        )
-    if "handshake failed" in details.lower() or "certificate" in details.lower():
-        return f"no TLS connection to the SuperLink: {details}. Check its address, and that ca.crt is its authority's"
-    return f"the SuperLink refuses this node: {' '.join(filter(None, [code, details]))}"
-
-
-def _reconnecting(make: Callable[..., RetryInvoker], link: Link, **settings: Any) -> RetryInvoker:
-    """Return Flower's retry invoker with shorter pauses, which reports lost and refused connections to the parent."""
-    invoker = make(**settings)
-    invoker.wait_gen_factory = lambda: exponential(max_delay=_LONGEST_RECONNECT)
-    gives_up, backs_off = invoker.should_giveup, invoker.on_backoff
-
-    def should_give_up(error: Any) -> bool:
-        if error.code() == grpc.StatusCode.UNAUTHENTICATED:
-            link.send("refused", reason=explain_refusal(error.code().name, error.details() or ""))
-        return gives_up(error) if gives_up else False
-
-    def on_backoff(state: Any) -> None:
-        link.send("lost")
-        if backs_off:
-            backs_off(state)
-
-    invoker.should_giveup, invoker.on_backoff = should_give_up, on_backoff
-    return invoker
-
-
 def _without_sigterm(register: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     register(*args, **kwargs)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-def _report_refusal(
-    link: Link, leave: Callable[..., None], code: int, message: str | None = None, **kwargs: Any
-) -> None:
-    link.send("refused", reason=explain_refusal("", message or ""))
-    leave(code, message, **kwargs)
 
 
 def _listen(link: Link, prompt: Prompt) -> None:

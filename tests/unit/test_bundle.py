@@ -9,7 +9,7 @@ from tests.packages import ROOT
 
 APPS = {"tepal.client_app.app", "tepal.server_app.app"}
 PUBLIC = {"tepal.strategies.in_process"}
-FLOWER = {"tepal.host.flower.link", "tepal.host.flower.supernode", "tepal.host.flower.worker"}
+FLOWER = {f"tepal.host.flower.{name}" for name in ("link", "refusals", "runtime", "supernode", "worker")}
 """Beside what the server's grid imports of that folder."""
 OBJECTIVES = {f"tepal.client_app.objectives.{path.stem}" for path in (ROOT / "client_app/objectives").glob("[!_]*.py")}
 """`client_app/objectives/__init__.py` imports all files next to it."""

@@ -42,7 +42,8 @@ from flwr.supernode.servicer.runtime import runtime_handlers
 from tepal.host.flower import supernode
 from tepal.host.flower.link import Link
 from tepal.host.flower.patches import quick
-from tepal.host.flower.supernode import Prompt, PromptState, PromptStateFactory, explain_refusal
+from tepal.host.flower.refusals import explain_refusal, report_refusal
+from tepal.host.flower.supernode import Prompt, PromptState, PromptStateFactory
 
 NODE = 7
 
@@ -824,7 +825,7 @@ def test_a_refusal_is_told_to_the_parent_and_then_as_flower_has_it():
     link, end = Link.pair()
     left = []
     leave = lambda code, message, **more: left.append((code, message, more))  # noqa: E731
-    supernode._report_refusal(link, leave, 3, "not known", event=1)
+    report_refusal(link, leave, 3, "not known", event=1)
     link.close()
     assert left == [(3, "not known", {"event": 1})]
     assert [event["event"] for event in Link(end)] == ["refused"]
