@@ -120,7 +120,8 @@ class RuntimeServer:
             while True:
                 sizes = _REQUEST.unpack(_read(connection, _REQUEST.size))
                 method, token, message, content = (_read(connection, size) for size in sizes)
-                status, message, content = self._answer(method.decode(), token.decode(), message, content)
+                name, known_by = (each.decode(errors="replace") for each in (method, token))
+                status, message, content = self._answer(name, known_by, message, content)
                 connection.sendall(_ANSWER.pack(status, len(message), len(content)) + message)
                 connection.sendall(content)
                 del message, content  # while it waits for the next request

@@ -129,8 +129,10 @@ class MessageHandler:
 
     def handle(self, address: str, token: str, to_parent: Link) -> TaskResult:
         """Pull the token's message from the SuperNode, call the app, and push its reply. `address`: of its socket."""
-        if self._client is None or str(self._client.path) != address:  # of another SuperNode
-            self._client = RuntimeClient(address)
+        if self._client is not None and str(self._client.path) != address:  # of another SuperNode
+            self._client.close()
+            self._client = None
+        self._client = self._client or RuntimeClient(address)
         self._client.token = token
         return self._handle(self._client, to_parent)
 
