@@ -371,3 +371,43 @@ def test_a_pull_whose_reply_is_coming_is_not_taken_for_stuck(inbox, grid):
     assert grid.pulls == ["large", "other"]
     event.set()
     take_all(inbox, 1)
+
+
+class Pauses:
+    """Stands for the event that an inbox is closed: remembers how long it was waited for, and lets no time pass."""
+
+    def __init__(self):
+        self.asked = []
+
+    def wait(self, seconds):
+        self.asked.append(seconds)
+        time.sleep(0.001)
+        return False
+
+    def is_set(self):
+        return False
+
+    def set(self):
+        pass
+
+
+@pytest.mark.parametrize(("waits", "first"), [([0.4, 2.0], 0.2), ([2.0, 0.1, 3.0], 0.05), ([60.0], 0.25)])
+def test_replies_are_not_looked_for_in_the_first_half_of_the_shortest_wait(waits, first):
+    grid = FakeGrid()
+    grid.in_vain["m"] = 2
+    inbox = Inbox(grid)
+    inbox._waits.extend(waits)
+    inbox._closed = pauses = Pauses()
+    inbox.expect(["m"])
+    assert inbox.take(5)[0] == "m"
+    assert pauses.asked[0] == pytest.approx(first) and len(grid.pulls) == 3
+    assert len(inbox._waits) == len(waits) + 1 and inbox._waits[-1] < 5
+
+
+def test_the_first_replies_of_all_are_looked_for_at_once():
+    grid = FakeGrid()
+    inbox = Inbox(grid)
+    inbox._closed = pauses = Pauses()
+    inbox.expect(["m"])
+    assert inbox.take(5)[0] == "m"
+    assert pauses.asked == []
