@@ -124,7 +124,8 @@ class PromptGrid(HttpGrid):  # type: ignore[misc]
             root = written(message, single=message.metadata.dst_node_id in self._reading_single)
             message.metadata.__dict__["_message_id"] = message_id = root.object_id
             if not root.children:
-                self._sent_single[message_id] = message.metadata.dst_node_id
+                with self._lock:
+                    self._sent_single[message_id] = message.metadata.dst_node_id
             protos.append(message_to_proto(remove_content_from_message(message)))
             tree, its_objects = tree_of(root, message_id)
             trees.append(tree)
