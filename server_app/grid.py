@@ -92,7 +92,7 @@ class PromptGrid(HttpGrid):  # type: ignore[misc]
         self._lock = threading.Lock()
         self._pulled = 0
         self._reading_single: set[int] = set()  # nodes that read messages in one object
-        self._sent_single: dict[str, int] = {}  # message's id → its node, of messages in one object without a reply
+        self._sent: dict[str, tuple[int, bool]] = {}  # id of a message without a reply → its node; is it one object?
         self._sessions: dict[int, str] = {}  # node → when it was started
         self.moved_at = 0.0
         """Time at which the last object of a reply arrived (`time.monotonic`)."""
@@ -123,9 +123,8 @@ class PromptGrid(HttpGrid):  # type: ignore[misc]
         for message in messages:
             root = written(message, single=message.metadata.dst_node_id in self._reading_single)
             message.metadata.__dict__["_message_id"] = message_id = root.object_id
-            if not root.children:
-                with self._lock:
-                    self._sent_single[message_id] = message.metadata.dst_node_id
+            with self._lock:
+                self._sent[message_id] = message.metadata.dst_node_id, not root.children
             protos.append(message_to_proto(remove_content_from_message(message)))
             tree, its_objects = tree_of(root, message_id)
             trees.append(tree)
@@ -188,7 +187,7 @@ class PromptGrid(HttpGrid):  # type: ignore[misc]
                 return
             self._awaited = {key: each for key, each in self._awaited.items() if now - each.requested < _FORGOTTEN}
             known = self._awaited.keys() | self._announced.keys()
-            self._sent_single = {key: node for key, node in self._sent_single.items() if key in known}
+            self._sent = {key: sent for key, sent in self._sent.items() if key in known}
             awaited = list(self._awaited)
         answer = self._runtime_client.PullMessages(PullAppMessagesRequest(message_ids=awaited))
         with self._lock:
@@ -236,17 +235,19 @@ class PromptGrid(HttpGrid):  # type: ignore[misc]
             ConfirmMessageReceivedRequest(node=self.node, run_id=self.run.run_id, message_object_id=reply_id)
         )
         reply.metadata.__dict__["_message_id"] = reply_id
-        self._learn(message_id, reply, reads_single(root))
+        self._learn(message_id, reply.has_error(), reads_single(root))
         return reply
 
-    def _learn(self, message_id: str, reply: Message, reads: bool) -> None:
-        """Remember whether the sender of a reply reads messages in one object."""
+    def _learn(self, message_id: str, failed: bool, reads: bool) -> None:
+        """Remember whether the node that has replied reads messages in one object: the one that the message was for."""
         with self._lock:
-            node = self._sent_single.pop(message_id, None)
-            if reply.has_error() and node is not None:  # perhaps it has failed because of that
+            node, single = self._sent.pop(message_id, (None, False))
+            if node is None:
+                return
+            if failed and single:  # perhaps because of that
                 self._reading_single.discard(node)
-            elif reads:
-                self._reading_single.add(reply.metadata.src_node_id)
+            elif reads and not failed:
+                self._reading_single.add(node)
 
 
 def _give_back_memory() -> None:

@@ -180,6 +180,13 @@ def test_a_node_that_answers_as_flower_does_gets_trees(over, sending):
     assert [an_exchange(over, sending, single=False) for _ in range(3)] == [False] * 3
 
 
+def test_a_reply_says_nothing_about_another_node(over, sending):
+    an_exchange(over, sending, single=True, node=6)
+    content = RecordDict({"arrays": ArrayRecord({"a": Array(np.ones(3, np.float32))})})
+    over.push_messages([Message(content, dst_node_id=6, message_type="train")])
+    assert sending.pushed[-1].children
+
+
 def test_a_node_that_was_started_again_may_be_another_program(over, sending):
     list(over.get_nodes())
     an_exchange(over, sending, single=True)
