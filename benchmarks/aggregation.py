@@ -116,7 +116,7 @@ def whole_way(replies: Models, repeats: int) -> dict[str, list[float]]:
             merger = ModelMerger(ModelState(replies[0]))
             for exchange, object_id, contents in replied:
                 begun = time.perf_counter()
-                message: Any = fetch(object_id, contents.__getitem__, pull_objects)
+                message: Any = fetch(contents[object_id], object_id, contents.__getitem__, pull_objects)
                 message.metadata.__dict__["_message_id"] = object_id
                 put_together = time.perf_counter()
                 verified = seconds["checksum verified"][-1]

@@ -77,7 +77,7 @@ class Replies:
 
     def read(self, *, measured: bool) -> Iterator[Reply]:
         for exchange, object_id, contents in self._packed[measured]:
-            message: Any = fetch(object_id, contents.__getitem__, at_once)
+            message: Any = fetch(contents[object_id], object_id, contents.__getitem__, at_once)
             message.metadata.__dict__["_message_id"] = object_id
             reply = self.sender.read(exchange, message)
             del message

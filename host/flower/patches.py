@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 FLOWER = "1.39.0"
-"""The only version that this folder and `tepal.server_app.grid` support."""
+"""The only version that this folder and `tepal.server_app.http_grid` support."""
 
 SERVER_APP_RAISED = "ServerApp raised an exception"
 """What Flower logs before the traceback of a ServerApp that failed."""

@@ -21,7 +21,9 @@ from flwr.superlink.grid.http_grid import HttpGrid
 from tepal.host.flower.patches import FLOWER, SHORTEST_PAUSE
 from tepal.host.flower.single import plain, written
 from tepal.server_app import grid as grid_module
-from tepal.server_app.grid import PromptGrid, prompt
+from tepal.server_app import http_grid
+from tepal.server_app.grid import prompt
+from tepal.server_app.http_grid import PromptGrid
 from tepal.strategies.in_process import InProcessGrid
 
 
@@ -215,7 +217,7 @@ def test_the_superlink_is_asked_once_for_all_replies_that_are_awaited(grid, runt
     ids = [f"m{k}" for k in range(40)]
     monkeypatch.setattr(HttpGrid, "push_messages", lambda self, messages: [*ids, None])
     assert grid.push_messages([]) == [*ids, None]
-    monkeypatch.setattr(grid_module, "SHORTEST_PAUSE", 60.0)
+    monkeypatch.setattr(http_grid, "SHORTEST_PAUSE", 60.0)
     for number, message_id in enumerate(ids):
         runtime.upload(runtime.announce(message_id, size=number + 1))
     came = [reply for message_id in ids for reply in grid.pull_messages([message_id])]
@@ -224,7 +226,7 @@ def test_the_superlink_is_asked_once_for_all_replies_that_are_awaited(grid, runt
 
 
 def test_a_reply_that_nobody_asks_for_is_looked_for_no_more(grid, runtime, monkeypatch):
-    monkeypatch.setattr(grid_module, "_FORGOTTEN", 0.1)
+    monkeypatch.setattr(http_grid, "_FORGOTTEN", 0.1)
     quickly(lambda: grid.pull_messages(["m1"]))
     time.sleep(0.15)
     quickly(lambda: grid.pull_messages(["m2"]))

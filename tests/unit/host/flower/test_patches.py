@@ -121,7 +121,7 @@ RELIED_ON = {
     "flwr.superlink.grid.inmemory_grid.InMemoryGrid.pull_messages": ("message_ids",),
     f"{MEMORY}.get_message_ins": ("node_id", "limit"),
     f"{MEMORY}.store_message_ins": ("message",),
-    # tepal.server_app.grid
+    # tepal.server_app.http_grid
     "flwr.superlink.grid.http_grid.HttpGrid.push_messages": ("messages",),
     "flwr.superlink.grid.http_grid.HttpGrid.pull_messages": ("message_ids",),
     "flwr.superlink.grid.http_grid.HttpGrid.send_and_receive": ("messages", "timeout"),
