@@ -10,6 +10,7 @@ from io import StringIO
 import numpy as np
 from numpy.typing import NDArray
 
+from tepal.host.imports import import_when_used
 from tepal.training.data.config import DataConfig, DataError
 from tepal.training.data.examples import AnySource, Indices, Numbers
 from tepal.training.data.splits import seed_sequence, shares
@@ -61,6 +62,7 @@ def divide(source: AnySource, config: DataConfig, clients: int) -> tuple[Indices
 
 def _check_possible(source: AnySource, config: DataConfig, clients: int, labels: NDArray[np.int64]) -> None:
     """Raise DataError if no draw can meet the conditions, or a package is missing."""
+    import_when_used("seaborn")  # flwr-datasets draws with it, and it takes as long to import as the rest
     try:
         import datasets  # noqa: F401
         import flwr_datasets.partitioner  # noqa: F401
