@@ -229,8 +229,7 @@ class Manifest:
             }
             return _checked(cls(**{of.name: data[of.name] for of in fields(cls)} | converted))
         except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
-            other = other_version(content, here="client", there="server")
-            raise ProtocolError(other or f"its manifest cannot be read ({error!r})") from error
+            raise ProtocolError(f"its manifest cannot be read ({error!r})") from error
 
 
 def _checked(manifest: Manifest) -> Manifest:

@@ -21,7 +21,7 @@ from tepal.exchange.cache import DEFAULT_LIMIT, ClientCache, default_root
 from tepal.exchange.encodings import EncodingError, Wire, add_difference
 from tepal.exchange.layout import Arrays, Layout, Names, dtype_name
 from tepal.exchange.local import is_local
-from tepal.exchange.manifest import ID, PARTS, RECORD, Header, Manifest, other_version, verified_id
+from tepal.exchange.manifest import ID, PARTS, RECORD, Header, Manifest, ProtocolError, other_version, verified_id
 from tepal.exchange.parts import Part, digest, pack, shapes_of, unpack_checked, unpacked
 from tepal.exchange.personal import PersonalState
 from tepal.exchange.plan import INTRODUCE, TRAIN, Plan, Tree
@@ -108,9 +108,13 @@ class PartialExchange:
     def __call__(self, msg: Message, context: Context, call_next: Next) -> Message:
         if not msg.has_content() or RECORD not in msg.content:
             return call_next(msg, context)
-        exchange = _ClientExchange(msg, context)
-        if refused := other_version(msg.content, here="client", there="server"):
-            return exchange.answer(refused=refused)
+        other = other_version(msg.content, here="client", there="server")
+        try:
+            exchange = _ClientExchange(msg, context)
+        except ProtocolError as error:
+            raise ProtocolError(other or str(error)) from error
+        if other:
+            return exchange.answer(refused=other)
         if exchange.plan.action == INTRODUCE:
             return exchange.introduction(self.introduce)
         trees = exchange.complete()

@@ -63,7 +63,11 @@ def _find_messages_quickly(state: Any) -> None:
     The simulation runtime asks for the messages of every node ten times a second, and Flower compares each node with
     all messages whose replies have not been pulled: with 100 clients a fifth of the ServerApp's process.
     """
-    find, store, waiting = state.get_message_ins, state.store_message_ins, Counter[int]()
+    if "get_message_ins" in vars(state):  # it does so already
+        return
+    find, store = state.get_message_ins, state.store_message_ins
+    stored_before = (message.metadata for message in state.message_ins_store.values())
+    waiting = Counter(metadata.dst_node_id for metadata in stored_before if not metadata.delivered_at)
 
     def get_message_ins(node_id: int, limit: int | None, **options: Any) -> list[Message]:
         with state.lock:

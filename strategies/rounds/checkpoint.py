@@ -368,12 +368,17 @@ def _write_facts(path: Path, facts: Mapping[str, Any]) -> None:
 def _read_facts(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        if content["format"] not in (1, FORMAT):
-            raise DamagedFile(
-                f"it has format {content['format']}, of another version of Tepal; this version reads 1 and {FORMAT}"
+        if type(number := content["format"]) is int and number > FORMAT:
+            raise CheckpointError(
+                f"{path.parent} was written by a later version of Tepal (format {number}; this version reads up to "
+                f"{FORMAT}): install that version, or choose another folder. This one would remove it"
             )
+        if number not in (1, FORMAT):
+            raise DamagedFile(f"it has the format {number}; this version of Tepal reads 1 and {FORMAT}")
         if hashlib.sha256(json.dumps(content["facts"]).encode()).hexdigest() != content["sha256"]:
             raise DamagedFile("its digest is not that of its content")
         return dict(content["facts"])
+    except (DamagedFile, CheckpointError):
+        raise
     except _WRONG as error:
-        raise error if isinstance(error, DamagedFile) else DamagedFile(f"it cannot be read ({error!r})") from error
+        raise DamagedFile(f"it cannot be read ({error!r})") from error

@@ -110,6 +110,15 @@ def test_each_message_is_delivered_once_and_only_to_its_node(grid):
     assert sorted(got) == sorted(due)
 
 
+def test_messages_that_were_pushed_before_are_delivered_and_a_grid_is_made_prompt_twice(flower):
+    (early,) = flower.push_messages(messages(flower)[:1])
+    node = sorted(flower.get_node_ids())[0]
+    prompt(flower)
+    (late,) = prompt(flower).push_messages(messages(flower)[:1])
+    found = [flower.state.get_message_ins(node_id=node, limit=1)[0].metadata.message_id for _ in range(2)]
+    assert found == [early, late] and not flower.state.get_message_ins(node_id=node, limit=1)
+
+
 def test_messages_of_the_given_grid_are_delivered_too(flower, grid):
     (number,) = flower.push_messages(messages(grid)[:1])
     (found,) = grid.state.get_message_ins(node_id=sorted(grid.get_node_ids())[0], limit=None)

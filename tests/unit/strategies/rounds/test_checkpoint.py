@@ -536,14 +536,26 @@ def test_when_all_are_damaged_there_is_none(two, tmp_path):
     assert len(lines) == 2
 
 
-def test_a_checkpoint_of_another_format_is_passed_over_by_its_number(two, tmp_path):
-    shutil.copytree(two, tmp_path / "copy")
-    path = tmp_path / "copy" / "round-000002" / FACTS
-    content = json.loads(path.read_text())
-    path.write_text(json.dumps({**content, "format": 99}))
+def with_format(number, two, folder):
+    """A copy of two checkpoints, the second of which has another format."""
+    shutil.copytree(two, folder)
+    path = folder / "round-000002" / FACTS
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": number}))
+    return Checkpoints(folder)
+
+
+@pytest.mark.parametrize("number", [0, -1, 2.5, "2", None])
+def test_a_checkpoint_of_no_known_format_is_passed_over(number, two, tmp_path):
     with log_lines() as lines:
-        assert Checkpoints(tmp_path / "copy").latest().round == 1
-    assert "format 99" in lines[0]
+        assert with_format(number, two, tmp_path / "copy").latest().round == 1
+    assert "format" in lines[0]
+
+
+def test_a_checkpoint_of_a_later_version_is_not_passed_over_because_the_next_one_would_replace_it(two, tmp_path):
+    saved = with_format(99, two, tmp_path / "copy")
+    with pytest.raises(CheckpointError, match=r"round-000002 was written by a later version .*format 99"):
+        saved.latest()
+    assert saved.rounds() == [1, 2]
 
 
 # ---- a process that dies while it writes -----------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from tepal.exchange import partial_exchange
 from tepal.exchange.cache import ClientCache
 from tepal.exchange.files import DamagedFile, read_arrays
 from tepal.exchange.layout import Layout
-from tepal.exchange.manifest import PROTOCOL, RECORD
+from tepal.exchange.manifest import PROTOCOL, RECORD, ProtocolError
 from tepal.exchange.parts import Part, digest, earlier_digest
 from tepal.exchange.plan import INTRODUCE, MODEL, Outgoing, Plan
 from tepal.exchange.sender import ClientRefuses, OtherVersion, Sender
@@ -103,6 +103,17 @@ def test_a_server_of_another_version_reads_why_its_client_refuses(tmp_path, numb
     assert header["refused"] == f"{words}: install the newer one on the {where} as well"
     with pytest.raises(ClientRefuses, match=words):
         sender.read(exchange, reply)
+
+
+@pytest.mark.parametrize("key", ["manifest", "id"])
+def test_a_client_that_cannot_read_a_later_servers_message_says_which_side_to_update(tmp_path, key):
+    """Later versions may write ids and manifests in other ways."""
+    _, content, _ = introduction()
+    content[RECORD][key] = b"other" if key == "manifest" else "other"
+    states_protocol(3, message := Message(content, 1, "train"))
+    context = Context(1, 1, {"name": "c1", "cache-path": str(tmp_path)}, RecordDict(), {})
+    with pytest.raises(ProtocolError, match="install the newer one on the client as well"):
+        partial_exchange(message, context, None)
 
 
 @pytest.mark.parametrize("stated", ["2", 2.5, True, b"2", [2]])
