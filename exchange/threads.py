@@ -41,9 +41,13 @@ def in_threads(work: Callable[[T], R], items: Iterable[T], nbytes: int) -> list[
             results[number] = work(chosen[number])
 
     at_work = [_pool(threads).submit(work_off) for _ in range(threads)]
-    wait(at_work)
-    for each in at_work:
-        each.result()
+    try:
+        for each in at_work:
+            each.result()
+    finally:  # after an error, or Ctrl-C: the threads begin nothing more
+        for _ in left:
+            pass
+        wait(at_work)
     return [results[number] for number in range(len(chosen))]
 
 

@@ -60,6 +60,7 @@ class PromptGrid(HttpGrid):  # type: ignore[misc]
         self._announced: dict[str, str] = {}  # message's id → id of its announced reply
         self._awaited: dict[str, _Awaited] = {}
         self._lock = threading.Lock()
+        self._finding = threading.Lock()  # of the thread that asks for announced replies
         self._pulled = 0
         self._reading_single: set[int] = set()  # nodes that read messages in one object
         self._sent: dict[str, tuple[int, bool]] = {}  # id of a message without a reply → its node; is it one object?
@@ -88,13 +89,12 @@ class PromptGrid(HttpGrid):  # type: ignore[misc]
 
     def _try_push_messages(self, run_id: int, messages: Iterable[Message]) -> list[str]:
         """Push as Flower's grid does, but hash no chunk twice, and copy nothing that waits to be sent."""
-        protos, trees = [], []
+        protos, trees, sent = [], [], {}
         objects: dict[str, InflatableObject | Written] = {}
         for message in messages:
             root = written(message, single=message.metadata.dst_node_id in self._reading_single)
             message.metadata.__dict__["_message_id"] = message_id = root.object_id
-            with self._lock:
-                self._sent[message_id] = message.metadata.dst_node_id, not root.children
+            sent[message_id] = message.metadata.dst_node_id, not root.children
             protos.append(message_to_proto(remove_content_from_message(message)))
             tree, its_objects = tree_of(root, message_id)
             trees.append(tree)
@@ -102,6 +102,8 @@ class PromptGrid(HttpGrid):  # type: ignore[misc]
         answer = self._runtime_client.PushMessages(
             PushAppMessagesRequest(messages_list=protos, message_object_trees=trees)
         )
+        with self._lock:
+            self._sent |= sent
         push_one = make_push_object_fn_protobuf(
             self._runtime_client.PushObject, self.node, run_id=run_id, session_id=answer.session_id
         )
@@ -148,25 +150,27 @@ class PromptGrid(HttpGrid):  # type: ignore[misc]
 
     def _find_announced(self, requested: Iterable[str]) -> None:
         """Ask the SuperLink which replies exist, in one request for all awaited ones: callers name one at a time."""
-        now = time.monotonic()
-        with self._lock:
-            unannounced = [message_id for message_id in requested if message_id not in self._announced]
-            for message_id in unannounced:
-                self._awaited.setdefault(message_id, _Awaited(now)).requested = now
-            if all(now - self._awaited[message_id].asked < SHORTEST_PAUSE for message_id in unannounced):
-                return
-            self._awaited = {key: each for key, each in self._awaited.items() if now - each.requested < _FORGOTTEN}
-            known = self._awaited.keys() | self._announced.keys()
-            self._sent = {key: sent for key, sent in self._sent.items() if key in known}
-            awaited = list(self._awaited)
-        answer = self._runtime_client.PullMessages(PullAppMessagesRequest(message_ids=awaited))
-        with self._lock:
-            for message_id in awaited:
-                if message_id in self._awaited:
-                    self._awaited[message_id].asked = now
-            for proto in answer.messages_list:
-                self._announced[proto.metadata.reply_to_message_id] = proto.metadata.message_id
-                self._awaited.pop(proto.metadata.reply_to_message_id, None)
+        # The SuperLink forgets what it has announced, and answers a second request for it with an error.
+        with self._finding:
+            now = time.monotonic()
+            with self._lock:
+                unannounced = [message_id for message_id in requested if message_id not in self._announced]
+                for message_id in unannounced:
+                    self._awaited.setdefault(message_id, _Awaited(now)).requested = now
+                if all(now - self._awaited[message_id].asked < SHORTEST_PAUSE for message_id in unannounced):
+                    return
+                for key in [key for key, each in self._awaited.items() if now - each.requested >= _FORGOTTEN]:
+                    del self._awaited[key]
+                    self._sent.pop(key, None)
+                awaited = list(self._awaited)
+            answer = self._runtime_client.PullMessages(PullAppMessagesRequest(message_ids=awaited))
+            with self._lock:
+                for message_id in awaited:
+                    if message_id in self._awaited:
+                        self._awaited[message_id].asked = now
+                for proto in answer.messages_list:
+                    self._announced[proto.metadata.reply_to_message_id] = proto.metadata.message_id
+                    self._awaited.pop(proto.metadata.reply_to_message_id, None)
 
     def _pull(self, message_id: str, reply_id: str) -> Message | None:
         """Return a reply, None if it is incomplete, or Flower's error message if its sender did not finish it."""
@@ -188,6 +192,8 @@ class PromptGrid(HttpGrid):  # type: ignore[misc]
         except ObjectUnavailableError:
             return None
         except ObjectPullError as error:
+            with self._lock:
+                self._sent.pop(message_id, None)
             reason = f"Reply message objects are unavailable: its sender did not finish the upload. {error}"
             metadata = Metadata(
                 run_id=self.run.run_id,
@@ -204,7 +210,8 @@ class PromptGrid(HttpGrid):  # type: ignore[misc]
         self._runtime_client.ConfirmMessageReceived(
             ConfirmMessageReceivedRequest(node=self.node, run_id=self.run.run_id, message_object_id=reply_id)
         )
-        reply.metadata.__dict__["_message_id"] = reply_id
+        # What the reply's own object says of it is its sender's, and was not compared with the message that it answers.
+        reply.metadata.__dict__.update(_message_id=reply_id, _reply_to_message_id=message_id)
         self._learn(message_id, reply.has_error(), reads_single(root))
         return reply
 

@@ -36,6 +36,7 @@ log = getLogger("flwr")
 
 _LOOK_AGAIN = 2.0  # seconds without a message from the SuperNode, after which it is asked for a task
 _HEARTBEAT = 10.0  # seconds between two heartbeats of a task, which the SuperNode gives up after 60
+_PATIENCE = 5.0  # seconds for the SuperNode to answer; `problem` and the end of the node do not wait for longer
 _STOPPING = 2.0  # seconds for a worker to end by itself
 _PAUSES = (0.0, 1.0, 5.0, 15.0, 30.0)  # seconds before a worker is started again, by the number that died in a row
 _QUIET = 3.0  # seconds without a message, after which a spare worker is started
@@ -184,7 +185,7 @@ class Executor:
         try:
             while self._stop_at is None:
                 address = self.address
-                with contextlib.closing(RuntimeClient(address, self._secret.hex())) as client:
+                with contextlib.closing(RuntimeClient(address, self._secret.hex(), _PATIENCE)) as client:
                     while self._stop_at is None and address == self.address:
                         self._alive_at = time.monotonic()
                         self._tidy()
@@ -205,7 +206,7 @@ class Executor:
         return (found.task.run_id, found.token) if found.HasField("task") and found.token else None
 
     def _work(self, run: int, token: str) -> None:
-        with contextlib.closing(RuntimeClient(self.address, token)) as client:
+        with contextlib.closing(RuntimeClient(self.address, token, _PATIENCE)) as client:
             try:
                 task = self.task = MessageTask(run, self._worker_for(run))
             except OSError as error:  # no disk, no memory, no more processes

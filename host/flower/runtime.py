@@ -17,6 +17,7 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from logging import getLogger
 from pathlib import Path
@@ -46,7 +47,7 @@ log = getLogger("flwr")
 _REQUEST = struct.Struct("!HHIQ")  # sizes of method, token, message, content
 _ANSWER = struct.Struct("!BIQ")  # status, sizes of message, content
 _DONE, _REFUSED, _FAILED, _MISSING, _UNAVAILABLE = range(5)  # status of an answer
-_PATIENCE = 30.0  # seconds without an answer, after which the SuperNode counts as dead
+_PAUSE = 0.1  # seconds until a connection is accepted after one could not be
 _MOST = 1 << 31  # bytes of a frame's field
 _LONGEST_PATH = 100  # bytes of a socket's path; systems allow 104 or 108
 _WAIT = 5.0  # seconds for which a request for an object that has not arrived waits for it
@@ -89,6 +90,7 @@ class RuntimeServer:
         from flwr.supernode.servicer.runtime import runtime_handlers as of_nodes
 
         self._path, self._state, self._secret = path, state, secret
+        self._stopped = False
         self._acquire = of_nodes.acquire_task
         names = [name for _, _, name in _METHODS.values()]
         self._handlers = {name: getattr(of_nodes, name, None) or getattr(of_all, name) for name in names}
@@ -104,16 +106,26 @@ class RuntimeServer:
 
     def stop(self) -> None:
         """Accept no further connection."""
+        self._stopped = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         self._path.unlink(missing_ok=True)
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
+        while not self._stopped:
+            try:
                 connection, _ = self._socket.accept()
+            except OSError as error:  # it was stopped; or no descriptor is free now
+                if not self._stopped:
+                    log.warning("A connection of the node's own processes cannot be accepted: %s", error)
+                    time.sleep(_PAUSE)
+                continue
+            try:
                 threading.Thread(target=self._serve, args=(connection,), name="runtime", daemon=True).start()
+            except RuntimeError as error:  # no further thread can be started now
+                log.warning("A connection of the node's own processes cannot be served: %s", error)
+                connection.close()
 
     def _serve(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError):
@@ -165,10 +177,11 @@ class RuntimeClient:
     Args:
         path: of the socket.
         token: of a task; or the executor's secret, in hexadecimal digits.
+        patience: seconds without an answer, after which the SuperNode counts as dead.
     """
 
-    def __init__(self, path: str | Path, token: str = "") -> None:
-        self.path, self.token = Path(path), token
+    def __init__(self, path: str | Path, token: str = "", patience: float = 30.0) -> None:
+        self.path, self.token, self.patience = Path(path), token, patience
         self._free: list[socket.socket] = []
 
     def AcquireTask(self, request: AcquireTaskRequest) -> AcquireTaskResponse:
@@ -222,7 +235,7 @@ class RuntimeClient:
             return self._free.pop()
         connection = socket.socket(socket.AF_UNIX)
         try:
-            connection.settimeout(_PATIENCE)
+            connection.settimeout(self.patience)
             with _short(self.path) as reachable:
                 connection.connect(reachable)
         except BaseException:

@@ -2,6 +2,7 @@
 
 import os
 import threading
+from concurrent.futures import Future
 
 import pytest
 
@@ -59,6 +60,24 @@ def test_after_an_error_no_thread_is_still_at_work():
     with pytest.raises(ZeroDivisionError):
         in_threads(work, range(8), WORTH)
     assert not at_work
+
+
+@several
+def test_when_the_caller_is_interrupted_the_threads_begin_nothing_more(monkeypatch):
+    begun, interrupted = [], threading.Event()
+
+    def result(self, timeout=None):
+        interrupted.set()
+        raise KeyboardInterrupt
+
+    def work(k):
+        begun.append(k)
+        interrupted.wait(10)
+
+    monkeypatch.setattr(Future, "result", result)
+    with pytest.raises(KeyboardInterrupt):
+        in_threads(work, range(1000), WORTH)
+    assert len(begun) < 1000
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")

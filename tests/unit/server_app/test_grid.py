@@ -225,6 +225,40 @@ def test_the_superlink_is_asked_once_for_all_replies_that_are_awaited(grid, runt
     assert not grid._announced and not grid._awaited
 
 
+def test_threads_do_not_ask_for_the_same_replies_at_the_same_time(grid, runtime, monkeypatch):
+    """The SuperLink forgets what it has announced; it answers a second request with an error."""
+    ids, together, slow = [f"m{k}" for k in range(8)], [], threading.Semaphore(1)
+
+    def pull(request, pull=runtime.PullMessages):
+        together.append(not slow.acquire(blocking=False))
+        time.sleep(0.1)
+        slow.release()
+        return pull(request)
+
+    monkeypatch.setattr(runtime, "PullMessages", pull)
+    monkeypatch.setattr(HttpGrid, "push_messages", lambda self, messages: ids)
+    grid.push_messages([])
+    for number, message_id in enumerate(ids):
+        runtime.upload(runtime.announce(message_id, size=number + 1))
+    came = []
+    threads = [threading.Thread(target=lambda own=each: came.extend(grid.pull_messages([own]))) for each in ids]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not any(together) and sorted(reply.metadata.reply_to_message_id for reply in came) == ids
+
+
+def test_a_reply_answers_the_message_that_it_was_asked_for_whatever_it_says(grid, runtime):
+    reply = runtime.reply("another", 3)
+    runtime.announce("m1")
+    runtime.announced["m1"].metadata.__dict__["_message_id"] = reply.object_id
+    runtime.objects |= {key: each.deflate() for key, each in get_all_nested_objects(reply).items()}
+    runtime.upload(reply)
+    (came,) = quickly(lambda: grid.pull_messages(["m1"]))
+    assert came.metadata.reply_to_message_id == "m1"
+
+
 def test_a_reply_that_nobody_asks_for_is_looked_for_no_more(grid, runtime, monkeypatch):
     monkeypatch.setattr(http_grid, "_FORGOTTEN", 0.1)
     quickly(lambda: grid.pull_messages(["m1"]))

@@ -46,6 +46,43 @@ def test_only_its_user_can_open_the_socket(path):
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
+def test_a_connection_that_cannot_be_served_now_is_the_only_one(loop, path, monkeypatch, caplog):
+    """Descriptors and threads run out when an app has too many, and come back."""
+    begin, failing = threading.Thread.start, [RuntimeError("can't start new thread")]
+
+    def start(thread):
+        if thread.name == "runtime" and failing:
+            raise failing.pop()
+        begin(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(OSError):
+        RuntimeClient(path, SECRET.hex()).AcquireTask(ANY)
+    assert not RuntimeClient(path, SECRET.hex()).AcquireTask(ANY).HasField("task")
+    assert "can't start new thread" in caplog.text
+
+
+def test_connections_are_accepted_again_after_descriptors_had_run_out(loop, tmp_path, caplog):
+    server = RuntimeServer(tmp_path / "r", loop.state, SECRET)
+    whole, failing = server._socket, [OSError(24, "Too many open files")]
+
+    class Listening:
+        def accept(self):
+            if failing:
+                raise failing.pop()
+            return whole.accept()
+
+        def __getattr__(self, name):
+            return getattr(whole, name)
+
+    RuntimeClient(tmp_path / "r", SECRET.hex()).AcquireTask(ANY)
+    server._socket = Listening()
+    RuntimeClient(tmp_path / "r", SECRET.hex()).AcquireTask(ANY)  # the accept that waited since before
+    assert not RuntimeClient(tmp_path / "r", SECRET.hex()).AcquireTask(ANY).HasField("task")
+    assert "Too many open files" in caplog.text
+    server.stop()
+
+
 @pytest.mark.parametrize("secret", ["", b"another".hex(), SECRET.hex().upper(), SECRET.decode()])
 def test_who_does_not_know_the_secret_gets_no_task(loop, path, secret):
     sent = loop.send()
