@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
-_LOAD = os.getloadavg()[0]  # of other processes: a benchmark imports this before it begins
+_LOAD = os.getloadavg()[0]  # of the minute before: a benchmark imports this before it begins
 
 
 def write_figures(file: Path, figures: Any) -> None:

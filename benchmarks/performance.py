@@ -3,8 +3,9 @@
     python benchmarks/performance.py [FILE or FOLDER ...]
 
 A FILE is what a benchmark wrote with `--json`, and is named after its topic in bench.py: `aggregation.json`. Of a
-FOLDER, such as one of runs/bench, all files with such names are entered. Without any, the tables are written anew. They
-stand in the page between `<!-- measured: TOPIC -->` and `<!-- end -->`; the topic `goals` is all rows that have one.
+FOLDER, such as one of runs/bench, the files of all topics that have a place in the page are entered. Without any, the
+tables are written anew. They stand in the page between `<!-- measured: TOPIC -->` and `<!-- end -->`; the topic `goals`
+is all rows that have one.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ _PLACE = re.compile(r"(<!-- measured: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 def entered(measured: dict[str, Any], file: Path) -> None:
     """Replace a topic's measurements by those of a benchmark's file. Raises ValueError if they cannot be read."""
-    if file.stem not in TOPICS:
-        raise ValueError(f"{file} is not named after a topic; topics are {', '.join(TOPICS)}")
+    if file.suffix != ".json" or file.stem not in TOPICS:
+        raise ValueError(f"{file} is not named after a topic, as TOPIC.json; topics are {', '.join(TOPICS)}")
     circumstances, figures = read_figures(file)
     measured[file.stem] = {"measured": circumstances, "rows": [asdict(row) for row in TOPICS[file.stem].rows(figures)]}
 
@@ -55,6 +56,8 @@ def _section(of: Mapping[str, Any]) -> Iterator[str]:
     how = dict(of["measured"])
     command, commit = how.pop("command"), how.pop("commit")
     machine = f"{how.pop('cores')} cores ({how.pop('processor')}), {how.pop('memory')}"
+    if "load" in how:
+        machine += f", load {how['load']} in the minute before"
     versions = ", ".join(f"{name} {how[name]}" for name in ("python", "flwr", "torch", "numpy") if name in how)
     yield f"`{command}`, {how['date']}, commit {commit}; {machine}{versions and '; '}{versions}."
 
@@ -63,14 +66,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("given", nargs="*", type=Path, metavar="FILE or FOLDER")
     options = parser.parse_args()
-    measured = json.loads(MEASURED.read_text())
+    measured, page = json.loads(MEASURED.read_text()), PAGE.read_text()
+    places = {found[2] for found in _PLACE.finditer(page)}
     for given in options.given:
-        for file in [each for each in sorted(given.iterdir()) if each.stem in TOPICS] if given.is_dir() else [given]:
-            if file.suffix == ".json":
-                entered(measured, file)
+        in_folder = (given / f"{topic}.json" for topic in TOPICS if topic in places)
+        for file in [each for each in in_folder if each.exists()] if given.is_dir() else [given]:
+            entered(measured, file)
+    if without := sorted(measured.keys() - places):
+        parser.error(f"{PAGE} lacks a place for {', '.join(without)}: <!-- measured: {without[0]} --> <!-- end -->")
     ordered = {topic: measured[topic] for topic in TOPICS if topic in measured}
     MEASURED.write_text(json.dumps(ordered, indent=1) + "\n")
-    PAGE.write_text(with_tables(PAGE.read_text(), ordered))
+    PAGE.write_text(with_tables(page, ordered))
 
 
 if __name__ == "__main__":

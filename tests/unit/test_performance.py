@@ -56,6 +56,7 @@ def test_a_benchmarks_file_replaces_its_rows(copies, tmp_path):
     folder.mkdir()
     (folder / "pfllib.json").write_text(json.dumps({"measured": CIRCUMSTANCES, "figures": figures}))
     (folder / "bench.json").write_text("{}")  # what the runner leaves next to the files
+    (folder / "robust.json").write_text("{}")  # a topic without a place in the page
     page = copies(folder)
     low, middle, high = statistics.quantiles(seconds["Tepal"], n=4, method="inclusive")
     assert f"| {middle:.3g} s ({low:.3g} to {high:.3g}) | PFLlib | 6 s | 2.00 x | ≥ 1.2 |" in page
@@ -67,6 +68,9 @@ def test_other_files_are_refused(copies, tmp_path):
     (tmp_path / "pfllib.json").write_text("[1]")
     with pytest.raises(ValueError, match="lacks `measured`"):
         copies(tmp_path / "pfllib.json")
+    (tmp_path / "pfllib.txt").write_text("{}")
+    with pytest.raises(ValueError, match=r"as TOPIC\.json"):
+        copies(tmp_path / "pfllib.txt")
     (tmp_path / "another.json").write_text("{}")
     with pytest.raises(ValueError, match="not named after a topic"):
         copies(tmp_path / "another.json")
