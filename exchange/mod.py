@@ -153,6 +153,7 @@ class _ClientExchange:
             exchange=self.id,
             round=self.plan.round,
             advances=self.plan.action == TRAIN,
+            durable=not is_local(msg),
         )
         self.missing: dict[str, Names] = {}
 

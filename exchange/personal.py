@@ -34,10 +34,19 @@ class PersonalState:
         exchange: id of this exchange.
         round: number of this round.
         advances: whether this exchange may make a new version: training may, scoring may not.
+        durable: whether `commit` waits until the disk has the new version.
     """
 
     def __init__(
-        self, folder: Path, *, current: str, keep: Names, exchange: str, round: int, advances: bool = True
+        self,
+        folder: Path,
+        *,
+        current: str,
+        keep: Names,
+        exchange: str,
+        round: int,
+        advances: bool = True,
+        durable: bool = True,
     ) -> None:
         self._folder = folder
         self._current = current
@@ -45,6 +54,7 @@ class PersonalState:
         self._exchange = exchange
         self._round = round
         self._advances = advances
+        self._durable = durable
         self._staged: Arrays | None = None
         self._left_out: Arrays | None = None
         self._own: Arrays = {}  # the app's own arrays, set by `load_left_out`
@@ -90,7 +100,8 @@ class PersonalState:
             return
         values = dict(self._own if self._staged is None else self._staged)
         values |= {_LEFT_OUT + name: array for name, array in (self._left_out or {}).items()}
-        write_arrays(self._folder / f"{self._round:06d}-{self._exchange}{SUFFIX}", values)
+        path = self._folder / f"{self._round:06d}-{self._exchange}{SUFFIX}"
+        write_arrays(path, values, durable=self._durable)
 
     def prune(self) -> None:
         """Remove versions that the server will not restore. Those of later rounds stay: the message may be late."""

@@ -40,6 +40,26 @@ def versions_in(folder):
 # ---- alone -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("simulated", [False, True])
+def test_the_disk_is_waited_for_unless_the_client_is_simulated(tmp_path, monkeypatch, simulated):
+    waited = []
+    monkeypatch.setattr(os, "fsync", lambda handle: waited.append(os.readlink(f"/proc/self/fd/{handle}")))
+    made = ClientApp(mods=[partial_exchange])
+
+    @made.train()
+    def train(msg, context):
+        received(msg).personal.save({"own": np.ones(2)})
+        content = {"arrays": msg.content["arrays"], "metrics": MetricRecord({"num-examples": 1})}
+        return Message(RecordDict(content), reply_to=msg)
+
+    nodes = [Node(made, {"name": f"c{k}", "cache-path": str(tmp_path)}) for k in range(2)]
+    grid = InProcessGrid(nodes, spoil=None if simulated else lambda node, message, reply: reply)
+    FedAvg(min_available_nodes=2, fraction_evaluate=0).start(grid, START, num_rounds=1)
+    folders = [path.parent for path in tmp_path.rglob(f"*{SUFFIX}") if path.parent.parent.name == "personal"]
+    assert len(folders) == 2
+    assert [any(str(folder) in name for name in waited) for folder in folders] == [not simulated] * 2
+
+
 def test_what_was_saved_counts_once_the_server_says_so(tmp_path):
     values = {"model": np.arange(6.0).reshape(2, 3).T, "step": np.array(3)}
     first = state_of(tmp_path, "a")
