@@ -6,8 +6,9 @@
 32 and SGD: the FedAvg paper's CNN, or with --model small-cnn that of Flower's quickstart; no client scores. Runs are
 taken in turn, each with one PyTorch thread per client and as many clients at a time as there are cores. "All" is the
 whole call, including start and end of all processes. "Rounds" is the time of all rounds except the first, in which a
-run still starts processes, and "a round" their median. pfl-research trains one client after the other, with as many
-PyTorch threads as there are cores; it is left out if it is not installed (`pip install "tepal[bench]"`).
+run still starts processes, and "a round" their median, from the end of one to the end of the next. pfl-research trains
+one client after the other, with as many PyTorch threads as there are cores; it is left out if it is not installed (`pip
+install "tepal[bench]"`).
 
 *Inside a round*: 20 clients of 100 images (80 to train on), in one process and one after the other, with five epochs
 (the default) and with one: the time of a round relative to that of its training steps, by the clients' own clocks, with
@@ -22,6 +23,7 @@ The images are MNIST's if the folder TEPAL_TEST_DATA has mnist.npz, otherwise ra
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -29,7 +31,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -116,11 +120,38 @@ def tepal(way: str, folder: Path, clients: int, rounds: int, **changes: object) 
     kind = RayEngine if way == "in runtime" else ProcessEngine
     cpus = {} if way == INSIDE else {"cpus_per_client": 1.0}
     begun = time.perf_counter()
-    with kind(ROOT, clients, cache=folder / "cache", **cpus) as engine:
+    with kind(ROOT, clients, cache=folder / "cache", **cpus) as engine, ends_of_rounds(folder / "runs") as ended:
         engine.run(config, log=folder / "log")
     whole = time.perf_counter() - begun
-    lines = [line for line in read_metrics(find_run(folder / "runs")) if line.round]
-    return [line.seconds_train for line in lines], whole, statistics.median(line.step_seconds for line in lines[1:])
+    steps = [line.step_seconds for line in read_metrics(find_run(folder / "runs")) if line.round]
+    return list(np.diff([begun, *ended[-rounds:]])), whole, statistics.median(steps[1:])
+
+
+@contextlib.contextmanager
+def ends_of_rounds(runs: Path) -> Iterator[list[float]]:
+    """Times at which the rounds of the only run in a folder end: as its metrics are written, a line for each round, and
+    perhaps one before them for the initial model.
+
+    So a round has all that a run does from one to the next, such as writing its record and its checkpoint.
+    """
+    ended: list[float] = []
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.005):
+            for metrics in runs.glob("*/metrics.jsonl"):
+                if not metrics.parent.is_symlink():
+                    lines = metrics.read_bytes().count(b"\n")
+                    ended.extend([time.perf_counter()] * (lines - len(ended)))
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    try:
+        yield ended
+    finally:
+        time.sleep(0.02)
+        over.set()
+        watching.join()
 
 
 def stock(folder: Path, clients: int, samples: int, rounds: int, model: str = "cnn") -> tuple[list[float], float]:
