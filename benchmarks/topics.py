@@ -261,6 +261,11 @@ def first_steps(figures: Mapping[str, float]) -> Iterable[Row]:
         yield Row(what, Spread(seconds), "", None, "s")
 
 
+def start(figures: Mapping[str, Values]) -> Iterable[Row]:
+    for what, seconds in figures.items():
+        yield compared(f"{what}: until the first training step", seconds, "the goal", 3.0, "s", "≥ 1")
+
+
 MANY = "in process,in runtime,pfl,stock"
 TOPICS: Mapping[str, Topic] = {
     "aggregation": Topic("Merging replies", "aggregation.py", aggregation),
@@ -309,5 +314,6 @@ TOPICS: Mapping[str, Topic] = {
     "train-step": Topic("Training few layers", "train_step.py", train_step),
     "train-together": Topic("Clients trained together", "train_together.py", train_together),
     "gpu": Topic("A simulation on a GPU", "gpu.py", gpu, ("--only", "simulation")),
+    "start": Topic("Start", "start.py", start),
     "first-steps": Topic("First steps", "first_steps.py", first_steps, quick=("--only", "savings")),
 }  # fmt: skip

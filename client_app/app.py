@@ -23,8 +23,10 @@ from tepal.client_app.state import load_record, record_of_model
 from tepal.exchange import PartialExchange
 from tepal.exchange.mod import Received, received
 from tepal.exchange.plan import ACCUMULATION, FINAL, PROXIMAL, SCORED_AS
+from tepal.host.imports import uncollected
 from tepal.training.data import check_partition
 from tepal.training.data.inputs import InputConfig, examples_of
+from tepal.training.data.partitions import import_partitioners
 from tepal.training.loop import Fitted, Score, accumulation, score
 from tepal.training.prediction import EnsembleScore, score_ensemble
 from tepal.training.probing import probe_layers, random_numbers_apart
@@ -40,12 +42,19 @@ MODS: list[Mod] = [simulated_node_config, exchange]
 app = ClientApp(mods=MODS)
 
 
+def import_ahead() -> None:
+    """Import what clients import when they first train, while a simulation's settings are still being checked."""
+    with uncollected(), suppress(ImportError):
+        torch.optim.SGD([torch.zeros(1)])  # the first optimizer of a process imports PyTorch's compiler
+        import_partitioners()
+
+
 def prepare(run_config: Mapping[str, Any], clients: int) -> None:
     """Read and partition the dataset before the processes of a simulation are forked, which then share it.
 
     Errors are left to the run, which reports them.
     """
-    torch.optim.SGD([torch.zeros(1)])  # the first optimizer of a process imports PyTorch's compiler, for seconds
+    import_ahead()
     with suppress(ValueError, OSError):
         config = InputConfig.from_run_config(run_config)
         check_partition(config, clients, examples_of(config))

@@ -6,17 +6,11 @@ has found here.
 
 from __future__ import annotations
 
-import atexit
-import shutil
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-import tomli_w
-
-import tepal
 from tepal import models
-from tepal.host.superlink import app_run_config, is_app
+from tepal.host.superlink import app_run_config
 from tepal.host.toml import Value, parse_run_config
 from tepal.server_app.config import defaults
 from tepal.server_app.config.client_tables import PREFIX
@@ -82,23 +76,3 @@ def usual_run_config(app: Path) -> dict[str, Value]:
 def has_our_keys(app: Path) -> bool:
     """Return whether an app takes Tepal's run config, as Tepal's own app does. Raises RunError if it is not an app."""
     return defaults().keys() <= app_run_config(app).keys()
-
-
-def app_folder(given: Path) -> Path:
-    """Return the folder of the app to run: `given`, or Tepal's own app for a current folder that is not an app."""
-    return own_app() if given == Path() and not is_app(given) else given
-
-
-def own_app() -> Path:
-    """Return the folder of Tepal's own app: the checkout, or for an installed wheel a temporary one that names it."""
-    checkout = Path(tepal.__file__).resolve().parents[1]
-    if is_app(checkout):
-        return checkout
-    folder = Path(tempfile.mkdtemp(prefix="tepal-app-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    components = {"serverapp": "tepal.server_app.app:app", "clientapp": "tepal.client_app.app:app"}
-    app = {"publisher": "tepal", "components": components, "config": defaults()}
-    project = {"name": "tepal-app", "version": tepal.__version__, "license": "Apache-2.0", "dependencies": []}
-    text = tomli_w.dumps({"project": project, "tool": {"flwr": {"app": app}}})
-    (folder / "pyproject.toml").write_text(text, encoding="utf-8")
-    return folder

@@ -130,7 +130,6 @@ def simulate(kind, app, clients=2, **run):
         return engine.run(**run)
 
 
-
 FAILED = (
     "The run failed: ValueError: warm-up-rounds is 7\nexpected at most 5 (toy/server.py, line {}, in main)\n"
     "The whole log: {}"
@@ -191,6 +190,49 @@ def test_what_the_clients_share_is_read_before_their_processes_are_forked(app, t
             assert len(lines) == 4
             assert {line.split(" in ")[0] for line in lines} == {f"prepared for {[2] * (number + 1)}"}
             assert len({line.split(" in ")[1] for line in lines}) == 2, "a process for each client at work"
+
+
+@pytest.mark.simulation
+def test_what_is_started_ahead_imports_the_app_before_its_first_run(app, tmp_path, monkeypatch):
+    monkeypatch.setenv("AHEAD", str(tmp_path))
+    with (app / "toy" / "client.py").open("a") as client:
+        client.write(AHEAD)
+    with ProcessEngine(app, 2) as engine:
+        engine.start_ahead()
+        deadline = time.monotonic() + 60
+        while not (found := list(tmp_path.glob("ahead-*"))) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        [ahead] = found
+        engine.start_ahead()  # again, which changes nothing
+        engine.cache = tmp_path / "cache"
+        for _ in range(2):
+            assert engine.run({"result": str(tmp_path / "result.json")}).status == "completed"
+        answer = json.loads((tmp_path / "result.json").read_text())
+    assert list(tmp_path.glob("ahead-*")) == [ahead] and answer["parent"] == int(ahead.name.removeprefix("ahead-"))
+    assert (tmp_path / "cached").read_text() == str(tmp_path / "cache")
+
+
+# At the end of the client's module: `import_ahead` leaves a file with its process in the name.
+AHEAD = """
+import pathlib
+
+def import_ahead():
+    pathlib.Path(os.environ["AHEAD"], f"ahead-{os.getpid()}").touch()
+
+def prepare(run_config, clients):
+    pathlib.Path(os.environ["AHEAD"], "cached").write_text(os.environ["TEPAL_CACHE"])
+"""
+
+
+@pytest.mark.simulation
+def test_an_app_that_cannot_be_imported_is_reported_by_its_runs(app, tmp_path):
+    (app / "toy" / "client.py").write_text("raise KeyError('no setting of this name')")
+    with ProcessEngine(app, 2) as engine:
+        engine.start_ahead()
+        time.sleep(0.5)
+        for _ in range(2):
+            with pytest.raises(RunError, match="no setting of this name"):
+                engine.run({"result": str(tmp_path / "result.json")}, timeout=60)
 
 
 @pytest.mark.simulation

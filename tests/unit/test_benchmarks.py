@@ -163,6 +163,12 @@ def test_subjects_are_clients_that_every_strategy_trains(tmp_path):
     assert table == ["strategy", "fedavg", "fedfrozen", "selective", "fedensemble", "fedacs"]
 
 
+def test_the_start_is_timed_to_the_first_step_of_a_client(figures):  # noqa: F811
+    seconds = figures("start.py", "--quick")
+    assert set(seconds) == {"tepal simulate", "tepal.simulate in Python"}
+    assert all(0.5 < taken < 120 for (taken,) in seconds.values())
+
+
 def test_the_first_steps_are_taken_by_the_commands_of_the_pages(tmp_path):
     out = printed("first_steps.py", "--only", "interruptions,savings,notebook", "--json", tmp_path / "seconds.json")
     assert out.count("| SIGTERM") == 1 and len(json.loads((tmp_path / "seconds.json").read_text())["figures"]) == 3

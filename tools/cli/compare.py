@@ -113,6 +113,7 @@ def compare_command(
         comparison.engine = engine or comparison.engine
         resources: dict[str, Any] = {key: getattr(comparison, key) for key in ("clients", "cpus", "gpus")}
         with engine_for(comparison.engine, app, **resources) as simulated:  # one for all runs
+            simulated.start_ahead()
             where = "" if variants is None else f"{variants}: "
             check(comparison, lambda config: check_clients(config, comparison.clients), where)
             check_tasks(comparison)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -15,12 +15,14 @@ from rich.console import Console
 from tepal.host.superlink import EndedRun, RunError
 from tepal.host.toml import Value
 from tepal.records.run_directory import make_first_free, read_metrics, read_summary
-from tepal.server_app.config import RunConfig
 from tepal.tools.cli import reported
-from tepal.tools.paths import app_folder
+from tepal.tools.own_app import app_folder
 from tepal.tools.simulation.engine import Engine
 from tepal.tools.simulation.running import resume_hint, run_once
 from tepal.tools.terminal import RoundProgress, final_table
+
+if TYPE_CHECKING:
+    from tepal.server_app.config import RunConfig
 
 ENGINE = (
     "process: all clients in one process; ray: in Flower's simulation runtime; auto: in one process, unless --gpus is "

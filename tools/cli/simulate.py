@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -11,7 +11,6 @@ from rich.console import Console
 from tepal.host.site import with_absolute_paths
 from tepal.host.superlink import RunError
 from tepal.host.toml import parse_run_config
-from tepal.server_app.config import ConfigError, open_run
 from tepal.tools.cli import commands, reported
 from tepal.tools.cli.running import (
     CPUS,
@@ -22,7 +21,6 @@ from tepal.tools.cli.running import (
     run_and_show,
     run_other,
 )
-from tepal.tools.paths import given_run_config, has_our_keys, usual_run_config
 from tepal.tools.simulation.engines import AUTO, engine_for
 from tepal.tools.simulation.running import cache_of, check_clients
 
@@ -45,19 +43,23 @@ def simulate_command(
     is not Tepal's own, the log is shown.
     """
     console = Console()
-    with reported(RunError):
+    with reported(RunError), engine_for(engine, app, clients=clients, cpus=cpus, gpus=gpus) as simulated:
+        simulated.start_ahead()
+        # Imported here, while the engine imports the app: torch takes a second.
+        from tepal.server_app.config import open_run
+        from tepal.tools.paths import given_run_config, has_our_keys, usual_run_config
+
         given = given_run_config(run_config or [])
-        resources: dict[str, Any] = {"clients": clients, "cpus": cpus, "gpus": gpus}
-        if not has_our_keys(app):
-            with engine_for(engine, app, **resources) as simulated:
-                console.print(simulated.description, markup=False, highlight=False, soft_wrap=True)
-                run_other(simulated, given, console)
-            return
-        config, _ = open_run({**usual_run_config(app), **given}, clients)
-        with engine_for(engine, app, **resources, cache=cache_of(config)) as simulated:
+        ours = has_our_keys(app)
+        if ours:
+            config, _ = open_run({**usual_run_config(app), **given}, clients)
             check_clients(config, clients)
-            console.print(simulated.description, markup=False, highlight=False, soft_wrap=True)
+            simulated.cache = cache_of(config)
+        console.print(simulated.description, markup=False, highlight=False, soft_wrap=True)
+        if ours:
             run_and_show(simulated.run, config, console, verbose)
+        else:
+            run_other(simulated, given, console)
 
 
 @app.command("loopback")
@@ -75,7 +77,9 @@ def loopback_command(
 
     Certificates and keys are made for it. All processes end, and all files except the run's are removed.
     """
+    from tepal.server_app.config import ConfigError, open_run
     from tepal.tools.deploy.loopback import LoopbackEngine
+    from tepal.tools.paths import given_run_config, has_our_keys, usual_run_config
 
     console = Console()
     with reported(RunError):

@@ -55,6 +55,7 @@ def search_command(
         measure = check_values(plan, usual, file)
         minimise = measure == RMSE
         with engine_for(PROCESS, flower_app, clients=plan.clients, cpus=cpus) as engine:
+            engine.start_ahead()
             for variant in plan.searched:
                 first = {key: space.samples[0] for key, space in variant.search.items()}
                 with without_warnings():

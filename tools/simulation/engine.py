@@ -24,9 +24,10 @@ _LONGEST_RAY_FOLDER = 34
 
 @dataclass(frozen=True)
 class RunRequest:
-    """One run: the file with changes to the run config, its log, its clock."""
+    """One run: the file with changes to the run config, the folder of the clients' caches, its log, its clock."""
 
     changes: Path
+    cache: Path
     log: Path
     clock: Clock
 
@@ -54,7 +55,7 @@ class Engine(ABC):
             raise ValueError(f"clients is {clients}, expected at least 1")
         self.app, self.clients = app.resolve(), clients
         self.cache = cache
-        """Folder of the clients' caches, read at the first run."""
+        """Folder of the clients' caches. With Ray it is read at the first run."""
         self._why = why
         self._runs = 0
         self._running = contextlib.ExitStack()  # the processes that serve the runs
@@ -67,6 +68,13 @@ class Engine(ABC):
     def __enter__(self) -> Self:
         """Raises RunError if this engine cannot run on this machine."""
         return self
+
+    def start_ahead(self) -> None:
+        """Start what takes time before the first run, while the caller checks the run's settings.
+
+        Raises RunError if the app's files cannot be used.
+        """
+        self._start()
 
     def __exit__(self, *_: object) -> None:
         self._stop()
@@ -107,7 +115,8 @@ class Engine(ABC):
         try:
             self._start()
             self._runs += 1
-            run = RunRequest(self._folder / f"run-{self._runs}.toml", log.resolve(), clock)
+            cache = self.cache or Path(os.environ.get("TEPAL_CACHE") or self._folder / "cache")
+            run = RunRequest(self._folder / f"run-{self._runs}.toml", cache.resolve(), log.resolve(), clock)
             run.changes.write_text(to_toml(config), encoding="utf-8")
             try:
                 run_id, status, details = self._run(run)
@@ -139,8 +148,7 @@ class Engine(ABC):
         for each in (self._bundle, self._work, self._home):
             each.mkdir(parents=True)
         stage_app(self.app, self._bundle)
-        kept = self.cache or Path(os.environ.get("TEPAL_CACHE") or folder / "cache")
-        self._environment = flower_environment(self._home) | {"TEPAL_CACHE": str(kept.resolve())}
+        self._environment = flower_environment(self._home)
 
     def _forget(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -15,6 +15,11 @@ This file is started by its path: if the app has its own `tepal`, that one is im
 from __future__ import annotations
 
 import gc
+
+gc.disable()  # until a run is forked: what is imported is not garbage, and to look through it takes a second
+
+# ruff: noqa: E402
+import contextlib
 import json
 import os
 import pkgutil
@@ -41,8 +46,8 @@ from tepal.host.flower.patches import SERVER_APP_RAISED
 from tepal.strategies.in_process import Answers, InProcessGrid, Node
 
 tepal.host.__path__.append(str(Path(__file__).parents[2] / "host"))  # an app's own `tepal` does not have these:
-from tepal.host.allocator import keep_freed_memory  # noqa: E402
-from tepal.host.shared_pipe import SharedPipe, shared_pipe  # noqa: E402
+from tepal.host.allocator import keep_freed_memory
+from tepal.host.shared_pipe import SharedPipe, shared_pipe
 
 FORKS = sys.platform.startswith("linux")
 
@@ -52,22 +57,29 @@ def main() -> None:
 
     FOLDER is the app's, SERVERAPP and CLIENTAPP are its components ("module:attribute"), CLIENTS is the number of its
     clients, AT_ONCE the number of clients that train at the same time. Each line of the standard input requests a run,
-    as JSON: `config` is the run configuration, `ended` the path of a file for the run's status. `train-together` in the
-    run configuration replaces AT_ONCE; such clients have THREADS threads of PyTorch, others OMP_NUM_THREADS.
+    as JSON: `config` is the run configuration, `cache` the folder of the clients' caches, `ended` the path of a file
+    for the run's status. `train-together` in the run configuration replaces AT_ONCE; such clients have THREADS threads
+    of PyTorch, others OMP_NUM_THREADS. What runs need is imported before the first one is requested.
     """
     keep_freed_memory()
     folder, *components = sys.argv[1:4]
     clients, at_once, threads = map(int, sys.argv[4:])
     sys.path.insert(0, folder)
+    requests = os.fdopen(os.dup(sys.stdin.fileno()), encoding="utf-8")  # an app may close sys.stdin
     app = None
-    for asked in os.fdopen(os.dup(sys.stdin.fileno()), encoding="utf-8"):  # an app may close sys.stdin
+    with contextlib.suppress(Exception):  # the first run reports it
+        app = LoadedApp.load(*components)
+    for asked in requests:
         request = json.loads(asked)
         try:
             app = app or LoadedApp.load(*components)
             config = request["config"]
+            os.environ["TEPAL_CACHE"] = request["cache"]
             if FORKS:
                 app.prepare(config, clients)
-                gc.freeze()  # a collection in a forked process would look at all that it shares, and so copy it
+            gc.freeze()  # a collection in a forked process would look at all that it shares, and so copy it
+            gc.enable()
+            if FORKS:
                 status = _status_of(_forked_run(app, config, clients, at_once, threads))
             else:
                 _run(app, config, clients, at_once, app.client_app)
@@ -81,7 +93,8 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class LoadedApp:
-    """An imported Flower app."""
+    """An imported Flower app. What its clients import later is imported by the function `import_ahead` of the
+    ClientApp's module, if it has one."""
 
     server_app: ServerApp
     client_app: ClientApp
@@ -93,6 +106,7 @@ class LoadedApp:
     def load(server_app: str, client_app: str) -> LoadedApp:
         apps = pkgutil.resolve_name(server_app), pkgutil.resolve_name(client_app)
         module = sys.modules[client_app.partition(":")[0]]
+        getattr(module, "import_ahead", lambda: None)()
         return LoadedApp(*apps, getattr(module, "prepare", lambda _config, _clients: None))
 
 

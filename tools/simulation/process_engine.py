@@ -37,10 +37,16 @@ class ProcessEngine(Engine):
         self.kind = f"one process, {at_once}"
         self._process: _AppProcess | None = None
 
-    def _run(self, run: RunRequest) -> tuple[int, str, str]:
-        run.clock.stage(f"Running with {self.clients} clients in one process ...")
+    def start_ahead(self) -> None:
+        """Start the process, which imports the app; see `Engine.start_ahead`."""
+        super().start_ahead()
         if self._process is None or not self._process.process.running:
             self._process = self._running.enter_context(self._start_process())
+
+    def _run(self, run: RunRequest) -> tuple[int, str, str]:
+        run.clock.stage(f"Running with {self.clients} clients in one process ...")
+        self.start_ahead()
+        assert self._process is not None
         status, details = self._process.run(run, self._folder / f"ended-{self._runs}")
         run.clock.stage("The run ended")
         return 1, status, details
@@ -87,7 +93,8 @@ class _AppProcess:
         """Run the app once and copy its log; return status and explanation. `ended` is the file that ends the run."""
         config = app_run_config(self.app) | parse_run_config([str(run.changes)])
         with contextlib.suppress(BrokenPipeError):  # the process has ended, which is checked below
-            print(json.dumps({"config": config, "ended": str(ended)}), file=self.requests, flush=True)
+            request = {"config": config, "cache": str(run.cache), "ended": str(ended)}
+            print(json.dumps(request), file=self.requests, flush=True)
         rest = ""
         with run.log.open("w", encoding="utf-8") as log:
             while True:

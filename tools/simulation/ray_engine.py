@@ -73,7 +73,7 @@ class RayEngine(Engine):
         clock = run.clock
         if self._superlink is None or not self._superlink.running:
             clock.stage("Starting a SuperLink and Ray ...")
-            self._superlink, self._address = self._running.enter_context(self._started(clock))
+            self._superlink, self._address = self._running.enter_context(self._started(run))
         clock.stage("Submitting the app ...")
         run_id = submit(self._bundle, run.changes, self._superlink, self._environment, clock.left(120), self.federation)
         clock.stage(f"Run {run_id} with {self.clients} clients; starting its actors takes some seconds ...")
@@ -82,9 +82,11 @@ class RayEngine(Engine):
         return run_id, status, details
 
     @contextlib.contextmanager
-    def _started(self, clock: Clock) -> Iterator[tuple[Process, str]]:
+    def _started(self, run: RunRequest) -> Iterator[tuple[Process, str]]:
         """Start Ray and a SuperLink in simulation mode; yield the SuperLink and its address when it answers."""
+        clock = run.clock
         environment = self._environment | {
+            "TEPAL_CACHE": str(run.cache),
             "RAY_TMPDIR": str(self._folder),
             "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",  # longest delay of a submitted run (default 1 s)
             # As `tepal.host.allocator` for one process: glibc reads them as a process starts.

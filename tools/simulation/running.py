@@ -10,14 +10,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from logging import getLogger
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from tepal.host.files import new_log
 from tepal.host.superlink import EndedRun, RunError, keep_log
 from tepal.records.run_directory import CHECKPOINTS, KEPT_IN, METRICS, find_run
-from tepal.server_app.config import ConfigError, RunConfig
 from tepal.tools.terminal import RoundProgress, follow_metrics
+
+if TYPE_CHECKING:
+    from tepal.server_app.config import RunConfig
 
 _CLIENTS = ".clients"  # in the folder of runs: the caches of simulated clients, by experiment
 
@@ -25,6 +28,7 @@ _CLIENTS = ".clients"  # in the folder of runs: the caches of simulated clients,
 def check_clients(config: RunConfig, clients: int, *, parts: bool = True) -> None:
     """Check the settings before a run. `parts`: each client has a partition of the dataset. Raises ConfigError."""
     # Imported here: torch takes seconds.
+    from tepal.server_app.config import ConfigError
     from tepal.server_app.run import build_model, build_strategy
     from tepal.training.data import DataError, check_partition
     from tepal.training.data.inputs import examples_of

@@ -10,7 +10,7 @@ from io import StringIO
 import numpy as np
 from numpy.typing import NDArray
 
-from tepal.host.imports import import_when_used
+from tepal.host.imports import import_when_used, uncollected
 from tepal.training.data.config import DataConfig, DataError
 from tepal.training.data.examples import AnySource, Indices, Numbers
 from tepal.training.data.splits import seed_sequence, shares
@@ -60,12 +60,19 @@ def divide(source: AnySource, config: DataConfig, clients: int) -> tuple[Indices
     )
 
 
-def _check_possible(source: AnySource, config: DataConfig, clients: int, labels: NDArray[np.int64]) -> None:
-    """Raise DataError if no draw can meet the conditions, or a package is missing."""
-    import_when_used("seaborn")  # flwr-datasets draws with it, and it takes as long to import as the rest
-    try:
+def import_partitioners() -> None:
+    """Import flwr-datasets, for half a second. Raises ImportError if it is not installed."""
+    # What it draws with takes as long to import as the rest.
+    import_when_used("flwr_datasets.visualization")
+    with uncollected():
         import datasets  # noqa: F401
         import flwr_datasets.partitioner  # noqa: F401
+
+
+def _check_possible(source: AnySource, config: DataConfig, clients: int, labels: NDArray[np.int64]) -> None:
+    """Raise DataError if no draw can meet the conditions, or a package is missing."""
+    try:
+        import_partitioners()
     except ImportError as error:
         raise DataError(
             f'dividing a dataset among clients needs flwr-datasets ({error}): pip install "tepal[simulation]"'

@@ -1,5 +1,6 @@
 """A module whose import is put off until something of it is used."""
 
+import gc
 import importlib
 import importlib.util
 import inspect
@@ -7,7 +8,7 @@ import sys
 
 import pytest
 
-from tepal.host.imports import import_when_used
+from tepal.host.imports import import_when_used, uncollected
 
 
 @pytest.fixture
@@ -48,6 +49,22 @@ def test_names_and_parts_of_it_can_be_imported(package):
     assert (answer, whole, imports()) == (42, 7, 1)
 
 
+def test_a_part_is_put_off_without_importing_the_whole(package):
+    import_when_used(f"{package}.part")
+    assert package not in sys.modules
+    import put_off
+    from put_off import part
+
+    assert (imports(), vars(put_off).get("part"), part.whole) == (1, None, 7)
+    assert sys.modules[f"{package}.part"].__file__.endswith("part.py") and put_off.part.whole == 7
+
+
+def test_a_part_of_what_is_not_installed_is_missed_at_once():
+    import_when_used("no_such_module.part")
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        importlib.import_module("no_such_module.part")
+
+
 def test_looking_at_all_modules_does_not_import_it(package):
     import_when_used(package)
     assert inspect.getmodule(inspect.currentframe()) is sys.modules[__name__]
@@ -65,3 +82,16 @@ def test_a_module_that_is_not_installed_is_missed_at_once():
     import_when_used("no_such_module")
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
         importlib.import_module("no_such_module")
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_no_garbage_is_collected_meanwhile_and_afterwards_as_before(before):
+    was = gc.isenabled()
+    try:
+        (gc.enable if before else gc.disable)()
+        with pytest.raises(KeyError), uncollected():
+            inside = gc.isenabled()
+            raise KeyError
+        assert (inside, gc.isenabled()) == (False, before)
+    finally:
+        (gc.enable if was else gc.disable)()

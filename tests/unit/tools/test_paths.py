@@ -15,7 +15,8 @@ from tepal.server_app.config import defaults
 from tepal.tools.cli.main import main
 from tepal.tools.cli.running import run_other
 from tepal.tools.compare.variants import read_variants
-from tepal.tools.paths import absolute_paths, app_folder, given_run_config, has_our_keys, own_app, usual_run_config
+from tepal.tools.own_app import app_folder, own_app
+from tepal.tools.paths import absolute_paths, given_run_config, has_our_keys, usual_run_config
 from tepal.tools.search.plan import read_plan
 from tests.packages import ROOT
 
