@@ -14,7 +14,6 @@ import signal
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -31,13 +30,11 @@ from flwr.supernode.nodestate.in_memory_nodestate import InMemoryNodeState
 
 from .link import Link, die_with_parent
 from .patches import SHORTEST_PAUSE, change, quick
+from .polling import FirstPause
 from .refusals import reconnecting, report_refusal
 from .runtime import RuntimeServer
 
 _PAUSE = 1 / 8  # between two requests for a message, as a share of the time since the last message
-_FIRST = 1 / 2  # first pause, as a share of the shortest of the last waits for a message
-_LONGEST_FIRST = 0.25  # seconds
-_WAITS = 4  # number of waits that are remembered
 _MESSAGE_WAIT = 5.0  # seconds for which a task waits for its message
 _CHECK_TOKENS = 20.0  # seconds for which the main loop waits for a reply before it checks task tokens again
 _LEAVE = 6.0  # seconds to leave the SuperLink when the parent has died
@@ -156,8 +153,6 @@ def _as_failure() -> Iterator[None]:
 class Prompt:
     """Polls for the next message: at short intervals after the last one, then at longer ones.
 
-    When messages come in even intervals, as in a run with short rounds, it does not ask in the first half of them.
-
     Args:
         link: to the parent, which gets a report of every message and may suspend the polling.
         poll: the longest pause between two requests, in seconds.
@@ -169,7 +164,7 @@ class Prompt:
         self._wake = threading.Event()
         self._held = False
         self._reported = 0.0
-        self._waits: deque[float] = deque(maxlen=_WAITS)
+        self._first_pause = FirstPause()
 
     def hold(self, held: bool) -> None:
         """Suspend or resume the polling."""
@@ -200,8 +195,8 @@ class Prompt:
         self._link.send("idle", held=self._held)
         since = time.monotonic()
         self._wake.clear()
-        if self._waits and not self._held:
-            self._wake.wait(min(_FIRST * min(self._waits), _LONGEST_FIRST))
+        if not self._held:
+            self._wake.wait(self._first_pause.seconds)
         while True:
             self._wake.clear()
             if self._held:
@@ -214,7 +209,7 @@ class Prompt:
                 received = None  # the run was stopped; the next message is of another run
             if received is not None:
                 metadata = received[0].metadata
-                self._waits.append(time.monotonic() - since)
+                self._first_pause.waited(time.monotonic() - since)
                 self._link.send("busy", run=metadata.run_id, type=metadata.message_type, round=metadata.group_id)
                 return received
             if time.monotonic() - self._reported > _REPORT:

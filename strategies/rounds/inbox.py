@@ -11,10 +11,10 @@ from collections.abc import Callable, Collection, Iterable
 from flwr.app import Message
 from flwr.serverapp import Grid
 
+from tepal.host.flower.polling import FirstPause
+
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5  # seconds between two requests for replies:
 _PAUSE = 1 / 8  # of the time since the last reply, so that the delay stays small in proportion
-_FIRST, _LONGEST_FIRST = 1 / 2, 0.25  # first pause: share of the shortest of the last waits, and seconds at most
-_WAITS = 4  # number of waits that are remembered
 _STUCK = 1.0  # seconds after which another thread pulls the other replies
 _MOST_THREADS = 16
 
@@ -43,7 +43,7 @@ class Inbox:
         self._to_look: deque[str] = deque()  # expected ids that no thread is pulling
         self._pulling: set[str] = set()
         self._failing: dict[str, float] = {}
-        self._waits: deque[float] = deque(maxlen=_WAITS)  # seconds until a thread had its first reply
+        self._first_pause = FirstPause()  # of a thread
         self._looking: dict[int, float] = {}  # thread → since when it has been pulling one id
         self._room = threading.Event()  # no reply waits to be taken or is being processed
         self._room.set()
@@ -121,8 +121,8 @@ class Inbox:
         me = id(threading.current_thread())
         began = since = time.monotonic()
         in_vain, first = 0, True
-        if self._waits:
-            self._closed.wait(min(_FIRST * min(self._waits), _LONGEST_FIRST))
+        if pause := self._first_pause.seconds:
+            self._closed.wait(pause)
         while True:
             while self._to_look and not self._room.wait(0.5):
                 pass
@@ -152,7 +152,7 @@ class Inbox:
                 swept = in_vain >= len(self._to_look)
             if reply is not None:
                 if first:
-                    self._waits.append(time.monotonic() - began)
+                    self._first_pause.waited(time.monotonic() - began)
                     first = False
                 self._room.clear()
                 self._hand_over(message_id, reply)

@@ -382,7 +382,7 @@ def test_a_restart_in_every_round_does_not_keep_a_silent_client_in_the_cohort():
 
     nodes = [Node(app_of(), {"partition-id": k}, name=f"client-{k}") for k in range(3)]
     grid = RestartingGrid(nodes, spoil=spoil, of="client-1")
-    history = run(grid=grid, rounds=8, timeout=0.3, fraction_evaluate=0,
+    history = run(grid=grid, rounds=8, timeout=1, fraction_evaluate=0,
                   on_round=lambda report: setattr(grid, "started", str(report.round)))  # fmt: skip
     assert sum(bool(report.lost) for report in history) <= FAILURES + 1
     assert all(report.left_out == ["client-1"] for report in history[FAILURES + 1 :])
