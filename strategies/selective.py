@@ -38,7 +38,7 @@ from tepal.exchange.plan import (
     Scalar,
 )
 from tepal.strategies.fedavg import ModelState
-from tepal.strategies.layer_selection import choose, drawn_budget
+from tepal.strategies.layer_selection import choose, drawn_budget, relative_coupling
 from tepal.strategies.method import MethodError, ModelBlocks, Run, ServerModel
 from tepal.strategies.options import NonNegative, Positive, RoundOptions, listed
 from tepal.strategies.partial import PartialAveraging
@@ -59,7 +59,9 @@ class SelectiveLayersMethod(PartialAveraging):
         self,
         budget: float | str = 1,
         *,
-        coupling: float = 10.0,
+        coupling: float = 0.2,
+        absolute_coupling: float = 0.0,
+        fill: bool = False,
         distance: str = "hamming",
         selection: str = "gradient",
         costs: str = LAYERS,
@@ -69,6 +71,8 @@ class SelectiveLayersMethod(PartialAveraging):
             raise ValueError(f"drawn budgets are numbers of layers, and costs is {costs!r}; give one budget for all")
         self.budget = budget
         self.coupling = coupling
+        self.absolute_coupling = absolute_coupling
+        self.fill = fill
         self.distance = distance
         self.selection = selection
         self.costs = costs
@@ -148,7 +152,10 @@ class SelectiveLayersMethod(PartialAveraging):
         if self.costs == MILLISECONDS:
             costs = np.array([probe.vectors[LAYER_MILLISECONDS] for probe in probes])
         budgets = np.array([self._budget(probe) for probe in probes])
-        return choose(self.selection, scores, budgets, coupling=self.coupling, distance=self.distance, costs=costs)
+        coupling = self.absolute_coupling or relative_coupling(scores, self.coupling)
+        return choose(
+            self.selection, scores, budgets, coupling=coupling, distance=self.distance, costs=costs, fill=self.fill
+        )
 
     def _budget(self, probe: Reply) -> float:
         """R_i: the budget that the client declares, otherwise the one for all, otherwise drawn by its name."""
@@ -201,7 +208,9 @@ class SelectiveLayersMethod(PartialAveraging):
             "selection": self.selection,
             "budget": self.budget,
             "costs": self.costs,
-            "coupling": self.coupling,
+            # Checkpoints of earlier versions have λ as the coupling, and no word of what is filled.
+            "coupling" if self.absolute_coupling else "relative coupling": self.absolute_coupling or self.coupling,
+            **({"fill": True} if self.fill else {}),
             "distance": self.distance,
             "probe batches": self.probe_batches or "all",
         }
@@ -226,9 +235,13 @@ class SelectiveLayers(MethodStrategy):
             `budget="drawn"`).
         selection: rule by which a client's layers are selected: "gradient" (P1); each client's own scores "snr" or
             "rgn"; the position "top" (nearest the output), "bottom" or "both"; or "full", which trains every layer.
-        coupling: λ of (P1), the penalty for clients that select different layers. 0: each its own best layers. The
-            paper has 5 to 1000, but λ is relative to the squared gradient norms. If budgets differ, a large λ leaves
-            some of them unused: a layer that only few clients can train then costs more than it adds.
+        coupling: the penalty for clients that select different layers, a share: a client trains a layer alone if its
+            squared gradient norm is above this share of the largest one that is usual among the clients of the round.
+            0: each its own best layers. If budgets differ, a large share leaves some of them unused.
+        absolute_coupling: above 0: λ of (P1) itself, in place of `coupling`. Its unit is that of the squared norms,
+            which depend on the model, the data and the number of batches; the paper has 5 to 1000.
+        fill: whether each client also trains, of what (P1) leaves of its budget, its layers with the next largest
+            norms, as in the authors' code.
         distance: of two masks in (P1): "hamming", as in the authors' code, or "squared", as in the paper's text.
         costs: cost of a layer: 1 ("layers"), its "bytes", or the "milliseconds" that its client measured.
         probe_batches: batches over which a client's gradient is averaged; 0: all of them.
@@ -245,7 +258,9 @@ class SelectiveLayers(MethodStrategy):
         budget: Positive | Literal["drawn"] = 1.0,
         draw_budgets: bool = False,
         selection: Literal["gradient", "snr", "rgn", "top", "bottom", "both", "full"] = "gradient",
-        coupling: NonNegative = 10.0,
+        coupling: Annotated[float, Field(ge=0, le=5)] = 0.2,
+        absolute_coupling: NonNegative = 0.0,
+        fill: bool = False,
         distance: Literal["hamming", "squared"] = "hamming",
         costs: Literal["layers", "bytes", "milliseconds"] = "layers",
         probe_batches: Annotated[int, Field(ge=0)] = 1,
@@ -254,6 +269,8 @@ class SelectiveLayers(MethodStrategy):
         method = SelectiveLayersMethod(
             DRAWN if draw_budgets else budget,
             coupling=coupling,
+            absolute_coupling=absolute_coupling,
+            fill=fill,
             distance=distance,
             selection=selection,
             costs=costs,

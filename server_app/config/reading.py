@@ -13,6 +13,7 @@ from tepal import models
 from tepal.records.run_directory import RunDirectory
 from tepal.server_app.config.checks import contradictions, explain, unknown, warnings
 from tepal.server_app.config.client_tables import fold
+from tepal.server_app.config.earlier import as_of_now
 from tepal.server_app.config.errors import ConfigError
 from tepal.server_app.config.run_config import SECTIONS, RunConfig, defaults
 from tepal.strategies.fedensemble import rounds_of_mode
@@ -93,7 +94,7 @@ def open_run(values: Mapping[str, Any], clients: int | None = None) -> tuple[Run
     given, problems = fold(values, clients)
     if problems:
         raise _invalid(problems)
-    return read_run_config(_resumed(given, directory.config), clients), directory
+    return read_run_config(_resumed(given, as_of_now(directory.config)), clients), directory
 
 
 def _resumed(values: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,9 @@ group of clients (`swaps`); `knapsack` solves the problem of a single client. `r
 from tepal.strategies.layer_selection.budgets import drawn_budget
 from tepal.strategies.layer_selection.checks import DISTANCES
 from tepal.strategies.layer_selection.problem import objective
-from tepal.strategies.layer_selection.rules import SELECTIONS, choose
+from tepal.strategies.layer_selection.rules import SELECTIONS, choose, relative_coupling
 from tepal.strategies.layer_selection.select import SOLVERS, select_layers
 
-__all__ = ["DISTANCES", "SELECTIONS", "SOLVERS", "choose", "drawn_budget", "objective", "select_layers"]
+__all__ = [
+    "DISTANCES", "SELECTIONS", "SOLVERS", "choose", "drawn_budget", "objective", "relative_coupling", "select_layers",
+]  # fmt: skip

@@ -16,6 +16,27 @@ MOST_TIMES = 1000.0
 _FEWEST = 3  # clients with scores above 0, from which their median says what is usual
 
 
+def relative_coupling(squared_norms: ArrayLike, share: float) -> float:
+    """Return λ of (P1) in units of these norms: share · M / (n − 1).
+
+    M is what is usual: the median, over the clients with any gradient, of a client's largest squared norm. A client
+    that alone trains a layer differs from n − 1 others in it, which costs λ·(n − 1) = share·M. So it trains a layer
+    alone if its squared norm is above that share of the usual largest one. If all norms are multiplied by a number, so
+    is λ, and the masks stay.
+
+    Args:
+        squared_norms: (n, L), ≥ 0.
+        share: ≥ 0.
+
+    Returns:
+        λ; 0 for a single client, and without any gradients.
+    """
+    norms = checked_scores(squared_norms, "squared_norms")
+    largest = norms.max(axis=1)
+    above = largest[largest > 0]
+    return share * float(np.median(above)) / (len(norms) - 1) if len(norms) > 1 and len(above) else 0.0
+
+
 def choose(
     selection: str,
     scores: ArrayLike,
@@ -24,6 +45,7 @@ def choose(
     coupling: float = 0.0,
     distance: str = "hamming",
     costs: ArrayLike | None = None,
+    fill: bool = False,
 ) -> Mask:
     """Select the layers that each client trains, by any of `SELECTIONS`.
 
@@ -38,6 +60,8 @@ def choose(
             otherwise be nothing beside them, and a single client could dissolve the coupling of the others.
         budgets, costs: as in `select_layers`; "full" ignores them.
         coupling, distance: as in `select_layers`; for "gradient" only.
+        fill: for "gradient" only: what (P1) leaves of a client's budget is used for its other layers, those with the
+            largest norms first, as in the paper's released code. With unit costs every client then trains R_i layers.
 
     Returns:
         (n, L) bool.
@@ -49,7 +73,8 @@ def choose(
         raise ValueError(f"selection is {selection!r}; it must be one of {', '.join(SELECTIONS)}")
     if selection == "gradient":
         norms = _limited(checked_scores(scores, "scores"))
-        return select_layers(norms, budgets, coupling, distance=distance, costs=costs)
+        masks = select_layers(norms, budgets, coupling, distance=distance, costs=costs)
+        return _filled(masks, norms, *checked_budgets(budgets, costs, norms.shape)) if fill else masks
     if selection in ("snr", "rgn"):
         return select_layers(scores, budgets, 0.0, costs=costs)
     shape = checked_shape(np.asarray(scores), "scores")
@@ -62,11 +87,26 @@ def choose(
     masks = np.zeros(shape, dtype=bool)
     for mask, limit, price in zip(masks, limits, prices, strict=True):
         for layer in order:
-            mask[layer] = True
-            if not fits(price[mask], limit):
-                mask[layer] = False
+            if not _added(mask, layer, price, limit):
                 break
     return masks
+
+
+def _filled(masks: Mask, norms: Floats, limits: Floats, prices: Floats) -> Mask:
+    """Masks with further layers of each client, in the order of its norms, that its budget allows."""
+    filled = masks.copy()
+    for mask, own, limit, price in zip(filled, norms, limits, prices, strict=True):
+        for layer in np.lexsort((-np.arange(len(own)), -own)):  # of equal ones first the one nearer the output
+            if not mask[layer]:
+                _added(mask, int(layer), price, limit)
+    return filled
+
+
+def _added(mask: Mask, layer: int, price: Floats, limit: float) -> bool:
+    """Add a layer to a mask, in place, if the budget allows it; return whether it does."""
+    mask[layer] = True
+    mask[layer] = fits(price[mask], limit)
+    return bool(mask[layer])
 
 
 def _limited(scores: Floats) -> Floats:

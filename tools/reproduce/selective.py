@@ -72,15 +72,15 @@ FULL: Mapping[str, Mapping[str, Any]] = {
     "cifar-10": {
         "model": "openai/clip-vit-base-patch32", "image-shape": "3x224x224", "partitioner": "dirichlet",
         "dirichlet-alpha": 0.1, "normalise": "cifar-10", "fraction-train": 0.2, "num-server-rounds": 50,
-        "local-steps": 5, "batch-size": 64, "selective.coupling": 1000.0,
+        "local-steps": 5, "batch-size": 64, "selective.absolute-coupling": 1000.0,
     },
     "domainnet": {
         "model": "openai/clip-vit-base-patch32", "partitioner": "natural", "normalise": "domainnet",
-        "num-server-rounds": 30, "local-steps": 1, "batch-size": 64, "selective.coupling": 10.0,
+        "num-server-rounds": 30, "local-steps": 1, "batch-size": 64, "selective.absolute-coupling": 10.0,
     },
     "xglue-nc": {
         "model": "xlm-roberta-base", "partitioner": "dirichlet", "fraction-train": 0.2, "num-server-rounds": 20,
-        "local-epochs": 1, "batch-size": 32, "selective.coupling": 10.0,
+        "local-epochs": 1, "batch-size": 32, "selective.absolute-coupling": 10.0,
     },
 }  # fmt: skip
 _FULL_CLIENTS = {"cifar-10": 100, "domainnet": 6, "xglue-nc": 100}
@@ -230,7 +230,8 @@ def _trial(data: str, selection: str, budget: str, full: bool, coupling: float =
     keys = FULL[data] if full else {**_SMALL, **SMALL[data]}
     config: dict[str, Any] = {**_COMMON, **keys, "selective.selection": selection, "seed": 1}
     if selection == "gradient":
-        config.setdefault("selective.coupling", coupling)  # the full setting has the paper's
+        config.setdefault("selective.absolute-coupling", coupling)  # the full setting has the paper's
+        config["selective.coupling"] = 0.0  # if λ is 0
     config |= {"selective.budget": float(BUDGETS[budget])} if BUDGETS[budget] else {"selective.draw-budgets": True}
     options = {"data": data, "config": config, "clients": (_FULL_CLIENTS if full else _CLIENTS)[data]}
     needs = () if full else (f"pretrained-for-{data}",)

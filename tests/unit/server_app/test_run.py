@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 import shutil
 import tomllib
 from pathlib import Path
@@ -21,8 +22,9 @@ from tepal.client_app.local_client import LocalClient
 from tepal.models import build
 from tepal.models.blocks import find_blocks
 from tepal.records.round_record import RoundRecord
-from tepal.records.run_directory import RunDirectory, read_label_counts
+from tepal.records.run_directory import RunDirectory, read_config, read_label_counts
 from tepal.server_app.config import ConfigError, defaults, read_run_config
+from tepal.server_app.config.earlier import as_of_now
 from tepal.server_app.run import _load_first, _starts, build_model, build_strategy, run
 from tepal.strategies import FedACS, FedAMP, FedBE, FedEnsemble, RoundFailed, RoundReport, SelectiveLayers
 from tepal.strategies.in_process import InProcessGrid, Node
@@ -474,6 +476,26 @@ def test_what_cannot_change_is_refused_on_resume(small_run, tmp_path):
         small_run(resume=str(tmp_path / "nowhere"))
 
 
+def test_a_run_of_an_earlier_version_goes_on_with_its_own_coupling():
+    assert as_of_now({"selective.coupling": 10.0, "seed": 1}) == {
+        "selective.coupling": 0.0, "selective.absolute-coupling": 10.0, "seed": 1
+    }  # fmt: skip
+    now = {"selective.coupling": 0.3, "selective.absolute-coupling": 0.0}
+    assert as_of_now(now) == now and as_of_now({"seed": 1}) == {"seed": 1}
+
+
+def test_an_earlier_runs_config_is_read_as_it_was_meant_when_it_is_resumed(small_run):
+    path = small_run(num_server_rounds=1, strategy="selective", **{"selective.absolute-coupling": 7.5})
+    written = (path / "config.toml").read_text()
+    before, removed = re.subn(r'"selective.absolute-coupling" = .*\n', "", written)
+    before, replaced = re.subn(r'(?<="selective.coupling" = ).*', "7.5", before)
+    assert (removed, replaced) == (1, 1)
+    (path / "config.toml").write_text(before)
+    small_run(resume=str(path), num_server_rounds=2)
+    kept = read_config(path)
+    assert (kept["selective.absolute-coupling"], kept["selective.coupling"]) == (7.5, 0.0)
+
+
 def test_a_full_disk_at_checkpoint_time_is_said_and_the_run_goes_on(small_run, monkeypatch, caplog):
     write = checkpoint.write_arrays
 
@@ -567,7 +589,7 @@ def test_a_regressions_line_has_root_mean_squared_errors():
         (
             {"strategy": "selective", "selective.budget": 2.0, "selective.selection": "both"},
             SelectiveLayers,
-            {"budget": 2.0, "selection": "both", "costs": "layers", "coupling": 10.0, "probe batches": 1},
+            {"budget": 2.0, "selection": "both", "costs": "layers", "relative coupling": 0.2, "probe batches": 1},
         ),
         ({"strategy": "selective", "selective.draw-budgets": True}, SelectiveLayers, {"budget": "drawn"}),
         (

@@ -14,6 +14,7 @@ from tepal.strategies.layer_selection import (
     drawn_budget,
     knapsack,
     objective,
+    relative_coupling,
     select_layers,
 )
 from tepal.strategies.layer_selection.ascent import ascend
@@ -385,6 +386,64 @@ def test_scores_within_the_limit_and_of_too_few_clients_are_taken_as_they_are():
         for coupling in (0.0, 0.1):
             found = choose("gradient", few, budgets, coupling=coupling)
             assert (found == select_layers(few, budgets, coupling)).all()
+
+
+@given(st.integers(0, 1000), st.floats(0, 5), st.sampled_from([1e-6, 1e-3, 1e3, 1e6]))
+def test_a_relative_coupling_is_in_the_unit_of_the_norms(seed, share, scale):
+    norms, _, _ = instance(seed, 5, 4, 3)
+    coupling = relative_coupling(norms, share)
+    assert coupling * 4 == pytest.approx(share * sorted(max(row) for row in norms)[2])
+    assert relative_coupling(scale * norms, share) == pytest.approx(scale * coupling)
+    assert relative_coupling(norms[[3, 0, 4, 2, 1]], share) == coupling
+
+
+def test_a_layer_is_trained_alone_above_the_share_of_the_usual_largest_norm():
+    """Nine clients have a budget of one layer; the tenth has two, and gradients in a layer of its own."""
+    for own, share, alone in ((0.21, 0.2, True), (0.19, 0.2, False), (0.9, 1.0, False), (1.1, 1.0, True)):
+        norms = np.zeros((10, 3))
+        norms[:, 0] = 1
+        norms[9, 2] = own
+        masks = choose("gradient", norms, [1] * 9 + [2], coupling=relative_coupling(norms, share))
+        assert masks[:9].tolist() == [[True, False, False]] * 9 and masks[9].tolist() == [True, False, alone]
+
+
+def test_a_single_client_and_clients_without_gradients_are_not_coupled():
+    assert relative_coupling([[1.0, 2.0]], 0.2) == relative_coupling(np.zeros((3, 2)), 0.2) == 0
+    # Who has no gradients does not say what is usual.
+    assert relative_coupling([[1.0, 2.0], [0, 0], [4.0, 0], [0, 0]], 0.5) == pytest.approx(0.5 * 3 / 3)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.2, 0.25])
+def test_who_may_train_more_layers_does(share):
+    """With a relative coupling, budgets of 1 to 4 layers are used: more layers the larger the budget."""
+    trained = {budget: [] for budget in range(1, 5)}
+    for seed in range(20):
+        norms, _, _ = instance(seed, 12, 12, 1)
+        budgets = np.random.default_rng(seed).integers(1, 5, 12)
+        masks = choose("gradient", norms, budgets, coupling=relative_coupling(norms, share))
+        times_thousand = choose("gradient", 1000 * norms, budgets, coupling=relative_coupling(1000 * norms, share))
+        assert (times_thousand == masks).all()
+        for budget, mask in zip(budgets, masks, strict=True):
+            trained[int(budget)].append(int(mask.sum()))
+    one, two, three, four = (np.mean(trained[budget]) for budget in range(1, 5))
+    assert one == 1 and two > 1.4 and three > two + 0.3 and four > three + 0.2
+
+
+@given(st.integers(0, 1000), st.floats(0, 5), st.booleans())
+def test_filled_budgets_have_the_layers_of_p1_and_then_the_largest_norms(seed, share, priced):
+    norms, budgets, prices = instance(seed, 4, 5, 4)
+    costs = prices if priced else np.ones((4, 5))
+    how = {"coupling": relative_coupling(norms, share), "costs": prices if priced else None}
+    masks = choose("gradient", norms, budgets, **how)
+    for mask, filled, own, cost, budget in zip(
+        masks, choose("gradient", norms, budgets, fill=True, **how), norms, costs, budgets, strict=True
+    ):
+        expected, left = list(np.flatnonzero(mask)), sorted(np.flatnonzero(~mask), key=lambda layer: -own[layer])
+        for layer in left:
+            if sum(cost[[*expected, layer]]) <= budget:
+                expected.append(layer)
+        assert sorted(expected) == np.flatnonzero(filled).tolist()
+        assert priced or filled.sum() == budget
 
 
 def test_costs_that_miss_the_budget_by_a_hair_do_not_keep_the_server_busy():

@@ -375,7 +375,7 @@ BUDGETS = {"layers": 2, "bytes": 400, "milliseconds": 5.0}
 @pytest.mark.parametrize("selection", ["gradient", "snr", "rgn", "top", "bottom", "both", "full"])
 def test_masks_are_chosen_from_what_the_clients_reported_and_are_what_comes_back(selection, costs):
     budget = BUDGETS[costs]
-    out = run(rounds=1, selection=selection, costs=costs, budget=budget, coupling=0.2, distance="squared")
+    out = run(rounds=1, selection=selection, costs=costs, budget=budget, absolute_coupling=0.2, distance="squared")
     for number, report in out.reports.items():
         cohort = [f"client-{k}" for k in range(4)]
         assert report.record["masks"].shape == (4, LAYERS) and report.record["masks"].dtype == bool
@@ -403,7 +403,7 @@ def test_the_coupling_and_the_distance_of_the_objective_are_those_given():
     clients = {}
     for coupling, distance in ((0.0, "hamming"), (0.6, "hamming"), (0.3, "hamming"), (0.3, "squared")):
         table = Clients(lambda client, number, metrics: {**metrics, "layer-scores": favourite[client]})
-        out = run(table, 3, rounds=1, coupling=coupling, distance=distance)
+        out = run(table, 3, rounds=1, coupling=0.0, absolute_coupling=coupling, distance=distance)
         clients[coupling, distance] = list(masks_of(out.reports[1]).values())
     # Agreement loses 1 a client, so 3; disagreement costs λ for each of the three pairs, times 2 or 4.
     assert clients[0.0, "hamming"] == clients[0.3, "hamming"] == [[0], [1], [4]]
