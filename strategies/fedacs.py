@@ -16,7 +16,7 @@ from pydantic import Field
 
 from tepal.strategies.mixing import cosine, mixing_weights, threshold
 from tepal.strategies.options import RoundOptions, listed
-from tepal.strategies.personal.models import MEAN_MODEL, PersonalMixing
+from tepal.strategies.personal.models import MEAN, MEAN_MODEL, Newcomers, PersonalMixing
 from tepal.strategies.personal.storage import PersonalModels
 from tepal.strategies.rounds.strategy import MethodStrategy
 
@@ -26,13 +26,18 @@ class FedACSMethod(PersonalMixing):
 
     name = "FedACS"
 
-    def __init__(self, quantile: float, alpha: float = 1.0) -> None:
+    def __init__(
+        self, quantile: float, alpha: float = 1.0, follow_rate: bool = True, newcomers: Newcomers = MEAN
+    ) -> None:
+        super().__init__(newcomers)
         self.quantile = quantile
         self.alpha = alpha
+        self.follow_rate = follow_rate
 
-    def weights(self, state: PersonalModels, rows: Sequence[int]) -> np.ndarray:
+    def weights(self, state: PersonalModels, rows: Sequence[int], round: int) -> np.ndarray:
         similarity = cosine(state.gram)
-        return mixing_weights(similarity, threshold(similarity, self.quantile), rows, alpha=self.alpha)
+        alpha = self.alpha * (self._run.factor(round) if self.follow_rate else 1.0)
+        return mixing_weights(similarity, threshold(similarity, self.quantile), rows, alpha=alpha)
 
     def measures(self, state: PersonalModels) -> Mapping[str, np.ndarray]:
         """Cosine `similarity` S (n, n) of the clients' models, and its `threshold` δ."""
@@ -43,7 +48,10 @@ class FedACSMethod(PersonalMixing):
         }
 
     def describe(self) -> Mapping[str, str | int | float]:
-        return {"quantile": self.quantile, "alpha": self.alpha}
+        return {"quantile": self.quantile, "alpha": self.alpha, **super().describe()} | (
+            # Checkpoints of versions in which α was the same in all rounds do not have it.
+            {"follow rate": True} if self.follow_rate else {}
+        )
 
 
 @listed(
@@ -63,6 +71,11 @@ class FedACS(MethodStrategy):
         quantile: p, the share of the similarities that are below the threshold. From 1 − 1/n on every client trains
             alone.
         alpha: α of the start (1 − α)·w_i + α·u_i; 1 is the paper's.
+        follow_rate: whether α is multiplied by the factor that the schedule gives the learning rate. Training moves w_i
+            in proportion to the rate. With a constant α the mixture would undo more and more of it towards the end of a
+            falling schedule.
+        newcomers: what a client starts from that has not replied yet: the "mean" of the clients' models, or the
+            "initial" model.
         round_options: see `MethodStrategy`. `model` defines which entries are buffers, which are not compared; a model
             with no buffers but BatchNorm's need not be given. The store of models is a file in the folder of the
             checkpoints; without checkpoints, a temporary file.
@@ -76,6 +89,8 @@ class FedACS(MethodStrategy):
         *,
         quantile: Annotated[float, Field(gt=0, lt=1)] = 0.5,
         alpha: Annotated[float, Field(gt=0, le=1)] = 1.0,
+        follow_rate: bool = True,
+        newcomers: Newcomers = MEAN,
         **round_options: Unpack[RoundOptions],
     ) -> None:
-        super().__init__(FedACSMethod(quantile, alpha), **round_options)
+        super().__init__(FedACSMethod(quantile, alpha, follow_rate, newcomers), **round_options)

@@ -88,6 +88,8 @@ class Run:
     """The number of checkpoints that are kept: the run may return to the states of the last `keep` that were saved."""
     mean: Callable[[], Mean] = WeightedMean
     """Makes a mean of the clients' parts: the weighted mean, or a robust one (`tepal.strategies.robust`)."""
+    factor: Callable[[int], float] = lambda _round: 1.0
+    """The factor of the learning rate in a round, counted from 1, by its schedule."""
 
 
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")

@@ -2,8 +2,8 @@
 
 A method of this family defines the weights of the means. Client i is sent its mixture u_i, trains it, and returns w_i:
 as many bytes as in FedAvg. The server keeps the models that clients returned last in a file (`storage.py`), and the dot
-product of each pair; a round computes only the products that changed. A client that has not replied yet starts from the
-initial model.
+product of each pair; a round computes only the products that changed. A newcomer, who has not replied yet, starts from
+the mean of the clients' models, or from the initial model.
 
 A client caches the model that it returned, and scores it in an evaluation; the server sends it to a client that has
 lost it.
@@ -15,6 +15,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Final, Literal
 
 import numpy as np
 
@@ -26,6 +27,13 @@ from tepal.strategies.personal.storage import PersonalModels, PersonalStorage
 
 MIXTURE: Tree = "mixture"
 PERSONAL: Tree = "personal"
+
+MEAN: Final = "mean"
+Newcomers = Literal["mean", "initial"]
+"""What a client starts from that has not replied yet: the mean of the clients' models, if there is any, or the initial
+model."""
+_NEWCOMERS = ""
+"""Name of the newcomers' mixture, which no client has."""
 
 MEAN_MODEL = "the mean of the clients' personal models, which no client uses"
 """The global model of such a run, for reports."""
@@ -41,9 +49,12 @@ class PersonalMixing(Method[PersonalModels]):
     name: str
     """Of the strategy, in errors."""
 
+    def __init__(self, newcomers: Newcomers) -> None:
+        self.newcomers = newcomers
+
     @abstractmethod
-    def weights(self, state: PersonalModels, rows: Sequence[int]) -> np.ndarray:
-        """(len(rows), n): the weight of each model in the mixtures of some clients; each row sums to 1."""
+    def weights(self, state: PersonalModels, rows: Sequence[int], round: int) -> np.ndarray:
+        """(len(rows), n): the weight of each model in some clients' mixtures of a round; each row sums to 1."""
 
     def measures(self, state: PersonalModels) -> Mapping[str, np.ndarray]:
         """The figures that the weights of a round depend on, for its record: name → array. There is at least one
@@ -60,13 +71,17 @@ class PersonalMixing(Method[PersonalModels]):
                 f"the initial arrays are of {len(model.starts)} models; {self.name} starts from one: pass those of one"
             )
         self.storage = PersonalStorage(model, run, name=self.name)
+        self._run = run
         return PersonalModels(model.entries, self.storage.rows.names, self.storage.rows.counted)
 
     def plan(
         self, state: PersonalModels, round: int, phase: str, cohort: Sequence[str], probe_replies: Mapping[str, Reply]
     ) -> list[Plan]:
         rows = _rows_of(state, cohort)
-        self.storage.mix(state, rows, partial(self.weights, state, rows))
+        mixtures = [state.clients[row] for row in rows]
+        if len(rows) < len(cohort) and self._mean_weights(state) is not None:
+            mixtures.append(_NEWCOMERS)
+        self.storage.mix(state, mixtures, partial(self._weights_of, state, rows, round, len(mixtures)))
         names = tuple(state.initial)
         return [
             Plan(
@@ -92,9 +107,22 @@ class PersonalMixing(Method[PersonalModels]):
 
     def values(self, state: PersonalModels, client: str, tree: Tree) -> Arrays:
         if client not in state.slots:
-            return state.initial
+            if tree == PERSONAL or self._mean_weights(state) is None:
+                return state.initial
+            return {**state.initial, **self.storage.rows.entries_of(self.storage.mixture(_NEWCOMERS))}
         row = self.storage.mixture(client) if tree == MIXTURE else self.storage.row(state.slots[client])
         return {**self.storage.rows.entries_of(row), **state.counters[client]}
+
+    def _weights_of(self, state: PersonalModels, rows: Sequence[int], round: int, count: int) -> np.ndarray:
+        """(count, n): the weights of the mixtures of these clients and, if there is one more, of the newcomers'."""
+        clients = self.weights(state, rows, round) if rows else np.empty((0, len(state.clients)))
+        mean = self._mean_weights(state)
+        return clients if count == len(rows) or mean is None else np.vstack((clients, mean))
+
+    def _mean_weights(self, state: PersonalModels) -> np.ndarray | None:
+        """(n,): equal weights of all models that did not diverge; None if newcomers start from the initial model."""
+        whole = np.isfinite(np.diagonal(state.gram))
+        return whole / whole.sum() if self.newcomers == MEAN and whole.any() else None
 
     def merger(self, state: PersonalModels, round: int) -> PersonalMerger:
         self.storage.use(state)  # and not the models of an attempt that failed
@@ -115,6 +143,10 @@ class PersonalMixing(Method[PersonalModels]):
         """The model that this client returned last; the initial model if it has not replied yet."""
         return self.values(state, client, PERSONAL)
 
+    def describe(self) -> Mapping[str, str | int | float]:
+        # Checkpoints of versions without a choice do not have it: newcomers started from the initial model.
+        return {"newcomers": MEAN} if self.newcomers == MEAN else {}
+
     def record(self, state: PersonalModels, plans: Sequence[Plan]) -> Mapping[str, np.ndarray]:
         """The round's mixtures: `clients` (n,), the method's measures of them, and for the `cohort` (m,) the `weights`
         (m, n) of their mixtures. A client without a model has no weights."""
@@ -126,7 +158,7 @@ class PersonalMixing(Method[PersonalModels]):
             "clients": clients,
             **self.measures(state),
             "cohort": clients[rows],
-            "weights": self.weights(state, rows).astype(np.float32),
+            "weights": self.weights(state, rows, plans[0].round if plans else 0).astype(np.float32),
         }
 
 

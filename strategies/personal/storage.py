@@ -71,7 +71,7 @@ class PersonalStorage:
     # ---- the states that the run may return to --------------------------------------------------------------------
 
     def restore(self, state: PersonalModels, older: Iterable[PersonalModels]) -> PersonalModels:
-        """Remove clients whose model in the file is damaged: they start from the initial model again."""
+        """Remove clients whose model in the file is damaged: they start anew, as newcomers do."""
         if (state.order, state.counted) != (self.rows.names, self.rows.counted):
             raise MethodError(
                 "the checkpoint has the entries of the clients' models in another order, because the run was started "
@@ -80,7 +80,7 @@ class PersonalStorage:
             )
         if lost := [client for client in state.clients if not self._is_whole(client, state)]:
             log.error(
-                "The models of %s in %s are damaged: these clients start from the initial model.",
+                "The models of %s in %s are damaged: these clients start anew.",
                 ", ".join(lost), STORE,
             )  # fmt: skip
             left = [k for k, client in enumerate(state.clients) if client not in lost]
@@ -134,32 +134,32 @@ class PersonalStorage:
         """The models in these slots, in this order."""
         return self._store.rows(slots)
 
-    def mixture(self, client: str) -> np.ndarray:
-        """(width,) the mixture of a client of the current cohort."""
-        return self._mixtures[client]
+    def mixture(self, name: str) -> np.ndarray:
+        """(width,) the mixture of this name that the last call of `mix` made."""
+        return self._mixtures[name]
 
-    def mix(self, state: PersonalModels, rows: Sequence[int], weights: Callable[[], np.ndarray]) -> None:
+    def mix(self, state: PersonalModels, names: Sequence[str], weights: Callable[[], np.ndarray]) -> None:
         """Make the mixtures of a cohort, in one pass over the models, in an unnamed file.
 
         Args:
             state: what the mixtures are made from, n clients.
-            rows: the clients of the cohort, by their place in `state.clients`.
-            weights: returns (len(rows), n), the weight of each model in each mixture; called only if there are rows.
+            names: of the mixtures.
+            weights: returns (len(names), n), the weight of each model in each mixture; called only if there are names.
 
         Raises:
             OSError: the file cannot be written.
         """
         mixtures = np.empty((0, 0))
-        if rows:
+        if names:
             models = self.models(state.slots[client] for client in state.clients)
             width, dtype = self.rows.width, self.rows.dtype
             with tempfile.TemporaryFile(dir=self._run.folder, prefix=".mixtures-", buffering=0) as file:
-                written = [0] * len(rows)
+                written = [0] * len(names)
                 for k, chunk in weighted_rows(models, weights()):
                     write_at(file.fileno(), (k * width + written[k]) * dtype.itemsize, chunk)
                     written[k] += chunk.size
-                mixtures = np.memmap(file, dtype, "r", shape=(len(rows), width))
-        self._mixtures = {state.clients[row]: mixtures[k] for k, row in enumerate(rows)}
+                mixtures = np.memmap(file, dtype, "r", shape=(len(names), width))
+        self._mixtures = dict(zip(names, mixtures, strict=True))
 
 
 def _without(of_clients: Mapping[str, T], lost: Collection[str]) -> dict[str, T]:

@@ -16,11 +16,11 @@ from tepal.strategies.rounds.messenger import Messenger
 from tepal.strategies.rounds.report import LEFT_BEHIND, Answered, Failure, RoundFailed, RoundReport
 from tepal.strategies.rounds.round import Round
 
-SCHEDULES: Mapping[str, Callable[[int, int], float]] = {
+SCHEDULES: Mapping[str, Callable[..., float]] = {
     "constant": lambda round, rounds: 1.0,
     "cosine": lambda round, rounds: 0.5 * (1 + math.cos(math.pi * (round - 1) / rounds)),
 }
-"""Name → factor of the learning rate in round t of T, counted from 1."""
+"""Name → factor of the learning rate in a `round` of `rounds`, counted from 1."""
 
 
 class Asker:

@@ -181,7 +181,8 @@ class MethodStrategy(WithoutHooks):
         checkpoint = resuming.latest(resume=self.resume) if resuming else None
         folder = saved.folder if saved else None
         mean = mean_factory(self.robust, self.hostile_share, self.krum_keep, folder)
-        run = Run(self.rules.seed, folder, saved.keep if saved else 0, mean)
+        factor = partial(SCHEDULES[self.schedule], rounds=num_rounds)
+        run = Run(self.rules.seed, folder, saved.keep if saved else 0, mean, factor)
         result = Result()
         first = 1
         train_config, evaluate_config = train_config or ConfigRecord(), evaluate_config or ConfigRecord()

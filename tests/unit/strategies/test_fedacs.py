@@ -182,10 +182,12 @@ def run(strategy, clients=range(5), rounds=3, *, start=START, grid=InProcessGrid
 class Simulation:
     """FedACS by loops. `buffers`: tensors that are mixed and not compared; `tied`: counted once, as another one."""
 
-    def __init__(self, quantile, alpha=1.0, start=START, buffers=(), tied=()):
+    def __init__(self, quantile, alpha=1.0, start=START, buffers=(), tied=(), newcomers="mean"):
+        self.newcomers = newcomers
         self.quantile, self.alpha, self.start, self.tied = quantile, alpha, start, tied
         self.compared = [name for name in start if start[name].dtype.kind == "f" and name not in (*buffers, *tied)]
         self.models = {}
+        self.factor = 1.0
         self._dots = {}
 
     def dot(self, i, j):
@@ -213,15 +215,17 @@ class Simulation:
         delta = self.threshold()
         found = {other: self.similarity(client, other) for other in self.models}
         taken = {other: s for other, s in found.items() if other == client or (s > delta and s > 0)}
-        shares = {other: self.alpha * s / sum(taken.values()) for other, s in taken.items()}
-        shares[client] += 1 - self.alpha
+        alpha = self.alpha * self.factor
+        shares = {other: alpha * s / sum(taken.values()) for other, s in taken.items()}
+        shares[client] += 1 - alpha
         return shares
 
     def mixture(self, client):
         own = self.models.get(client)
-        if own is None:
+        if own is None and (not self.models or self.newcomers == "initial"):
             return self.start
-        shares = self.weights(client)
+        shares = self.weights(client) if own is not None else dict.fromkeys(self.models, 1 / len(self.models))
+        own = self.start if own is None else own
         return {
             name: sum(share * self.models[other][name].astype(np.float64) for other, share in shares.items())
             .astype(value.dtype)
@@ -252,10 +256,11 @@ def assert_identical(model, expected):
     assert {name: value.tobytes() for name, value in model.items()} == {n: v.tobytes() for n, v in expected.items()}
 
 
-def assert_simulated(seen, simulation):
+def assert_simulated(seen, simulation, factors=()):
     """What every client received, what the server holds and what it recorded is what the simulation says."""
     mixed = 0
     for number, report in seen.reports.items():
+        simulation.factor = factors[number - 1] if factors else 1.0
         record, clients = report.record, list(report.record["clients"])
         assert sorted(clients) == sorted(simulation.models)
         if clients:
@@ -315,6 +320,13 @@ def test_every_client_trains_the_mixture_of_the_models_like_its_own(quantile, al
     assert_identical({"": seen.arrays["count"]}, {"": START["count"]})
 
 
+@pytest.mark.parametrize("follow_rate", [True, False])
+def test_the_share_of_the_mixture_falls_with_the_learning_rate(follow_rate):
+    seen = run(FedACS(quantile=0.3, alpha=0.8, schedule="cosine", follow_rate=follow_rate), rounds=4)
+    of_rate = [1.0, (2 + math.sqrt(2)) / 4, 0.5, (2 - math.sqrt(2)) / 4]  # a half cosine from 1 to 0, in quarters
+    assert assert_simulated(seen, Simulation(0.3, 0.8), of_rate if follow_rate else ()) >= 3
+
+
 def test_the_order_of_replies_leaves_no_trace_down_to_the_last_bit():
     runs = [run(FedACS(quantile=0.4), rounds=4, grid=grid) for grid in (InProcessGrid, AnyOrder)]
     orders = [[report.replied for report in seen.reports.values()] for seen in runs]
@@ -324,7 +336,8 @@ def test_the_order_of_replies_leaves_no_trace_down_to_the_last_bit():
     assert_identical(runs[0].arrays, runs[1].arrays)
 
 
-def test_who_joins_starts_from_the_initial_model_and_who_left_still_counts():
+@pytest.mark.parametrize("newcomers", ["mean", "initial"])
+def test_who_joins_starts_as_newcomers_do_and_who_left_still_counts(newcomers):
     def change(report, network, app):
         if report.round == 2:
             network.add(Node(app, {"partition-id": 6}))
@@ -332,11 +345,15 @@ def test_who_joins_starts_from_the_initial_model_and_who_left_still_counts():
         if report.round == 3:
             network.add(Node(app, {"partition-id": 3}))
 
-    seen = run(FedACS(quantile=0.3), [0, 1, 2, 4], rounds=6, on_round=change)
-    assert_simulated(seen, Simulation(0.3))
+    seen = run(FedACS(quantile=0.3, newcomers=newcomers), [0, 1, 2, 4], rounds=6, on_round=change)
+    assert_simulated(seen, Simulation(0.3, newcomers=newcomers))
     assert seen.reports[3].asked == ["client-0", "client-2", "client-4", "client-6"]
-    assert_identical(seen.received["client-6", 3], START)
-    assert_identical(seen.received["client-3", 4], START)
+    if newcomers == "initial":
+        assert_identical(seen.received["client-6", 3], START)
+        assert_identical(seen.received["client-3", 4], START)
+    else:
+        later, earlier = (seen.received[who]["layer.bias"] for who in (("client-3", 4), ("client-6", 3)))
+        assert not np.array_equal(later, earlier), "the models of which they are the mean were trained between"
     assert_identical(seen.held[6]["client-1"], seen.held[2]["client-1"])
     record = seen.reports[6].record
     column = list(record["clients"]).index("client-1")
@@ -996,13 +1013,12 @@ def test_a_damaged_model_begins_anew_alone_and_is_named(tmp_path, caplog):
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte ^ 1]))
     resumed = run_in(tmp_path, rounds=6, keep=2, resume=True)
-    assert "The models of client-3 in models.bin are damaged: these clients start from the initial model" in caplog.text
+    assert "The models of client-3 in models.bin are damaged: these clients start anew" in caplog.text
     simulation = Simulation(QUANTILE)
     simulation.models = {client: model for client, model in seen.held[4].items() if client != "client-3"}
     assert list(resumed.reports[5].record["clients"]) == [client for client in state.clients if client != "client-3"]
     assert_simulated(resumed, simulation)
-    first = next(number for number in (5, 6) if "client-3" in resumed.reports[number].asked)
-    assert_identical(resumed.received["client-3", first], START)
+    assert "client-3" in resumed.reports[5].asked
     scored_as_held(resumed, 6)
 
 
