@@ -173,12 +173,12 @@ class FedAMP(MethodStrategy):
     """FedAMP over Tepal's exchange.
 
     The result's arrays are the mean of the clients' models. Each personal model is in the server's store and in its
-    client's cache. The client's training function must add the plan's proximal term to the loss.
+    client's cache. With `lam` above 0 the client's training function must add the plan's proximal term to the loss.
 
     Args:
-        sigma: σ, the squared distance at which the weight of a model is 1/e of that of an equal model: a multiple of the
-            median of the round's squared distances, or with the unit "absolute" a squared distance. The larger, the
-            more the models are mixed.
+        sigma: σ, the squared distance at which the weight of a model is 1/e of that of an equal model. The larger, the
+            more the models are mixed. It is a multiple of the median of the round's squared distances, or with the unit
+            "absolute" a squared distance.
         alpha: α. Equal models have the weight α/σ in each other's mixture. A multiple of σ/n for n clients: with 1, n
             equal clients start from their mean, and a client's own model has at least the weight 1/n. With the unit
             "absolute" a squared distance.
@@ -186,8 +186,10 @@ class FedAMP(MethodStrategy):
             distances, as in the paper. These grow with the number of parameters, the learning rate and the local
             steps, so the defaults are of no use with it: set σ to one or two times the median of the `distances` in an
             early round's record, and α to σ/n.
-        lam: λ of the proximal term λ/(2α)·‖w − u‖². With the unit "median" α is a squared distance of the models, and λ
-            is in the unit of the loss. The term is left out in a round in which α is 0, such as the first.
+        lam: λ of the proximal term λ/(2α)·‖w − u‖²; with 0 there is none. With the unit "median" α is measured in the
+            models' squared distances, and λ is in the unit of the loss: a model at the median distance from its mixture
+            costs λ·n/2 with the other defaults, so keep λ far below 1/n. The term is left out in a round in which α is
+            0, such as the first.
         round_options: see `MethodStrategy`. `model` defines which entries are buffers, which are not compared; a model
             with no buffers but BatchNorm's need not be given. The store of models is a file in the folder of the
             checkpoints; without checkpoints, a temporary file.
@@ -202,7 +204,7 @@ class FedAMP(MethodStrategy):
         sigma: Positive = 1.0,
         alpha: Positive = 1.0,
         unit: Unit = "median",
-        lam: NonNegative = 1.0,
+        lam: NonNegative = 0.0,
         **round_options: Unpack[RoundOptions],
     ) -> None:
         super().__init__(FedAMPMethod(sigma, alpha, lam, unit), **round_options)

@@ -259,7 +259,7 @@ def test_a_run_with_another_sigma_is_not_resumed(tmp_path):
     run(FedAMP(**FIXED, sigma=2.0, alpha=1.0, checkpoints=tmp_path / "c"), rounds=1)
     with pytest.raises(CheckpointError, match="another strategy"):
         run(FedAMP(**FIXED, sigma=2.5, alpha=1.0, checkpoints=tmp_path / "c", resume=True))
-    with pytest.raises(CheckpointError, match="another strategy .*'unit': 'absolute'.*'unit': 'median'"):
+    with pytest.raises(CheckpointError, match=r"another strategy .*'unit': 'absolute'.*'unit': 'median'"):
         run(FedAMP(sigma=2.0, alpha=1.0, checkpoints=tmp_path / "c", resume=True))
     with pytest.raises(CheckpointError, match="another strategy"):
         run(FedACS(quantile=0.5, checkpoints=tmp_path / "c", resume=True))
@@ -376,7 +376,7 @@ def test_small_distances_of_large_models_are_not_lost_by_rounding():
         return Message(RecordDict(content), reply_to=msg)
 
     reports = {}
-    strategy = FedAMP(**FIXED, sigma=0.02, alpha=0.002, fraction_evaluate=0, on_round=lambda r: reports.update({r.round: r}))
+    strategy = FedAMP(fraction_evaluate=0, on_round=lambda report: reports.update({report.round: report}))
     grid = InProcessGrid([Node(app, {"partition-id": k}) for k in range(3)])
     strategy.start(grid, ArrayRecord({"w": Array(start["w"])}), num_rounds=2, timeout=60)
     models = (start["w"] + steps).astype(np.float64)
