@@ -29,7 +29,11 @@ from rich.console import Console
 from rich.table import Table
 from simulation import RATE, STOCK, UNSCORED, tepal, write_images
 
-METHODS = {"FedAvg": "fedavg", "FedAMP": "fedamp", "Ditto": "ditto"}
+METHODS = {
+    "FedAvg": {"strategy": "fedavg"},
+    "FedAMP": {"strategy": "fedamp", "fedamp.lambda": 0.001},  # PFLlib computes the proximal term, too
+    "Ditto": {"strategy": "ditto"},
+}
 SAMPLES, BATCH = 50, 20
 NAME = "MNIST"  # PFLlib chooses the CNN's input by the dataset's name
 SPENT = re.compile(r"time cost -+ ([\d.]+)")
@@ -68,7 +72,7 @@ def theirs(checkout: Path, folder: Path, method: str, clients: int, rounds: int)
 
 def ours(folder: Path, method: str, clients: int, rounds: int) -> list[float]:
     changes = {**UNSCORED, "local-epochs": 1, "batch-size": BATCH, "model": "stock_model:pfllib_cnn"}
-    return tepal("in process", folder, clients, rounds + 1, strategy=METHODS[method], **changes)[0][1:]
+    return tepal("in process", folder, clients, rounds + 1, **METHODS[method], **changes)[0][1:]
 
 
 def main() -> None:

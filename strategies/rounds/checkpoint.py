@@ -301,9 +301,14 @@ _RENAMED = {
 """Classes of methods and states as checkpoints of earlier versions name them → their names now."""
 
 
+_EARLIER = {"FedAMPMethod": {"unit": "absolute"}}
+"""Class of a method → options that checkpoints of earlier versions do not have, and what those versions did."""
+
+
 def current_names(method: Mapping[str, Any]) -> dict[str, Any]:
-    """Name and options of a strategy from a checkpoint, with the names that the classes of methods have now."""
-    return {key: _RENAMED.get(value, value) if key in ("name", "member") else value for key, value in method.items()}
+    """Name and options of a strategy from a checkpoint, with the names and options that the methods have now."""
+    named = {key: _RENAMED.get(value, value) if key in ("name", "member") else value for key, value in method.items()}
+    return {**_EARLIER.get(named.get("name", ""), {}), **named}
 
 
 def _name_of(kind: type) -> str:

@@ -27,7 +27,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "Per-FedAvg": {"strategy": "perfedavg"},
     "pFedMe": {"strategy": "pfedme"},
     "APFL": {"strategy": "apfl"},
-    "FedAMP": {"strategy": "fedamp"},
+    "FedAMP": {"strategy": "fedamp", "fedamp.unit": "median"},
     "FedACS": {"strategy": "fedacs"},
 }
 ALPHAS = (0.1, 0.5, 1.0, 5.0, 10.0)

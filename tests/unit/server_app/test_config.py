@@ -2,7 +2,8 @@ import tomllib
 
 import pytest
 
-from tepal.server_app.config import ConfigError, defaults, read_run_config
+from tepal.records.run_directory import CONFIG, RunDirectory
+from tepal.server_app.config import ConfigError, defaults, open_run, read_run_config
 from tepal.tools.compare.variants import read_variants
 from tests.packages import ROOT
 
@@ -150,3 +151,18 @@ def test_every_variant_of_the_tour_can_be_run():
     assert len(tour.sections) == 3 and len(variants) == 13
     for variant in variants:
         assert read_run_config({**tour.common, **variant.run_config}).rounds.strategy == variant.strategy
+
+
+@pytest.mark.parametrize("strategy", ["fedamp", "fedavg"])
+def test_a_run_of_an_earlier_version_without_a_unit_is_resumed_with_absolute_distances(tmp_path, strategy):
+    kept = read_run_config({"strategy": strategy, "fedamp.sigma": 100.0, "fedamp.alpha": 10.0}).flat
+    earlier = RunDirectory.create(tmp_path, strategy, {key: kept[key] for key in kept if key != "fedamp.unit"})
+    assert "unit" not in (earlier.path / CONFIG).read_text()
+    given = {**defaults(), "resume": str(earlier.path)}
+    config, _ = open_run(given)
+    assert (config.fedamp.unit, config.fedamp.sigma, config.fedamp.alpha) == ("absolute", 100.0, 10.0)
+    assert open_run({**given, "fedamp.unit": "absolute"})[0] == config
+    later = RunDirectory.create(tmp_path, strategy, kept)
+    assert open_run({**given, "resume": str(later.path)})[0].fedamp.unit == "median"
+    with pytest.raises(ConfigError, match=r"cannot change .*fedamp\.unit='absolute' \(the run has 'median'\)"):
+        open_run({**given, "resume": str(later.path), "fedamp.unit": "absolute"})

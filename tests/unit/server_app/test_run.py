@@ -611,8 +611,9 @@ def test_a_regressions_line_has_root_mean_squared_errors():
         (
             {"strategy": "fedamp", "fedamp.sigma": 5.0, "fedamp.alpha": 2.0, "fedamp.lambda": 0.5},
             FedAMP,
-            {"sigma": 5.0, "alpha": 2.0, "lambda": 0.5},
+            {"sigma": 5.0, "alpha": 2.0, "lambda": 0.5, "unit": "median"},
         ),
+        ({"strategy": "fedamp", "fedamp.unit": "absolute"}, FedAMP, {"unit": "absolute"}),
         (
             {"strategy": "fedbe", "fedbe.distribution": "dirichlet", "fedbe.samples": 4, "server-share": 0.1},
             FedBE,
