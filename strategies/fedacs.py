@@ -48,10 +48,9 @@ class FedACSMethod(PersonalMixing):
         }
 
     def describe(self) -> Mapping[str, str | int | float]:
-        return {"quantile": self.quantile, "alpha": self.alpha, **super().describe()} | (
-            # Checkpoints of versions in which α was the same in all rounds do not have it.
-            {"follow rate": True} if self.follow_rate else {}
-        )
+        return {
+            "quantile": self.quantile, "alpha": self.alpha, "follow rate": self.follow_rate, **super().describe(),
+        }  # fmt: skip
 
 
 @listed(

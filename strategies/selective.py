@@ -208,9 +208,9 @@ class SelectiveLayersMethod(PartialAveraging):
             "selection": self.selection,
             "budget": self.budget,
             "costs": self.costs,
-            # Checkpoints of earlier versions have λ as the coupling, and no word of what is filled.
+            # In checkpoints of earlier versions the coupling is λ.
             "coupling" if self.absolute_coupling else "relative coupling": self.absolute_coupling or self.coupling,
-            **({"fill": True} if self.fill else {}),
+            "fill": self.fill,
             "distance": self.distance,
             "probe batches": self.probe_batches or "all",
         }

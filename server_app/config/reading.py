@@ -79,9 +79,6 @@ CHANGEABLE = (
 )  # fmt: skip
 """Keys that may be changed when a run is resumed."""
 
-_EARLIER = {"fedamp.unit": "absolute"}
-"""Keys that runs of earlier versions did not save, and what those versions did, which is not the default."""
-
 
 def open_run(values: Mapping[str, Any], clients: int | None = None) -> tuple[RunConfig, RunDirectory | None]:
     """Return the checked config of a run, and its directory if it is resumed, else None. Raises ConfigError.
@@ -112,7 +109,7 @@ def _resumed(values: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, An
     Raises:
         ConfigError: a key that must not change has a new value.
     """
-    usual, kept = defaults(), {**_EARLIER, **kept}
+    usual = defaults()
     given = {
         key: value
         for key, value in values.items()

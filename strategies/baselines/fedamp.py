@@ -24,7 +24,7 @@ from tepal.exchange.plan import PROXIMAL, Plan, Reply
 from tepal.strategies.method import check_number
 from tepal.strategies.mixing import Models
 from tepal.strategies.options import NonNegative, Positive, RoundOptions, listed
-from tepal.strategies.personal.models import MEAN_MODEL, PersonalMixing
+from tepal.strategies.personal.models import MEAN, MEAN_MODEL, Newcomers, PersonalMixing
 from tepal.strategies.personal.storage import PersonalModels
 from tepal.strategies.rounds.strategy import MethodStrategy
 
@@ -123,7 +123,8 @@ class FedAMPMethod(PersonalMixing):
 
     name = "FedAMP"
 
-    def __init__(self, sigma: float, alpha: float, lam: float, unit: Unit) -> None:
+    def __init__(self, sigma: float, alpha: float, lam: float, unit: Unit, newcomers: Newcomers = MEAN) -> None:
+        super().__init__(newcomers)
         self.sigma, self.alpha, self.lam, self.unit = sigma, alpha, lam, unit
 
     def plan(
@@ -141,7 +142,7 @@ class FedAMPMethod(PersonalMixing):
         rows = self.storage.rows
         return _Differences(models, np.concatenate([*rows.pieces(state.initial)]).astype(rows.dtype))
 
-    def weights(self, state: PersonalModels, rows: Sequence[int]) -> np.ndarray:
+    def weights(self, state: PersonalModels, rows: Sequence[int], round: int) -> np.ndarray:
         distances = squared_distances(state.gram)
         return attention_weights(distances, self._attention(distances), rows)
 
@@ -156,7 +157,9 @@ class FedAMPMethod(PersonalMixing):
         }
 
     def describe(self) -> Mapping[str, str | int | float]:
-        return {"sigma": self.sigma, "alpha": self.alpha, "unit": self.unit, "lambda": self.lam}
+        return {
+            "sigma": self.sigma, "alpha": self.alpha, "unit": self.unit, "lambda": self.lam, **super().describe(),
+        }  # fmt: skip
 
     def _attention(self, distances: np.ndarray) -> Attention:
         return attention(distances, self.sigma, self.alpha, self.unit)
@@ -190,6 +193,8 @@ class FedAMP(MethodStrategy):
             models' squared distances, and λ is in the unit of the loss: a model at the median distance from its mixture
             costs λ·n/2 with the other defaults, so keep λ far below 1/n. The term is left out in a round in which α is
             0, such as the first.
+        newcomers: what a client starts from that has not replied yet: the "mean" of the clients' models, or the
+            "initial" model.
         round_options: see `MethodStrategy`. `model` defines which entries are buffers, which are not compared; a model
             with no buffers but BatchNorm's need not be given. The store of models is a file in the folder of the
             checkpoints; without checkpoints, a temporary file.
@@ -205,9 +210,10 @@ class FedAMP(MethodStrategy):
         alpha: Positive = 1.0,
         unit: Unit = "median",
         lam: NonNegative = 0.0,
+        newcomers: Newcomers = MEAN,
         **round_options: Unpack[RoundOptions],
     ) -> None:
-        super().__init__(FedAMPMethod(sigma, alpha, lam, unit), **round_options)
+        super().__init__(FedAMPMethod(sigma, alpha, lam, unit, newcomers), **round_options)
 
 
 class _Differences:

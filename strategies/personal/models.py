@@ -144,8 +144,7 @@ class PersonalMixing(Method[PersonalModels]):
         return self.values(state, client, PERSONAL)
 
     def describe(self) -> Mapping[str, str | int | float]:
-        # Checkpoints of versions without a choice do not have it: newcomers started from the initial model.
-        return {"newcomers": MEAN} if self.newcomers == MEAN else {}
+        return {"newcomers": self.newcomers}
 
     def record(self, state: PersonalModels, plans: Sequence[Plan]) -> Mapping[str, np.ndarray]:
         """The round's mixtures: `clients` (n,), the method's measures of them, and for the `cohort` (m,) the `weights`

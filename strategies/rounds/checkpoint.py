@@ -301,7 +301,11 @@ _RENAMED = {
 """Classes of methods and states as checkpoints of earlier versions name them → their names now."""
 
 
-_EARLIER = {"FedAMPMethod": {"unit": "absolute"}}
+_EARLIER: Mapping[str, Mapping[str, Any]] = {
+    "FedACSMethod": {"follow rate": False, "newcomers": "initial"},
+    "FedAMPMethod": {"unit": "absolute", "newcomers": "initial"},
+    "SelectiveLayersMethod": {"fill": False},
+}
 """Class of a method → options that checkpoints of earlier versions do not have, and what those versions did."""
 
 

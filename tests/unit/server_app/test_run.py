@@ -476,12 +476,13 @@ def test_what_cannot_change_is_refused_on_resume(small_run, tmp_path):
         small_run(resume=str(tmp_path / "nowhere"))
 
 
-def test_a_run_of_an_earlier_version_goes_on_with_its_own_coupling():
-    assert as_of_now({"selective.coupling": 10.0, "seed": 1}) == {
-        "selective.coupling": 0.0, "selective.absolute-coupling": 10.0, "seed": 1
-    }  # fmt: skip
-    now = {"selective.coupling": 0.3, "selective.absolute-coupling": 0.0}
-    assert as_of_now(now) == now and as_of_now({"seed": 1}) == {"seed": 1}
+def test_a_run_of_an_earlier_version_goes_on_with_its_own_settings():
+    then = as_of_now({**defaults(), "selective.coupling": 10.0})
+    assert then == {**defaults(), "selective.coupling": 10.0}, "of this version: nothing is changed"
+    added = ("selective.absolute-coupling", "fedacs.follow-rate", "fedacs.newcomers", "fedamp.newcomers", "fedamp.unit")
+    then = as_of_now({key: value for key, value in {**defaults(), "seed": 1}.items() if key not in added})
+    assert [then[key] for key in added] == [defaults()["selective.coupling"], False, "initial", "initial", "absolute"]
+    assert (then["selective.coupling"], then["seed"]) == (0.0, 1)
 
 
 def test_an_earlier_runs_config_is_read_as_it_was_meant_when_it_is_resumed(small_run):
@@ -589,7 +590,7 @@ def test_a_regressions_line_has_root_mean_squared_errors():
         (
             {"strategy": "selective", "selective.budget": 2.0, "selective.selection": "both"},
             SelectiveLayers,
-            {"budget": 2.0, "selection": "both", "costs": "layers", "relative coupling": 0.2, "probe batches": 1},
+            {"budget": 2.0, "selection": "both", "relative coupling": 0.2, "fill": False, "probe batches": 1},
         ),
         ({"strategy": "selective", "selective.draw-budgets": True}, SelectiveLayers, {"budget": "drawn"}),
         (
