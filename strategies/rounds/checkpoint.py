@@ -301,9 +301,18 @@ _RENAMED = {
 """Classes of methods and states as checkpoints of earlier versions name them → their names now."""
 
 
+_ADDED: Mapping[str, Mapping[str, Any]] = {
+    "FedBEMethod": {"variance scale": 1.0, "temperature": 1.0},
+    "PFedMeMethod": {"outer-step": 0.0},
+}
+"""Class of a method → options that checkpoints of earlier versions do not have → what these versions did."""
+
+
 def current_names(method: Mapping[str, Any]) -> dict[str, Any]:
-    """Name and options of a strategy from a checkpoint, with the names that the classes of methods have now."""
-    return {key: _RENAMED.get(value, value) if key in ("name", "member") else value for key, value in method.items()}
+    """Name and options of a strategy from a checkpoint, with the names and options that methods have now."""
+    named = {key: _RENAMED.get(value, value) if key in ("name", "member") else value for key, value in method.items()}
+    of_member = {f"member {key}": value for key, value in _ADDED.get(named.get("member", ""), {}).items()}
+    return {**_ADDED.get(named.get("name", ""), {}), **of_member, **named}
 
 
 def _name_of(kind: type) -> str:
