@@ -57,7 +57,7 @@ KNOWN_METRICS = frozenset(
 PROXIMAL = "proximal"
 """Option: μ of (μ/2)·‖w − w_received‖² over the trained entries, which is added to the loss."""
 LAMBDA, ALPHA, ADAPTIVE, DELTA, HESSIAN_FREE = "lambda", "alpha", "adaptive", "delta", "hessian-free"
-INNER_STEPS, INNER_RATE = "inner-steps", "inner-learning-rate"
+INNER_STEPS, INNER_RATE, OUTER_STEP = "inner-steps", "inner-learning-rate", "outer-step"
 """Options of the objectives (`tepal.client_app.objectives`)."""
 
 

@@ -107,6 +107,8 @@ class RoundRecord:
     """Of an ensemble's modes, as the following are."""
     highest_accuracy: float | None = _score("accuracy of the best mode", optional=True)
     entropy: float | None = _score(optional=True)
+    """Of the mean prediction, in nats; `mode_entropy` is the mean of the modes' own entropies."""
+    mode_entropy: float | None = _score(optional=True)
     disagreement: float | None = _score("disagreement of two modes", optional=True)
     variance_over_members: float | None = _score(optional=True)
     predicted_classes: int | None = column(optional=True)

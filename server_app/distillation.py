@@ -1,12 +1,13 @@
 """Distillation of an ensemble into one model on unlabelled examples, as in FedBE (arXiv:2009.01974).
 
 The members of the ensemble predict first, in turn in one model object. The student is then trained on the mean of their
-class probabilities by SGD with stochastic weight averaging (Izmailov et al. 2018, arXiv:1803.05407): the learning rate
-falls in cycles, and the result is the mean of the weights at the ends of the cycles.
+class probabilities, at a temperature, by SGD with stochastic weight averaging (Izmailov et al. 2018, arXiv:1803.05407):
+the learning rate falls in cycles, and the result is the mean of the weights at the ends of the cycles.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
 from itertools import islice
@@ -49,13 +50,15 @@ class Distiller:
         epochs: passes over the inputs, at least 1. Steps are rounded up to whole cycles of 25.
         learning_rate: learning rate of SGD with momentum 0.9 in the first step of a cycle; it falls to 0.4 of it.
         batch_size: examples per step.
+        temperature: T above 0; the student is trained on p ∝ p̄^(1/T), where p̄ are the members' mean probabilities. 1:
+            on p̄, as in the paper's text; below 1: on more certain predictions. The authors' released code has 0.5.
         seed: seed of the order of the examples, and of dropout.
         deterministic: compute with one thread.
         task: how the model is called.
         micro_batch_size: examples per pass, several of which make a step; 0: the whole batch.
 
     Raises:
-        ValueError: there are no inputs.
+        ValueError: there are no inputs, or the temperature is not a number above 0.
     """
 
     model: nn.Module
@@ -65,6 +68,7 @@ class Distiller:
     epochs: int = 20
     learning_rate: float = 1e-3
     batch_size: int = 128
+    temperature: float = 1.0
     seed: int = 0
     deterministic: bool = False
     task: Task = tasks.IMAGES
@@ -73,6 +77,8 @@ class Distiller:
     def __post_init__(self) -> None:
         if not len(self.inputs):
             raise ValueError("there are no inputs to distil on: give at least one")
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(f"temperature is {self.temperature!r}; it must be a number, above 0")
 
     def __call__(self, models: Iterable[Arrays], student: Arrays) -> Arrays:
         """Return the entries of the trained student; integer entries do not change.
@@ -90,9 +96,10 @@ class Distiller:
         inputs = torch.from_numpy(self.inputs).to(device)
         training = TrainingConfig(micro_batch_size=self.micro_batch_size)
         states = (self._state(entries) for entries in models)
-        targets = predict(self.model, states, inputs, training, self.task).outputs
-        if not targets.isfinite().all():
+        predictions = predict(self.model, states, inputs, training, self.task)
+        if not predictions.outputs.isfinite().all():
             raise MethodError("FedBE cannot distil: a diverged model of its ensemble predicts NaN: lower learning-rate")
+        targets = predictions.outputs if self.temperature == 1 else predictions.tempered(self.temperature)
         self.model.load_state_dict(self._state(student))
         with random_numbers_apart(self.model, self.seed):  # for dropout
             trained = self._fit(Batches(inputs, targets.float().to(device), self.batch_size, self.seed), training)

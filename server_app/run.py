@@ -290,7 +290,7 @@ def _strategy(name: str, config: RunConfig, options: Mapping[str, Any]) -> Metho
 def _with_distiller(config: RunConfig) -> dict[str, Any]:
     """Return FedBE's options, with a `Distiller` as `distil`. Raises ConfigError if its data cannot be read."""
     own = config.fedbe.model_dump()
-    training = {key: own.pop(key) for key in ("epochs", "learning_rate", "batch_size")}
+    training = {key: own.pop(key) for key in ("epochs", "learning_rate", "batch_size", "temperature")}
     if own["distil"]:
         try:
             inputs = unlabelled_inputs(config.data)

@@ -28,12 +28,14 @@ class Predictions:
     outputs: the members' mean probabilities (n, classes); in a regression the mean of their outputs (n, …).
     log_probabilities: logarithms of the mean probabilities, finite also if these underflow; None in a regression.
     member_labels: the label that each member alone predicts (K, n); None in a regression.
+    member_entropy: entropy of a member's own probabilities in nats, mean over the members (n,); None in a regression.
     variance: population variance of the K outputs, in the shape of `outputs`; None in a classification.
     """
 
     outputs: Tensor
     log_probabilities: Tensor | None = None
     member_labels: Tensor | None = None
+    member_entropy: Tensor | None = None
     variance: Tensor | None = None
 
     @property
@@ -52,6 +54,15 @@ class Predictions:
         """Share of the members whose label differs from the ensemble's (n,)."""
         return (_classification_only(self.member_labels) != self.labels).double().mean(dim=0)
 
+    def tempered(self, temperature: float) -> Tensor:
+        """Return the mean probabilities p̄ at a temperature T above 0, p ∝ p̄^(1/T) (n, classes).
+
+        Below 1 it is more certain than p̄, above 1 less. Raises ValueError in a regression.
+        """
+        logs = _classification_only(self.log_probabilities)
+        # Relative to the highest, so that no temperature makes all of them underflow.
+        return ((logs - logs.amax(dim=1, keepdim=True)) / temperature).softmax(dim=1)
+
 
 @dataclass(frozen=True)
 class Diversity:
@@ -59,6 +70,8 @@ class Diversity:
 
     lowest_accuracy, highest_accuracy: accuracies of the worst and the best single member.
     entropy: entropy of the mean probabilities in nats, mean over the examples.
+    mode_entropy: entropy of a member's own probabilities in nats, mean over members and examples; at most `entropy`.
+        Fed-ensemble's Table 4 has it.
     disagreement: share of examples for which two members predict different labels, mean over all pairs; 0 for one
         member.
     """
@@ -66,6 +79,7 @@ class Diversity:
     lowest_accuracy: float
     highest_accuracy: float
     entropy: float
+    mode_entropy: float
     disagreement: float
 
 
@@ -179,6 +193,7 @@ def diversity(predictions: Predictions, labels: Tensor) -> Diversity:
         lowest_accuracy=min(accuracies),
         highest_accuracy=max(accuracies),
         entropy=float(predictions.entropy.mean()),
+        mode_entropy=float(_classification_only(predictions.member_entropy).mean()),
         disagreement=_disagreement(member_labels, classes=predictions.outputs.shape[1]),
     )
 
@@ -205,12 +220,19 @@ def _outputs(
 def _classify(members: Iterator[Tensor]) -> Predictions:
     logits = _first(members)
     total = logits.log_softmax(dim=1)  # log of the sum of probabilities: none underflows
-    member_labels = [logits.argmax(dim=1)]
+    member_labels, entropies = [logits.argmax(dim=1)], _entropy(total)
     for logits in members:
-        total = torch.logaddexp(total, logits.log_softmax(dim=1))
+        logs = logits.log_softmax(dim=1)
+        total = torch.logaddexp(total, logs)
         member_labels.append(logits.argmax(dim=1))
-    log_probabilities = total - math.log(len(member_labels))
-    return Predictions(log_probabilities.exp(), log_probabilities, torch.stack(member_labels))
+        entropies += _entropy(logs)
+    count = len(member_labels)
+    log_probabilities = total - math.log(count)
+    return Predictions(log_probabilities.exp(), log_probabilities, torch.stack(member_labels), entropies / count)
+
+
+def _entropy(log_probabilities: Tensor) -> Tensor:
+    return torch.special.entr(log_probabilities.exp()).sum(dim=1)
 
 
 def _regress(members: Iterator[Tensor]) -> Predictions:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tepal.client_app.objectives.work import Objective, Outcome, Work
-from tepal.exchange.plan import INNER_RATE, INNER_STEPS, LAMBDA, PFEDME
+from tepal.exchange.plan import INNER_RATE, INNER_STEPS, LAMBDA, OUTER_STEP, PFEDME
 from tepal.training.loop import Batch, descend, trained_parameters
 
 
@@ -16,7 +16,8 @@ class PFedMeObjective(Objective):
     """Minimises F_i(w) = min_θ f_i(θ) + (λ/2)‖θ − w‖² (eq. 3), whose gradient is λ(w − θ̂(w)) (eq. 5).
 
     In each local step, θ̃ is found for one batch by K steps of gradient descent on f_i(θ) + (λ/2)‖θ − w‖², starting from
-    the last θ̃ (the first time from w), and w ← w − ηλ(w − θ̃). w is returned; θ̃ is the personal model.
+    the last θ̃ (the first time from w), and w ← w − ηλ(w − θ̃), or w ← w − s(w − θ̃) if the plan gives an outer step s. w
+    is returned; θ̃ is the personal model.
     """
 
     name = PFEDME
@@ -28,6 +29,7 @@ class PFedMeObjective(Objective):
         w = [parameter.detach().clone() for parameter in theta]
         penalty, rate = work.number(LAMBDA), work.number(INNER_RATE)
         inner_steps = int(work.number(INNER_STEPS))
+        outer_step = work.number(OUTER_STEP) or work.config.learning_rate * penalty
 
         def step(stream: Iterator[Batch]) -> Tensor:
             batch = next(stream)
@@ -38,7 +40,7 @@ class PFedMeObjective(Objective):
                         parameter.sub_(direction + penalty * (parameter - anchor), alpha=rate)
             with torch.no_grad():
                 for parameter, anchor in zip(theta, w, strict=True):
-                    anchor.sub_(anchor - parameter, alpha=work.config.learning_rate * penalty)
+                    anchor.sub_(anchor - parameter, alpha=outer_step)
             return loss
 
         fitted = descend(work.model, work.batches, work.config, step)

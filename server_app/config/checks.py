@@ -147,11 +147,16 @@ def _training_contradictions(config: RunConfig) -> Iterator[str]:
             "strategy='apfl' and gradient-checkpointing=true: its mixture of models no longer exists when activations "
             "are recomputed; set gradient-checkpointing=false (micro-batch-size saves memory, too)"
         )
-    if strategy == "pfedme" and training.learning_rate * config.pfedme.lam >= 2:
+    if strategy == "pfedme" and _outer_step(config) >= 2:
         yield (
             f"pfedme.lambda={config.pfedme.lam:g} and learning-rate={training.learning_rate:g}: w ← w − ηλ(w − θ) "
-            "diverges if their product is 2 or more; lower one of them"
+            "diverges if their product is 2 or more; lower one of them, or set pfedme.outer-step"
         )
+
+
+def _outer_step(config: RunConfig) -> float:
+    """Return s of pFedMe's w ← w − s(w − θ) at the highest learning rate."""
+    return config.pfedme.outer_step or config.training.learning_rate * config.pfedme.lam
 
 
 def _client_problems(config: RunConfig) -> Iterator[str]:
@@ -283,5 +288,11 @@ def _method_warnings(config: RunConfig) -> list[str]:
         return [
             f"strategy='scaffold' with momentum={config.training.momentum:g}: the control variates are mean gradients "
             "under plain SGD only, so this is not the paper's method."
+        ]
+    if rounds.strategy == "pfedme" and (step := _outer_step(config)) > 1:
+        return [
+            f"learning-rate={config.training.learning_rate:g} times pfedme.lambda={config.pfedme.lam:g} is {step:g}: "
+            "above 1, each step w ← w − ηλ(w − θ) goes beyond θ. Lower learning-rate, lower pfedme.lambda, or set "
+            "pfedme.outer-step."
         ]
     return []

@@ -4,13 +4,16 @@ Chen & Chao, "FedBE: Making Bayesian Model Ensemble Applicable to Federated Lear
 sections 3 and 4. After a round in which K clients, with p_k = n_k / Σ n, returned w_1 … w_K:
 
     mean       w̄ = Σ_k p_k·w_k
-    Gaussian   w ~ N(w̄, diag Σ_k p_k·(w_k − w̄)²)
+    Gaussian   w ~ N(w̄, v·diag Σ_k p_k·(w_k − w̄)²)
     Dirichlet  w = Σ_k γ_k·w_k, γ ~ Dir(c·K·p)
-    ensemble   M models drawn from one of the two, w̄, and w_1 … w_K: the mean of their probabilities
-    next model w̄ as the student, distilled on the ensemble's predictions for the server's unlabelled examples
+    ensemble   M models drawn from one of the two, w̄, and w_1 … w_K: the mean p̄ of their probabilities
+    next model w̄ as the student, distilled on p ∝ p̄^(1/T) for the server's unlabelled examples
 
 For clients with equal n_k, Dir(c·K·p) is the paper's symmetric Dir(c, …, c); otherwise the parameters contain the
 weights, so that the mean of the draws is w̄, as for the Gaussian.
+
+The paper's text has v = 1 and T = 1. The authors' released code has T = 0.5, and multiplies the deviation by 0.1, so
+that v = 0.01.
 
 Without distillation ("random sampling to replace knowledge distillation") the next model is one draw.
 
@@ -52,13 +55,14 @@ class GaussianModels:
     deviation: np.ndarray
 
     @staticmethod
-    def fit(models: Models, shares: np.ndarray, counted: int) -> GaussianModels:
+    def fit(models: Models, shares: np.ndarray, counted: int, variance_scale: float = 1.0) -> GaussianModels:
         """Fit mean and variance of each parameter, weighted over the clients.
 
         Args:
             models: (K, ≥ counted).
             shares: (K,) p, at least 0, with the sum 1.
             counted: P, the number of parameters, which come first in a row.
+            variance_scale: factor of the variances, above 0.
         """
         mean, deviation = np.empty(counted), np.empty(counted)
         step = max(_BLOCK // len(shares), 1024)
@@ -67,7 +71,7 @@ class GaussianModels:
             center = shares @ block
             mean[start : start + step] = center
             # Not E[w²] − E[w]²: the clients' models differ by little, and rounding would dominate the difference.
-            deviation[start : start + step] = np.sqrt(shares @ np.square(block - center))
+            deviation[start : start + step] = np.sqrt(variance_scale * (shares @ np.square(block - center)))
         return GaussianModels(mean, deviation)
 
     def draw(self, rng: np.random.Generator) -> np.ndarray:
@@ -109,6 +113,7 @@ class FedBEMethod(FedAvgMethod):
         distribution: str = "gaussian",
         samples: int = 10,
         concentration: float = 1.0,
+        variance_scale: float = 1.0,
         distil: Distil | Literal[False] | None = None,
     ) -> None:
         if not callable(distil) and distil is not False:
@@ -120,6 +125,7 @@ class FedBEMethod(FedAvgMethod):
         self.distribution = distribution
         self.samples = samples
         self.concentration = concentration
+        self.variance_scale = variance_scale
         self.distil = distil
         self.rows: RowLayout
         self.run: Run
@@ -137,7 +143,9 @@ class FedBEMethod(FedAvgMethod):
             "distribution": self.distribution,
             "samples": self.samples,
             "concentration": self.concentration,
+            "variance scale": self.variance_scale,
             "distil": bool(self.distil),
+            "temperature": float(getattr(self.distil, "temperature", 1.0)),
         }
 
 
@@ -184,7 +192,7 @@ class FedBEMerger(ModelMerger[ModelState]):
         examples = np.array([self._examples[client] for client in self._clients], np.float64)
         shares = examples / examples.sum()
         if method.distribution == "gaussian":
-            return GaussianModels.fit(models, shares, method.rows.counted)
+            return GaussianModels.fit(models, shares, method.rows.counted, method.variance_scale)
         return DirichletModels(models, shares, method.concentration)
 
     def _draw(self, distribution: GaussianModels | DirichletModels, mean: Arrays, number: int) -> dict[str, np.ndarray]:
@@ -216,6 +224,13 @@ class Distillation(BaseModel):
         1e-3, gt=0, le=100, description="of the distillation's SGD; it falls to 0.4 of this value in cycles of 25 steps"
     )
     batch_size: int = Field(128, ge=1, description="examples in a step of the distillation")
+    temperature: float = Field(
+        1.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="T: the student is trained on p ∝ p̄^(1/T), where p̄ are the ensemble's mean probabilities. 1: on p̄, "
+        "as in the paper's text; below 1: on more certain predictions. The authors' released code has 0.5",
+    )
 
 
 @listed(
@@ -233,9 +248,12 @@ class FedBE(MethodStrategy):
         samples: M, models that are drawn from it for the ensemble; the paper has 10.
         concentration: c of the Dirichlet distribution: the smaller, the nearer to single clients' models. With 1, and
             clients with equal numbers of examples, γ is uniform on the simplex.
+        variance_scale: factor of the Gaussian's variance: 1 in the paper's text. The authors' released code multiplies
+            the standard deviation by 0.1, which is 0.01 here.
         distil: function that trains the student on the ensemble's predictions, such as a `Distiller` of
             `tepal.server_app.distillation`. Its arguments are an iterator over the entries of each model of the
-            ensemble, and the student's entries; it returns the trained entries. False: the next model is one draw.
+            ensemble, and the student's entries; it returns the trained entries. Its attribute `temperature`, if it has
+            one, is an option of the run. False: the next model is one draw.
         round_options: see `MethodStrategy`. `model` defines which entries are buffers, which are not drawn; a model
             with no buffers but BatchNorm's need not be given. The clients' models of a round are in an unnamed file in
             the folder of the checkpoints; without checkpoints, in the folder for temporary files.
@@ -251,7 +269,9 @@ class FedBE(MethodStrategy):
         distribution: Literal["gaussian", "dirichlet"] = "gaussian",
         samples: Annotated[int, Field(ge=0, le=1000)] = 10,
         concentration: Positive = 1.0,
+        variance_scale: Positive = 1.0,
         distil: Distil | Literal[False] | None = None,
         **round_options: Unpack[RoundOptions],
     ) -> None:
-        super().__init__(FedBEMethod(distribution, samples, concentration, distil), **round_options)
+        method = FedBEMethod(distribution, samples, concentration, variance_scale, distil)
+        super().__init__(method, **round_options)

@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import Field
 
 from tepal.exchange.layout import Names
-from tepal.exchange.plan import INNER_RATE, INNER_STEPS, LAMBDA, PFEDME, Scalar
+from tepal.exchange.plan import INNER_RATE, INNER_STEPS, LAMBDA, OUTER_STEP, PFEDME, Scalar
 from tepal.strategies.aggregate import Mean, WeightedMean
 from tepal.strategies.fedavg import ModelMerger, ModelState
 from tepal.strategies.method import Run, ServerModel, parameters_of
@@ -28,15 +28,23 @@ class PFedMeMethod(PersonalisedMethod):
 
     objective = PFEDME
 
-    def __init__(self, lam: float, inner_steps: int, inner_learning_rate: float, beta: float) -> None:
+    def __init__(
+        self, lam: float, inner_steps: int, inner_learning_rate: float, beta: float, outer_step: float = 0.0
+    ) -> None:
         self.lam, self.inner_steps, self.inner_learning_rate, self.beta = lam, inner_steps, inner_learning_rate, beta
+        self.outer_step = outer_step
 
     def init(self, model: ServerModel, run: Run) -> ModelState:
         self._parameters = parameters_of(model)
         return super().init(model, run)
 
     def options(self) -> Mapping[str, Scalar]:
-        return {LAMBDA: self.lam, INNER_STEPS: self.inner_steps, INNER_RATE: self.inner_learning_rate}
+        return {
+            LAMBDA: self.lam,
+            INNER_STEPS: self.inner_steps,
+            INNER_RATE: self.inner_learning_rate,
+            OUTER_STEP: self.outer_step,
+        }
 
     def merger(self, state: ModelState, round: int) -> PFedMeMerger:
         return PFedMeMerger(state, self.beta, self._parameters, self.mean)
@@ -71,13 +79,15 @@ class PFedMeMerger(ModelMerger[ModelState]):
     result=COMMON_MODEL,
 )
 class PFedMe(MethodStrategy):
-    """pFedMe over Tepal's exchange. The clients' learning rate is η of w ← w − ηλ(w − θ̃).
+    """pFedMe over Tepal's exchange. The clients' learning rate is η of w ← w − ηλ(w − θ̃), unless `outer_step` is set.
 
     Args:
         lam: λ, the larger, the nearer θ stays to w. The paper has 15 in most of its experiments.
         inner_steps: K, steps of gradient descent that approximate θ̃ for one batch.
         inner_learning_rate: learning rate of these steps.
         beta: β of the server's step (1 − β)·w + β·mean(w_i); 1 is the mean.
+        outer_step: s of w ← w − s·(w − θ̃), which replaces ηλ, whatever the learning rate and its schedule; 1 sets w to
+            θ̃. 0: ηλ as in the paper, with the round's learning rate η; a step with ηλ above 1 goes beyond θ̃.
         round_options: see `MethodStrategy`.
     """
 
@@ -88,6 +98,7 @@ class PFedMe(MethodStrategy):
         inner_steps: Annotated[int, Field(ge=1)] = 5,
         inner_learning_rate: Positive = 0.01,
         beta: Positive = 1.0,
+        outer_step: Annotated[float, Field(ge=0, le=1)] = 0.0,
         **round_options: Unpack[RoundOptions],
     ) -> None:
-        super().__init__(PFedMeMethod(lam, inner_steps, inner_learning_rate, beta), **round_options)
+        super().__init__(PFedMeMethod(lam, inner_steps, inner_learning_rate, beta, outer_step), **round_options)

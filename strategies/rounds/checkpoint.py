@@ -301,18 +301,21 @@ _RENAMED = {
 """Classes of methods and states as checkpoints of earlier versions name them → their names now."""
 
 
-_EARLIER: Mapping[str, Mapping[str, Any]] = {
+_ADDED: Mapping[str, Mapping[str, Any]] = {
     "FedACSMethod": {"follow rate": False, "newcomers": "initial"},
     "FedAMPMethod": {"unit": "absolute", "newcomers": "initial"},
+    "FedBEMethod": {"variance scale": 1.0, "temperature": 1.0},
+    "PFedMeMethod": {"outer-step": 0.0},
     "SelectiveLayersMethod": {"fill": False},
 }
-"""Class of a method → options that checkpoints of earlier versions do not have, and what those versions did."""
+"""Class of a method → options that checkpoints of earlier versions do not have → what these versions did."""
 
 
 def current_names(method: Mapping[str, Any]) -> dict[str, Any]:
-    """Name and options of a strategy from a checkpoint, with the names and options that the methods have now."""
+    """Name and options of a strategy from a checkpoint, with the names and options that methods have now."""
     named = {key: _RENAMED.get(value, value) if key in ("name", "member") else value for key, value in method.items()}
-    return {**_EARLIER.get(named.get("name", ""), {}), **named}
+    of_member = {f"member {key}": value for key, value in _ADDED.get(named.get("member", ""), {}).items()}
+    return {**_ADDED.get(named.get("name", ""), {}), **of_member, **named}
 
 
 def _name_of(kind: type) -> str:

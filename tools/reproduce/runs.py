@@ -23,7 +23,7 @@ PAPER = "paper"
 """The label of a line that shows the paper's numbers."""
 METHOD_ROLE = "s-"
 """Prefix of the roles of traces that have a method's colour."""
-_ENSEMBLE_METRICS = ("lowest_accuracy", "highest_accuracy", "entropy")
+_ENSEMBLE_METRICS = ("lowest_accuracy", "highest_accuracy", "entropy", "mode_entropy")
 _MARKS = "lines+markers"
 
 Connect = Callable[[Sequence[Node], Mapping[str, Any]], InProcessGrid]
@@ -81,9 +81,9 @@ def measured(
     Returns:
         `server`, `clients`: accuracy on the server's examples, and mean over the clients of the accuracy on their own
         (None: not measured); `spread`: standard deviation of the latter over the clients; `curve`: pairs (round,
-        accuracy); `bytes`: of all messages; `rounds`; for an ensemble the accuracy of its worst and best mode and the
-        entropy in nats; `layers`: for each round the share of its clients that train each layer, if a method selects
-        layers.
+        accuracy); `bytes`: of all messages; `rounds`; for an ensemble the accuracy of its worst and best mode, the
+        entropy of the mean prediction and the mean of the modes' entropies, in nats; `layers`: for each round the share
+        of its clients that train each layer, if a method selects layers.
     """
     # Imported here: only training needs Flower's apps and torch.
     from tepal.client_app.app import app

@@ -136,6 +136,46 @@ def test_a_warm_up_as_long_as_the_run_is_a_warning(caplog):
     assert "this run is FedAvg" in caplog.text
 
 
+PFEDME = {"strategy": "pfedme", "learning-rate": 0.1, "pfedme.lambda": 15.0}
+
+
+def test_steps_of_pfedme_that_go_beyond_their_target_are_a_warning(caplog):
+    with caplog.at_level("WARNING", logger="flwr"):
+        read_run_config(PFEDME)
+    assert "learning-rate=0.1 times pfedme.lambda=15 is 1.5: above 1, each step" in caplog.text
+    assert "goes beyond θ. Lower learning-rate, lower pfedme.lambda, or set pfedme.outer-step" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"learning-rate": 0.05},
+        {"pfedme.lambda": 10.0},
+        {"pfedme.outer-step": 1.0},
+        {"learning-rate": 1.0, "pfedme.outer-step": 0.5},
+        {"strategy": "fedavg"},
+    ],
+)
+def test_other_steps_of_pfedme_are_no_warning(values, caplog):
+    with caplog.at_level("WARNING", logger="flwr"):
+        read_run_config(PFEDME | values)
+    assert "goes beyond" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (PFEDME | {"learning-rate": 0.2}, "diverges if their product is 2 or more; .* or set pfedme.outer-step"),
+        ({"pfedme.outer-step": 1.5}, "pfedme.outer-step=1.5: should be less than or equal to 1"),
+        ({"fedbe.temperature": 0.0}, "fedbe.temperature=0.0: should be greater than 0"),
+        ({"fedbe.variance-scale": -1.0}, "fedbe.variance-scale=-1.0: should be greater than 0"),
+    ],
+)
+def test_steps_temperatures_and_scales_out_of_range_are_refused(values, words):
+    with pytest.raises(ConfigError, match=words):
+        read_run_config(values)
+
+
 TOUR = ROOT / "conf/tour.toml"
 """Variants that are compared, not a run config."""
 

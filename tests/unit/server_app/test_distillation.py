@@ -42,13 +42,16 @@ def regression(seed, scale=1.0):
     return {"weight": scale * rng.normal(size=(3, 5)).astype(np.float32), "bias": rng.normal(size=3).astype(np.float32)}
 
 
-@pytest.mark.parametrize("cycles", [1, 3])
-def test_the_result_is_the_mean_of_the_weights_at_the_end_of_each_cycle(cycles):
-    """All examples are in every step: gradient descent with momentum on the mean probabilities of the members."""
+@pytest.mark.parametrize(("cycles", "temperature"), [(1, 1), (3, 1), (1, 0.5), (1, 3.0)])
+def test_the_result_is_the_mean_of_the_weights_at_the_end_of_each_cycle(cycles, temperature):
+    """All examples are in every step: gradient descent with momentum on a power of the members' mean probabilities."""
     members, student, rate = [regression(1), regression(2)], regression(3), 0.2
-    found = distiller(linear(), epochs=cycles * CYCLE - 1, learning_rate=rate, batch_size=60)(iter(members), student)
+    options = {"epochs": cycles * CYCLE - 1, "learning_rate": rate, "batch_size": 60, "temperature": temperature}
+    found = distiller(linear(), **options)(iter(members), student)
     x = IMAGES.astype(np.float64)
     taught = sum(softmax(x @ m["weight"].T + m["bias"]) for m in members) / 2
+    taught = taught ** (1 / temperature)
+    taught = taught / taught.sum(1, keepdims=True)
     w, b = student["weight"].astype(np.float64), student["bias"].astype(np.float64)
     speed_w, speed_b, ends = 0.0, 0.0, []
     for step in range(cycles * CYCLE):  # rounded up from one step less
@@ -138,6 +141,12 @@ def test_a_distillation_that_diverges_says_what_to_do():
     broken = {**regression(1), "bias": np.array([np.nan, 0, 0], np.float32)}
     with pytest.raises(MethodError, match="predicts NaN"):
         distiller(linear())([regression(1), broken], regression(3))
+
+
+@pytest.mark.parametrize("temperature", [0, -0.5, float("nan"), float("inf")])
+def test_a_temperature_that_is_no_number_above_0_is_refused(temperature):
+    with pytest.raises(ValueError, match=r"temperature is .*; it must be a number, above 0"):
+        distiller(linear(), temperature=temperature)
 
 
 def test_without_examples_there_is_no_distillation():

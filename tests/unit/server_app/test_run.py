@@ -26,7 +26,7 @@ from tepal.records.run_directory import RunDirectory, read_config, read_label_co
 from tepal.server_app.config import ConfigError, defaults, read_run_config
 from tepal.server_app.config.earlier import as_of_now
 from tepal.server_app.run import _load_first, _starts, build_model, build_strategy, run
-from tepal.strategies import FedACS, FedAMP, FedBE, FedEnsemble, RoundFailed, RoundReport, SelectiveLayers
+from tepal.strategies import FedACS, FedAMP, FedBE, FedEnsemble, PFedMe, RoundFailed, RoundReport, SelectiveLayers
 from tepal.strategies.in_process import InProcessGrid, Node
 from tepal.strategies.rounds import checkpoint
 from tepal.training import tasks
@@ -228,9 +228,11 @@ def test_the_keys_of_distillation_reach_it(small_run):
         return load_file(small_run(**{**FEDBE, "num_server_rounds": 1, **options}) / "model.safetensors")
 
     still, taught = ended(**{"fedbe.learning-rate": 1e-9}), ended(**{"fedbe.epochs": 2})
+    sharper = ended(**{"fedbe.epochs": 2, "fedbe.temperature": 0.1})
     plain = ended(strategy="fedavg")
     assert all(np.allclose(still[name], array, atol=1e-6) for name, array in plain.items())
     assert not all(np.allclose(taught[name], array, atol=1e-6) for name, array in plain.items())
+    assert not all(np.allclose(sharper[name], array, atol=1e-6) for name, array in taught.items())
 
 
 def test_the_ridge_of_the_run_config_shrinks_the_value_projections(small_run):
@@ -341,6 +343,7 @@ def test_all_modes_of_an_ensemble_start_from_the_weights_but_for_a_new_head(smal
     options = {"strategy": "fedensemble", "fedensemble.modes": 2, "num_server_rounds": 1}
     drawn, given = (read_lines(small_run(**options, **more))[0] for more in ({}, {"pretrained": str(first)}))
     assert drawn["disagreement"] > 0 and given["disagreement"] == 0
+    assert 0 < drawn["mode_entropy"] < drawn["entropy"] and given["mode_entropy"] == pytest.approx(given["entropy"])
     assert given["accuracy"] == read_lines(first)[-1]["accuracy"]
 
 
@@ -621,6 +624,12 @@ def test_a_regressions_line_has_root_mean_squared_errors():
             {"distribution": "dirichlet", "samples": 4, "concentration": 1.0, "distil": True},
         ),
         ({"strategy": "fedbe", "fedbe.distil": False, "fedbe.concentration": 3.0}, FedBE, {"distil": False}),
+        (
+            {"strategy": "fedbe", "fedbe.variance-scale": 0.01, "fedbe.temperature": 0.5, "server-share": 0.1},
+            FedBE,
+            {"variance scale": 0.01, "temperature": 0.5},
+        ),
+        ({"strategy": "pfedme", "pfedme.outer-step": 0.25}, PFedMe, {"outer-step": 0.25}),
     ],
 )
 def test_the_keys_of_a_method_reach_it(given, kind, told):

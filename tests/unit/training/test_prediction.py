@@ -6,6 +6,9 @@ from itertools import combinations
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 from torch import nn
 
 from tepal import models
@@ -91,6 +94,9 @@ def test_diversity_is_what_loops_over_members_and_pairs_count():
     assert min(accuracies) < max(accuracies) and 0 < np.mean(pairs) < 1, "these members show nothing"
     assert diversity.disagreement == pytest.approx(np.mean(pairs), abs=1e-12)
     assert diversity.entropy == pytest.approx(np.mean(entropies), rel=1e-5)
+    own = [np.mean([-sum(q * math.log(q) for q in row) for row in p]) for p in each]
+    assert diversity.mode_entropy == pytest.approx(sum(own) / 4, rel=1e-5)
+    assert diversity.mode_entropy < 0.95 * diversity.entropy, "these members show nothing"
 
 
 @pytest.mark.parametrize("autocast", ["no", "bf16"])
@@ -106,6 +112,7 @@ def test_one_member_scores_as_a_single_model(autocast):
     assert (scored.accuracy, scored.examples) == (expected.accuracy, expected.examples)
     assert scored.diversity.lowest_accuracy == scored.diversity.highest_accuracy == expected.accuracy
     assert scored.diversity.disagreement == 0
+    assert scored.diversity.mode_entropy == pytest.approx(scored.diversity.entropy, rel=1e-12)
 
 
 def test_autocast_is_that_of_the_config():
@@ -165,6 +172,21 @@ def test_members_that_are_sure_and_wrong_cost_much_and_stay_finite():
         assert math.isfinite(scored.diversity.entropy)
 
 
+LOGITS = st.floats(-50, 50, width=32) | st.just(-math.inf)
+
+
+@given(arrays(np.float32, st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(1, 6)), elements=LOGITS))
+def test_the_mean_of_the_members_entropies_is_at_most_that_of_their_mean(logits):
+    """Entropy is concave (Jensen); and no entropy is above that of equal probabilities, or below 0."""
+    logits[:, :, 0] = np.maximum(logits[:, :, 0], -50)  # not all classes of an example are impossible
+    model, weights = spoken(*logits)
+    predictions = predict(model, weights, torch.zeros(logits.shape[1], 1), None)
+    of_members, of_mean = predictions.member_entropy, predictions.entropy
+    assert of_members.shape == of_mean.shape == logits.shape[1:2]
+    assert (of_members >= 0).all() and (of_members <= of_mean + 1e-9).all()
+    assert (of_mean <= math.log(logits.shape[2]) + 1e-9).all()
+
+
 def test_a_known_vote():
     """Three members on four examples: all agree, two against one twice, all differ. Pairs differ: 0, 2/3, 2/3, 1."""
     votes = np.array([[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 1, 2]])
@@ -176,6 +198,31 @@ def test_a_known_vote():
     scored = score_ensemble(model, weights, torch.zeros(4, 1), torch.tensor([0, 0, 0, 0]), None)
     assert scored.diversity.disagreement == pytest.approx((0 + 2 / 3 + 2 / 3 + 1) / 4)
     assert (scored.diversity.lowest_accuracy, scored.diversity.highest_accuracy) == (0.25, 1.0)
+
+
+def test_members_that_are_certain_of_different_classes_have_an_entropy_together_only():
+    model, weights = spoken([[200.0, 0.0]], [[0.0, 200.0]])
+    diversity = score_ensemble(model, weights, torch.zeros(1, 1), torch.tensor([0]), None).diversity
+    assert diversity.entropy == pytest.approx(math.log(2))
+    assert diversity.mode_entropy == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize("temperature", [0.25, 0.5, 1.0, 4.0])
+def test_tempered_probabilities_are_powers_of_the_mean_ones(temperature):
+    inputs, _ = examples()
+    predictions = predict(network(), states(3), inputs, None)
+    powers = predictions.outputs.numpy() ** (1 / temperature)
+    expected = powers / powers.sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(predictions.tempered(temperature), expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-3, 1e300])
+def test_no_temperature_makes_probabilities_that_are_none(temperature):
+    """Of a class that is impossible the probability is 0; at the lowest temperature the most probable one has all."""
+    model, weights = spoken([[3.0, 1.0, -math.inf]])
+    tempered = predict(model, weights, torch.zeros(1, 1), None).tempered(temperature)
+    expected = [[0.5, 0.5, 0]] if temperature > 1 else [[1, 0, 0]]
+    np.testing.assert_allclose(tempered, expected, atol=1e-12)
 
 
 def test_members_are_taken_one_by_one():
@@ -227,5 +274,7 @@ def test_what_has_no_answer_is_refused():
         score_ensemble(network(), states(1), inputs[:0], labels[:0], None)
     with pytest.raises(ValueError, match="regression"):
         _ = predict(network(), states(1), inputs, None, tasks.REGRESSION).entropy
+    with pytest.raises(ValueError, match="regression"):
+        predict(network(), states(1), inputs, None, tasks.REGRESSION).tempered(0.5)
     with pytest.raises(ValueError, match=r"labels have shape \(37, 1\), outputs \(37, 4\)"):
         score_ensemble(network(), states(1), inputs, torch.zeros(37, 1), None, tasks.REGRESSION)

@@ -392,6 +392,41 @@ def test_pfedme_finds_the_models_that_its_equation_says(problem, grid):
         np.testing.assert_allclose(models[number], w, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("outer", [0.3, 1.0])
+def test_pfedmes_outer_step_replaces_the_learning_rate_times_lambda(problem, grid, outer):
+    """Algorithm 1 with s for ηλ: with a learning rate and a schedule that would change ηλ in the second round."""
+    options = {"lam": LAM, "inner_steps": INNER, "inner_learning_rate": INNER_RATE, "outer_step": outer}
+    settings = {"learning-rate": 50.0, "local-epochs": 1}
+    _, models = start(PFedMe(schedule="cosine", **options), grid, 2, **settings)
+    w, thetas = START, [START, START]
+    for number in (1, 2):
+        ends = []
+        for k in range(2):
+            own, theta, stream = w, w, problem.batches(k, number)
+            for _ in range(problem.steps(k, epochs=1)):
+                batch = next(stream)
+                for _ in range(INNER):
+                    theta = theta - INNER_RATE * (gradient(theta, batch) + LAM * (theta - own))
+                own = (1 - outer) * own + outer * theta
+            np.testing.assert_allclose(problem.personal(k, number)["weight"], theta, **EXACT)
+            ends.append(own)
+            thetas[k] = theta
+        w = (ends[0] + ends[1]) / 2
+        np.testing.assert_allclose(models[number], w, **EXACT)
+    if outer == 1:
+        np.testing.assert_allclose(w, (thetas[0] + thetas[1]) / 2, **EXACT)
+
+
+def test_pfedme_with_the_outer_step_that_its_learning_rate_gives_is_the_papers(problem, monkeypatch, tmp_path):
+    """0.5 is the learning rate of these runs."""
+    options = {"lam": LAM, "inner_steps": INNER, "inner_learning_rate": INNER_RATE}
+    ends = [
+        start(PFedMe(**options, outer_step=outer), problem.grid(monkeypatch, tmp_path / str(outer)), 2)[1][2]
+        for outer in (0.0, 0.5 * LAM)
+    ]
+    np.testing.assert_allclose(*ends, **EXACT)
+
+
 def minimiser(batch, lam, w):
     def value(flat):
         theta = flat.reshape(w.shape)
@@ -741,6 +776,8 @@ def test_options_out_of_range_are_refused():
         lambda: PerFedAvg(delta=0),
         lambda: PFedMe(beta=0),
         lambda: PFedMe(inner_steps=0),
+        lambda: PFedMe(outer_step=-0.1),
+        lambda: PFedMe(outer_step=1.1),
         lambda: APFL(alpha=1.1),
         lambda: FedDyn(alpha=0),
     ]

@@ -215,8 +215,11 @@ def test_what_is_scored_is_w_and_not_u():
     assert (reports[4].train_metrics_of, reports[4].eval_metrics_of) == ("trained", "personal")
 
 
-def test_with_some_of_the_clients_a_round_late_ones_start_from_the_initial_model():
-    strategy = FedAMP(**FIXED, sigma=2.0, alpha=1.5, fraction_train=0.6, min_replies=2, seed=3)
+@pytest.mark.parametrize("newcomers", ["mean", "initial"])
+def test_with_some_of_the_clients_a_round_late_ones_start_as_newcomers_do(newcomers):
+    strategy = FedAMP(
+        **FIXED, sigma=2.0, alpha=1.5, newcomers=newcomers, fraction_train=0.6, min_replies=2, seed=3
+    )  # fmt: skip
     clients, reports, _ = run(strategy, range(5), rounds=6, fails=lambda k, number: (k, number) == (1, 4))
     held, late = {}, 0
     for number, report in reports.items():
@@ -224,7 +227,8 @@ def test_with_some_of_the_clients_a_round_late_ones_start_from_the_initial_model
         for client in report.asked:
             k = int(client[-1])
             late += number > 1 and k not in held
-            np.testing.assert_allclose(clients.received[k, number]["w"], u.get(k, START["w"]), rtol=1e-6, atol=1e-6)
+            start = np.mean([*held.values()], axis=0) if held and newcomers == "mean" else START["w"]
+            np.testing.assert_allclose(clients.received[k, number]["w"], u.get(k, start), rtol=1e-6, atol=1e-6)
         held |= {int(c[-1]): clients.returned[int(c[-1]), number]["w"].tolist() for c in report.replied}
     assert late and len(held) == 5 and any(len(report.asked) < 5 for report in reports.values())
 
@@ -267,7 +271,7 @@ def test_a_run_with_another_sigma_is_not_resumed(tmp_path):
 
 def test_a_checkpoint_that_names_no_unit_is_of_absolute_distances():
     earlier = {"name": "AttentiveMixing", "sigma": 100.0, "alpha": 10.0, "lambda": 1.0}
-    now = {**FedAMPMethod(100.0, 10.0, 1.0, "absolute").describe(), "name": "FedAMPMethod"}
+    now = {**FedAMPMethod(100.0, 10.0, 1.0, "absolute", "initial").describe(), "name": "FedAMPMethod"}
     assert current_names(earlier) == current_names({**earlier, "name": "FedAMPMethod"}) == now
     assert current_names({**now, "unit": "median"})["unit"] == "median"
     assert "unit" not in current_names({"name": "FedACSMethod", "quantile": 0.5})

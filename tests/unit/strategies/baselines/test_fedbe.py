@@ -128,6 +128,17 @@ def test_a_gaussian_has_the_weighted_mean_and_variance_of_each_entry():
     np.testing.assert_allclose(gaussian.deviation**2, variance, rtol=1e-12)
 
 
+@pytest.mark.parametrize("scale", [0.01, 0.1, 4.0])
+def test_the_variance_scale_multiplies_the_variance_and_leaves_the_mean(scale):
+    gaussian = GaussianModels.fit(stored(MODELS), SHARES, 3, scale)
+    rng = np.random.default_rng(0)
+    draws = np.array([gaussian.draw(rng) for _ in range(20_000)])
+    mean = np.average(MODELS[:, :3], 0, SHARES)
+    variance = np.average(np.square(MODELS[:, :3] - mean), 0, SHARES)
+    np.testing.assert_allclose(draws.mean(0), mean, atol=0.04 * np.sqrt(scale * variance.max()))
+    np.testing.assert_allclose(draws.var(0), scale * variance, rtol=0.05)
+
+
 def test_draws_of_a_gaussian_have_its_moments_and_no_correlation():
     gaussian = GaussianModels.fit(stored(MODELS), SHARES, 3)
     rng = np.random.default_rng(0)
@@ -240,18 +251,19 @@ def wide(model, partition, number):
 
 
 @pytest.mark.parametrize("distil", [True, False])
-def test_a_round_draws_from_the_gaussian_of_the_clients_models(distil):
-    """Its draws, in standard deviations from the mean, are standard normal."""
+@pytest.mark.parametrize("scale", [1.0, 0.09])
+def test_a_round_draws_from_the_gaussian_of_the_clients_models(distil, scale):
+    """Its draws, in standard deviations from the mean, are normal with the variance scale as variance."""
     note = Distil()
     note.of = lambda members, student: members[0]
-    strategy = FedBE(samples=1, distil=note if distil else False)
+    strategy = FedBE(samples=1, variance_scale=scale, distil=note if distil else False)
     received, _, arrays = run(strategy, start=WIDE, make=wide, rounds=2)
     clients = np.array([wide(received[k, 2], k, 2)["w"] for k in range(3)], np.float64)
     weights = [examples_of(k) for k in range(3)]
     mean = np.average(clients, 0, weights)
     deviation = np.sqrt(np.average((clients - mean) ** 2, 0, weights))
     z = (arrays["w"] - mean) / deviation
-    assert abs(z.mean()) < 0.06 and z.std() == pytest.approx(1, abs=0.04)
+    assert abs(z.mean()) < 0.06 and z.std() == pytest.approx(np.sqrt(scale), rel=0.04)
 
 
 def test_without_distillation_the_next_model_is_one_draw_of_the_dirichlet():
@@ -473,11 +485,21 @@ def test_without_anything_to_distil_with_it_is_refused_with_what_to_do(distil):
         ({"samples": -1}, "samples is -1; it must be a whole number, at least 0 and at most 1000"),
         ({"concentration": 0.0}, r"concentration is 0\.0; it must be a number, above 0"),
         ({"concentration": float("nan")}, "concentration is nan"),
+        ({"variance_scale": 0.0}, r"variance_scale is 0\.0; it must be a number, above 0"),
+        ({"variance_scale": float("inf")}, "variance_scale is inf"),
     ],
 )
 def test_options_out_of_range_are_refused(options, words):
     with pytest.raises(ValueError, match=words):
         FedBE(distil=False, **options)
+
+
+def test_what_is_described_has_the_variance_scale_and_the_distillers_temperature():
+    described = FedBE(variance_scale=0.01, distil=Distil()).method.describe()
+    assert (described["variance scale"], described["temperature"]) == (0.01, 1.0)
+    sharp = Distil()
+    sharp.temperature = 0.5
+    assert FedBE(distil=sharp).method.describe()["temperature"] == 0.5
 
 
 def test_a_model_without_parameters_is_refused():

@@ -110,6 +110,18 @@ def test_classes_of_methods_and_states_are_found_under_their_earlier_names(tmp_p
     assert read.method == {"name": "FedEnsembleMethod", "member": "FedAvgMethod", "assign": "schedule"}
 
 
+def test_options_that_an_earlier_version_did_not_have_are_what_it_did(tmp_path):
+    method = {"name": "Ensembling", "member": "BayesianEnsemble", "modes": 2, "member temperature": 0.5}
+    state = ModelState({"w": np.ones(2)})
+    Checkpoints(tmp_path).save(replace(checkpoint_of(1, state), method=method))
+    assert Checkpoints(tmp_path).latest().method == {
+        "name": "FedEnsembleMethod", "member": "FedBEMethod", "modes": 2, "member temperature": 0.5,
+        "member variance scale": 1.0,
+    }  # fmt: skip
+    Checkpoints(tmp_path).save(replace(checkpoint_of(2, state), method={"name": "PFedMeMethod"}))
+    assert Checkpoints(tmp_path).latest().method == {"name": "PFedMeMethod", "outer-step": 0.0}
+
+
 def test_a_method_of_ones_own_that_has_an_earlier_name_of_ours_is_resumed(tmp_path):
     class Mixture(FedAvgMethod):
         """Called as APFL's method was."""

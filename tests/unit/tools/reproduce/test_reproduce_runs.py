@@ -485,8 +485,22 @@ def test_tables_have_the_papers_numbers_beside_ours():
 def values(score, **more):
     return {
         "server": score, "clients": score, "spread": 0.1, "curve": [(0, 0.1), (2, score)], "bytes": 10**6, "rounds": 2,
-        "lowest_accuracy": None, "highest_accuracy": None, "entropy": None, "layers": [], **more,
+        "lowest_accuracy": None, "highest_accuracy": None, "entropy": None, "mode_entropy": None, "layers": [], **more,
     }  # fmt: skip
+
+
+def test_the_papers_entropy_is_next_to_the_mean_of_the_modes_entropies():
+    """Values of trials that an earlier version has computed do not have it."""
+    of_three = values(0.9, lowest_accuracy=0.7, highest_accuracy=0.8, entropy=0.25, mode_entropy=0.125)
+    earlier = {key: value for key, value in values(0.9, entropy=0.5).items() if key != "mode_entropy"}
+    table = EnsembleMnist().results({"modes-3-1": of_three, "modes-10-1": of_three}).tables[1]
+    headings = [column.heading for column in table.columns]
+    own, mean = headings.index("mean of the modes' entropies"), headings.index("entropy of the mean prediction")
+    three, ten = (next(row for row in table.rows if row[0] == modes) for modes in (3, 10))
+    assert three[own : own + 2] == ["0.1250", 0.16] and three[mean : mean + 2] == ["0.2500", None]
+    assert ten[own : own + 2] == ["0.1250", None]
+    earlier_only = EnsembleMnist().results({"fedensemble-iid-1": earlier}).tables[1].rows
+    assert earlier_only[0][own : own + 2] == [None, 0.15] and earlier_only[0][mean] == "0.5000"
 
 
 def test_findings_say_what_came_out_also_where_it_is_not_the_papers():
