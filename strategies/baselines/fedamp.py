@@ -14,6 +14,7 @@ sends the mixtures.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Unpack
@@ -88,7 +89,8 @@ def attention(distances: np.ndarray, sigma: float, alpha: float, unit: Unit) -> 
     n = len(distances)
     pairs = distances[~np.tri(n, dtype=bool)]
     finite = pairs[np.isfinite(pairs)]
-    return Attention(sigma * float(np.median(finite)) if len(finite) else 0.0, alpha / max(n, 1))
+    median = float(np.median(finite)) if len(finite) else 0.0
+    return Attention(min(sigma * median, sys.float_info.max), alpha / max(n, 1))
 
 
 def attention_weights(

@@ -367,6 +367,13 @@ def test_a_model_that_diverged_is_mixed_with_no_other():
     assert weights[0, 1] == pytest.approx(0.4 * math.exp(-0.2))
 
 
+def test_models_that_are_as_far_away_as_numbers_can_say_do_not_stop_the_run():
+    distances = np.array([[0.0, 1e308, np.inf], [1e308, 0.0, np.inf], [np.inf, np.inf, 0.0]])
+    weights = attention_weights(distances, attention(distances, 100.0, 1.0, "median"))
+    np.testing.assert_allclose(weights.sum(axis=1), 1)
+    np.testing.assert_array_equal(weights[2], [0, 0, 1])
+
+
 def test_small_distances_of_large_models_are_not_lost_by_rounding():
     """‖w‖² is 1e8 and the distances are 0.01 or so, which float32 products alone would not show."""
     start = {"w": np.full(10_000, 100, np.float32)}
