@@ -44,7 +44,7 @@ app = ClientApp(mods=MODS)
 
 def import_ahead() -> None:
     """Import what clients import when they first train, while a simulation's settings are still being checked."""
-    with uncollected(), suppress(ImportError):
+    with uncollected(), suppress(Exception):  # whoever needs it reports it
         torch.optim.SGD([torch.zeros(1)])  # the first optimizer of a process imports PyTorch's compiler
         import_partitioners()
 

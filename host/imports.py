@@ -44,7 +44,8 @@ def _spec(name: str) -> ModuleSpec | None:
     if not package:
         return importlib.util.find_spec(name)
     above = _spec(package)
-    return PathFinder.find_spec(name, above.submodule_search_locations) if above else None
+    places = above.submodule_search_locations if above else None
+    return PathFinder.find_spec(name, places) if places else None
 
 
 @contextmanager

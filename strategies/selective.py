@@ -204,12 +204,13 @@ class SelectiveLayersMethod(PartialAveraging):
         return {"clients": np.array([plan.client for plan in plans], str), "masks": masks}
 
     def describe(self) -> Mapping[str, str | int | float]:
+        by_lambda = self.absolute_coupling or not self.coupling
         return {
             "selection": self.selection,
             "budget": self.budget,
             "costs": self.costs,
             # In checkpoints of earlier versions the coupling is λ.
-            "coupling" if self.absolute_coupling else "relative coupling": self.absolute_coupling or self.coupling,
+            **({"coupling": self.absolute_coupling} if by_lambda else {"relative coupling": self.coupling}),
             "fill": self.fill,
             "distance": self.distance,
             "probe batches": self.probe_batches or "all",
@@ -235,9 +236,10 @@ class SelectiveLayers(MethodStrategy):
             `budget="drawn"`).
         selection: rule by which a client's layers are selected: "gradient" (P1); each client's own scores "snr" or
             "rgn"; the position "top" (nearest the output), "bottom" or "both"; or "full", which trains every layer.
-        coupling: the penalty for clients that select different layers, a share: a client trains a layer alone if its
-            squared gradient norm is above this share of the largest one that is usual among the clients of the round.
-            0: each its own best layers. If budgets differ, a large share leaves some of them unused.
+        coupling: the penalty for clients that select different layers, as a share (λ itself: `absolute_coupling`). A
+            client trains a layer alone if its squared gradient norm is above this share of the largest one that is
+            usual among the clients of the round. 0: each its own best layers. If budgets differ, a large share leaves
+            some of them unused.
         absolute_coupling: above 0: λ of (P1) itself, in place of `coupling`. Its unit is that of the squared norms,
             which depend on the model, the data and the number of batches; the paper has 5 to 1000.
         fill: whether each client also trains, of what (P1) leaves of its budget, its layers with the next largest

@@ -94,6 +94,7 @@ def open_run(values: Mapping[str, Any], clients: int | None = None) -> tuple[Run
     given, problems = fold(values, clients)
     if problems:
         raise _invalid(problems)
+    given = {key: value for key, value in given.items() if value != directory.config.get(key)}
     return read_run_config(_resumed(given, as_of_now(directory.config)), clients), directory
 
 

@@ -109,9 +109,10 @@ class PersonalMixing(Method[PersonalModels]):
         if client not in state.slots:
             if tree == PERSONAL or self._mean_weights(state) is None:
                 return state.initial
-            return {**state.initial, **self.storage.rows.entries_of(self.storage.mixture(_NEWCOMERS))}
-        row = self.storage.mixture(client) if tree == MIXTURE else self.storage.row(state.slots[client])
-        return {**self.storage.rows.entries_of(row), **state.counters[client]}
+            return {**state.initial, **self.storage.mixture(_NEWCOMERS, shared=True)}
+        if tree == MIXTURE:
+            return {**self.storage.mixture(client), **state.counters[client]}
+        return {**self.storage.rows.entries_of(self.storage.row(state.slots[client])), **state.counters[client]}
 
     def _weights_of(self, state: PersonalModels, rows: Sequence[int], round: int, count: int) -> np.ndarray:
         """(count, n): the weights of the mixtures of these clients and, if there is one more, of the newcomers'."""

@@ -62,6 +62,7 @@ class PersonalStorage:
         self._current: frozenset[int] = frozenset()  # slots of the state from which the run continues
         self._saved: list[frozenset[int]] = []  # slots of the states that the run may return to, the newest last
         self._mixtures: dict[str, np.ndarray] = {}  # of one round's cohort
+        self._shared: dict[str, Arrays] = {}
         try:
             self._store = ModelStore(run.folder / STORE if run.folder else None, self.rows.width, self.rows.dtype)
         except OSError as error:
@@ -117,7 +118,7 @@ class PersonalStorage:
 
     def close(self) -> None:
         self._store.close()
-        self._mixtures = {}
+        self._mixtures, self._shared = {}, {}
 
     # ---- models ---------------------------------------------------------------------------------------------------
 
@@ -134,9 +135,14 @@ class PersonalStorage:
         """The models in these slots, in this order."""
         return self._store.rows(slots)
 
-    def mixture(self, name: str) -> np.ndarray:
-        """(width,) the mixture of this name that the last call of `mix` made."""
-        return self._mixtures[name]
+    def mixture(self, name: str, *, shared: bool = False) -> Arrays:
+        """The entries of the mixture of this name that the last call of `mix` made. `shared`: many clients receive it;
+        they are the same arrays every time, which are packed and hashed once, and stay in memory."""
+        if not shared:
+            return self.rows.entries_of(self._mixtures[name])
+        if name not in self._shared:
+            self._shared[name] = self.rows.entries_of(self._mixtures[name])
+        return self._shared[name]
 
     def mix(self, state: PersonalModels, names: Sequence[str], weights: Callable[[], np.ndarray]) -> None:
         """Make the mixtures of a cohort, in one pass over the models, in an unnamed file.
@@ -159,7 +165,7 @@ class PersonalStorage:
                     write_at(file.fileno(), (k * width + written[k]) * dtype.itemsize, chunk)
                     written[k] += chunk.size
                 mixtures = np.memmap(file, dtype, "r", shape=(len(names), width))
-        self._mixtures = dict(zip(names, mixtures, strict=True))
+        self._mixtures, self._shared = dict(zip(names, mixtures, strict=True)), {}
 
 
 def _without(of_clients: Mapping[str, T], lost: Collection[str]) -> dict[str, T]:

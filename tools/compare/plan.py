@@ -168,7 +168,10 @@ class Comparison:
         """The run config with which a run is begun or, if it has a checkpoint, resumed."""
         resume = str(run.directory) if run.checkpointed else ""
         values = (run.strategy, run.seed, str(self.folder), resume)
-        return {**self.settings_of(run), **dict(zip(OWN_KEYS, values, strict=True))}
+        from tepal.server_app.config.earlier import as_of_now  # torch: a second
+
+        # A comparison that an earlier version began goes on with the settings that its keys had then.
+        return as_of_now({**self.settings_of(run), **dict(zip(OWN_KEYS, values, strict=True))})
 
     def save(self) -> None:
         """Write `comparison.json`. Raises OSError, naming the file, where it cannot be written."""

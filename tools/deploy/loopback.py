@@ -63,8 +63,8 @@ class LoopbackEngine(Engine):
         self._configs = node_configs or [{"partition-id": k, "num-partitions": clients} for k in range(clients)]
 
     def _run(self, run: RunRequest) -> tuple[int, str, str]:
-        clock, cache = run.clock, Path(self._environment["TEPAL_CACHE"])
-        with deployment(self._folder, self._configs, clock, cache) as running:
+        clock = run.clock
+        with deployment(self._folder, self._configs, clock, run.cache) as running:
             clock.stage("Submitting the app ...")
             run_id = submit(self._bundle, run.changes, running.superlink, running.environment, clock.left(120))
             clock.stage(f"Run {run_id} with {self.clients} clients ...")

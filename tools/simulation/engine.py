@@ -72,8 +72,18 @@ class Engine(ABC):
     def start_ahead(self) -> None:
         """Start what takes time before the first run, while the caller checks the run's settings.
 
-        Raises RunError if the app's files cannot be used.
+        Raises RunError if that fails.
         """
+        try:
+            self._begin()
+        except BaseException as error:
+            self._stop()
+            if isinstance(error, ProcessError):
+                raise RunError(str(error)) from error
+            raise
+
+    def _begin(self) -> None:
+        """What `start_ahead` does."""
         self._start()
 
     def __exit__(self, *_: object) -> None:

@@ -19,7 +19,6 @@ import gc
 gc.disable()  # until a run is forked: what is imported is not garbage, and to look through it takes a second
 
 # ruff: noqa: E402
-import contextlib
 import json
 import os
 import pkgutil
@@ -66,18 +65,23 @@ def main() -> None:
     clients, at_once, threads = map(int, sys.argv[4:])
     sys.path.insert(0, folder)
     requests = os.fdopen(os.dup(sys.stdin.fileno()), encoding="utf-8")  # an app may close sys.stdin
-    app = None
-    with contextlib.suppress(Exception):  # the first run reports it
+    app: LoadedApp | None = None
+    failed: Exception | None = None
+    try:
         app = LoadedApp.load(*components)
+    except Exception as error:
+        failed = error
     for asked in requests:
         request = json.loads(asked)
         try:
+            if failed is not None:
+                raise failed
             app = app or LoadedApp.load(*components)
             config = request["config"]
             os.environ["TEPAL_CACHE"] = request["cache"]
             if FORKS:
                 app.prepare(config, clients)
-            gc.freeze()  # a collection in a forked process would look at all that it shares, and so copy it
+                gc.freeze()  # a collection in a forked process would look at all that it shares, and so copy it
             gc.enable()
             if FORKS:
                 status = _status_of(_forked_run(app, config, clients, at_once, threads))
@@ -86,7 +90,7 @@ def main() -> None:
                 status = ""
         except Exception:
             _log_exception()
-            status = "its app raised an exception"
+            status, failed = "its app raised an exception", None
         with replacing(Path(request["ended"])) as partial:
             partial.write_text(status, encoding="utf-8")
 

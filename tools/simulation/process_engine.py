@@ -37,15 +37,15 @@ class ProcessEngine(Engine):
         self.kind = f"one process, {at_once}"
         self._process: _AppProcess | None = None
 
-    def start_ahead(self) -> None:
-        """Start the process, which imports the app; see `Engine.start_ahead`."""
-        super().start_ahead()
+    def _begin(self) -> None:
+        """Start the process, which imports the app."""
+        super()._begin()
         if self._process is None or not self._process.process.running:
             self._process = self._running.enter_context(self._start_process())
 
     def _run(self, run: RunRequest) -> tuple[int, str, str]:
         run.clock.stage(f"Running with {self.clients} clients in one process ...")
-        self.start_ahead()
+        self._begin()
         assert self._process is not None
         status, details = self._process.run(run, self._folder / f"ended-{self._runs}")
         run.clock.stage("The run ended")

@@ -488,16 +488,18 @@ def test_a_run_of_an_earlier_version_goes_on_with_its_own_settings():
     assert (then["selective.coupling"], then["seed"]) == (0.0, 1)
 
 
-def test_an_earlier_runs_config_is_read_as_it_was_meant_when_it_is_resumed(small_run):
-    path = small_run(num_server_rounds=1, strategy="selective", **{"selective.absolute-coupling": 7.5})
+@pytest.mark.parametrize("coupling", [7.5, 0.0])
+def test_an_earlier_runs_config_is_read_as_it_was_meant_when_it_is_resumed(small_run, coupling):
+    as_then = {"selective.coupling": 0.0, "selective.absolute-coupling": coupling}
+    path = small_run(num_server_rounds=1, strategy="selective", **as_then)
     written = (path / "config.toml").read_text()
     before, removed = re.subn(r'"selective.absolute-coupling" = .*\n', "", written)
-    before, replaced = re.subn(r'(?<="selective.coupling" = ).*', "7.5", before)
+    before, replaced = re.subn(r'(?<="selective.coupling" = ).*', str(coupling), before)
     assert (removed, replaced) == (1, 1)
     (path / "config.toml").write_text(before)
-    small_run(resume=str(path), num_server_rounds=2)
+    small_run(resume=str(path), num_server_rounds=2, **{"selective.coupling": coupling})  # as the run was started with
     kept = read_config(path)
-    assert (kept["selective.absolute-coupling"], kept["selective.coupling"]) == (7.5, 0.0)
+    assert (kept["selective.absolute-coupling"], kept["selective.coupling"]) == (coupling, 0.0)
 
 
 def test_a_full_disk_at_checkpoint_time_is_said_and_the_run_goes_on(small_run, monkeypatch, caplog):
@@ -595,6 +597,7 @@ def test_a_regressions_line_has_root_mean_squared_errors():
             SelectiveLayers,
             {"budget": 2.0, "selection": "both", "relative coupling": 0.2, "fill": False, "probe batches": 1},
         ),
+        ({"strategy": "selective", "selective.coupling": 0.0}, SelectiveLayers, {"coupling": 0.0}),
         ({"strategy": "selective", "selective.draw-budgets": True}, SelectiveLayers, {"budget": "drawn"}),
         (
             {"strategy": "fedensemble", "fedensemble.modes": 4, "fedensemble.strata": 2},

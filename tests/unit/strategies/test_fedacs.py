@@ -360,6 +360,22 @@ def test_who_joins_starts_as_newcomers_do_and_who_left_still_counts(newcomers):
     assert "client-1" not in record["cohort"] and record["weights"][:, column].max() > 0, "it is mixed into others'"
 
 
+def test_newcomers_get_the_same_arrays_which_are_packed_once():
+    packed = []
+
+    class Looking(FedACS):
+        def start(self, *args, **options):
+            values = self.method.values
+            self.method.values = lambda *asked: packed.append((asked, found := values(*asked))) or found
+            return super().start(*args, **options)
+
+    run(Looking(quantile=0.3, fraction_train=0.5, min_replies=2), range(8), rounds=2)
+    early = {client for (state, client, tree), _ in packed if not state.clients}
+    late = [found for (state, client, tree), found in packed if state.clients and client not in state.slots]
+    assert early and len(late) >= 2
+    assert all(found["layer.bias"] is late[0]["layer.bias"] for found in late)
+
+
 def test_a_client_that_comes_back_goes_on_from_its_own_model():
     def change(report, network, app):
         if report.round == 2:

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory import RunDirectory, held
+from tepal.server_app.config import defaults
 from tepal.tools.compare.comparison import (
     ComparedRun,
     Result,
@@ -262,6 +263,17 @@ def test_a_comparison_is_read_as_it_was_written(tmp_path):
     assert [(run.strategy, run.seed) for run in written.runs] == [
         ("fedavg", 3), ("fedacs", 3), ("fedavg", 1), ("fedacs", 1),
     ]  # fmt: skip
+
+
+def test_a_comparison_of_an_earlier_version_goes_on_with_the_settings_of_then(tmp_path):
+    comparison = comparison_in(tmp_path, ["selective", "fedacs"])
+    later = {"selective.coupling": 0.3, "selective.absolute-coupling": 0.0, "fedacs.follow-rate": True}
+    comparison.run_config = {**defaults(), **later}
+    assert later.items() <= comparison.config_of(comparison.runs[0]).items()
+    comparison.run_config = {key: value for key, value in defaults().items() if key not in later}
+    comparison.run_config["selective.coupling"] = 10.0
+    then = {"selective.coupling": 0.0, "selective.absolute-coupling": 10.0, "fedacs.follow-rate": False}
+    assert then.items() <= comparison.config_of(comparison.runs[1]).items()
 
 
 def test_a_run_that_was_resumed_and_finished_since_counts_as_finished(tmp_path):
