@@ -43,7 +43,8 @@ def compare(monkeypatch, tmp_path):
 
     def engine_for(name, app, **resources):
         asked.append({"engine": name, **resources})
-        return contextlib.nullcontext(SimpleNamespace(run=simulate, description="Engine: none"))
+        engine = SimpleNamespace(run=simulate, start_ahead=lambda: None, description="Engine: none")
+        return contextlib.nullcontext(engine)
 
     monkeypatch.setattr("tepal.tools.cli.compare.engine_for", engine_for)
 
