@@ -65,13 +65,13 @@ def joined(*parts: Reproduction) -> Reproduction:
 class Experiment(ABC):
     """An experiment of a paper."""
 
-    name: ClassVar[str]
-    title: ClassVar[str]
+    name: str
+    title: str
     paper: ClassVar[str]
     """The paper's table or figure, and its arXiv number."""
     deviations: ClassVar[Sequence[str]]
     """Sentences on what differs from the paper, and on what the paper omits and was chosen here."""
-    datasets: ClassVar[Sequence[str]] = ()
+    datasets: Sequence[str] = ()
     """Names, as in a run config, of the data sets that are needed."""
     small_scale: ClassVar[str]
     """A sentence on what the small setting reduces."""

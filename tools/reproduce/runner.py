@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import re
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from difflib import get_close_matches
+from functools import lru_cache
 from html import escape
 from multiprocessing import get_context, parent_process
 from pathlib import Path
@@ -49,7 +51,8 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     each.name: each
     for each in (
         FedFrozenSimulation(), FedFrozenCosts(), FedFrozenVision(), EnsembleToy(), EnsembleMnist(),
-        EnsembleShakespeare(), FedAcs(), Selective(), HostileClients(),
+        EnsembleShakespeare(), FedAcs("fashion-mnist", "Fashion-MNIST"), FedAcs("cifar-10", "CIFAR-10"), Selective(),
+        HostileClients(),
     )
 }  # fmt: skip
 """All experiments by name."""
@@ -242,9 +245,21 @@ def _dates(place: Path, trial: Trial) -> dict[str, str | None]:
 def _keep(place: Path, trial: Trial, values: Mapping[str, Any], seconds: float) -> None:
     kept = {
         "options": trial.options, "needs": _dates(place, trial), "values": values, "seconds": round(seconds, 3),
-        "tepal": __version__, "computed": datetime.now(UTC).isoformat(timespec="seconds"),
+        "tepal": __version__, "commit": _commit(), "computed": datetime.now(UTC).isoformat(timespec="seconds"),
     }  # fmt: skip
     write_whole(_file(place, trial.name), (json.dumps(as_json(kept), indent=1) + "\n").encode())
+
+
+@lru_cache
+def _commit() -> str:
+    """The commit of the checkout that this package is in, with "+" if files differ from it; "" without one."""
+    git = ["git", "-C", str(Path(__file__).resolve().parent)]
+    try:
+        name = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
+        same = subprocess.run([*git, "diff", "--quiet", "HEAD"], capture_output=True).returncode == 0
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return name.strip() + ("" if same else "+")
 
 
 # --- the results ----------------------------------------------------------------------------------------------------
@@ -257,19 +272,20 @@ def _write(
     results = experiment.results({name: of["values"] for name, of in kept.items()})
     for table in results.tables:
         write_whole(place / f"{_file_name(table.title)}.csv", table.csv().encode())
-    about = _about(experiment, full, kept)
-    about += [f"Left out: {name}: {why}." for name, why in left_out.items()]
-    write_whole(place / "results.md", _markdown(experiment, results, about).encode())
-    write_whole(place / "index.html", _page(experiment, results, about).encode())
+    said = [*about(experiment, full, kept), *(f"Left out: {name}: {why}." for name, why in left_out.items())]
+    write_whole(place / "results.md", _markdown(experiment, results, said).encode())
+    write_whole(place / "index.html", _page(experiment, results, said).encode())
     return place / "index.html"
 
 
-def _about(experiment: Experiment, full: bool, kept: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def about(experiment: Experiment, full: bool, kept: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Sentences on the setting, and on when and how long it was computed."""
     seconds = sum(of["seconds"] for of in kept.values())
     dates = sorted({of["computed"][:10] for of in kept.values()})
     when = " to ".join(dict.fromkeys((dates[0], dates[-1]))) if dates else "none computed yet"
-    how = f"{len(kept)} trials, {seconds_text(seconds)} in total, {when}, tepal {__version__}."
+    commits = ", ".join(sorted({of.get("commit") or "" for of in kept.values()} - {""}))
+    version = f"tepal {__version__}{f' (commit {commits})' if commits else ''}"
+    how = f"{len(kept)} trials, {seconds_text(seconds)} in total, {when}, {version}."
     return [f"{experiment.paper}. {experiment.scale(full)}", *experiment.deviations, how]
 
 

@@ -18,6 +18,7 @@ from tepal.strategies.in_process import InProcessGrid, Node
 from tepal.strategies.rounds.checkpoint import Checkpoints
 from tepal.tools.compare.picture import looks
 from tepal.tools.reproduce.experiment import Trial, TrialInputs, Values, table
+from tepal.tools.reproduce.scores import ClientScores, correct_examples
 
 PAPER = "paper"
 """The label of a line that shows the paper's numbers."""
@@ -80,7 +81,8 @@ def measured(
 
     Returns:
         `server`, `clients`: accuracy on the server's examples, and mean over the clients of the accuracy on their own
-        (None: not measured); `spread`: standard deviation of the latter over the clients; `curve`: pairs (round,
+        (None: not measured); `spread`: standard deviation of the latter over the clients; `of_clients`: each client's
+        last score (see `ClientScores`); `correct`: see `correct_examples`; `curve`: pairs (round,
         accuracy); `bytes`: of all messages; `rounds`; for an ensemble the accuracy of its worst and best mode, the
         entropy of the mean prediction and the mean of the modes' entropies, in nats; `layers`: for each round the share
         of its clients that train each layer, if a method selects layers.
@@ -90,11 +92,12 @@ def measured(
     from tepal.server_app.run import run
 
     values = defaults() | dict(config) | {"runs": str(folder / "runs")}
+    scores = ClientScores(app)
     begun = [path for path in sorted((folder / "runs").glob("*")) if not path.is_symlink()]
     if stopped := [path for path in begun if Checkpoints(path / CHECKPOINTS).latest()]:
         values["resume"] = str(stopped[-1])
     common: dict[str, str | int | float] = {"num-partitions": clients, "cache-path": str(folder / "clients")}
-    nodes = [Node(app, {**common, "partition-id": k}) for k in range(clients)]
+    nodes = [Node(scores, {**common, "partition-id": k}) for k in range(clients)]
     directory = run((grid or InProcessGrid)(nodes, values), values)
     metrics = read_metrics(directory)
     if weights is not None:
@@ -102,11 +105,14 @@ def measured(
         shutil.move(directory / MODEL, weights)
     masks = [record["masks"] for _, record in read_records(directory, most=len(metrics)) if "masks" in record]
     last = metrics[-1]
+    on_server = correct_examples(directory) if last.accuracy_of == "server" and weights is None else None
     shutil.rmtree(folder, ignore_errors=True)
     return {
         "server": last.accuracy if last.accuracy_of == "server" else None,
         "clients": last.clients_accuracy,
         "spread": last.clients_spread,
+        "of_clients": scores.last(),
+        "correct": on_server,
         "curve": [(line.round, line.accuracy) for line in metrics if line.accuracy is not None],
         "bytes": (total(metrics, "bytes_down") or 0) + (total(metrics, "bytes_up") or 0),
         "rounds": last.round,

@@ -21,10 +21,10 @@ from tepal.tools.paths import usual_run_config
 from tepal.tools.search.plan import RMSE, check_values, read_plan
 from tepal.tools.search.results import best_table, trial_line
 from tepal.tools.search.running import open_search, run_trials, score_of
-from tepal.tools.search.study import optuna_is_missing
 from tepal.tools.simulation.engine import Engine
 from tepal.tools.simulation.engines import PROCESS, engine_for
 from tepal.tools.simulation.running import cache_in, check_clients, run_once, without_warnings
+from tepal.tools.spaces import optuna_is_missing
 from tepal.tools.terminal import RoundProgress, shown
 
 app = commands("search")

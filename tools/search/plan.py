@@ -29,6 +29,7 @@ from tepal.host.toml import Value, flat, parse_untrusted
 from tepal.server_app.config import ConfigError, defaults, read_run_config
 from tepal.tools.paths import absolute_paths
 from tepal.tools.simulation.running import without_warnings
+from tepal.tools.spaces import Choices, Range, Space
 from tepal.training.data.inputs import InputConfig
 
 SEED = 1000
@@ -42,53 +43,6 @@ _OWN_KEYS = ("seed", "runs", "resume")  # of the run config, which the search se
 _RANGE_KEYS = ("from", "to", "log", "step", "choices")
 _EXAMPLES = "{ from = 1e-4, to = 1e-2, log = true } or { choices = [1, 2, 4] }"
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")  # as `tepal compare` has the names of what it compares
-
-
-@dataclass(frozen=True)
-class Range:
-    """Numbers from `low` to `high`, both included: whole ones if both ends are; in steps, or on a log scale."""
-
-    low: int | float
-    high: int | float
-    log: bool = False
-    step: int | float | None = None
-
-    @property
-    def whole(self) -> bool:
-        return isinstance(self.low, int) and isinstance(self.high, int)
-
-    @property
-    def samples(self) -> tuple[Value, ...]:
-        """The values that are checked before the search: both ends."""
-        return (self.low, self.high)
-
-    def exact(self, value: Value) -> Value:
-        """Return the number of the range that a drawn one stands for: without step, itself.
-
-        Multiples of a step are computed in decimals: 0.1 + 2 · 0.1 is 0.3, not 0.30000000000000004.
-        """
-        if self.whole or self.step is None:
-            return value
-        low, step = Decimal(str(self.low)), Decimal(str(self.step))
-        return float(low + round((Decimal(str(value)) - low) / step) * step)
-
-
-@dataclass(frozen=True)
-class Choices:
-    """One of several values."""
-
-    choices: tuple[Value, ...]
-
-    @property
-    def samples(self) -> tuple[Value, ...]:
-        """The values that are checked before the search: all."""
-        return self.choices
-
-    def exact(self, value: Value) -> Value:
-        return value
-
-
-Space = Range | Choices
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ Optuna is an optional dependency, imported when a study is opened: `pip install 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,24 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tepal.host.toml import Value
-from tepal.tools.search.plan import Range, SearchedVariant, Space
+from tepal.tools.search.plan import SearchedVariant
+from tepal.tools.spaces import distribution, draw
 
 if TYPE_CHECKING:
     import optuna
 
-RANDOM_TRIALS = 5
-"""First trials whose values are drawn uniformly, because there are too few scores to draw them by."""
-
-_DRAWS = 30  # of a trial, until values are drawn that no trial had
-
 _KEPT = ("run", "seconds", "reason")  # attributes of our trials that Optuna keeps as a user's
-
-
-def optuna_is_missing() -> str:
-    """Return what to do about it if Optuna is not installed, else ""."""
-    if importlib.util.find_spec("optuna"):
-        return ""
-    return "a search needs optuna, which this Python does not have: pip install 'tepal[search]'"
 
 
 @dataclass
@@ -81,7 +69,7 @@ class VariantStudy:
         _cut_partial_line(journal)
         self.variant, self.minimise = variant, minimise
         self._seed = seed
-        self._spaces = {key: _distribution(space) for key, space in variant.search.items()}
+        self._spaces = {key: distribution(space) for key, space in variant.search.items()}
         self._study = optuna.create_study(
             study_name=variant.name,
             direction="minimize" if minimise else "maximize",
@@ -100,7 +88,11 @@ class VariantStudy:
             return known[-1]
         import optuna
 
-        drawn = self._draw(len(known))
+        name, number = self.variant.name, len(known)
+        drawn = draw(
+            self._spaces, self._study.get_trials(deepcopy=False), minimise=self.minimise,
+            seed=lambda again: _seed_of(self._seed, name, number, again),
+        )  # fmt: skip
         self._study.add_trial(
             optuna.trial.create_trial(
                 state=optuna.trial.TrialState.RUNNING, params=drawn, distributions=dict(self._spaces)
@@ -126,27 +118,6 @@ class VariantStudy:
         sign = 1 if self.minimise else -1
         return min(scored, key=lambda trial: sign * (trial.score or 0.0), default=None)
 
-    def _draw(self, number: int) -> dict[str, Any]:
-        """Draw the values of a new trial from the scores of all others, without a trace in the journal.
-
-        Values that no trial had, unless a number of draws in a row has only such ones.
-        """
-        import optuna
-
-        earlier = self._study.get_trials(deepcopy=False)
-        tried, drawn = [trial.params for trial in earlier], {}
-        for draw in range(_DRAWS):
-            sampler = optuna.samplers.TPESampler(
-                seed=_seed_of(self._seed, self.variant.name, number, draw), n_startup_trials=RANDOM_TRIALS,
-                constant_liar=False,
-            )  # fmt: skip
-            scratch = optuna.create_study(sampler=sampler, direction=self._study.direction)
-            scratch.add_trials(earlier)
-            drawn = scratch.ask(dict(self._spaces)).params
-            if drawn not in tried:
-                break
-        return drawn
-
     def _keep(self, trial: Trial, **values: Any) -> None:
         import optuna
 
@@ -161,20 +132,6 @@ class VariantStudy:
         values = {key: space.exact(frozen.params[key]) for key, space in self.variant.search.items()}
         kept = {name: frozen.user_attrs[name] for name in _KEPT if name in frozen.user_attrs}
         return Trial(self.variant.name, frozen.number, values, score=score, ended=ended, **kept)
-
-
-def _distribution(space: Space) -> optuna.distributions.BaseDistribution:
-    import optuna
-
-    if not isinstance(space, Range):
-        return optuna.distributions.CategoricalDistribution(space.choices)
-    if space.whole:
-        return optuna.distributions.IntDistribution(
-            int(space.low), int(space.high), log=space.log, step=1 if space.step is None else int(space.step)
-        )
-    return optuna.distributions.FloatDistribution(
-        float(space.low), float(space.high), log=space.log, step=None if space.step is None else float(space.step)
-    )
 
 
 def _seed_of(seed: int, variant: str, number: int, draw: int) -> int:

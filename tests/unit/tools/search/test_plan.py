@@ -8,7 +8,8 @@ from typer.testing import CliRunner
 
 from tepal.server_app.config import ConfigError, defaults
 from tepal.tools.search.__main__ import app
-from tepal.tools.search.plan import Choices, Range, check_values, read_plan
+from tepal.tools.search.plan import check_values, read_plan
+from tepal.tools.spaces import Choices, Range
 from tests.packages import ROOT
 
 LEARNING_RATE = "learning-rate = { from = 1e-4, to = 1e-2, log = true }"
@@ -259,7 +260,7 @@ def test_the_command_refuses_before_it_makes_anything(tmp_path, monkeypatch):
 
 
 def test_without_optuna_the_command_says_how_to_install_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("tepal.tools.search.study.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("tepal.tools.spaces.importlib.util.find_spec", lambda name: None)
     ended = CliRunner().invoke(app, [str(tmp_path / "none.toml"), "--folder", str(tmp_path / "out")])
     assert ended.exit_code == 1 and "pip install 'tepal[search]'" in ended.stderr
     assert not (tmp_path / "out").exists()

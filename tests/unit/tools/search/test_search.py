@@ -18,10 +18,11 @@ from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory import RunDirectory, RunInUse, held, read_config, read_metrics
 from tepal.server_app.config import ConfigError, read_run_config
 from tepal.tools.search.__main__ import TrialProgress, app
-from tepal.tools.search.plan import Choices, Range, SearchedVariant, SearchPlan
+from tepal.tools.search.plan import SearchedVariant, SearchPlan
 from tepal.tools.search.results import best_table, trial_line
 from tepal.tools.search.running import JOURNAL, open_search, run_trials, score_of
 from tepal.tools.search.study import VariantStudy
+from tepal.tools.spaces import Choices, Range
 from tests.packages import ROOT
 
 optuna = pytest.importorskip("optuna", reason="pip install 'tepal[search]'")

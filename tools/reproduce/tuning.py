@@ -1,0 +1,63 @@
+"""Each method's settings, found by a search: the same number of trials for all, on other clients than the results'.
+
+A trial of the search is a trial of the experiment, so it is kept. It needs the earlier ones of its method, by whose
+scores Optuna draws its values; with the same scores it has the same values.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from tepal.tools.reproduce.experiment import MissingData, Trial, TrialInputs, Values
+from tepal.tools.spaces import Space, distribution, draw, optuna_is_missing
+
+SEED = 1000
+"""The run config's seed in all trials of a search; results have others."""
+
+
+def search_trials(name: str, options: Values, search: Mapping[str, Space], count: int) -> list[Trial]:
+    """The trials of a search.
+
+    Args:
+        name: of the searched method in its setting; the trials are `<name>-search-<number>`.
+        options: of each trial.
+        search: run config key → the values among which the best one is searched.
+        count: of trials.
+    """
+    spaces = {key: repr(space) for key, space in search.items()}  # of other ranges, trials are computed again
+    names = [f"{name}-search-{number}" for number in range(count)]
+    return [Trial(each, {**options, "search": spaces}, tuple(names[:place])) for place, each in enumerate(names)]
+
+
+def drawn(trial: Trial, inputs: TrialInputs, search: Mapping[str, Space]) -> dict[str, Any]:
+    """The values of a trial of a search, drawn by the scores of those that it needs. Raises MissingData."""
+    if missing := optuna_is_missing():
+        raise MissingData(missing)
+    import optuna
+
+    spaces = {key: distribution(space) for key, space in search.items()}
+    earlier = [
+        optuna.trial.create_trial(params=values["drawn"], distributions=spaces, value=values["clients"] or 0.0)
+        for values in (inputs.needed[name] for name in trial.needs)
+    ]
+    found = draw(spaces, earlier, minimise=False, seed=lambda again: _seed(trial.name, again))
+    return {key: space.exact(found[key]) for key, space in search.items()}
+
+
+def best(needed: Mapping[str, Values]) -> dict[str, Any]:
+    """The values with the highest score of a search's trials, of equal ones the first."""
+    found = max(needed.values(), key=lambda values: values["clients"] or 0.0)
+    return dict(found["drawn"])
+
+
+def text_of(values: Mapping[str, Any]) -> str:
+    """Values as text: learning-rate 0.05, fedacs.quantile 0.9."""
+    return ", ".join(f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {json.dumps(value)}"
+                     for key, value in values.items())  # fmt: skip
+
+
+def _seed(name: str, again: int) -> int:
+    return int.from_bytes(hashlib.sha256(f"{name}/{again}".encode()).digest()[:4], "big")
