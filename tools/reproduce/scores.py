@@ -19,7 +19,7 @@ from tepal.training.data.inputs import held_out_inputs
 from tepal.training.prediction import predict
 from tepal.training.tasks import TASKS
 
-_ACCURACY = re.compile("(received|trained|personal)-accuracy")
+_ACCURACY = re.compile("(received|personal|ensemble)-accuracy")
 
 
 class ClientScores:

@@ -25,7 +25,8 @@ from tepal.tools.reproduce import runner, runs, selective
 from tepal.tools.reproduce.data import Images, by_distribution, find_data, grouped, shuffled_images, write_images
 from tepal.tools.reproduce.ensemble_mnist import EnsembleMnist
 from tepal.tools.reproduce.experiment import MissingData, Reproduction, Trial, TrialInputs, table
-from tepal.tools.reproduce.fedacs import QUANTILES, FedAcs
+from tepal.tools.reproduce.fedacs import METHODS as METHODS_OF_FEDACS
+from tepal.tools.reproduce.fedacs import FedAcs, on_common_clients
 from tepal.tools.reproduce.fedfrozen_vision import METHODS, PAPER, FedFrozenVision
 from tepal.tools.reproduce.runner import EXPERIMENTS, OtherData, reproduce
 from tepal.tools.reproduce.runs import mean_text, measured
@@ -36,6 +37,7 @@ from tests.quiet import quiet  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("no_report")
 
+FASHION = FedAcs("fashion-mnist", "Fashion-MNIST")
 ON_DATA = {name: each for name, each in EXPERIMENTS.items() if each.data(full=False)}
 
 
@@ -420,28 +422,38 @@ def test_trials_run_on_data_in_its_own_format(tmp_path, data, name, asked):
         assert "pacs" not in asked[-1] or np.allclose(layers.sum(axis=1), 1)  # one layer a client
 
 
-def test_fedacs_takes_the_quantile_that_was_best_on_other_clients(tmp_path, data):
-    experiment = FedAcs()
+def test_a_method_is_searched_on_other_clients_and_run_with_the_best_settings(tmp_path, data):
+    experiment = FASHION
     trials = {trial.name: trial for trial in experiment.trials(False)}
-    trial = trials["fashion-mnist-two-classes-fedacs-1"]
-    assert len(trial.needs) == 3 and all(trials[name].options["part"] == "validation" for name in trial.needs)
-    found = {name: {"clients": 0.2 + 0.7 * (p == 0.7), "p": p} for name, p in zip(trial.needs, QUANTILES, strict=True)}
-    assert [trials[name].options["config"]["fedacs.quantile"] for name in trial.needs] == list(QUANTILES)
-    few = replace(cut(trial), options={**cut(trial).options, "clients": 10})
-    values = experiment.compute(few, TrialInputs(tmp_path, find_data(data, experiment.data(False)), found))
-    assert values["p"] == 0.7 and values["server"] is None and 0 <= values["clients"] <= 1
+    trial, inputs = trials["two-classes-fedacs-1"], TrialInputs(tmp_path, find_data(data, experiment.data(False)))
+    searched = [trials[name] for name in trial.needs]
+    assert len(searched) == 8 and all(each.options["part"] == "validation" for each in searched)
+    counts = Counter(name.rpartition("-search-")[0] for name in trials if "-search-" in name)
+    assert set(counts.values()) == {8} and len(counts) == 2 * len(METHODS_OF_FEDACS)
+    found, few = {}, {"clients": 10}
+    for each in searched[:2]:
+        of = replace(cut(each), options={**cut(each).options, **few})
+        found[each.name] = experiment.compute(of, replace(inputs, needed=dict(found)))
+    first, second = (values["drawn"] for values in found.values())
+    assert first.keys() == {"learning-rate", "fedacs.quantile"} and first != second
+    found[searched[1].name] = {**found[searched[1].name], "clients": 2.0}
+    main = replace(cut(trial), options={**cut(trial).options, **few})
+    values = experiment.compute(main, replace(inputs, needed=found))
+    assert values["settings"] == second and values["server"] is None and len(values["of_clients"]) == 10
+    assert values["clients"] == pytest.approx(np.mean([score for score, _ in values["of_clients"].values()]))
 
 
 def test_what_fedacs_trains_on_and_what_p_is_chosen_on_share_no_image(tmp_path, data):
-    experiment = FedAcs()
+    experiment = FedAcs("cifar-10", "CIFAR-10")
     inputs = TrialInputs(tmp_path, find_data(data, experiment.data(False)))
     trials = {trial.name: trial for trial in experiment.trials(False)}
-    for trial, p in ((trials["cifar-10-scarce-local-1"], None), (trials["cifar-10-scarce-p-0.7"], 0.7)):
+    best = {"best": {"clients": 0.5, "drawn": {"learning-rate": 0.1}}}
+    for name, needed in (("scarce-local-1", best), ("scarce-fedacs-search-0", {})):
+        trial = trials[name]
         with pytest.MonkeyPatch.context() as patched:
             where = "tepal.tools.reproduce.fedacs.trained"
             patched.setattr(where, lambda *given, **keys: {"file": keys["dataset"]})
-            values = experiment.compute(trial, inputs)
-        assert values["p"] == p
+            values = experiment.compute(trial, replace(inputs, needed=needed))
         file = values["file"]
         with np.load(file) as arrays:
             clients = trial.options["clients"]
@@ -507,14 +519,43 @@ def test_findings_say_what_came_out_also_where_it_is_not_the_papers():
     found = {"fedavg-iid-1": values(0.9), "fedavg-iid-2": values(0.8), "fedensemble-iid-1": values(0.8)}
     results = EnsembleMnist().results(found)
     assert results.findings == ["Iid: Fed-ensemble is 0.0500 below FedAvg (paper: 0.0267 above)."]
-    found = {"cifar-10-scarce-fedacs-1": values(0.5, p=0.7), "cifar-10-scarce-local-1": values(0.6),
-             "cifar-10-scarce-fedavg-1": values(0.2)}  # fmt: skip
-    (finding,) = FedAcs().results(found).findings
-    assert "(p = 0.7) is 0.3000 above FedAvg; more accurate than FedACS: Local." in finding
     found = {"pacs-gradient-1": values(0.4, layers=[[0.0, 1.0, 0.0, 0.0], [0.3, 0.5, 0.2, 0.0]])}
     assert Selective().results(found).findings == [
         "pacs, R = 1: of 4 layers, gradient norms select 2 (75%), 1 (15%), 3 (10%)."
     ]
+
+
+def scored(**of_clients):
+    return {"clients": 0.5, "spread": 0.1, "curve": [], "rounds": 1, "settings": {"learning-rate": 0.05},
+            "of_clients": {client.removeprefix("c"): [score, 10] for client, score in of_clients.items()}}  # fmt: skip
+
+
+def test_methods_are_compared_on_the_clients_that_all_runs_scored():
+    runs = {"FedACS": {1: scored(c0=0.5, c1=0.7), 2: scored(c0=0.6, c1=0.8, c2=0.0)},
+            "Local": {1: scored(c0=0.4, c1=0.4, c2=1.0), 2: scored(c0=0.2, c1=0.6)}}  # fmt: skip
+    means, count = on_common_clients(runs)
+    assert count == 2 and {method: list(of.values()) for method, of in means.items()} == {
+        "FedACS": pytest.approx([0.6, 0.7]), "Local": pytest.approx([0.4, 0.4])
+    }  # fmt: skip
+
+
+def test_findings_name_who_is_behind_and_where_it_is_undecided():
+    ours, near, far = (0.80, 0.82, 0.81, 0.83, 0.79), (0.81, 0.80, 0.83, 0.80, 0.82), (0.30, 0.31, 0.30, 0.33, 0.30)
+    found = {
+        f"scarce-{method}-{seed}": scored(c0=score, c1=score)
+        for method, scores in (("fedacs", ours), ("local", near), ("fedavg", far))
+        for seed, score in enumerate(scores, 1)
+    }
+    results = FASHION.results(found)
+    assert results.findings == [
+        "50 examples each, Dirichlet .5: FedACS is ahead of FedAvg.",
+        "50 examples each, Dirichlet .5: FedACS is undecided against Local.",
+    ]
+    rows = {row[0]: row for row in results.tables[0].rows}
+    assert rows["FedAvg"][1].startswith("0.3080 ± ") and "2 clients, 5 seeds" in results.tables[0].title
+    mean, half = 0.502, 2.776 * np.std(np.subtract(ours, far), ddof=1) / 5**0.5  # Student's t, four degrees of freedom
+    assert rows["FedAvg"][2] == f"{mean:+.4f} ({mean - half:+.4f} to {mean + half:+.4f})"
+    assert rows["Local"][4] == 0.7598 and rows["Local"][5] == "learning-rate 0.05"
 
 
 # --- the papers' claims, on small settings --------------------------------------------------------------------------
@@ -548,10 +589,10 @@ def test_fed_ensemble_is_above_fedavg_with_two_labels_a_client(tmp_path, dataset
 @pytest.mark.long
 @pytest.mark.parametrize("dataset", ["digits", "fashion-mnist"])
 def test_fedacs_is_above_fedavg_with_two_classes_a_client(tmp_path, dataset):
-    trials, scores = {trial.name: trial for trial in FedAcs().trials(False)}, {}
+    trials, scores = {trial.name: trial for trial in FASHION.trials(False)}, {}
     for method in ("fedavg", "fedacs"):
-        config = claimed(dataset, trials[f"fashion-mnist-two-classes-{method}-1"].options["config"])
-        config |= {"num-server-rounds": 8, "fedacs.quantile": 0.7}
+        config = claimed(dataset, trials[f"two-classes-{method}-1"].options["config"])
+        config |= {"num-server-rounds": 8, "fedacs.quantile": 0.7, "learning-rate": 0.1}
         if dataset != "digits":
             config |= {"local-steps": 8}
         scores[method] = measured(config, 20, tmp_path / method)["clients"]
