@@ -13,14 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from tepal.report.page import Figure
 from tepal.strategies import RoundFailed
-from tepal.tools.compare.answers import Paired, paired
 from tepal.tools.reproduce.data import Images, by_distribution, grouped, shuffled_images, write_images
 from tepal.tools.reproduce.experiment import Experiment, Reproduction, Trial, TrialInputs, Values, joined, table
 from tepal.tools.reproduce.networks import LENET
 from tepal.tools.reproduce.runs import PAPER, by_setting, curves, mean_text, slug, trained
-from tepal.tools.reproduce.tuning import SEED, best, drawn, search_trials, text_of
+from tepal.tools.reproduce.tuning import SEED, best, drawn, search_trials
+from tepal.tools.reproduce.versus import by_seed, differences, on_common_clients, versus
 from tepal.tools.spaces import Choices, Range, Space
 
 _RATES: Mapping[str, Space] = {"learning-rate": Range(0.01, 0.3, log=True)}
@@ -130,78 +129,40 @@ class FedAcs(Experiment):
 
     def results(self, found: Mapping[str, Values]) -> Reproduction:
         (data,) = self.datasets
-        settings = [setting for setting in SETTINGS if _seeds(found, setting, "FedACS")]
+        settings = [setting for setting in SETTINGS if by_seed(found, _name(setting, "FedACS"))]
         return joined(*(_results(data, setting, found) for setting in settings), _by_alpha(data, found))
 
 
 def _results(data: str, setting: str, found: Mapping[str, Values]) -> Reproduction:
     """The table, the curves and the findings of one setting."""
-    runs = {method: of for method in METHODS if (of := _seeds(found, setting, method))}
-    scores, clients = on_common_clients(runs)
-    text = SETTINGS[setting][0]
-    gains = {method: paired(scores["FedACS"], of, len(of)) for method, of in scores.items() if method != "FedACS"}
-    rows, findings = list[Sequence[Any]](), list[str]()
-    for method, by_seed in scores.items():
-        gain, of_paper = gains.get(method), TABLE_1[data].get(method) if setting == "scarce" else None
-        settings = next(iter(runs[method].values()))["settings"]
-        difference = (gain.text, _verdict(gain)) if gain else (None, None)
-        rows.append((method, mean_text([*by_seed.values()]), *difference, of_paper, text_of(settings)))
-    for verdict in ("ahead of", "behind", "undecided against"):
-        if named := [method for method, gain in gains.items() if gain and _verdict(gain) == verdict]:
-            findings.append(f"{text}: FedACS is {verdict} {', '.join(named)}.")
-    headings = ("method", "accuracy", "FedACS less it", "FedACS is", "paper", "settings found")
-    what = f"{text}, {clients} clients, {len(scores['FedACS'])} seeds"
-    figures = [curves({m: [*of.values()] for m, of in runs.items()}, f"{data}-{setting}", text, _CAPTION)]
-    return Reproduction([table(f"Accuracy on {data}: {what}", headings, rows)], figures, findings)
+    runs = {method: of for method in METHODS if (of := by_seed(found, _name(setting, method)))}
+    (scores, clients), text = on_common_clients(runs), SETTINGS[setting][0]
+    title = f"Accuracy on {data}: {text}, {clients} clients, {len(scores['FedACS'])} seeds"
+    paper = TABLE_1[data] if setting == "scarce" else None
+    lines = curves({method: [*of.values()] for method, of in runs.items()}, f"{data}-{setting}", text, _CAPTION)
+    return joined(versus("FedACS", runs, scores, title, what=text, paper=paper), Reproduction([], [lines]))
 
 
 def _by_alpha(data: str, found: Mapping[str, Values]) -> Reproduction:
-    """Table 2: FedACS and local training by α, each with the settings found at .5."""
-    paper = dict(zip(ALPHAS, TABLE_2[data], strict=True))
-    rows, figures = list[Sequence[Any]](), list[Figure]()
-    lines = {method: dict[float, list[float]]() for method in ("FedACS", "Local")}
+    """Table 2: FedACS and local training by α, each with the settings that were found at .5."""
+    paper, methods = dict(zip(ALPHAS, TABLE_2[data], strict=True)), ("FedACS", "Local")
+    lines: dict[str, dict[float, list[float]]] = {method: {} for method in methods}
+    rows: list[Sequence[Any]] = []
     for alpha in ALPHAS:
-        runs = {method: of for method in lines if (of := _seeds(found, "scarce", method, alpha))}
-        if len(runs) == len(lines):
+        runs = {method: of for method in methods if (of := by_seed(found, _name("scarce", method, alpha)))}
+        if len(runs) == len(methods):
             scores, _ = on_common_clients(runs)
-            gain = paired(scores["FedACS"], scores["Local"], len(scores["Local"]))
-            for method, by_seed in scores.items():
-                lines[method][alpha] = [*by_seed.values()]
-            means = (mean_text(lines[method][alpha]) for method in lines)
-            rows.append((f"{alpha:g}", *means, gain and gain.text, paper[alpha]))
+            for method, seeds in scores.items():
+                lines[method][alpha] = [*seeds.values()]
+            means = (mean_text(lines[method][alpha]) for method in methods)
+            rows.append((f"{alpha:g}", *means, differences("FedACS", scores)["Local"].text, paper[alpha]))
     if not rows:
         return Reproduction([])
     headings = ("α", "FedACS", "Local", "FedACS less Local", "FedACS in the paper")
     shown = {**lines, PAPER: {alpha: [score] for alpha, score in paper.items()}}
     title = f"{data}, 50 examples each"
-    figures.append(by_setting(shown, f"{data}-alphas", title, "α of the Dirichlet distribution", _CAPTION))
-    return Reproduction([table(f"Table 2 {data}, 50 examples each", headings, rows)], figures)
-
-
-def on_common_clients(
-    runs: Mapping[str, Mapping[int, Values]]
-) -> tuple[dict[str, dict[int, float]], int]:
-    """Method → seed → mean accuracy over the clients that every run scored, each counted alike; and their number."""
-    common = set.intersection(*(set(values["of_clients"]) for of in runs.values() for values in of.values()))
-    means = {
-        method: {seed: float(np.mean([values["of_clients"][client][0] for client in sorted(common)]))
-                 for seed, values in of.items()}
-        for method, of in runs.items()
-    }  # fmt: skip
-    return means, len(common)
-
-
-def _verdict(gain: Paired) -> str:
-    return {"higher": "ahead of", "lower": "behind", "undecided": "undecided against"}.get(gain.verdict, "")
-
-
-def _seeds(found: Mapping[str, Values], setting: str, method: str, alpha: float = 0.5) -> dict[int, Values]:
-    name = _name(setting, method, alpha)
-    return {
-        int(each.rpartition("-")[2]): values
-        for each, values in found.items()
-        if each.rpartition("-")[0] == name
-    }
+    figure = by_setting(shown, f"{data}-alphas", title, "α of the Dirichlet distribution", _CAPTION)
+    return Reproduction([table(f"Table 2 {data}, 50 examples each", headings, rows)], [figure])
 
 
 def _name(setting: str, method: str, alpha: float = 0.5) -> str:

@@ -40,7 +40,7 @@ def drawn(trial: Trial, inputs: TrialInputs, search: Mapping[str, Space]) -> dic
 
     spaces = {key: distribution(space) for key, space in search.items()}
     earlier = [
-        optuna.trial.create_trial(params=values["drawn"], distributions=spaces, value=values["clients"] or 0.0)
+        optuna.trial.create_trial(params=values["drawn"], distributions=spaces, value=score_of(values))
         for values in (inputs.needed[name] for name in trial.needs)
     ]
     found = draw(spaces, earlier, minimise=False, seed=lambda again: _seed(trial.name, again))
@@ -49,8 +49,14 @@ def drawn(trial: Trial, inputs: TrialInputs, search: Mapping[str, Space]) -> dic
 
 def best(needed: Mapping[str, Values]) -> dict[str, Any]:
     """The values with the highest score of a search's trials, of equal ones the first."""
-    found = max(needed.values(), key=lambda values: values["clients"] or 0.0)
+    found = max(needed.values(), key=score_of)
     return dict(found["drawn"])
+
+
+def score_of(values: Values) -> float:
+    """What is searched for: the accuracy on the server's examples or, of personal models, on the clients' own tests."""
+    own: float | None = values["clients"] if values.get("server") is None else values["server"]
+    return 0.0 if own is None else own
 
 
 def text_of(values: Mapping[str, Any]) -> str:

@@ -26,11 +26,12 @@ from tepal.tools.reproduce.data import Images, by_distribution, find_data, group
 from tepal.tools.reproduce.ensemble_mnist import EnsembleMnist
 from tepal.tools.reproduce.experiment import MissingData, Reproduction, Trial, TrialInputs, table
 from tepal.tools.reproduce.fedacs import METHODS as METHODS_OF_FEDACS
-from tepal.tools.reproduce.fedacs import FedAcs, on_common_clients
+from tepal.tools.reproduce.fedacs import FedAcs
 from tepal.tools.reproduce.fedfrozen_vision import METHODS, PAPER, FedFrozenVision
 from tepal.tools.reproduce.runner import EXPERIMENTS, OtherData, reproduce
-from tepal.tools.reproduce.runs import mean_text, measured
+from tepal.tools.reproduce.runs import mean_text, measured, slug
 from tepal.tools.reproduce.selective import SUBJECTS, Selective
+from tepal.tools.reproduce.versus import on_common_clients
 from tests.lines import read_lines
 from tests.packages import ROOT
 from tests.quiet import quiet  # noqa: F401
@@ -402,7 +403,7 @@ def cut(trial):
     [
         ("ensemble-mnist", ("fedbe-two-labels-1", "fedensemble-iid-1", "modes-3-1")),
         ("ensemble-shakespeare", ("fedensemble-1",)),
-        ("fedfrozen-vision", ("pretrained", "fedfrozen-0.1", "scaffold-0.5")),
+        ("fedfrozen-vision", ("fedfrozen-search-0", "scaffold-search-0")),
         ("selective", ("pretrained-for-pacs", "pacs-gradient-1")),
         ("selective", ("pretrained-for-20newsgroups", "20newsgroups-rgn-1-4")),
     ],
@@ -485,13 +486,22 @@ def test_at_full_scale_missing_weights_are_asked_for(tmp_path, data):
 
 
 def test_tables_have_the_papers_numbers_beside_ours():
-    alphas = (0.1, 0.3, 0.5)
-    found = {f"{m.lower()}-{alpha}": values(0.5 + 0.01 * k) for k, alpha in enumerate(alphas) for m in METHODS}
-    found["fedfrozen-0.1"] = values(0.55)
+    settings = {"settings": {"learning-rate": 0.001}}
+    found = {
+        f"{slug(method)}-{alpha}-{seed}": values(0.5 + 0.001 * (seed + (method == "FedFrozen")), **settings)
+        for alpha in (0.1, 0.3) for method in METHODS for seed in (1, 2, 3)
+    }  # fmt: skip
+    found |= {f"fedavg-0.1-{seed}": values(0.5 + 0.02 * seed, **settings) for seed in (1, 2, 3)}
     results = FedFrozenVision().results(found)
-    row = next(row for row in results.tables[0].rows if row[0] == "FedFrozen")
-    assert row[1:7:2] == ("0.5500", "0.5100", "0.5200") and row[2:7:2] == PAPER["FedFrozen"] == (0.904, 0.9325, 0.947)
-    assert "α = 0.1: FedFrozen is 0.0500 above FedAvg (paper: 0.0030 below)." in results.findings
+    assert [table.title for table in results.tables] == ["Accuracy at α = 0.1, 3 seeds", "Accuracy at α = 0.3, 3 seeds"]
+    for place, table in enumerate(results.tables):
+        rows = {row[0]: row for row in table.rows}
+        assert [column.heading for column in table.columns][4] == "paper"
+        assert {method: rows[method][4] for method in PAPER} == {method: of[place] for method, of in PAPER.items()}
+    assert rows["SCAFFOLD"][1:4] == ("0.5020 ± 0.0010", "+0.0010 (+0.0010 to +0.0010)", "ahead of")
+    (near,) = (finding for finding in results.findings if "within" in finding and "α = 0.3" in finding)
+    assert near.startswith("α = 0.3: FedFrozen's accuracy is within 0.005 of FedAvg's: +0.0010")
+    assert any(finding.startswith("α = 0.1: FedFrozen's accuracy is not shown") for finding in results.findings)
 
 
 def values(score, **more):
