@@ -110,6 +110,7 @@ def draw(
     """
     import optuna
 
+    optuna.logging.set_verbosity(optuna.logging.WARNING)  # it logs every study
     tried, drawn = [trial.params for trial in earlier], dict[str, Any]()
     for number in range(_DRAWS):
         sampler = optuna.samplers.TPESampler(seed=seed(number), n_startup_trials=RANDOM_TRIALS, constant_liar=False)

@@ -13,12 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from tepal.strategies import RoundFailed
 from tepal.tools.reproduce.data import Images, by_distribution, grouped, shuffled_images, write_images
 from tepal.tools.reproduce.experiment import Experiment, Reproduction, Trial, TrialInputs, Values, joined, table
 from tepal.tools.reproduce.networks import LENET
-from tepal.tools.reproduce.runs import PAPER, by_setting, curves, mean_text, slug, trained
-from tepal.tools.reproduce.tuning import SEED, best, drawn, search_trials
+from tepal.tools.reproduce.runs import PAPER, by_setting, curves, mean_text, slug
+from tepal.tools.reproduce.tuning import SEED, search_trials, tuned
 from tepal.tools.reproduce.versus import by_seed, differences, on_common_clients, versus
 from tepal.tools.spaces import Choices, Range, Space
 
@@ -118,14 +117,7 @@ class FedAcs(Experiment):
         return trials
 
     def compute(self, trial: Trial, inputs: TrialInputs) -> Values:
-        if trial.options["part"] == "main":
-            values = best(inputs.needed)
-            return {**trained(trial, inputs, dataset=str(_file(trial.options, inputs)), **values), "settings": values}
-        values = drawn(trial, inputs, METHODS[trial.options["method"]])
-        try:
-            return {**trained(trial, inputs, dataset=str(_file(trial.options, inputs)), **values), "drawn": values}
-        except RoundFailed as failure:  # with a learning rate that is too high
-            return {"clients": None, "drawn": values, "failed": str(failure)}
+        return tuned(trial, inputs, METHODS[trial.options["method"]], dataset=str(_file(trial.options, inputs)))
 
     def results(self, found: Mapping[str, Values]) -> Reproduction:
         (data,) = self.datasets

@@ -6,12 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tepal.strategies import RoundFailed
 from tepal.tools.reproduce.data import shuffled_images, write_images
 from tepal.tools.reproduce.experiment import Experiment, MissingData, Reproduction, Trial, TrialInputs, Values, joined
-from tepal.tools.reproduce.networks import VIT
-from tepal.tools.reproduce.runs import by_setting, curves, slug, trained
-from tepal.tools.reproduce.tuning import SEED, best, drawn, search_trials
+from tepal.tools.reproduce.runs import by_setting, curves, slug
+from tepal.tools.reproduce.tuning import SEED, search_trials, tuned
 from tepal.tools.reproduce.versus import Scores, by_seed, differences, on_server, versus
 from tepal.tools.spaces import Range, Space
 
@@ -65,13 +63,6 @@ _SMALL: Mapping[str, Any] = {
 _FULL: Mapping[str, Any] = {
     "model": "vit-b-32", "image-shape": "3x224x224", "normalise": "cifar-10", "local-epochs": 10, "evaluate-every": 1,
 }  # fmt: skip
-PRETRAIN: Mapping[str, Any] = {
-    "model": VIT, "dataset": "pacs", "image-shape": "3x32x32", "normalise": "cifar-10", "partitioner": "iid",
-    "strategy": "fedavg", "num-server-rounds": 8, "evaluate-every": 8, "local-epochs": 1, "batch-size": 32,
-    "optimizer": "adamw", "learning-rate": 0.001, "held-out-fraction": 0.1, "test-fraction": 0.01,
-    "fraction-evaluate": 0.0, "score-in-training": False, "seed": 42,
-}  # fmt: skip
-"""The run that pretrains the small model of `selective`, on images of other classes."""
 _TRAIN, _TEST, _VALIDATION = 5_000, 2_000, 1_000
 WEIGHTS = "weights"
 """Folder of pretrained weights; at the full scale the paper's are read from it."""
@@ -126,14 +117,7 @@ class FedFrozenVision(Experiment):
                 )
             files["pretrained"] = str(weights)
         files["dataset"] = str(_images(inputs, part))
-        if part == "main":
-            values = best(inputs.needed)
-            return {**trained(trial, inputs, **files, **values), "settings": values}
-        values = drawn(trial, inputs, SEARCH[trial.options["method"]])
-        try:
-            return {**trained(trial, inputs, **files, **values), "drawn": values}
-        except RoundFailed as failure:  # with a learning rate that is too high
-            return {"clients": None, "server": None, "drawn": values, "failed": str(failure)}
+        return tuned(trial, inputs, SEARCH[trial.options["method"]], **files)
 
     def results(self, found: Mapping[str, Values]) -> Reproduction:
         parts, lines = list[Reproduction](), dict[str, dict[float, list[float]]]()

@@ -45,14 +45,14 @@ from tepal.tools.reproduce.fedfrozen_simulation import FedFrozenSimulation
 from tepal.tools.reproduce.fedfrozen_vision import FedFrozenVision
 from tepal.tools.reproduce.hostile_clients import HostileClients
 from tepal.tools.reproduce.runs import METHOD_ROLE
-from tepal.tools.reproduce.selective import Selective
+from tepal.tools.reproduce.selective import KINDS, Selective
 
 EXPERIMENTS: Mapping[str, Experiment] = {
     each.name: each
     for each in (
         FedFrozenSimulation(), FedFrozenCosts(), FedFrozenVision(), EnsembleToy(), EnsembleMnist(),
-        EnsembleShakespeare(), FedAcs("fashion-mnist", "Fashion-MNIST"), FedAcs("cifar-10", "CIFAR-10"), Selective(),
-        HostileClients(),
+        EnsembleShakespeare(), FedAcs("fashion-mnist", "Fashion-MNIST"), FedAcs("cifar-10", "CIFAR-10"),
+        *map(Selective, KINDS), HostileClients(),
     )
 }  # fmt: skip
 """All experiments by name."""

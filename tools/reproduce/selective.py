@@ -1,13 +1,14 @@
 """Selective layer fine-tuning (arXiv 2408.15600), Tables 1 and 2 and Figure 2.
 
 Clients differ in labels (CIFAR-10) or in features (domains of PACS, newsgroups), and train one, two, or one to four
-layers.
+layers. The settings of every selection are searched on examples that the results do not have.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,13 @@ import numpy as np
 
 from tepal.records.run_directory import write_whole
 from tepal.report.page import Figure, empty_plot
-from tepal.report.table import Table
 from tepal.tools.reproduce.data import Images, shuffled_images, write_images
-from tepal.tools.reproduce.experiment import Experiment, MissingData, Reproduction, Trial, TrialInputs, Values, table
-from tepal.tools.reproduce.fedfrozen_vision import PRETRAIN
-from tepal.tools.reproduce.networks import VIT, write_text_model
-from tepal.tools.reproduce.runs import by_setting, paper_table, trained
+from tepal.tools.reproduce.experiment import Experiment, MissingData, Reproduction, Trial, TrialInputs, Values, joined
+from tepal.tools.reproduce.networks import write_text_model
+from tepal.tools.reproduce.runs import by_setting, trained
+from tepal.tools.reproduce.tuning import SEED, search_trials, tuned
+from tepal.tools.reproduce.versus import by_seed, on_server, versus
+from tepal.tools.spaces import Choices, Range, Space
 from tepal.training.data.config import DataConfig
 from tepal.training.data.examples import Source, Texts
 from tepal.training.data.sources import named_source
@@ -46,47 +48,68 @@ PAPER: Mapping[str, Mapping[str, Mapping[str, float]]] = {
     },
 }
 """Data set → R → selection → accuracy."""
-BESIDE = {"cifar-10": "cifar-10", "pacs": "domainnet", "20newsgroups": "xglue-nc"}
-"""Data set → the paper's data set with the same kind of heterogeneity."""
-COUPLINGS = (0.0, 0.001, 0.01, 0.1, 1.0)
-"""λ of problem (P1), varied on CIFAR-10 with different budgets: with R = 1 all clients select the same layer anyway."""
-COUPLING = 0.1
-
+SEARCHED = "1-4"
+"""The budget with which the settings of every selection are searched."""
+_RATE: Mapping[str, Space] = {"learning-rate": Range(0.003, 0.3, log=True)}
+SEARCH: Mapping[str, Mapping[str, Space]] = {
+    **dict.fromkeys(SELECTIONS, _RATE),
+    "gradient": {**_RATE, "selective.coupling": Choices((0.0, 0.1, 0.2, 0.4)),
+                 "selective.fill": Choices((False, True))},
+}  # fmt: skip
+"""Selection → the run config keys that are searched, and among which values."""
 _COMMON: Mapping[str, Any] = {
-    "strategy": "selective", "optimizer": "sgd", "learning-rate": 0.01, "weight-decay": 0.0, "schedule": "constant",
-    "fraction-evaluate": 0.0, "score-in-training": False,
+    "strategy": "selective", "optimizer": "sgd", "weight-decay": 0.0, "schedule": "constant", "fraction-evaluate": 0.0,
+    "score-in-training": False, "held-out-fraction": 0.0,
 }  # fmt: skip
 _SMALL: Mapping[str, Any] = {
     "fraction-train": 0.5, "num-server-rounds": 15, "evaluate-every": 5, "local-steps": 10, "batch-size": 16,
-    "learning-rate": 0.1,
 }  # fmt: skip
-SMALL: Mapping[str, Mapping[str, Any]] = {
-    "cifar-10": {"model": VIT, "normalise": "cifar-10", "partitioner": "dirichlet", "dirichlet-alpha": 0.1},
-    "pacs": {"model": VIT, "normalise": "cifar-10", "partitioner": "natural"},
-    "20newsgroups": {
-        "partitioner": "natural", "text-column": "text", "split-column": "split", "group-column": "group",
-        "text-length": 48, "num-server-rounds": 10, "evaluate-every": 10,
-    },
+_VIT: Mapping[str, Any] = {"model": "compact-vit", "pretrained": "compact-vit-c100", "normalise": "cifar-100"}
+_CLIP: Mapping[str, Any] = {"model": "openai/clip-vit-base-patch32", "image-shape": "3x224x224", "batch-size": 64}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How clients differ: data sets, number of clients, and run config of the small and the full setting."""
+
+    title: str
+    data: str
+    clients: int
+    config: Mapping[str, Any]
+    full_data: str
+    full_clients: int
+    full_config: Mapping[str, Any]
+
+
+KINDS: Mapping[str, Kind] = {
+    "labels": Kind(
+        "clients differ in labels", "cifar-10", 20, {**_VIT, "partitioner": "dirichlet", "dirichlet-alpha": 0.1},
+        "cifar-10", 100,
+        {**_CLIP, "partitioner": "dirichlet", "dirichlet-alpha": 0.1, "normalise": "cifar-10", "fraction-train": 0.2,
+         "num-server-rounds": 50, "local-steps": 5},
+    ),
+    "domains": Kind(
+        "clients differ in domains", "pacs", 20, {**_VIT, "partitioner": "natural"},
+        "domainnet", 6,
+        {**_CLIP, "partitioner": "natural", "normalise": "domainnet", "num-server-rounds": 30, "local-steps": 1},
+    ),
+    "texts": Kind(
+        "clients differ in newsgroups", "20newsgroups", 16,
+        {"partitioner": "natural", "text-column": "text", "split-column": "split", "group-column": "group",
+         "text-length": 48, "num-server-rounds": 10, "evaluate-every": 10},
+        "xglue-nc", 100,
+        {"model": "xlm-roberta-base", "partitioner": "dirichlet", "fraction-train": 0.2, "num-server-rounds": 20,
+         "local-epochs": 1, "batch-size": 32},
+    ),
 }  # fmt: skip
-FULL: Mapping[str, Mapping[str, Any]] = {
-    "cifar-10": {
-        "model": "openai/clip-vit-base-patch32", "image-shape": "3x224x224", "partitioner": "dirichlet",
-        "dirichlet-alpha": 0.1, "normalise": "cifar-10", "fraction-train": 0.2, "num-server-rounds": 50,
-        "local-steps": 5, "batch-size": 64, "selective.absolute-coupling": 1000.0,
-    },
-    "domainnet": {
-        "model": "openai/clip-vit-base-patch32", "partitioner": "natural", "normalise": "domainnet",
-        "num-server-rounds": 30, "local-steps": 1, "batch-size": 64, "selective.absolute-coupling": 10.0,
-    },
-    "xglue-nc": {
-        "model": "xlm-roberta-base", "partitioner": "dirichlet", "fraction-train": 0.2, "num-server-rounds": 20,
-        "local-epochs": 1, "batch-size": 32, "selective.absolute-coupling": 10.0,
-    },
-}  # fmt: skip
-_FULL_CLIENTS = {"cifar-10": 100, "domainnet": 6, "xglue-nc": 100}
-_CLIENTS = {"cifar-10": 20, "pacs": 20, "20newsgroups": 16}
-_PRETRAINED_ON = {"cifar-10": "pacs", "pacs": "cifar-10", "20newsgroups": "20newsgroups"}
 _TEXT_MODEL = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 256}
+PRETRAIN: Mapping[str, Any] = {
+    **{key: value for key, value in KINDS["texts"].config.items() if key != "group-column"}, "partitioner": "iid",
+    "strategy": "fedavg", "num-server-rounds": 8, "evaluate-every": 8, "local-epochs": 1, "batch-size": 32,
+    "optimizer": "adamw", "learning-rate": 0.002, "held-out-fraction": 0.1, "test-fraction": 0.01,
+    "fraction-evaluate": 0.0, "score-in-training": False, "seed": 42,
+}  # fmt: skip
+"""The run that pretrains the small text model, on other newsgroups."""
 
 # Newsgroups by subject. The first two of each subject are its two domains; the small text model is pretrained on the
 # others, each a class.
@@ -102,190 +125,168 @@ _DOMAINS, _PARTS = 2, 8
 
 
 class Selective(Experiment):
-    """Accuracy by selection and budget, and which layers are selected."""
+    """Accuracy by selection and budget, and which layers are selected.
 
-    name = "selective"
-    title = "Selective layer fine-tuning: which layers to train"
+    Args:
+        kind: how clients differ, one of `KINDS`.
+    """
+
     paper = "Selective layer fine-tuning, Tables 1 and 2, Figure 2 (arXiv 2408.15600)"
     deviations = (
-        "The small setting has models of six and four layers instead of CLIP ViT-B/32 and XLM-R, pretrained by FedAvg "
-        "here: for CIFAR-10 on PACS, for PACS on CIFAR-10, for the newsgroups on other newsgroups. Such weaker weights "
-        "need more layers to be trained.",
-        "PACS replaces DomainNet, and newsgroups by subject replace XGLUE-NC: a client has one domain (one newsgroup "
-        "of each subject).",
-        f"λ is {COUPLING:g}, the best of five values on CIFAR-10 with R = 1 to 4, while the paper tunes it between 1 "
-        "and 1000 for every data set; the gradient norms that it is weighed against are those of other models.",
-        "--full omits question answering with LLaMA-2-7B, and has one client per domain of DomainNet.",
+        "The learning rate of every selection, for gradients also λ (as a share) and whether budgets are filled, are "
+        f"found by the same number of trials of Optuna's TPE sampler with R = {SEARCHED}, on examples that the results "
+        "do not have. The paper has one rate for all, and tunes λ between 1 and 1000 for every data set.",
+        "Differences are paired by seed; intervals are Student's at 95 %.",
+        "The small setting has vision transformers of five layers that were trained on CIFAR-100 (compact-vit-c100), "
+        "and a text model of four layers that was pretrained on other newsgroups, instead of CLIP ViT-B/32 and XLM-R. "
+        "PACS replaces DomainNet, and newsgroups by subject replace XGLUE-NC: a client has one domain, or one "
+        "newsgroup of each subject.",
+        "--full omits question answering with LLaMA-2-7B, has one client per domain of DomainNet (the paper: 100 "
+        "clients), divides XGLUE-NC by a Dirichlet distribution (the paper: by languages), and normalises images by "
+        "their data set's statistics (CLIP has its own).",
     )
     small_scale = (
-        "4,000 images, or ten newsgroups; 20 clients (16), half of them per round, 15 rounds (10) of ten steps at a "
-        "learning rate of .1 (the paper: .01); one seed."
+        "4,000 images, or ten newsgroups; 20 clients (16), half of them per round, 15 rounds (10) of ten steps; five "
+        "seeds, six trials of a search; R = 1 and R = 1 to 4."
     )
-    full_scale = "The paper's models, data sets, rounds and batch sizes, from pretrained weights in weights/."
+    full_scale = (
+        "The paper's models, data sets, rounds and batch sizes, from pretrained weights in weights/; five seeds, "
+        "twelve trials of a search."
+    )
+
+    def __init__(self, kind: str) -> None:
+        self.name, self.kind = f"selective-{kind}", KINDS[kind]
+        self.title = f"Selective layer fine-tuning: {self.kind.title}"
 
     def data(self, full: bool) -> Sequence[str]:
-        return tuple(FULL if full else SMALL)
+        return (self.kind.full_data if full else self.kind.data,)
 
     def trials(self, full: bool) -> Sequence[Trial]:
-        settings = FULL if full else SMALL
-        pretraining = [] if full else [Trial(f"pretrained-for-{data}", _pretraining(data)) for data in settings]
-        runs = [_trial(data, selection, budget, full) for data in settings for budget, selection in _runs()]
-        couplings = [] if full else [each for each in COUPLINGS if each != COUPLING]
-        return [*pretraining, *runs, *(_trial("cifar-10", "gradient", "1-4", full, each) for each in couplings)]
+        pretrained = not full and self.kind.data == "20newsgroups"
+        trials = [Trial("pretrained", {"part": "pretraining", "config": PRETRAIN, "clients": 2})] if pretrained else []
+        before, searched = tuple(trial.name for trial in trials), 12 if full else 6
+        for selection, search in SEARCH.items():
+            options = self._options(selection, SEARCHED, SEED, full, "search")
+            of = search_trials(selection, options, search, searched)
+            trials += [replace(trial, needs=(*before, *trial.needs)) for trial in of]
+            needs = (*before, *(trial.name for trial in of))
+            budgets = ("1",) if selection == "full" else BUDGETS if full else ("1", "1-4")
+            trials += [
+                Trial(f"{selection}-{budget}-{seed}", self._options(selection, budget, seed, full, "main"), needs)
+                for budget in budgets for seed in (1, 2, 3, 4, 5)
+            ]  # fmt: skip
+        return trials
 
     def compute(self, trial: Trial, inputs: TrialInputs) -> Values:
-        data, pretraining = str(trial.options["data"]), trial.name.startswith("pretrained")
-        files: dict[str, Any] = {}
-        if not pretraining and not trial.needs:
-            model = str(trial.options["config"]["model"])
+        part = trial.options["part"]
+        files = self._files(trial, inputs)
+        if part == "pretraining":
+            weights = inputs.folder / "weights" / "texts.safetensors"
+            return trained(trial, inputs, weights=weights, **files)
+        needed = {name: of for name, of in inputs.needed.items() if name != "pretrained"}
+        searched = replace(inputs, needed=needed)
+        return tuned(replace(trial, needs=tuple(needed)), searched, SEARCH[trial.options["selection"]], **files)
+
+    def results(self, found: Mapping[str, Values]) -> Reproduction:
+        parts, lines = list[Reproduction](), dict[str, dict[str, list[float]]]()
+        for budget in BUDGETS:
+            names = {each: f"{each}-{'1' if each == 'full' else budget}" for each in SELECTIONS}
+            runs = {each: of for each, name in names.items() if (of := by_seed(found, name))}
+            scores, what = on_server(runs), f"R = {budget}"
+            if "gradient" not in scores:
+                continue
+            for each, seeds in scores.items():
+                lines.setdefault(each, {})[budget] = [*seeds.values()]
+            title = f"Accuracy with {what}, {len(scores['gradient'])} seeds"
+            paper = PAPER[self.kind.full_data]
+            papers = {**paper[budget], **{each: of for each, of in paper["1"].items() if each == "full"}}
+            parts.append(versus("gradient", runs, scores, title, what=what, paper=papers))
+            parts.append(_layers(runs["gradient"], budget))
+        if parts:
+            figure = by_setting(lines, "budgets", "By budget", "layers that a client trains", _CAPTION)
+            parts.append(Reproduction([], [figure]))
+        return joined(*parts)
+
+    def _options(self, selection: str, budget: str, seed: int, full: bool, part: str) -> dict[str, Any]:
+        kind = self.kind
+        config: dict[str, Any] = {
+            **_COMMON, **(kind.full_config if full else {**_SMALL, **kind.config}), "selective.selection": selection,
+            "seed": seed,
+        }  # fmt: skip
+        config |= {"selective.budget": float(BUDGETS[budget])} if BUDGETS[budget] else {"selective.draw-budgets": True}
+        clients = kind.full_clients if full else kind.clients
+        return {"selection": selection, "part": part, "full": full, "config": config, "clients": clients}
+
+    def _files(self, trial: Trial, inputs: TrialInputs) -> dict[str, Any]:
+        """Keys of the run config with files of this machine. Raises MissingData."""
+        part, data = trial.options["part"], self.kind.data
+        if trial.options.get("full"):
+            data, model = self.kind.full_data, str(trial.options["config"]["model"])
             weights = inputs.folder / "weights" / model
             if not weights.exists():
                 raise MissingData(f"put the paper's weights of {model} into {weights}")
-            files = {"dataset": data, "dataset-path": str(inputs.data[data])}
-            return trained(trial, inputs, pretrained=str(weights), **files)
-        weights = inputs.folder / "weights" / f"for-{data}.safetensors"
-        if data == "20newsgroups":
-            others, main = newsgroups(inputs.folder / "texts", inputs.data[data])
-            files = {"dataset": str(others if pretraining else main), "model": str(main.parent / "model")}
-        elif not pretraining:
-            files = {"dataset": str(_images(data, inputs))}
-        if pretraining:
-            return trained(trial, inputs, weights=weights, **files)
-        return trained(trial, inputs, pretrained=str(weights), **files)
-
-    def results(self, found: Mapping[str, Values]) -> Reproduction:
-        tables, figures, findings = [], [], []
-        for data in dict.fromkeys((*SMALL, *FULL)):
-            scores = {
-                (budget, selection): found[name]["server"]
-                for budget, selection in _runs() if (name := _name(data, selection, budget)) in found
-            }  # fmt: skip
-            if not scores:
-                continue
-            tables.append(_table(data, scores))
-            lines = {
-                selection: {budget: [scores[budget, selection]] for budget in BUDGETS if (budget, selection) in scores}
-                for selection in SELECTIONS[1:]
-            }
-            title = f"{data}, by budget"
-            figures.append(by_setting(lines, f"{data}-budgets", title, "layers that a client trains", _CAPTION))
-            if layers := found.get(_name(data, "gradient", "1"), {}).get("layers"):
-                figures.append(_selected(layers, data))
-                shares = np.mean(layers, axis=0)
-                most = (f"{k + 1} ({shares[k]:.0%})" for k in np.argsort(-shares) if shares[k] >= 0.005)
-                findings.append(f"{data}, R = 1: of {len(shares)} layers, gradient norms select {', '.join(most)}.")
-            findings += _rankings(data, scores)
-        by_coupling = {each: found.get(_name("cifar-10", "gradient", "1-4", each)) for each in COUPLINGS}
-        rows = [
-            (f"{coupling:g}", of["server"], float(np.sum(of["layers"], axis=1).mean()))
-            for coupling, of in by_coupling.items() if of
-        ]  # fmt: skip
-        if len(rows) > 1:
-            tables.append(table("Accuracy on CIFAR-10 by λ, R = 1-4", ("λ", "ours", "layers per client"), rows))
-        for data in SMALL:
-            if of := found.get(f"pretrained-for-{data}"):
-                findings.append(
-                    f"Pretraining for {data} reached an accuracy of {of['server']:.4f} on its held-out examples."
-                )
-        return Reproduction(tables, figures, findings)
+            return {"dataset": data, "dataset-path": str(inputs.data[data]), "pretrained": str(weights)}
+        if data != "20newsgroups":
+            return {"dataset": str(_images(data, inputs, part))}
+        folder = newsgroups(inputs.folder / "texts", inputs.data[data])
+        files = {"dataset": str(folder / f"{part}.jsonl"), "model": str(folder / "model")}
+        weights = inputs.folder / "weights" / "texts.safetensors"
+        return files if part == "pretraining" else {**files, "pretrained": str(weights)}
 
 
 _CAPTION = "Accuracy on examples that no client has."
 
 
-def _table(data: str, scores: Mapping[tuple[str, str], float]) -> Table:
-    theirs = BESIDE.get(data, data)
-    return paper_table(
-        f"Accuracy on {data}", "selection", {budget: f"R = {budget}" for budget in BUDGETS}, SELECTIONS,
-        lambda selection, budget: scores.get((_counted(selection, budget), selection)),
-        lambda selection, budget: PAPER[theirs][_counted(selection, budget)].get(selection), f"paper, {theirs}",
-    )  # fmt: skip
+def _layers(runs: Mapping[int, Values], budget: str) -> Reproduction:
+    """Which layers the gradients select: the picture of the first seed, and shares over all."""
+    layers = [of["layers"] for of in runs.values()]
+    shares = np.mean([np.mean(each, axis=0) for each in layers], axis=0)
+    most = ", ".join(f"{k + 1} ({shares[k]:.0%})" for k in np.argsort(-shares) if shares[k] >= 0.005)
+    finding = f"R = {budget}: gradients select {shares.sum():.2f} layers per client; of {len(shares)} layers {most}."
+    return Reproduction([], [_selected(layers[0], budget)], [finding])
 
 
-def _counted(selection: str, budget: str) -> str:
-    return "1" if selection == "full" else budget  # `full` has no budget, and is run once
-
-
-def _rankings(data: str, scores: Mapping[tuple[str, str], float]) -> list[str]:
-    """Sentences that rank the selections of each budget, if all of them were computed."""
-    sentences = []
-    for budget in BUDGETS:
-        rivals = {each: scores[budget, each] for each in SELECTIONS[1:] if (budget, each) in scores}
-        if len(rivals) == len(SELECTIONS) - 1 and ("1", "full") in scores:
-            ranking = ", ".join(f"{each} {rivals[each]:.4f}" for each in sorted(rivals, key=lambda each: -rivals[each]))
-            sentences.append(f"{data}, R = {budget}: {ranking}; all layers {scores['1', 'full']:.4f}.")
-    return sentences
-
-
-def _runs() -> list[tuple[str, str]]:
-    """(budget, selection) of all runs; `full` has no budget."""
-    return [("1", "full"), *((budget, each) for budget in BUDGETS for each in SELECTIONS[1:])]
-
-
-def _name(data: str, selection: str, budget: str, coupling: float = COUPLING) -> str:
-    return f"{data}-{selection}-{budget}" + (f"-coupling-{coupling:g}" if coupling != COUPLING else "")
-
-
-def _trial(data: str, selection: str, budget: str, full: bool, coupling: float = COUPLING) -> Trial:
-    keys = FULL[data] if full else {**_SMALL, **SMALL[data]}
-    config: dict[str, Any] = {**_COMMON, **keys, "selective.selection": selection, "seed": 1}
-    if selection == "gradient":
-        config.setdefault("selective.absolute-coupling", coupling)  # the full setting has the paper's
-        config["selective.coupling"] = 0.0  # if λ is 0
-    config |= {"selective.budget": float(BUDGETS[budget])} if BUDGETS[budget] else {"selective.draw-budgets": True}
-    options = {"data": data, "config": config, "clients": (_FULL_CLIENTS if full else _CLIENTS)[data]}
-    needs = () if full else (f"pretrained-for-{data}",)
-    return Trial(_name(data, selection, budget, coupling), options, needs)
-
-
-def _pretraining(data: str) -> Values:
-    """Options of the FedAvg run on other data that pretrains the model for `data`."""
-    config: dict[str, Any] = dict(PRETRAIN)
-    if data == "20newsgroups":
-        for key in ("image-shape", "normalise", "model", "dataset"):
-            del config[key]
-        config |= {**SMALL[data], "group-column": "", "partitioner": "iid", "learning-rate": 0.002}
-    else:
-        config["dataset"] = _PRETRAINED_ON[data]
-    return {"data": data, "config": config, "clients": 2}
-
-
-def _images(data: str, inputs: TrialInputs) -> Path:
-    """A file of 4,000 training and 1,500 test images, written once; for PACS a group is a fifth of a domain."""
-    path = inputs.folder / "images" / f"{data}.npz"
+def _images(data: str, inputs: TrialInputs, part: str) -> Path:
+    """A file of the images of the results or of the search, written once; they share none. For PACS a group is a fifth
+    of a domain."""
+    path = inputs.folder / "images" / f"{data}-{part}.npz"
     if path.exists():
         return path
     train, test = shuffled_images(data, inputs.data[data], seed=1)
     if test is None:
         test, train = train.first(1_500), train.first(len(train), after=1_500)
-    train = train.first(4_000)
+    eighth = min(len(train), 8_000) // 8
+    chosen, tested = train.first(4 * eighth), test.first(1_500)
+    if part == "search":
+        chosen, tested = train.first(3 * eighth, after=4 * eighth), train.first(eighth, after=7 * eighth)
     if data == "pacs":
-        if train.groups is None:
+        if chosen.groups is None:
             raise MissingData(f"{inputs.data[data]} has no domain for each image")
-        fifths = [int(np.sum(train.groups[:k] == group)) % 5 for k, group in enumerate(train.groups)]
-        groups = np.array([f"{group}-{k}" for group, k in zip(train.groups, fifths, strict=True)])
-        train = Images(train.images, train.labels, groups)
-    return write_images(path, train, test.first(1_500))
+        fifths = [int(np.sum(chosen.groups[:k] == group)) % 5 for k, group in enumerate(chosen.groups)]
+        groups = np.array([f"{group}-{k}" for group, k in zip(chosen.groups, fifths, strict=True)])
+        chosen = Images(chosen.images, chosen.labels, groups)
+    return write_images(path, chosen, tested)
 
 
-def newsgroups(folder: Path, path: Path) -> tuple[Path, Path]:
-    """Write two tables of texts, once: newsgroups to pretrain on, and newsgroups by domain with a small model's folder.
+def newsgroups(folder: Path, path: Path) -> Path:
+    """Write tables of texts, once, and the folder of a small model: newsgroups to pretrain on (`pretraining.jsonl`),
+    and newsgroups by domain for the results (`main.jsonl`) and for the search (`search.jsonl`), a third of the training
+    texts, of which a quarter is its test set.
 
     Labels are the newsgroups to pretrain on, and the subjects otherwise; a group is an eighth of a domain.
 
     Returns:
-        Paths of the table to pretrain on and of the table by domain.
+        The folder.
     """
-    pretraining, main = folder / "pretraining.jsonl", folder / "by-domain.jsonl"
-    if main.exists():
-        return pretraining, main
+    lines: dict[str, list[str]] = {"pretraining": [], "search": [], "main": []}
+    if (folder / "main.jsonl").exists():
+        return folder
     source = named_source(DataConfig(dataset="20newsgroups", dataset_path=str(path)))
     assert isinstance(source, Source) and isinstance(source.train, Texts) and isinstance(source.test, Texts)
     subjects = list(SUBJECTS)
     domain_of = {name: (k, subjects.index(subject)) for subject, names in SUBJECTS.items()
                  for k, name in enumerate(names[:_DOMAINS])}  # fmt: skip
     others = [name for names in SUBJECTS.values() for name in names[_DOMAINS:]]
-    lines: dict[Path, list[str]] = {pretraining: [], main: []}
     for split, part in (("train", source.train), ("test", source.test)):
         assert part.labels is not None
         count: dict[int, int] = {}
@@ -293,21 +294,23 @@ def newsgroups(folder: Path, path: Path) -> tuple[Path, Path]:
             name = source.class_names[label]
             if name in domain_of:
                 domain, subject = domain_of[name]
-                count[domain] = count.get(domain, -1) + 1
-                group = f"{domain}-{count[domain] % _PARTS}"
-                line = {"text": text, "label": subject, "split": split, "group": group}
-                lines[main].append(json.dumps(line))
+                number = count[domain] = count.get(domain, -1) + 1
+                searched = split == "train" and number // _PARTS % 3 == 0
+                tested = searched and number // _PARTS // 3 % 4 == 0
+                line = {"text": text, "label": subject, "split": "test" if tested else split,
+                        "group": f"{domain}-{number % _PARTS}"}  # fmt: skip
+                lines["search" if searched else "main"].append(json.dumps(line))
             elif name in others:
-                line = {"text": text, "label": others.index(name), "split": split}
-                lines[pretraining].append(json.dumps(line))
+                lines["pretraining"].append(
+                    json.dumps({"text": text, "label": others.index(name), "split": split})
+                )
     write_text_model(folder / "model", source.train.texts, _TEXT_MODEL)
-    folder.mkdir(parents=True, exist_ok=True)
-    for file, each in lines.items():
-        write_whole(file, ("\n".join(each) + "\n").encode())
-    return pretraining, main
+    for name, each in lines.items():
+        write_whole(folder / f"{name}.jsonl", ("\n".join(each) + "\n").encode())
+    return folder
 
 
-def _selected(layers: Sequence[Sequence[float]], data: str) -> Figure:
+def _selected(layers: Sequence[Sequence[float]], budget: str) -> Figure:
     """The share of clients that train each layer, by round, as in Figure 2; `layers`: (rounds, layers)."""
     plot = empty_plot("round", "layer", rounds=len(layers))
     share = np.array(layers).T
@@ -317,5 +320,5 @@ def _selected(layers: Sequence[Sequence[float]], data: str) -> Figure:
         meta={"role": "second", "spoken": f"{share.shape[0]} layers, {share.shape[1]} rounds."},
     )  # fmt: skip
     plot.update_yaxes(dtick=1)
-    caption = "Share of a round's clients that train each layer (1: next to the input); R = 1, by gradient norms."
-    return Figure(f"{data}-layers", f"{data}, layers selected", caption, plot)
+    caption = "Share of a round's clients that train each layer (1: next to the input); by gradient norms, first seed."
+    return Figure(f"layers-{budget}", f"Layers selected, R = {budget}", caption, plot)

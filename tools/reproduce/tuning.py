@@ -11,7 +11,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from tepal.strategies import RoundFailed
 from tepal.tools.reproduce.experiment import MissingData, Trial, TrialInputs, Values
+from tepal.tools.reproduce.runs import trained
 from tepal.tools.spaces import Space, distribution, draw, optuna_is_missing
 
 SEED = 1000
@@ -30,6 +32,35 @@ def search_trials(name: str, options: Values, search: Mapping[str, Space], count
     spaces = {key: repr(space) for key, space in search.items()}  # of other ranges, trials are computed again
     names = [f"{name}-search-{number}" for number in range(count)]
     return [Trial(each, {**options, "search": spaces}, tuple(names[:place])) for place, each in enumerate(names)]
+
+
+def tuned(trial: Trial, inputs: TrialInputs, search: Mapping[str, Space], **files: Any) -> Values:
+    """Compute a trial of a search, or one of the results with the best settings that the search found.
+
+    Args:
+        trial: of the results if its option `part` is "main".
+        inputs: with the values of the search's trials that it needs, and no others.
+        search: what is searched for the trial's method.
+        files: keys of the run config that depend on this machine.
+
+    Returns:
+        As `trained`, with the `settings` that were found, or with those that were `drawn`. A trial of a search whose
+        training diverged, for instance with a learning rate that is too high, has no scores, and says so as `failed`.
+
+    Raises:
+        MissingData: Optuna is not installed.
+        RoundFailed: the run failed for another reason.
+    """
+    if trial.options["part"] == "main":
+        values = best(inputs.needed)
+        return {**trained(trial, inputs, **files, **values), "settings": values}
+    values = drawn(trial, inputs, search)
+    try:
+        return {**trained(trial, inputs, **files, **values), "drawn": values}
+    except RoundFailed as failure:
+        if "diverged" not in str(failure):
+            raise
+        return {"clients": None, "server": None, "drawn": values, "failed": str(failure)}
 
 
 def drawn(trial: Trial, inputs: TrialInputs, search: Mapping[str, Space]) -> dict[str, Any]:

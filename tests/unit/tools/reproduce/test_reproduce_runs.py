@@ -373,13 +373,13 @@ def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     write_images(folder / "mnist.npz", images(2000), images(50, seed=1))
     write_images(folder / "fashion-mnist.npz", images(1900), images(50, seed=1))
-    write_images(folder / "cifar-10.npz", images(5000, shape=(3, 32, 32)), images(2000, shape=(3, 32, 32), seed=1))
-    of = images(1800, 7, (3, 32, 32), names=("art", "cartoon", "photo", "sketch"))
+    write_images(folder / "cifar-10.npz", images(7200, shape=(3, 32, 32)), images(2000, shape=(3, 32, 32), seed=1))
+    of = images(2600, 7, (3, 32, 32), names=("art", "cartoon", "photo", "sketch"))
     np.savez(folder / "pacs.npz", images=of.images, labels=of.labels, domain=of.groups)
     names = sorted({name for subject in SUBJECTS.values() for name in subject} | {"misc.forsale"})
     rows = [
         {"text": f"Of {name.replace('.', ' ')} and number {k}, said {k % 7} times.", "label": name, "split": split}
-        for split, count in (("train", 24), ("test", 4)) for name in names for k in range(count)
+        for split, count in (("train", 96), ("test", 4)) for name in names for k in range(count)
     ]  # fmt: skip
     (folder / "20newsgroups.jsonl").write_text("\n".join(map(json.dumps, rows)))
     rng = np.random.default_rng(0)
@@ -404,8 +404,8 @@ def cut(trial):
         ("ensemble-mnist", ("fedbe-two-labels-1", "fedensemble-iid-1", "modes-3-1")),
         ("ensemble-shakespeare", ("fedensemble-1",)),
         ("fedfrozen-vision", ("fedfrozen-search-0", "scaffold-search-0")),
-        ("selective", ("pretrained-for-pacs", "pacs-gradient-1")),
-        ("selective", ("pretrained-for-20newsgroups", "20newsgroups-rgn-1-4")),
+        ("selective-domains", ("gradient-search-0", "gradient-1-1")),
+        ("selective-texts", ("pretrained", "gradient-search-0", "gradient-1-4-2")),
     ],
 )  # fmt: skip
 def test_trials_run_on_data_in_its_own_format(tmp_path, data, name, asked):
@@ -413,14 +413,16 @@ def test_trials_run_on_data_in_its_own_format(tmp_path, data, name, asked):
     trials = {trial.name: trial for trial in experiment.trials(False)}
     found, inputs = {}, TrialInputs(tmp_path, find_data(data, experiment.data(False)))
     for each in asked:
-        found[each] = experiment.compute(cut(trials[each]), replace(inputs, needed=found))
+        needs = tuple(name for name in trials[each].needs if name in found)
+        trial = replace(cut(trials[each]), needs=needs)
+        found[each] = experiment.compute(trial, replace(inputs, needed={name: found[name] for name in needs}))
         assert 0 <= found[each]["server"] <= 1 and found[each]["rounds"] == 2
     results = experiment.results(json.loads(json.dumps(found)))
-    assert results.tables and runner._page(experiment, results, [])
-    if name == "selective":
+    assert bool(results.tables) == ("search" not in asked[-1]) and runner._page(experiment, results, [])
+    if name.startswith("selective"):
         layers = np.array(found[asked[-1]]["layers"])
-        assert layers.shape == (2, 6 if "pacs" in asked[-1] else 4) and (layers.sum(axis=1) > 0.999).all()
-        assert "pacs" not in asked[-1] or np.allclose(layers.sum(axis=1), 1)  # one layer a client
+        assert layers.shape == (2, 5 if "domains" in name else 4) and (layers.sum(axis=1) > 0.999).all()
+        assert "domains" not in name or np.allclose(layers.sum(axis=1), 1)  # one layer a client
 
 
 def test_a_method_is_searched_on_other_clients_and_run_with_the_best_settings(tmp_path, data):
@@ -452,7 +454,7 @@ def test_what_fedacs_trains_on_and_what_p_is_chosen_on_share_no_image(tmp_path, 
     for name, needed in (("scarce-local-1", best), ("scarce-fedacs-search-0", {})):
         trial = trials[name]
         with pytest.MonkeyPatch.context() as patched:
-            where = "tepal.tools.reproduce.fedacs.trained"
+            where = "tepal.tools.reproduce.tuning.trained"
             patched.setattr(where, lambda *given, **keys: {"file": keys["dataset"]})
             values = experiment.compute(trial, replace(inputs, needed=needed))
         file = values["file"]
@@ -466,20 +468,28 @@ def test_what_fedacs_trains_on_and_what_p_is_chosen_on_share_no_image(tmp_path, 
 
 
 def test_newsgroups_are_divided_by_subject_and_domain(tmp_path, data):
-    pretraining, by_domain = selective.newsgroups(tmp_path / "texts", data / "20newsgroups.jsonl")
-    rows = [json.loads(line) for line in by_domain.read_text().splitlines()]
-    assert {row["label"] for row in rows} == set(range(5)) and len({row["group"] for row in rows}) == 16
-    of_domain = {row["text"].split(" and ")[0] for row in rows if row["group"].startswith("0-")}
-    assert of_domain == {f"Of {names[0].replace('.', ' ')}" for names in SUBJECTS.values()}
-    others = {row["text"].split(" and ")[0] for row in map(json.loads, pretraining.read_text().splitlines())}
-    assert len(others) == 9 and others.isdisjoint({row["text"].split(" and ")[0] for row in rows})
-    assert (by_domain.parent / "model" / "tokenizer.json").exists()
-    changed = by_domain.stat().st_mtime_ns
-    assert selective.newsgroups(tmp_path / "texts", data / "20newsgroups.jsonl")[1].stat().st_mtime_ns == changed
+    folder = selective.newsgroups(tmp_path / "texts", data / "20newsgroups.jsonl")
+    main, search, pretraining = (
+        [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("main", "search", "pretraining")
+    )
+    for rows in (main, search):
+        assert {row["label"] for row in rows} == set(range(5)) and len({row["group"] for row in rows}) == 16
+        of_domain = {row["text"].split(" and ")[0] for row in rows if row["group"].startswith("0-")}
+        assert of_domain == {f"Of {names[0].replace('.', ' ')}" for names in SUBJECTS.values()}
+        assert {row["split"] for row in rows} == {"train", "test"}
+    trained = [row["text"] for row in main if row["split"] == "train"]
+    assert {*trained}.isdisjoint(row["text"] for row in search) and len(search) * 2 == len(trained)
+    others = {row["text"].split(" and ")[0] for row in pretraining}
+    assert len(others) == 9 and others.isdisjoint({row["text"].split(" and ")[0] for row in (*main, *search)})
+    assert (folder / "model" / "tokenizer.json").exists()
+    changed = (folder / "main.jsonl").stat().st_mtime_ns
+    selective.newsgroups(tmp_path / "texts", data / "20newsgroups.jsonl")
+    assert (folder / "main.jsonl").stat().st_mtime_ns == changed
 
 
 def test_at_full_scale_missing_weights_are_asked_for(tmp_path, data):
-    for experiment in (FedFrozenVision(), Selective()):
+    for experiment in (FedFrozenVision(), Selective("labels")):
         paths = dict.fromkeys(experiment.data(full=True), data)
         with pytest.raises(MissingData, match=str(tmp_path / "weights")):
             experiment.compute(experiment.trials(full=True)[0], TrialInputs(tmp_path, paths))
@@ -529,10 +539,12 @@ def test_findings_say_what_came_out_also_where_it_is_not_the_papers():
     found = {"fedavg-iid-1": values(0.9), "fedavg-iid-2": values(0.8), "fedensemble-iid-1": values(0.8)}
     results = EnsembleMnist().results(found)
     assert results.findings == ["Iid: Fed-ensemble is 0.0500 below FedAvg (paper: 0.0267 above)."]
-    found = {"pacs-gradient-1": values(0.4, layers=[[0.0, 1.0, 0.0, 0.0], [0.3, 0.5, 0.2, 0.0]])}
-    assert Selective().results(found).findings == [
-        "pacs, R = 1: of 4 layers, gradient norms select 2 (75%), 1 (15%), 3 (10%)."
-    ]
+    layers = {"settings": {}, "layers": [[0.0, 1.0, 0.0, 0.0], [0.3, 0.5, 0.2, 0.0]]}
+    found = {"gradient-1-1": values(0.4, **layers), "top-1-1": values(0.3, settings={})}
+    results = Selective("domains").results(found)
+    (finding,) = results.findings
+    assert finding == "R = 1: gradients select 1.00 layers per client; of 4 layers 2 (75%), 1 (15%), 3 (10%)."
+    assert [list(row)[:2] for row in results.tables[0].rows] == [["top", "0.3000"], ["gradient", "0.4000"]]
 
 
 def scored(**of_clients):
