@@ -371,7 +371,7 @@ def test_an_experiment_of_which_nothing_is_computed_yet_has_a_page(tmp_path, nam
 def data(tmp_path_factory):
     """Small files of the formats in which the data sets come."""
     folder = tmp_path_factory.mktemp("data")
-    write_images(folder / "mnist.npz", images(2000), images(50, seed=1))
+    write_images(folder / "mnist.npz", images(6000), images(50, seed=1))
     write_images(folder / "fashion-mnist.npz", images(1900), images(50, seed=1))
     write_images(folder / "cifar-10.npz", images(7200, shape=(3, 32, 32)), images(2000, shape=(3, 32, 32), seed=1))
     of = images(2600, 7, (3, 32, 32), names=("art", "cartoon", "photo", "sketch"))
