@@ -89,25 +89,27 @@ def ahead(text: str, gains: Mapping[str, Paired], least: float = 0.0) -> Claim |
         gains: other method → how much higher the score of the claim's method is.
         least: what the difference has to exceed.
     """
-    known = {method: gain for method, gain in gains.items() if gain.interval is not None}
-    ends = [gain.interval for gain in known.values() if gain.interval is not None]
-    if not ends:
-        return None
+    ends, measured = _known(gains)
     fails, holds = any(high < least for _, high in ends), all(low > least for low, _ in ends)
-    measured = "; ".join(f"{method}: {gain.text}" if len(known) > 1 else gain.text for method, gain in known.items())
-    return Claim(text, measured, FAILS if fails else HOLDS if holds else UNDECIDED)
+    return Claim(text, measured, FAILS if fails else HOLDS if holds else UNDECIDED) if ends else None
 
 
-def as_good(text: str, gain: Paired | None, within: float) -> Claim | None:
-    """The claim that two methods score alike; None without an interval.
+def as_good(text: str, gains: Mapping[str, Paired], within: float) -> Claim | None:
+    """The claim that a method scores as others do, up to `within`; arguments as of `ahead`.
 
-    It holds if the interval of their difference lies within ±`within`, and does not hold if it lies outside.
+    It holds if every interval lies within ±`within`, and does not hold if one lies outside.
     """
-    if gain is None or gain.interval is None:
-        return None
-    low, high = gain.interval
-    outside, inside = low > within or high < -within, low >= -within and high <= within
-    return Claim(text, gain.text, FAILS if outside else HOLDS if inside else UNDECIDED)
+    ends, measured = _known(gains)
+    outside = any(low > within or high < -within for low, high in ends)
+    inside = all(low >= -within and high <= within for low, high in ends)
+    return Claim(text, measured, FAILS if outside else HOLDS if inside else UNDECIDED) if ends else None
+
+
+def _known(gains: Mapping[str, Paired]) -> tuple[list[tuple[float, float]], str]:
+    """The intervals of the differences that have one, and these differences as text."""
+    known = {method: gain for method, gain in gains.items() if gain.interval is not None}
+    texts = (f"{method}: {gain.text}" if len(known) > 1 else gain.text for method, gain in known.items())
+    return [gain.interval for gain in known.values() if gain.interval is not None], "; ".join(texts)
 
 
 def _findings(ours: str, gains: Mapping[str, Paired], what: str) -> Iterable[str]:
