@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tepal.client_app.app import app
-from tepal.records.run_directory import find_run
+from tepal.records.run_directory import CHECKPOINTS, find_run
 from tepal.server_app.config import defaults
 from tepal.server_app.run import run
 from tepal.strategies.in_process import InProcessGrid, Node
@@ -335,13 +335,13 @@ def test_an_experiment_that_was_killed_with_all_its_processes_goes_on_to_the_sam
     parent = subprocess.Popen([sys.executable, tmp_path / "killed.py"], env=environment, start_new_session=True)
     place = tmp_path / "killed" / "short-runs"
     try:  # in mid-run: rounds of a run have ended, and the run has not
-        until(lambda: any(place.glob("runs/*/runs/*/checkpoints/*")))
+        until(lambda: any(place.glob(f"runs/*/runs/*/{CHECKPOINTS}/*")))
     finally:
         os.killpg(parent.pid, signal.SIGKILL)
         parent.wait()
     missing = runner._missing(place, Runs().trials(False))
     assert missing and any(place.glob("runs/*"))
-    pages = [reproduce(Runs(), tmp_path / of, full=False, log=print, at_once=2) for of in ("killed", "whole")]
+    pages = [reproduce(Runs(), tmp_path / of, full=False, log=print) for of in ("killed", "whole")]
     interrupted, whole = (page.with_name("accuracies.csv").read_text() for page in pages)
     assert interrupted == whole and whole.count("run-") == 4 and not any(place.glob("runs/*"))
 
