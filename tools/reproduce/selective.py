@@ -17,7 +17,16 @@ import numpy as np
 from tepal.records.run_directory import write_whole
 from tepal.report.page import Figure, empty_plot
 from tepal.tools.reproduce.data import Images, shuffled_images, write_images
-from tepal.tools.reproduce.experiment import Experiment, MissingData, Reproduction, Trial, TrialInputs, Values, joined
+from tepal.tools.reproduce.experiment import (
+    WEIGHTS,
+    Experiment,
+    MissingData,
+    Reproduction,
+    Trial,
+    TrialInputs,
+    Values,
+    joined,
+)
 from tepal.tools.reproduce.networks import write_text_model
 from tepal.tools.reproduce.runs import by_setting, trained
 from tepal.tools.reproduce.tuning import SEED, search_trials, tuned
@@ -161,6 +170,10 @@ class Selective(Experiment):
     def data(self, full: bool) -> Sequence[str]:
         return (self.kind.full_data if full else self.kind.data,)
 
+    def weights(self, full: bool) -> Mapping[str, str]:
+        model = str(self.kind.full_config["model"])
+        return {model: f"the paper's pretrained weights of {model}"} if full else {}
+
     def trials(self, full: bool) -> Sequence[Trial]:
         pretrained = not full and self.kind.data == "20newsgroups"
         trials = [Trial("pretrained", {"part": "pretraining", "config": PRETRAIN, "clients": 2})] if pretrained else []
@@ -181,7 +194,7 @@ class Selective(Experiment):
         part = trial.options["part"]
         files = self._files(trial, inputs)
         if part == "pretraining":
-            weights = inputs.folder / "weights" / "texts.safetensors"
+            weights = inputs.folder / WEIGHTS / "texts.safetensors"
             return trained(trial, inputs, weights=weights, **files)
         needed = {name: of for name, of in inputs.needed.items() if name != "pretrained"}
         searched = replace(inputs, needed=needed)
@@ -222,15 +235,13 @@ class Selective(Experiment):
         part, data = trial.options["part"], self.kind.data
         if trial.options.get("full"):
             data, model = self.kind.full_data, str(trial.options["config"]["model"])
-            weights = inputs.folder / "weights" / model
-            if not weights.exists():
-                raise MissingData(f"put the paper's weights of {model} into {weights}")
+            weights = inputs.folder / WEIGHTS / model
             return {"dataset": data, "dataset-path": str(inputs.data[data]), "pretrained": str(weights)}
         if data != "20newsgroups":
             return {"dataset": str(_images(data, inputs, part))}
         folder = newsgroups(inputs.folder / "texts", inputs.data[data])
         files = {"dataset": str(folder / f"{part}.jsonl"), "model": str(folder / "model")}
-        weights = inputs.folder / "weights" / "texts.safetensors"
+        weights = inputs.folder / WEIGHTS / "texts.safetensors"
         return files if part == "pretraining" else {**files, "pretrained": str(weights)}
 
 
