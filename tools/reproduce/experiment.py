@@ -83,6 +83,11 @@ class Reproduction:
     findings: Sequence[str] = ()
     claims: Sequence[Claim] = ()
 
+    @property
+    def shown_tables(self) -> list[Table]:
+        """The claims with their verdicts, if there are any, and the tables."""
+        return [*([claims_table(self.claims)] if self.claims else []), *self.tables]
+
 
 def joined(*parts: Reproduction) -> Reproduction:
     """All tables, figures, findings and claims of several parts."""

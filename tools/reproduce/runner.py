@@ -310,7 +310,7 @@ def _file_name(title: str) -> str:
 
 def _markdown(experiment: Experiment, results: Reproduction, about: Sequence[str]) -> str:
     parts = [f"## {experiment.title}", "\n".join(f"- {each}" for each in about)]
-    for table in results.tables:
+    for table in results.shown_tables:
         parts += [f"### {table.title}", table.markdown()]
     parts.append("\n".join(f"- {each}" for each in results.findings))
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -320,7 +320,7 @@ def _page(experiment: Experiment, results: Reproduction, about: Sequence[str]) -
     def points(sentences: Sequence[str]) -> str:
         return f"<ul>{''.join(f'<li>{escape(each)}</li>' for each in sentences)}</ul>"
 
-    tables = "".join(f"<h2>{escape(table.title)}</h2>{table.html()}" for table in results.tables)
+    tables = "".join(f"<h2>{escape(table.title)}</h2>{table.html()}" for table in results.shown_tables)
     body = (
         f"<header><h1>{escape(experiment.title)}</h1></header>{points(about)}"
         f"<h2>Findings</h2>{points(results.findings)}{tables}"
