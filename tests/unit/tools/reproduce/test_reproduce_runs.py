@@ -503,6 +503,7 @@ def test_tables_have_the_papers_numbers_beside_ours():
         for alpha in (0.1, 0.3) for method in METHODS for seed in (1, 2, 3)
     }  # fmt: skip
     found |= {f"fedavg-0.1-{seed}": values(0.5 + 0.02 * seed, **settings) for seed in (1, 2, 3)}
+    found["fedfrozen-0.3-1"] |= {"bytes": 930_000}
     of_sgd = found["fedavgsgd-0.3-1"] = values(0.4, **settings)
     found |= {f"scaffold-0.3-{seed}": values(0.45, **settings) for seed in (1, 2, 3)}
     found["fedavgsgd-0.3-2"] = found["fedavgsgd-0.3-3"] = of_sgd
@@ -517,6 +518,9 @@ def test_tables_have_the_papers_numbers_beside_ours():
     assert rows.keys() == {"SCAFFOLD", "FedAvg, SGD"}
     assert rows["FedAvg, SGD"][2:4] == ["+0.0500 (+0.0500 to +0.0500)", "ahead of"]
     assert "α = 0.3, with SGD: SCAFFOLD is ahead of FedAvg, SGD." in results.findings
+    assert "α = 0.3: FedFrozen sends 0.9300 of FedAvg's bytes, up and down." in results.findings
+    of_one = FedFrozenVision(kind).results({name: of for name, of in found.items() if "-0.3-" in name})
+    assert not any("together" in finding for finding in of_one.findings)
     for place, alpha in enumerate((0.1, 0.3)):
         shown = tables[f"Accuracy at α = {alpha}, 3 seeds"]
         rows = {row[0]: list(row) for row in shown.rows}
