@@ -70,9 +70,14 @@ class Images:
         return len(self.labels)
 
 
-def shuffled_images(name: str, path: Path, *, seed: int = 0) -> tuple[Images, Images | None]:
-    """The training and test images of a data set, each shuffled by the seed; None without a test set."""
-    groups = KNOWN[name].group if path.suffix == ".npz" else ""  # other formats of it contain the group
+def shuffled_images(
+    name: str, path: Path, *, seed: int = 0, grouped: bool = True
+) -> tuple[Images, Images | None]:
+    """The training and test images of a data set, each shuffled by the seed; None without a test set.
+
+    `grouped`: whether a .npz file must have the data set's groups; other formats of it contain them.
+    """
+    groups = KNOWN[name].group if grouped and path.suffix == ".npz" else ""
     source = named_source(DataConfig(dataset=name, dataset_path=str(path), group_column=groups))
     assert isinstance(source, Source) and isinstance(source.train, ImageArrays)
     test = source.test

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from tepal.records.columns import Column
 from tepal.report.page import Figure
@@ -100,15 +100,15 @@ class Experiment(ABC):
 
     name: str
     title: str
-    paper: ClassVar[str]
+    paper: str
     """The paper's table or figure, and its arXiv number."""
-    deviations: ClassVar[Sequence[str]]
+    deviations: Sequence[str]
     """Sentences on what differs from the paper, and on what the paper omits and was chosen here."""
     datasets: Sequence[str] = ()
     """Names, as in a run config, of the data sets that are needed."""
-    small_scale: ClassVar[str]
+    small_scale: str
     """A sentence on what the small setting reduces."""
-    full_scale: ClassVar[str]
+    full_scale: str
     """A sentence on the sizes of the full setting."""
 
     def data(self, full: bool) -> Sequence[str]:

@@ -41,6 +41,7 @@ from tepal.tools.reproduce.experiment import WEIGHTS, Experiment, MissingData, R
 from tepal.tools.reproduce.fedacs import FedAcs
 from tepal.tools.reproduce.fedfrozen_costs import FedFrozenCosts
 from tepal.tools.reproduce.fedfrozen_simulation import FedFrozenSimulation
+from tepal.tools.reproduce.fedfrozen_vision import KINDS as FEDFROZEN
 from tepal.tools.reproduce.fedfrozen_vision import FedFrozenVision
 from tepal.tools.reproduce.hostile_clients import HostileClients
 from tepal.tools.reproduce.machine.device import AUTO, find_device
@@ -53,9 +54,9 @@ from tepal.tools.reproduce.selective import KINDS, Selective
 EXPERIMENTS: Mapping[str, Experiment] = {
     each.name: each
     for each in (
-        FedFrozenSimulation(), FedFrozenCosts(), FedFrozenVision(), EnsembleToy(), EnsembleMnist(),
-        EnsembleShakespeare(), FedAcs("fashion-mnist", "Fashion-MNIST"), FedAcs("cifar-10", "CIFAR-10"),
-        *map(Selective, KINDS), HostileClients(),
+        FedFrozenSimulation(), FedFrozenCosts(), *map(FedFrozenVision, FEDFROZEN.values()), EnsembleToy(),
+        EnsembleMnist(), EnsembleShakespeare(), FedAcs("fashion-mnist", "Fashion-MNIST"),
+        FedAcs("cifar-10", "CIFAR-10"), *map(Selective, KINDS), HostileClients(),
     )
 }  # fmt: skip
 """All experiments by name."""

@@ -28,7 +28,8 @@ from tepal.tools.reproduce.ensemble_mnist import EnsembleMnist
 from tepal.tools.reproduce.experiment import MissingData, Reproduction, Trial, TrialInputs, table
 from tepal.tools.reproduce.fedacs import METHODS as METHODS_OF_FEDACS
 from tepal.tools.reproduce.fedacs import FedAcs
-from tepal.tools.reproduce.fedfrozen_vision import METHODS, PAPER, FedFrozenVision
+from tepal.tools.reproduce.fedfrozen_vision import KINDS as FEDFROZEN
+from tepal.tools.reproduce.fedfrozen_vision import METHODS, FedFrozenVision, unseen_classes
 from tepal.tools.reproduce.machine import progress
 from tepal.tools.reproduce.runner import EXPERIMENTS, OtherData, reproduce
 from tepal.tools.reproduce.runs import mean_text, measured, slug
@@ -543,16 +544,146 @@ def test_tables_have_the_papers_numbers_beside_ours():
         for alpha in (0.1, 0.3) for method in METHODS for seed in (1, 2, 3)
     }  # fmt: skip
     found |= {f"fedavg-0.1-{seed}": values(0.5 + 0.02 * seed, **settings) for seed in (1, 2, 3)}
-    results = FedFrozenVision().results(found)
-    assert [table.title for table in results.tables] == ["Accuracy at α = 0.1, 3 seeds", "Accuracy at α = 0.3, 3 seeds"]
-    for place, shown in enumerate(results.tables):
+    found["fedfrozen-0.3-1"] |= {"bytes": 930_000}
+    of_sgd = found["fedavgsgd-0.3-1"] = values(0.4, **settings)
+    found |= {f"scaffold-0.3-{seed}": values(0.45, **settings) for seed in (1, 2, 3)}
+    found["fedavgsgd-0.3-2"] = found["fedavgsgd-0.3-3"] = of_sgd
+    kind = FEDFROZEN["cifar-10"]
+    results = FedFrozenVision(kind).results(found)
+    tables = {table.title: table for table in results.tables}
+    assert [*tables] == [
+        "Accuracy at α = 0.1, 3 seeds", "SCAFFOLD and FedAvg, both with SGD, at α = 0.1",
+        "Accuracy at α = 0.3, 3 seeds", "SCAFFOLD and FedAvg, both with SGD, at α = 0.3",
+    ]  # fmt: skip
+    rows = {row[0]: list(row) for row in tables["SCAFFOLD and FedAvg, both with SGD, at α = 0.3"].rows}
+    assert rows.keys() == {"SCAFFOLD", "FedAvg, SGD"}
+    assert rows["FedAvg, SGD"][2:4] == ["+0.0500 (+0.0500 to +0.0500)", "ahead of"]
+    assert "α = 0.3, with SGD: SCAFFOLD is ahead of FedAvg, SGD." in results.findings
+    assert "α = 0.3: FedFrozen sends 0.9300 of FedAvg's bytes, up and down." in results.findings
+    of_one = FedFrozenVision(kind).results({name: of for name, of in found.items() if "-0.3-" in name})
+    assert not any("together" in finding for finding in of_one.findings)
+    for place, alpha in enumerate((0.1, 0.3)):
+        shown = tables[f"Accuracy at α = {alpha}, 3 seeds"]
         rows = {row[0]: list(row) for row in shown.rows}
         assert [column.heading for column in shown.columns][4] == "paper"
-        assert {method: rows[method][4] for method in PAPER} == {method: of[place] for method, of in PAPER.items()}
-    assert rows["SCAFFOLD"][1:4] == ["0.5020 ± 0.0010", "+0.0010 (+0.0010 to +0.0010)", "ahead of"]
+        assert {method: rows[method][4] for method in kind.paper} == {
+            method: of[place] for method, of in kind.paper.items()
+        }  # fmt: skip
+    assert rows["FedProx"][1:4] == ["0.5020 ± 0.0010", "+0.0010 (+0.0010 to +0.0010)", "ahead of"]
     (near,) = (finding for finding in results.findings if "within" in finding and "α = 0.3" in finding)
+    gains = [0.501 + 0.001 * seed - score for seed in (1, 2, 3) for score in (0.5 + 0.02 * seed, 0.5 + 0.001 * seed)]
+    mean, half = np.mean(gains), 2.570582 * np.std(gains, ddof=1) / 6**0.5  # Student's t of five degrees of freedom
+    (together,) = (finding for finding in results.findings if "All α together, 6 pairs" in finding)
+    assert "is not shown to be within 0.005" in together
+    assert f"{mean:+.4f} ({mean - half:+.4f} to {mean + half:+.4f}" in together
     assert near.startswith("α = 0.3: FedFrozen's accuracy is within 0.005 of FedAvg's: +0.0010")
     assert any(finding.startswith("α = 0.1: FedFrozen's accuracy is not shown") for finding in results.findings)
+
+
+def test_the_papers_accuracies_are_those_of_its_table_1():
+    for data, fedavg, fedfrozen in (
+        ("cifar-10", (0.9070, 0.9270, 0.9385), (0.9040, 0.9325, 0.9470)),
+        ("cifar-100", (0.6450, 0.6725, 0.6860), (0.6690, 0.6790, 0.6955)),
+        ("femnist", (0.7880, 0.8070, 0.8100), (0.7890, 0.8100, 0.8120)),
+    ):
+        paper = FEDFROZEN[data].paper
+        assert (paper["FedAvg"], paper["FedFrozen"]) == (fedavg, fedfrozen)
+        assert paper.keys() == METHODS.keys() - {"FedAvg, SGD"}
+
+
+@pytest.mark.parametrize("data", FEDFROZEN)
+def test_the_papers_settings_of_each_data_set_are_those_at_full_scale(data):
+    """Its Tables 4 and 5; SCAFFOLD's momentum, and T_warm by α."""
+    clients, batch, warmups, momentum, model = {
+        "cifar-10": (10, 32, {0.1: 5, 0.3: 5, 0.5: 5}, 0, "vit-b-32"),
+        "cifar-100": (20, 32, {0.1: 3, 0.3: 3, 0.5: 3}, 0.9, "vit-b-32"),
+        "femnist": (10, 64, {0.1: 2, 0.3: 5, 0.5: 5}, 0.9, "facebook/deit-small-patch16-224"),
+    }[data]
+    trials = [trial.options for trial in FedFrozenVision(FEDFROZEN[data]).trials(full=True)]
+    assert {of["clients"] for of in trials} == {clients} and {of["config"]["batch-size"] for of in trials} == {batch}
+    assert {of["config"]["model"] for of in trials} == {model} and {tuple(of["images"]) for of in trials} == {
+        (5000, 2000)
+    }  # fmt: skip
+    for of in trials:
+        config, sgd = of["config"], of["method"] in ("SCAFFOLD", "FedAvg, SGD")
+        assert config["num-server-rounds"] == config["local-epochs"] == 10
+        assert config["optimizer"] == ("sgd" if sgd else "adamw")
+        assert config.get("momentum", 0) == (momentum if sgd else 0)
+        frozen = of["method"] == "FedFrozen"
+        assert config.get("fedfrozen.warmup-rounds") == (warmups[config["dirichlet-alpha"]] if frozen else None)
+
+
+def few(data, **small):
+    """An experiment with few images in its small setting."""
+    kind = FEDFROZEN[data]
+    return FedFrozenVision(replace(kind, small=replace(kind.small, train=120, test=20, validation=30, **small)))
+
+
+def computed(experiment, inputs, asked):
+    """The values of trials with three clients and two rounds of one step."""
+    trials, found = {trial.name: trial for trial in experiment.trials(False)}, {}
+    for name in asked:
+        clients = min(3, trials[name].options["clients"])
+        config = {**cut(trials[name]).options["config"], "batch-size": 8, "min-partition-size": 2}
+        trial = replace(trials[name], options={**trials[name].options, "config": config, "clients": clients})
+        trial = replace(trial, needs=tuple(each for each in trial.needs if each in found))
+        needed = {each: found[each] for each in trial.needs}
+        found[name] = experiment.compute(trial, replace(inputs, needed=needed))
+        assert 0 <= found[name]["server"] <= 1 and found[name]["rounds"] == 2
+    return found
+
+
+def test_the_weights_have_not_seen_the_classes_of_cifar_100_that_clients_have(tmp_path):
+    labels = np.repeat(np.arange(100), 15)
+    pixels = np.random.default_rng(0).integers(0, 256, (len(labels), 3, 32, 32), np.uint8)
+    pixels[:, 0, 0, 0] = labels
+    write_images(tmp_path / "cifar-100.npz", Images(pixels, labels), Images(pixels[::5] // 2, labels[::5]))
+    experiment, inputs = few("cifar-100"), TrialInputs(tmp_path, {"cifar-100": tmp_path / "cifar-100.npz"})
+    found = computed(experiment, inputs, ("pretrained", "fedfrozen-search-0", "fedfrozen-0.3-1"))
+    assert (tmp_path / "weights" / "cifar-100.safetensors").exists()
+    assert found["fedfrozen-0.3-1"]["settings"] == found["fedfrozen-search-0"]["drawn"]
+    results = experiment.results(json.loads(json.dumps(found)))
+    assert results.tables and any(finding.startswith("The weights have") for finding in results.findings)
+    unseen, files = set(unseen_classes(100, 20).tolist()), {}
+    for path in (tmp_path / "images").glob("*.npz"):
+        with np.load(path) as arrays:
+            part = path.stem.split("-")[2]
+            files[part] = {image.tobytes() for image in arrays["x_train"]}
+            images, own = arrays["x_train"], arrays["y_train"]
+            classes = {int(image[0, 0, 0]) for image in images}
+            pairs = {(int(image[0, 0, 0]), int(label)) for image, label in zip(images, own, strict=True)}
+            count = 80 if part == "pretraining" else 20
+            assert sorted(label for _, label in pairs) == [*range(count)]
+            assert classes == (set(range(100)) - unseen if part == "pretraining" else unseen)
+            assert len(images) == (1200 if part == "pretraining" else 120)
+            assert len(arrays["x_test"]) == (30 if part == "search" else 20)
+    assert files["main"].isdisjoint(files["search"]) and len(files) == 3
+
+
+def test_grey_letters_of_leaf_s_json_are_trained_in_colour(tmp_path):
+    rng = np.random.default_rng(0)
+    for part, count in (("train", 300), ("test", 20)):
+        users = {
+            f"f{k}": {
+                "x": rng.random((count // 2, 784)).round(2).tolist(),
+                "y": rng.integers(0, 62, count // 2).tolist(),
+            }
+            for k in range(2)
+        }
+        (tmp_path / "femnist" / part).mkdir(parents=True)
+        leaf = {"users": [*users], "num_samples": [count // 2] * 2, "user_data": users}
+        (tmp_path / "femnist" / part / "all.json").write_text(json.dumps(leaf))
+    inputs = TrialInputs(tmp_path, {"femnist": tmp_path / "femnist"})
+    found = computed(few("femnist"), inputs, ("scaffold-search-0", "fedfrozen-search-0", "fedfrozen-0.1-1"))
+    assert found["fedfrozen-0.1-1"]["correct"].startswith("20:")
+    assert np.load(tmp_path / "images" / "femnist-main-120.npz")["x_train"].shape == (120, 1, 28, 28)
+
+
+def test_too_few_images_are_said(tmp_path):
+    write_images(tmp_path / "cifar-10.npz", images(200, shape=(3, 32, 32)), images(20, shape=(3, 32, 32)))
+    experiment, inputs = few("cifar-10"), TrialInputs(tmp_path, {"cifar-10": tmp_path / "cifar-10.npz"})
+    with pytest.raises(MissingData, match="has 200 training and 20 test images; 270 and 20 are needed"):
+        experiment.compute(experiment.trials(False)[0], inputs)
 
 
 def values(score, **more):

@@ -28,7 +28,8 @@ from tepal.tools.reproduce.attention_clients import (
     train,
 )
 from tepal.tools.reproduce.experiment import Trial, TrialInputs
-from tepal.tools.reproduce.fedfrozen_simulation import RIDGE, WARMUPS, FedFrozenSimulation, spread
+from tepal.tools.reproduce.fedfrozen_figures import WARMUPS, against, spread
+from tepal.tools.reproduce.fedfrozen_simulation import RIDGE, FedFrozenSimulation
 from tests.quiet import quiet  # noqa: F401
 
 RATE, STEPS = 1e-3, 3
@@ -275,6 +276,25 @@ def test_medians_and_quartiles_count_what_diverged_as_the_largest():
     assert spread([None, math.nan, 1.0]) == (math.inf, math.inf, math.inf)
 
 
+def test_losses_are_compared_as_factors_seed_by_seed_with_student_s_interval():
+    ours, others = [2.0, 3.0, 5.0, 4.0, 9.0], [4.0, 5.0, 11.0, 9.0, 16.0]
+    logarithms = np.log(np.divide(ours, others))
+    half = 2.776445 * np.std(logarithms, ddof=1) / math.sqrt(5)  # Student's t of four degrees of freedom
+    mean, low, high = np.exp([logarithms.mean(), logarithms.mean() - half, logarithms.mean() + half])
+    assert against(ours, others) == (f"{mean:.3g} ({low:.3g} to {high:.3g})", "lower")
+    assert against(others, ours)[1] == "higher"
+    text, verdict = against([1.0, 3.0, 2.0], [2.0, 2.0, 2.0])
+    assert verdict == "undecided" and text.endswith(", undecided)")
+    assert against([1.0], [2.0]) == ("0.5", "")
+
+
+def test_where_seeds_diverged_no_factor_is_given():
+    assert against([1.0, 2.0], [None, 1e12]) == ("0 and 2 of 2 seeds diverged", "lower")
+    assert against([None, math.nan], [1.0, 2.0]) == ("2 and 0 of 2 seeds diverged", "higher")
+    assert against([1.0, 2.0], [None, 2.0]) == ("0 and 1 of 2 seeds diverged", "undecided")
+    assert against([1.0], [None]) == ("0 and 1 of 1 seeds diverged", "")
+
+
 @pytest.mark.long
 def test_an_interior_warmup_is_best_under_shift_and_the_ratio_falls_with_local_steps():
     """The paper's two claims, at ρ = 2, with one seed and 50 rounds."""
@@ -291,7 +311,7 @@ def test_an_interior_warmup_is_best_under_shift_and_the_ratio_falls_with_local_s
     assert [row[0] for row in tables["Final loss by local steps"]] == ["5", "20", "40"]
     assert ratios[0] > 1 > ratios[1] > ratios[2]
     findings = " ".join(results.findings)
-    assert "freezing in between is better than both ends" in findings and "loss to FedAvg's falls with E" in findings
+    assert "is not shown to be better than both ends" in findings  # one seed has no interval
     assert all(away < 1e-4 for of in found.values() for share, run in of["runs"].items() if share not in ("0", "1")
                for away in run["from closed form"])  # fmt: skip
 
@@ -317,12 +337,19 @@ def test_what_is_told_follows_from_the_numbers():
     results = FedFrozenSimulation().results(found)
     findings = "\n".join(results.findings)
     assert "ρ = 2: the least median loss is at T_warm/T = 1, 1 (never frozen 1, frozen from the start 6): freezing in "
-    assert "freezing in between is not better than both ends" in findings
-    assert "does not fall everywhere with E: 3 at 20, 9 at 40" in findings
+    assert "never freezing: 3 (3 to 3); of freezing from the start: 0.5 (0.5 to 0.5)." in findings
+    assert "Freezing in between is not shown to be better than both ends" in findings
+    assert "FedAvg's: 3 (3 to 3) at E = 20; 9 (9 to 9) at E = 40." in findings
+    assert "by the factors 3 (3 to 3): it is not shown to fall everywhere" in findings
     assert "ρ = 2, median losses in increasing order: FedAvg 1, FedProx 2.5, SCAFFOLD 2.5, FedFrozen 3." in findings
+    assert "FedFrozen's as a factor of FedAvg's: 3 (3 to 3); FedProx's: 1.2 (1.2 to 1.2); SCAFFOLD's: 1.2" in findings
+    assert "FedFrozen's growth as a factor of FedAvg's: 1 (1 to 1, undecided); FedProx's: 0.6 (0.6 to 0.6)" in findings
     assert "least for FedFrozen" in findings and "1 (FedFrozen), 1 (FedAvg), 1.667 (FedProx)" in findings
-    assert "The loss is least at λ = 100: 2" in findings and "The drift is least at λ = 0.001: 1" in findings
+    assert "The loss is least at λ = 100: 2" in findings
+    assert "The drift is least at λ = 0.001: 1; at λ = 100 it is 4 (medians)" in findings
+    assert "As a factor of that at λ = 0.001: 4 (4 to 4) at 100" in findings
     assert "h_λ of FedAvg changes from 3 to diverged, rises in 1 of 2 rounds and is least in round 1" in findings
+    assert "as a factor of that in round 1: 1 and 0 of 2 seeds diverged; that at the start: 1 and 0 of 2" in findings
     assert "to a relative difference of 1e-06" in findings
     assert "for the steepest client: 4 at η = 0.0002, ρ = 1; 4 at η = 0.0002, ρ = 2." in findings
     assert {figure.key for figure in results.figures} == {
