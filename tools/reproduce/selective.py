@@ -117,7 +117,7 @@ KINDS: Mapping[str, Kind] = {
          "batch-size": 32},
         "XGLUE-NC and XLM-R-base, a client has texts of one of five languages; 20 rounds of one local epoch, batches "
         "of 32. The text does not say which texts are trained on; here, as in the authors' code, XGLUE's validation "
-        "texts, of which all languages have as many",
+        "texts, of which all languages have as many. Title and body are a pair, in the authors' code one text",
     ),
 }  # fmt: skip
 PRETRAIN: Mapping[str, Any] = {
@@ -154,9 +154,10 @@ class Selective(Experiment):
     def scale(self, full: bool) -> str:
         if full:
             return (
-                f"{_begun(self.kind.full)}. 100 clients, 20 of them per round; all R; five seeds, twelve trials of a "
-                "search, which trains on four fifths of the training examples and is scored on the rest. Results train "
-                "on all but one example of each client, and are scored on the data set's test examples."
+                f"{_begun(self.kind.full)}. 100 clients, 20 of them per round; R = 1, 2, and 1 to 4; five seeds, "
+                "twelve trials of a search, which trains on four fifths of the training examples and is scored on the "
+                "rest. Results train on all but one example of each client, and are scored on the data set's test "
+                "examples."
             )
         return (
             f"{_begun(self.kind.small)}; R = 1 and R = 1 to 4; five seeds, six trials of a search, which shares no "
