@@ -172,7 +172,7 @@ models).
 Each table is one command, with the data set's file in `dataset` or, if the config names the data set, in
 `dataset-path`; `python benchmarks/results.py DATA` runs all of them, and makes the small models for texts.
 
-The papers' own experiments, with their numbers next to ours: [all reproduced tables](reproduced.md).
+The papers' own experiments, with their numbers next to ours: [reproducing the papers](reproduce.md).
 
 From trained weights:
 

@@ -1,11 +1,12 @@
-"""Keep computed trials with the documentation, and write the tables of docs/papers/ from them.
+"""Keep computed trials with the documentation, and write the tables of docs/papers/ and docs/reproduce.md from them.
 
     python docs/papers.py [FOLDER ...]
 
 A FOLDER is one of an experiment that `tepal reproduce` computed, such as runs/reproduce/fedacs-cifar-10. Its trials are
 kept in docs/papers/<experiment>.json.xz: options, values (the score of each client among them), date and seconds.
-Without any, the tables are written anew. They stand in the pages between `<!-- reproduced: EXPERIMENT -->` and
-`<!-- end -->`.
+Without any, the tables are written anew. On the pages they stand between `<!-- reproduced: EXPERIMENT -->` and
+`<!-- end -->`; the verdicts on all claims stand in docs/reproduce.md, between `<!-- verdicts -->` and `<!-- end -->`.
+Claims that nothing was computed for are read from the tables under "## Not tested here".
 """
 
 from __future__ import annotations
@@ -18,16 +19,28 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tepal.tools.reproduce.experiment import Reproduction, claims_table
 from tepal.tools.reproduce.runner import EXPERIMENTS, about
 
 PAPERS = Path(__file__).parent / "papers"
+INDEX = Path(__file__).parent / "reproduce.md"
 _PLACE = re.compile(r"(<!-- reproduced: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_VERDICTS = re.compile(r"(<!-- verdicts -->\n).*?(<!-- end -->)", re.DOTALL)
+_UNTESTED = re.compile(r"^## Not tested here\n.*?\n\| --- \| --- \|\n(.*?)(?:\n\n|\Z)", re.DOTALL | re.MULTILINE)
+
+Trials = Mapping[str, Mapping[str, Any]]
+"""Trial → what was kept of it."""
 
 
 def kept(file: Path) -> dict[str, Any]:
     """The trials of an experiment, by name."""
     found: dict[str, Any] = json.loads(lzma.decompress(file.read_bytes()))
     return found
+
+
+def all_kept() -> dict[str, Trials]:
+    """Experiment → its trials, of all that are kept."""
+    return {file.name.removesuffix(".json.xz"): kept(file) for file in sorted(PAPERS.glob("*.json.xz"))}
 
 
 def keep(folder: Path) -> Path:
@@ -38,30 +51,54 @@ def keep(folder: Path) -> Path:
     return file
 
 
-def with_tables(page: str, trials: Mapping[str, Mapping[str, Any]]) -> str:
-    """A page with the tables of these experiments: experiment → trial → what was kept of it."""
+def with_tables(page: str, trials: Mapping[str, Trials]) -> str:
+    """A page with the tables of its experiments, and a note in place of those that nothing was computed of."""
 
     def place(found: re.Match[str]) -> str:
-        return f"{found[1]}\n{section(found[2], trials[found[2]])}\n\n{found[3]}"
+        name = found[2]
+        return f"{found[1]}\n{section(name, trials[name]) if name in trials else _NOT_YET}\n\n{found[3]}"
 
     return _PLACE.sub(place, page)
 
 
-def section(name: str, trials: Mapping[str, Any]) -> str:
-    """The tables and findings of an experiment, and how they were computed."""
-    experiment = EXPERIMENTS[name.removesuffix("-full")]
-    results = experiment.results({trial: of["values"] for trial, of in trials.items()})
-    parts = [f"**{table.title}**\n\n{table.markdown()}" for table in results.tables]
-    points = [*results.findings, *about(experiment, name.endswith("-full"), trials)]
+_NOT_YET = "*Not computed yet.*"
+
+
+def section(name: str, trials: Trials) -> str:
+    """The claims, tables and findings of an experiment, and how they were computed."""
+    experiment, found = EXPERIMENTS[name.removesuffix("-full")], reproduced(name, trials)
+    tables = [claims_table(found.claims)] if found.claims else []
+    parts = [f"**{table.title}**\n\n{table.markdown()}" for table in (*tables, *found.tables)]
+    points = [*found.findings, *about(experiment, name.endswith("-full"), trials)]
     return "\n\n".join([*parts, "\n".join(f"- {point}" for point in points)])
+
+
+def reproduced(name: str, trials: Trials) -> Reproduction:
+    """The results of an experiment's trials."""
+    return EXPERIMENTS[name.removesuffix("-full")].results({trial: of["values"] for trial, of in trials.items()})
+
+
+def with_verdicts(index: str, pages: Mapping[Path, str], trials: Mapping[str, Trials]) -> str:
+    """The index with a table of all claims: those of the experiments on each page, and those that were not tested."""
+    rows = ["| paper | claim | verdict |", "|---|---|---|"]
+    for path, page in pages.items():
+        title = f"[{page.splitlines()[0].removeprefix('# ')}](papers/{path.name})"
+        for name in (found[2] for found in _PLACE.finditer(page)):
+            claims = reproduced(name, trials[name]).claims if name in trials else ()
+            rows += [f"| {title} | {claim.text} | **{claim.verdict}** |" for claim in claims]
+        for line in (line for found in _UNTESTED.finditer(page) for line in found[1].splitlines()):
+            rows.append(f"| {title} | {line.split('|')[1].strip()} | not tested |")
+    return _VERDICTS.sub(lambda found: "\n".join([found[1], *rows, "", found[2]]), index)
 
 
 def main() -> None:
     for folder in map(Path, sys.argv[1:]):
         print(keep(folder))
-    trials = {file.name.removesuffix(".json.xz"): kept(file) for file in sorted(PAPERS.glob("*.json.xz"))}
-    for page in sorted(PAPERS.glob("*.md")):
-        page.write_text(with_tables(page.read_text(), trials))
+    trials = all_kept()
+    pages = {path: with_tables(path.read_text(), trials) for path in sorted(PAPERS.glob("*.md"))}
+    for path, page in pages.items():
+        path.write_text(page)
+    INDEX.write_text(with_verdicts(INDEX.read_text(), pages, trials))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ import json
 import lzma
 import re
 import runpy
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -143,14 +142,3 @@ def test_docs_results_shows_every_experiment():
     written = (ROOT / "docs" / "results.md").read_text()
     assert written.startswith(RESULTS["INTRODUCTION"])
     assert re.findall("^## (.*)$", written, re.M) == [one.title for one in EXPERIMENTS.values()]
-
-
-def test_the_page_of_reproduced_experiments_is_what_the_command_wrote(tmp_path, capsys, monkeypatch):
-    script = runpy.run_path(str(ROOT / "benchmarks" / "reproduced.py"))
-    for name, scale in (("ensemble-toy", "-full"), ("fedacs", "")):
-        (tmp_path / f"{name}{scale}").mkdir()
-        (tmp_path / f"{name}{scale}" / "results.md").write_text(f"## {name}\n")
-    monkeypatch.setattr(sys, "argv", ["reproduced.py", str(tmp_path)])
-    script["main"]()
-    assert capsys.readouterr().out == f"{script['INTRODUCTION']}\n## ensemble-toy\n\n## fedacs\n"
-    assert (ROOT / "docs" / "reproduced.md").read_text().startswith(script["INTRODUCTION"])

@@ -47,18 +47,38 @@ class TrialInputs:
     needed: Mapping[str, Values] = field(default_factory=dict)
 
 
+HOLDS, FAILS, UNDECIDED = "holds", "does not hold", "undecided"
+"""Verdicts on a claim."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A claim of a paper.
+
+    Args:
+        text: what the paper claims, as a sentence.
+        measured: what was measured about it.
+        verdict: `HOLDS`, `FAILS` or `UNDECIDED`.
+    """
+
+    text: str
+    measured: str
+    verdict: str
+
+
 @dataclass(frozen=True)
 class Reproduction:
-    """What an experiment reproduced: tables, figures, and sentences on the paper's claims."""
+    """What an experiment reproduced: tables, figures, other findings as sentences, and the paper's claims."""
 
     tables: Sequence[Table]
     figures: Sequence[Figure] = ()
     findings: Sequence[str] = ()
+    claims: Sequence[Claim] = ()
 
 
 def joined(*parts: Reproduction) -> Reproduction:
-    """All tables, figures and findings of several parts."""
-    names = ("tables", "figures", "findings")
+    """All tables, figures, findings and claims of several parts."""
+    names = ("tables", "figures", "findings", "claims")
     return Reproduction(*([each for part in parts for each in getattr(part, name)] for name in names))
 
 
@@ -97,6 +117,12 @@ class Experiment(ABC):
     @abstractmethod
     def results(self, found: Mapping[str, Values]) -> Reproduction:
         """The tables, figures and findings of the trials that are computed so far, given as name → values."""
+
+
+def claims_table(claims: Sequence[Claim]) -> Table:
+    """Claims with what was measured and the verdicts."""
+    columns = [Column(heading, left=True) for heading in ("claim", "measured", "verdict")]
+    return Table("Claims", columns, [(each.text, each.measured, each.verdict) for each in claims])
 
 
 def table(title: str, headings: Iterable[str], rows: Sequence[Sequence[str | float | int | None]]) -> Table:

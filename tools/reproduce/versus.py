@@ -9,7 +9,7 @@ import numpy as np
 
 from tepal.report.table import Table
 from tepal.tools.compare.answers import Paired, paired
-from tepal.tools.reproduce.experiment import Reproduction, Values, table
+from tepal.tools.reproduce.experiment import FAILS, HOLDS, UNDECIDED, Claim, Reproduction, Values, table
 from tepal.tools.reproduce.runs import mean_text
 from tepal.tools.reproduce.tuning import text_of
 
@@ -77,6 +77,39 @@ def differences(ours: str, scores: Scores) -> dict[str, Paired]:
 def verdict(gain: Paired) -> str:
     """What the first method is to the other: "ahead of", "behind", "undecided against"; "" with one seed."""
     return _VERDICTS.get(gain.verdict, "")
+
+
+def ahead(text: str, gains: Mapping[str, Paired], least: float = 0.0) -> Claim | None:
+    """The claim that a method is ahead of others by more than `least`; None without a difference that has an interval.
+
+    It holds if every interval lies above `least`, and does not hold if one lies below it.
+
+    Args:
+        text: the claim.
+        gains: other method → how much higher the score of the claim's method is.
+        least: what the difference has to exceed.
+    """
+    ends, measured = _known(gains)
+    fails, holds = any(high < least for _, high in ends), all(low > least for low, _ in ends)
+    return Claim(text, measured, FAILS if fails else HOLDS if holds else UNDECIDED) if ends else None
+
+
+def as_good(text: str, gains: Mapping[str, Paired], within: float) -> Claim | None:
+    """The claim that a method scores as others do, up to `within`; arguments as of `ahead`.
+
+    It holds if every interval lies within ±`within`, and does not hold if one lies outside.
+    """
+    ends, measured = _known(gains)
+    outside = any(low > within or high < -within for low, high in ends)
+    inside = all(low >= -within and high <= within for low, high in ends)
+    return Claim(text, measured, FAILS if outside else HOLDS if inside else UNDECIDED) if ends else None
+
+
+def _known(gains: Mapping[str, Paired]) -> tuple[list[tuple[float, float]], str]:
+    """The intervals of the differences that have one, and these differences as text."""
+    known = {method: gain for method, gain in gains.items() if gain.interval is not None}
+    texts = (f"{method}: {gain.text}" if len(known) > 1 else gain.text for method, gain in known.items())
+    return [gain.interval for gain in known.values() if gain.interval is not None], "; ".join(texts)
 
 
 def _findings(ours: str, gains: Mapping[str, Paired], what: str) -> Iterable[str]:

@@ -1,0 +1,123 @@
+"""Verdicts on the papers' claims: how intervals decide them, and the pages that show them."""
+
+import json
+import lzma
+import runpy
+from dataclasses import replace
+
+import pytest
+
+from tepal.tools.compare.answers import paired
+from tepal.tools.reproduce import experiment
+from tepal.tools.reproduce.experiment import FAILS, HOLDS, UNDECIDED, Claim, claims_table
+from tepal.tools.reproduce.runner import EXPERIMENTS
+from tepal.tools.reproduce.versus import ahead, as_good
+from tests.packages import ROOT
+
+PAGES = sorted((ROOT / "docs" / "papers").glob("*.md"))
+
+
+@pytest.fixture(scope="module")
+def papers():
+    return runpy.run_path(str(ROOT / "docs" / "papers.py"))
+
+
+# --- verdicts -------------------------------------------------------------------------------------------------------
+
+
+def gain(low, high):
+    """A difference with this interval."""
+    return replace(paired({1: 0.2, 2: 0.3}, {1: 0.1, 2: 0.1}, 2), mean=(low + high) / 2, interval=(low, high))
+
+
+@pytest.mark.parametrize(
+    ("intervals", "verdict"),
+    [
+        ([(0.01, 0.05), (0.2, 0.3)], HOLDS),
+        ([(0.01, 0.05), (-0.01, 0.3)], UNDECIDED),
+        ([(-0.05, -0.01), (-0.01, 0.3)], FAILS),
+        ([(-0.05, -0.01), (0.2, 0.3)], FAILS),
+    ],
+)
+def test_a_method_is_ahead_if_it_is_ahead_of_each(intervals, verdict):
+    gains = {f"method {k}": gain(*each) for k, each in enumerate(intervals)}
+    assert ahead("It is best.", gains).verdict == verdict
+
+
+def test_being_ahead_by_more_than_a_number_needs_the_whole_interval_beyond_it():
+    for interval, verdict in (((0.21, 0.3), HOLDS), ((0.19, 0.3), UNDECIDED), ((0.1, 0.19), FAILS)):
+        assert ahead("By .2.", {"FedAvg": gain(*interval)}, least=0.2).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("intervals", "verdict"),
+    [
+        ([(-0.004, 0.005)], HOLDS),
+        ([(-0.004, 0.006)], UNDECIDED),
+        ([(0.006, 0.008)], FAILS),
+        ([(-0.02, -0.006)], FAILS),
+        ([(-0.004, 0.005), (-0.1, 0.1)], UNDECIDED),
+    ],
+)
+def test_methods_are_alike_if_their_interval_is_narrow_enough(intervals, verdict):
+    gains = {f"method {k}": gain(*each) for k, each in enumerate(intervals)}
+    assert as_good("As good.", gains, 0.005).verdict == verdict
+
+
+def test_without_an_interval_there_is_no_verdict():
+    one_seed = paired({1: 0.5}, {1: 0.4}, 1)
+    assert ahead("It is best.", {"FedAvg": one_seed}) is None and as_good("As good.", {"FedAvg": one_seed}, 1) is None
+    assert ahead("It is best.", {}) is None
+    known = ahead("It is best.", {"FedAvg": one_seed, "Local": gain(0.1, 0.2)})
+    assert known == Claim("It is best.", "+0.1500 (+0.1000 to +0.2000)", HOLDS)
+    two = ahead("It is best.", {"FedAvg": gain(0.1, 0.2), "Local": gain(-0.1, 0.2)})
+    assert two.measured == "FedAvg: +0.1500 (+0.1000 to +0.2000); Local: +0.0500 (-0.1000 to +0.2000, undecided)"
+
+
+# --- the pages ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_papers_page_has_the_tables_of_the_kept_trials(papers, page):
+    trials = papers["all_kept"]()
+    assert papers["with_tables"](page.read_text(), trials) == page.read_text()
+    names = [found[2] for found in papers["_PLACE"].finditer(page.read_text())]
+    assert names and {name.removesuffix("-full") for name in names} <= EXPERIMENTS.keys()
+
+
+def test_the_index_has_the_verdicts_of_all_pages(papers):
+    trials, index = papers["all_kept"](), ROOT / "docs" / "reproduce.md"
+    pages = {page: page.read_text() for page in PAGES}
+    assert papers["with_verdicts"](index.read_text(), pages, trials) == index.read_text()
+    shown = [name for page in pages.values() for name in trials if f"<!-- reproduced: {name} -->" in page]
+    assert sorted(shown) == sorted(trials), "kept trials are shown on one page each"
+
+
+def test_trials_are_kept_whole_and_small(papers, tmp_path, monkeypatch):
+    cells = tmp_path / "ensemble-toy" / "cells"
+    cells.mkdir(parents=True)
+    for k in (1, 2):
+        (cells / f"modes-{k}.json").write_text(json.dumps({"values": {"bias": 0.1 * k}, "seconds": 1.5}))
+    monkeypatch.setitem(papers["keep"].__globals__, "PAPERS", tmp_path)
+    file = papers["keep"](tmp_path / "ensemble-toy")
+    assert file.name == "ensemble-toy.json.xz"
+    assert json.loads(lzma.decompress(file.read_bytes()))["modes-2"] == {"values": {"bias": 0.2}, "seconds": 1.5}
+    assert papers["kept"](file).keys() == {"modes-1", "modes-2"}
+
+
+def test_claims_that_nothing_was_computed_for_are_in_the_index(papers, tmp_path):
+    page = (
+        "# A paper\n\n## A table\n\n<!-- reproduced: ensemble-toy -->\n<!-- end -->\n\n"
+        "## Not tested here\n\n| claim | why |\n| --- | --- |\n| It is fast. | No GPU. |\n| It is good. | No data. |\n"
+        "\nText.\n"
+    )
+    index = papers["with_verdicts"]("a\n<!-- verdicts -->\nold\n<!-- end -->\nb\n", {tmp_path / "it.md": page}, {})
+    rows = [line for line in index.splitlines() if line.startswith("| [")]
+    assert rows == [f"| [A paper](papers/it.md) | {text} | not tested |" for text in ("It is fast.", "It is good.")]
+    assert index.startswith("a\n<!-- verdicts -->\n") and index.endswith("<!-- end -->\nb\n") and "old" not in index
+    assert "*Not computed yet.*" in papers["with_tables"](page, {})
+
+
+def test_claims_are_a_table_of_text():
+    table = claims_table([Claim("It is best.", "+0.1", experiment.HOLDS)])
+    assert table.markdown().splitlines()[-1] == "| It is best. | +0.1 | holds |"
