@@ -24,7 +24,7 @@ from tepal.tools.reproduce.versus import by_seed
 SEEDS = (1001, 1002, 1003, 1004, 1005)
 """Of the runs; neither those of the papers' results nor the searches'."""
 RATE = 0.1
-"""The fixed learning rate, which is among the better ones of the searches."""
+"""The fixed learning rate; on Fashion-MNIST the searches found about .16 for FedACS and .07 for FedAMP."""
 
 Options = Callable[[str, int], dict[str, Any]]
 Scores = Mapping[str, Mapping[int, float]]
