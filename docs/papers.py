@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tepal.tools.reproduce.experiment import Reproduction, claims_table
+from tepal.tools.reproduce.experiment import Reproduction
 from tepal.tools.reproduce.runner import EXPERIMENTS, about
 
 PAPERS = Path(__file__).parent / "papers"
@@ -67,8 +67,7 @@ _NOT_YET = "*Not computed yet.*"
 def section(name: str, trials: Trials) -> str:
     """The claims, tables and findings of an experiment, and how they were computed."""
     experiment, found = EXPERIMENTS[name.removesuffix("-full")], reproduced(name, trials)
-    tables = [claims_table(found.claims)] if found.claims else []
-    parts = [f"**{table.title}**\n\n{table.markdown()}" for table in (*tables, *found.tables)]
+    parts = [f"**{table.title}**\n\n{table.markdown()}" for table in found.shown_tables]
     points = [*found.findings, *about(experiment, name.endswith("-full"), trials)]
     return "\n\n".join([*parts, "\n".join(f"- {point}" for point in points)])
 

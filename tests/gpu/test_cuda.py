@@ -9,6 +9,8 @@ from tepal.models.blocks import find_blocks
 from tepal.server_app.config import defaults, read_run_config
 from tepal.server_app.run import build_model, run
 from tepal.strategies.in_process import InProcessGrid, Node
+from tepal.tools.reproduce.runs import measured
+from tepal.tools.reproduce.scores import unpacked
 from tepal.training.probing import layer_scores
 from tests.lines import read_lines
 from tests.quiet import quiet  # noqa: F401
@@ -96,3 +98,9 @@ def test_gradients_are_the_cpus(device):
 def test_several_clients_share_one_gpu(tmp_path, device):
     lines, _ = ran(tmp_path, device, clients=8, strategy="fedavg", **{"min-clients": 8})
     assert lines[-1]["clients_replied"] == 8
+
+
+def test_a_trial_of_a_reproduction_is_scored_example_by_example(tmp_path, device):
+    values = measured({**CONFIG, "strategy": "fedavg"}, CLIENTS, tmp_path, device=device)
+    assert unpacked(values["correct"]).mean() == pytest.approx(values["server"], abs=0.01)
+    assert torch.cuda.max_memory_allocated() > 0

@@ -26,19 +26,26 @@ def reproduce_command(
     at_once: Annotated[
         int, typer.Option(min=1, help="runs at the same time, each in a process with one thread; 1: with all threads")
     ] = 1,
+    device: Annotated[
+        str, typer.Option(help="where clients train: cpu, cuda, cuda:1; auto: on a GPU if there is one")
+    ] = "auto",
 ) -> None:
     """Run a named experiment of a paper, and show its results next to the paper's."""
     from tepal.tools.reproduce.experiment import MissingData
+    from tepal.tools.reproduce.machine.device import described, find_device
+    from tepal.tools.reproduce.machine.memory import TooLittleMemory
     from tepal.tools.reproduce.runner import EXPERIMENTS, find_experiment, reproduce
 
     if not name:
         for each in EXPERIMENTS.values():
             typer.echo(f"{each.name:20} {each.title}. {each.paper}. {each.scale(full=False)}")
         return
-    with reported(MissingData, RunInUse):
+    with reported(MissingData, RunInUse, TooLittleMemory):
         experiment = find_experiment(name)
         how = "one process" if at_once == 1 else f"{at_once} processes (--at-once {at_once})"
-        typer.echo(f"Engine: {how}")
-        page = reproduce(experiment, folder, full=full, log=typer.echo, data=data.expanduser(), at_once=at_once)
+        typer.echo(f"Engine: {how}\nDevice: {described(find_device(device), at_once)}")
+        page = reproduce(
+            experiment, folder, full=full, log=typer.echo, data=data.expanduser(), at_once=at_once, device=device
+        )
         typer.echo((page.parent / "results.md").read_text(encoding="utf-8"))
         typer.echo(f"Results in {page.parent}\n  {page}  (open it in a browser)")

@@ -19,6 +19,10 @@ Values = Mapping[str, Any]
 """What was computed of a trial, in JSON's types."""
 
 
+WEIGHTS = "weights"
+"""Folder of pretrained weights in an experiment's folder."""
+
+
 class MissingData(RuntimeError):
     """Data or weights of a trial, or of all trials, are missing; the text names them and where they come from."""
 
@@ -40,11 +44,15 @@ class Trial:
 
 @dataclass(frozen=True)
 class TrialInputs:
-    """What a trial can use: a folder for its files, data sets by name, and the values of the trials that it needs."""
+    """What a trial can use: a folder for its files, data sets by name, and the values of the trials that it needs.
+
+    `device`: on which clients train, such as "cuda:1"; "": a GPU if there is one, else the CPU.
+    """
 
     folder: Path
     data: Mapping[str, Path] = field(default_factory=dict)
     needed: Mapping[str, Values] = field(default_factory=dict)
+    device: str = ""
 
 
 HOLDS, FAILS, UNDECIDED = "holds", "does not hold", "undecided"
@@ -75,6 +83,11 @@ class Reproduction:
     findings: Sequence[str] = ()
     claims: Sequence[Claim] = ()
 
+    @property
+    def shown_tables(self) -> list[Table]:
+        """The claims with their verdicts, if there are any, and the tables."""
+        return [*([claims_table(self.claims)] if self.claims else []), *self.tables]
+
 
 def joined(*parts: Reproduction) -> Reproduction:
     """All tables, figures, findings and claims of several parts."""
@@ -101,6 +114,11 @@ class Experiment(ABC):
     def data(self, full: bool) -> Sequence[str]:
         """Names of the data sets that a setting needs."""
         return self.datasets
+
+    def weights(self, full: bool) -> Mapping[str, str]:
+        """Pretrained weights that a setting needs and that do not come with Tepal: their folder's name below
+        `WEIGHTS` → what belongs into it."""
+        return {}
 
     def scale(self, full: bool) -> str:
         """A sentence on the sizes of a setting."""

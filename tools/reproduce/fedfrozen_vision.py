@@ -7,7 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from tepal.tools.reproduce.data import shuffled_images, write_images
-from tepal.tools.reproduce.experiment import Experiment, MissingData, Reproduction, Trial, TrialInputs, Values, joined
+from tepal.tools.reproduce.experiment import (
+    WEIGHTS,
+    Experiment,
+    MissingData,
+    Reproduction,
+    Trial,
+    TrialInputs,
+    Values,
+    joined,
+)
 from tepal.tools.reproduce.runs import by_setting, curves, slug
 from tepal.tools.reproduce.tuning import SEED, search_trials, tuned
 from tepal.tools.reproduce.versus import Scores, by_seed, differences, on_server, versus
@@ -64,8 +73,6 @@ _FULL: Mapping[str, Any] = {
     "model": "vit-b-32", "image-shape": "3x224x224", "normalise": "cifar-10", "local-epochs": 10, "evaluate-every": 1,
 }  # fmt: skip
 _TRAIN, _TEST, _VALIDATION = 5_000, 2_000, 1_000
-WEIGHTS = "weights"
-"""Folder of pretrained weights; at the full scale the paper's are read from it."""
 _SAME = f"{_TRAIN:,} training and {_TEST:,} test images, ten clients, ten rounds"
 _CAPTION = "Accuracy of the global model on 2,000 test images that no client has."
 
@@ -94,6 +101,10 @@ class FedFrozenVision(Experiment):
         "round; five seeds (the paper has one), twelve trials of a search."
     )
 
+    def weights(self, full: bool) -> Mapping[str, str]:
+        of_imagenet = "torchvision's ImageNet weights of ViT-B/32 (vit_b_32, IMAGENET1K_V1)"
+        return {_FULL["model"]: of_imagenet} if full else {}
+
     def trials(self, full: bool) -> Sequence[Trial]:
         searched, trials = 12 if full else 6, list[Trial]()
         for method, search in SEARCH.items():
@@ -109,13 +120,7 @@ class FedFrozenVision(Experiment):
     def compute(self, trial: Trial, inputs: TrialInputs) -> Values:
         part, files = trial.options["part"], dict[str, Any]()
         if trial.options["full"]:
-            weights = inputs.folder / WEIGHTS / "vit-b-32"
-            if not weights.exists():
-                raise MissingData(
-                    f"put torchvision's ImageNet weights of ViT-B/32 (vit_b_32, IMAGENET1K_V1) into {weights}, as "
-                    "model.safetensors or pytorch_model.bin"
-                )
-            files["pretrained"] = str(weights)
+            files["pretrained"] = str(inputs.folder / WEIGHTS / _FULL["model"])
         files["dataset"] = str(_images(inputs, part))
         return tuned(trial, inputs, SEARCH[trial.options["method"]], **files)
 

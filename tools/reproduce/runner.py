@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from difflib import get_close_matches
@@ -30,7 +29,7 @@ from typing import Any
 
 from tepal import __version__
 from tepal.records.columns import seconds_text
-from tepal.records.run_directory import LATEST, NOW, as_json, held, read_json, write_whole
+from tepal.records.run_directory import as_json, held, read_json, write_whole
 from tepal.report.page import figure_html, page
 from tepal.strategies import RoundFailed
 from tepal.tools.compare.page import style
@@ -39,12 +38,16 @@ from tepal.tools.reproduce.defaults import Defaults
 from tepal.tools.reproduce.ensemble_mnist import EnsembleMnist
 from tepal.tools.reproduce.ensemble_shakespeare import EnsembleShakespeare
 from tepal.tools.reproduce.ensemble_toy import EnsembleToy
-from tepal.tools.reproduce.experiment import Experiment, MissingData, Reproduction, Trial, TrialInputs
+from tepal.tools.reproduce.experiment import WEIGHTS, Experiment, MissingData, Reproduction, Trial, TrialInputs
 from tepal.tools.reproduce.fedacs import FedAcs
 from tepal.tools.reproduce.fedfrozen_costs import FedFrozenCosts
 from tepal.tools.reproduce.fedfrozen_simulation import FedFrozenSimulation
 from tepal.tools.reproduce.fedfrozen_vision import FedFrozenVision
 from tepal.tools.reproduce.hostile_clients import HostileClients
+from tepal.tools.reproduce.machine.device import AUTO, find_device
+from tepal.tools.reproduce.machine.memory import check_memory
+from tepal.tools.reproduce.machine.progress import Progress, TimeLeft
+from tepal.tools.reproduce.machine.weights import missing_weights
 from tepal.tools.reproduce.runs import METHOD_ROLE
 from tepal.tools.reproduce.selective import KINDS, Selective
 
@@ -60,7 +63,6 @@ EXPERIMENTS: Mapping[str, Experiment] = {
 
 _TRIALS = "cells"
 _DATA = "data.json"
-_PROGRESS_SECONDS = 60.0  # between two lines on runs in progress
 _STYLE = ".plot { height: auto; }\n"  # these figures have their own heights
 
 
@@ -89,6 +91,7 @@ def reproduce(
     log: Callable[[str], None],
     data: Path = Path("data"),
     at_once: int = 1,
+    device: str = AUTO,
 ) -> Path:
     """Compute the missing trials of an experiment, write its results, and return the page's path.
 
@@ -96,34 +99,62 @@ def reproduce(
         experiment: which one.
         folder: of all experiments; this one's subfolder has its name.
         full: the paper's scale instead of the small one.
-        log: called with a line for each trial, and with the progress of long runs.
+        log: called with a line for each trial, and with the progress of long runs and the time left.
         data: folder of the data sets, each under its name.
         at_once: number of trials to compute at a time, each in a process of its own with one thread; 1: in this one.
+        device: on which clients train; see `find_device`.
 
     Raises:
-        MissingData: data sets are missing.
+        MissingData: data sets or pretrained weights are missing.
+        TooLittleMemory: the largest trials need more than is free, whatever else they need.
+        ValueError: this machine does not have the device.
         OtherData: kept trials were computed from other data.
         RunInUse: another process computes this experiment.
         OSError: a file cannot be written.
     """
     place = folder / (f"{experiment.name}-full" if full else experiment.name)
-    found = find_data(data, experiment.data(full))
+    trials, where = experiment.trials(full), find_device(device)
+    todo = _missing(place, trials)
+    found = _find_inputs(experiment, full, data, place, any_left=bool(todo))
+    check_memory(todo, at_once, where)
     (place / _TRIALS).mkdir(parents=True, exist_ok=True)
-    trials = experiment.trials(full)
     left_out = dict[str, str]()
-    with held(place), _rounds_logged(place, log):
+    with held(place):
         _check_data(place, found)
         log(f"{experiment.title}: {experiment.paper}. {experiment.scale(full)}")
         numbers = {trial.name: number for number, trial in enumerate(trials, start=1)}
-        inputs = TrialInputs(place.absolute(), found)
-        for trial, ended in _compute(experiment, _missing(place, trials), inputs, at_once):
-            where = f"{numbers[trial.name]}/{len(trials)} {trial.name}"
-            if isinstance(ended, str):
-                left_out[trial.name] = ended
-                log(f"{where}: left out: {ended}")
-            else:
-                log(f"{where}: {seconds_text(ended)}")
+        inputs = TrialInputs(place.absolute(), found, device=str(where))
+        todo = _missing(place, trials)
+        with Progress(place, _time_left(place, trials, todo, at_once), log) as progress:
+            for trial, ended in _compute(experiment, todo, inputs, at_once):
+                said = f"{numbers[trial.name]}/{len(trials)} {trial.name}"
+                if isinstance(ended, str):
+                    left_out[trial.name] = ended
+                    log(f"{said}: left out: {ended}")
+                else:
+                    log(f"{said}: {seconds_text(ended)}")
+                progress.ended(trial.name, None if isinstance(ended, str) else ended)
         return _write(experiment, place, trials, full, left_out)
+
+
+def _find_inputs(experiment: Experiment, full: bool, data: Path, place: Path, *, any_left: bool) -> dict[str, Path]:
+    """The data sets; raises MissingData that names all data and, if any trial is left, all weights that are missing."""
+    problems, found = list[str](), dict[str, Path]()
+    try:
+        found = find_data(data, experiment.data(full))
+    except MissingData as error:
+        problems.append(str(error))
+    if any_left and (absent := missing_weights(place / WEIGHTS, experiment.weights(full))):
+        problems.append(f"missing pretrained weights; put them there:{absent}")
+    if problems:
+        raise MissingData("\n".join(problems))
+    return found
+
+
+def _time_left(place: Path, trials: Sequence[Trial], todo: Sequence[Trial], at_once: int) -> TimeLeft:
+    left = [trial.name for trial in todo]
+    kept = {name: read_json(_file(place, name)) for name in (trial.name for trial in trials) if name not in left}
+    return TimeLeft(trials, {name: of["seconds"] for name, of in kept.items() if of}, left, at_once)
 
 
 def _check_data(place: Path, found: Mapping[str, Path]) -> None:
@@ -145,29 +176,6 @@ def _missing(place: Path, trials: Sequence[Trial]) -> list[Trial]:
         if _computed(place, trial) is None or not due.isdisjoint(trial.needs):
             due.add(trial.name)
     return [trial for trial in trials if trial.name in due]
-
-
-@contextmanager
-def _rounds_logged(place: Path, log: Callable[[str], None]) -> Iterator[None]:
-    """Log the round of each run in progress at intervals, if it has changed."""
-    over = threading.Event()
-
-    def watch() -> None:
-        before: dict[str, str] = {}
-        while not over.wait(_PROGRESS_SECONDS):
-            runs = {path.parents[2].name: read_json(path) for path in sorted(place.glob(f"runs/*/runs/{LATEST}/{NOW}"))}
-            now = {name: f"{name} at round {of['round']} of {of['rounds']}" for name, of in runs.items() if of}
-            if news := [text for name, text in now.items() if name in before and text != before[name]]:
-                log(f"   {', '.join(news)}")
-            before = now
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
 
 
 def _compute(
@@ -287,7 +295,14 @@ def about(experiment: Experiment, full: bool, kept: Mapping[str, Mapping[str, An
     commits = ", ".join(sorted({of.get("commit") or "" for of in kept.values()} - {""}))
     version = f"tepal {__version__}{f' (commit {commits})' if commits else ''}"
     how = f"{len(kept)} trials, {seconds_text(seconds)} in total, {when}, {version}."
-    return [f"{experiment.paper}. {experiment.scale(full)}", *experiment.deviations, how]
+    return [f"{experiment.paper}. {experiment.scale(full)}", *experiment.deviations, how, *_weights_of(kept)]
+
+
+def _weights_of(kept: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A sentence on the pretrained weights that the trials started from, if any."""
+    started = {item for of in kept.values() for item in (of["values"].get("weights") or {}).items()}
+    texts = [f"{name} (sha256 {digest[:8]}…)" for name, digest in sorted(started)]
+    return [f"Pretrained weights: {', '.join(texts)}."] if texts else []
 
 
 def _file_name(title: str) -> str:
@@ -296,7 +311,7 @@ def _file_name(title: str) -> str:
 
 def _markdown(experiment: Experiment, results: Reproduction, about: Sequence[str]) -> str:
     parts = [f"## {experiment.title}", "\n".join(f"- {each}" for each in about)]
-    for table in results.tables:
+    for table in results.shown_tables:
         parts += [f"### {table.title}", table.markdown()]
     parts.append("\n".join(f"- {each}" for each in results.findings))
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -306,7 +321,7 @@ def _page(experiment: Experiment, results: Reproduction, about: Sequence[str]) -
     def points(sentences: Sequence[str]) -> str:
         return f"<ul>{''.join(f'<li>{escape(each)}</li>' for each in sentences)}</ul>"
 
-    tables = "".join(f"<h2>{escape(table.title)}</h2>{table.html()}" for table in results.tables)
+    tables = "".join(f"<h2>{escape(table.title)}</h2>{table.html()}" for table in results.shown_tables)
     body = (
         f"<header><h1>{escape(experiment.title)}</h1></header>{points(about)}"
         f"<h2>Findings</h2>{points(results.findings)}{tables}"

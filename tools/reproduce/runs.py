@@ -18,6 +18,7 @@ from tepal.strategies.in_process import InProcessGrid, Node
 from tepal.strategies.rounds.checkpoint import Checkpoints
 from tepal.tools.compare.picture import looks
 from tepal.tools.reproduce.experiment import Trial, TrialInputs, Values, table
+from tepal.tools.reproduce.machine.weights import digests
 from tepal.tools.reproduce.scores import ClientScores, correct_examples
 
 PAPER = "paper"
@@ -51,13 +52,20 @@ def trained(
         weights: where to save the final model.
         grid: see `measured`.
         files: keys of the run config that depend on this machine or on other trials.
+
+    Returns:
+        As `measured`, and `weights`: the pretrained weights that it started from, by name, with their SHA-256.
     """
     config = dict(trial.options["config"])
     name = str(config.get("dataset", ""))
     if name in inputs.data and "dataset" not in files:
         files["dataset-path"] = str(inputs.data[name])
-    folder = inputs.folder / "runs" / trial.name
-    return measured(config | files, int(trial.options["clients"]), folder, weights=weights, grid=grid)
+    folder, config = inputs.folder / "runs" / trial.name, config | files
+    started = digests(str(config.get("pretrained", "")), inputs.folder)
+    values = measured(
+        config, int(trial.options["clients"]), folder, weights=weights, grid=grid, device=inputs.device
+    )
+    return {**values, "weights": started}
 
 
 def measured(
@@ -67,6 +75,7 @@ def measured(
     *,
     weights: Path | None = None,
     grid: Connect | None = None,
+    device: str = "",
 ) -> Values:
     """Train as a run config says, in this process, and return what was measured.
 
@@ -78,11 +87,12 @@ def measured(
         folder: for the run's files and the clients' caches.
         weights: where to save the final model.
         grid: function of the nodes and the run config that connects them, and may replace their apps.
+        device: of the clients, as in their node config; "": a GPU if there is one, else the CPU.
 
     Returns:
         `server`, `clients`: accuracy on the server's examples, and mean over the clients of the accuracy on their own
         (None: not measured); `spread`: standard deviation of the latter over the clients; `of_clients`: each client's
-        last score (see `ClientScores`); `correct`: see `correct_examples`; `curve`: pairs (round,
+        latest score (see `ClientScores`); `correct`: see `correct_examples`; `curve`: pairs (round,
         accuracy); `bytes`: of all messages; `rounds`; for an ensemble the accuracy of its worst and best mode, the
         entropy of the mean prediction and the mean of the modes' entropies, in nats; `layers`: for each round the share
         of its clients that train each layer, if a method selects layers.
@@ -97,6 +107,8 @@ def measured(
     if stopped := [path for path in begun if Checkpoints(path / CHECKPOINTS).latest()]:
         values["resume"] = str(stopped[-1])
     common: dict[str, str | int | float] = {"num-partitions": clients, "cache-path": str(folder / "clients")}
+    if device:
+        common["device"] = device
     nodes = [Node(scores, {**common, "partition-id": k}) for k in range(clients)]
     directory = run((grid or InProcessGrid)(nodes, values), values)
     metrics = read_metrics(directory)

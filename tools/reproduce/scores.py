@@ -23,26 +23,28 @@ _ACCURACY = re.compile("(received|personal|ensemble)-accuracy")
 
 
 class ClientScores:
-    """An app that notes the accuracy that each client reports in an evaluation."""
+    """An app that notes the accuracy that each client reports in an evaluation; a later one replaces it."""
 
     def __init__(self, app: Callable[[Message, Context], Message]) -> None:
         self._app = app
-        self._scores: dict[int, tuple[int, float, int]] = {}
+        self._scores: dict[int, tuple[float, int]] = {}
 
     def __call__(self, message: Message, context: Context) -> Message:
-        round = int(message.metadata.group_id or 0)
         reply = self._app(message, context)
         if message.metadata.message_type == "evaluate" and reply.has_content():
             metrics: dict[str, Any] = dict(next(iter(reply.content.metric_records.values()), {}))
             for accuracy in (value for name, value in metrics.items() if _ACCURACY.fullmatch(name)):
-                examples = int(metrics["num-examples"])
-                self._scores[int(context.node_config["partition-id"])] = round, float(accuracy), examples
+                scored = float(accuracy), int(metrics["num-examples"])
+                self._scores[int(context.node_config["partition-id"])] = scored
         return reply
 
     def last(self) -> dict[str, tuple[float, int]]:
-        """Client (its number, as text) → accuracy and number of test examples, of the last round with an evaluation."""
-        latest = max((round for round, *_ in self._scores.values()), default=0)
-        return {str(k): (score, count) for k, (round, score, count) in sorted(self._scores.items()) if round == latest}
+        """Client (its number, as text) → accuracy and number of test examples, of the last round that scored it.
+
+        A client without a score in the last round, for instance because its training diverged, keeps its earlier one:
+        without it, what is compared on the clients that all runs scored would favour the run that failed on it.
+        """
+        return {str(client): score for client, score in sorted(self._scores.items())}
 
 
 def correct_examples(run: Path) -> str:
@@ -51,8 +53,9 @@ def correct_examples(run: Path) -> str:
     examples = held_out_inputs(predictor.config)
     assert examples is not None
     task = TASKS[predictor.config.kind]
-    found = predict(predictor.model, predictor.states(), torch.from_numpy(examples.values), predictor.training, task)
-    return packed(found.labels.numpy() == examples.labels)
+    inputs = torch.from_numpy(examples.values).to(next(predictor.model.parameters()).device)
+    found = predict(predictor.model, predictor.states(), inputs, predictor.training, task)
+    return packed(found.labels.cpu().numpy() == examples.labels)
 
 
 def packed(correct: NDArray[np.bool_]) -> str:

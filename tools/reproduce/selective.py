@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tepal.report.page import Figure, empty_plot
-from tepal.tools.reproduce.experiment import Experiment, MissingData, Reproduction, Trial, TrialInputs, Values, joined
+from tepal.tools.reproduce.experiment import WEIGHTS, Experiment, Reproduction, Trial, TrialInputs, Values, joined
 from tepal.tools.reproduce.runs import by_setting, trained
 from tepal.tools.reproduce.selective_data import CLASSES, domainnet, images, newsgroups, xglue
 from tepal.tools.reproduce.tuning import SEED, search_trials, tuned
@@ -167,6 +167,10 @@ class Selective(Experiment):
     def data(self, full: bool) -> Sequence[str]:
         return (self.kind.full_data if full else self.kind.data,)
 
+    def weights(self, full: bool) -> Mapping[str, str]:
+        model = str(self.kind.full_config["model"])
+        return {model: f"the paper's pretrained weights of {model}"} if full else {}
+
     def trials(self, full: bool) -> Sequence[Trial]:
         pretrained = not full and self.kind.data == "20newsgroups"
         trials = [Trial("pretrained", {"part": "pretraining", "config": PRETRAIN, "clients": 2})] if pretrained else []
@@ -187,7 +191,7 @@ class Selective(Experiment):
         part = trial.options["part"]
         files = self.files(trial.options, inputs)
         if part == "pretraining":
-            weights = inputs.folder / "weights" / "texts.safetensors"
+            weights = inputs.folder / WEIGHTS / "texts.safetensors"
             return trained(trial, inputs, weights=weights, **files)
         needed = {name: of for name, of in inputs.needed.items() if name != "pretrained"}
         searched = replace(inputs, needed=needed)
@@ -241,15 +245,12 @@ class Selective(Experiment):
             return {"dataset": str(images(self.kind.data, inputs, part, full=False))}
         folder = newsgroups(inputs.folder / "texts", inputs.data[self.kind.data])
         files = {"dataset": str(folder / f"{part}.jsonl"), "model": str(folder / "model")}
-        weights = inputs.folder / "weights" / "texts.safetensors"
+        weights = inputs.folder / WEIGHTS / "texts.safetensors"
         return files if part == "pretraining" else {**files, "pretrained": str(weights)}
 
     def _full_files(self, options: Values, inputs: TrialInputs) -> dict[str, Any]:
         data, model, part = self.kind.full_data, str(options["config"]["model"]), options["part"]
-        weights = inputs.folder / "weights" / model
-        if not weights.exists():
-            raise MissingData(f"put the paper's weights of {model} into {weights}")
-        files = {"pretrained": str(weights)}
+        files = {"pretrained": str(inputs.folder / WEIGHTS / model)}
         if data == "cifar-10":
             return {**files, "dataset": str(images(data, inputs, part, full=True))}
         write = domainnet if data == "domainnet" else xglue

@@ -35,6 +35,9 @@ class Squares:
     def data(self, full):
         return ()
 
+    def weights(self, full):
+        return {}
+
     def scale(self, full):
         return "All of it." if full else "Few numbers."
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tepal.client_app.app import app
-from tepal.records.run_directory import find_run
+from tepal.records.run_directory import CHECKPOINTS, find_run
 from tepal.server_app.config import defaults
 from tepal.server_app.run import run
 from tepal.strategies.in_process import InProcessGrid, Node
@@ -28,6 +29,7 @@ from tepal.tools.reproduce.experiment import MissingData, Reproduction, Trial, T
 from tepal.tools.reproduce.fedacs import METHODS as METHODS_OF_FEDACS
 from tepal.tools.reproduce.fedacs import FedAcs
 from tepal.tools.reproduce.fedfrozen_vision import METHODS, PAPER, FedFrozenVision
+from tepal.tools.reproduce.machine import progress
 from tepal.tools.reproduce.runner import EXPERIMENTS, OtherData, reproduce
 from tepal.tools.reproduce.runs import mean_text, measured, slug
 from tepal.tools.reproduce.selective import Selective
@@ -195,6 +197,9 @@ class Sums:
     def data(self, full):
         return ()
 
+    def weights(self, full):
+        return {}
+
     def scale(self, full):
         return "All."
 
@@ -293,10 +298,53 @@ def test_rounds_of_long_runs_are_said_while_they_go_on(tmp_path, monkeypatch):
             values = measured(config, 3, inputs.folder / "runs" / trial.name)
             return {"sum": values["rounds"]}
 
-    monkeypatch.setattr(runner, "_PROGRESS_SECONDS", 0.01)
+    monkeypatch.setattr(progress, "SECONDS", 0.01)
     reproduce(Long(), tmp_path, full=False, log=lines.append)
     told = [line for line in lines if "at round" in line]
     assert told and set(told) <= {f"   digits at round {k} of 3" for k in range(4)} and len(set(told)) == len(told)
+
+
+class Runs(Sums):
+    """Short runs, two of which need the first."""
+
+    name = "short-runs"
+
+    def trials(self, full):
+        config = {**SMALL, "strategy": "fedavg", "num-server-rounds": 12, "local-steps": 2}
+        runs = {f"run-{k}": {"config": {**config, "seed": k}, "clients": 4} for k in range(4)}
+        return [Trial(name, options, ("run-0",) * (name in ("run-2", "run-3"))) for name, options in runs.items()]
+
+    def compute(self, trial, inputs):
+        return runs.trained(trial, inputs)
+
+    def results(self, found):
+        rows = [(name, of["server"]) for name, of in sorted(found.items())]
+        return Reproduction([table("Accuracies", ("trial", "accuracy"), rows)])
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="processes are looked for in /proc")
+def test_an_experiment_that_was_killed_with_all_its_processes_goes_on_to_the_same_results(tmp_path):
+    code = (
+        "from pathlib import Path; from tepal.tools.reproduce.runner import reproduce; "
+        "from tests.unit.tools.reproduce.test_reproduce_runs import Runs\n"
+        f"if __name__ == '__main__': "
+        f"reproduce(Runs(), Path({str(tmp_path / 'killed')!r}), full=False, log=print, at_once=2)"
+    )
+    (tmp_path / "killed.py").write_text(code)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))}
+    parent = subprocess.Popen([sys.executable, tmp_path / "killed.py"], env=environment, start_new_session=True)
+    place = tmp_path / "killed" / "short-runs"
+    try:  # in mid-run: rounds of a run have ended, and the run has not
+        until(lambda: any(place.glob(f"runs/*/runs/*/{CHECKPOINTS}/*")))
+    finally:
+        os.killpg(parent.pid, signal.SIGKILL)
+        parent.wait()
+    missing = runner._missing(place, Runs().trials(False))
+    assert missing and any(place.glob("runs/*"))
+    pages = [reproduce(Runs(), tmp_path / of, full=False, log=print) for of in ("killed", "whole")]
+    interrupted, whole = (page.with_name("accuracies.csv").read_text() for page in pages)
+    assert interrupted == whole and whole.count("run-") == 4 and not any(place.glob("runs/*"))
 
 
 class Slow(Sums):
@@ -487,13 +535,6 @@ def test_newsgroups_are_divided_by_subject_and_domain(tmp_path, data):
     changed = (folder / "main.jsonl").stat().st_mtime_ns
     selective.newsgroups(tmp_path / "texts", data / "20newsgroups.jsonl")
     assert (folder / "main.jsonl").stat().st_mtime_ns == changed
-
-
-def test_at_full_scale_missing_weights_are_asked_for(tmp_path, data):
-    for experiment in (FedFrozenVision(), Selective("labels")):
-        paths = dict.fromkeys(experiment.data(full=True), data)
-        with pytest.raises(MissingData, match=str(tmp_path / "weights")):
-            experiment.compute(experiment.trials(full=True)[0], TrialInputs(tmp_path, paths))
 
 
 def test_tables_have_the_papers_numbers_beside_ours():

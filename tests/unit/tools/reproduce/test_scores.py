@@ -2,12 +2,14 @@
 
 import numpy as np
 import pytest
+from flwr.app import Error, Message, MetricRecord, RecordDict
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from tepal.strategies.in_process import InProcessGrid, Node
 from tepal.tools.reproduce.runs import measured
-from tepal.tools.reproduce.scores import packed, unpacked
+from tepal.tools.reproduce.scores import ClientScores, packed, unpacked
 
 SMALL = {"dataset": "digits", "model": "cnn", "num-server-rounds": 2, "local-steps": 2, "min-clients": 2,
          "score-in-training": False}  # fmt: skip
@@ -31,6 +33,20 @@ def test_means_are_those_of_the_clients_and_of_the_examples(tmp_path, strategy, 
         assert unpacked(values["correct"]).mean() == pytest.approx(values["server"], abs=1e-6)
 
 
-def test_a_clients_score_is_of_the_last_round_with_an_evaluation(tmp_path):
-    values = measured({**SMALL, "strategy": "fedavg", "fraction-evaluate": 0.5}, 4, tmp_path / "cell")
-    assert 0 < len(values["of_clients"]) <= 4
+def test_a_client_without_a_score_in_the_last_round_keeps_its_latest():
+    reported = {(1, 0): 0.25, (1, 1): 0.5, (2, 1): 0.75, (3, 0): 1.0}  # (round, client) → accuracy; others fail
+
+    def app(message, context):
+        accuracy = reported.get((int(message.metadata.group_id), context.node_config["partition-id"]))
+        if accuracy is None:
+            return Message(Error(0, "its training diverged"), reply_to=message)
+        metrics = MetricRecord({"received-accuracy": accuracy, "num-examples": 10})
+        return Message(RecordDict({"metrics": metrics}), reply_to=message)
+
+    scores = ClientScores(app)
+    nodes = [Node(scores, {"partition-id": k}) for k in range(2)]
+    grid = InProcessGrid(nodes)
+    for number in (1, 2, 3):
+        sent = [Message(RecordDict(), node, "evaluate", group_id=str(number)) for node in grid.get_node_ids()]
+        assert len(list(grid.send_and_receive(sent))) == 2
+    assert scores.last() == {"0": (1.0, 10), "1": (0.75, 10)}
