@@ -1,8 +1,8 @@
 """FedACS, six other methods and local training on Fashion-MNIST and CIFAR-10 (arXiv 2312.15148).
 
 Settings: two classes per client; Dirichlet .5; 50 training examples each at five Dirichlet distributions (Tables 1 and
-2); 500 clients of which a tenth participates. The settings of every method are searched on other clients, which share
-no image with those of the results.
+2); 500 clients by Dirichlet .5, of which a tenth participates. The settings of every method are searched on other
+clients, which, but for those of the 500, share no image with those of the results.
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ SETTINGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "scarce": ("50 examples each, Dirichlet .5", _DRAWN),
     "dirichlet": ("Dirichlet .5", {"partitioner": "dirichlet", "dirichlet-alpha": 0.5, "test-fraction": 0.3}),
-    "many": ("500 clients, a tenth participates", {**_DRAWN, "fraction-train": 0.1}),
+    "many": (
+        "500 clients, a tenth participates, Dirichlet .5",
+        {"partitioner": "dirichlet", "dirichlet-alpha": 0.5, "test-fraction": 1 / 6, "fraction-train": 0.1},
+    ),
 }  # fmt: skip
 """Setting → its text in tables and titles, and its keys of the run config."""
 _COMMON: Mapping[str, Any] = {
@@ -60,6 +63,7 @@ _COMMON: Mapping[str, Any] = {
     "fraction-evaluate": 1.0, "held-out-fraction": 0.0, "local-steps": 10, "score-in-training": False,
 }  # fmt: skip
 _SCARCE = 80  # examples per client, of which 50 are trained on
+_OTHER_FILES = ("scarce", "many")  # settings whose file of images is their own
 _CAPTION = "Mean over the clients of the accuracy of each one's model on its own test examples."
 
 
@@ -78,15 +82,20 @@ class FedAcs(Experiment):
         "20x20."
     )
     full_scale = (
-        "Two thirds of all images, the rest to search on; 100 clients, or 500 of which a tenth participates; 100 "
-        "rounds, five seeds, 20 trials of a search for each method."
+        "100 clients with two classes each, by Dirichlet .5, or with 50 training examples each at all α, on two thirds "
+        "of all images; the rest is searched on. 500 clients share all images by Dirichlet .5, those of the search "
+        "among them; they train on 100 to 120 on average, with the settings that were found with 50. 100 rounds, five "
+        "seeds, 20 trials of a search for each method. The paper divides all images. It does not say on how many a "
+        "client is tested (here on 30 % of its own; on 30 if it trains on 50; of the 500, on a sixth), nor how many of "
+        "the 500 participate (here 50)."
     )
     deviations = (
-        "The paper does not give network, learning rate, local epochs and p: here LeNet-5, SGD, ten batches of 32 per "
-        "round, a constant rate.",
-        "Learning rate and options of every method are found by the same number of trials of Optuna's TPE sampler, on "
-        "other clients that share no image with those of the results, with one seed. The 500 clients use the settings "
-        "that were found with 50 examples each, and all images.",
+        "The paper gives neither network, learning rate, rounds, local epochs, batch size nor p: here "
+        "LeNet-5, SGD, ten batches of 32 per round, a constant rate.",
+        "Learning rate and options of every method are found by the same number of trials of Optuna's TPE sampler with "
+        "one seed, on images that the results of the searched setting do not have.",
+        "With 50 training examples each, a client draws its images by label shares of its own from the Dirichlet "
+        "distribution. The paper divides each class among the clients, and keeps 50 of a client's examples.",
         "All methods of a setting are scored on the same clients: those that every run scored. Differences are paired "
         "by seed; intervals are Student's at 95 %.",
         "Figure 1 of the paper has no numbers; Tables 1 and 2 have.",
@@ -105,19 +114,19 @@ class FedAcs(Experiment):
                 of = _name("scarce" if setting == "many" else setting, method)
                 needs = tuple(f"{of}-search-{number}" for number in range(searched))
                 if setting != "many":
-                    options = _options(data, setting, method, full, part="validation")
-                    trials += search_trials(of, options, search, searched)
+                    validation = options(data, setting, method, full, part="validation")
+                    trials += search_trials(of, validation, search, searched)
                 alphas = ALPHAS if full else (0.1, 0.5, 5.0)
                 varied = alphas if setting == "scarce" and method in ("FedACS", "Local") else (0.5,)
                 trials += [
                     Trial(f"{_name(setting, method, alpha)}-{seed}",
-                          _options(data, setting, method, full, alpha=alpha, seed=seed), needs)
+                          options(data, setting, method, full, alpha=alpha, seed=seed), needs)
                     for alpha in varied for seed in seeds
                 ]  # fmt: skip
         return trials
 
     def compute(self, trial: Trial, inputs: TrialInputs) -> Values:
-        return tuned(trial, inputs, METHODS[trial.options["method"]], dataset=str(_file(trial.options, inputs)))
+        return tuned(trial, inputs, METHODS[trial.options["method"]], dataset=str(images_file(trial.options, inputs)))
 
     def results(self, found: Mapping[str, Values]) -> Reproduction:
         (data,) = self.datasets
@@ -161,9 +170,10 @@ def _name(setting: str, method: str, alpha: float = 0.5) -> str:
     return f"{setting}-{slug(method)}" + (f"-alpha{alpha}" if alpha != 0.5 else "")
 
 
-def _options(
+def options(
     data: str, setting: str, method: str, full: bool, *, part: str = "main", alpha: float = 0.5, seed: int = SEED
 ) -> dict[str, Any]:
+    """A trial's options; a search, `part` "validation", has half of the clients of the results, `part` "main"."""
     clients = (500 if setting == "many" else 100) if full else 24
     config: dict[str, Any] = {
         **_COMMON, **SETTINGS[setting][1], "strategy": slug(method), "normalise": data, "seed": seed,
@@ -177,19 +187,20 @@ def _options(
     }  # fmt: skip
 
 
-def _file(options: Mapping[str, Any], inputs: TrialInputs) -> Path:
-    """A file of the images of a setting, written once; settings are searched on a third of all images."""
-    data, setting, part, alpha = options["data"], options["setting"], options["part"], options["alpha"]
-    drawn = setting in ("scarce", "many")  # each client's images are drawn here, not by the run's partitioner
-    path = inputs.folder / "images" / f"{data}-{setting if drawn else 'all'}-{part}{alpha if drawn else ''}.npz"
+def images_file(of: Mapping[str, Any], inputs: TrialInputs) -> Path:
+    """A file of the images for a trial's options, written once; settings are searched on a third of all images."""
+    data, setting, part, alpha = of["data"], of["setting"], of["part"], of["alpha"]
+    drawn = setting == "scarce"  # each client's images are drawn here, not by the run's partitioner
+    name = f"{setting if setting in _OTHER_FILES else 'all'}-{part}{alpha if drawn else ''}"
+    path = inputs.folder / "images" / f"{data}-{name}.npz"
     if path.exists():
         return path
     train, test = shuffled_images(data, inputs.data[data])
     images = train if test is None else Images(
         np.concatenate([train.images, test.images]), np.concatenate([train.labels, test.labels])
     )  # fmt: skip
-    clients = int(options["clients"])
-    most = len(images) if options["full"] else min(len(images), 7_200)
+    clients = int(of["clients"])
+    most = len(images) if of["full"] else min(len(images), 7_200)
     share = most if setting == "many" else most * 2 // 3
     chosen = images.first(share) if part == "main" else images.first(most - share, after=share)
     if drawn:  # a third of the examples is left over, so that the last clients get their distribution, too

@@ -34,6 +34,7 @@ from tepal.report.page import figure_html, page
 from tepal.strategies import RoundFailed
 from tepal.tools.compare.page import style
 from tepal.tools.reproduce.data import find_data, sizes
+from tepal.tools.reproduce.defaults import Defaults
 from tepal.tools.reproduce.ensemble_mnist import EnsembleMnist
 from tepal.tools.reproduce.ensemble_shakespeare import EnsembleShakespeare
 from tepal.tools.reproduce.ensemble_toy import EnsembleToy
@@ -56,7 +57,7 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     for each in (
         FedFrozenSimulation(), FedFrozenCosts(), *map(FedFrozenVision, FEDFROZEN.values()), EnsembleToy(),
         EnsembleMnist(), EnsembleShakespeare(), FedAcs("fashion-mnist", "Fashion-MNIST"),
-        FedAcs("cifar-10", "CIFAR-10"), *map(Selective, KINDS), HostileClients(),
+        FedAcs("cifar-10", "CIFAR-10"), *map(Selective, KINDS), HostileClients(), Defaults(),
     )
 }  # fmt: skip
 """All experiments by name."""

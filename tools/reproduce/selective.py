@@ -6,35 +6,19 @@ layers. The settings of every selection are searched on examples that the result
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tepal.records.run_directory import write_whole
 from tepal.report.page import Figure, empty_plot
-from tepal.tools.reproduce.data import Images, shuffled_images, write_images
-from tepal.tools.reproduce.experiment import (
-    WEIGHTS,
-    Experiment,
-    MissingData,
-    Reproduction,
-    Trial,
-    TrialInputs,
-    Values,
-    joined,
-)
-from tepal.tools.reproduce.networks import write_text_model
+from tepal.tools.reproduce.experiment import WEIGHTS, Experiment, Reproduction, Trial, TrialInputs, Values, joined
 from tepal.tools.reproduce.runs import by_setting, trained
+from tepal.tools.reproduce.selective_data import CLASSES, domainnet, images, newsgroups, xglue
 from tepal.tools.reproduce.tuning import SEED, search_trials, tuned
 from tepal.tools.reproduce.versus import by_seed, on_server, versus
 from tepal.tools.spaces import Choices, Range, Space
-from tepal.training.data.config import DataConfig
-from tepal.training.data.examples import Source, Texts
-from tepal.training.data.sources import named_source
 
 SELECTIONS = ("full", "top", "bottom", "both", "snr", "rgn", "gradient")
 BUDGETS = {"1": 1, "2": 2, "1-4": 0}
@@ -73,45 +57,69 @@ _COMMON: Mapping[str, Any] = {
 _SMALL: Mapping[str, Any] = {
     "fraction-train": 0.5, "num-server-rounds": 15, "evaluate-every": 5, "local-steps": 10, "batch-size": 16,
 }  # fmt: skip
+_FULL: Mapping[str, Any] = {"fraction-train": 0.2, "evaluate-every": 10, "test-fraction": 0.0001}
 _VIT: Mapping[str, Any] = {"model": "compact-vit", "pretrained": "compact-vit-c100", "normalise": "cifar-100"}
-_CLIP: Mapping[str, Any] = {"model": "openai/clip-vit-base-patch32", "image-shape": "3x224x224", "batch-size": 64}
+_CLIP: Mapping[str, Any] = {
+    **_FULL, "model": "openai/clip-vit-base-patch32", "image-shape": "3x224x224", "normalise": "clip", "batch-size": 64,
+}  # fmt: skip
+_OF_VIT = (
+    "vision transformers of five layers that were trained on CIFAR-100 (compact-vit-c100) instead of CLIP ViT-B/32; "
+    "4,000 images, 20 clients, ten of them per round, 15 rounds of ten steps"
+)
+_OF_CLIP = (
+    "CLIP ViT-B/32 with its own normalisation; batches of 64. Images are resized to 224x224 by bilinear interpolation, "
+    "in CLIP by a bicubic one and a crop. The text has CLIP's weights from DataComp, the authors' code OpenAI's: "
+    "weights/ decides"
+)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """How clients differ: data sets, number of clients, and run config of the small and the full setting."""
+    """How clients differ, and of the small and the full setting (of 100 clients): the data set, the run config, and
+    what they are, in words."""
 
     title: str
     data: str
     clients: int
     config: Mapping[str, Any]
+    small: str
     full_data: str
-    full_clients: int
     full_config: Mapping[str, Any]
+    full: str
 
 
+FULL_CLIENTS = 100
 KINDS: Mapping[str, Kind] = {
     "labels": Kind(
         "clients differ in labels", "cifar-10", 20, {**_VIT, "partitioner": "dirichlet", "dirichlet-alpha": 0.1},
-        "cifar-10", 100,
-        {**_CLIP, "partitioner": "dirichlet", "dirichlet-alpha": 0.1, "normalise": "cifar-10", "fraction-train": 0.2,
-         "num-server-rounds": 50, "local-steps": 5},
+        f"CIFAR-10 by Dirichlet .1; {_OF_VIT}",
+        "cifar-10",
+        {**_CLIP, "partitioner": "dirichlet", "dirichlet-alpha": 0.1, "num-server-rounds": 50, "local-steps": 5},
+        f"CIFAR-10 by Dirichlet .1; 50 rounds of five steps; {_OF_CLIP}. A client has at least ten images",
     ),
     "domains": Kind(
         "clients differ in domains", "pacs", 20, {**_VIT, "partitioner": "natural"},
-        "domainnet", 6,
-        {**_CLIP, "partitioner": "natural", "normalise": "domainnet", "num-server-rounds": 30, "local-steps": 1},
+        f"PACS instead of DomainNet, a client has a fifth of a domain; {_OF_VIT}",
+        "domainnet",
+        {**_CLIP, "partitioner": "natural", "classes": len(CLASSES), "num-server-rounds": 30, "local-steps": 1},
+        "DomainNet, a client has random images of one domain; 30 rounds of one step; "
+        f"{_OF_CLIP}. Ten classes, as in the authors' code; the text does not say how many",
     ),
     "texts": Kind(
         "clients differ in newsgroups", "20newsgroups", 16,
         {"partitioner": "natural", "text-column": "text", "split-column": "split", "group-column": "group",
          "text-length": 48, "num-server-rounds": 10, "evaluate-every": 10},
-        "xglue-nc", 100,
-        {"model": "xlm-roberta-base", "partitioner": "dirichlet", "fraction-train": 0.2, "num-server-rounds": 20,
-         "local-epochs": 1, "batch-size": 32},
+        "a text model of four layers that was pretrained on other newsgroups instead of XLM-R-base; ten newsgroups by "
+        "subject instead of XGLUE-NC, a client has an eighth of one newsgroup of each subject; 16 clients, eight of "
+        "them per round, ten rounds of ten steps",
+        "xglue-nc",
+        {**_FULL, "model": "xlm-roberta-base", "partitioner": "natural", "num-server-rounds": 20, "local-epochs": 1,
+         "batch-size": 32},
+        "XGLUE-NC and XLM-R-base, a client has texts of one of five languages; 20 rounds of one local epoch, batches "
+        "of 32. The text does not say which texts are trained on; here, as in the authors' code, XGLUE's validation "
+        "texts, of which all languages have as many. Title and body are a pair, in the authors' code one text",
     ),
 }  # fmt: skip
-_TEXT_MODEL = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 256}
 PRETRAIN: Mapping[str, Any] = {
     **{key: value for key, value in KINDS["texts"].config.items() if key != "group-column"}, "partitioner": "iid",
     "strategy": "fedavg", "num-server-rounds": 8, "evaluate-every": 8, "local-epochs": 1, "batch-size": 32,
@@ -119,18 +127,6 @@ PRETRAIN: Mapping[str, Any] = {
     "fraction-evaluate": 0.0, "score-in-training": False, "seed": 42,
 }  # fmt: skip
 """The run that pretrains the small text model, on other newsgroups."""
-
-# Newsgroups by subject. The first two of each subject are its two domains; the small text model is pretrained on the
-# others, each a class.
-SUBJECTS = {
-    "computers": ("comp.graphics", "comp.os.ms-windows.misc", "comp.sys.ibm.pc.hardware",
-                  "comp.sys.mac.hardware", "comp.windows.x"),
-    "leisure": ("rec.autos", "rec.motorcycles", "rec.sport.baseball", "rec.sport.hockey"),
-    "science": ("sci.crypt", "sci.electronics", "sci.med", "sci.space"),
-    "politics": ("talk.politics.guns", "talk.politics.mideast", "talk.politics.misc"),
-    "religion": ("alt.atheism", "soc.religion.christian", "talk.religion.misc"),
-}  # fmt: skip
-_DOMAINS, _PARTS = 2, 8
 
 
 class Selective(Experiment):
@@ -143,29 +139,30 @@ class Selective(Experiment):
     paper = "Selective layer fine-tuning, Tables 1 and 2, Figure 2 (arXiv 2408.15600)"
     deviations = (
         "The learning rate of every selection, for gradients also λ (as a share) and whether budgets are filled, are "
-        f"found by the same number of trials of Optuna's TPE sampler with R = {SEARCHED}, on examples that the results "
-        "do not have. The paper has one rate for all, and tunes λ between 1 and 1000 for every data set.",
+        f"found by the same number of trials of Optuna's TPE sampler with R = {SEARCHED}, and never by test examples "
+        "of the results. The paper has one rate, .01, for all, and tunes λ between 1 and 1000 for every data set.",
+        "Gradients of one batch decide on layers; in the authors' code, sums over all batches. Accuracy is that after "
+        "the last round; the authors' code records the best of all rounds.",
         "Differences are paired by seed; intervals are Student's at 95 %.",
-        "The small setting has vision transformers of five layers that were trained on CIFAR-100 (compact-vit-c100), "
-        "and a text model of four layers that was pretrained on other newsgroups, instead of CLIP ViT-B/32 and XLM-R. "
-        "PACS replaces DomainNet, and newsgroups by subject replace XGLUE-NC: a client has one domain, or one "
-        "newsgroup of each subject.",
-        "--full omits question answering with LLaMA-2-7B, has one client per domain of DomainNet (the paper: 100 "
-        "clients), divides XGLUE-NC by a Dirichlet distribution (the paper: by languages), and normalises images by "
-        "their data set's statistics (CLIP has its own).",
-    )
-    small_scale = (
-        "4,000 images, or ten newsgroups; 20 clients (16), half of them per round, 15 rounds (10) of ten steps; five "
-        "seeds, six trials of a search; R = 1 and R = 1 to 4."
-    )
-    full_scale = (
-        "The paper's models, data sets, rounds and batch sizes, from pretrained weights in weights/; five seeds, "
-        "twelve trials of a search."
+        "Question answering with LLaMA-2-7B is omitted.",
     )
 
     def __init__(self, kind: str) -> None:
         self.name, self.kind = f"selective-{kind}", KINDS[kind]
         self.title = f"Selective layer fine-tuning: {self.kind.title}"
+
+    def scale(self, full: bool) -> str:
+        if full:
+            return (
+                f"{_begun(self.kind.full)}. 100 clients, 20 of them per round; R = 1, 2, and 1 to 4; five seeds, "
+                "twelve trials of a search, which trains on four fifths of the training examples and is scored on the "
+                "rest. Results train on all but one example of each client, and are scored on the data set's test "
+                "examples."
+            )
+        return (
+            f"{_begun(self.kind.small)}; R = 1 and R = 1 to 4; five seeds, six trials of a search, which shares no "
+            "example with the results."
+        )
 
     def data(self, full: bool) -> Sequence[str]:
         return (self.kind.full_data if full else self.kind.data,)
@@ -179,20 +176,20 @@ class Selective(Experiment):
         trials = [Trial("pretrained", {"part": "pretraining", "config": PRETRAIN, "clients": 2})] if pretrained else []
         before, searched = tuple(trial.name for trial in trials), 12 if full else 6
         for selection, search in SEARCH.items():
-            options = self._options(selection, SEARCHED, SEED, full, "search")
+            options = self.options(selection, SEARCHED, SEED, full, "search")
             of = search_trials(selection, options, search, searched)
             trials += [replace(trial, needs=(*before, *trial.needs)) for trial in of]
             needs = (*before, *(trial.name for trial in of))
             budgets = ("1",) if selection == "full" else BUDGETS if full else ("1", "1-4")
             trials += [
-                Trial(f"{selection}-{budget}-{seed}", self._options(selection, budget, seed, full, "main"), needs)
+                Trial(f"{selection}-{budget}-{seed}", self.options(selection, budget, seed, full, "main"), needs)
                 for budget in budgets for seed in (1, 2, 3, 4, 5)
             ]  # fmt: skip
         return trials
 
     def compute(self, trial: Trial, inputs: TrialInputs) -> Values:
         part = trial.options["part"]
-        files = self._files(trial, inputs)
+        files = self.files(trial.options, inputs)
         if part == "pretraining":
             weights = inputs.folder / WEIGHTS / "texts.safetensors"
             return trained(trial, inputs, weights=weights, **files)
@@ -220,29 +217,49 @@ class Selective(Experiment):
             parts.append(Reproduction([], [figure]))
         return joined(*parts)
 
-    def _options(self, selection: str, budget: str, seed: int, full: bool, part: str) -> dict[str, Any]:
+    def options(self, selection: str, budget: str, seed: int, full: bool, part: str) -> dict[str, Any]:
+        """A trial's options.
+
+        Args:
+            selection: one of `SELECTIONS`.
+            budget: one of `BUDGETS`.
+            seed: the run config's.
+            full: the paper's setting instead of the small one.
+            part: "main", or "search".
+        """
         kind = self.kind
         config: dict[str, Any] = {
             **_COMMON, **(kind.full_config if full else {**_SMALL, **kind.config}), "selective.selection": selection,
             "seed": seed,
         }  # fmt: skip
         config |= {"selective.budget": float(BUDGETS[budget])} if BUDGETS[budget] else {"selective.draw-budgets": True}
-        clients = kind.full_clients if full else kind.clients
+        clients = FULL_CLIENTS if full else kind.clients
         return {"selection": selection, "part": part, "full": full, "config": config, "clients": clients}
 
-    def _files(self, trial: Trial, inputs: TrialInputs) -> dict[str, Any]:
-        """Keys of the run config with files of this machine. Raises MissingData."""
-        part, data = trial.options["part"], self.kind.data
-        if trial.options.get("full"):
-            data, model = self.kind.full_data, str(trial.options["config"]["model"])
-            weights = inputs.folder / WEIGHTS / model
-            return {"dataset": data, "dataset-path": str(inputs.data[data]), "pretrained": str(weights)}
-        if data != "20newsgroups":
-            return {"dataset": str(_images(data, inputs, part))}
-        folder = newsgroups(inputs.folder / "texts", inputs.data[data])
+    def files(self, options: Values, inputs: TrialInputs) -> dict[str, Any]:
+        """Keys of the run config with files of this machine, for a trial's options. Raises MissingData."""
+        part = options["part"]
+        if options.get("full"):
+            return self._full_files(options, inputs)
+        if self.kind.data != "20newsgroups":
+            return {"dataset": str(images(self.kind.data, inputs, part, full=False))}
+        folder = newsgroups(inputs.folder / "texts", inputs.data[self.kind.data])
         files = {"dataset": str(folder / f"{part}.jsonl"), "model": str(folder / "model")}
         weights = inputs.folder / WEIGHTS / "texts.safetensors"
         return files if part == "pretraining" else {**files, "pretrained": str(weights)}
+
+    def _full_files(self, options: Values, inputs: TrialInputs) -> dict[str, Any]:
+        data, model, part = self.kind.full_data, str(options["config"]["model"]), options["part"]
+        files = {"pretrained": str(inputs.folder / WEIGHTS / model)}
+        if data == "cifar-10":
+            return {**files, "dataset": str(images(data, inputs, part, full=True))}
+        write = domainnet if data == "domainnet" else xglue
+        folder = write(inputs.folder / data / part, inputs.data[data], part, FULL_CLIENTS)
+        return {**files, "dataset": data, "dataset-path": str(folder)}
+
+
+def _begun(text: str) -> str:
+    return text[0].upper() + text[1:]
 
 
 _CAPTION = "Accuracy on examples that no client has."
@@ -255,70 +272,6 @@ def _layers(runs: Mapping[int, Values], budget: str) -> Reproduction:
     most = ", ".join(f"{k + 1} ({shares[k]:.0%})" for k in np.argsort(-shares) if shares[k] >= 0.005)
     finding = f"R = {budget}: gradients select {shares.sum():.2f} layers per client; of {len(shares)} layers {most}."
     return Reproduction([], [_selected(layers[0], budget)], [finding])
-
-
-def _images(data: str, inputs: TrialInputs, part: str) -> Path:
-    """A file of the images of the results or of the search, written once; they share none. For PACS a group is a fifth
-    of a domain."""
-    path = inputs.folder / "images" / f"{data}-{part}.npz"
-    if path.exists():
-        return path
-    train, test = shuffled_images(data, inputs.data[data], seed=1)
-    if test is None:
-        test, train = train.first(1_500), train.first(len(train), after=1_500)
-    eighth = min(len(train), 8_000) // 8
-    chosen, tested = train.first(4 * eighth), test.first(1_500)
-    if part == "search":
-        chosen, tested = train.first(3 * eighth, after=4 * eighth), train.first(eighth, after=7 * eighth)
-    if data == "pacs":
-        if chosen.groups is None:
-            raise MissingData(f"{inputs.data[data]} has no domain for each image")
-        fifths = [int(np.sum(chosen.groups[:k] == group)) % 5 for k, group in enumerate(chosen.groups)]
-        groups = np.array([f"{group}-{k}" for group, k in zip(chosen.groups, fifths, strict=True)])
-        chosen = Images(chosen.images, chosen.labels, groups)
-    return write_images(path, chosen, tested)
-
-
-def newsgroups(folder: Path, path: Path) -> Path:
-    """Write tables of texts, once, and the folder of a small model: newsgroups to pretrain on (`pretraining.jsonl`),
-    and newsgroups by domain for the results (`main.jsonl`) and for the search (`search.jsonl`), a third of the training
-    texts, of which a quarter is its test set.
-
-    Labels are the newsgroups to pretrain on, and the subjects otherwise; a group is an eighth of a domain.
-
-    Returns:
-        The folder.
-    """
-    lines: dict[str, list[str]] = {"pretraining": [], "search": [], "main": []}
-    if (folder / "main.jsonl").exists():
-        return folder
-    source = named_source(DataConfig(dataset="20newsgroups", dataset_path=str(path)))
-    assert isinstance(source, Source) and isinstance(source.train, Texts) and isinstance(source.test, Texts)
-    subjects = list(SUBJECTS)
-    domain_of = {name: (k, subjects.index(subject)) for subject, names in SUBJECTS.items()
-                 for k, name in enumerate(names[:_DOMAINS])}  # fmt: skip
-    others = [name for names in SUBJECTS.values() for name in names[_DOMAINS:]]
-    for split, part in (("train", source.train), ("test", source.test)):
-        assert part.labels is not None
-        count: dict[int, int] = {}
-        for text, label in zip(part.texts, part.labels, strict=True):
-            name = source.class_names[label]
-            if name in domain_of:
-                domain, subject = domain_of[name]
-                number = count[domain] = count.get(domain, -1) + 1
-                searched = split == "train" and number // _PARTS % 3 == 0
-                tested = searched and number // _PARTS // 3 % 4 == 0
-                line = {"text": text, "label": subject, "split": "test" if tested else split,
-                        "group": f"{domain}-{number % _PARTS}"}  # fmt: skip
-                lines["search" if searched else "main"].append(json.dumps(line))
-            elif name in others:
-                lines["pretraining"].append(
-                    json.dumps({"text": text, "label": others.index(name), "split": split})
-                )
-    write_text_model(folder / "model", source.train.texts, _TEXT_MODEL)
-    for name, each in lines.items():
-        write_whole(folder / f"{name}.jsonl", ("\n".join(each) + "\n").encode())
-    return folder
 
 
 def _selected(layers: Sequence[Sequence[float]], budget: str) -> Figure:

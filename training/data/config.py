@@ -143,7 +143,8 @@ class DataConfig(BaseModel):
     normalise: str = Field(
         default="",
         description="scale images to mean 0 and standard deviation 1 by the statistics of this data set (mnist, "
-        "fashion-mnist, cifar-10, cifar-100; pacs, domainnet, openimage: by ImageNet's) or by numbers as "
+        "fashion-mnist, cifar-10, cifar-100; pacs, domainnet, openimage: by ImageNet's; clip: by those of CLIP's "
+        "pretrained models) or by numbers as "
         '"mean/std", such as "0.5/0.25", with commas between channels; scale the features of a table or of a '
         'regression by numbers, with commas between features, or by the statistics of the run\'s dataset ("dataset"); '
         '"": none',

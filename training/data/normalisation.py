@@ -8,21 +8,25 @@ from numpy.typing import NDArray
 from tepal.training.data.config import DataError
 from tepal.training.data.known import KNOWN, Channels
 
+_STATISTICS = {name: (known.mean, known.std) for name, known in KNOWN.items() if known.mean} | {
+    "clip": ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)),
+}
+"""Mean and standard deviation by name: of data sets, and those with which CLIP's models were trained."""
+
 
 def statistics(by: str) -> tuple[Channels, Channels]:
     """Return mean and standard deviation of each channel (or one for all) for a value of `normalise`.
 
-    Raises DataError if it is neither a data set with known statistics nor "mean/std".
+    Raises DataError if it is neither a name with known statistics nor "mean/std".
     """
-    if (known := KNOWN.get(by.strip())) and known.mean:
-        return known.mean, known.std
+    if known := _STATISTICS.get(by.strip()):
+        return known
     try:
         mean, std = (tuple(float(number) for number in part.split(",")) for part in by.split("/"))
     except ValueError as error:
-        names = ", ".join(name for name, one in KNOWN.items() if one.mean)
         raise DataError(
-            f"normalise={by!r}: choose one of {names}, or numbers as mean/std, with commas between channels, for "
-            'example "0.5/0.25" or "0.49,0.48,0.45/0.25,0.24,0.26"; or "" for none'
+            f"normalise={by!r}: choose one of {', '.join(_STATISTICS)}, or numbers as mean/std, with commas between "
+            'channels, for example "0.5/0.25" or "0.49,0.48,0.45/0.25,0.24,0.26"; or "" for none'
         ) from error
     if len(mean) != len(std) or not np.isfinite([mean, std]).all() or min(std) <= 0:
         raise DataError(

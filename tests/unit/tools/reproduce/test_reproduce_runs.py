@@ -33,7 +33,8 @@ from tepal.tools.reproduce.fedfrozen_vision import METHODS, FedFrozenVision, uns
 from tepal.tools.reproduce.machine import progress
 from tepal.tools.reproduce.runner import EXPERIMENTS, OtherData, reproduce
 from tepal.tools.reproduce.runs import mean_text, measured, slug
-from tepal.tools.reproduce.selective import SUBJECTS, Selective
+from tepal.tools.reproduce.selective import Selective
+from tepal.tools.reproduce.selective_data import SUBJECTS
 from tepal.tools.reproduce.versus import on_common_clients
 from tests.lines import read_lines
 from tests.packages import ROOT

@@ -104,10 +104,17 @@ def test_images_are_normalised_channel_by_channel_in_place() -> None:
     assert np.array_equal(normalise(before.copy(), ""), before)
 
 
+def test_images_are_normalised_as_clip_was_trained() -> None:
+    """An image of CLIP's mean colour is 0, and one that is a standard deviation brighter 1."""
+    mean, deviation = np.float32([0.48145466, 0.4578275, 0.40821073]), np.float32([0.26862954, 0.26130258, 0.27577711])
+    images = np.stack([mean, mean + deviation])[:, :, None, None].repeat(2, axis=3)
+    np.testing.assert_allclose(normalise(images, "clip")[:, :, 0, 1], [[0, 0, 0], [1, 1, 1]], atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("by", "message"),
     [
-        ("minst", "choose one of mnist, fashion-mnist, cifar-10, cifar-100, pacs, domainnet, openimage, or numbers"),
+        ("minst", "one of mnist, fashion-mnist, cifar-10, cifar-100, pacs, domainnet, openimage, clip, or numbers"),
         ("femnist", "or numbers as mean/std"),
         ("0.5", "or numbers as mean/std"),
         ("0.5/0.5/0.5", "or numbers as mean/std"),
