@@ -23,7 +23,7 @@ from tepal.strategies.in_process import InProcessGrid, Node
 from tepal.tools.cli.main import main
 from tepal.tools.reproduce import runner, runs, selective
 from tepal.tools.reproduce.data import Images, by_distribution, find_data, grouped, shuffled_images, write_images
-from tepal.tools.reproduce.ensemble_mnist import EnsembleMnist
+from tepal.tools.reproduce.ensemble_images import EnsembleMnist
 from tepal.tools.reproduce.experiment import MissingData, Reproduction, Trial, TrialInputs, table
 from tepal.tools.reproduce.fedacs import METHODS as METHODS_OF_FEDACS
 from tepal.tools.reproduce.fedacs import FedAcs
