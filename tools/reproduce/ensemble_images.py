@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from tepal.tools.reproduce.data import shuffled_images, write_images
-from tepal.tools.reproduce.experiment import Experiment, Reproduction, Trial, TrialInputs, Values, joined
+from tepal.tools.reproduce.experiment import Claim, Experiment, Reproduction, Trial, TrialInputs, Values, joined
 from tepal.tools.reproduce.networks import LENET
 from tepal.tools.reproduce.runs import PAPER, by_setting, curves, mean_text, paper_table, slug
 from tepal.tools.reproduce.tuning import SEED, search_trials, tuned
-from tepal.tools.reproduce.versus import by_seed, on_server, versus
+from tepal.tools.reproduce.versus import ahead, by_seed, differences, on_server, versus
 from tepal.tools.spaces import Choices, Range, Space
 
 POOLED = "pooled data"
@@ -136,7 +136,8 @@ class EnsembleImages(Experiment):
 
     def results(self, found: Mapping[str, Values]) -> Reproduction:
         of_splits = (self._by_method(found, split) for split in SPLITS)
-        return joined(*of_splits, self._by_labels(found), self._by_modes(found))
+        more = [claim for claim in (self._larger_with_two_labels(found), self._grows_with_modes(found)) if claim]
+        return joined(*of_splits, Reproduction([], claims=more), self._by_labels(found), self._by_modes(found))
 
     def _by_method(self, found: Mapping[str, Values], split: str) -> Reproduction:
         names = {method: "pooled" if method == POOLED else f"{slug(method)}-{split}" for method in METHODS}
@@ -149,7 +150,31 @@ class EnsembleImages(Experiment):
         figure = curves(shown, split, f"{self.label}, {text}", _CAPTION)
         title = f"Accuracy, {text}, {len(scores['Fed-ensemble'])} seeds"
         of_all = versus("Fed-ensemble", runs, scores, title, what=text.capitalize(), paper=paper)
-        return joined(of_all, Reproduction([], [figure]))
+        said = ", ".join(f"{method} {score}" for method, score in paper.items())
+        gains = {method: gain for method, gain in differences("Fed-ensemble", scores).items() if method in paper}
+        claim = ahead(f"{text.capitalize()}, Fed-ensemble is better than the others ({said}).", gains)
+        return joined(of_all, Reproduction([], [figure], claims=[claim] if claim else []))
+
+    def _larger_with_two_labels(self, found: Mapping[str, Values]) -> Claim | None:
+        gains, papers = dict[str, Mapping[int, float]](), list[str]()
+        for split in ("two-labels", "iid"):
+            ours, others = (by_seed(found, f"{method}-{split}") for method in ("fedensemble", "fedavg"))
+            gains[split] = {seed: ours[seed]["server"] - of["server"] for seed, of in others.items() if seed in ours}
+            gain = self.paper_scores["Fed-ensemble", split] - self.paper_scores["FedAvg", split]
+            papers.append(f"{gain:.4f} {split.replace('-', ' ')}")
+        text = f"The gain over FedAvg is larger with two labels per client than iid ({', '.join(papers)})."
+        return ahead(text, differences("two-labels", gains))
+
+    def _grows_with_modes(self, found: Mapping[str, Values]) -> Claim | None:
+        scores = {k: of for k in self._all_modes() if k <= 40 and (of := by_seed(found, f"modes-{k}"))}
+        if len(scores) < 2:
+            return None
+        few, most = min(scores), max(scores)
+        gains = differences(str(most), on_server({str(k): scores[k] for k in (few, most)}))
+        return ahead(f"The accuracy grows with K up to 40; here K = {most} against {few}.", gains)
+
+    def _all_modes(self) -> Sequence[int]:
+        return sorted({*self.modes[False], *self.modes[True]})
 
     def _by_labels(self, found: Mapping[str, Values]) -> Reproduction:
         """Table 3."""
@@ -171,8 +196,7 @@ class EnsembleImages(Experiment):
 
     def _by_modes(self, found: Mapping[str, Values]) -> Reproduction:
         """Table 4."""
-        modes = sorted({*self.modes[False], *self.modes[True]})
-        names = {k: "fedensemble-iid" if k == 5 else f"modes-{k}" for k in modes}
+        names = {k: "fedensemble-iid" if k == 5 else f"modes-{k}" for k in self._all_modes()}
         sweep = {k: of for k, name in names.items() if (of := by_seed(found, name))}
         if not sweep:
             return Reproduction([])

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from tepal.records.run_directory import write_whole
-from tepal.tools.reproduce.experiment import Experiment, Reproduction, Trial, TrialInputs, Values, joined
+from tepal.tools.reproduce.experiment import Claim, Experiment, Reproduction, Trial, TrialInputs, Values, joined
 from tepal.tools.reproduce.networks import LSTM
 from tepal.tools.reproduce.runs import curves, slug
 from tepal.tools.reproduce.tuning import SEED, search_trials, tuned
-from tepal.tools.reproduce.versus import by_seed, on_server, versus
+from tepal.tools.reproduce.versus import Runs, ahead, by_seed, differences, on_server, versus
 from tepal.tools.spaces import Choices, Range, Space
 from tepal.training.data.config import DataConfig
 from tepal.training.data.examples import Source, Texts
@@ -43,8 +43,9 @@ _OWN: Mapping[str, Mapping[str, Space]] = {
 
 _COMMON: Mapping[str, Any] = {
     "text-column": "text", "label-column": "", "group-column": "role", "split-column": "split",
-    "partitioner": "natural", "min-partition-size": 2, "task": "next-character", "optimizer": "adam", "weight-decay": 0.0,
-    "schedule": "constant", "fraction-evaluate": 0.0, "score-in-training": False, "batch-size": 32,
+    "partitioner": "natural", "min-partition-size": 2, "task": "next-character", "optimizer": "adam",
+    "weight-decay": 0.0, "schedule": "constant", "fraction-evaluate": 0.0, "score-in-training": False,
+    "batch-size": 32,
 }  # fmt: skip
 _SMALL: Mapping[str, Any] = {
     "model": LSTM, "text-length": 10, "num-server-rounds": 50, "evaluate-every": 5, "local-steps": 20,
@@ -114,11 +115,18 @@ class EnsembleShakespeare(Experiment):
             return Reproduction([])
         paper = {method: score for method, (_, score) in METHODS.items()}
         title = f"Accuracy of the next character, {len(runs['Fed-ensemble'])} seeds"
-        of_all = versus("Fed-ensemble", runs, on_server(runs), title, what="Last round", paper=paper)
+        scores = on_server(runs)
+        of_all = versus("Fed-ensemble", runs, scores, title, what="Last round", paper=paper)
         shown = {method: [*of.values()] for method, of in runs.items()}
         figure = curves(shown, "rounds", "The next character", _CAPTION)
         turns = [_turn(method, shown[method]) for method in ("FedAvg", "Fed-ensemble") if method in shown]
-        return joined(of_all, Reproduction([], [figure], turns))
+        claims = [
+            ahead("Fed-ensemble is better than the others (.6249 against .6005 to .6152).",
+                  differences("Fed-ensemble", scores)),
+            _second_half("FedAvg overfits: its accuracy falls in the second half of the rounds.", runs, "FedAvg", -1),
+            _second_half("Fed-ensemble goes on improving in the second half.", runs, "Fed-ensemble", 1),
+        ]  # fmt: skip
+        return joined(of_all, Reproduction([], [figure], turns, [claim for claim in claims if claim]))
 
 
 def texts_by_role(path: Path) -> dict[str, str]:
@@ -168,6 +176,16 @@ def _space(method: str, full: bool) -> Mapping[str, Space]:
 def _options(method: str, seed: int, full: bool, part: str) -> dict[str, Any]:
     config = {**_COMMON, **(_FULL if full else _SMALL), **METHODS[method][0], "seed": seed}
     return {"method": method, "part": part, "full": full, "config": config, "clients": _CLIENTS[full]}
+
+
+def _second_half(text: str, runs: Runs, method: str, sign: int) -> Claim | None:
+    """The claim that a method's accuracy rises (1) or falls (-1) from half of the rounds to the last."""
+    half, last = dict[int, float](), dict[int, float]()
+    for seed, of in runs.get(method, {}).items():
+        curve = dict(of["curve"])
+        if of["rounds"] // 2 in curve:
+            half[seed], last[seed] = sign * curve[of["rounds"] // 2], sign * curve[of["rounds"]]
+    return ahead(text, differences("last", {"last": last, "half of the rounds": half}))
 
 
 def _turn(method: str, runs: Iterable[Values]) -> str:
