@@ -187,7 +187,7 @@ def _findings(
         one, most = (float(np.mean([*ours["variance"][k].values()])) for k in (1, 40))
         yield f"From K = 1 to 40 it falls by a factor of {one / most:.0f} (paper: {_PAPERS_FACTOR:.0f})."
     for verdict in ("lower", "higher", "undecided"):
-        if named := [f"{k} ({gain.text})" for k, gain in bias.items() if gain.verdict == verdict]:
+        if named := [f"{k} ({gain.mean:+.4f})" for k, gain in bias.items() if gain.verdict == verdict]:
             word = "not shown to differ from" if verdict == "undecided" else f"{verdict} than"
             yield f"The bias is {word} that at K = 1 for K = {', '.join(named)}."
     if len(ours["variance"]) == len(PAPER):
