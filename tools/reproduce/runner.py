@@ -35,7 +35,7 @@ from tepal.report.page import figure_html, page
 from tepal.strategies import RoundFailed
 from tepal.tools.compare.page import style
 from tepal.tools.reproduce.data import find_data, sizes
-from tepal.tools.reproduce.ensemble_images import EnsembleCifar10, EnsembleMnist
+from tepal.tools.reproduce.ensemble_images import EnsembleCifar10, EnsembleCifar100, EnsembleMnist
 from tepal.tools.reproduce.ensemble_shakespeare import EnsembleShakespeare
 from tepal.tools.reproduce.ensemble_toy import EnsembleToy
 from tepal.tools.reproduce.experiment import Experiment, MissingData, Reproduction, Trial, TrialInputs
@@ -51,7 +51,7 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     each.name: each
     for each in (
         FedFrozenSimulation(), FedFrozenCosts(), FedFrozenVision(), EnsembleToy(), EnsembleMnist(),
-        EnsembleCifar10(), EnsembleShakespeare(), FedAcs("fashion-mnist", "Fashion-MNIST"),
+        EnsembleCifar10(), EnsembleCifar100(), EnsembleShakespeare(), FedAcs("fashion-mnist", "Fashion-MNIST"),
         FedAcs("cifar-10", "CIFAR-10"), *map(Selective, KINDS), HostileClients(),
     )
 }  # fmt: skip

@@ -2,13 +2,13 @@
 
 import json
 
-from tepal.tools.reproduce.ensemble_images import EnsembleCifar10, EnsembleMnist
+from tepal.tools.reproduce.ensemble_images import EnsembleCifar10, EnsembleCifar100, EnsembleMnist
 from tepal.tools.reproduce.ensemble_shakespeare import EnsembleShakespeare, texts_by_role, write_roles
 from tests.unit.tools.reproduce.test_reproduce_runs import values
 
 
 def test_pooled_data_is_trained_on_in_as_many_steps_as_the_clients_have_together():
-    for experiment in (EnsembleMnist(), EnsembleCifar10()):
+    for experiment in (EnsembleMnist(), EnsembleCifar10(), EnsembleCifar100()):
         for full in (False, True):
             trials = {trial.name: trial.options for trial in experiment.trials(full)}
             pooled, fedavg = trials["pooled-1"], trials["fedavg-iid-1"]
@@ -38,6 +38,14 @@ def test_pooled_data_is_in_both_tables_and_in_no_claim():
     larger = claims["The gain over FedAvg is larger with two labels per client than iid"]
     assert larger.measured.startswith("+0.0300 (") and "(0.0507 two labels, 0.0156 iid)" in larger.text
     assert claims["Iid, Fed-ensemble is better than the others"].measured.startswith("+0.0200 (")
+
+
+def test_cifar_100_is_compared_iid_alone():
+    found = {f"{name}-{seed}": values(score + 0.001 * seed, settings={})
+             for name, score in {"fedavg-iid": 0.2, "fedensemble-iid": 0.25}.items() for seed in (1, 2)}  # fmt: skip
+    results = EnsembleCifar100().results(found)
+    assert [table.title for table in results.tables] == ["Accuracy, iid, 2 seeds", "Accuracy by modes, iid"]
+    assert [claim.verdict for claim in results.claims] == ["holds"]
 
 
 def test_by_labels_per_client_the_papers_table_is_beside_ours():
