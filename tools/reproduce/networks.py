@@ -12,11 +12,13 @@ from typing import Any
 
 from torch import nn
 
+from tepal.models.char_lstm import CharLSTM
 from tepal.models.libraries import import_transformers
 from tepal.models.tiny_vit import TinyViT
 
 LENET = f"{__name__}:lenet"
 VIT = f"{__name__}:vit"
+LSTM = f"{__name__}:lstm"
 VOCABULARY = 2000
 """Tokens of the small text model; more of them would take most of its training time."""
 
@@ -39,6 +41,11 @@ def vit(image_shape: tuple[int, int, int], classes: int) -> nn.Module:
     3x32x32 and 10 classes.
     """
     return TinyViT(image_shape, classes, depth=6, patch=8)
+
+
+def lstm(vocabulary: int) -> nn.Module:
+    """`char-lstm` with half its width."""
+    return CharLSTM(vocabulary, width=128)
 
 
 def write_text_model(folder: Path, texts: Iterable[str], sizes: Mapping[str, Any]) -> None:

@@ -35,7 +35,7 @@ from tepal.strategies import RoundFailed
 from tepal.tools.compare.page import style
 from tepal.tools.reproduce.data import find_data, sizes
 from tepal.tools.reproduce.defaults import Defaults
-from tepal.tools.reproduce.ensemble_mnist import EnsembleMnist
+from tepal.tools.reproduce.ensemble_images import EnsembleCifar10, EnsembleCifar100, EnsembleMnist
 from tepal.tools.reproduce.ensemble_shakespeare import EnsembleShakespeare
 from tepal.tools.reproduce.ensemble_toy import EnsembleToy
 from tepal.tools.reproduce.experiment import WEIGHTS, Experiment, MissingData, Reproduction, Trial, TrialInputs
@@ -56,8 +56,9 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     each.name: each
     for each in (
         FedFrozenSimulation(), FedFrozenCosts(), *map(FedFrozenVision, FEDFROZEN.values()), EnsembleToy(),
-        EnsembleMnist(), EnsembleShakespeare(), FedAcs("fashion-mnist", "Fashion-MNIST"),
-        FedAcs("cifar-10", "CIFAR-10"), *map(Selective, KINDS), HostileClients(), Defaults(),
+        EnsembleMnist(), EnsembleCifar10(), EnsembleCifar100(), EnsembleShakespeare(),
+        FedAcs("fashion-mnist", "Fashion-MNIST"), FedAcs("cifar-10", "CIFAR-10"), *map(Selective, KINDS),
+        HostileClients(), Defaults(),
     )
 }  # fmt: skip
 """All experiments by name."""

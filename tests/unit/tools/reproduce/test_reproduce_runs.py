@@ -24,7 +24,7 @@ from tepal.strategies.in_process import InProcessGrid, Node
 from tepal.tools.cli.main import main
 from tepal.tools.reproduce import runner, runs, selective
 from tepal.tools.reproduce.data import Images, by_distribution, find_data, grouped, shuffled_images, write_images
-from tepal.tools.reproduce.ensemble_mnist import EnsembleMnist
+from tepal.tools.reproduce.ensemble_images import EnsembleMnist
 from tepal.tools.reproduce.experiment import MissingData, Reproduction, Trial, TrialInputs, table
 from tepal.tools.reproduce.fedacs import METHODS as METHODS_OF_FEDACS
 from tepal.tools.reproduce.fedacs import FedAcs
@@ -452,7 +452,9 @@ def cut(trial):
     ("name", "asked"),
     [
         ("ensemble-mnist", ("fedbe-two-labels-search-0", "fedensemble-iid-search-0", "fedensemble-iid-1", "modes-3-1")),
-        ("ensemble-shakespeare", ("fedensemble-1",)),
+        ("ensemble-mnist", ("pooled-search-0", "pooled-1", "fedensemble-iid-search-0", "fedensemble-iid-1")),
+        ("ensemble-cifar-10", ("fedensemble-two-labels-search-0", "fedensemble-two-labels-1")),
+        ("ensemble-shakespeare", ("fedensemble-search-0", "fedensemble-1")),
         ("fedfrozen-vision", ("fedfrozen-search-0", "scaffold-search-0")),
         ("selective-domains", ("gradient-search-0", "gradient-1-1")),
         ("selective-texts", ("pretrained", "gradient-search-0", "gradient-1-4-2")),
