@@ -79,14 +79,14 @@ def reproduced(name: str, trials: Trials) -> Reproduction:
 
 def with_verdicts(index: str, pages: Mapping[Path, str], trials: Mapping[str, Trials]) -> str:
     """The index with a table of all claims: those of the experiments on each page, and those that were not tested."""
-    rows = ["| paper | claim | verdict |", "|---|---|---|"]
+    rows = ["| paper | experiment | claim | verdict |", "|---|---|---|---|"]
     for path, page in pages.items():
         title = f"[{page.splitlines()[0].removeprefix('# ')}](papers/{path.name})"
         for name in (found[2] for found in _PLACE.finditer(page)):
             claims = reproduced(name, trials[name]).claims if name in trials else ()
-            rows += [f"| {title} | {claim.text} | **{claim.verdict}** |" for claim in claims]
+            rows += [f"| {title} | `{name}` | {claim.text} | **{claim.verdict}** |" for claim in claims]
         for line in (line for found in _UNTESTED.finditer(page) for line in found[1].splitlines()):
-            rows.append(f"| {title} | {line.split('|')[1].strip()} | not tested |")
+            rows.append(f"| {title} | | {line.split('|')[1].strip()} | not tested |")
     return _VERDICTS.sub(lambda found: "\n".join([found[1], *rows, "", found[2]]), index)
 
 

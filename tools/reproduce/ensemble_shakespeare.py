@@ -56,7 +56,7 @@ _FULL: Mapping[str, Any] = {
     "test-fraction": 0.02,
 }  # fmt: skip
 _CLIENTS = {False: 10, True: 100}
-_SEEDS = (1, 2, 3, 4, 5)
+_SEEDS = (11, 12, 13, 14, 15)  # the roles of 1 to 5 helped to find the number of rounds
 _TRAINED, _TESTED = 800, 800  # characters of each client in the small setting
 _CAPTION = "Accuracy on passages that no client has; mean over the seeds."
 
@@ -69,8 +69,8 @@ class EnsembleShakespeare(Experiment):
     paper = "Fed-ensemble, Table 2 and Figure 6b (arXiv 2107.10663)"
     deviations = (
         "The number of rounds is chosen so that FedAvg's accuracy turns down before the last one, as in the paper's "
-        "Figure 6b after some 20 rounds. The score is that after the last round, for every method; the figure shows "
-        "all rounds.",
+        "Figure 6b after some 20 rounds; it was chosen on roles that the results do not have. The score is that after "
+        "the last round, for every method; the figure shows all rounds.",
         "The learning rate of every method, FedProx's μ and FedBE's scale of the variance are found by the same number "
         "of trials of Optuna's TPE sampler, on roles that the results do not have. The rate is constant, while the "
         "paper's decreases by 1 % every ten rounds.",

@@ -7,18 +7,18 @@ clients, which, but for those of the 500, share no image with those of the resul
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tepal.tools.reproduce.data import Images, by_distribution, grouped, shuffled_images, write_images
-from tepal.tools.reproduce.experiment import Experiment, Reproduction, Trial, TrialInputs, Values, joined, table
+from tepal.tools.reproduce.experiment import Claim, Experiment, Reproduction, Trial, TrialInputs, Values, joined, table
 from tepal.tools.reproduce.networks import LENET
 from tepal.tools.reproduce.runs import PAPER, by_setting, curves, mean_text, slug
 from tepal.tools.reproduce.tuning import SEED, search_trials, tuned
-from tepal.tools.reproduce.versus import by_seed, differences, on_common_clients, versus
+from tepal.tools.reproduce.versus import Scores, ahead, as_good, by_seed, differences, on_common_clients, versus
 from tepal.tools.spaces import Choices, Range, Space
 
 _RATES: Mapping[str, Space] = {"learning-rate": Range(0.01, 0.3, log=True)}
@@ -62,6 +62,8 @@ _COMMON: Mapping[str, Any] = {
     "model": LENET, "optimizer": "sgd", "weight-decay": 0.0, "batch-size": 32, "schedule": "constant",
     "fraction-evaluate": 1.0, "held-out-fraction": 0.0, "local-steps": 10, "score-in-training": False,
 }  # fmt: skip
+_FAR, _NEAR = 0.2, 0.05
+"""Differences of accuracy that count as large and as small; the paper's Figure 1 has no numbers."""
 _SCARCE = 80  # examples per client, of which 50 are trained on
 _OTHER_FILES = ("scarce", "many")  # settings whose file of images is their own
 _CAPTION = "Mean over the clients of the accuracy of each one's model on its own test examples."
@@ -141,7 +143,27 @@ def _results(data: str, setting: str, found: Mapping[str, Values]) -> Reproducti
     title = f"Accuracy on {data}: {text}, {clients} clients, {len(scores['FedACS'])} seeds"
     paper = TABLE_1[data] if setting == "scarce" else None
     lines = curves({method: [*of.values()] for method, of in runs.items()}, f"{data}-{setting}", text, _CAPTION)
-    return joined(versus("FedACS", runs, scores, title, what=text, paper=paper), Reproduction([], [lines]))
+    claims = [claim for claim in _claims(setting, scores) if claim]
+    return joined(
+        versus("FedACS", runs, scores, title, what=text, paper=paper), Reproduction([], [lines], claims=claims)
+    )
+
+
+def _claims(setting: str, scores: Scores) -> Iterator[Claim | None]:
+    """The paper's claims on a setting."""
+    gains = differences("FedACS", scores)
+    fedavg, local = ({name: gain for name, gain in gains.items() if name == one} for one in ("FedAvg", "Local"))
+    others = {name: gain for name, gain in gains.items() if name not in ("FedAvg", "Local")}
+    text = f"{SETTINGS[setting][0][0].upper()}{SETTINGS[setting][0][1:]}"
+    if setting == "two-classes":
+        yield ahead(f"{text}: FedACS is better than FedAvg, by more than {_FAR}.", fedavg, least=_FAR)
+        yield ahead(f"{text}: APFL is better than all others (Figure 1a).", differences("APFL", scores))
+    if setting in ("two-classes", "dirichlet"):
+        yield as_good(f"{text}: FedACS is comparable to other personalised methods, within {_NEAR} (Figure 1a).",
+                      others, _NEAR)  # fmt: skip
+    else:
+        yield ahead(f"{text}: FedACS is better than local training (Figure 1b, Table 1).", local)
+        yield ahead(f"{text}: FedACS is better than every other method (Figure 1b, Table 1).", {**fedavg, **others})
 
 
 def _by_alpha(data: str, found: Mapping[str, Values]) -> Reproduction:
@@ -163,7 +185,17 @@ def _by_alpha(data: str, found: Mapping[str, Values]) -> Reproduction:
     shown = {**lines, PAPER: {alpha: [score] for alpha, score in paper.items()}}
     title = f"{data}, 50 examples each"
     figure = by_setting(shown, f"{data}-alphas", title, "α of the Dirichlet distribution", _CAPTION)
-    return Reproduction([table(f"Table 2 {data}, 50 examples each", headings, rows)], [figure])
+    found_table = table(f"Table 2 {data}, 50 examples each", headings, rows)
+    return Reproduction([found_table], [figure], claims=[*_growth(title, lines["FedACS"])])
+
+
+def _growth(title: str, by_alpha: Mapping[float, Sequence[float]]) -> Iterator[Claim]:
+    """The claim that accuracy grows with α, by the smallest and the largest one."""
+    low, high = min(by_alpha), max(by_alpha)
+    ends = {"high": dict(enumerate(by_alpha[high])), "low": dict(enumerate(by_alpha[low]))}
+    text = f"{title}: FedACS' accuracy grows with α (Table 2; here from {low:g} to {high:g})."
+    if low < high and (claim := ahead(text, differences("high", ends))):
+        yield claim
 
 
 def _name(setting: str, method: str, alpha: float = 0.5) -> str:

@@ -18,6 +18,7 @@ from tepal.tools.compare.answers import Paired, paired
 from tepal.tools.reproduce.data import Images, shuffled_images, write_images
 from tepal.tools.reproduce.experiment import (
     WEIGHTS,
+    Claim,
     Experiment,
     MissingData,
     Reproduction,
@@ -28,7 +29,7 @@ from tepal.tools.reproduce.experiment import (
 )
 from tepal.tools.reproduce.runs import by_setting, curves, slug, trained
 from tepal.tools.reproduce.tuning import SEED, search_trials, tuned
-from tepal.tools.reproduce.versus import Runs, Scores, by_seed, differences, on_server, versus
+from tepal.tools.reproduce.versus import Runs, Scores, as_good, by_seed, differences, on_server, versus
 from tepal.tools.spaces import Range, Space
 
 ALPHAS = (0.1, 0.3, 0.5)
@@ -271,8 +272,8 @@ class FedFrozenVision(Experiment):
             shown = {method: [*of.values()] for method, of in runs.items()}
             figure = curves(shown, f"alpha-{place}", f"{self.kind.title}, {what}", _CAPTION)
             gain = differences("FedFrozen", {method: scores[method] for method in DECIDING if method in scores})
-            said = [*_as_accurate(gain.get("FedAvg"), what), *_cost(runs, what)]
-            parts.append(Reproduction([], [figure], said))
+            claims = _as_accurate(gain.get("FedAvg"), what)
+            parts.append(Reproduction([], [figure], [*_cost(runs, what)], claims))
             of_sgd = {method: runs[method] for method in WITH_SGD if method in runs}
             if len(of_sgd) == len(WITH_SGD):
                 title = f"SCAFFOLD and FedAvg, both with SGD, at {what}"
@@ -282,8 +283,8 @@ class FedFrozenVision(Experiment):
             figure = by_setting(lines, "alphas", "After ten rounds", "α of the Dirichlet distribution", _CAPTION)
             together = paired(dict(enumerate(gains)), dict.fromkeys(range(len(gains)), 0.0), len(gains))
             several = together if len(lines.get("FedAvg", ())) > 1 else None
-            said = [*_as_accurate(several, f"All α together, {len(gains)} pairs"), *_pretrained(found)]
-            parts.append(Reproduction([], [figure], said))
+            claims = _as_accurate(several, f"All α together, {len(gains)} pairs")
+            parts.append(Reproduction([], [figure], [*_pretrained(found)], claims))
         return joined(*parts)
 
     def _options(self, method: str, alpha: float, seed: int, full: bool, part: str) -> dict[str, Any]:
@@ -350,11 +351,11 @@ def _differences(scores: Scores) -> list[float]:
     return [ours[seed] - others[seed] for seed in sorted(ours.keys() & others.keys())]
 
 
-def _as_accurate(gain: Paired | None, what: str) -> Iterator[str]:
-    """Whether FedFrozen's accuracy is shown to be FedAvg's, up to `WITHIN`."""
-    if gain and gain.interval:
-        shown = "is" if gain.interval[0] >= -WITHIN and gain.interval[1] <= WITHIN else "is not shown to be"
-        yield f"{what}: FedFrozen's accuracy {shown} within {WITHIN} of FedAvg's: {gain.text}."
+def _as_accurate(gain: Paired | None, what: str) -> list[Claim]:
+    """The claim that FedFrozen's accuracy is FedAvg's."""
+    text = f"{what}: FedFrozen's accuracy is FedAvg's, within {WITHIN}."
+    claim = as_good(text, {"FedAvg": gain} if gain else {}, WITHIN)
+    return [claim] if claim else []
 
 
 def _cost(runs: Runs, what: str) -> Iterator[str]:

@@ -6,18 +6,27 @@ layers. The settings of every selection are searched on examples that the result
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from tepal.report.page import Figure, empty_plot
-from tepal.tools.reproduce.experiment import WEIGHTS, Experiment, Reproduction, Trial, TrialInputs, Values, joined
+from tepal.tools.reproduce.experiment import (
+    WEIGHTS,
+    Claim,
+    Experiment,
+    Reproduction,
+    Trial,
+    TrialInputs,
+    Values,
+    joined,
+)
 from tepal.tools.reproduce.runs import by_setting, trained
 from tepal.tools.reproduce.selective_data import CLASSES, domainnet, images, newsgroups, xglue
 from tepal.tools.reproduce.tuning import SEED, search_trials, tuned
-from tepal.tools.reproduce.versus import by_seed, on_server, versus
+from tepal.tools.reproduce.versus import Scores, ahead, as_good, by_seed, differences, on_server, versus
 from tepal.tools.spaces import Choices, Range, Space
 
 SELECTIONS = ("full", "top", "bottom", "both", "snr", "rgn", "gradient")
@@ -212,6 +221,7 @@ class Selective(Experiment):
             papers = {**paper[budget], **{each: of for each, of in paper["1"].items() if each == "full"}}
             parts.append(versus("gradient", runs, scores, title, what=what, paper=papers))
             parts.append(_layers(runs["gradient"], budget))
+            parts.append(Reproduction([], claims=[claim for claim in _claims(scores, what) if claim]))
         if parts:
             figure = by_setting(lines, "budgets", "By budget", "layers that a client trains", _CAPTION)
             parts.append(Reproduction([], [figure]))
@@ -262,7 +272,20 @@ def _begun(text: str) -> str:
     return text[0].upper() + text[1:]
 
 
+_NEAR = 0.01
+"""A difference of accuracy that counts as small."""
 _CAPTION = "Accuracy on examples that no client has."
+
+
+def _claims(scores: Scores, what: str) -> Iterator[Claim | None]:
+    """The paper's claims on a budget."""
+    gains = differences("gradient", scores)
+    full, others = gains.pop("full", None), gains
+    yield ahead(f"{what}: selection by gradients is better than each other selection.", others)
+    if full:
+        yield as_good(f"{what}: it is as good as training all layers, within {_NEAR}.", {"full": full}, _NEAR)
+    to_bottom = {method: gain for method in scores if (gain := differences(method, scores).get("bottom"))}
+    yield ahead(f"{what}: training the layers next to the input is the worst selection.", to_bottom)
 
 
 def _layers(runs: Mapping[int, Values], budget: str) -> Reproduction:

@@ -14,7 +14,7 @@ from tepal.records.run_directory import LATEST, METRICS, NOW
 from tepal.strategies.in_process import InProcessGrid
 from tepal.tools.cli.main import main
 from tepal.tools.reproduce.experiment import MissingData, Trial, TrialInputs
-from tepal.tools.reproduce.fedfrozen_vision import FedFrozenVision
+from tepal.tools.reproduce.fedfrozen_vision import KINDS, FedFrozenVision
 from tepal.tools.reproduce.machine import memory, progress
 from tepal.tools.reproduce.machine.device import described, find_device
 from tepal.tools.reproduce.machine.memory import TooLittleMemory, check_memory, least_memory
@@ -60,14 +60,15 @@ def test_a_trial_keeps_the_digest_of_its_weights_and_the_page_says_it(tmp_path):
     assert values["weights"] == {"tiny-vit-digits": digest}
     kept = {"seconds": 1.0, "computed": "2026-11-26T00:00:00+00:00"}
     trials = {"earlier": {**kept, "values": {}}, "one": {**kept, "values": values}, "two": {**kept, "values": values}}
-    said = about(FedFrozenVision(), False, trials)
+    said = about(FedFrozenVision(KINDS["cifar-10"]), False, trials)
     assert [line for line in said if "sha256" in line] == [
         f"Pretrained weights: tiny-vit-digits (sha256 {digest[:8]}…)."
     ]
-    assert not any("sha256" in line for line in about(FedFrozenVision(), False, {"earlier": trials["earlier"]}))
+    earlier = {"earlier": trials["earlier"]}
+    assert not any("sha256" in line for line in about(FedFrozenVision(KINDS["cifar-10"]), False, earlier))
 
 
-@pytest.mark.parametrize("experiment", [FedFrozenVision(), Selective("labels")])
+@pytest.mark.parametrize("experiment", [FedFrozenVision(KINDS["cifar-10"]), Selective("labels")])
 def test_all_that_the_full_setting_lacks_is_named_before_anything_is_computed(tmp_path, experiment):
     place, data = tmp_path / "out" / f"{experiment.name}-full", tmp_path / "data"
     (name,) = experiment.weights(full=True)

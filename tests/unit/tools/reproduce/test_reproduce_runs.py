@@ -564,7 +564,7 @@ def test_tables_have_the_papers_numbers_beside_ours():
     assert "α = 0.3, with SGD: SCAFFOLD is ahead of FedAvg, SGD." in results.findings
     assert "α = 0.3: FedFrozen sends 0.9300 of FedAvg's bytes, up and down." in results.findings
     of_one = FedFrozenVision(kind).results({name: of for name, of in found.items() if "-0.3-" in name})
-    assert not any("together" in finding for finding in of_one.findings)
+    assert not any("together" in claim.text for claim in of_one.claims)
     for place, alpha in enumerate((0.1, 0.3)):
         shown = tables[f"Accuracy at α = {alpha}, 3 seeds"]
         rows = {row[0]: list(row) for row in shown.rows}
@@ -573,14 +573,13 @@ def test_tables_have_the_papers_numbers_beside_ours():
             method: of[place] for method, of in kind.paper.items()
         }  # fmt: skip
     assert rows["FedProx"][1:4] == ["0.5020 ± 0.0010", "+0.0010 (+0.0010 to +0.0010)", "ahead of"]
-    (near,) = (finding for finding in results.findings if "within" in finding and "α = 0.3" in finding)
+    far, near, together = results.claims
     gains = [0.501 + 0.001 * seed - score for seed in (1, 2, 3) for score in (0.5 + 0.02 * seed, 0.5 + 0.001 * seed)]
     mean, half = np.mean(gains), 2.570582 * np.std(gains, ddof=1) / 6**0.5  # Student's t of five degrees of freedom
-    (together,) = (finding for finding in results.findings if "All α together, 6 pairs" in finding)
-    assert "is not shown to be within 0.005" in together
-    assert f"{mean:+.4f} ({mean - half:+.4f} to {mean + half:+.4f}" in together
-    assert near.startswith("α = 0.3: FedFrozen's accuracy is within 0.005 of FedAvg's: +0.0010")
-    assert any(finding.startswith("α = 0.1: FedFrozen's accuracy is not shown") for finding in results.findings)
+    assert together.text == "All α together, 6 pairs: FedFrozen's accuracy is FedAvg's, within 0.005."
+    assert together.measured.startswith(f"{mean:+.4f} ({mean - half:+.4f} to {mean + half:+.4f}")
+    assert near.text.startswith("α = 0.3: ") and near.measured.startswith("+0.0010")
+    assert [each.verdict for each in (far, near, together)] == ["undecided", "holds", "undecided"]
 
 
 def test_the_papers_accuracies_are_those_of_its_table_1():
@@ -753,6 +752,10 @@ def test_findings_name_who_is_behind_and_where_it_is_undecided():
         "50 examples each, Dirichlet .5: FedACS is ahead of FedAvg.",
         "50 examples each, Dirichlet .5: FedACS is undecided against Local.",
     ]
+    assert {claim.text.partition(" (")[0]: claim.verdict for claim in results.claims} == {
+        "50 examples each, Dirichlet .5: FedACS is better than local training": "undecided",
+        "50 examples each, Dirichlet .5: FedACS is better than every other method": "holds",
+    }
     rows = {row[0]: row for row in results.tables[0].rows}
     assert rows["FedAvg"][1].startswith("0.3080 ± ") and "2 clients, 5 seeds" in results.tables[0].title
     mean, half = 0.502, 2.776 * np.std(np.subtract(ours, far), ddof=1) / 5**0.5  # Student's t, four degrees of freedom
