@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tepal.tools.reproduce.experiment import Reproduction
-from tepal.tools.reproduce.runner import EXPERIMENTS, about
+from tepal.tools.reproduce.runner import EXPERIMENTS, about, computed
 
 PAPERS = Path(__file__).parent / "papers"
 INDEX = Path(__file__).parent / "reproduce.md"
@@ -45,7 +45,9 @@ def all_kept() -> dict[str, Trials]:
 
 def keep(folder: Path) -> Path:
     """Keep the trials that were computed in a folder; returns the file."""
-    trials = {path.stem: json.loads(path.read_text()) for path in sorted((folder / "cells").glob("*.json"))}
+    full, experiment = folder.name.endswith("-full"), EXPERIMENTS[folder.name.removesuffix("-full")]
+    found = {trial.name: computed(folder, trial) for trial in experiment.trials(full)}
+    trials = {name: of for name, of in sorted(found.items()) if of is not None}
     file = PAPERS / f"{folder.name}.json.xz"
     file.write_bytes(lzma.compress(json.dumps(trials, sort_keys=True).encode(), preset=9))
     return file

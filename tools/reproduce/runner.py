@@ -175,7 +175,7 @@ def _missing(place: Path, trials: Sequence[Trial]) -> list[Trial]:
     """The trials to compute: those without values, and those that need a trial which is to be, or was, recomputed."""
     due = set[str]()
     for trial in trials:
-        if _computed(place, trial) is None or not due.isdisjoint(trial.needs):
+        if computed(place, trial) is None or not due.isdisjoint(trial.needs):
             due.add(trial.name)
     return [trial for trial in trials if trial.name in due]
 
@@ -223,6 +223,7 @@ def _compute_one(experiment: Experiment, trial: Trial, inputs: TrialInputs) -> f
     level, begun = flower.level, time.monotonic()
     try:
         flower.setLevel(logging.ERROR)  # it logs every one of thousands of rounds
+        _file(inputs.folder, trial.name).unlink(missing_ok=True)  # of other options or other trials
         needed = {name: read_json(_file(inputs.folder, name)) for name in trial.needs}
         if absent := [name for name, kept in needed.items() if kept is None]:
             return f"it needs {', '.join(absent)}, which was not computed"
@@ -241,7 +242,7 @@ def _file(place: Path, name: str) -> Path:
     return place / _TRIALS / f"{name}.json"
 
 
-def _computed(place: Path, trial: Trial) -> dict[str, Any] | None:
+def computed(place: Path, trial: Trial) -> dict[str, Any] | None:
     """What was kept of a trial; None if it is missing, damaged, or computed from other options or other trials."""
     kept: dict[str, Any] | None = read_json(_file(place, trial.name))
     same = kept and kept.get("options") == as_json(trial.options) and kept.get("needs") == _dates(place, trial)
@@ -279,7 +280,7 @@ def _commit() -> str:
 def _write(
     experiment: Experiment, place: Path, trials: Sequence[Trial], full: bool, left_out: Mapping[str, str]
 ) -> Path:
-    kept = {trial.name: of for trial in trials if (of := _computed(place, trial)) is not None}
+    kept = {trial.name: of for trial in trials if (of := computed(place, trial)) is not None}
     results = experiment.results({name: of["values"] for name, of in kept.items()})
     for table in results.tables:
         write_whole(place / f"{_file_name(table.title)}.csv", table.csv().encode())
@@ -295,7 +296,8 @@ def about(experiment: Experiment, full: bool, kept: Mapping[str, Mapping[str, An
     dates = sorted({of["computed"][:10] for of in kept.values()})
     when = " to ".join(dict.fromkeys((dates[0], dates[-1]))) if dates else "none computed yet"
     commits = ", ".join(sorted({of.get("commit") or "" for of in kept.values()} - {""}))
-    version = f"tepal {__version__}{f' (commit {commits})' if commits else ''}"
+    versions = ", ".join(sorted({str(of["tepal"]) for of in kept.values() if "tepal" in of})) or __version__
+    version = f"tepal {versions}{f' (commit {commits})' if commits else ''}"
     how = f"{len(kept)} trials, {seconds_text(seconds)} in total, {when}, {version}."
     return [f"{experiment.paper}. {experiment.scale(full)}", *experiment.deviations, how, *_weights_of(kept)]
 

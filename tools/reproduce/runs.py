@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,7 +11,16 @@ from pathlib import Path
 from statistics import stdev
 from typing import Any, TypeVar
 
-from tepal.records.run_directory import CHECKPOINTS, MODEL, read_metrics, read_records, total
+from tepal.records.run_directory import (
+    CHECKPOINTS,
+    MODEL,
+    as_json,
+    read_json,
+    read_metrics,
+    read_records,
+    total,
+    write_whole,
+)
 from tepal.report.page import Figure, empty_plot
 from tepal.report.table import Table
 from tepal.server_app.config import defaults
@@ -103,6 +113,7 @@ def measured(
 
     values = defaults() | dict(config) | {"runs": str(folder / "runs")}
     scores = ClientScores(app)
+    _start_anew_if_changed(folder, {**config, "num-partitions": clients})
     begun = [path for path in sorted((folder / "runs").glob("*")) if not path.is_symlink()]
     if stopped := [path for path in begun if Checkpoints(path / CHECKPOINTS).latest()]:
         values["resume"] = str(stopped[-1])
@@ -112,6 +123,10 @@ def measured(
     nodes = [Node(scores, {**common, "partition-id": k}) for k in range(clients)]
     directory = run((grid or InProcessGrid)(nodes, values), values)
     metrics = read_metrics(directory)
+    if stopped and not scores.last() and metrics[-1].clients_accuracy is not None:
+        # The run was stopped after its last evaluation, whose scores nobody has.
+        shutil.rmtree(folder)
+        return measured(config, clients, folder, weights=weights, grid=grid, device=device)
     if weights is not None:
         weights.parent.mkdir(parents=True, exist_ok=True)
         shutil.move(directory / MODEL, weights)
@@ -131,6 +146,15 @@ def measured(
         **{key: last.value(key) for key in _ENSEMBLE_METRICS},
         "layers": [[round(float(share), 4) for share in of_round.mean(axis=0)] for of_round in masks],
     }
+
+
+def _start_anew_if_changed(folder: Path, config: Mapping[str, Any]) -> None:
+    """Remove what is left of a run with another config, which is then not continued, and note this one."""
+    file, options = folder / "config.json", as_json(config)
+    if folder.exists() and read_json(file) != options:
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(file, json.dumps(options).encode())
 
 
 # --- comparing ------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from tepal.tools.reproduce.experiment import MissingData, Trial, TrialInputs, Va
 from tepal.tools.reproduce.runs import trained
 from tepal.tools.spaces import Space, distribution, draw, optuna_is_missing
 
+_DIVERGED = re.compile("diverged|times as large|NaN|infinite")  # in the reasons of a round that failed
 SEED = 1000
 """The run config's seed in all trials of a search; results have others."""
 
@@ -56,9 +58,10 @@ def tuned(trial: Trial, inputs: TrialInputs, search: Mapping[str, Space], **file
         return {**trained(trial, inputs, **files, **values), "settings": values}
     values = drawn(trial, inputs, search)
     try:
-        return {**trained(trial, inputs, **files, **values), "drawn": values}
+        found = trained(trial, inputs, **files, **values)
+        return {**found, "drawn": values, "score": _score(found, int(trial.options["clients"]))}
     except RoundFailed as failure:
-        if "diverged" not in str(failure):
+        if not _DIVERGED.search(str(failure)):
             raise
         return {"clients": None, "server": None, "drawn": values, "failed": str(failure)}
 
@@ -86,8 +89,15 @@ def best(needed: Mapping[str, Values]) -> dict[str, Any]:
 
 def score_of(values: Values) -> float:
     """What is searched for: the accuracy on the server's examples or, of personal models, on the clients' own tests."""
-    own: float | None = values["clients"] if values.get("server") is None else values["server"]
-    return 0.0 if own is None else own
+    own: float | None = values.get("clients") if values.get("server") is None else values["server"]
+    return float(values.get("score", own) or 0.0)
+
+
+def _score(values: Values, clients: int) -> float:
+    """The score of a search's trial. A client that has no score, as its training diverged, counts as 0."""
+    if values.get("server") is not None or not values.get("of_clients"):
+        return score_of(values)
+    return sum(float(accuracy) for accuracy, _ in values["of_clients"].values()) / clients
 
 
 def text_of(values: Mapping[str, Any]) -> str:

@@ -79,18 +79,22 @@ def verdict(gain: Paired) -> str:
     return _VERDICTS.get(gain.verdict, "")
 
 
-def ahead(text: str, gains: Mapping[str, Paired], least: float = 0.0) -> Claim | None:
+def ahead(
+    text: str, gains: Mapping[str, Paired], least: float = 0.0, wanted: Iterable[str] = ()
+) -> Claim | None:
     """The claim that a method is ahead of others by more than `least`; None without a difference that has an interval.
 
-    It holds if every interval lies above `least`, and does not hold if one lies below it.
+    It holds if every interval lies above `least`, and does not hold if one lies below it. As long as another method or
+    a seed is missing it cannot hold.
 
     Args:
         text: the claim.
         gains: other method → how much higher the score of the claim's method is.
         least: what the difference has to exceed.
+        wanted: the other methods that the claim is about, if some of them may not be in `gains`.
     """
-    ends, measured = _known(gains)
-    fails, holds = any(high < least for _, high in ends), all(low > least for low, _ in ends)
+    ends, measured, whole = _known(gains, wanted)
+    fails, holds = any(high < least for _, high in ends), whole and all(low > least for low, _ in ends)
     return Claim(text, measured, FAILS if fails else HOLDS if holds else UNDECIDED) if ends else None
 
 
@@ -99,17 +103,21 @@ def as_good(text: str, gains: Mapping[str, Paired], within: float) -> Claim | No
 
     It holds if every interval lies within ±`within`, and does not hold if one lies outside.
     """
-    ends, measured = _known(gains)
+    ends, measured, whole = _known(gains)
     outside = any(low > within or high < -within for low, high in ends)
-    inside = all(low >= -within and high <= within for low, high in ends)
+    inside = whole and all(low >= -within and high <= within for low, high in ends)
     return Claim(text, measured, FAILS if outside else HOLDS if inside else UNDECIDED) if ends else None
 
 
-def _known(gains: Mapping[str, Paired]) -> tuple[list[tuple[float, float]], str]:
-    """The intervals of the differences that have one, and these differences as text."""
+def _known(gains: Mapping[str, Paired], wanted: Iterable[str] = ()) -> tuple[list[tuple[float, float]], str, bool]:
+    """The intervals of the differences that have one, these differences as text, and whether none is missing."""
     known = {method: gain for method, gain in gains.items() if gain.interval is not None}
-    texts = (f"{method}: {gain.text}" if len(known) > 1 else gain.text for method, gain in known.items())
-    return [gain.interval for gain in known.values() if gain.interval is not None], "; ".join(texts)
+    missing = [method for method in dict.fromkeys([*gains, *wanted]) if method not in known]
+    named = len(known) > 1 or bool(missing)
+    texts = [f"{method}: {gain.text}" if named else gain.text for method, gain in known.items()]
+    texts += [f"{method}: not computed yet" for method in missing]
+    whole = not missing and all(gain.pairs == gain.seeds for gain in known.values())
+    return [gain.interval for gain in known.values() if gain.interval is not None], "; ".join(texts), whole
 
 
 def _findings(ours: str, gains: Mapping[str, Paired], what: str) -> Iterable[str]:

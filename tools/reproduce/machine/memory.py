@@ -90,7 +90,7 @@ def _shape(config: Mapping[str, Any]) -> tuple[int, int, int] | None:
     if text := str(config["image-shape"]):
         channels, height, width = map(int, text.split("x"))
         return channels, height, width
-    known = KNOWN.get(str(config["dataset"]))
+    known = next(filter(None, (KNOWN.get(str(config[key])) for key in ("dataset", "normalise"))), None)
     return known.shape if known else None
 
 

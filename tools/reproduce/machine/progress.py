@@ -45,6 +45,10 @@ class TimeLeft:
         """Whether there is anything to estimate by."""
         return bool(self._computed or self._begun)
 
+    def waits_for(self, name: str) -> bool:
+        """Whether a trial is still to be computed."""
+        return name in self._left
+
     def begun(self, name: str, seconds_per_round: float) -> None:
         """Take a trial in progress into account, until one is computed."""
         self._begun[name] = seconds_per_round * _rounds(self._trials[name])
@@ -150,4 +154,5 @@ class Progress:
                     self._say()
 
     def _files(self) -> list[Path]:
-        return sorted(self._place.glob(f"runs/*/runs/{LATEST}/{NOW}"))
+        found = sorted(self._place.glob(f"runs/*/runs/{LATEST}/{NOW}"))
+        return [file for file in found if self._left.waits_for(file.parents[2].name)]

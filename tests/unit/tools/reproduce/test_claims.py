@@ -69,7 +69,13 @@ def test_without_an_interval_there_is_no_verdict():
     assert ahead("It is best.", {"FedAvg": one_seed}) is None and as_good("As good.", {"FedAvg": one_seed}, 1) is None
     assert ahead("It is best.", {}) is None
     known = ahead("It is best.", {"FedAvg": one_seed, "Local": gain(0.1, 0.2)})
-    assert known == Claim("It is best.", "+0.1500 (+0.1000 to +0.2000)", HOLDS)
+    measured = "Local: +0.1500 (+0.1000 to +0.2000); FedAvg: not computed yet"
+    assert known == Claim("It is best.", measured, UNDECIDED), "another method is missing"
+    whole = ahead("It is best.", {"Local": gain(0.1, 0.2)})
+    assert whole == Claim("It is best.", "+0.1500 (+0.1000 to +0.2000)", HOLDS)
+    assert ahead("It is best.", {"Local": gain(0.1, 0.2)}, wanted=["Local", "FedAvg"]).verdict == UNDECIDED
+    assert ahead("It is best.", {"Local": gain(-0.2, -0.1)}, wanted=["Local", "FedAvg"]).verdict == FAILS
+    assert ahead("It is best.", {"Local": replace(gain(0.1, 0.2), seeds=3)}).verdict == UNDECIDED, "a seed is missing"
     two = ahead("It is best.", {"FedAvg": gain(0.1, 0.2), "Local": gain(-0.1, 0.2)})
     assert two.measured == "FedAvg: +0.1500 (+0.1000 to +0.2000); Local: +0.0500 (-0.1000 to +0.2000, undecided)"
 
@@ -93,16 +99,18 @@ def test_the_index_has_the_verdicts_of_all_pages(papers):
     assert sorted(shown) == sorted(trials), "kept trials are shown on one page each"
 
 
-def test_trials_are_kept_whole_and_small(papers, tmp_path, monkeypatch):
-    cells = tmp_path / "ensemble-toy" / "cells"
-    cells.mkdir(parents=True)
-    for k in (1, 2):
-        (cells / f"modes-{k}.json").write_text(json.dumps({"values": {"bias": 0.1 * k}, "seconds": 1.5}))
+def test_trials_of_the_experiment_are_kept_and_no_others(papers, tmp_path, monkeypatch):
+    folder = tmp_path / "ensemble-toy"
+    (folder / "cells").mkdir(parents=True)
+    trial, other = EXPERIMENTS["ensemble-toy"].trials(False)[:2]
+    cell = {"options": dict(trial.options), "needs": {}, "values": {"bias": 0.2}, "seconds": 1.5}
+    (folder / "cells" / f"{trial.name}.json").write_text(json.dumps(cell))
+    (folder / "cells" / f"{other.name}.json").write_text(json.dumps(cell))  # of other options
+    (folder / "cells" / "renamed.json").write_text(json.dumps(cell))
     monkeypatch.setitem(papers["keep"].__globals__, "PAPERS", tmp_path)
-    file = papers["keep"](tmp_path / "ensemble-toy")
+    file = papers["keep"](folder)
     assert file.name == "ensemble-toy.json.xz"
-    assert json.loads(lzma.decompress(file.read_bytes()))["modes-2"] == {"values": {"bias": 0.2}, "seconds": 1.5}
-    assert papers["kept"](file).keys() == {"modes-1", "modes-2"}
+    assert papers["kept"](file) == json.loads(lzma.decompress(file.read_bytes())) == {trial.name: cell}
 
 
 def test_claims_that_nothing_was_computed_for_are_in_the_index(papers, tmp_path):
