@@ -454,7 +454,7 @@ def cut(trial):
         ("ensemble-mnist", ("fedbe-two-labels-search-0", "fedensemble-iid-search-0", "fedensemble-iid-1", "modes-3-1")),
         ("ensemble-mnist", ("pooled-search-0", "pooled-1", "fedensemble-iid-search-0", "fedensemble-iid-1")),
         ("ensemble-cifar-10", ("fedensemble-two-labels-search-0", "fedensemble-two-labels-1")),
-        ("ensemble-shakespeare", ("fedensemble-search-0", "fedensemble-1")),
+        ("ensemble-shakespeare", ("fedensemble-search-0", "fedensemble-11")),
         ("fedfrozen-vision", ("fedfrozen-search-0", "scaffold-search-0")),
         ("selective-domains", ("gradient-search-0", "gradient-1-1")),
         ("selective-texts", ("pretrained", "gradient-search-0", "gradient-1-4-2")),
