@@ -1,10 +1,11 @@
 """Keep computed trials with the documentation, and write the tables of docs/papers/ and docs/reproduce.md from them.
 
-    python docs/papers.py [FOLDER ...]
+    python docs/papers.py [--continue] [FOLDER ...]
 
 A FOLDER is one of an experiment that `tepal reproduce` computed, such as runs/reproduce/fedacs-cifar-10. Its trials are
 kept in docs/papers/<experiment>.json.xz: options, values (the score of each client among them), date and seconds.
-Without any, the tables are written anew. On the pages they stand between `<!-- reproduced: EXPERIMENT -->` and
+Without any, the tables are written anew. With `--continue` the kept trials are written into each FOLDER instead, so that
+`tepal reproduce` computes only those that are missing. On the pages they stand between `<!-- reproduced: EXPERIMENT -->` and
 `<!-- end -->`; the verdicts on all claims stand in docs/reproduce.md, between `<!-- verdicts -->` and `<!-- end -->`.
 Claims that nothing was computed for are read from the tables under "## Not tested here".
 """
@@ -19,8 +20,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tepal.records.run_directory import write_whole
 from tepal.tools.reproduce.experiment import Reproduction
-from tepal.tools.reproduce.runner import EXPERIMENTS, about, computed
+from tepal.tools.reproduce.runner import EXPERIMENTS, TRIALS, about, computed
 
 PAPERS = Path(__file__).parent / "papers"
 INDEX = Path(__file__).parent / "reproduce.md"
@@ -51,6 +53,17 @@ def keep(folder: Path) -> Path:
     file = PAPERS / f"{folder.name}.json.xz"
     file.write_bytes(lzma.compress(json.dumps(trials, sort_keys=True).encode(), preset=9))
     return file
+
+
+def write_kept(folder: Path) -> int:
+    """Write the kept trials of an experiment into its folder, without those that are there; returns how many."""
+    trials = kept(PAPERS / f"{folder.name}.json.xz")
+    files = {folder / TRIALS / f"{name}.json": of for name, of in trials.items()}
+    missing = {file: of for file, of in files.items() if not file.exists()}
+    (folder / TRIALS).mkdir(parents=True, exist_ok=True)
+    for file, of in missing.items():
+        write_whole(file, json.dumps(of).encode())
+    return len(missing)
 
 
 def with_tables(page: str, trials: Mapping[str, Trials]) -> str:
@@ -93,7 +106,12 @@ def with_verdicts(index: str, pages: Mapping[Path, str], trials: Mapping[str, Tr
 
 
 def main() -> None:
-    for folder in map(Path, sys.argv[1:]):
+    folders = [Path(each) for each in sys.argv[1:] if each != "--continue"]
+    if "--continue" in sys.argv:
+        for folder in folders:
+            print(f"{folder}: {write_kept(folder)} trials written")
+        return
+    for folder in folders:
         print(keep(folder))
     trials = all_kept()
     pages = {path: with_tables(path.read_text(), trials) for path in sorted(PAPERS.glob("*.md"))}

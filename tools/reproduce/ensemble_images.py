@@ -13,7 +13,7 @@ from tepal.tools.reproduce.experiment import Claim, Experiment, Reproduction, Tr
 from tepal.tools.reproduce.networks import LENET
 from tepal.tools.reproduce.runs import PAPER, by_setting, curves, mean_text, paper_table, slug
 from tepal.tools.reproduce.tuning import SEED, search_trials, tuned
-from tepal.tools.reproduce.versus import ahead, by_seed, differences, on_server, versus
+from tepal.tools.reproduce.versus import ahead, by_seed, claimed, differences, on_server, versus
 from tepal.tools.spaces import Choices, Range, Space
 
 POOLED = "pooled data"
@@ -136,7 +136,7 @@ class EnsembleImages(Experiment):
 
     def results(self, found: Mapping[str, Values]) -> Reproduction:
         of_splits = (self._by_method(found, split) for split in SPLITS)
-        more = [claim for claim in (self._larger_with_two_labels(found), self._grows_with_modes(found)) if claim]
+        more = claimed(self._larger_with_two_labels(found), self._grows_with_modes(found))
         return joined(*of_splits, Reproduction([], claims=more), self._by_labels(found), self._by_modes(found))
 
     def _by_method(self, found: Mapping[str, Values], split: str) -> Reproduction:
@@ -153,7 +153,7 @@ class EnsembleImages(Experiment):
         said = ", ".join(f"{method} {score}" for method, score in paper.items())
         gains = {method: gain for method, gain in differences("Fed-ensemble", scores).items() if method in paper}
         claim = ahead(f"{text.capitalize()}, Fed-ensemble is better than the others ({said}).", gains)
-        return joined(of_all, Reproduction([], [figure], claims=[claim] if claim else []))
+        return joined(of_all, Reproduction([], [figure], claims=claimed(claim)))
 
     def _larger_with_two_labels(self, found: Mapping[str, Values]) -> Claim | None:
         if "two-labels" not in self.splits[True]:

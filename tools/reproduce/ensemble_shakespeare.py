@@ -17,7 +17,7 @@ from tepal.tools.reproduce.experiment import Claim, Experiment, Reproduction, Tr
 from tepal.tools.reproduce.networks import LSTM
 from tepal.tools.reproduce.runs import curves, slug
 from tepal.tools.reproduce.tuning import SEED, search_trials, tuned
-from tepal.tools.reproduce.versus import Runs, ahead, by_seed, differences, on_server, versus
+from tepal.tools.reproduce.versus import Runs, ahead, by_seed, claimed, differences, on_server, versus
 from tepal.tools.spaces import Choices, Range, Space
 from tepal.training.data.config import DataConfig
 from tepal.training.data.examples import Source, Texts
@@ -124,13 +124,13 @@ class EnsembleShakespeare(Experiment):
             tops = {seed: _top(of)[1] for seed, of in runs["FedAvg"].items()}
             gain = differences("last", {"last": scores["Fed-ensemble"], "best": tops}).get("best")
             said += [f"Fed-ensemble's last round less the best one of FedAvg: {gain.text}."] if gain else []
-        claims = [
+        claims = claimed(
             ahead("Fed-ensemble is better than the others (.6249 against .6005 to .6152).",
                   differences("Fed-ensemble", scores)),
             _second_half("FedAvg overfits: its accuracy falls in the second half of the rounds.", runs, "FedAvg", -1),
             _second_half("Fed-ensemble goes on improving in the second half.", runs, "Fed-ensemble", 1),
-        ]  # fmt: skip
-        return joined(of_all, Reproduction([], [figure], said, [claim for claim in claims if claim]))
+        )  # fmt: skip
+        return joined(of_all, Reproduction([], [figure], said, claims))
 
 
 def texts_by_role(path: Path) -> dict[str, str]:

@@ -30,7 +30,7 @@ from tepal.strategies.in_process import InProcessGrid, Node
 from tepal.tools.compare.answers import Paired, paired
 from tepal.tools.reproduce.experiment import Experiment, Reproduction, Trial, TrialInputs, Values, table
 from tepal.tools.reproduce.runs import mean_text, paper_table
-from tepal.tools.reproduce.versus import ahead, as_good, by_seed
+from tepal.tools.reproduce.versus import ahead, as_good, by_seed, claimed
 
 PAPER = {
     1: {"bias": 0.109, "variance": 0.0496}, 2: {"bias": 0.117, "variance": 0.0115},
@@ -157,14 +157,14 @@ class EnsembleToy(Experiment):
         rows += [(f"bias, K = {k} less K = 1", gain.text) for k, gain in bias.items()]
         of_pairs = [table("Differences by modes", ("difference", "ours"), rows)] if rows else []
         smaller = {f"K = {k}": gain for before, k in pairwise(runs) if (gain := _gain(ours["variance"], before, k))}
-        claims = [
+        claims = claimed(
             ahead("The variance falls from each K to the next (.0496 to .0042).", smaller),
             as_good(f"The bias stays that of K = 1 (.109 to .117), here within {_SAME}.",
                     {f"K = {k}": gain for k, gain in bias.items()}, _SAME),
-        ]  # fmt: skip
+        )  # fmt: skip
         return Reproduction(
             [shown, *of_pairs], [*_figures(ours, self.paper)], [*_findings(ours, falls, bias)],
-            [claim for claim in claims if claim],
+            claims,
         )  # fmt: skip
 
 

@@ -18,7 +18,16 @@ from tepal.tools.reproduce.experiment import Claim, Experiment, Reproduction, Tr
 from tepal.tools.reproduce.networks import LENET
 from tepal.tools.reproduce.runs import PAPER, by_setting, curves, mean_text, slug
 from tepal.tools.reproduce.tuning import SEED, search_trials, tuned
-from tepal.tools.reproduce.versus import Scores, ahead, as_good, by_seed, differences, on_common_clients, versus
+from tepal.tools.reproduce.versus import (
+    Scores,
+    ahead,
+    as_good,
+    by_seed,
+    claimed,
+    differences,
+    on_common_clients,
+    versus,
+)
 from tepal.tools.spaces import Choices, Range, Space
 
 _RATES: Mapping[str, Space] = {"learning-rate": Range(0.01, 0.3, log=True)}
@@ -143,7 +152,7 @@ def _results(data: str, setting: str, found: Mapping[str, Values]) -> Reproducti
     title = f"Accuracy on {data}: {text}, {clients} clients, {len(scores['FedACS'])} seeds"
     paper = TABLE_1[data] if setting == "scarce" else None
     lines = curves({method: [*of.values()] for method, of in runs.items()}, f"{data}-{setting}", text, _CAPTION)
-    claims = [claim for claim in _claims(setting, scores) if claim]
+    claims = claimed(*_claims(setting, scores))
     return joined(
         versus("FedACS", runs, scores, title, what=text, paper=paper), Reproduction([], [lines], claims=claims)
     )

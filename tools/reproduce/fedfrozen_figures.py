@@ -15,7 +15,7 @@ import numpy as np
 
 from tepal.report.page import Figure, add_band, empty_plot
 from tepal.tools.compare.answers import paired
-from tepal.tools.reproduce.experiment import Reproduction, Values, table
+from tepal.tools.reproduce.experiment import FAILS, HOLDS, UNDECIDED, Claim, Reproduction, Values, table
 
 WARMUPS, CHOSEN = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0), 0.75
 """Values of T_warm/T, and the one that is used when something else varies."""
@@ -73,6 +73,17 @@ def against(ours: Losses, others: Losses) -> tuple[str, str]:
     return (gain.text, gain.verdict) if gain else ("not defined", "undecided")
 
 
+def lower(text: str, factors: Mapping[str, tuple[str, str]]) -> list[Claim]:
+    """The claim that something is lower in each of some comparisons: name → what `against` returned.
+
+    It holds if each is lower, and does not hold if one is higher. None without comparisons, or of one seed.
+    """
+    words = {decided for _, decided in factors.values()}
+    measured = "; ".join(f"{name}: {factor}" if name else factor for name, (factor, _) in factors.items())
+    verdict = FAILS if "higher" in words else HOLDS if words == {"lower"} else UNDECIDED
+    return [Claim(text, measured, verdict)] if words - {""} else []
+
+
 def _losses(of: Values, share: float = 1.0) -> Losses:
     """The final loss of each seed, frozen at a share of the rounds (1: never)."""
     losses: Losses = of["runs"][f"{share:g}"]["loss"]
@@ -101,12 +112,15 @@ def by_warmup(kept: Sequence[Values]) -> Reproduction:
     """Figure 2, middle, and Figure 3a."""
     kept = sorted(kept, key=lambda of: of["rho"])
     rows = [(f"{of['rho']:g}", f"{share:g}", *_written(_loss(of, share))) for of in kept for share in WARMUPS]
-    figures, findings = [], []
+    figures, findings, claims = [], [], []
     for of in kept:
         median = {share: _loss(of, share)[0] for share in WARMUPS}
         best = min(WARMUPS, key=lambda share: median[share])
         never, at_once = (against(_losses(of, CHOSEN), _losses(of, end)) for end in (1.0, 0.0))
         shown = "is" if never[1] == at_once[1] == "lower" else "is not shown to be"
+        if of["rho"] >= 1:
+            text = f"ρ = {of['rho']:g}: freezing after {CHOSEN:g} of the rounds has a lower loss than never freezing."
+            claims += lower(text, {"": never})
         findings.append(
             f"ρ = {of['rho']:g}: the least median loss is at T_warm/T = {best:g}, {_say(median[best])} (never frozen "
             f"{_say(median[1.0])}, frozen from the start {_say(median[0.0])}). At {CHOSEN:g} the loss as a factor of "
@@ -129,7 +143,8 @@ def by_warmup(kept: Sequence[Values]) -> Reproduction:
         plot.update_yaxes(type="category")
         caption = "log₁₀ of the median loss over the seeds; darker is larger, empty if it diverged."
         figures.append(Figure("heat", "Loss by warm-up and heterogeneity", caption, plot))
-    return Reproduction([table("Final loss by warm-up", ("ρ", "T_warm/T", *_QUARTILES), rows)], figures, findings)
+    shown_table = table("Final loss by warm-up", ("ρ", "T_warm/T", *_QUARTILES), rows)
+    return Reproduction([shown_table], figures, findings, claims)
 
 
 def by_steps(kept: Sequence[Values]) -> Reproduction:
@@ -144,21 +159,19 @@ def by_steps(kept: Sequence[Values]) -> Reproduction:
     ]
     plot = empty_plot("local steps E", "loss of FedFrozen / FedAvg")
     _curve(plot, "FedFrozen / FedAvg", steps, ratios)
-    findings = []
+    findings, claims = [], []
     if len(kept) > 1:
         each = [against(_losses(of, CHOSEN), _losses(of))[0] for of in kept]
         changes = [against(after, before) for before, after in pairwise(by_seed)]
-        falls = all(decided == "lower" for _, decided in changes)
-        findings.append(
-            "FedFrozen's loss as a factor of FedAvg's: "
-            f"{'; '.join(f'{factor} at E = {e}' for factor, e in zip(each, steps, strict=True))}. From one E to the "
-            f"next it changes by the factors {'; '.join(text for text, _ in changes)}: it "
-            f"{'falls' if falls else 'is not shown to fall everywhere'} (paper: falls)."
-        )
+        of_each = "; ".join(f"{factor} at E = {e}" for factor, e in zip(each, steps, strict=True))
+        findings.append(f"FedFrozen's loss as a factor of FedAvg's: {of_each}.")
+        text = "The more local steps E, the lower FedFrozen's loss is as a factor of FedAvg's."
+        claims += lower(text, {f"E = {before} to {after}": change
+                               for (before, after), change in zip(pairwise(steps), changes, strict=True)})  # fmt: skip
     headings = ("E", "FedFrozen", "FedAvg", *(f"ratio, {each}" for each in _QUARTILES))
     figure = Figure("steps", "FedFrozen and FedAvg by local steps", f"{_BAND} Below 1, FedFrozen is better.", plot)
     tables = [table("Final loss by local steps", headings, rows)]
-    return Reproduction(tables, [figure] if kept else [], findings)
+    return Reproduction(tables, [figure] if kept else [], findings, claims)
 
 
 def _ratios(above: Losses, below: Losses) -> Losses:
@@ -179,7 +192,7 @@ def by_rho(kept: Sequence[Values]) -> Reproduction:
         _curve(plot, name, [*by_rho], [*by_rho.values()])
     rhos = sorted({of["rho"] for of in kept})
     rows = [(f"{rho:g}", name, *_written(found[name][rho])) for rho in rhos for name in ROLES if rho in found[name]]
-    findings = []
+    findings, claims = [], []
     for rho in rhos:
         known = {name: by_rho[rho][0] for name, by_rho in found.items() if rho in by_rho}
         if len(known) == len(ROLES):
@@ -191,15 +204,14 @@ def by_rho(kept: Sequence[Values]) -> Reproduction:
     if len(rhos) > 1 and all({rhos[0], rhos[-1]} <= by_rho.keys() for by_rho in found.values()):
         grown = {name: _ratios(by_rho[rhos[-1]], by_rho[rhos[0]]) for name, by_rho in losses.items()}
         medians = {name: spread(each)[0] for name, each in grown.items()}
-        least = min(medians, key=lambda name: medians[name])
-        findings.append(
-            f"From ρ = {rhos[0]:g} to {rhos[-1]:g} the loss grows by the median factor "
-            f"{', '.join(f'{_say(factor)} ({name})' for name, factor in medians.items())}: least for {least} (paper: "
-            f"FedFrozen). FedFrozen's growth as a factor of {_ours_against(grown)}."
-        )
+        growths = ", ".join(f"{_say(factor)} ({name})" for name, factor in medians.items())
+        findings.append(f"From ρ = {rhos[0]:g} to {rhos[-1]:g} the loss grows by the median factor {growths}.")
+        text = f"From ρ = {rhos[0]:g} to {rhos[-1]:g} FedFrozen's loss grows by a lower factor than the others'."
+        claims += lower(text, {f"less than {name}'s": against(grown["FedFrozen"], of) for name, of in grown.items()
+                               if name != "FedFrozen"})  # fmt: skip
     figure = Figure("rho", "Loss by heterogeneity", f"{_BAND} FedFrozen with T_warm/T = {_FREEZES}.", plot)
     tables = [table("Final loss by heterogeneity", ("ρ", "method", *_QUARTILES), rows)]
-    return Reproduction(tables, [figure] if kept else [], findings)
+    return Reproduction(tables, [figure] if kept else [], findings, claims)
 
 
 def _ours_against(values: Mapping[str, Losses]) -> str:
@@ -215,7 +227,7 @@ def by_ridge(kept: Sequence[Values]) -> Reproduction:
     spreads = {key: [spread(of["runs"][_FREEZES][key]) for of in kept] for key in ("loss", "drift")}
     rows = [(name, *_written(chain(*both))) for name, *both in zip(names, *spreads.values(), strict=True)]
     headings = ("λ", *(f"{key}, {each}" for key in spreads for each in _QUARTILES))
-    figures, findings = [], []
+    figures, findings, claims = [], [], []
     for key, title in (("loss", "Loss by ridge"), ("drift", "Client drift by ridge")):
         medians = [of[0] for of in spreads[key]]
         plot = empty_plot("λ", key)
@@ -229,15 +241,18 @@ def by_ridge(kept: Sequence[Values]) -> Reproduction:
             factors = [f"{against(each, by_seed[0])[0]} at {at}" for each, at in zip(by_seed, names, strict=True)][1:]
             findings.append(
                 f"The {key} is least at λ = {names[least]}: {_say(medians[least])}; at λ = {names[-1]} it is "
-                f"{_say(medians[-1])} (medians). As a factor of that at λ = {names[0]}: {'; '.join(factors)} (paper: "
-                "least at a moderate λ, large at an excessive one)."
+                f"{_say(medians[-1])} (medians). As a factor of that at λ = {names[0]}: {'; '.join(factors)}."
             )
-    return Reproduction([table("Loss and drift by ridge", headings, rows)], figures if kept else [], findings)
+            between = {f"λ = {at} against {names[end]}": against(by_seed[place], by_seed[end])
+                       for place, at in list(enumerate(names))[1:-1] for end in (0, -1)}  # fmt: skip
+            claims += lower(f"The {key} is lower at a moderate λ than at the least and the largest.", between)
+    shown_table = table("Loss and drift by ridge", headings, rows)
+    return Reproduction([shown_table], figures if kept else [], findings, claims)
 
 
 def profiles(found: Sequence[Values]) -> Reproduction:
     """Figure 1."""
-    rows, figures, findings = [], [], []
+    rows, figures, findings, claims = [], [], [], []
     for rho in sorted({of["rho"] for of in found}):
         plot, rounds = empty_plot("round", "h_λ", rounds=100), 0
         for of in (of for of in found if of["rho"] == rho):
@@ -265,12 +280,25 @@ def profiles(found: Sequence[Values]) -> Reproduction:
                     findings.append(
                         f"ρ = {rho:g}: the median h_λ of FedAvg changes from {_say(medians[0])} to {_say(medians[-1])},"
                         f" rises in {ups} of {rounds} rounds and is least in round {least}. At the end it is, as a "
-                        f"factor of {factors} (paper: falls steadily at ρ = 0, falls and then rises at 1 and 2)."
+                        f"factor of {factors}."
                     )
+                    claims += _profile_claims(rho, profile, least)
         caption = f"{_BAND} η = {PROFILE_RATE:g}. FedFrozen is FedAvg until T_warm = {round(CHOSEN * rounds)}."
         figures.append(Figure(f"profile-{rho:g}", f"Profile h_λ at ρ = {rho:g}", caption, plot))
     headings = ("ρ", "method", "h_λ at the start", "least", "in round", "at the end", "seeds that diverged")
-    return Reproduction([table("Profile of the kernel", headings, rows)], figures, findings)
+    return Reproduction([table("Profile of the kernel", headings, rows)], figures, findings, claims)
+
+
+def _profile_claims(rho: float, profile: Sequence[Losses], least: int) -> list[Claim]:
+    """The paper's claims on FedAvg's h_λ, which has its least median in the round `least`."""
+    fell = against(profile[-1], profile[0])
+    if not rho:
+        return lower("ρ = 0: h_λ of FedAvg falls.", {"the end as a factor of the start": fell})
+    text = f"ρ = {rho:g}: h_λ of FedAvg rises again after its least."
+    if least < len(profile) - 1:
+        return lower(text, {f"round {least} as a factor of the end": against(profile[least], profile[-1])})
+    measured = f"it is least at the end; the end as a factor of the start: {fell[0]}"
+    return [Claim(text, measured, FAILS if fell[1] == "lower" else UNDECIDED)] if fell[1] else []
 
 
 def closed_form_finding(kept: Sequence[Values]) -> list[str]:

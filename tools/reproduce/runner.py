@@ -63,7 +63,8 @@ EXPERIMENTS: Mapping[str, Experiment] = {
 }  # fmt: skip
 """All experiments by name."""
 
-_TRIALS = "cells"
+TRIALS = "cells"
+"""Folder of the computed trials in an experiment's folder."""
 _DATA = "data.json"
 _STYLE = ".plot { height: auto; }\n"  # these figures have their own heights
 
@@ -119,7 +120,7 @@ def reproduce(
     todo = _missing(place, trials)
     found = _find_inputs(experiment, full, data, place, any_left=bool(todo))
     check_memory(todo, at_once, where)
-    (place / _TRIALS).mkdir(parents=True, exist_ok=True)
+    (place / TRIALS).mkdir(parents=True, exist_ok=True)
     left_out = dict[str, str]()
     with held(place):
         _check_data(place, found)
@@ -239,7 +240,7 @@ def _compute_one(experiment: Experiment, trial: Trial, inputs: TrialInputs) -> f
 
 
 def _file(place: Path, name: str) -> Path:
-    return place / _TRIALS / f"{name}.json"
+    return place / TRIALS / f"{name}.json"
 
 
 def computed(place: Path, trial: Trial) -> dict[str, Any] | None:

@@ -132,7 +132,7 @@ def measured(
         shutil.move(directory / MODEL, weights)
     masks = [record["masks"] for _, record in read_records(directory, most=len(metrics)) if "masks" in record]
     last = metrics[-1]
-    on_server = correct_examples(directory) if last.accuracy_of == "server" and weights is None else None
+    on_server = correct_examples(directory, device) if last.accuracy_of == "server" and weights is None else None
     shutil.rmtree(folder, ignore_errors=True)
     return {
         "server": last.accuracy if last.accuracy_of == "server" else None,

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from tepal.tools.predict.predict import load_predictor
 from tepal.training.data.inputs import held_out_inputs
+from tepal.training.loop import device_of
 from tepal.training.prediction import predict
 from tepal.training.tasks import TASKS
 
@@ -47,13 +48,19 @@ class ClientScores:
         return {str(client): score for client, score in sorted(self._scores.items())}
 
 
-def correct_examples(run: Path) -> str:
-    """Which of the server's held-out examples a run's final model or ensemble classifies correctly; see `unpacked`."""
-    predictor = load_predictor(run)
+def correct_examples(run: Path, device: str = "") -> str:
+    """Which of the server's held-out examples a run's final model or ensemble classifies correctly; see `unpacked`.
+
+    Args:
+        run: its directory.
+        device: on which to predict, such as "cuda:1"; "": a GPU if there is one, else the CPU.
+    """
+    predictor, where = load_predictor(run), device_of(device or None)
+    predictor.model.to(where)
     examples = held_out_inputs(predictor.config)
     assert examples is not None
     task = TASKS[predictor.config.kind]
-    inputs = torch.from_numpy(examples.values).to(next(predictor.model.parameters()).device)
+    inputs = torch.from_numpy(examples.values).to(where)
     found = predict(predictor.model, predictor.states(), inputs, predictor.training, task)
     return packed(found.labels.cpu().numpy() == examples.labels)
 

@@ -26,7 +26,7 @@ from tepal.tools.reproduce.experiment import (
 from tepal.tools.reproduce.runs import by_setting, trained
 from tepal.tools.reproduce.selective_data import CLASSES, domainnet, images, newsgroups, xglue
 from tepal.tools.reproduce.tuning import SEED, search_trials, tuned
-from tepal.tools.reproduce.versus import Scores, ahead, as_good, by_seed, differences, on_server, versus
+from tepal.tools.reproduce.versus import Scores, ahead, as_good, by_seed, claimed, differences, on_server, versus
 from tepal.tools.spaces import Choices, Range, Space
 
 SELECTIONS = ("full", "top", "bottom", "both", "snr", "rgn", "gradient")
@@ -184,16 +184,18 @@ class Selective(Experiment):
         pretrained = not full and self.kind.data == "20newsgroups"
         trials = [Trial("pretrained", {"part": "pretraining", "config": PRETRAIN, "clients": 2})] if pretrained else []
         before, searched = tuple(trial.name for trial in trials), 12 if full else 6
+        needs = dict[str, tuple[str, ...]]()
         for selection, search in SEARCH.items():
             options = self.options(selection, SEARCHED, SEED, full, "search")
             of = search_trials(selection, options, search, searched)
             trials += [replace(trial, needs=(*before, *trial.needs)) for trial in of]
-            needs = (*before, *(trial.name for trial in of))
-            budgets = ("1",) if selection == "full" else BUDGETS if full else ("1", "1-4")
-            trials += [
-                Trial(f"{selection}-{budget}-{seed}", self.options(selection, budget, seed, full, "main"), needs)
-                for budget in budgets for seed in (1, 2, 3, 4, 5)
-            ]  # fmt: skip
+            needs[selection] = (*before, *(trial.name for trial in of))
+        trials += [
+            Trial(f"{each}-{budget}-{seed}", self.options(each, budget, seed, full, "main"), needs[each])
+            for budget in (BUDGETS if full else ("1-4", "1"))
+            for each in SELECTIONS if _is_run(each, budget)
+            for seed in (1, 2, 3, 4, 5)
+        ]  # fmt: skip
         return trials
 
     def compute(self, trial: Trial, inputs: TrialInputs) -> Values:
@@ -221,7 +223,7 @@ class Selective(Experiment):
             papers = {**paper[budget], **{each: of for each, of in paper["1"].items() if each == "full"}}
             parts.append(versus("gradient", runs, scores, title, what=what, paper=papers))
             parts.append(_layers(runs["gradient"], budget))
-            parts.append(Reproduction([], claims=[claim for claim in _claims(scores, what) if claim]))
+            parts.append(Reproduction([], claims=claimed(*_claims(scores, what))))
         if parts:
             figure = by_setting(lines, "budgets", "By budget", "layers that a client trains", _CAPTION)
             parts.append(Reproduction([], [figure]))
@@ -270,6 +272,11 @@ class Selective(Experiment):
 
 def _begun(text: str) -> str:
     return text[0].upper() + text[1:]
+
+
+def _is_run(selection: str, budget: str) -> bool:
+    """Training all layers has no budget, and runs under "1"; with one layer, both ends are the bottom."""
+    return budget == "1" if selection == "full" else (selection, budget) != ("both", "1")
 
 
 _NEAR = 0.01

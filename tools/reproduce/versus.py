@@ -109,6 +109,11 @@ def as_good(text: str, gains: Mapping[str, Paired], within: float) -> Claim | No
     return Claim(text, measured, FAILS if outside else HOLDS if inside else UNDECIDED) if ends else None
 
 
+def claimed(*claims: Claim | None) -> list[Claim]:
+    """The claims that there is a verdict on."""
+    return [claim for claim in claims if claim]
+
+
 def _known(gains: Mapping[str, Paired], wanted: Iterable[str] = ()) -> tuple[list[tuple[float, float]], str, bool]:
     """The intervals of the differences that have one, these differences as text, and whether none is missing."""
     known = {method: gain for method, gain in gains.items() if gain.interval is not None}

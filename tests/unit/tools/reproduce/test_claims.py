@@ -10,7 +10,7 @@ import pytest
 from tepal.tools.compare.answers import paired
 from tepal.tools.reproduce import experiment
 from tepal.tools.reproduce.experiment import FAILS, HOLDS, UNDECIDED, Claim, claims_table
-from tepal.tools.reproduce.runner import EXPERIMENTS
+from tepal.tools.reproduce.runner import EXPERIMENTS, reproduce
 from tepal.tools.reproduce.versus import ahead, as_good
 from tests.packages import ROOT
 
@@ -111,6 +111,23 @@ def test_trials_of_the_experiment_are_kept_and_no_others(papers, tmp_path, monke
     file = papers["keep"](folder)
     assert file.name == "ensemble-toy.json.xz"
     assert papers["kept"](file) == json.loads(lzma.decompress(file.read_bytes())) == {trial.name: cell}
+
+
+def test_kept_trials_are_not_computed_again(papers, tmp_path, monkeypatch):
+    monkeypatch.setitem(papers["keep"].__globals__, "PAPERS", tmp_path)
+    experiment, computed_now = EXPERIMENTS["ensemble-toy"], []
+    three = experiment.trials(False)[:3]
+    monkeypatch.setattr(type(experiment), "trials", lambda self, full: three)
+    monkeypatch.setattr(type(experiment), "compute", lambda self, trial, inputs: computed_now.append(trial.name)
+                        or {"bias": 0.2, "variance": 0.1})  # fmt: skip
+    first, second = tmp_path / "first", tmp_path / "second"
+    reproduce(experiment, first, full=False, log=str)
+    file = papers["keep"](first / experiment.name)
+    (first / experiment.name / "cells" / f"{computed_now[0]}.json").unlink()
+    assert papers["write_kept"](second / experiment.name) == 3
+    reproduce(experiment, second, full=False, log=str)
+    assert len(computed_now) == 3 and papers["kept"](papers["keep"](second / experiment.name)) == papers["kept"](file)
+    assert papers["write_kept"](first / experiment.name) == 1, "what is there stays"
 
 
 def test_claims_that_nothing_was_computed_for_are_in_the_index(papers, tmp_path):

@@ -15,7 +15,7 @@ from tepal.strategies import RoundFailed
 from tepal.tools.cli.main import main
 from tepal.tools.reproduce import ensemble_toy, runner
 from tepal.tools.reproduce.ensemble_toy import PAPER, EnsembleToy, bias_and_variance, centres_of, data_of, trained
-from tepal.tools.reproduce.experiment import MissingData, Reproduction, Trial, TrialInputs, table
+from tepal.tools.reproduce.experiment import HOLDS, MissingData, Reproduction, Trial, TrialInputs, table
 from tepal.tools.reproduce.fedfrozen_costs import FedFrozenCosts
 from tepal.tools.reproduce.runner import UnknownExperiment, find_experiment, reproduce
 from tests.quiet import quiet  # noqa: F401
@@ -142,7 +142,8 @@ def test_the_costs_of_the_papers_models_are_the_papers():
     results = experiment.results(found)
     for _, parameters, share, up, printed, _ in results.tables[0].rows:
         assert up == pytest.approx(1 - 0.8 * share) and up == pytest.approx(printed, abs=5e-5) and parameters > 10**7
-    assert "Our costs differ from the paper's by at most 0.0000" in results.findings[0]
+    (claim,) = results.claims
+    assert claim.verdict == HOLDS and "Our costs differ from the paper's by at most 0.0000" in claim.measured
 
 
 def test_local_steps_of_the_toy_are_gradient_steps_and_repetitions_do_not_touch():

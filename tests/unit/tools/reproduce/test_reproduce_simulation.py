@@ -27,8 +27,8 @@ from tepal.tools.reproduce.attention_clients import (
     steepness,
     train,
 )
-from tepal.tools.reproduce.experiment import Trial, TrialInputs
-from tepal.tools.reproduce.fedfrozen_figures import WARMUPS, against, spread
+from tepal.tools.reproduce.experiment import FAILS, HOLDS, UNDECIDED, Trial, TrialInputs
+from tepal.tools.reproduce.fedfrozen_figures import WARMUPS, against, lower, spread
 from tepal.tools.reproduce.fedfrozen_simulation import RIDGE, FedFrozenSimulation
 from tests.quiet import quiet  # noqa: F401
 
@@ -340,11 +340,9 @@ def test_what_is_told_follows_from_the_numbers():
     assert "never freezing: 3 (3 to 3); of freezing from the start: 0.5 (0.5 to 0.5)." in findings
     assert "Freezing in between is not shown to be better than both ends" in findings
     assert "FedAvg's: 3 (3 to 3) at E = 20; 9 (9 to 9) at E = 40." in findings
-    assert "by the factors 3 (3 to 3): it is not shown to fall everywhere" in findings
     assert "ρ = 2, median losses in increasing order: FedAvg 1, FedProx 2.5, SCAFFOLD 2.5, FedFrozen 3." in findings
     assert "FedFrozen's as a factor of FedAvg's: 3 (3 to 3); FedProx's: 1.2 (1.2 to 1.2); SCAFFOLD's: 1.2" in findings
-    assert "FedFrozen's growth as a factor of FedAvg's: 1 (1 to 1, undecided); FedProx's: 0.6 (0.6 to 0.6)" in findings
-    assert "least for FedFrozen" in findings and "1 (FedFrozen), 1 (FedAvg), 1.667 (FedProx)" in findings
+    assert "1 (FedFrozen), 1 (FedAvg), 1.667 (FedProx)" in findings
     assert "The loss is least at λ = 100: 2" in findings
     assert "The drift is least at λ = 0.001: 1; at λ = 100 it is 4 (medians)" in findings
     assert "As a factor of that at λ = 0.001: 4 (4 to 4) at 100" in findings
@@ -352,12 +350,50 @@ def test_what_is_told_follows_from_the_numbers():
     assert "as a factor of that in round 1: 1 and 0 of 2 seeds diverged; that at the start: 1 and 0 of 2" in findings
     assert "to a relative difference of 1e-06" in findings
     assert "for the steepest client: 4 at η = 0.0002, ρ = 1; 4 at η = 0.0002, ρ = 2." in findings
+    assert [(claim.text.split(":")[0], claim.measured, claim.verdict) for claim in results.claims] == [
+        ("ρ = 1", "3 (3 to 3)", FAILS),
+        ("ρ = 2", "3 (3 to 3)", FAILS),
+        ("The more local steps E, the lower FedFrozen's loss is as a factor of FedAvg's.",
+         "E = 20 to 40: 3 (3 to 3)", FAILS),
+        ("From ρ = 1 to 2 FedFrozen's loss grows by a lower factor than the others'.",
+         "less than FedAvg's: 1 (1 to 1, undecided); less than FedProx's: 0.6 (0.6 to 0.6); "
+         "less than SCAFFOLD's: 0.6 (0.6 to 0.6)", UNDECIDED),
+        ("ρ = 2", "round 1 as a factor of the end: 0 and 1 of 2 seeds diverged", UNDECIDED),
+    ]  # fmt: skip
     assert {figure.key for figure in results.figures} == {
         "warmup", "heat", "steps", "rho", "ridge-loss", "ridge-drift", "profile-2",
     }  # fmt: skip
     for figure in results.figures:
         assert all(trace.meta["role"] for trace in figure.plot.data)
         assert spoken(figure) and figure.key in figure_html(figure)
+
+
+def claims_of(**trials):
+    return {claim.text: claim.verdict for claim in FedFrozenSimulation().results(trials).claims}
+
+
+def test_a_moderate_ridge_is_best_if_it_is_below_the_least_and_the_largest():
+    def at(ridge, loss, drift):
+        runs = {"0.75": {"loss": [loss] * 2, "drift": [drift] * 2}, "1": {"loss": [1.0] * 2, "drift": [1.0] * 2}}
+        return {**options(ridge=ridge), "runs": runs, "h": [], "steepness": [1.0]}
+
+    found = claims_of(a=at(RIDGE, 2.0, 2.0), b=at(1.0, 1.0, 1.0), c=at(100.0, 3.0, 0.5))
+    text = "The {} is lower at a moderate λ than at the least and the largest."
+    assert found == {text.format("loss"): HOLDS, text.format("drift"): FAILS}
+
+
+def test_the_profile_falls_without_shift_and_rises_again_with_it():
+    def at(rho, *h):
+        runs = {"1": {"loss": [1.0] * 2, "drift": [1.0] * 2}}
+        return {**options(rho=rho, profile=True), "runs": runs, "h": [[of] * 2 for of in h], "steepness": [1.0]}
+
+    rises, falls = "ρ = 2: h_λ of FedAvg rises again after its least.", "ρ = 0: h_λ of FedAvg falls."
+    assert claims_of(a=at(0.0, 3.0, 2.0, 1.0), b=at(2.0, 3.0, 1.0, 2.0)) == {falls: HOLDS, rises: HOLDS}
+    assert claims_of(a=at(0.0, 1.0, 2.0, 3.0), b=at(2.0, 3.0, 2.0, 1.0)) == {falls: FAILS, rises: FAILS}
+
+
+def test_one_seed_shows_no_claim():
+    assert lower("It is lower.", {"": against([1.0], [2.0])}) == []
 
 
 def test_some_trials_are_enough_for_an_outcome():
