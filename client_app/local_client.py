@@ -21,7 +21,7 @@ from tepal.exchange.plan import LABEL_COUNTS, LAYER_BUDGET, RATE, RATE_FACTOR
 from tepal.models.blocks import layout_of
 from tepal.training.augmentation import Augmentation
 from tepal.training.config import TrainingConfig
-from tepal.training.data import own_stamp
+from tepal.training.data import data_stamp
 from tepal.training.data.inputs import FOUND_NAMES, ClientInputs, InputConfig, client_inputs, written_sizes
 from tepal.training.loop import Batches, device_of
 from tepal.training.node_settings import with_own_settings
@@ -145,7 +145,7 @@ _of_thread = threading.local()
 
 def _load(config: InputConfig, node_config: Mapping[str, Any], name: str) -> _Loaded:
     key = json.dumps([config.model_dump(), dict(node_config), name], sort_keys=True, default=str)
-    stamp = own_stamp(node_config)
+    stamp = data_stamp(config, node_config)
     with _loading:
         if key not in _loaded or (stamp and stamp != _loaded[key].stamp):
             data = client_inputs(config, node_config, client=name)

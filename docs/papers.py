@@ -4,10 +4,12 @@
 
 A FOLDER is one of an experiment that `tepal reproduce` computed, such as runs/reproduce/fedacs-cifar-10. Its trials are
 kept in docs/papers/<experiment>.json.xz: options, values (the score of each client among them), date and seconds.
-Without any, the tables are written anew. With `--continue` the kept trials are written into each FOLDER instead, so that
-`tepal reproduce` computes only those that are missing. On the pages they stand between `<!-- reproduced: EXPERIMENT -->` and
-`<!-- end -->`; the verdicts on all claims stand in docs/reproduce.md, between `<!-- verdicts -->` and `<!-- end -->`.
-Claims that nothing was computed for are read from the tables under "## Not tested here".
+Without any, the tables are written anew. With `--continue` the kept trials are written into each FOLDER instead, so
+that `tepal reproduce` computes only those that are missing.
+
+On the pages the tables stand between `<!-- reproduced: EXPERIMENT -->` and `<!-- end -->`; the verdicts on all claims
+stand in docs/reproduce.md, between `<!-- verdicts -->` and `<!-- end -->`. Claims that nothing was computed for are
+read from the tables under "## Not tested here".
 """
 
 from __future__ import annotations

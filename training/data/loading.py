@@ -28,7 +28,7 @@ from tepal.training.data.formats.named import PLAIN, read_to_predict
 from tepal.training.data.known import KNOWN, reading_of
 from tepal.training.data.normalisation import check_normalise, written_statistics
 from tepal.training.data.partitions import divide
-from tepal.training.data.sources import named_source, path_source, reading_for, stamp
+from tepal.training.data.sources import DEEPEST, named_source, path_source, reading_for, stamp
 from tepal.training.data.splits import shares, split
 
 _IMAGES: Any = ImageArrays  # the default kind of examples
@@ -265,14 +265,17 @@ def _held_out(source: Source[Kind], config: DataConfig) -> Kind | None:
     return source.train.take(kept) if len(kept) else None
 
 
-def own_stamp(node_config: Mapping[str, Any]) -> str:
-    """Return a digest that changes with the files at a node's `data-path`.
+def data_stamp(config: DataConfig, node_config: Mapping[str, Any]) -> str:
+    """Return a digest that changes with the files of a client's data.
 
-    It is "" without `data-path`, and if the files cannot be read now, for example because a disk is not mounted.
+    All files at a node's `data-path` count. Of the run's dataset, which a process may have many clients of, the path
+    counts and what is directly in it. It is "" for a dataset that is not a path, and if the files cannot be read now,
+    for example because a disk is not mounted.
     """
-    path = node_config.get("data-path")
+    own = node_config.get("data-path")
+    path = Path(str(own or config.dataset_path or config.dataset)).expanduser()
     try:
-        return stamp(Path(str(path)).expanduser().absolute()) if path else ""
+        return stamp(path.absolute(), DEEPEST if own else 1)
     except OSError:
         return ""
 

@@ -38,7 +38,8 @@ EXPECTED = (
 
 _DIGITS_FILE = "sklearn/datasets/data/digits.csv.gz"  # path in scikit-learn
 _MOST_FILES = 20_000  # files whose times are read one by one
-_DEEPEST = 4  # levels of folders that are read, because links may be circular
+DEEPEST = 4
+"""Levels of folders that are read, because links may be circular."""
 
 Reader = Callable[[Path, Reading], AnySource]
 
@@ -101,8 +102,10 @@ def path_source(text: str, reading: Reading) -> AnySource:
         raise DataError(f"{path}: cannot be read: {error}: check permissions and disk") from error
 
 
-def stamp(path: Path) -> str:
+def stamp(path: Path, deepest: int = DEEPEST) -> str:
     """Return a digest of names, times and sizes at and below a path, which changes with the files. Raises OSError.
+
+    `deepest`: the levels of folders whose entries count; 1: what is directly in the folder.
 
     With more than 20,000 files only the folders' times are used, which change when a file is added or removed but not
     when one is overwritten: reading all times would take more than a second.
@@ -116,7 +119,7 @@ def stamp(path: Path) -> str:
                 continue
             if entry.is_dir():
                 seen.append(_file_state(entry))
-                folders += [(Path(entry.path), depth + 1)] if depth < _DEEPEST else []
+                folders += [(Path(entry.path), depth + 1)] if depth < deepest else []
             else:
                 files += 1
                 if files <= _MOST_FILES:

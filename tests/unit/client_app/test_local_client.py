@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from tepal.client_app import local_client
@@ -13,7 +14,7 @@ from tepal.client_app.app import app
 from tepal.server_app.config import defaults
 from tepal.server_app.run import run
 from tepal.strategies.in_process import InProcessGrid, Node
-from tepal.training.data import DataError, load_client, own_stamp, sources
+from tepal.training.data import DataError, data_stamp, load_client, sources
 from tepal.training.data.inputs import InputConfig
 from tests.lines import read_lines
 
@@ -118,7 +119,25 @@ def test_data_that_cannot_be_looked_at_for_a_while_is_kept(tmp_path):
     config, node = InputConfig(dataset="local", image_shape="1x8x8", classes=2), {"data-path": file}
     kept = local_client._load(config, node, "site")
     (tmp_path / "a.npz").rename(tmp_path / "away.npz")
-    assert own_stamp(node) == "" and local_client._load(config, node, "site") is kept
+    assert data_stamp(config, node) == "" and local_client._load(config, node, "site") is kept
+
+
+def test_the_runs_dataset_is_read_again_when_its_files_changed(tmp_path):
+    """Two runs of one process with another file at the same path."""
+    node = {"partition-id": 0, "num-partitions": 1}
+
+    def labels(path):
+        config = InputConfig(dataset=str(path), test_fraction=0.25, held_out_fraction=0.25, min_partition_size=2)
+        loaded = local_client._load(config, node, "0")
+        assert local_client._load(config, node, "0") is loaded, "nothing has changed"
+        return set(torch.cat([loaded.tensors[1], loaded.tensors[3]]).tolist())
+
+    file = tmp_path / "a.npz"
+    assert labels(npz(file, 2)) == {0, 1} and labels(npz(file, 4)) == {0, 1, 2, 3}
+    root = folder(tmp_path / "images", ("a", "b"), values=range(0, 40, 2))
+    assert labels(root) == {0, 1}
+    folder(tmp_path / "images", ("c",), values=range(0, 40, 2))
+    assert labels(root) == {0, 1, 2}
 
 
 def test_what_readers_pass_over_changes_nothing(tmp_path):
