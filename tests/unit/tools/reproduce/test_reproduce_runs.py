@@ -1,4 +1,4 @@
-"""Experiments on real data: what they need, how their trials are run, and the papers' claims on small settings."""
+"""Experiments on real data: what they need, how their trials are run, and what is told of them."""
 
 import json
 import os
@@ -763,44 +763,3 @@ def test_findings_name_who_is_behind_and_where_it_is_undecided():
     mean, half = 0.502, 2.776 * np.std(np.subtract(ours, far), ddof=1) / 5**0.5  # Student's t, four degrees of freedom
     assert rows["FedAvg"][2] == f"{mean:+.4f} ({mean - half:+.4f} to {mean + half:+.4f})"
     assert rows["Local"][4] == 0.7598 and rows["Local"][5] == "learning-rate 0.05"
-
-
-# --- the papers' claims, on small settings --------------------------------------------------------------------------
-
-
-def claimed(dataset, config):
-    """A few clients of an experiment's config, on a data set at hand."""
-    if dataset == "digits":
-        return {**config, "dataset": "digits", "image-shape": "", "normalise": "", "model": "cnn"}
-    folder = os.environ.get("TEPAL_TEST_DATA")
-    if not folder:
-        pytest.skip("TEPAL_TEST_DATA names no folder with data sets")
-    return {**config, "dataset": dataset, "dataset-path": str(Path(folder) / f"{dataset.replace('-', '_')}.npz")}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("dataset", ["digits", "mnist"])
-def test_fed_ensemble_is_above_fedavg_with_two_labels_a_client(tmp_path, dataset):
-    scores = {}
-    for method in ("fedavg", "fedensemble"):
-        trial = {trial.name: trial for trial in EnsembleMnist().trials(False)}[f"{method}-two-labels-1"]
-        config = claimed(dataset, trial.options["config"]) | {"learning-rate": 0.1, "local-steps": 20}
-        if dataset == "digits":
-            config |= {"fedensemble.modes": 3, "num-server-rounds": 60, "evaluate-every": 6, "batch-size": 10,
-                       "local-steps": 6}  # fmt: skip
-        curve = measured(config, 40 if dataset == "digits" else 50, tmp_path / method)["curve"]
-        scores[method] = np.mean([score for number, score in curve[-2:]])
-    assert scores["fedensemble"] > scores["fedavg"], scores
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("dataset", ["digits", "fashion-mnist"])
-def test_fedacs_is_above_fedavg_with_two_classes_a_client(tmp_path, dataset):
-    trials, scores = {trial.name: trial for trial in FASHION.trials(False)}, {}
-    for method in ("fedavg", "fedacs"):
-        config = claimed(dataset, trials[f"two-classes-{method}-1"].options["config"])
-        config |= {"num-server-rounds": 8, "fedacs.quantile": 0.7, "learning-rate": 0.1}
-        if dataset != "digits":
-            config |= {"local-steps": 8}
-        scores[method] = measured(config, 20, tmp_path / method)["clients"]
-    assert scores["fedacs"] > scores["fedavg"] + 0.1, scores
