@@ -19,6 +19,7 @@ else:
 
 WireDtype = Literal["float32", "float16", "bfloat16", "int8"]
 _OrSame = Literal["same", "float32", "float16", "bfloat16", "int8"]
+_Up = Literal["same", "float32", "float16", "bfloat16", "int8", "int4", "ternary", "sign"]
 
 
 class RoundConfig(BaseModel):
@@ -160,12 +161,12 @@ class EncodingConfig(BaseModel):
 
     dtype: WireDtype = Field("float32", description="dtype of matrices when sent; vectors and counters keep theirs")
     dtype_down: _OrSame = Field("same", description="dtype of matrices sent to clients; same: wire-dtype")
-    dtype_up: _OrSame = Field("same", description="dtype of changes sent by clients; same: wire-dtype")
+    dtype_up: _Up = Field("same", description="dtype of changes sent by clients; same: wire-dtype")
     top_k: float = Field(
         0.0, ge=0, lt=1, description="share of each matrix's changes that clients send, the largest ones; 0: all"
     )
     error_feedback: bool = Field(
-        True, description="clients keep what int8 and wire-top-k leave out, and add it to their next upload"
+        True, description="clients keep what int8, fewer bits and wire-top-k leave out, and add it to their next upload"
     )
 
     def encoding(self, seed: int) -> Encoding:

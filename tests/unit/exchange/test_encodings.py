@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from tepal.exchange.encodings import CODECS, DTYPES, PLAIN, Encoding, EncodingError, TopK, Wire
+from tepal.exchange.encodings import CODECS, PLAIN, UPLOADS, Encoding, EncodingError, TopK, Wire
 from tepal.exchange.parts import pack, shapes_of, unpack, unpacked
 
 SHAPES = hnp.array_shapes(min_dims=2, max_dims=4, min_side=0, max_side=6)
@@ -78,6 +78,77 @@ def test_int8_passes_on_that_a_row_is_not_finite():
     np.testing.assert_allclose(read[0], 1, rtol=1e-6)
 
 
+@given(MATRICES)
+@example(np.full((1, 2), np.finfo(np.float32).max))
+def test_int4_is_the_nearest_of_15_steps_of_its_row(values):
+    read = there_and_back(CODECS["int4"], values)
+    for row, came in zip(values, read, strict=True) if values.size else ():
+        step = np.abs(row).max() / 7
+        assert (np.abs(came.astype(float) - row) <= step * 0.5001 + 7 * 2.0**-149).all()
+
+
+@pytest.mark.parametrize("dtype, steps", [("int4", 7), ("ternary", 1)])
+def test_what_is_rounded_at_random_is_right_in_the_mean(dtype, steps):
+    values = np.random.default_rng(0).normal(size=(3, 41)).astype(np.float32)
+    draws = np.asarray([there_and_back(CODECS[dtype], values, np.random.default_rng([1, k])) for k in range(4000)])
+    units = np.abs(values).max(axis=1, keepdims=True) / steps
+    assert (np.abs(draws - values) <= units * 1.0001).all()
+    assert (np.abs(draws.mean(axis=0) - values) < 5 * 0.5 * units / math.sqrt(4000)).all()
+    whole = draws / units
+    assert np.abs(whole - np.rint(whole)).max() < 1e-4
+
+
+def rows_of(values):
+    return values.reshape(len(values), math.prod(values.shape[1:])).astype(float)
+
+
+@given(SMALL)
+@example(np.zeros((2, 3), np.float32))
+@example(np.full((1, 3), np.finfo(np.float32).max))
+def test_signs_have_the_mean_magnitude_of_their_row_and_are_a_contraction(values):
+    read = rows_of(there_and_back(CODECS["sign"], values))
+    for row, came in zip(rows_of(values), read, strict=True) if values.size else ():
+        mean = sum(abs(value) for value in row) / len(row)
+        np.testing.assert_allclose(came, [mean if value >= 0 else -mean for value in row], rtol=1e-6, atol=1e-40)
+        left = np.square(came - row).sum()  # ‖v‖² − ‖v‖₁²/d: Karimireddy et al. 2019, lemma 8
+        assert left == pytest.approx(np.square(row).sum() - len(row) * mean**2, rel=1e-4, abs=1e-4)
+
+
+@given(SMALL)
+@example(np.zeros((2, 3), np.float32))
+@example(np.array([[1, 1, 1, 0.7, 0.6]], np.float32))
+def test_ternary_values_are_the_best_multiples_of_those_above_a_share_of_the_mean(values):
+    read = rows_of(there_and_back(CODECS["ternary"], values))
+    for row, came in zip(rows_of(values), read, strict=True) if values.size else ():
+        threshold = float(np.float32(0.7 * np.mean(np.abs(row.astype(np.float32)), dtype=np.float64)))
+        kept = [value for value in row if abs(value) > threshold]
+        scale = sum(abs(value) for value in kept) / max(len(kept), 1)
+        expected = [0 if abs(value) <= threshold else math.copysign(scale, value) for value in row]
+        np.testing.assert_allclose(came, expected, rtol=1e-6, atol=1e-40)
+        # The scale is the best for these signs, so that what is left out is less than all by what was sent.
+        left = np.square(row).sum() - len(kept) * scale**2
+        assert np.square(came - row).sum() == pytest.approx(left, rel=1e-4, abs=1e-4)
+        assert not row.any() or np.square(came - row).sum() <= (1 - 1 / (2 * len(row))) * np.square(row).sum()
+
+
+@pytest.mark.parametrize("dtype", ["int4", "ternary", "sign"])
+@pytest.mark.parametrize("random", [None, 1])
+def test_few_bits_pass_on_that_a_row_is_not_finite(dtype, random):
+    values = np.ones((3, 2), np.float32)
+    values[1, 1], values[2, 0] = np.nan, np.inf
+    read = there_and_back(CODECS[dtype], values, None if random is None else np.random.default_rng(random))
+    np.testing.assert_array_equal(np.isnan(read).any(axis=1), [False, True, True])
+    np.testing.assert_allclose(read[0], 1, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype, byte", [("int4", 0x0F), ("int4", 0xF0), ("ternary", 243), ("ternary", 255)])
+def test_bytes_that_stand_for_no_values_are_refused(dtype, byte):
+    written = bytearray(CODECS[dtype].write(np.ones((2, 10), np.float32), None))
+    written[-1] = byte
+    with pytest.raises(ValueError, match="do not stand for"):
+        CODECS[dtype].read(memoryview(written), (2, 10))
+
+
 @given(MATRICES, st.sampled_from([0.001, 0.01, 0.3, 0.5, 0.99]), st.sampled_from(["float32", "bfloat16"]))
 def test_top_k_is_the_largest_and_nothing_else(values, share, dtype):
     codec = TopK(share, CODECS[dtype])
@@ -103,14 +174,17 @@ def test_gaps_of_any_length_are_found_again(places):
 def test_how_long_what_is_written_is():
     values = {"w": np.random.default_rng(0).normal(size=(768, 3072)).astype(np.float32)}
     size = values["w"].size
-    lengths = {dtype: len(pack(values, ["w"], Wire(dtype)).data) for dtype in DTYPES}
-    assert lengths == {"float32": 4 * size, "float16": 2 * size, "bfloat16": 2 * size, "int8": size + 4 * 768}
+    lengths = {dtype: len(pack(values, ["w"], Wire(dtype)).data) for dtype in UPLOADS}
+    assert lengths == {
+        "float32": 4 * size, "float16": 2 * size, "bfloat16": 2 * size, "int8": size + 4 * 768,
+        "int4": size / 2 + 4 * 768, "ternary": math.ceil(size / 5) + 4 * 768, "sign": size / 8 + 4 * 768,
+    }  # fmt: skip
     kept = math.ceil(0.01 * size)
     sparse = len(pack(values, ["w"], Wire(top_k=0.01)).data)
     assert 5 * kept + 8 <= sparse <= 5 * kept + 8 + size / 255
 
 
-@pytest.mark.parametrize("wire", [PLAIN, *(Wire(dtype) for dtype in DTYPES[1:]), Wire("int8", 0.3), Wire(top_k=0.5)])
+@pytest.mark.parametrize("wire", [PLAIN, *(Wire(dtype) for dtype in UPLOADS[1:]), Wire("sign", 0.3), Wire(top_k=0.5)])
 def test_only_matrices_of_float32_and_float64_are_encoded(wire):
     rng = np.random.default_rng(0)
     values = {
@@ -130,7 +204,10 @@ def test_only_matrices_of_float32_and_float64_are_encoded(wire):
             assert array.tobytes() == values[name].tobytes()
 
 
-@given(st.binary(max_size=80), st.sampled_from([Wire("int8"), Wire("float16"), Wire(top_k=0.2), Wire("int8", 0.2)]))
+@given(
+    st.binary(max_size=80),
+    st.sampled_from([*(Wire(dtype) for dtype in UPLOADS[1:]), Wire(top_k=0.2), Wire("int8", 0.2), Wire("sign", 0.5)]),
+)
 def test_bytes_that_nobody_wrote_are_refused_or_read_and_do_no_harm(data, wire):
     shaped = [("w", "float32", (4, 5))]
     packed = pack({"w": np.ones((4, 5), np.float32)}, ["w"], wire)
@@ -155,7 +232,7 @@ def test_another_length_is_refused(change):
 @pytest.mark.parametrize(
     "options, said",
     [
-        ({"down": "int4"}, "'int4'; it must be one of float32, float16"),
+        ({"down": "int4"}, "'int4'; it must be one of float32, float16, bfloat16, int8: what is sent down is "),
         ({"up": "bf16"}, "'bf16'"),
         ({"top_k": 1.0}, "top_k is 1.0"),
     ],
@@ -169,6 +246,10 @@ def test_what_an_encoding_asks_of_clients():
     assert Encoding().upload is PLAIN and str(Encoding()) == "none"
     assert Encoding(up="bfloat16").upload == Wire("bfloat16", differences=True), "no error that is worth keeping"
     assert Encoding(down="bfloat16").upload == Wire(differences=True)
+    for dtype in ("int4", "ternary", "sign"):
+        assert Encoding(up=dtype).upload == Wire(dtype, differences=True, feedback=True)
+        fed, alone = Encoding(up=dtype).upload, Encoding(up=dtype, error_feedback=False).upload
+        assert [wire.random(1) is not None for wire in (fed, alone)] == [dtype == "int4", dtype != "sign"]
     assert Encoding(up="int8", seed=3).upload == Wire("int8", differences=True, feedback=True, seed=3)
     assert Encoding(top_k=0.01, error_feedback=False).upload == Wire(top_k=0.01, differences=True)
     described = "bfloat16 down, the largest 1 % of values in int8 up, with error feedback"

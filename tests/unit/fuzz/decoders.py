@@ -124,7 +124,7 @@ _VALUES = {"w": np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4), "d": np.
 
 def _layout_of(at_random: Random) -> bytes:
     """First what `_part` reads as wire and shapes, then the packed bytes."""
-    wire = at_random.randrange(16)
+    wire = at_random.randrange(_WIRES)
     data = bytes(pack(_VALUES, _VALUES, _wire(wire), random=_wire(wire).random(1)).data)
     shaped = [list(item) for item in shapes_of(_VALUES, _VALUES)]
     if at_random.random() < 0.6:
@@ -139,8 +139,12 @@ def _layout_of(at_random: Random) -> bytes:
     return struct.pack("<H", len(head)) + head + data
 
 
+_WIRES = 4 * len(CODECS)
+
+
 def _wire(number: int) -> Wire:
-    return Wire(tuple(CODECS)[number % 4], (0.0, 0.25, 0.9)[number // 4 % 3], differences=number >= 12)
+    share = (0.0, 0.25, 0.9)[number // len(CODECS) % 3]
+    return Wire(tuple(CODECS)[number % len(CODECS)], share, differences=number >= 3 * len(CODECS))
 
 
 def _part(data: bytes) -> None:
@@ -163,10 +167,13 @@ def _part(data: bytes) -> None:
     assert unpack_checked(array, shaped, wire, [b"-" * 16] * len(shaped)) == {}
 
 
+_CODECS = (*CODECS.values(), *(TopK(share, of) for share in (0.01, 0.3, 0.9) for of in CODECS.values()))
+
+
 def _codec(data: bytes) -> None:
     if len(data) < 4:
         return
-    codec = [*CODECS.values(), *(TopK(share, of) for share in (0.01, 0.3, 0.9) for of in CODECS.values())][data[0] % 16]
+    codec = _CODECS[data[0] % len(_CODECS)]
     shape = (data[1] % 40, data[2] % 40) if data[3] % 8 else (data[1] * 2**40, data[2])
     with contextlib.suppress(ValueError):
         length = codec.length(shape, memoryview(data)[4:])
@@ -177,10 +184,9 @@ def _codec(data: bytes) -> None:
 
 
 def _encoded(at_random: Random) -> bytes:
-    number, rows, columns = (at_random.randrange(n) for n in (16, 40, 40))
-    codecs = [*CODECS.values(), *(TopK(share, of) for share in (0.01, 0.3, 0.9) for of in CODECS.values())]
+    number, rows, columns = (at_random.randrange(n) for n in (len(_CODECS), 40, 40))
     values = np.random.default_rng(at_random.randrange(100)).normal(size=(rows, columns)).astype(np.float32)
-    data = bytes(codecs[number].write(values, None))
+    data = bytes(_CODECS[number].write(values, None))
     return bytes([number, rows, columns, 1]) + (changed_bytes(data, at_random) if at_random.random() < 0.8 else data)
 
 

@@ -127,7 +127,13 @@ def left_out(cache_folder, partition):
     return kept[1]
 
 
-@pytest.mark.parametrize("encoding", [Encoding(up="int8"), Encoding(top_k=0.05), Encoding("int8", "int8", 0.1)])
+@pytest.mark.parametrize(
+    "encoding",
+    [
+        Encoding(up="int8"), Encoding(top_k=0.05), Encoding("int8", "int8", 0.1), Encoding(up="int4"),
+        Encoding(up="ternary"), Encoding("bfloat16", "sign"), Encoding(up="sign", top_k=0.2),
+    ],
+)  # fmt: skip
 def test_error_feedback_brings_everything_in_the_end(cache_folder, encoding):
     made, _ = start(FedAvg(encoding=encoding), moving_app(), rounds=12)
     expected = START["w"] + sum(step(0, number).astype(float) for number in range(1, 13))
@@ -233,7 +239,8 @@ def test_what_is_frozen_goes_down_exactly_and_once(vit, cache_folder):
 
 
 @pytest.mark.parametrize(
-    "encoding", [Encoding(up="bfloat16"), Encoding("bfloat16", "int8"), Encoding("int8", "int8", 0.2)]
+    "encoding",
+    [Encoding(up="bfloat16"), Encoding("bfloat16", "int8"), Encoding("int8", "int8", 0.2), Encoding("int8", "sign")],
 )
 def test_a_client_and_the_server_know_a_personal_model_to_the_bit(encoding):
     """So the server need not send what it asks a client to score. What a run delivers is the mean of these models."""

@@ -1,0 +1,40 @@
+"""Encodings of values in messages, unchanged or in fewer bytes.
+
+Matrices (floating-point entries with two axes or more) may be encoded. Vectors, counters and all others are never
+encoded: they are few, and a BatchNorm's variance must not become negative.
+
+    float32     unchanged
+    float16     half the bytes; values beyond 65504 are refused
+    bfloat16    half the bytes: the range of float32, 8 significant bits
+    int8        a quarter: each row (first axis) has a float32 scale, max|row| / 127, and integers from -127 to 127
+    int4        an eighth: the same with max|row| / 7 and integers from -7 to 7
+    ternary     a twentieth: -1, 0 or 1 in units of the row's scale
+    sign        a thirty-second: the sign of each value, in units of the row's mean magnitude
+    top k       the share k of each matrix's values that are largest in magnitude, in one of the dtypes above, and their
+                positions: the gaps between them, a byte for each 255
+
+Downloads are rounded to the nearest value. The rounding depends on the value alone, so all clients receive the same
+bytes, and digests are those of the decoded values. Uploads are **differences** from the values that the client
+received, so that errors are relative to the update and not to the weights. The server adds them to its own exact
+values. Rounding of downloads therefore never enters the model: an update that is smaller than a step of the encoding is
+not lost. `int4`, `ternary` and `sign` are for uploads alone. Uploads in `int8` and `int4` are rounded at random
+(unbiased). A client adds what these four and top k leave out to its next upload of the same entries: **error feedback**
+(Seide et al. 2014; Karimireddy et al. 2019, arXiv:1901.09847, algorithm 1).
+"""
+
+from tepal.exchange.encodings.codec import Codec, EncodingError
+from tepal.exchange.encodings.sparse import TopK
+from tepal.exchange.encodings.wire import CODECS, DTYPES, PLAIN, UPLOADS, Encoding, Wire, add_difference
+
+__all__ = [
+    "CODECS",
+    "DTYPES",
+    "PLAIN",
+    "UPLOADS",
+    "Codec",
+    "Encoding",
+    "EncodingError",
+    "TopK",
+    "Wire",
+    "add_difference",
+]
