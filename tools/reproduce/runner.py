@@ -299,7 +299,9 @@ def about(experiment: Experiment, full: bool, kept: Mapping[str, Mapping[str, An
     commits = ", ".join(sorted({of.get("commit") or "" for of in kept.values()} - {""}))
     versions = ", ".join(sorted({str(of["tepal"]) for of in kept.values() if "tepal" in of})) or __version__
     version = f"tepal {versions}{f' (commit {commits})' if commits else ''}"
-    how = f"{len(kept)} trials, {seconds_text(seconds)} in total, {when}, {version}."
+    count, whole = len(kept), len(experiment.trials(full))
+    share = str(count) if count == whole else f"{count} of {whole}"
+    how = f"{share} trials, {seconds_text(seconds)} in total, {when}, {version}."
     return [f"{experiment.paper}. {experiment.scale(full)}", *experiment.deviations, how, *_weights_of(kept)]
 
 
