@@ -8,7 +8,7 @@ import threading
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from tepal.exchange.plan import LABEL_COUNTS, LAYER_BUDGET, RATE, RATE_FACTOR
 from tepal.models.blocks import layout_of
 from tepal.training.augmentation import Augmentation
 from tepal.training.config import TrainingConfig
-from tepal.training.data import data_stamp
+from tepal.training.data import dataset_stamp, own_stamp
 from tepal.training.data.inputs import FOUND_NAMES, ClientInputs, InputConfig, client_inputs, written_sizes
 from tepal.training.loop import Batches, device_of
 from tepal.training.node_settings import with_own_settings
@@ -65,7 +65,8 @@ class LocalClient:
             torch.set_num_threads(1)
         device = device_of(str(context.node_config["device"]) if "device" in context.node_config else None)
         config = InputConfig.from_run_config(settings)
-        data = _load(config, context.node_config, name)
+        run = f"{found.manifest.experiment if found else ''}/{context.run_id}"
+        data = _load(config, context.node_config, name, run)
         inputs, labels, test_inputs, test_labels = (tensor.to(device) for tensor in data.tensors)
         round_seed = zlib.crc32(f"{settings.get('seed', 0)}/{settings.get('server-round', 0)}/{name}".encode())
         augmentation = Augmentation(training.augment_crop, training.augment_flip)
@@ -143,9 +144,15 @@ _loading = threading.Lock()  # the threads share loaded data and do not load it 
 _of_thread = threading.local()
 
 
-def _load(config: InputConfig, node_config: Mapping[str, Any], name: str) -> _Loaded:
+@lru_cache(maxsize=16)
+def _dataset_stamp(run: str, config: InputConfig) -> str:
+    """The digest of a dataset's files as they are when the run begins: all its clients have the same examples."""
+    return dataset_stamp(config)
+
+
+def _load(config: InputConfig, node_config: Mapping[str, Any], name: str, run: str = "") -> _Loaded:
     key = json.dumps([config.model_dump(), dict(node_config), name], sort_keys=True, default=str)
-    stamp = data_stamp(config, node_config)
+    stamp = own_stamp(node_config) if "data-path" in node_config else _dataset_stamp(run, config)
     with _loading:
         if key not in _loaded or (stamp and stamp != _loaded[key].stamp):
             data = client_inputs(config, node_config, client=name)

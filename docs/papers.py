@@ -14,10 +14,10 @@ read from the tables under "## Not tested here".
 
 from __future__ import annotations
 
+import argparse
 import json
 import lzma
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -58,13 +58,18 @@ def keep(folder: Path) -> Path:
 
 
 def write_kept(folder: Path) -> int:
-    """Write the kept trials of an experiment into its folder, without those that are there; returns how many."""
-    trials = kept(PAPERS / f"{folder.name}.json.xz")
-    files = {folder / TRIALS / f"{name}.json": of for name, of in trials.items()}
-    missing = {file: of for file, of in files.items() if not file.exists()}
+    """Write the kept trials of an experiment into its folder, without those that are there; returns how many.
+
+    Nothing is written of an experiment that first trains weights: these are not kept, and its trials need them.
+    """
+    full, experiment = folder.name.endswith("-full"), EXPERIMENTS[folder.name.removesuffix("-full")]
+    trials, of_name = experiment.trials(full), kept(PAPERS / f"{folder.name}.json.xz")
+    if any(trial.options.get("part") == "pretraining" for trial in trials):
+        return 0
+    missing = [trial.name for trial in trials if trial.name in of_name and computed(folder, trial) is None]
     (folder / TRIALS).mkdir(parents=True, exist_ok=True)
-    for file, of in missing.items():
-        write_whole(file, json.dumps(of).encode())
+    for name in missing:
+        write_whole(folder / TRIALS / f"{name}.json", json.dumps(of_name[name]).encode())
     return len(missing)
 
 
@@ -108,13 +113,16 @@ def with_verdicts(index: str, pages: Mapping[Path, str], trials: Mapping[str, Tr
 
 
 def main() -> None:
-    folders = [Path(each) for each in sys.argv[1:] if each != "--continue"]
-    if "--continue" in sys.argv:
-        for folder in folders:
-            print(f"{folder}: {write_kept(folder)} trials written")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER")
+    parser.add_argument("--continue", action="store_true", dest="back", help="write the kept trials into each FOLDER")
+    options = parser.parse_args()
+    if options.back and not options.folders:
+        parser.error("--continue needs a FOLDER")
+    for folder in options.folders:
+        print(f"{folder}: {write_kept(folder)} trials written" if options.back else keep(folder))
+    if options.back:
         return
-    for folder in folders:
-        print(keep(folder))
     trials = all_kept()
     pages = {path: with_tables(path.read_text(), trials) for path in sorted(PAPERS.glob("*.md"))}
     for path, page in pages.items():

@@ -17,9 +17,10 @@ Downloads are rounded to the nearest value. The rounding depends on the value al
 bytes, and digests are those of the decoded values. Uploads are **differences** from the values that the client
 received, so that errors are relative to the update and not to the weights. The server adds them to its own exact
 values. Rounding of downloads therefore never enters the model: an update that is smaller than a step of the encoding is
-not lost. `int4`, `ternary` and `sign` are for uploads alone. Uploads in `int8` and `int4` are rounded at random
-(unbiased). A client adds what these four and top k leave out to its next upload of the same entries: **error feedback**
-(Seide et al. 2014; Karimireddy et al. 2019, arXiv:1901.09847, algorithm 1).
+not lost. `int4`, `ternary` and `sign` are for uploads alone. Uploads in `int8` are rounded at random (unbiased). A
+client adds what these four and top k leave out to its next upload of the same entries: **error feedback** (Seide et al.
+2014; Karimireddy et al. 2019, arXiv:1901.09847, algorithm 1). Without it `int4` and `ternary` are rounded at random,
+too.
 """
 
 from tepal.exchange.encodings.codec import Codec, EncodingError

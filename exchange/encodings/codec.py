@@ -29,7 +29,7 @@ class Codec(Protocol):
         """Bytes at the beginning of `data` that encode a matrix of this shape. Raises ValueError if there are none."""
 
     def read(self, data: memoryview, shape: tuple[int, ...]) -> np.ndarray:
-        """Decode exactly these bytes to a new float32 array. Raises ValueError for bytes that `write` cannot make."""
+        """Decode exactly these bytes to a new float32 array. Raises ValueError for bytes that stand for no values."""
 
 
 def bytes_of(array: np.ndarray) -> memoryview:

@@ -1,7 +1,7 @@
 """Codecs with less than a byte for each value: int4, ternary, sign. Each row (first axis) has a float32 scale.
 
-They are for uploads with error feedback: what they leave out of a row is less than the row itself (a contraction), and
-is added to the next upload.
+They are for uploads with error feedback: without a generator, what they leave out of a row is less than the row itself
+(a contraction), and is added to the next upload.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ class Ternary:
             with np.errstate(invalid="ignore", over="ignore"):  # of rows that are not finite
                 if random is None:
                     mean = magnitude.sum(axis=1, dtype=np.float64) / max(rows.shape[1], 1)
-                    kept = magnitude > (_SHARE * mean).astype(np.float32)[:, None]
+                    # Rounded down, so that something is kept of every row that is not zero.
+                    threshold = np.nextafter((_SHARE * mean).astype(np.float32), np.float32(0))
+                    kept = magnitude > threshold[:, None]
                     total = magnitude.sum(axis=1, dtype=np.float64, where=kept)
                     scale = total / np.maximum(np.count_nonzero(kept, axis=1), 1)
                 else:

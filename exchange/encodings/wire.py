@@ -77,7 +77,7 @@ class Wire:
 
     def random(self, *of: object) -> np.random.Generator | None:
         """A generator from the seed and `of`; None if this encoding does not round at random."""
-        if self.dtype not in ("int8", "int4") and (self.dtype != "ternary" or self.feedback):
+        if self.dtype != "int8" and (self.dtype not in ("int4", "ternary") or self.feedback):
             return None
         text = repr(of).encode()
         return np.random.default_rng([self.seed, *text])
@@ -114,12 +114,12 @@ class Encoding:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        assert self.download.dtype and self.upload.dtype  # making both checks the options
         if self.down not in DTYPES:
             raise ValueError(
                 f"down is {self.down!r}; it must be one of {', '.join(DTYPES)}: what is sent down is the model itself, "
                 "and fewer bits are for changes"
             )
+        Wire(self.up, self.top_k)  # which checks them
 
     @property
     def download(self) -> Wire:

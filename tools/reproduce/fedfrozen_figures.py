@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain, pairwise
 from typing import Any
 
@@ -84,6 +85,15 @@ def lower(text: str, factors: Mapping[str, tuple[str, str]]) -> list[Claim]:
     return [Claim(text, measured, verdict)] if words - {""} else []
 
 
+def _some(each: Iterable[list[Claim]]) -> list[Claim]:
+    """The claim that one of several holds: the first that does; else all that was measured."""
+    claims = [claim for of in each for claim in of]
+    if holding := [claim for claim in claims if claim.verdict == HOLDS]:
+        return holding[:1]
+    verdict = FAILS if all(claim.verdict == FAILS for claim in claims) else UNDECIDED
+    return [Claim(claims[0].text, "; ".join(claim.measured for claim in claims), verdict)] if claims else []
+
+
 def _losses(of: Values, share: float = 1.0) -> Losses:
     """The final loss of each seed, frozen at a share of the rounds (1: never)."""
     losses: Losses = of["runs"][f"{share:g}"]["loss"]
@@ -125,7 +135,7 @@ def by_warmup(kept: Sequence[Values]) -> Reproduction:
             f"ρ = {of['rho']:g}: the least median loss is at T_warm/T = {best:g}, {_say(median[best])} (never frozen "
             f"{_say(median[1.0])}, frozen from the start {_say(median[0.0])}). At {CHOSEN:g} the loss as a factor of "
             f"that of never freezing: {never[0]}; of freezing from the start: {at_once[0]}. Freezing in between "
-            f"{shown} better than both ends (paper: better than never freezing for ρ ≥ 1)."
+            f"{shown} better than both ends."
         )
         if of["rho"] == SHIFTED:
             plot = empty_plot("T_warm/T", "final loss")
@@ -243,9 +253,11 @@ def by_ridge(kept: Sequence[Values]) -> Reproduction:
                 f"The {key} is least at λ = {names[least]}: {_say(medians[least])}; at λ = {names[-1]} it is "
                 f"{_say(medians[-1])} (medians). As a factor of that at λ = {names[0]}: {'; '.join(factors)}."
             )
-            between = {f"λ = {at} against {names[end]}": against(by_seed[place], by_seed[end])
-                       for place, at in list(enumerate(names))[1:-1] for end in (0, -1)}  # fmt: skip
-            claims += lower(f"The {key} is lower at a moderate λ than at the least and the largest.", between)
+            text = f"The {key} is lower at a moderate λ than at the least and the largest."
+            claims += _some(
+                lower(text, {f"λ = {at} against {names[end]}": against(of, by_seed[end]) for end in (0, -1)})
+                for at, of in list(zip(names, by_seed, strict=True))[1:-1]
+            )
     shown_table = table("Loss and drift by ridge", headings, rows)
     return Reproduction([shown_table], figures if kept else [], findings, claims)
 
@@ -282,23 +294,35 @@ def profiles(found: Sequence[Values]) -> Reproduction:
                         f" rises in {ups} of {rounds} rounds and is least in round {least}. At the end it is, as a "
                         f"factor of {factors}."
                     )
-                    claims += _profile_claims(rho, profile, least)
+                    claims += _profile_claims(rho, profile)
         caption = f"{_BAND} η = {PROFILE_RATE:g}. FedFrozen is FedAvg until T_warm = {round(CHOSEN * rounds)}."
         figures.append(Figure(f"profile-{rho:g}", f"Profile h_λ at ρ = {rho:g}", caption, plot))
     headings = ("ρ", "method", "h_λ at the start", "least", "in round", "at the end", "seeds that diverged")
     return Reproduction([table("Profile of the kernel", headings, rows)], figures, findings, claims)
 
 
-def _profile_claims(rho: float, profile: Sequence[Losses], least: int) -> list[Claim]:
-    """The paper's claims on FedAvg's h_λ, which has its least median in the round `least`."""
-    fell = against(profile[-1], profile[0])
-    if not rho:
-        return lower("ρ = 0: h_λ of FedAvg falls.", {"the end as a factor of the start": fell})
-    text = f"ρ = {rho:g}: h_λ of FedAvg rises again after its least."
-    if least < len(profile) - 1:
-        return lower(text, {f"round {least} as a factor of the end": against(profile[least], profile[-1])})
-    measured = f"it is least at the end; the end as a factor of the start: {fell[0]}"
-    return [Claim(text, measured, FAILS if fell[1] == "lower" else UNDECIDED)] if fell[1] else []
+def _profile_claims(rho: float, profile: Sequence[Losses]) -> list[Claim]:
+    """The paper's claims on FedAvg's h_λ: it falls, or falls and then rises; `profile`: (rounds + 1, seeds)."""
+    quarters = [round(share * (len(profile) - 1)) for share in (0, 0.25, 0.5, 0.75, 1)]
+    falls = lower("ρ = 0: h_λ of FedAvg falls in each quarter of the rounds.",
+                  {f"round {end} to {start}": against(profile[end], profile[start])
+                   for start, end in pairwise(quarters)})  # fmt: skip
+    if not rho or not falls:
+        return falls
+    least = [profile[_least_of_others(profile, seed)][seed] for seed in range(len(profile[0]))]
+    ends = {"start": profile[0], "end": profile[-1]}
+    turns = {f"the least as a factor of the {name}": against(least, of) for name, of in ends.items()}
+    text = f"ρ = {rho:g}: h_λ of FedAvg falls, and then rises."
+    (claim,) = lower(text, turns) or [Claim(text, "", UNDECIDED)]
+    rises = all(against(profile[start], profile[end])[1] == "lower" for start, end in pairwise(quarters))
+    monotone = rises or falls[0].verdict == HOLDS
+    return [replace(claim, verdict=FAILS) if monotone and claim.verdict == UNDECIDED else claim]
+
+
+def _least_of_others(profile: Sequence[Losses], seed: int) -> int:
+    """The round in which the median of h_λ over the other seeds is least, which this seed has not helped to choose."""
+    medians = [spread(value for other, value in enumerate(of) if other != seed)[0] for of in profile]
+    return int(np.argmin(medians))
 
 
 def closed_form_finding(kept: Sequence[Values]) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,7 +28,17 @@ from tepal.tools.reproduce.attention_clients import (
     steepness,
     train,
 )
-from tepal.tools.reproduce.experiment import Experiment, Reproduction, Trial, TrialInputs, Values, joined
+from tepal.tools.reproduce.experiment import (
+    HOLDS,
+    UNDECIDED,
+    Claim,
+    Experiment,
+    Reproduction,
+    Trial,
+    TrialInputs,
+    Values,
+    joined,
+)
 from tepal.tools.reproduce.fedfrozen_figures import (
     CHOSEN,
     PROFILE_RATE,
@@ -138,6 +148,13 @@ class FedFrozenSimulation(Experiment):
         return {**of, "runs": by_share, "h": watch.profile, "steepness": steep.tolist()}
 
     def results(self, found: Mapping[str, Values]) -> Reproduction:
+        results = self._results(found)
+        full = any(of["seeds"] == FULL.seeds for of in found.values())
+        if len(found) == len(self.trials(full)):
+            return results
+        return replace(results, claims=[*map(_unfinished, results.claims)])
+
+    def _results(self, found: Mapping[str, Values]) -> Reproduction:
         kept = [of for of in found.values() if not of["profile"]]
         fedavg = [of for of in kept if of["method"] == "FedAvg"]
         return joined(
@@ -148,6 +165,13 @@ class FedFrozenSimulation(Experiment):
             profiles([of for of in found.values() if of["profile"]]),
             Reproduction([], findings=[*closed_form_finding(kept), *step_size_finding(found.values())]),
         )
+
+
+def _unfinished(claim: Claim) -> Claim:
+    """A claim as long as trials are missing: it cannot hold."""
+    if claim.verdict != HOLDS:
+        return claim
+    return replace(claim, measured=f"{claim.measured}; other trials: not computed yet", verdict=UNDECIDED)
 
 
 def _trial(method: str, **of: Any) -> Trial:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tepal.training.data.config import DATASET, EVERY, LOCAL, DataConfig, DataError
+from tepal.training.data.config import DATASET, DIGITS, EVERY, LOCAL, DataConfig, DataError
 from tepal.training.data.examples import (
     AnySource,
     ClientData,
@@ -25,10 +25,11 @@ from tepal.training.data.examples import (
     Texts,
 )
 from tepal.training.data.formats.named import PLAIN, read_to_predict
+from tepal.training.data.hub import HUB
 from tepal.training.data.known import KNOWN, reading_of
 from tepal.training.data.normalisation import check_normalise, written_statistics
 from tepal.training.data.partitions import divide
-from tepal.training.data.sources import DEEPEST, named_source, path_source, reading_for, stamp
+from tepal.training.data.sources import named_source, path_source, reading_for, stamp
 from tepal.training.data.splits import shares, split
 
 _IMAGES: Any = ImageArrays  # the default kind of examples
@@ -265,17 +266,28 @@ def _held_out(source: Source[Kind], config: DataConfig) -> Kind | None:
     return source.train.take(kept) if len(kept) else None
 
 
-def data_stamp(config: DataConfig, node_config: Mapping[str, Any]) -> str:
-    """Return a digest that changes with the files of a client's data.
+def dataset_stamp(config: DataConfig) -> str:
+    """Return a digest that changes with the files of the run's dataset.
 
-    All files at a node's `data-path` count. Of the run's dataset, which a process may have many clients of, the path
-    counts and what is directly in it. It is "" for a dataset that is not a path, and if the files cannot be read now,
-    for example because a disk is not mounted.
+    It is "" for a dataset that is not a path, and if the files cannot be read.
     """
-    own = node_config.get("data-path")
-    path = Path(str(own or config.dataset_path or config.dataset)).expanduser()
+    path = config.dataset_path if config.dataset in KNOWN else config.dataset
+    if not path or path in (LOCAL, DIGITS) or path.startswith(HUB):
+        return ""
     try:
-        return stamp(path.absolute(), DEEPEST if own else 1)
+        return stamp(Path(path).expanduser().absolute())
+    except OSError:
+        return ""
+
+
+def own_stamp(node_config: Mapping[str, Any]) -> str:
+    """Return a digest that changes with the files at a node's `data-path`.
+
+    It is "" without `data-path`, and if the files cannot be read now, for example because a disk is not mounted.
+    """
+    path = node_config.get("data-path")
+    try:
+        return stamp(Path(str(path)).expanduser().absolute()) if path else ""
     except OSError:
         return ""
 

@@ -38,8 +38,7 @@ EXPECTED = (
 
 _DIGITS_FILE = "sklearn/datasets/data/digits.csv.gz"  # path in scikit-learn
 _MOST_FILES = 20_000  # files whose times are read one by one
-DEEPEST = 4
-"""Levels of folders that are read, because links may be circular."""
+_DEEPEST = 4  # levels of folders that are read, because links may be circular
 
 Reader = Callable[[Path, Reading], AnySource]
 
@@ -102,10 +101,8 @@ def path_source(text: str, reading: Reading) -> AnySource:
         raise DataError(f"{path}: cannot be read: {error}: check permissions and disk") from error
 
 
-def stamp(path: Path, deepest: int = DEEPEST) -> str:
+def stamp(path: Path) -> str:
     """Return a digest of names, times and sizes at and below a path, which changes with the files. Raises OSError.
-
-    `deepest`: the levels of folders whose entries count; 1: what is directly in the folder.
 
     With more than 20,000 files only the folders' times are used, which change when a file is added or removed but not
     when one is overwritten: reading all times would take more than a second.
@@ -119,7 +116,7 @@ def stamp(path: Path, deepest: int = DEEPEST) -> str:
                 continue
             if entry.is_dir():
                 seen.append(_file_state(entry))
-                folders += [(Path(entry.path), depth + 1)] if depth < deepest else []
+                folders += [(Path(entry.path), depth + 1)] if depth < _DEEPEST else []
             else:
                 files += 1
                 if files <= _MOST_FILES:

@@ -14,7 +14,7 @@ from tepal.client_app.app import app
 from tepal.server_app.config import defaults
 from tepal.server_app.run import run
 from tepal.strategies.in_process import InProcessGrid, Node
-from tepal.training.data import DataError, data_stamp, load_client, sources
+from tepal.training.data import DataError, load_client, own_stamp, sources
 from tepal.training.data.inputs import InputConfig
 from tests.lines import read_lines
 
@@ -119,25 +119,31 @@ def test_data_that_cannot_be_looked_at_for_a_while_is_kept(tmp_path):
     config, node = InputConfig(dataset="local", image_shape="1x8x8", classes=2), {"data-path": file}
     kept = local_client._load(config, node, "site")
     (tmp_path / "a.npz").rename(tmp_path / "away.npz")
-    assert data_stamp(config, node) == "" and local_client._load(config, node, "site") is kept
+    assert own_stamp(node) == "" and local_client._load(config, node, "site") is kept
 
 
-def test_the_runs_dataset_is_read_again_when_its_files_changed(tmp_path):
+def test_another_run_reads_the_dataset_again_if_its_files_changed(tmp_path):
     """Two runs of one process with another file at the same path."""
     node = {"partition-id": 0, "num-partitions": 1}
 
-    def labels(path):
+    def loaded(path, run):
         config = InputConfig(dataset=str(path), test_fraction=0.25, held_out_fraction=0.25, min_partition_size=2)
-        loaded = local_client._load(config, node, "0")
-        assert local_client._load(config, node, "0") is loaded, "nothing has changed"
-        return set(torch.cat([loaded.tensors[1], loaded.tensors[3]]).tolist())
+        return local_client._load(config, node, "0", run)
+
+    def labels(path, run):
+        return set(torch.cat([loaded(path, run).tensors[1], loaded(path, run).tensors[3]]).tolist())
 
     file = tmp_path / "a.npz"
-    assert labels(npz(file, 2)) == {0, 1} and labels(npz(file, 4)) == {0, 1, 2, 3}
+    assert labels(npz(file, 2), "first") == {0, 1}
+    first = loaded(file, "first")
+    assert loaded(file, "second") is first, "nothing has changed"
+    npz(file, 4)
+    assert loaded(file, "first") is first, "all clients of a run have the same examples"
+    assert labels(file, "third") == {0, 1, 2, 3}
     root = folder(tmp_path / "images", ("a", "b"), values=range(0, 40, 2))
-    assert labels(root) == {0, 1}
-    folder(tmp_path / "images", ("c",), values=range(0, 40, 2))
-    assert labels(root) == {0, 1, 2}
+    before = loaded(root, "first")
+    Image.fromarray(np.full((8, 8), 99, np.uint8)).save(Path(root) / "a" / "0.png")
+    assert loaded(root, "second") is not before
 
 
 def test_what_readers_pass_over_changes_nothing(tmp_path):
