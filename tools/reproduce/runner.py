@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from difflib import get_close_matches
@@ -189,7 +190,7 @@ def _compute(
         for trial in todo:
             yield trial, _compute_one(experiment, trial, inputs)
         return
-    with ProcessPoolExecutor(at_once, get_context("spawn"), _start_worker) as pool:
+    with _one_thread_each(), ProcessPoolExecutor(at_once, get_context("spawn"), _start_worker) as pool:
         waiting, running = list(todo), dict[Future[float | str], Trial]()
         try:
             while waiting or running:
@@ -201,6 +202,21 @@ def _compute(
                     yield running.pop(ended), ended.result()
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _one_thread_each() -> Iterator[None]:
+    """Processes that are started in a block have one thread for numerical work: also in threads that torch does not
+    know, and in NumPy's libraries. More would wait for one another actively, and slow all processes down."""
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before
 
 
 def _start_worker() -> None:

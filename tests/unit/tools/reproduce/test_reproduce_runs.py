@@ -216,18 +216,21 @@ class Sums:
     def compute(self, trial, inputs):
         if trial.name == "c" and (inputs.folder / "no-c").exists():
             raise MissingData("there is no c")
-        return {"sum": 1 + sum(of["sum"] for of in inputs.needed.values()), "process": os.getpid()}
+        threads = os.environ.get("OMP_NUM_THREADS")
+        return {"sum": 1 + sum(of["sum"] for of in inputs.needed.values()), "process": os.getpid(), "threads": threads}
 
     def results(self, found):
         return Reproduction([table("Sums", ("cell", "sum"), [(name, of["sum"]) for name, of in found.items()])])
 
 
 @pytest.mark.parametrize("at_once", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_a_trial_is_computed_after_those_that_it_needs(tmp_path, at_once):
+def test_a_trial_is_computed_after_those_that_it_needs(tmp_path, monkeypatch, at_once):
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
     page = reproduce(Sums(), tmp_path, full=False, log=lambda text: None, at_once=at_once)
     assert (page.parent / "sums.csv").read_text() == "cell,sum\na,1\nb,2\nc,2\nd,5\ne,1\n"
     kept = [json.loads(path.read_text())["values"] for path in (page.parent / "cells").iterdir()]
     assert (os.getpid() in {of["process"] for of in kept}) == (at_once == 1)
+    assert {of["threads"] for of in kept} == {"7" if at_once == 1 else "1"} and os.environ["OMP_NUM_THREADS"] == "7"
 
 
 @pytest.mark.parametrize("at_once", [1, pytest.param(2, marks=pytest.mark.long)])
