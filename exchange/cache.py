@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from logging import getLogger
 from pathlib import Path
 from urllib.parse import quote
@@ -78,15 +78,22 @@ class ClientCache:
 
     def find(self, part: Part) -> dict[str, np.ndarray]:
         """The entries of `part`; {} if it is not cached, or if its file is damaged, which is then removed."""
-        link = next((link for link in self._held() if _id_of(link) == part.id), None)
+        return self._read(part.id, part.block, part.digest_of)
+
+    def base(self, id: str, block: str) -> dict[str, np.ndarray]:
+        """The entries of the part of this id, of which nothing else is known, or {} as in `find`."""
+        return self._read(id, block, None)
+
+    def _read(self, id: str, block: str, digests: Mapping[str, bytes] | None) -> dict[str, np.ndarray]:
+        link = next((link for link in self._held() if _id_of(link) == id), None)
         if link is None:
             return {}
         try:
-            stored = read_arrays(link, part.digest_of)
+            stored = read_arrays(link, digests)
         except FileNotFoundError:  # another process has removed it to make room
             return {}
         except (OSError, DamagedFile) as error:
-            self._drop_damaged(link, part.block, str(error))
+            self._drop_damaged(link, block, str(error))
             return {}
         with contextlib.suppress(OSError):
             os.utime(link)

@@ -28,7 +28,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord
 from pydantic import FailFast, Field, StrictInt, TypeAdapter, ValidationError
 
 from tepal.exchange.bounds import HEADER_BYTES, HEADER_BYTES_PER_ENTRY, MOST_KEYS
-from tepal.exchange.encodings import DTYPES, PLAIN, Wire
+from tepal.exchange.encodings import PLAIN, Wire
 from tepal.exchange.layout import Layout, Names
 from tepal.exchange.parts import DIGEST_BYTES, Part
 from tepal.exchange.plan import Plan, Scalar, Tree
@@ -42,11 +42,12 @@ PARTS = "tepal.parts"
 
 ID = "id"
 """Key of the exchange's id in this record of a message."""
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of what server and clients send each other. It rises with every change that the other side must know.
 
     1   digests of entries and of packed parts are SHA-256; messages do not state a version
     2   they are BLAKE3
+    3   a part may be sent as its difference from one in the client's cache
 """
 
 _PROTOCOL = "protocol"
@@ -145,8 +146,10 @@ class Parcel:
     part: Part
     keep: bool
     sent: Names
-    dtype: str = "float32"
+    wire: Wire = PLAIN
     """Encoding of the entries that the message carries."""
+    base: str = ""
+    """Id of the part in the client's cache from which they are differences; "" if they are values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +185,8 @@ class Manifest:
                 "names": numbers(parcel.part.names),
                 "digests": base64.b64encode(b"".join(parcel.part.digests)).decode(),
                 "keep": parcel.keep,
-                "dtype": parcel.dtype,
+                "wire": parcel.wire.to_json(),
+                "base": parcel.base,
                 "sent": numbers(parcel.sent) if len(parcel.sent) < len(parcel.part.names) else "all",
             }
             for parcel in self.parcels
@@ -217,7 +221,7 @@ class Manifest:
                 digests = tuple(joined[k : k + DIGEST_BYTES] for k in range(0, len(joined), DIGEST_BYTES))
                 part = Part(item["tree"], item["block"], names(item["names"]), digests)
                 sent = part.names if item["sent"] == "all" else names(item["sent"])
-                parcels.append(Parcel(part, item["keep"], sent, item["dtype"]))
+                parcels.append(Parcel(part, item["keep"], sent, Wire(**item["wire"]), item["base"]))
                 for of_tree in (needs, keeps) if item["keep"] else (needs,):
                     of_tree[part.tree] = of_tree.get(part.tree, ()) + part.names
             converted = {
@@ -234,25 +238,26 @@ class Manifest:
 
 def _checked(manifest: Manifest) -> Manifest:
     """The same manifest. Raises ValueError if one of its values has the wrong type, or contradicts another."""
-    plan, upload = manifest.plan, manifest.upload
+    plan = manifest.plan
+    wires = [manifest.upload, *(parcel.wire for parcel in manifest.parcels)]
     texts: list[Any] = [manifest.experiment, manifest.record, manifest.current, manifest.nonce, *manifest.kept]
-    texts += [plan.client, plan.action, plan.objective, *plan.returns, *plan.groups, *plan.options, upload.dtype]
-    texts += [text for pair in plan.remembers.items() for text in pair]
+    texts += [plan.client, plan.action, plan.objective, *plan.returns, *plan.groups, *plan.options]
+    texts += [*(text for pair in plan.remembers.items() for text in pair), *(wire.dtype for wire in wires)]
     for parcel in manifest.parcels:
         part = parcel.part
-        texts += [part.tree, part.block]
+        texts += [part.tree, part.block, parcel.base]
         if not len(part.names) == len(set(part.names)) == len(part.digests):
             raise ValueError(f"a part of block {reprlib.repr(part.block)} has {len(part.digests)} digests")
         sent = set(parcel.sent)
         if not set(part.names) >= sent or len(sent) < len(parcel.sent):
             raise ValueError(f"a parcel of block {reprlib.repr(part.block)} sends entries that its part does not have")
-        if parcel.dtype not in DTYPES or type(parcel.keep) is not bool:
-            raise ValueError(f"a parcel of block {reprlib.repr(part.block)} has the wrong dtype, or no true or false")
+        if bool(parcel.base) != parcel.wire.differences or type(parcel.keep) is not bool:
+            raise ValueError(f"a parcel of block {reprlib.repr(part.block)} has no base, or no true or false")
     if wrong := [text for text in texts if type(text) is not str]:
         raise ValueError(f"{reprlib.repr(wrong[0])} is not text")
-    if wrong := [value for value in (plan.round, upload.seed) if type(value) is not int]:
+    if wrong := [value for value in (plan.round, *(wire.seed for wire in wires)) if type(value) is not int]:
         raise ValueError(f"{reprlib.repr(wrong[0])} is not a whole number")
-    if wrong := [value for value in (upload.differences, upload.feedback) if type(value) is not bool]:
+    if wrong := [value for wire in wires for value in (wire.differences, wire.feedback) if type(value) is not bool]:
         raise ValueError(f"{reprlib.repr(wrong[0])} is not a bool")
     if wrong := [value for value in plan.options.values() if not isinstance(value, Scalar)]:
         raise ValueError(f"{reprlib.repr(wrong[0])} is not an option's value")

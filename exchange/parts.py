@@ -19,7 +19,7 @@ import numpy as np
 from blake3 import blake3
 from flwr.app import Array
 
-from tepal.exchange.encodings import PLAIN, Codec, EncodingError, Wire
+from tepal.exchange.encodings import PLAIN, Codec, EncodingError, Wire, add_difference
 from tepal.exchange.layout import Arrays, Names, dtype_name
 from tepal.exchange.plan import Tree
 from tepal.exchange.threads import in_threads
@@ -163,25 +163,66 @@ def unpack(array: Array, shaped: Iterable[Shaped], wire: Wire = PLAIN) -> dict[s
     return values
 
 
+def unpack_sums(array: Array, shaped: Iterable[Shaped], wire: Wire, starts: Arrays) -> dict[str, np.ndarray]:
+    """The read-only arrays of a packed part whose encoded arrays are differences from `starts`.
+
+    Raises as `unpacked`, and KeyError if `starts` lacks an array.
+    """
+    values = dict(unpacked(array, shaped, wire))
+    for name, value in values.items():
+        if wire.codec(dtype_name(value.dtype), value.shape):
+            add_difference(starts[name], value)
+        value.flags.writeable = False
+    return values
+
+
 def unpack_checked(
-    array: Array, shaped: Iterable[Shaped], wire: Wire, digests: Iterable[bytes] | None
+    array: Array,
+    shaped: Iterable[Shaped],
+    wire: Wire,
+    digests: Iterable[bytes] | None,
+    base: str = "",
+    starts: Callable[[], Arrays] = dict,
 ) -> dict[str, np.ndarray]:
     """As `unpack`, without the arrays whose digest differs from the given one; with None for all digests, all arrays.
 
     An Array that several clients of one process receive is read and hashed once.
+
+    Args:
+        array: the packed part.
+        shaped: its arrays.
+        wire: their encoding.
+        digests: of the arrays, in the same order.
+        base: id of the part from which the encoded arrays are differences; "" if they are none.
+        starts: returns the arrays of that part; without them nothing can be read, and {} is returned.
     """
-    asked = array.data, tuple(shaped), wire
+    asked = array.data, tuple(shaped), wire, base
     known = array.__dict__.get(_KNOWN)
     if known is None or known[0][0] is not array.data or known[0][1:] != asked[1:]:
-        known = array.__dict__[_KNOWN] = asked, unpack(array, asked[1], wire), None
-    _, values, found = known
+        if not base:
+            values = unpack(array, asked[1], wire)
+        elif not (found := starts()):
+            return {}
+        else:
+            values = unpack_sums(array, asked[1], wire, found)
+        known = array.__dict__[_KNOWN] = asked, values, None
+    _, values, found_digests = known
     if digests is None:
         return dict(values)
-    if found is None:
-        found = dict(zip(values, in_threads(digest, values.values(), len(array.data)), strict=True))
-        array.__dict__[_KNOWN] = asked, values, found  # at once: several threads may have this Array
+    if found_digests is None:
+        found_digests = digests_of(values)
+        array.__dict__[_KNOWN] = asked, values, found_digests  # at once: several threads may have this Array
     expected = zip(asked[1], digests, strict=True)
-    return {name: values[name] for (name, _, _), wanted in expected if found[name] == wanted}
+    right = {name: values[name] for (name, _, _), wanted in expected if found_digests[name] == wanted}
+    if base and len(right) < len(values):
+        array.__dict__.pop(_KNOWN, None)  # the fault may be this client's base
+    return right
+
+
+def digests_of(values: Arrays) -> dict[str, bytes]:
+    """Name → digest; large arrays are hashed in several threads."""
+    found = in_threads(digest, values.values(), sum(array.nbytes for array in values.values()))
+    return dict(zip(values, found, strict=True))
 
 
 def unpacked(array: Array, shaped: Iterable[Shaped], wire: Wire = PLAIN) -> Iterator[tuple[str, np.ndarray]]:

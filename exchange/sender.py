@@ -7,20 +7,22 @@ has cached, and whether one is missing that the record lists. The caller updates
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 
 from tepal.exchange.bounds import BadReply, examples_of, metrics_of, notes_of
-from tepal.exchange.encodings import PLAIN, Encoding, Wire, add_difference
+from tepal.exchange.encodings import PLAIN, Encoding, add_difference
 from tepal.exchange.layout import Arrays, Layout, Names, dtype_name
 from tepal.exchange.local import is_local
 from tepal.exchange.manifest import PARTS, RECORD, Header, Manifest, Parcel, ProtocolError, other_version, write_id
 from tepal.exchange.norms import SMALL, estimated_norms, integer_norms, squared_norms
-from tepal.exchange.parts import Digests, Part, digest, pack, shapes_of, unpacked
-from tepal.exchange.plan import INTRODUCE, Outgoing, Plan, Reply, Tree
+from tepal.exchange.packer import Packer
+from tepal.exchange.parts import Part, unpacked
+from tepal.exchange.plan import INTRODUCE, Outgoing, Reply, Tree
+from tepal.exchange.references import References
 from tepal.exchange.secret import proof_of
 from tepal.host.text import LONGEST_NAME, visible
 
@@ -116,8 +118,10 @@ class Exchange:
     outgoing: Outgoing
     sent: tuple[Names, ...]
     """Sent entries of each part of which any are sent."""
-    rounded: frozenset[tuple[Tree, str]]
-    """(tree, block) of the parts whose decoded values differ from the server's."""
+    rounded: Mapping[tuple[Tree, str], Part]
+    """(tree, block) → the part as the client has it, where its values differ from the server's."""
+    keeps: Names = ()
+    """Ids of the parts that the client caches as soon as it has read the message."""
 
 
 class Sender:
@@ -130,6 +134,7 @@ class Sender:
         record: name of the ArrayRecord in which the app expects its model.
         settings_record: name of the ConfigRecord in which it expects its settings.
         encoding: of downloads and uploads.
+        references: what clients have, for an encoding of downloads as differences.
 
     Raises:
         ValueError: the blocks are not a partition of the entries.
@@ -144,6 +149,7 @@ class Sender:
         record: str,
         settings_record: str = "config",
         encoding: Encoding | None = None,
+        references: References | None = None,
     ) -> None:
         if sorted(name for names in blocks.values() for name in names) != sorted(layout.names):
             raise ValueError("the blocks are not a partition of the model's entries")
@@ -153,15 +159,7 @@ class Sender:
         self.record = record
         self.settings_record = settings_record
         self.encoding = encoding or Encoding()
-        self.digests = Digests()
-        self._decoded = Digests()  # of the values that clients decode
-        # The last packed part of each tree and block. A part for many clients is packed once, and of a tree that
-        # differs between clients there is never more than one part in memory.
-        self._packed: dict[tuple[Tree, str], tuple[tuple[str, Names, Wire], Array]] = {}
-
-    def forget_packed(self) -> None:
-        """Forget packed parts, when all messages of a round have been sent."""
-        self._packed.clear()
+        self.packer = Packer(self.encoding, references)
 
     def content(
         self,
@@ -177,10 +175,9 @@ class Sender:
             missing: `Missing.entries` of the answer to the same plan; only these entries are then sent.
         """
         plan = outgoing.plan
-        known = {*client.held, *(missing or ())}
         parcels: list[Parcel] = []
         arrays: dict[str, Array] = {}
-        rounded: set[tuple[Tree, str]] = set()
+        rounded: dict[tuple[Tree, str], Part] = {}
         for tree, names in plan.needs.items():
             values = outgoing.values(tree)
             wanted, kept = set(names), set(plan.keeps.get(tree, ()))
@@ -188,17 +185,15 @@ class Sender:
                 chosen = tuple(name for name in block_names if name in wanted)
                 if not chosen:
                     continue
-                part, wire = self._part(tree, block, chosen, values, plan, known)
-                if missing is not None:
-                    sent = tuple(name for name in chosen if name in missing.get(part.id, ()))
-                else:
-                    sent = () if part.id in client.held else chosen
-                if sent:
-                    arrays[str(len(parcels))] = self._pack(part, sent, values, wire)
-                if not wire.plain:
-                    rounded.add((tree, block))
-                keep = wanted.issuperset(chosen) and kept.issuperset(chosen)
-                parcels.append(Parcel(part, keep=keep, sent=sent, dtype=wire.dtype))
+                packed = self.packer.parcel(
+                    tree, block, chosen, values, client.held, missing,
+                    exact=set(plan.exact).issuperset(chosen), keep=kept.issuperset(chosen),
+                )  # fmt: skip
+                if packed.data is not None:
+                    arrays[str(len(parcels))] = packed.data
+                if packed.rounded:
+                    rounded[tree, block] = packed.parcel.part
+                parcels.append(packed.parcel)
         manifest = Manifest(
             experiment=self.experiment,
             plan=plan,
@@ -213,41 +208,13 @@ class Sender:
         content = RecordDict({RECORD: manifest.to_record()})
         if arrays:
             record = ArrayRecord()
-            for number, packed in arrays.items():  # ArrayRecord(arrays) would make new Arrays, to be hashed again
-                record[number] = packed
+            for number, array in arrays.items():  # ArrayRecord(arrays) would make new Arrays, to be hashed again
+                record[number] = array
             content[PARTS] = record
         content[self.settings_record] = ConfigRecord(dict(outgoing.settings))
         sent_entries = tuple(parcel.sent for parcel in parcels if parcel.sent)
-        return content, Exchange(write_id(content), outgoing, sent_entries, frozenset(rounded))
-
-    def _part(
-        self, tree: Tree, block: str, names: Names, values: Arrays, plan: Plan, known: Collection[str]
-    ) -> tuple[Part, Wire]:
-        """A block's part for a client, and its encoding: none if the plan, or its cache, requires exact values."""
-        wire = self.encoding.download
-        exact = wire.plain or set(plan.exact).issuperset(names)
-        if exact or known:
-            part = Part(tree, block, names, tuple(self.digests.of_all([values[name] for name in names])))
-            if exact or part.id in known:
-                return part, PLAIN
-        packed = None
-        digests = [self._decoded.find(values[name]) for name in names]
-        if None in digests:
-            packed = pack(values, names, wire)
-            decoded = unpacked(packed, shapes_of(values, names), wire)
-            of_name = {name: self._decoded.know(values[name], digest(array)) for name, array in decoded}
-            digests = [of_name[name] for name in names]
-        part = Part(tree, block, names, tuple(filter(None, digests)))
-        if packed is not None:
-            self._packed[tree, block] = (part.id, names, wire), packed
-        return part, wire
-
-    def _pack(self, part: Part, names: Names, values: Arrays, wire: Wire) -> Array:
-        key, packed = self._packed.get((part.tree, part.block), (None, None))
-        if packed is None or key != (part.id, names, wire):
-            packed = pack(values, names, wire)
-            self._packed[part.tree, part.block] = (part.id, names, wire), packed
-        return packed
+        keeps = tuple(parcel.part.id for parcel in parcels if parcel.keep)
+        return content, Exchange(write_id(content), outgoing, sent_entries, rounded, keeps)
 
     def read(self, exchange: Exchange, message: Message, weighted_by: str = "num-examples") -> Reply | Missing:
         """Check an answer against the plan, entry by entry.
@@ -372,6 +339,5 @@ class Sender:
         and client must know exactly; otherwise the server's own value."""
         block = next(block for block, names in self.blocks.items() if name in names)
         plan = exchange.outgoing.plan
-        if plan.model not in plan.remembers or (plan.model, block) not in exchange.rounded:
-            return value
-        return self.encoding.download.decoded(value)
+        part = exchange.rounded.get((plan.model, block))
+        return value if part is None or plan.model not in plan.remembers else self.packer.decoded(part, name, value)

@@ -25,13 +25,13 @@ too.
 
 from tepal.exchange.encodings.codec import Codec, EncodingError
 from tepal.exchange.encodings.sparse import TopK
-from tepal.exchange.encodings.wire import CODECS, DTYPES, PLAIN, UPLOADS, Encoding, Wire, add_difference
+from tepal.exchange.encodings.wire import CODECS, DTYPES, FEW_BITS, PLAIN, Encoding, Wire, add_difference
 
 __all__ = [
     "CODECS",
     "DTYPES",
+    "FEW_BITS",
     "PLAIN",
-    "UPLOADS",
     "Codec",
     "Encoding",
     "EncodingError",

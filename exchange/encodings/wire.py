@@ -18,11 +18,12 @@ CODECS: Mapping[str, Codec] = {
     "float32": Float32(), "float16": Float16(), "bfloat16": BFloat16(), "int8": Int8(), "int4": Int4(),
     "ternary": Ternary(), "sign": Sign(),
 }  # fmt: skip
-DTYPES = ("float32", "float16", "bfloat16", "int8")
-"""Encodings of the model itself, which is sent down."""
-UPLOADS = tuple(CODECS)
-"""Encodings of differences, which are sent up."""
-_LOSSY = ("int8", "int4", "ternary", "sign")  # whose error is worth keeping
+DTYPES = tuple(CODECS)
+FEW_BITS = ("int4", "ternary", "sign")
+"""Those of them that are for differences alone."""
+_LOSSY = ("int8", *FEW_BITS)  # whose error is worth keeping
+WHOLE = "int8"
+"""Encoding of a part that is sent to a client which has nothing to take a difference from."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,9 @@ class Wire:
     """The encoding of matrices in one direction.
 
     Args:
-        dtype: one of UPLOADS; without `differences` one of DTYPES.
+        dtype: one of DTYPES; those of FEW_BITS for differences alone.
         top_k: share of the values that are sent; 0: all.
-        differences: send the difference of trained values from the received ones.
+        differences: send differences from values that the receiver has.
         feedback: add what is left out to the next upload.
         seed: of rounding at random.
     """
@@ -44,8 +45,8 @@ class Wire:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.dtype not in UPLOADS:
-            raise ValueError(f"the wire dtype is {self.dtype!r}; it must be one of {', '.join(UPLOADS)}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"the wire dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
         if not 0 <= self.top_k < 1:
             raise ValueError(f"top_k is {self.top_k}; it must be between 0 and 1, or 0 for all values")
 
@@ -97,11 +98,14 @@ class Encoding:
     """The encodings of a run.
 
     Args:
-        down: dtype of matrices in downloads, one of DTYPES.
-        up: dtype of their differences in uploads, one of UPLOADS.
+        down: dtype of matrices in downloads, one of DTYPES. With one of FEW_BITS, or with `top_k_down`, what is sent
+            down is the difference from what the client has.
+        up: dtype of matrices' differences in uploads, one of DTYPES.
         top_k: share of each matrix's differences, the largest, that are uploaded; 0: all.
         error_feedback: clients keep what `int8`, fewer bits and top k leave out, and add it to their next upload.
         seed: of rounding at random.
+        top_k_down: share of each matrix's differences, the largest, that are sent down; 0: all.
+        reference_megabytes: limit on the server's disk for what clients have, from which differences are sent down.
 
     Raises:
         ValueError: an option is out of range.
@@ -112,22 +116,31 @@ class Encoding:
     top_k: float = 0.0
     error_feedback: bool = True
     seed: int = 0
+    top_k_down: float = 0.0
+    reference_megabytes: float = 8000.0
 
     def __post_init__(self) -> None:
-        if self.down not in DTYPES:
-            raise ValueError(
-                f"down is {self.down!r}; it must be one of {', '.join(DTYPES)}: what is sent down is the model itself, "
-                "and fewer bits are for changes"
-            )
         Wire(self.up, self.top_k)  # which checks them
+        Wire(self.down, self.top_k_down)
+
+    @property
+    def differences_down(self) -> bool:
+        """Whether clients are sent differences from what they have."""
+        return self.down in FEW_BITS or self.top_k_down > 0
 
     @property
     def download(self) -> Wire:
-        return Wire(self.down)
+        """Of differences, if the downloads are such."""
+        return Wire(self.down, self.top_k_down, differences=self.differences_down)
+
+    @property
+    def whole(self) -> Wire:
+        """Of what is sent down to a client that has nothing to take a difference from."""
+        return Wire(WHOLE) if self.differences_down else self.download
 
     @property
     def upload(self) -> Wire:
-        if (self.down, self.up, self.top_k) == ("float32", "float32", 0):
+        if self.download.plain and (self.up, self.top_k) == ("float32", 0):
             return PLAIN
         lossy = self.up in _LOSSY or self.top_k > 0
         return Wire(self.up, self.top_k, differences=True, feedback=lossy and self.error_feedback, seed=self.seed)
@@ -135,5 +148,10 @@ class Encoding:
     def __str__(self) -> str:
         if self.upload.plain:
             return "none"
-        up = self.up if not self.top_k else f"the largest {100 * self.top_k:g} % of values in {self.up}"
-        return f"{self.down} down, {up} up" + ", with error feedback" * self.upload.feedback
+        down = _sent("changes", self.down, self.top_k_down) if self.differences_down else self.down
+        up = _sent("values", self.up, self.top_k) if self.top_k else self.up
+        return f"{down} down, {up} up" + ", with error feedback" * self.upload.feedback
+
+
+def _sent(what: str, dtype: str, top_k: float) -> str:
+    return f"the largest {100 * top_k:g} % of {what} in {dtype}" if top_k else f"{what} in {dtype}"

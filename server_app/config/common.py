@@ -17,9 +17,8 @@ if TYPE_CHECKING:
 else:
     StrategyName = Literal[tuple(STRATEGIES)]
 
-WireDtype = Literal["float32", "float16", "bfloat16", "int8"]
-_OrSame = Literal["same", "float32", "float16", "bfloat16", "int8"]
-_Up = Literal["same", "float32", "float16", "bfloat16", "int8", "int4", "ternary", "sign"]
+WireDtype = Literal["float32", "float16", "bfloat16", "int8", "int4", "ternary", "sign"]
+_OrSame = Literal["same", "float32", "float16", "bfloat16", "int8", "int4", "ternary", "sign"]
 
 
 class RoundConfig(BaseModel):
@@ -160,10 +159,19 @@ class EncodingConfig(BaseModel):
     model_config = keys("wire-")
 
     dtype: WireDtype = Field("float32", description="dtype of matrices when sent; vectors and counters keep theirs")
-    dtype_down: _OrSame = Field("same", description="dtype of matrices sent to clients; same: wire-dtype")
-    dtype_up: _Up = Field("same", description="dtype of changes sent by clients; same: wire-dtype")
+    dtype_down: _OrSame = Field(
+        "same",
+        description="dtype of matrices sent to clients, or with int4, ternary, sign of their changes; same: wire-dtype",
+    )
+    dtype_up: _OrSame = Field("same", description="dtype of changes sent by clients; same: wire-dtype")
     top_k: float = Field(
         0.0, ge=0, lt=1, description="share of each matrix's changes that clients send, the largest ones; 0: all"
+    )
+    top_k_down: float = Field(
+        0.0, ge=0, lt=1, description="share of each matrix's changes that clients are sent, the largest ones; 0: all"
+    )
+    reference_megabytes: float = Field(
+        8000.0, gt=0, description="most that the server keeps on disk of what clients have, to send them changes"
     )
     error_feedback: bool = Field(
         True, description="clients keep what int8, fewer bits and wire-top-k leave out, and add it to their next upload"
@@ -171,7 +179,9 @@ class EncodingConfig(BaseModel):
 
     def encoding(self, seed: int) -> Encoding:
         down, up = (self.dtype if own == "same" else own for own in (self.dtype_down, self.dtype_up))
-        return Encoding(down, up, self.top_k, self.error_feedback, seed)
+        return Encoding(
+            down, up, self.top_k, self.error_feedback, seed, self.top_k_down, self.reference_megabytes
+        )
 
 
 class BlocksConfig(BaseModel):

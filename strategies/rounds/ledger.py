@@ -62,6 +62,10 @@ class ClientLedger:
         """
         self._held[client] = frozenset(islice(filter(_PART_ID.fullmatch, parts), MOST_PARTS))
 
+    def held(self) -> frozenset[str]:
+        """Ids of the parts that any client has cached."""
+        return frozenset().union(*self._held.values())
+
     def introduced(self, client: str, figures: Mapping[str, float]) -> None:
         """Enter the metrics of a client's introduction, which bound those of its replies."""
         self._introduced[client] = dict(figures)

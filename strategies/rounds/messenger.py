@@ -128,7 +128,7 @@ class Messenger:
         self._waiting = {}
         for outgoing in messages:
             yield self._send(outgoing, deadline)
-        self.sender.forget_packed()
+        self.sender.packer.forget()
         look_around = time.monotonic() + _LOOK_AROUND
         self._inbox.expect(self._late)
         good = 0
@@ -218,6 +218,8 @@ class Messenger:
         client, number = outgoing.plan.client, outgoing.plan.round
         if message.has_error() and (outgoing.plan.action != INTRODUCE or not _app_raised(message)):
             failure = _lost(outgoing, f"error {message.error.code}: {_reason(message)}")
+            if client and _app_raised(message):  # after the exchange's mod has cached what came
+                self.ledger.cached(client, {*self.ledger.record(client).held, *asked.exchange.keeps})
             yield replace(failure, of_model=_app_raised(message))
             return
         traffic = Traffic.of(message.content) if message.has_content() else Traffic()

@@ -7,6 +7,7 @@ clients.
 from __future__ import annotations
 
 import contextlib
+import tempfile
 import time
 import uuid
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from flwr.serverapp.strategy import Result
 
 from tepal.exchange.encodings import Encoding
 from tepal.exchange.layout import Layout
+from tepal.exchange.references import References
 from tepal.exchange.sender import Sender
 from tepal.strategies.method import Method, ModelBlocks, Run, ServerModel
 from tepal.strategies.robust import clips, mean_factory
@@ -190,7 +192,8 @@ class MethodStrategy(WithoutHooks):
             state = self.method.init(model, run)
             if self.method.storage:
                 ends.callback(self.method.storage.close)
-            rounds = self._runner(grid, model, run, checkpoint)
+            references = self._references(folder, ends)
+            rounds = self._runner(grid, model, run, checkpoint, references)
             ends.callback(rounds.close)
             self.summary()
             best = self.best
@@ -237,6 +240,8 @@ class MethodStrategy(WithoutHooks):
             if saved:
                 saved.prune(merged)
                 best.clean(saved, merged)
+            if references:
+                references.remove()
             result.arrays = self._models(state, merged, layout)
             return result
 
@@ -263,7 +268,18 @@ class MethodStrategy(WithoutHooks):
         state, self.result_round = self.best.result(last, round)
         return joined(self.method.models(state), layout)
 
-    def _runner(self, grid: Grid, model: ServerModel, run: Run, checkpoint: Checkpoint | None) -> RoundRunner:
+    def _references(self, folder: Path | None, ends: contextlib.ExitStack) -> References | None:
+        """What clients have, for downloads as differences: in the checkpoints' folder, or in one that goes at the end.
+        """
+        if not self.encoding.differences_down:
+            return None
+        if folder is None:
+            folder = Path(ends.enter_context(tempfile.TemporaryDirectory(prefix="tepal-references-")))
+        return References(folder / "references", self.encoding.reference_megabytes)
+
+    def _runner(
+        self, grid: Grid, model: ServerModel, run: Run, checkpoint: Checkpoint | None, references: References | None
+    ) -> RoundRunner:
         self.experiment = checkpoint.experiment if checkpoint else self.experiment
         sender = Sender(
             model.layout,
@@ -272,9 +288,10 @@ class MethodStrategy(WithoutHooks):
             record=self.arrayrecord_key,
             settings_record=self.configrecord_key,
             encoding=self.encoding,
+            references=references,
         )
         if self.checkpoints is not None:
-            sender.digests = self.checkpoints.digests
+            sender.packer.digests = self.checkpoints.digests
         return RoundRunner(
             grid,
             sender,

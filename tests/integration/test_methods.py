@@ -33,7 +33,8 @@ METHODS = {
     "selective": {},
     "fedensemble": {"fedensemble.modes": 2, "fedensemble.member": "fedfrozen", "fedfrozen.warmup-rounds": 1},
     "fedacs": {},
-    "scaffold": {},
+    # What a client has of the model and of the control variate, server and client know after any restart.
+    "scaffold": {"wire-dtype": "ternary"},
     # What int8 leaves out is kept beside the client's own model, and outlives what that outlives.
     "apfl": {"wire-dtype-down": "bfloat16", "wire-dtype-up": "int8"},
 }

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from tepal.exchange.encodings import CODECS, PLAIN, UPLOADS, Encoding, EncodingError, TopK, Wire
+from tepal.exchange.encodings import CODECS, DTYPES, PLAIN, Encoding, EncodingError, TopK, Wire
 from tepal.exchange.parts import pack, shapes_of, unpack, unpacked
 
 SHAPES = hnp.array_shapes(min_dims=2, max_dims=4, min_side=0, max_side=6)
@@ -186,7 +186,7 @@ def test_gaps_of_any_length_are_found_again(places):
 def test_how_long_what_is_written_is():
     values = {"w": np.random.default_rng(0).normal(size=(768, 3072)).astype(np.float32)}
     size = values["w"].size
-    lengths = {dtype: len(pack(values, ["w"], Wire(dtype)).data) for dtype in UPLOADS}
+    lengths = {dtype: len(pack(values, ["w"], Wire(dtype)).data) for dtype in DTYPES}
     assert lengths == {
         "float32": 4 * size, "float16": 2 * size, "bfloat16": 2 * size, "int8": size + 4 * 768,
         "int4": size / 2 + 4 * 768, "ternary": math.ceil(size / 5) + 4 * 768, "sign": size / 8 + 4 * 768,
@@ -196,7 +196,7 @@ def test_how_long_what_is_written_is():
     assert 5 * kept + 8 <= sparse <= 5 * kept + 8 + size / 255
 
 
-@pytest.mark.parametrize("wire", [PLAIN, *(Wire(dtype) for dtype in UPLOADS[1:]), Wire("sign", 0.3), Wire(top_k=0.5)])
+@pytest.mark.parametrize("wire", [PLAIN, *(Wire(dtype) for dtype in DTYPES[1:]), Wire("sign", 0.3), Wire(top_k=0.5)])
 def test_only_matrices_of_float32_and_float64_are_encoded(wire):
     rng = np.random.default_rng(0)
     values = {
@@ -218,7 +218,7 @@ def test_only_matrices_of_float32_and_float64_are_encoded(wire):
 
 @given(
     st.binary(max_size=80),
-    st.sampled_from([*(Wire(dtype) for dtype in UPLOADS[1:]), Wire(top_k=0.2), Wire("int8", 0.2), Wire("sign", 0.5)]),
+    st.sampled_from([*(Wire(dtype) for dtype in DTYPES[1:]), Wire(top_k=0.2), Wire("int8", 0.2), Wire("sign", 0.5)]),
 )
 def test_bytes_that_nobody_wrote_are_refused_or_read_and_do_no_harm(data, wire):
     shaped = [("w", "float32", (4, 5))]
@@ -244,7 +244,8 @@ def test_another_length_is_refused(change):
 @pytest.mark.parametrize(
     "options, said",
     [
-        ({"down": "int4"}, "'int4'; it must be one of float32, float16, bfloat16, int8: what is sent down is "),
+        ({"down": "int5"}, "'int5'; it must be one of float32, float16, bfloat16, int8, int4, ternary, sign"),
+        ({"top_k_down": -0.1}, "top_k is -0.1"),
         ({"up": "bf16"}, "'bf16'"),
         ({"top_k": 1.0}, "top_k is 1.0"),
     ],
@@ -264,5 +265,11 @@ def test_what_an_encoding_asks_of_clients():
         assert [wire.random(1) is not None for wire in (fed, alone)] == [False, dtype != "sign"]
     assert Encoding(up="int8", seed=3).upload == Wire("int8", differences=True, feedback=True, seed=3)
     assert Encoding(top_k=0.01, error_feedback=False).upload == Wire(top_k=0.01, differences=True)
+    for fewer in (Encoding("sign"), Encoding("int8", top_k_down=0.1)):
+        assert fewer.differences_down and fewer.download.differences and fewer.whole == Wire("int8")
+        assert fewer.upload == Wire(differences=True)
+    assert not Encoding("int8").differences_down and Encoding("int8").whole == Encoding("int8").download
+    described = "changes in sign down, ternary up, with error feedback"
+    assert str(Encoding("sign", "ternary")) == described
     described = "bfloat16 down, the largest 1 % of values in int8 up, with error feedback"
     assert str(Encoding("bfloat16", "int8", 0.01)) == described

@@ -24,10 +24,10 @@ MANIFEST = Manifest(
         client="site-1",
         round=3,
         action="train",
-        needs={"model": (*PART.names, "embed"), "control": PART.names},
+        needs={"model": (*PART.names, "embed"), "control": PART.names, "mode/1": PART.names},
         trains=("embed", "steps"),
         returns={"model": ("embed",)},
-        keeps={"model": PART.names},
+        keeps={"model": PART.names, "mode/1": PART.names},
         remembers={"model": "personal"},
         groups={"value_projection": ("attn.qkv:v",)},
         objective="scaffold",
@@ -38,7 +38,10 @@ MANIFEST = Manifest(
     parcels=(
         Parcel(PART, keep=True, sent=("attn.qkv:k",)),
         Parcel(replace(PART, block="value", names=("embed",), digests=(b"c" * 16,)), keep=False, sent=()),
-        Parcel(replace(PART, tree="control"), keep=False, sent=PART.names, dtype="int8"),
+        Parcel(replace(PART, tree="control"), keep=False, sent=PART.names, wire=Wire("int8")),
+        Parcel(
+            replace(PART, tree="mode/1"), keep=True, sent=PART.names, wire=Wire("sign", differences=True), base="d" * 32
+        ),
     ),
     current="2" * 32,
     kept=("3" * 32,),
@@ -73,11 +76,14 @@ MANIFEST_TEXT = (
     r'[4,4],0,0,4],["attn.qkv:k","attn.qkv",[4,4],0,4,8],["attn.qkv:v","attn.qkv",[4,4],0,8,12],["conv.c_attn:q",'
     r'"conv.c_attn",[4,4],1,0,4],["conv.c_attn:k","conv.c_attn",[4,4],1,4,8],["conv.c_attn:v","conv.c_attn",[4,4],'
     r'1,8,12]]},"parcels":[{"tree":"model","block":"query_key","names":[1,2],'
-    r'"digests":"YWFhYWFhYWFhYWFhYWFhYWJiYmJiYmJiYmJiYmJiYmI=","keep":true,"dtype":"float32","sent":[2]},'
+    r'"digests":"YWFhYWFhYWFhYWFhYWFhYWJiYmJiYmJiYmJiYmJiYmI=","keep":true,"wire":{},"base":"","sent":[2]},'
     r'{"tree":"model","block":"value","names":[0],"digests":"Y2NjY2NjY2NjY2NjY2NjYw==","keep":false,'
-    r'"dtype":"float32","sent":[]},{"tree":"control","block":"query_key","names":[1,2],'
-    r'"digests":"YWFhYWFhYWFhYWFhYWFhYWJiYmJiYmJiYmJiYmJiYmI=","keep":false,"dtype":"int8","sent":"all"}],'
-    r'"current":"22222222222222222222222222222222","kept":["33333333333333333333333333333333"],'
+    r'"wire":{},"base":"","sent":[]},{"tree":"control","block":"query_key","names":[1,2],'
+    r'"digests":"YWFhYWFhYWFhYWFhYWFhYWJiYmJiYmJiYmJiYmJiYmI=","keep":false,"wire":{"dtype":"int8","top_k":0.0,'
+    r'"differences":false,"feedback":false,"seed":0},"base":"","sent":"all"},{"tree":"mode/1","block":"query_key",'
+    r'"names":[1,2],"digests":"YWFhYWFhYWFhYWFhYWFhYWJiYmJiYmJiYmJiYmJiYmI=","keep":true,"wire":{"dtype":"sign",'
+    r'"top_k":0.0,"differences":true,"feedback":false,"seed":0},"base":"dddddddddddddddddddddddddddddddd",'
+    r'"sent":"all"}],"current":"22222222222222222222222222222222","kept":["33333333333333333333333333333333"],'
     r'"upload":{"dtype":"int8","top_k":0.25,"differences":true,"feedback":true,"seed":7},"nonce":"ab"}'
 )
 HEADER_TEXT = (

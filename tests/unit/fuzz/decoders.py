@@ -165,6 +165,14 @@ def _part(data: bytes) -> None:
     checked = unpack_checked(array, shaped, wire, digests)
     assert checked.keys() == found.keys()
     assert unpack_checked(array, shaped, wire, [b"-" * 16] * len(shaped)) == {}
+    starts = {name: np.ones_like(found[name]) for name, _, _ in shaped}
+    with np.errstate(all="ignore"):
+        sums = unpack_checked(array, shaped, wire, None, "base", lambda: starts)
+        for name, value in sums.items():
+            codec = wire.codec(value.dtype.name, value.shape)
+            np.testing.assert_array_equal(value, found[name] + 1 if codec else found[name])
+    other = unpack_checked(array, shaped, wire, digests, "other base", dict)
+    assert other == {}, "without the base nothing can be read"
 
 
 _CODECS = (*CODECS.values(), *(TopK(share, of) for share in (0.01, 0.3, 0.9) for of in CODECS.values()))

@@ -26,6 +26,7 @@ CONFIG = {
 
 
 ENCODED = {"wire-dtype-down": "bfloat16", "wire-dtype-up": "int8", "wire-top-k": 0.5}
+DIFFERENCES = {"wire-dtype-down": "int4", "wire-dtype-up": "ternary"}
 
 
 @pytest.fixture(scope="module")
@@ -130,10 +131,11 @@ def test_selective_sends_up_the_chosen_layers_and_the_head(ran, sizes):
         assert CLIENTS * min(ways) <= up <= CLIENTS * max(ways) < CLIENTS * sizes["P"]
 
 
+@pytest.mark.parametrize("wire", [ENCODED, DIFFERENCES], ids=["values down", "differences down"])
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_it_takes_any_encoding(ran, name):
-    """Changes in int8, of each matrix the larger half: clients answer all the same, with fewer bytes."""
-    as_it_is, encoded = read_lines(ran(name)), read_lines(ran(name, **ENCODED))
+def test_it_takes_any_encoding(ran, name, wire):
+    """In fewer bits, and of each matrix the larger half of the changes: clients answer, with fewer bytes."""
+    as_it_is, encoded = read_lines(ran(name)), read_lines(ran(name, **wire))
     for before, line in zip(as_it_is, encoded, strict=True):
         assert not line["refused"] and not line["lost"] and not line["notes"]
         if line["round"]:

@@ -1,0 +1,286 @@
+"""Rounds in which clients are sent differences from what they have."""
+
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord
+
+from tepal.exchange.encodings import CODECS, Encoding, TopK
+from tepal.exchange.files import write_arrays
+from tepal.models.blocks import find_blocks
+from tepal.strategies import FedACS, FedAvg, FedEnsemble, FedFrozen, join_modes
+from tepal.strategies.in_process import InProcessGrid, Node
+from tests.quiet import quiet  # noqa: F401
+from tests.unit.strategies.rounds.test_encoding import MATRIX, REST, START, moving_app, start, step, vit  # noqa: F401
+
+SCALES = 4 * len(START["w"])
+SIGNS = MATRIX // 8 + SCALES
+WHOLE = MATRIX + SCALES + REST
+"""Bytes of the model as int8."""
+
+
+def nearest(values, most):
+    """Integers from -most to most in units of max|row| / most."""
+    unit = np.abs(values).max(axis=1, keepdims=True) / most
+    return np.rint(values / unit) * unit
+
+
+def signs(values):
+    return np.where(values >= 0, 1, -1) * np.abs(values).mean(axis=1, keepdims=True)
+
+
+def as_sent(node, message, reply):
+    """Replies as they are; a grid that may spoil them has its clients verify every digest."""
+    return reply
+
+
+@pytest.mark.parametrize("dtype", ["sign", "int4"])
+def test_clients_have_what_the_paper_has_them_have(dtype):
+    """EF21-P: w ← w + C(x − w), from w = x as int8. The server's x never has an error."""
+    seen = {}
+    strategy = FedAvg(encoding=Encoding(down=dtype), fraction_evaluate=0)
+    made, history = start(strategy, moving_app(seen), rounds=6, spoil=as_sent)
+    x = START["w"].astype(float)
+    w = nearest(x, 127)
+    for number in range(1, 7):
+        if number > 1:
+            w += signs(x - w) if dtype == "sign" else nearest(x - w, 7)
+        np.testing.assert_allclose(seen[0, number, "train"]["w"], w, atol=2e-6)
+        np.testing.assert_allclose(seen[0, number, "train"]["bias"], 0.01 * (number - 1), atol=1e-6)
+        x += step(0, number)
+    np.testing.assert_allclose(made["w"], x, atol=2e-6)
+    each = {"sign": SIGNS, "int4": MATRIX // 2 + SCALES}[dtype] + REST
+    assert [report.down.payload for report in history] == [WHOLE, *[each] * 5]
+    assert [report.down.plain for report in history] == [4 * MATRIX + REST] * 6
+
+
+def test_of_the_largest_changes_all_arrive_in_the_end():
+    seen = {}
+    strategy = FedAvg(encoding=Encoding("int8", top_k_down=0.1), fraction_evaluate=0)
+
+    def still(partition, number, scale):
+        return step(partition, number, scale if number <= 8 else 0.0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(moving_app.__globals__, "step", still)
+        made, _ = start(strategy, moving_app(seen, scale=1.0), rounds=40)
+    changed = [np.count_nonzero(seen[0, n + 1, "train"]["w"] != seen[0, n, "train"]["w"]) for n in range(1, 40)]
+    assert max(changed) <= 24, "a tenth of 240 values"
+    apart = [np.abs(seen[0, number, "train"]["w"] - made["w"]).max() for number in (9, 40)]
+    assert apart[1] < 0.01 * apart[0]
+
+
+def test_all_clients_of_a_round_have_the_same_and_it_is_packed_once(monkeypatch):
+    packed = []
+    write = CODECS["sign"].write
+    monkeypatch.setattr(type(CODECS["sign"]), "write", lambda self, *of: packed.append(1) or write(*of))
+    seen = {}
+    strategy = FedAvg(encoding=Encoding("sign"), fraction_evaluate=0)
+    start(strategy, moving_app(seen), clients=3, rounds=4, spoil=as_sent)
+    for number in range(1, 5):
+        for client in (1, 2):
+            np.testing.assert_array_equal(seen[client, number, "train"]["w"], seen[0, number, "train"]["w"])
+    assert len(packed) == 3
+
+
+def test_a_model_that_is_scored_and_then_trained_is_sent_once():
+    seen = {}
+    app = moving_app(seen)
+    strategy = FedAvg(encoding=Encoding("sign"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tepal.strategies.rounds.runner.ON_TESTS", "never")  # clients score in a phase of its own
+        _, history = start(strategy, app, rounds=4)
+    sent = [report.down.payload for report in history]
+    assert sent == [WHOLE + SIGNS + REST, *[SIGNS + REST] * 3], "round 1: to train, and to score; then to score"
+    for number in range(1, 4):
+        scored, trained = seen[0, number, "evaluate"], seen[0, number + 1, "train"]
+        np.testing.assert_array_equal(scored["w"], trained["w"])
+
+
+class Grid(InProcessGrid):
+    """A grid whose nodes come and go: `here(round, partition)` tells which are connected."""
+
+    def __init__(self, *args, here=lambda number, partition: True, **options):
+        super().__init__(*args, **options)
+        self.here, self.number = here, 1
+
+    def get_nodes(self):
+        there = {node_id for node_id, node in self.nodes.items() if self.here(self.number, node.config["partition-id"])}
+        return [node for node in super().get_nodes() if node.node_id in there]
+
+
+def rounds_of(strategy, grid, rounds, **options):
+    history = []
+
+    def next_round(report):
+        history.append(report)
+        grid.number = report.round + 1
+
+    strategy.on_round = next_round
+    strategy.rules = replace(strategy.rules, min_available_nodes=1)
+    initial = ArrayRecord({name: Array(array) for name, array in START.items()})
+    result = strategy.start(grid, initial, num_rounds=rounds, **options)
+    return result, history
+
+
+def test_a_client_that_missed_rounds_is_sent_one_difference_and_a_newcomer_the_whole():
+    seen = {}
+    strategy = FedAvg(encoding=Encoding("sign"), fraction_evaluate=0)
+    here = {0: range(1, 9), 1: (1, 5, 6), 2: range(4, 9)}
+    grid = Grid(
+        [Node(moving_app(seen), {"partition-id": k}) for k in here], here=lambda number, k: number in here[k],
+        spoil=as_sent,
+    )  # fmt: skip
+    _, history = rounds_of(strategy, grid, 8)
+    difference = SIGNS + REST
+    assert [report.down.payload for report in history] == [
+        2 * WHOLE, difference, difference, difference + WHOLE, 3 * difference, 3 * difference, 2 * difference,
+        2 * difference,
+    ]  # fmt: skip
+    assert not any(report.lost or report.refused or report.resent for report in history)
+    # Its difference is from what it had, and has the error of one encoding.
+    assert (seen[1, 5, "train"]["w"] != seen[0, 5, "train"]["w"]).any()
+    moved = np.abs(seen[0, 5, "train"]["w"] - seen[1, 1, "train"]["w"]).max()
+    assert np.abs(seen[1, 5, "train"]["w"] - seen[0, 5, "train"]["w"]).max() < moved
+
+
+def damage(folder):
+    for file in list(folder.iterdir()):
+        file.write_bytes(file.read_bytes()[:-8] + b"\1" * 8)
+
+
+def other_values(folder):
+    """Files that are whole, with other values than their names say."""
+    for file in list(folder.iterdir()):
+        file.unlink()
+        write_arrays(file, {name: value + 1 for name, value in START.items()}, durable=False)
+
+
+@pytest.mark.parametrize("what", [shutil.rmtree, damage, other_values])
+def test_what_a_cache_lost_is_sent_in_the_same_round(cache_folder, what):
+    seen, history = {}, []
+    strategy = FedAvg(encoding=Encoding("sign"), fraction_evaluate=0)
+
+    def befall(report):
+        history.append(report)
+        if report.round == 2:
+            what(next(cache_folder.glob("*/clients/client-0")))
+
+    strategy.on_round = befall
+    strategy.rules = replace(strategy.rules, min_available_nodes=2)
+    caches = [cache_folder, cache_folder / "other"]
+    nodes = [Node(moving_app(seen), {"partition-id": k, "cache-path": str(caches[k])}) for k in (0, 1)]
+    initial = ArrayRecord({name: Array(array) for name, array in START.items()})
+    strategy.start(InProcessGrid(nodes, spoil=as_sent), initial, num_rounds=4)
+    assert [len(report.replied) for report in history] == [2] * 4
+    assert [report.resent for report in history] == [0, 0, 1, 0]
+    assert history[2].down.payload == 2 * (SIGNS + REST) + WHOLE
+    assert history[3].down.payload == 2 * (SIGNS + REST)
+    assert np.abs(seen[0, 3, "train"]["w"] - seen[1, 3, "train"]["w"]).max() < 0.1
+
+
+def test_a_lost_reply_leaves_client_and_server_with_the_same():
+    """The client has the parts of round 2, and the server last heard of those of round 1."""
+    seen = {}
+
+    def lost(node, message, reply):
+        if message.metadata.group_id == "2" and node.config["partition-id"] == 0:
+            return None
+        return reply
+
+    strategy = FedAvg(encoding=Encoding("sign"), fraction_evaluate=0)
+    grid = Grid([Node(moving_app(seen), {"partition-id": k}) for k in (0, 1)], spoil=lost)
+    _, history = rounds_of(strategy, grid, 4, timeout=2)
+    assert [len(report.replied) for report in history] == [2, 1, 2, 2]
+    difference = SIGNS + REST
+    assert [report.down.payload for report in history[1:]] == [2 * difference, 3 * difference, 2 * difference]
+    for number in (3, 4):
+        np.testing.assert_array_equal(seen[0, number, "train"]["w"], seen[1, number, "train"]["w"])
+
+
+def test_clients_that_cannot_cache_are_sent_the_whole(tmp_path):
+    (tmp_path / "file").write_text("in place of a folder")
+    seen = {}
+    nodes = [Node(moving_app(seen), {"partition-id": 0, "cache-path": str(tmp_path / "file")})]
+    _, history = rounds_of(FedAvg(encoding=Encoding("sign"), fraction_evaluate=0), Grid(nodes), 3)
+    assert [report.down.payload for report in history] == [WHOLE] * 3
+
+
+def test_beyond_the_limit_the_whole_is_sent():
+    strategy = FedAvg(encoding=Encoding("sign", reference_megabytes=1e-6), fraction_evaluate=0)
+    here = {0: (1, 3, 4), 1: range(1, 6)}
+    grid = Grid([Node(moving_app(), {"partition-id": k}) for k in here], here=lambda number, k: number in here[k])
+    _, history = rounds_of(strategy, grid, 5)
+    difference = SIGNS + REST
+    assert history[1].down.payload == difference, "what the clients of the last round have is kept in any case"
+    assert history[2].down.payload in (difference + WHOLE, 2 * difference)
+    assert not any(report.lost or report.refused for report in history)
+
+
+def test_references_are_in_the_folder_of_the_checkpoints_and_go_at_the_end(tmp_path):
+    found = []
+    strategy = FedAvg(encoding=Encoding("sign"), fraction_evaluate=0, checkpoints=tmp_path)
+    grid = Grid([Node(moving_app(), {"partition-id": k}) for k in (0, 1)])
+    strategy.on_progress = lambda report: found.append(len(list(tmp_path.glob("references/*.safetensors"))))
+    rounds_of(strategy, grid, 12)
+    assert max(found) <= 3 and found[-1] >= 1, "of the last round, and those that clients have"
+    assert not (tmp_path / "references").exists()
+
+
+# ---- methods -----------------------------------------------------------------------------------------------------
+
+
+def test_a_client_and_the_server_know_a_personal_model_to_the_bit():
+    seen = {}
+    strategy = FedACS(quantile=0.1, encoding=Encoding("sign", "sign"))
+    mean, history = start(strategy, moving_app(seen), clients=3, rounds=4, spoil=as_sent)
+    scored = [seen[partition, 4, "evaluate"]["w"] for partition in range(3)]
+    np.testing.assert_array_equal(mean["w"], np.mean(scored, axis=0, dtype=np.float64).astype(np.float32))
+    assert [report.down.payload for report in history] == [3 * WHOLE, *[3 * (SIGNS + REST)] * 3]
+
+
+def test_what_is_frozen_goes_down_exactly(vit):  # noqa: F811
+    model, arrays = vit
+    blocks, seen, history = find_blocks(model), {}, []
+    strategy = FedFrozen(
+        warmup_rounds=2, model=model, encoding=Encoding("sign", "ternary"), fraction_evaluate=0, min_available_nodes=1,
+        on_round=history.append,
+    )  # fmt: skip
+    grid = InProcessGrid([Node(moving_app(seen), {"partition-id": 0})], spoil=as_sent)
+    result = strategy.start(grid, ArrayRecord({n: Array(a) for n, a in arrays.items()}), num_rounds=5)
+    final = blocks.layout.split({name: array.numpy() for name, array in result.arrays.items()})
+    for number in range(3, 6):
+        came = blocks.layout.split(seen[0, number, "train"])
+        for name in blocks.query_key:
+            np.testing.assert_array_equal(came[name], final[name])
+    down = [report.down.payload for report in history]
+    assert down[2] == down[3] + blocks.layout.nbytes(blocks.query_key) and down[3] == down[4] < 0.1 * down[0] * 4
+
+
+def test_each_mode_is_sent_as_its_difference_from_the_same_mode():
+    seen = {}
+    strategy = FedEnsemble(modes=2, encoding=Encoding("int4"), fraction_evaluate=0)
+    starts = [START, {**START, "w": START["w"] + 5}]
+    record = join_modes([ArrayRecord({name: Array(array) for name, array in one.items()}) for one in starts])
+    history = []
+    strategy.on_round = history.append
+    strategy.rules = replace(strategy.rules, min_available_nodes=2)
+    grid = InProcessGrid([Node(moving_app(seen), {"partition-id": k}) for k in (0, 1)], spoil=as_sent)
+    strategy.start(grid, record, num_rounds=8)
+    difference = MATRIX // 2 + SCALES + REST
+    assert [report.down.payload for report in history] == [2 * WHOLE, 2 * WHOLE, *[2 * difference] * 6]
+    for client, number in ((c, n) for c in (0, 1) for n in range(1, 9)):
+        came = seen[client, number, "train"]["w"]
+        assert min(np.abs(came - START["w"]).max(), np.abs(came - START["w"] - 5).max()) < 0.3
+
+
+def test_top_k_of_signs_both_ways():
+    codec = TopK(0.2, CODECS["sign"])
+    seen = {}
+    encoding = Encoding("sign", "sign", 0.2, top_k_down=0.2)
+    _, history = start(FedAvg(encoding=encoding, fraction_evaluate=0), moving_app(seen), rounds=3, spoil=as_sent)
+    moved = seen[0, 2, "train"]["w"] - seen[0, 1, "train"]["w"]
+    assert np.count_nonzero(moved) == codec.kept(240) and len(np.unique(np.abs(moved).round(6))) <= 3
+    assert history[-1].down.payload < SIGNS + 48 + REST
