@@ -47,7 +47,7 @@ PROTOCOL = 3
 
     1   digests of entries and of packed parts are SHA-256; messages do not state a version
     2   they are BLAKE3
-    3   a part may be sent as its difference from one in the client's cache
+    3   a part may be sent as its difference from one in the client's cache; the gaps of top k are coded
 """
 
 _PROTOCOL = "protocol"
