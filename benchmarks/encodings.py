@@ -3,7 +3,8 @@
     python benchmarks/encodings.py [--model vit-b-32] [--runs 5] [--seeds 1,2,3] [--data FILE] [--only bytes|accuracy]
 
 - Bytes of one client's messages in a frozen round of FedFrozen, compared with a round of FedAvg in float32, and seconds
-  to encode and decode one upload (medians), for a model by its name.
+  (medians) to encode and decode one upload, and of the server and a client for one download: to encode the values or
+  their differences, to keep what the client then has, and to read, verify and cache it. For a model by its name.
 - Accuracy and MB of whole runs in one process with one thread, for every encoding and seed: on the digits of
   scikit-learn (10 clients, all in every round), or with `--data` on Fashion-MNIST (200 clients, ten per round) with
   conf/results/fashion-mnist.toml.
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +33,12 @@ from rich.console import Console
 from rich.table import Table
 
 from tepal.client_app.app import app
+from tepal.exchange.cache import ClientCache
 from tepal.exchange.encodings import Encoding
-from tepal.exchange.parts import pack, shapes_of, unpacked
+from tepal.exchange.layout import Layout, Names
+from tepal.exchange.packer import Packer
+from tepal.exchange.parts import pack, shapes_of, unpack_checked, unpacked
+from tepal.exchange.references import References
 from tepal.host.toml import parse_run_config
 from tepal.models.blocks import find_blocks
 from tepal.records.round_record import RoundRecord
@@ -55,6 +61,10 @@ ENCODINGS = {
     "sign up": Encoding(up="sign"),
     "sign up without feedback": Encoding(up="sign", error_feedback=False),
     "int8 down and sign up": Encoding("int8", "sign"),
+    "int4 both ways": Encoding("int4", "int4"),
+    "ternary both ways": Encoding("ternary", "ternary"),
+    "sign both ways": Encoding("sign", "sign"),
+    "top 10 % in signs both ways": Encoding("sign", "sign", 0.1, top_k_down=0.1),
     "top 10 % up": Encoding(top_k=0.1),
     "top 10 % in signs up": Encoding(up="sign", top_k=0.1),
     "top 1 % up": Encoding(top_k=0.01),
@@ -79,17 +89,26 @@ def bytes_and_seconds(chosen: Mapping[str, Encoding], name: str, repeats: int) -
         theta = blocks.layout.nbytes(blocks.value)
         found[label] = {
             "down": reports[1].down.payload, "up": reports[1].up.payload, "FedAvg": whole, "value block": theta,
-            **seconds_of(blocks.layout, blocks.value, encoding, repeats),
+            **seconds_up(blocks.layout, blocks.value, encoding, repeats),
+            **seconds_down(blocks.layout, blocks.value, encoding, repeats),
         }  # fmt: skip
     return found
 
 
-def seconds_of(layout: Any, names: tuple[str, ...], encoding: Encoding, repeats: int) -> dict[str, float]:
-    rng = np.random.default_rng(0)
-    values = {}
-    for name in names:
-        entry = layout.by_name[name]
-        values[name] = (1e-3 * rng.standard_normal(entry.shape, np.float32)).astype(entry.dtype)
+def values_like(layout: Layout, names: Names, seed: int, scale: float) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    entries = [layout.by_name[name] for name in names]
+    return {
+        entry.name: (scale * rng.standard_normal(entry.shape, np.float32)).astype(entry.dtype) for entry in entries
+    }
+
+
+def medians(taken: Mapping[str, list[float]]) -> dict[str, float]:
+    return {step: statistics.median(seconds) for step, seconds in taken.items()}
+
+
+def seconds_up(layout: Layout, names: Names, encoding: Encoding, repeats: int) -> dict[str, float]:
+    values = values_like(layout, names, 0, 1e-3)
     wire, shaped = encoding.upload, shapes_of(values, names)
     taken: dict[str, list[float]] = {"encode": [], "decode": []}
     for repeat in range(repeats):
@@ -100,7 +119,35 @@ def seconds_of(layout: Any, names: tuple[str, ...], encoding: Encoding, repeats:
         for _ in unpacked(packed, shaped, wire):
             pass
         taken["decode"].append(time.perf_counter() - begun)
-    return {step: statistics.median(seconds) for step, seconds in taken.items()}
+    return medians(taken)
+
+
+def seconds_down(layout: Layout, names: Names, encoding: Encoding, repeats: int) -> dict[str, float]:
+    """Of the server, which has new values in each repetition, and of a client that has those before them."""
+    taken: dict[str, list[float]] = {"server": [], "client": []}
+    values = values_like(layout, names, 0, 1.0)
+    shaped = shapes_of(values, names)
+    with tempfile.TemporaryDirectory(prefix="tepal-encodings-") as folder:
+        packer = Packer(encoding, References(Path(folder, "references")) if encoding.differences_down else None)
+        cache = ClientCache(Path(folder, "cache"), "e", "client")
+        for repeat in range(repeats + 1):  # the first message is the whole
+            packer.begin(cache.holds())
+            moved = values_like(layout, names, repeat + 1, 1e-3)
+            values = {name: values[name] + moved[name] for name in names}
+            begun = time.perf_counter()
+            sent = packer.parcel("model", "value", names, values, cache.holds(), None, exact=False, keep=False)
+            served = time.perf_counter()
+            parcel, digests = sent.parcel, sent.parcel.part.digests
+            starts = partial(cache.base, parcel.base, "value")
+            found = unpack_checked(sent.data, shaped, parcel.wire, digests, parcel.base, starts)
+            assert len(found) == len(names)
+            if parcel.keep:
+                cache.keep(parcel.part, found)
+            if repeat:
+                taken["server"].append(served - begun)
+                taken["client"].append(time.perf_counter() - served)
+            del sent, found
+    return medians(taken)
 
 
 def accuracies(
@@ -131,7 +178,7 @@ def accuracies(
 def keys(encoding: Encoding) -> dict[str, Any]:
     return {
         "wire-dtype-down": encoding.down, "wire-dtype-up": encoding.up, "wire-top-k": encoding.top_k,
-        "wire-error-feedback": encoding.error_feedback,
+        "wire-top-k-down": encoding.top_k_down, "wire-error-feedback": encoding.error_feedback,
     }  # fmt: skip
 
 
@@ -183,11 +230,13 @@ def tables(result: Mapping[str, Any]) -> list[Table]:
     made = []
     if "bytes" in result:
         title = f"{result['model']}: one client in a frozen round of FedFrozen"
-        table = headed(title, "encoding", "MB down", "MB up", "up / FedAvg as it is", "encode s", "decode s")
+        seconds = "encode", "decode", "server", "client"
+        headings = ("encoding", "MB down", "MB up", "up / FedAvg as it is", *(f"{step} s" for step in seconds))
+        table = headed(title, *headings)
         for label, row in result["bytes"].items():
             shares = f"{row['up'] / row['FedAvg']:.4f}"
             mega = (f"{row[way] / 1e6:,.2f}" for way in ("down", "up"))
-            table.add_row(label, *mega, shares, f"{row['encode']:.3f}", f"{row['decode']:.3f}")
+            table.add_row(label, *mega, shares, *(f"{row[step]:.3f}" for step in seconds))
         made.append(table)
     if "runs" in result:
         first = next(iter(result["runs"].values()))

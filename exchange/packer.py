@@ -154,7 +154,8 @@ class Packer:
                 parcel = Parcel(new.part(names), keep=True, sent=names, wire=self._encoding.download, base=base.id)
                 return Packed(parcel, packed, rounded=True)
         new, packed = self._sum(None, own, values, references)
-        return Packed(Parcel(new.part(names), keep=True, sent=names, wire=self._encoding.whole), packed, rounded=True)
+        parcel = Parcel(new.part(names), keep=True, sent=names, wire=self._encoding.download_whole)
+        return Packed(parcel, packed, rounded=True)
 
     def _sum(
         self, base: Reference | None, own: Part, values: Arrays, references: References
@@ -164,7 +165,7 @@ class Packer:
         if (known := self._differences.get(key)) and (reference := references.open(known[0])):
             self._differences.move_to_end(key)
             return reference, known[1]
-        wire = self._encoding.download if base else self._encoding.whole
+        wire = self._encoding.download if base else self._encoding.download_whole
         starts = base.values if base else {}
 
         def written(name: str) -> np.ndarray:

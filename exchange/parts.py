@@ -12,14 +12,14 @@ import hashlib
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 from blake3 import blake3
 from flwr.app import Array
 
-from tepal.exchange.encodings import PLAIN, Codec, EncodingError, Wire, add_difference
+from tepal.exchange.encodings import PLAIN, Codec, EncodingError, TopK, Wire, add_difference, threshold
 from tepal.exchange.layout import Arrays, Names, dtype_name
 from tepal.exchange.plan import Tree
 from tepal.exchange.threads import in_threads
@@ -143,7 +143,10 @@ def pack(
     """
     pieces: list[bytes | memoryview] = []
     written = written or values.__getitem__
-    for (name, _, _), codec in _packing_order(shapes_of(values, names), wire):
+    order = _packing_order(shapes_of(values, names), wire)
+    if wire.top_k:
+        order = _of_all(order, written)
+    for (name, _, _), codec in order:
         if codec is None:
             pieces.append(raw_bytes(written(name)))
             continue
@@ -153,6 +156,21 @@ def pack(
             raise EncodingError(f"entry {name!r} cannot be sent as {wire.dtype}: {error}") from error
     data = b"".join(pieces)
     return Array(dtype="uint8", shape=(len(data),), stype=STYPE, data=data)
+
+
+def _of_all(
+    order: list[tuple[Shaped, Codec | None]], written: Callable[[str], np.ndarray]
+) -> list[tuple[Shaped, Codec | None]]:
+    """The same with one threshold for all arrays of which the largest values are sent.
+
+    So an array that changed much has more of its values sent than one that changed little.
+    """
+    sparse = [(name, math.prod(shape), codec) for (name, _, shape), codec in order if isinstance(codec, TopK)]
+    if not sparse:
+        return order
+    sizes = [size for _, size, _ in sparse]
+    least = threshold(sparse[0][2].share, sizes, lambda number: np.asarray(written(sparse[number][0]), np.float32))
+    return [(item, replace(codec, threshold=least) if isinstance(codec, TopK) else codec) for item, codec in order]
 
 
 def unpack(array: Array, shaped: Iterable[Shaped], wire: Wire = PLAIN) -> dict[str, np.ndarray]:

@@ -1,94 +1,124 @@
-"""The values of a matrix that are largest in magnitude, and their positions."""
+"""The values that are largest in magnitude, and their positions."""
 
 from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
 from tepal.exchange.encodings.codec import Codec, bytes_of
 
-_LENGTH = 4  # bytes of the number of bytes of gaps
+_NUMBER = 4  # bytes of each of the two numbers before the values
 _ESCAPE = 255  # a gap's byte for 255 places, after which more bytes of this gap follow
+_SAMPLE = 1 << 20  # values from which a threshold is computed
 
 
 @dataclass(frozen=True)
 class TopK:
-    """The `share` of the values that are largest in magnitude, at least one; all others are decoded as 0.
+    """The `share` of the values that are largest in magnitude; all others, and zeros, are decoded as 0.
 
-    Bytes: the number of bytes of gaps (4), the values as one row of the codec `of`, the gaps. A gap is the number of
-    places without a value before one with, a byte for up to 254 of them. The bytes are coded by their frequencies
-    (Huffman's code, by zlib). For values at random places this is within a few per cent of the entropy: .47 bits for
-    each place if a tenth has values, .29 for a twentieth.
+    Of values of equal magnitude all are kept, or none, so that there may be more.
+
+    Bytes: the number of values (4), the number of bytes of gaps (4), the values as one row of the codec `of`, the gaps.
+    A gap is the number of places without a value before one with, a byte for up to 254 of them. These bytes are coded
+    by their frequencies (Huffman's code, by zlib). For values at random places this is within a few per cent of the
+    entropy: .47 bits for each place if a tenth has values, .29 for a twentieth.
     """
 
     share: float
     of: Codec
+    threshold: float | None = None
+    """The least magnitude that is kept; None: it is computed from the matrix itself."""
 
     width = 1
 
-    def kept(self, size: int) -> int:
-        return min(math.ceil(self.share * size), size)
-
     def write(self, values: np.ndarray, random: np.random.Generator | None) -> bytes:
         flat = np.ascontiguousarray(values, np.float32).reshape(-1)
-        places = self._largest(flat)
+        least = threshold(self.share, [flat.size], lambda _: flat) if self.threshold is None else self.threshold
+        places = np.flatnonzero(_magnitude(flat) >= least)
         gaps = np.diff(places, prepend=-1) - 1
         ends = np.cumsum(gaps // _ESCAPE + 1) - 1
         written = np.full(int(ends[-1]) + 1 if len(ends) else 0, _ESCAPE, np.uint8)
         written[ends] = gaps % _ESCAPE
         coder = zlib.compressobj(wbits=-zlib.MAX_WBITS, memLevel=9, strategy=zlib.Z_HUFFMAN_ONLY)
         coded = coder.compress(bytes_of(written)) + coder.flush()
-        values = self.of.write(flat[places].reshape(1, -1), random)
-        return b"".join([len(coded).to_bytes(_LENGTH, "little"), values, coded])
-
-    def _largest(self, flat: np.ndarray) -> np.ndarray:
-        """Places of the largest values, in ascending order; of equal values the first."""
-        count = self.kept(flat.size)
-        if count == flat.size:
-            return np.arange(count)
-        magnitude = np.abs(flat)
-        np.copyto(magnitude, np.inf, where=np.isnan(magnitude))
-        least = np.partition(magnitude, flat.size - count)[flat.size - count]
-        above = np.flatnonzero(magnitude > least)
-        equal = np.flatnonzero(magnitude == least)[: count - len(above)]
-        return np.sort(np.concatenate([above, equal]))
-
-    def _of_values(self, shape: tuple[int, ...]) -> int:
-        return self.of.length((1, self.kept(math.prod(shape))), memoryview(b""))
+        numbers = (number.to_bytes(_NUMBER, "little") for number in (len(places), len(coded)))
+        return b"".join([*numbers, self.of.write(flat[places].reshape(1, -1), random), coded])
 
     def length(self, shape: tuple[int, ...], data: memoryview) -> int:
-        coded = int.from_bytes(data[:_LENGTH], "little")
-        most = self._most_gaps(shape)
-        if len(data) < _LENGTH or coded > most + most // 64 + 64:  # what zlib adds to bytes that it cannot shorten
-            raise ValueError(f"it declares {coded} bytes of gaps; {list(shape)} values have at most {most}")
-        return _LENGTH + self._of_values(shape) + coded
-
-    def _most_gaps(self, shape: tuple[int, ...]) -> int:
-        return self.kept(math.prod(shape)) + math.prod(shape) // _ESCAPE
+        size = math.prod(shape)
+        kept, coded = self._numbers(data)
+        most = _most_gaps(kept, size)
+        if kept > size or coded > most + most // 64 + 64:  # what zlib adds to bytes that it cannot shorten
+            raise ValueError(f"it declares {kept} values in {coded} bytes of gaps; {list(shape)} has {size} places")
+        return 2 * _NUMBER + self._of_values(kept) + coded
 
     def read(self, data: memoryview, shape: tuple[int, ...]) -> np.ndarray:
         size = math.prod(shape)
-        start = _LENGTH + self._of_values(shape)
-        gaps = self._gaps(data[start:], self._most_gaps(shape))
+        kept, _ = self._numbers(data)
+        start = 2 * _NUMBER + self._of_values(kept)
+        gaps = _decoded(data[start:], _most_gaps(kept, size))
         ends = gaps < _ESCAPE
-        count = self.kept(size)
         # Before the k-th end there are k values, and as many places without one as the sum of the gaps so far.
         places = np.cumsum(gaps, dtype=np.int64)[ends] + np.arange(np.count_nonzero(ends))
-        if len(places) != count or (count and places[-1] >= size):
-            raise ValueError(f"its gaps do not select {count} of {size} values")
+        if len(places) != kept or (kept and places[-1] >= size):
+            raise ValueError(f"its gaps do not select {kept} of {size} values")
         values = np.zeros(size, np.float32)
-        values[places] = self.of.read(data[_LENGTH:start], (1, count)).reshape(-1)
+        values[places] = self.of.read(data[2 * _NUMBER : start], (1, kept)).reshape(-1)
         return values.reshape(shape)
 
-    def _gaps(self, coded: memoryview, most: int) -> np.ndarray:
-        decoder = zlib.decompressobj(-zlib.MAX_WBITS)
-        try:
-            gaps = decoder.decompress(coded, most + 1)  # no more, whatever the bytes stand for
-        except zlib.error as error:
-            raise ValueError(f"its gaps cannot be read ({error})") from error
-        if len(gaps) > most or not decoder.eof or decoder.unused_data:
-            raise ValueError("its bytes of gaps are too many, or stand for too many gaps")
-        return np.frombuffer(gaps, np.uint8)
+    def _numbers(self, data: memoryview) -> tuple[int, int]:
+        if len(data) < 2 * _NUMBER:
+            raise ValueError(f"it has {len(data)} bytes, but {2 * _NUMBER} declare how many follow")
+        kept, coded = (int.from_bytes(data[k * _NUMBER : (k + 1) * _NUMBER], "little") for k in (0, 1))
+        return kept, coded
+
+    def _of_values(self, kept: int) -> int:
+        return self.of.length((1, kept), memoryview(b""))
+
+
+def threshold(share: float, sizes: Iterable[int], values: Callable[[int], np.ndarray]) -> float:
+    """The magnitude that the share of the largest of several arrays' values reach, and no zero.
+
+    It is computed from all values, or from about a million of them, evenly spaced: then the share is approximate.
+
+    Args:
+        share: of the values of all arrays together.
+        sizes: their numbers of values.
+        values: number of an array → the array; called for one after the other.
+    """
+    sizes = list(sizes)
+    step = -(-sum(sizes) // _SAMPLE) if sum(sizes) > _SAMPLE else 1
+    step += step % 2 == 0 and step > 1  # odd, so that it rarely divides the length of a row
+    sampled = [_magnitude(values(number).reshape(-1)[::step]) for number in range(len(sizes))]
+    found = np.concatenate([np.zeros(0, np.float32), *sampled])
+    if not found.size:
+        return 0.0
+    place = found.size - min(math.ceil(share * found.size), found.size)
+    return float(max(np.partition(found, place)[place], np.finfo(np.float32).smallest_subnormal))
+
+
+def _magnitude(flat: np.ndarray) -> np.ndarray:
+    """Magnitudes; infinite for NaN, which has to arrive."""
+    magnitude: np.ndarray = np.abs(flat)
+    np.copyto(magnitude, np.inf, where=np.isnan(magnitude))
+    return magnitude
+
+
+def _most_gaps(kept: int, size: int) -> int:
+    return kept + size // _ESCAPE
+
+
+def _decoded(coded: memoryview, most: int) -> np.ndarray:
+    """The bytes of gaps; no more than this many are read, whatever the coded ones stand for."""
+    decoder = zlib.decompressobj(-zlib.MAX_WBITS)
+    try:
+        gaps = decoder.decompress(coded, most + 1)
+    except zlib.error as error:
+        raise ValueError(f"its gaps cannot be read ({error})") from error
+    if len(gaps) > most or not decoder.eof or decoder.unused_data:
+        raise ValueError("its bytes of gaps are too many, or stand for too many gaps")
+    return np.frombuffer(gaps, np.uint8)

@@ -22,8 +22,8 @@ DTYPES = tuple(CODECS)
 FEW_BITS = ("int4", "ternary", "sign")
 """Those of them that are for differences alone."""
 _LOSSY = ("int8", *FEW_BITS)  # whose error is worth keeping
-WHOLE = "int8"
-"""Encoding of a part that is sent to a client which has nothing to take a difference from."""
+WHOLES = ("float32", "float16", "bfloat16", "int8", "int4")
+"""Those that a part may have which is sent to a client with nothing to take a difference from."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Wire:
 
     Args:
         dtype: one of DTYPES; those of FEW_BITS for differences alone.
-        top_k: share of the values that are sent; 0: all.
+        top_k: share of all matrices' values together that are sent, the largest; 0: all.
         differences: send differences from values that the receiver has.
         feedback: add what is left out to the next upload.
         seed: of rounding at random.
@@ -101,10 +101,12 @@ class Encoding:
         down: dtype of matrices in downloads, one of DTYPES. With one of FEW_BITS, or with `top_k_down`, what is sent
             down is the difference from what the client has.
         up: dtype of matrices' differences in uploads, one of DTYPES.
-        top_k: share of each matrix's differences, the largest, that are uploaded; 0: all.
+        top_k: share of the matrices' differences, the largest of all, that are uploaded; 0: all.
         error_feedback: clients keep what `int8`, fewer bits and top k leave out, and add it to their next upload.
         seed: of rounding at random.
-        top_k_down: share of each matrix's differences, the largest, that are sent down; 0: all.
+        top_k_down: share of the matrices' differences, the largest of a block, that are sent down; 0: all.
+        whole: with differences down, dtype of matrices for a client that has nothing to take a difference from, one of
+            WHOLES. Its error is in the next difference.
         reference_megabytes: limit on the server's disk for what clients have, from which differences are sent down.
 
     Raises:
@@ -117,11 +119,14 @@ class Encoding:
     error_feedback: bool = True
     seed: int = 0
     top_k_down: float = 0.0
+    whole: str = "int8"
     reference_megabytes: float = 8000.0
 
     def __post_init__(self) -> None:
         Wire(self.up, self.top_k)  # which checks them
         Wire(self.down, self.top_k_down)
+        if self.whole not in WHOLES:
+            raise ValueError(f"whole is {self.whole!r}; it must be one of {', '.join(WHOLES)}")
 
     @property
     def differences_down(self) -> bool:
@@ -134,9 +139,9 @@ class Encoding:
         return Wire(self.down, self.top_k_down, differences=self.differences_down)
 
     @property
-    def whole(self) -> Wire:
+    def download_whole(self) -> Wire:
         """Of what is sent down to a client that has nothing to take a difference from."""
-        return Wire(WHOLE) if self.differences_down else self.download
+        return Wire(self.whole) if self.differences_down else self.download
 
     @property
     def upload(self) -> Wire:

@@ -18,6 +18,7 @@ else:
     StrategyName = Literal[tuple(STRATEGIES)]
 
 WireDtype = Literal["float32", "float16", "bfloat16", "int8", "int4", "ternary", "sign"]
+_Whole = Literal["float32", "float16", "bfloat16", "int8", "int4"]
 _OrSame = Literal["same", "float32", "float16", "bfloat16", "int8", "int4", "ternary", "sign"]
 
 
@@ -165,10 +166,13 @@ class EncodingConfig(BaseModel):
     )
     dtype_up: _OrSame = Field("same", description="dtype of changes sent by clients; same: wire-dtype")
     top_k: float = Field(
-        0.0, ge=0, lt=1, description="share of each matrix's changes that clients send, the largest ones; 0: all"
+        0.0, ge=0, lt=1, description="share of all matrices' changes that clients send, the largest ones; 0: all"
     )
     top_k_down: float = Field(
-        0.0, ge=0, lt=1, description="share of each matrix's changes that clients are sent, the largest ones; 0: all"
+        0.0, ge=0, lt=1, description="share of a block's changes that clients are sent, the largest ones; 0: all"
+    )
+    dtype_whole: _Whole = Field(
+        "int8", description="where changes are sent to clients: dtype of matrices for a client that has none yet"
     )
     reference_megabytes: float = Field(
         8000.0, gt=0, description="most that the server keeps on disk of what clients have, to send them changes"
@@ -180,7 +184,8 @@ class EncodingConfig(BaseModel):
     def encoding(self, seed: int) -> Encoding:
         down, up = (self.dtype if own == "same" else own for own in (self.dtype_down, self.dtype_up))
         return Encoding(
-            down, up, self.top_k, self.error_feedback, seed, self.top_k_down, self.reference_megabytes
+            down, up, self.top_k, self.error_feedback, seed, self.top_k_down, self.dtype_whole,
+            self.reference_megabytes,
         )
 
 

@@ -162,16 +162,60 @@ def test_bytes_that_stand_for_no_values_are_refused(dtype, byte):
         CODECS[dtype].read(memoryview(written), (2, 10))
 
 
+def largest(flat, share):
+    """Places of the share of the largest values, those of equal magnitude together, and none that is 0."""
+    count = min(math.ceil(share * flat.size), flat.size)
+    if not count:
+        return np.zeros(0, int)
+    least = np.sort(np.abs(flat))[-count]
+    return np.flatnonzero((np.abs(flat) >= least) & (flat != 0))
+
+
 @given(MATRICES, st.sampled_from([0.001, 0.01, 0.3, 0.5, 0.99]), st.sampled_from(["float32", "bfloat16"]))
 def test_top_k_is_the_largest_and_nothing_else(values, share, dtype):
     codec = TopK(share, CODECS[dtype])
     read = there_and_back(codec, values).reshape(-1)
-    count = min(math.ceil(share * values.size), values.size)
-    order = np.argsort(-np.abs(values.reshape(-1)), kind="stable")[:count]
+    flat = values.reshape(-1)
+    order = largest(flat, share)
     expected = np.zeros(values.size, np.float32)
-    if count:
-        expected[order] = Wire(dtype).decoded(values.reshape(-1)[order].reshape(1, -1)).reshape(-1)
+    if len(order):
+        expected[order] = Wire(dtype).decoded(flat[order].reshape(1, -1)).reshape(-1)
     np.testing.assert_array_equal(read, expected)
+
+
+@given(
+    st.lists(hnp.arrays(np.float32, (3, 4), elements=st.floats(-9, 9, width=32)), min_size=1, max_size=4),
+    st.sampled_from([0.1, 0.25, 0.6]),
+)
+def test_the_largest_are_those_of_all_matrices_together(matrices, share):
+    values = {str(number): matrix for number, matrix in enumerate(matrices)} | {"bias": np.ones(3, np.float32)}
+    wire = Wire(top_k=share)
+    found = unpack(pack(values, values, wire), shapes_of(values, values), wire)
+    flat = np.concatenate([matrix.reshape(-1) for matrix in matrices])
+    expected = np.zeros_like(flat)
+    expected[largest(flat, share)] = flat[largest(flat, share)]
+    together = np.concatenate([found[str(number)].reshape(-1) for number in range(len(matrices))])
+    np.testing.assert_array_equal(together, expected)
+    np.testing.assert_array_equal(found["bias"], 1)
+
+
+def test_of_many_values_about_the_share_is_kept_and_of_a_matrix_that_changed_little_less():
+    rng = np.random.default_rng(0)
+    values = {
+        "much": rng.normal(size=(1024, 1500)).astype(np.float32),
+        "little": rng.normal(scale=0.1, size=(1024, 3000)).astype(np.float32),
+    }
+    wire = Wire("sign", 0.1)
+    found = unpack(pack(values, values, wire), shapes_of(values, values), wire)
+    kept = {name: np.count_nonzero(array) / array.size for name, array in found.items()}
+    assert kept["little"] == 0 and kept["much"] == pytest.approx(0.3, rel=0.01)
+
+
+def test_what_is_not_finite_is_among_the_largest():
+    values = np.arange(20, dtype=np.float32).reshape(4, 5)
+    values[0, 0] = np.nan
+    read = there_and_back(TopK(0.05, CODECS["float32"]), values)
+    assert np.isnan(read[0, 0]) and np.count_nonzero(read) == 1
 
 
 @pytest.mark.parametrize(
@@ -189,7 +233,8 @@ def test_gaps_that_are_short_for_what_they_stand_for_are_not_read():
     coder = zlib.compressobj(wbits=-15)
     bomb = coder.compress(bytes(10_000_000)) + coder.flush()
     codec = TopK(0.9, CODECS["sign"])
-    data = len(bomb).to_bytes(4, "little") + codec.of.write(np.ones((1, codec.kept(20_000)), np.float32), None) + bomb
+    numbers = (18_000).to_bytes(4, "little") + len(bomb).to_bytes(4, "little")
+    data = numbers + codec.of.write(np.ones((1, 18_000), np.float32), None) + bomb
     assert codec.length((200, 100), memoryview(data)) == len(data)
     with pytest.raises(ValueError, match="too many gaps"):
         codec.read(memoryview(data), (200, 100))
@@ -204,9 +249,12 @@ def test_how_long_what_is_written_is():
         "int4": size / 2 + 4 * 768, "ternary": math.ceil(size / 5) + 4 * 768, "sign": size / 8 + 4 * 768,
     }  # fmt: skip
     for share in (0.3, 0.1, 0.05, 0.02, 0.01):
-        kept = math.ceil(share * size)
-        entropy = -size * (share * math.log2(share) + (1 - share) * math.log2(1 - share)) / 8
-        gaps = len(pack(values, ["w"], Wire(top_k=share)).data) - 4 * kept
+        packed = pack(values, ["w"], wire := Wire(top_k=share))
+        kept = np.count_nonzero(unpack(packed, shapes_of(values, ["w"]), wire)["w"])
+        p = kept / size
+        assert p == pytest.approx(share, rel=0.02)
+        entropy = -size * (p * math.log2(p) + (1 - p) * math.log2(1 - p)) / 8
+        gaps = len(packed.data) - 4 * kept
         assert 0.99 * entropy < gaps < 1.03 * entropy, "these places are random: no code has fewer bytes"
 
 
@@ -224,7 +272,9 @@ def test_only_matrices_of_float32_and_float64_are_encoded(wire):
     assert {name: (a.dtype, a.shape) for name, a in found.items()} == {n: (a.dtype, a.shape) for n, a in values.items()}
     for name, array in found.items():
         assert not array.flags.writeable
-        if name in ("w", "other"):
+        if name in ("w", "other") and wire.top_k:
+            assert array.any() and not array.all()
+        elif name in ("w", "other"):
             np.testing.assert_array_equal(array, wire.decoded(values[name]))
         else:
             assert array.tobytes() == values[name].tobytes()
@@ -260,6 +310,7 @@ def test_another_length_is_refused(change):
     [
         ({"down": "int5"}, "'int5'; it must be one of float32, float16, bfloat16, int8, int4, ternary, sign"),
         ({"top_k_down": -0.1}, "top_k is -0.1"),
+        ({"whole": "sign"}, "whole is 'sign'; it must be one of float32, float16, bfloat16, int8, int4"),
         ({"up": "bf16"}, "'bf16'"),
         ({"top_k": 1.0}, "top_k is 1.0"),
     ],
@@ -280,9 +331,10 @@ def test_what_an_encoding_asks_of_clients():
     assert Encoding(up="int8", seed=3).upload == Wire("int8", differences=True, feedback=True, seed=3)
     assert Encoding(top_k=0.01, error_feedback=False).upload == Wire(top_k=0.01, differences=True)
     for fewer in (Encoding("sign"), Encoding("int8", top_k_down=0.1)):
-        assert fewer.differences_down and fewer.download.differences and fewer.whole == Wire("int8")
+        assert fewer.differences_down and fewer.download.differences and fewer.download_whole == Wire("int8")
         assert fewer.upload == Wire(differences=True)
-    assert not Encoding("int8").differences_down and Encoding("int8").whole == Encoding("int8").download
+    assert not Encoding("int8").differences_down and Encoding("int8").download_whole == Wire("int8")
+    assert Encoding("sign", whole="int4").download_whole == Wire("int4")
     described = "changes in sign down, ternary up, with error feedback"
     assert str(Encoding("sign", "ternary")) == described
     described = "bfloat16 down, the largest 1 % of values in int8 up, with error feedback"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord
 
-from tepal.exchange.encodings import CODECS, Encoding, TopK
+from tepal.exchange.encodings import CODECS, Encoding
 from tepal.exchange.files import write_arrays
 from tepal.models.blocks import find_blocks
 from tepal.strategies import FedACS, FedAvg, FedEnsemble, FedFrozen, join_modes
@@ -67,7 +67,7 @@ def test_of_the_largest_changes_all_arrive_in_the_end():
         patch.setitem(moving_app.__globals__, "step", still)
         made, _ = start(strategy, moving_app(seen, scale=1.0), rounds=40)
     changed = [np.count_nonzero(seen[0, n + 1, "train"]["w"] != seen[0, n, "train"]["w"]) for n in range(1, 40)]
-    assert max(changed) <= 24, "a tenth of 240 values"
+    assert np.median(changed) == 24 and max(changed) <= 30, "a tenth of 240 values, and those of equal magnitude"
     apart = [np.abs(seen[0, number, "train"]["w"] - made["w"]).max() for number in (9, 40)]
     assert apart[1] < 0.01 * apart[0]
 
@@ -277,10 +277,9 @@ def test_each_mode_is_sent_as_its_difference_from_the_same_mode():
 
 
 def test_top_k_of_signs_both_ways():
-    codec = TopK(0.2, CODECS["sign"])
     seen = {}
     encoding = Encoding("sign", "sign", 0.2, top_k_down=0.2)
     _, history = start(FedAvg(encoding=encoding, fraction_evaluate=0), moving_app(seen), rounds=3, spoil=as_sent)
     moved = seen[0, 2, "train"]["w"] - seen[0, 1, "train"]["w"]
-    assert np.count_nonzero(moved) == codec.kept(240) and len(np.unique(np.abs(moved).round(6))) <= 3
+    assert np.count_nonzero(moved) == 48 and len(np.unique(np.abs(moved).round(6))) <= 3
     assert history[-1].down.payload < SIGNS + 48 + REST
