@@ -19,6 +19,7 @@ import contextlib
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from logging import getLogger
 from pathlib import Path
 from urllib.parse import quote
@@ -26,9 +27,9 @@ from urllib.parse import quote
 import numpy as np
 
 from tepal.exchange.cache_usage import CLIENTS, CONTENT, content_of, usage_of
-from tepal.exchange.files import SUFFIX, DamagedFile, read_arrays, write_arrays
+from tepal.exchange.files import SUFFIX, DamagedFile, map_arrays, read_arrays, write_arrays
 from tepal.exchange.layout import Arrays, Names
-from tepal.exchange.parts import Part
+from tepal.exchange.parts import Digests, Part, digests_of
 from tepal.host.files import replacing
 
 log = getLogger("flwr")
@@ -78,26 +79,37 @@ class ClientCache:
 
     def find(self, part: Part) -> dict[str, np.ndarray]:
         """The entries of `part`; {} if it is not cached, or if its file is damaged, which is then removed."""
-        return self._read(part.id, part.block, part.digest_of)
-
-    def base(self, id: str, block: str) -> dict[str, np.ndarray]:
-        """The entries of the part of this id, of which nothing else is known, or {} as in `find`."""
-        return self._read(id, block, None)
-
-    def _read(self, id: str, block: str, digests: Mapping[str, bytes] | None) -> dict[str, np.ndarray]:
-        link = next((link for link in self._held() if _id_of(link) == id), None)
-        if link is None:
+        if (link := self._link(part.id)) is None:
             return {}
         try:
-            stored = read_arrays(link, digests)
+            stored = read_arrays(link, part.digest_of)
         except FileNotFoundError:  # another process has removed it to make room
             return {}
         except (OSError, DamagedFile) as error:
-            self._drop_damaged(link, block, str(error))
+            self._drop_damaged(link, part.block, str(error))
             return {}
         with contextlib.suppress(OSError):
             os.utime(link)
         return stored
+
+    def base(self, id: str, like: Part) -> dict[str, np.ndarray]:
+        """The entries of the cached part of this id, which has the same entries as `like`; {} as in `find`."""
+        if (link := self._link(id)) is None:
+            return {}
+        try:
+            mapped = map_arrays(link)
+            found = {name: mapped[name][0] for name in like.names}
+            if replace(like, digests=tuple(digests_of(found).values())).id != id:
+                raise DamagedFile("its content is not what its name says")
+        except FileNotFoundError:
+            return {}
+        except (OSError, DamagedFile, KeyError) as error:
+            self._drop_damaged(link, like.block, str(error))
+            return {}
+        return found
+
+    def _link(self, id: str) -> Path | None:
+        return next((link for link in self._held() if _id_of(link) == id), None)
 
     def keep(self, part: Part, values: Arrays, *, waiting: bool = False) -> None:
         """Cache a complete part in place of an older one of the same block.
@@ -108,8 +120,8 @@ class ClientCache:
         link = self._links / f"{slot}@{part.id}{SUFFIX}"
         try:
             if not link.exists():
-                self._store(link, {name: values[name] for name in part.names})
-        except OSError as error:
+                self._store(link, {name: values[name] for name in part.names}, part.digest_of)
+        except (OSError, ValueError) as error:  # a full disk, or a name that the format does not allow
             self._note(f"block {part.block!r} cannot be cached in {self.root}: {error}")
             return
         self._unlink(old for old in self._held() if old.name.startswith(f"{slot}@") and old != link)
@@ -122,7 +134,7 @@ class ClientCache:
         with contextlib.suppress(OSError):
             yield from list(self._links.glob(f"*@*{SUFFIX}"))
 
-    def _store(self, link: Path, values: Arrays) -> None:
+    def _store(self, link: Path, values: Arrays, digest_of: Mapping[str, bytes]) -> None:
         """Link to the content, which is written if it does not exist. Raises OSError."""
         content = self._content / content_of(link.name)
         for attempt in range(1, _ATTEMPTS + 1):
@@ -134,19 +146,24 @@ class ClientCache:
                         return _link(content, link)
                     expected = sum(array.nbytes + _HEADER for array in values.values())
                     usage.make_room(expected, self.limit)
-                return self._write(content, link, values, expected)
+                return self._write(content, link, values, digest_of, expected)
             except (FileNotFoundError, FileExistsError):  # another process has removed the folder or the content
                 if attempt == _ATTEMPTS:
                     raise
 
-    def _write(self, content: Path, link: Path, values: Arrays, expected: int) -> None:
+    def _write(
+        self, content: Path, link: Path, values: Arrays, digest_of: Mapping[str, bytes], expected: int
+    ) -> None:
         """Write content and link to it. `expected`: the bytes that are already counted for it."""
         with contextlib.ExitStack() as published:
             # If another process has written the same content in the meantime, its file stays: clients may already
             # link to it.
             with replacing(content, overwrite=False) as partial:
                 # Not durable: a file that a crash damages is found by its digests, and sent again.
-                write_arrays(partial, values, durable=False)
+                digests = Digests()
+                for name, array in values.items():
+                    digests.know(array, digest_of[name])
+                write_arrays(partial, values, durable=False, digests=digests)
                 size = partial.stat().st_size
                 usage = published.enter_context(usage_of(self.root))
                 usage.nbytes += (0 if content.exists() else size) - expected

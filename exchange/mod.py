@@ -192,8 +192,11 @@ class _ClientExchange:
             if parcel.sent:
                 shaped = [(name, entries[name].dtype, entries[name].shape) for name in parcel.sent]
                 digests = None if is_local(self.msg) else [part.digest_of[name] for name in parcel.sent]
-                starts = partial(self.cache.base, parcel.base, part.block)
-                values = unpack_checked(arrays[str(number)], shaped, parcel.wire, digests, parcel.base, starts)
+                starts = partial(self.cache.base, parcel.base, part)
+                try:
+                    values = unpack_checked(arrays[str(number)], shaped, parcel.wire, digests, parcel.base, starts)
+                except (KeyError, ValueError) as error:  # what was damaged on its way is sent again
+                    log.warning("Block %r cannot be read: %s", part.block, error)
             if len(values) < len(part.names):
                 values = {**self.cache.find(part), **values}
             if lacking := tuple(name for name in part.names if name not in values):

@@ -3,7 +3,7 @@
 With differences (`Encoding.differences_down`) a client is sent C(x − w): x are the server's values, w those that the
 client has, and C is the encoding. Both sides then have w' = w + C(x − w) to the bit. What C leaves out is in the next
 difference, for w is no longer what it was: the error feedback of EF21-P (Gruntkowska et al. 2023, arXiv:2209.15218,
-algorithm 1). A client that missed rounds is sent one difference, as long as `References` has its w.
+algorithm 1, where one w is that of all clients). A client that missed rounds is sent one difference, from its own w.
 """
 
 from __future__ import annotations
@@ -15,14 +15,36 @@ from dataclasses import dataclass
 import numpy as np
 from flwr.app import Array
 
-from tepal.exchange.encodings import PLAIN, Encoding, Wire
+from tepal.exchange.encodings import FEW_BITS, PLAIN, Encoding, Wire
 from tepal.exchange.layout import Arrays, Names, dtype_name
 from tepal.exchange.manifest import Parcel
 from tepal.exchange.parts import Digests, Part, digest, digests_of, pack, shapes_of, unpack, unpack_sums, unpacked
 from tepal.exchange.plan import Tree
-from tepal.exchange.references import Reference, References
+from tepal.exchange.references import References
 
-_MOST = 1 << 28  # bytes of packed differences in memory, for the clients of a round that have the same part
+_MOST_PACKED = 1 << 28  # bytes of packed differences in memory, for the clients of a round that have the same part
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A block's entries that a client needs, with the server's values."""
+
+    tree: Tree
+    block: str
+    names: Names
+    values: Arrays
+    """Of the tree, which may have more entries."""
+    keep: bool = False
+    """Whether the client should cache the part."""
+    exact: bool = False
+    """Whether it needs the values without an encoding."""
+    final: bool = False
+    """Whether they are the run's result: a difference is then encoded as finely as a whole part."""
+
+    def part(self, digests: Mapping[str, bytes]) -> Part:
+        """The part that has these digests."""
+        return Part(self.tree, self.block, self.names, tuple(digests[name] for name in self.names))
+
 
 @dataclass(frozen=True)
 class Packed:
@@ -32,7 +54,7 @@ class Packed:
     data: Array | None
     """None: nothing is sent."""
     rounded: bool
-    """Whether the client's values differ from the server's own."""
+    """Whether the client's values may differ from the server's own."""
 
 
 class Packer:
@@ -40,10 +62,15 @@ class Packer:
 
     Args:
         encoding: of the run.
-        references: what clients have; None: no differences are sent.
+        references: what clients have, for an encoding of downloads as differences.
+
+    Raises:
+        ValueError: the encoding needs references.
     """
 
     def __init__(self, encoding: Encoding, references: References | None = None) -> None:
+        if encoding.differences_down and references is None:
+            raise ValueError(f"downloads as {encoding.down} are differences, which need references=References(folder)")
         self.digests = Digests()
         """Of the server's own values."""
         self._encoding = encoding
@@ -52,81 +79,81 @@ class Packer:
         # The last packed values of each tree and block: of a tree that differs between clients there is never more than
         # one part in memory.
         self._packed: dict[tuple[Tree, str], tuple[tuple[str, Names, Wire], Array]] = {}
-        # (id of the base, id of the server's part) → (id of the part that a client then has, packed difference)
-        self._differences: OrderedDict[tuple[str, str], tuple[str, Array]] = OrderedDict()
+        # (tree, block, id of the base or "", id of the server's part, encoding) → (what a client then has, the message)
+        self._differences: OrderedDict[tuple[Tree, str, str, str, Wire], tuple[Part, Array]] = OrderedDict()
 
-    def begin(self, held: Collection[str]) -> None:
+    def begin(self, number: int, held: Collection[str]) -> None:
         """Begin a round. `held`: ids of the parts that clients have."""
         self.forget()
         if self._references:
-            self._references.begin(held)
+            self._references.begin(number, held)
 
     def forget(self) -> None:
         """Forget packed parts, when all messages of an exchange have been sent."""
         self._packed.clear()
         self._differences.clear()
 
-    def parcel(
-        self,
-        tree: Tree,
-        block: str,
-        names: Names,
-        values: Arrays,
-        held: Collection[str],
-        missing: Mapping[str, Names] | None,
-        *,
-        exact: bool,
-        keep: bool,
-    ) -> Packed:
+    def parcel(self, wanted: Wanted, held: Collection[str], missing: Mapping[str, Names] | None = None) -> Packed:
         """What one client is sent of a block of a tree.
 
         Args:
-            tree: the tree.
-            block: the block.
-            names: the entries that the client needs.
-            values: the server's values of the tree.
+            wanted: the block.
             held: ids of the parts that the client has.
             missing: part id → entries that it lacked of this message before; None for the first message.
-            exact: whether it needs the values without an encoding.
-            keep: whether it should cache the part.
         """
-        exact = exact or self._encoding.download.plain
+        names, values = wanted.names, wanted.values
+        exact = wanted.exact or self._encoding.download.plain
         known = {*held, *(missing or ())}
-        part, rounded = None, False
         if exact or known or self._references:
-            part = Part(tree, block, names, tuple(self.digests.of_all([values[name] for name in names])))
-        if part is None or not (exact or part.id in known):
-            if part is not None and self._references:
-                return self._from_reference(part, values, held, missing or {}, self._references)
-            part, rounded = self._encoded(tree, block, names, values), True
-        if missing is not None:
-            sent = tuple(name for name in names if name in missing.get(part.id, ()))
-        else:
-            sent = () if part.id in held else names
-        wire = self._encoding.download if rounded and sent else PLAIN
-        data = self._pack(part, sent, values, wire) if sent else None
-        return Packed(Parcel(part, keep=keep, sent=sent, wire=wire), data, rounded)
+            own = wanted.part(dict(zip(names, self.digests.of_all([values[name] for name in names]), strict=True)))
+            if exact or own.id in known:
+                return self._values(own, wanted, held, missing, PLAIN)
+            if self._references:
+                return self._difference(own, wanted, held, missing or {}, self._references)
+        return self._values(self._encoded(wanted), wanted, held, missing, self._encoding.download)
 
-    def decoded(self, part: Part, name: str, value: np.ndarray) -> np.ndarray:
-        """An entry as a client decoded it, of a part whose values differ from the server's own `value`."""
-        reference = self._references.open(part.id) if self._references else None
-        return reference.values[name] if reference else self._encoding.download.decoded(value)
+    def starts(self, part: Part, values: Arrays) -> Arrays:
+        """The entries of a part as a client decoded them.
+
+        Args:
+            part: the part as the client has it.
+            values: the server's own values.
+
+        Raises:
+            KeyError: they are not known any more.
+        """
+        if self._references is None:
+            return {name: self._encoding.download.decoded(values[name]) for name in part.names}
+        if (known := self._references.find((part.tree, part.block, part.id))) is None:
+            raise KeyError(part.id)
+        return known.values
 
     # ---- values ------------------------------------------------------------------------------------------------------
 
-    def _encoded(self, tree: Tree, block: str, names: Names, values: Arrays) -> Part:
+    def _values(
+        self, part: Part, wanted: Wanted, held: Collection[str], missing: Mapping[str, Names] | None, wire: Wire
+    ) -> Packed:
+        """The values of a part, or those that the client lacks."""
+        if missing is not None:
+            sent = tuple(name for name in part.names if name in missing.get(part.id, ()))
+        else:
+            sent = () if part.id in held else part.names
+        data = self._pack(part, sent, wanted.values, wire) if sent else None
+        parcel = Parcel(part, keep=wanted.keep, sent=sent, wire=wire if sent else PLAIN)
+        return Packed(parcel, data, rounded=not wire.plain)
+
+    def _encoded(self, wanted: Wanted) -> Part:
         """The part that a client decodes from encoded values."""
-        wire = self._encoding.download
+        names, values, wire = wanted.names, wanted.values, self._encoding.download
         packed = None
-        digests = [self._decoded.find(values[name]) for name in names]
-        if None in digests:
+        digests = {name: known for name in names if (known := self._decoded.find(values[name])) is not None}
+        if len(digests) < len(names):
             packed = pack(values, names, wire)
             decoded = unpacked(packed, shapes_of(values, names), wire)
-            of_name = {name: self._decoded.know(values[name], digest(array)) for name, array in decoded}
-            digests = [of_name[name] for name in names]
-        part = Part(tree, block, names, tuple(filter(None, digests)))
+            digests = {name: self._decoded.know(values[name], digest(array)) for name, array in decoded}
+        part = wanted.part(digests)
         if packed is not None:
-            self._packed[tree, block] = (part.id, names, wire), packed
+            self._packed[wanted.tree, wanted.block] = (part.id, names, wire), packed
         return part
 
     def _pack(self, part: Part, names: Names, values: Arrays, wire: Wire) -> Array:
@@ -138,47 +165,47 @@ class Packer:
 
     # ---- differences -------------------------------------------------------------------------------------------------
 
-    def _from_reference(
-        self, own: Part, values: Arrays, held: Collection[str], missing: Mapping[str, Names], references: References
+    def _difference(
+        self, own: Part, wanted: Wanted, held: Collection[str], missing: Mapping[str, Names], references: References
     ) -> Packed:
-        """What a client is sent of a part that it need not have exactly."""
-        names = own.names
-        for found in references.of(held, own.tree, own.block):
-            base = references.open(found.id) if found.id not in missing else None
-            if base is None or base.values.keys() != set(names):
+        """The difference from the newest part of this block that the client has; the whole part if it has none."""
+        whole = self._encoding.download_whole
+        wire = Wire(whole.dtype, differences=True) if wanted.final else self._encoding.download
+        for base in references.of(own.tree, own.block, held):
+            known = references.find(base.slot) if base.id not in missing else None
+            if known is None or known.values.keys() != set(own.names):
                 continue
-            if base.target == own.id:  # the client has what stands for these values
-                return Packed(Parcel(base.part(names), keep=True, sent=()), None, rounded=True)
-            new, packed = self._sum(base, own, values, references)
-            if new.id not in missing:
-                parcel = Parcel(new.part(names), keep=True, sent=names, wire=self._encoding.download, base=base.id)
-                return Packed(parcel, packed, rounded=True)
-        new, packed = self._sum(None, own, values, references)
-        parcel = Parcel(new.part(names), keep=True, sent=names, wire=self._encoding.download_whole)
-        return Packed(parcel, packed, rounded=True)
+            if references.is_current(base, own.id, final=wanted.final):
+                return Packed(Parcel(wanted.part(known.digests), keep=True, sent=()), None, rounded=True)
+            references.replaced(base)
+            part, data = self._sum(own, wanted, base.id, known.values, wire, references)
+            if part.id not in missing:
+                parcel = Parcel(part, keep=True, sent=own.names, wire=wire, base=base.id)
+                return Packed(parcel, data, rounded=True)
+        part, data = self._sum(own, wanted, "", {}, whole, references)
+        return Packed(Parcel(part, keep=True, sent=own.names, wire=whole), data, rounded=True)
 
     def _sum(
-        self, base: Reference | None, own: Part, values: Arrays, references: References
-    ) -> tuple[Reference, Array]:
-        """The packed difference of the server's values from a base, or the values, and what a client has with it."""
-        key = base.id if base else "", own.id
-        if (known := self._differences.get(key)) and (reference := references.open(known[0])):
+        self, own: Part, wanted: Wanted, base: str, starts: Arrays, wire: Wire, references: References
+    ) -> tuple[Part, Array]:
+        """What a client has after a message, and the message: differences from `starts`, or values if there are none.
+        """
+        key = own.tree, own.block, base, own.id, wire
+        if made := self._differences.get(key):
             self._differences.move_to_end(key)
-            return reference, known[1]
-        wire = self._encoding.download if base else self._encoding.download_whole
-        starts = base.values if base else {}
+            return made
+        values = wanted.values
 
         def written(name: str) -> np.ndarray:
             value = values[name]
             encoded = wire.codec(dtype_name(value.dtype), value.shape)
-            return value - starts[name] if encoded and name in starts else value
+            return value - starts[name] if base and encoded else value
 
-        packed, shaped = pack(values, own.names, wire, written=written), shapes_of(values, own.names)
-        new = unpack_sums(packed, shaped, wire, starts) if base else unpack(packed, shaped, wire)
-        digests = digests_of(new)
-        part = Part(own.tree, own.block, own.names, tuple(digests[name] for name in own.names))
-        reference = references.add(part, own.id, new)
-        self._differences[key] = reference.id, packed
-        while len(self._differences) > 1 and sum(len(data.data) for _, data in self._differences.values()) > _MOST:
+        data, shaped = pack(values, own.names, wire, written=written), shapes_of(values, own.names)
+        sums = unpack_sums(data, shaped, wire, starts) if base else unpack(data, shaped, wire)
+        part = wanted.part(digests_of(sums))
+        references.sent(part, own.id, sums, fine=not wire.top_k and wire.dtype not in FEW_BITS)
+        self._differences[key] = part, data
+        while len(self._differences) > 1 and sum(len(one.data) for _, one in self._differences.values()) > _MOST_PACKED:
             self._differences.popitem(last=False)
-        return reference, packed
+        return part, data

@@ -1,62 +1,67 @@
 """References: what the clients have in their caches, as the server knows it, so that it can send them differences.
 
-    <folder>/<tree>.<block>@<part id>-<target id>.safetensors
+    <folder>/<tree>.<block>@<part id>-<target id>-<round>[-fine].safetensors
 
 A reference is a part as a client decoded it. The client reports the id of the part, and the server then has the same
-values to the bit. Clients with equal parts share a reference: if all take part in every round there is one of each
-block, and at most as many as there are clients. They are on disk and memory-mapped: the system can release their
-memory. A run that is resumed finds them again. A reference that is lost costs bytes only: its clients are sent the
-whole part.
+values to the bit. Clients with equal parts share a reference. References are on disk, and mapped into memory while they
+are in use. A run that is resumed finds them again. One that is lost costs bytes only: its clients are sent the whole
+part.
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections import OrderedDict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from logging import getLogger
 from pathlib import Path
 from urllib.parse import quote, unquote
 
-import numpy as np
-
 from tepal.exchange.files import SUFFIX, DamagedFile, map_arrays, read_arrays, remove_unfinished, write_arrays
-from tepal.exchange.layout import Arrays, Names
-from tepal.exchange.parts import Part
+from tepal.exchange.layout import Arrays
+from tepal.exchange.parts import Digests, Part
 from tepal.exchange.plan import Tree
 
 log = getLogger("flwr")
 
-DEFAULT_MEGABYTES = 8000.0
-"""Of all references together. Beyond it the least recently used are forgotten."""
+_NAME = re.compile(rf"([^.@]*)\.([^.@]*)@([0-9a-f]+)-([0-9a-f]+)-(\d+)(-fine)?{re.escape(SUFFIX)}")
+_MOST_MAPPED = 64  # each takes a file descriptor of the process
 
-_NAME = re.compile(rf"([^.@]*)\.([^.@]*)@([0-9a-f]+)-([0-9a-f]+){re.escape(SUFFIX)}")
+Slot = tuple[Tree, str, str]
+"""(Tree, block, part id). Equal values in two trees are two references, since a client caches them apart."""
 
 
 @dataclass
 class Reference:
-    """Values of a part that clients have cached."""
+    """A part that clients have cached."""
 
-    id: str
-    """Of the part."""
+    slot: Slot
     target: str
-    """Id of the part with the server's own values, which these stand for."""
-    tree: Tree
-    block: str
-    path: Path
+    """Id of the part with the server's own values, for which these stand."""
+    round: int
+    """The round in which it was last sent."""
+    fine: bool
+    """Whether it differs from the target by no more than rounding."""
     nbytes: int
-    values: Mapping[str, np.ndarray] = field(default_factory=dict, repr=False)
-    """Name → array, mapped from the file; empty until `References.open`."""
-    digests: Mapping[str, bytes] = field(default_factory=dict, repr=False)
-    used: int = 0
-    """The number of the round in which it was last used, counted by `References`."""
-    made: int = 0
-    """How many were made before it."""
+    path: Path
+    replaced: int = -1
+    """The round in which a client that has it was last sent a difference from it."""
 
-    def part(self, names: Names) -> Part:
-        """The part, whose entries are in this order. Raises KeyError if it has not all of them."""
-        return Part(self.tree, self.block, names, tuple(self.digests[name] for name in names))
+    @property
+    def id(self) -> str:
+        """Id of the part."""
+        return self.slot[2]
+
+
+@dataclass(frozen=True)
+class Known:
+    """The content of a reference."""
+
+    values: Arrays
+    digests: Mapping[str, bytes]
+    """Name → digest."""
 
 
 class References:
@@ -64,70 +69,110 @@ class References:
 
     Args:
         folder: of their files. Those that are in it already are of the same run, before it was resumed.
-        megabytes: limit of all of them. Those of the present round are kept in any case.
+        megabytes: limit of all of them. Those that were sent in the present round are kept in any case.
     """
 
-    def __init__(self, folder: Path, megabytes: float = DEFAULT_MEGABYTES) -> None:
+    def __init__(self, folder: Path, megabytes: float) -> None:
         self._folder = folder
         self._limit = megabytes * 1e6
         self._round = 0
-        self._found: dict[str, Reference] = {}
-        self._made = 0
+        self._nbytes = 0
+        self._found: dict[Slot, Reference] = {}  # in the order in which they were made
+        self._mapped: OrderedDict[Slot, Known] = OrderedDict()
+        self._in_memory: dict[Slot, Known] = {}  # those that could not be written
+        self._verified: set[Slot] = set()
         remove_unfinished(folder)
-        for path in sorted(folder.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime_ns):
-            if named := _NAME.fullmatch(path.name):
-                tree, block, id, target = map(unquote, named.groups())
-                self._enter(Reference(id, target, tree, block, path, path.stat().st_size))
+        dated: list[tuple[int, Reference]] = []
+        for path in folder.glob(f"*{SUFFIX}"):
+            with contextlib.suppress(OSError):  # another process may remove it
+                if named := _NAME.fullmatch(path.name):
+                    tree, block, id, target, number, fine = named.groups()
+                    about, slot = path.stat(), (unquote(tree), unquote(block), id)
+                    reference = Reference(slot, target, int(number), fine is not None, about.st_size, path)
+                    dated.append((about.st_mtime_ns, reference))
+        for _, reference in sorted(dated, key=lambda item: item[0]):
+            self._enter(reference)
 
-    def begin(self, held: Collection[str]) -> None:
-        """Begin a round. References that no client has are forgotten, unless they were used in the round before."""
-        for reference in list(self._found.values()):
-            if reference.id not in held and reference.used < self._round:
-                self._forget(reference)
-        self._round += 1
+    def begin(self, number: int, held: Collection[str]) -> None:
+        """Begin a round. References that no client has are forgotten, unless they were sent in the round before.
 
-    def of(self, held: Collection[str], tree: Tree, block: str) -> list[Reference]:
-        """The references of this block among the parts that a client has, the newest first."""
-        found = [self._found[id] for id in held if id in self._found]
-        mine = [reference for reference in found if (reference.tree, reference.block) == (tree, block)]
-        return sorted(mine, key=lambda reference: -reference.made)
-
-    def open(self, id: str) -> Reference | None:
-        """The reference of this id with its values; None if there is none, or if its file is damaged."""
-        reference = self._found.get(id)
-        if reference is None:
-            return None
-        if not reference.values:
-            try:
-                read_arrays(reference.path)  # it may be older than this process, and is compared with its digests
-                self._map(reference)
-            except (OSError, DamagedFile) as error:
-                log.warning("What clients have of block %r is sent as a whole: %s", reference.block, error)
-                self._forget(reference)
-                return None
-        reference.used = self._round
-        return reference
-
-    def add(self, part: Part, target: str, values: Arrays) -> Reference:
-        """Keep the values of a part that a client is about to receive; returns its reference.
-
-        If they cannot be written they stay in memory, within the limit of all references.
+        `held`: ids of the parts that clients have, as they reported.
         """
-        if (known := self.open(part.id)) is not None:
-            known.target = target
-            return known
-        path = self._folder / f"{_quoted(part.tree)}.{_quoted(part.block)}@{part.id}-{target}{SUFFIX}"
+        self._round = number
+        for reference in list(self._found.values()):
+            if reference.id not in held and reference.round < number - 1:
+                self._forget(reference)
+
+    def of(self, tree: Tree, block: str, held: Collection[str]) -> list[Reference]:
+        """The references of this block among the parts that a client has, the newest first."""
+        order = {slot: number for number, slot in enumerate(self._found)} if len(held) > 1 else {}
+        mine = [self._found[slot] for id in held if (slot := (tree, block, id)) in self._found]
+        return sorted(mine, key=lambda reference: -order.get(reference.slot, 0))
+
+    def is_current(self, reference: Reference, target: str, *, final: bool) -> bool:
+        """Whether a client that has it need not be sent these values of the server.
+
+        It need not if the reference stands for them, and is fine, or was sent in this round or in the one before: a
+        model that is scored at the end of a round and trained in the next is sent once. Values that stay the same for
+        longer are approached by further differences.
+
+        Args:
+            reference: what the client has.
+            target: id of the part with the server's values.
+            final: whether they are the run's result.
+        """
+        recent = reference.round >= self._round - 1 and not final
+        return reference.target == target and (reference.fine or recent)
+
+    def find(self, slot: Slot) -> Known | None:
+        """The content of a reference; None if there is none, or if its file is damaged, which is then forgotten."""
+        if (reference := self._found.get(slot)) is None or slot in self._in_memory:
+            return self._in_memory.get(slot)
+        if slot in self._mapped:
+            self._mapped.move_to_end(slot)
+            return self._mapped[slot]
+        try:
+            if slot not in self._verified:  # an earlier process wrote it
+                read_arrays(reference.path)
+                self._verified.add(slot)
+            return self._map(reference)
+        except (OSError, DamagedFile) as error:
+            log.warning("What clients have of block %r is sent as a whole: %s", slot[1], error)
+            self._forget(reference)
+            return None
+
+    def sent(self, part: Part, target: str, values: Arrays, *, fine: bool) -> None:
+        """Enter that a client is sent this part, which stands for the server's part `target`, and keep its values.
+
+        If they cannot be written they stay in memory. `fine`: see `Reference`.
+        """
+        slot = part.tree, part.block, part.id
+        about = f"{part.id}-{target}-{self._round}" + "-fine" * fine
+        path = self._folder / f"{_quoted(part.tree)}.{_quoted(part.block)}@{about}{SUFFIX}"
+        if (known := self._found.get(slot)) is not None and self.find(slot) is not None:
+            with contextlib.suppress(OSError):
+                known.path.rename(path)
+                known.path = path
+            known.target, known.round, known.fine = target, self._round, fine
+            return
         nbytes = sum(array.nbytes for array in values.values())
         self._make_room(nbytes)
-        reference = Reference(part.id, target, part.tree, part.block, path, nbytes, values, part.digest_of, self._round)
-        self._enter(reference)
+        self._enter(reference := Reference(slot, target, self._round, fine, nbytes, path))
+        digests = Digests()
+        for entry, array in values.items():
+            digests.know(array, part.digest_of[entry])
         try:
             # Not durable: a file that a crash damages is found by its digests.
-            write_arrays(path, values, durable=False)
+            write_arrays(path, values, durable=False, digests=digests)
+            self._verified.add(slot)
             self._map(reference)
-        except (OSError, DamagedFile) as error:
+        except (OSError, ValueError) as error:  # a full disk, or a name that the format does not allow
             log.warning("What clients have of block %r stays in memory: %s", part.block, error)
-        return reference
+            self._in_memory[slot] = Known(values, part.digest_of)
+
+    def replaced(self, reference: Reference) -> None:
+        """Enter that a client which has this reference is about to be sent a difference from it."""
+        reference.replaced = self._round
 
     def remove(self) -> None:
         """Remove all files: the run has ended."""
@@ -137,30 +182,42 @@ class References:
             self._folder.rmdir()
 
     def _enter(self, reference: Reference) -> None:
-        self._made += 1
-        reference.made = self._made
-        self._found[reference.id] = reference
+        self._found[reference.slot] = reference
+        self._nbytes += reference.nbytes
 
-    def _map(self, reference: Reference) -> None:
+    def _map(self, reference: Reference) -> Known:
         found = map_arrays(reference.path)
-        reference.values = {name: array for name, (array, _) in found.items()}
-        reference.digests = {name: value for name, (_, value) in found.items()}
+        known = Known(
+            values={name: array for name, (array, _) in found.items()},
+            digests={name: value for name, (_, value) in found.items()},
+        )
+        self._mapped[reference.slot] = known
+        if len(self._mapped) > _MOST_MAPPED:
+            self._mapped.popitem(last=False)
+        return known
 
     def _make_room(self, nbytes: int) -> None:
-        for reference in self._oldest():
-            if nbytes + sum(reference.nbytes for reference in self._found.values()) <= self._limit:
+        """Forget references of earlier rounds until the limit allows `nbytes` more.
+
+        First those that a client was sent a difference from in this round, which it has no longer. Then the newest:
+        clients are sent messages in the same order in each round, and those that were last then will be last now.
+        """
+        if self._nbytes + nbytes <= self._limit:
+            return
+        earlier = [one for one in self._found.values() if one.round < self._round]
+        replaced = [one for one in earlier if one.replaced == self._round]
+        others = [one for one in earlier if one.replaced != self._round]
+        for reference in [*replaced, *reversed(others)]:
+            if self._nbytes + nbytes <= self._limit:
                 return
-            log.info("References have reached their limit: block %r of some clients is sent as a whole.",
-                     reference.block)  # fmt: skip
             self._forget(reference)
 
-    def _oldest(self) -> Iterator[Reference]:
-        """Those that are not of this round, the least recently used first."""
-        earlier = [reference for reference in self._found.values() if reference.used < self._round]
-        return iter(sorted(earlier, key=lambda reference: reference.used))
-
     def _forget(self, reference: Reference) -> None:
-        del self._found[reference.id]
+        del self._found[reference.slot]
+        self._nbytes -= reference.nbytes
+        self._mapped.pop(reference.slot, None)
+        self._in_memory.pop(reference.slot, None)
+        self._verified.discard(reference.slot)
         with contextlib.suppress(OSError):
             reference.path.unlink()
 

@@ -19,9 +19,9 @@ from tepal.exchange.layout import Arrays, Layout, Names, dtype_name
 from tepal.exchange.local import is_local
 from tepal.exchange.manifest import PARTS, RECORD, Header, Manifest, Parcel, ProtocolError, other_version, write_id
 from tepal.exchange.norms import SMALL, estimated_norms, integer_norms, squared_norms
-from tepal.exchange.packer import Packer
+from tepal.exchange.packer import Packer, Wanted
 from tepal.exchange.parts import Part, unpacked
-from tepal.exchange.plan import INTRODUCE, Outgoing, Reply, Tree
+from tepal.exchange.plan import FINAL, INTRODUCE, Outgoing, Reply, Tree
 from tepal.exchange.references import References
 from tepal.exchange.secret import proof_of
 from tepal.host.text import LONGEST_NAME, visible
@@ -122,6 +122,8 @@ class Exchange:
     """(tree, block) → the part as the client has it, where its values differ from the server's."""
     keeps: Names = ()
     """Ids of the parts that the client caches as soon as it has read the message."""
+    replaces: Names = ()
+    """Ids of the parts that it then has no longer."""
 
 
 class Sender:
@@ -185,10 +187,11 @@ class Sender:
                 chosen = tuple(name for name in block_names if name in wanted)
                 if not chosen:
                     continue
-                packed = self.packer.parcel(
-                    tree, block, chosen, values, client.held, missing,
-                    exact=set(plan.exact).issuperset(chosen), keep=kept.issuperset(chosen),
+                wanted_block = Wanted(
+                    tree, block, chosen, values, keep=kept.issuperset(chosen),
+                    exact=set(plan.exact).issuperset(chosen), final=bool(plan.options.get(FINAL)),
                 )  # fmt: skip
+                packed = self.packer.parcel(wanted_block, client.held, missing)
                 if packed.data is not None:
                     arrays[str(len(parcels))] = packed.data
                 if packed.rounded:
@@ -214,7 +217,8 @@ class Sender:
         content[self.settings_record] = ConfigRecord(dict(outgoing.settings))
         sent_entries = tuple(parcel.sent for parcel in parcels if parcel.sent)
         keeps = tuple(parcel.part.id for parcel in parcels if parcel.keep)
-        return content, Exchange(write_id(content), outgoing, sent_entries, rounded, keeps)
+        replaces = tuple(parcel.base for parcel in parcels if parcel.base)
+        return content, Exchange(write_id(content), outgoing, sent_entries, rounded, keeps, replaces)
 
     def read(self, exchange: Exchange, message: Message, weighted_by: str = "num-examples") -> Reply | Missing:
         """Check an answer against the plan, entry by entry.
@@ -252,8 +256,9 @@ class Sender:
             raise BadReply("it answers another message, or the message to it was altered on its way")
         no_result = bool(header.missing or header.refused)
         metrics, vectors, not_finite = metrics_of(content.metric_records, header.metrics)
-        parts = {} if no_result else self._parts(exchange, header, content)
-        squares, value_squares = self._squares(exchange.outgoing, parts)
+        starts = {} if no_result or not plan.returns else self._starts(exchange)
+        parts = {} if no_result else self._parts(exchange, header, content, starts)
+        squares, value_squares = self._squares(exchange.outgoing, parts, starts)
         examples = 0 if no_result or plan.action == INTRODUCE else examples_of(metrics, weighted_by)
         if not is_local(message) and header.checksum != header.checksum_of(content):
             raise BadReply("its checksum does not match its content: it was damaged or altered on its way")
@@ -280,7 +285,7 @@ class Sender:
         )
 
     def _parts(
-        self, exchange: Exchange, header: Header, content: Mapping[str, object]
+        self, exchange: Exchange, header: Header, content: Mapping[str, object], starts: Arrays
     ) -> dict[Tree, dict[str, np.ndarray]]:
         """The arrays of each tree. Raises BadReply."""
         plan = exchange.outgoing.plan
@@ -311,20 +316,19 @@ class Sender:
             except (TypeError, ValueError) as error:
                 raise BadReply(str(error)) from error
             if wire.differences and tree == plan.model:
-                starts = exchange.outgoing.values(tree)
                 for name, array in parts[tree].items():
                     if wire.codec(dtype_name(array.dtype), array.shape):
-                        add_difference(self._start(exchange, name, starts[name]), array)
+                        add_difference(starts[name], array)
         return parts
 
     def _squares(
-        self, outgoing: Outgoing, parts: Mapping[Tree, Arrays]
+        self, outgoing: Outgoing, parts: Mapping[Tree, Arrays], model: Arrays
     ) -> tuple[dict[Tree, dict[str, float]], dict[str, float]]:
         """`Reply.squares` and `Reply.value_squares`. Raises BadReply for values that are NaN or infinite."""
         squares: dict[Tree, dict[str, float]] = {}
         values: dict[str, float] = {}
         for tree, arrays in parts.items():
-            starts = outgoing.values(tree) if tree == outgoing.plan.model else {}
+            starts = model if tree == outgoing.plan.model else {}
             if outgoing.measured or not starts:
                 found = squared_norms(arrays, starts)
             else:
@@ -334,10 +338,21 @@ class Sender:
             squares[tree] = {**found, **integer_norms(arrays, starts)}
         return squares, values
 
-    def _start(self, exchange: Exchange, name: str, value: np.ndarray) -> np.ndarray:
-        """The value to which a difference is added: as the client decoded it if the client caches its sum, which server
-        and client must know exactly; otherwise the server's own value."""
-        block = next(block for block, names in self.blocks.items() if name in names)
+    def _starts(self, exchange: Exchange) -> Arrays:
+        """The values of the model to which a reply's differences are added.
+
+        They are those that the client decoded if it caches its sum, which server and client must know exactly;
+        otherwise the server's own. Raises BadReply.
+        """
         plan = exchange.outgoing.plan
-        part = exchange.rounded.get((plan.model, block))
-        return value if part is None or plan.model not in plan.remembers else self.packer.decoded(part, name, value)
+        values = exchange.outgoing.values(plan.model)
+        if plan.model not in plan.remembers:
+            return values
+        starts = dict(values)
+        for (tree, _), part in exchange.rounded.items():
+            if tree == plan.model:
+                try:
+                    starts.update(self.packer.starts(part, values))
+                except KeyError as error:
+                    raise BadReply("the server no longer knows what it started from") from error
+        return starts

@@ -20,7 +20,7 @@ CODECS: Mapping[str, Codec] = {
 }  # fmt: skip
 DTYPES = tuple(CODECS)
 FEW_BITS = ("int4", "ternary", "sign")
-"""Those of them that are for differences alone."""
+"""Those of them that are for differences."""
 _LOSSY = ("int8", *FEW_BITS)  # whose error is worth keeping
 WHOLES = ("float32", "float16", "bfloat16", "int8", "int4")
 """Those that a part may have which is sent to a client with nothing to take a difference from."""
@@ -105,8 +105,9 @@ class Encoding:
         error_feedback: clients keep what `int8`, fewer bits and top k leave out, and add it to their next upload.
         seed: of rounding at random.
         top_k_down: share of the matrices' differences, the largest of a block, that are sent down; 0: all.
-        whole: with differences down, dtype of matrices for a client that has nothing to take a difference from, one of
-            WHOLES. Its error is in the next difference.
+        whole: with differences down, dtype of matrices for a client that has nothing to take a difference from, and of
+            the last differences, to the run's result; one of WHOLES. "same": `down`, or int8 if that is
+            one of FEW_BITS.
         reference_megabytes: limit on the server's disk for what clients have, from which differences are sent down.
 
     Raises:
@@ -119,14 +120,14 @@ class Encoding:
     error_feedback: bool = True
     seed: int = 0
     top_k_down: float = 0.0
-    whole: str = "int8"
+    whole: str = "same"
     reference_megabytes: float = 8000.0
 
     def __post_init__(self) -> None:
         Wire(self.up, self.top_k)  # which checks them
         Wire(self.down, self.top_k_down)
-        if self.whole not in WHOLES:
-            raise ValueError(f"whole is {self.whole!r}; it must be one of {', '.join(WHOLES)}")
+        if self.whole not in (*WHOLES, "same"):
+            raise ValueError(f"whole is {self.whole!r}; it must be same, or one of {', '.join(WHOLES)}")
 
     @property
     def differences_down(self) -> bool:
@@ -141,7 +142,9 @@ class Encoding:
     @property
     def download_whole(self) -> Wire:
         """Of what is sent down to a client that has nothing to take a difference from."""
-        return Wire(self.whole) if self.differences_down else self.download
+        if not self.differences_down:
+            return self.download
+        return Wire(self.whole if self.whole != "same" else self.down if self.down not in FEW_BITS else "int8")
 
     @property
     def upload(self) -> Wire:

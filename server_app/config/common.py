@@ -18,7 +18,7 @@ else:
     StrategyName = Literal[tuple(STRATEGIES)]
 
 WireDtype = Literal["float32", "float16", "bfloat16", "int8", "int4", "ternary", "sign"]
-_Whole = Literal["float32", "float16", "bfloat16", "int8", "int4"]
+_Whole = Literal["same", "float32", "float16", "bfloat16", "int8", "int4"]
 _OrSame = Literal["same", "float32", "float16", "bfloat16", "int8", "int4", "ternary", "sign"]
 
 
@@ -172,7 +172,9 @@ class EncodingConfig(BaseModel):
         0.0, ge=0, lt=1, description="share of a block's changes that clients are sent, the largest ones; 0: all"
     )
     dtype_whole: _Whole = Field(
-        "int8", description="where changes are sent to clients: dtype of matrices for a client that has none yet"
+        "same",
+        description="where changes are sent to clients: dtype of matrices for a client that has none yet, and of the "
+        "changes to the result; same: wire-dtype-down, or int8 in place of int4, ternary, sign",
     )
     reference_megabytes: float = Field(
         8000.0, gt=0, description="most that the server keeps on disk of what clients have, to send them changes"

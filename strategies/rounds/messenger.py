@@ -219,7 +219,8 @@ class Messenger:
         if message.has_error() and (outgoing.plan.action != INTRODUCE or not _app_raised(message)):
             failure = _lost(outgoing, f"error {message.error.code}: {_reason(message)}")
             if client and _app_raised(message):  # after the exchange's mod has cached what came
-                self.ledger.cached(client, {*self.ledger.record(client).held, *asked.exchange.keeps})
+                held = self.ledger.record(client).held.difference(asked.exchange.replaces)
+                self.ledger.cached(client, held.union(asked.exchange.keeps))
             yield replace(failure, of_model=_app_raised(message))
             return
         traffic = Traffic.of(message.content) if message.has_content() else Traffic()

@@ -117,7 +117,7 @@ class RoundRunner:
         )  # fmt: skip
         if self.trouble:
             report.notes.append((SERVER, self.trouble))
-        self._sender.packer.begin(self.ledger.held())
+        self._sender.packer.begin(number, self.ledger.held())
         self.norms.begin()
         return Round(number, rounds, config, timeout, report)
 

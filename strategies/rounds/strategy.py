@@ -7,6 +7,7 @@ clients.
 from __future__ import annotations
 
 import contextlib
+import shutil
 import tempfile
 import time
 import uuid
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 log = getLogger("flwr")
+
+_REFERENCES = "references"  # folder beside the checkpoints
 
 
 class MethodStrategy(WithoutHooks):
@@ -272,10 +275,12 @@ class MethodStrategy(WithoutHooks):
         """What clients have, for downloads as differences: in the checkpoints' folder, or in one that goes at the end.
         """
         if not self.encoding.differences_down:
+            if folder is not None:  # of the same run, with another encoding
+                shutil.rmtree(folder / _REFERENCES, ignore_errors=True)
             return None
         if folder is None:
             folder = Path(ends.enter_context(tempfile.TemporaryDirectory(prefix="tepal-references-")))
-        return References(folder / "references", self.encoding.reference_megabytes)
+        return References(folder / _REFERENCES, self.encoding.reference_megabytes)
 
     def _runner(
         self, grid: Grid, model: ServerModel, run: Run, checkpoint: Checkpoint | None, references: References | None

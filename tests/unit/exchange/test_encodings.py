@@ -310,7 +310,7 @@ def test_another_length_is_refused(change):
     [
         ({"down": "int5"}, "'int5'; it must be one of float32, float16, bfloat16, int8, int4, ternary, sign"),
         ({"top_k_down": -0.1}, "top_k is -0.1"),
-        ({"whole": "sign"}, "whole is 'sign'; it must be one of float32, float16, bfloat16, int8, int4"),
+        ({"whole": "sign"}, "whole is 'sign'; it must be same, or one of float32, float16, bfloat16, int8, int4"),
         ({"up": "bf16"}, "'bf16'"),
         ({"top_k": 1.0}, "top_k is 1.0"),
     ],
@@ -335,6 +335,7 @@ def test_what_an_encoding_asks_of_clients():
         assert fewer.upload == Wire(differences=True)
     assert not Encoding("int8").differences_down and Encoding("int8").download_whole == Wire("int8")
     assert Encoding("sign", whole="int4").download_whole == Wire("int4")
+    assert Encoding("bfloat16", top_k_down=0.1).download_whole == Wire("bfloat16")
     described = "changes in sign down, ternary up, with error feedback"
     assert str(Encoding("sign", "ternary")) == described
     described = "bfloat16 down, the largest 1 % of values in int8 up, with error feedback"

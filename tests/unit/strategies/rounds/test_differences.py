@@ -1,14 +1,18 @@
 """Rounds in which clients are sent differences from what they have."""
 
+import os
 import shutil
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord
+from flwr.clientapp import ClientApp
 
+from tepal.exchange import partial_exchange
 from tepal.exchange.encodings import CODECS, Encoding
 from tepal.exchange.files import write_arrays
+from tepal.exchange.sender import Sender
 from tepal.models.blocks import find_blocks
 from tepal.strategies import FedACS, FedAvg, FedEnsemble, FedFrozen, join_modes
 from tepal.strategies.in_process import InProcessGrid, Node
@@ -85,18 +89,37 @@ def test_all_clients_of_a_round_have_the_same_and_it_is_packed_once(monkeypatch)
     assert len(packed) == 3
 
 
-def test_a_model_that_is_scored_and_then_trained_is_sent_once():
+def test_a_model_that_is_scored_and_then_trained_is_sent_once(monkeypatch):
     seen = {}
-    app = moving_app(seen)
-    strategy = FedAvg(encoding=Encoding("sign"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tepal.strategies.rounds.runner.ON_TESTS", "never")  # clients score in a phase of its own
-        _, history = start(strategy, app, rounds=4)
+    monkeypatch.setattr("tepal.strategies.rounds.runner.ON_TESTS", "never")  # clients score in a phase of its own
+    made, history = start(FedAvg(encoding=Encoding("sign")), moving_app(seen), rounds=4)
     sent = [report.down.payload for report in history]
-    assert sent == [WHOLE + SIGNS + REST, *[SIGNS + REST] * 3], "round 1: to train, and to score; then to score"
+    assert sent == [WHOLE + SIGNS + REST, *[SIGNS + REST] * 2, WHOLE], "round 1: to train, and to score; then to score"
     for number in range(1, 4):
         scored, trained = seen[0, number, "evaluate"], seen[0, number + 1, "train"]
         np.testing.assert_array_equal(scored["w"], trained["w"])
+    # The result is a difference in int8: a 254th of a difference, not of a value.
+    apart = np.abs(seen[0, 4, "evaluate"]["w"] - made["w"]).max()
+    assert apart < 2e-4 < np.abs(seen[0, 3, "evaluate"]["w"] - made["w"]).max()
+
+
+@pytest.mark.parametrize("encoding", [Encoding("sign"), Encoding("ternary"), Encoding("sign", top_k_down=0.1)])
+def test_values_that_stay_the_same_are_approached(encoding):
+    """Sent in the round in which they came to be, and in every other round after it."""
+    seen = {}
+
+    def still(partition, number, scale):
+        return step(partition, number, 1.0 if number <= 3 else 0.0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(moving_app.__globals__, "step", still)
+
+        without_bias = {name: START[name] for name in ("w", "count")}
+        strategy = FedAvg(encoding=encoding, fraction_evaluate=0)
+        made, history = start(strategy, moving_app(seen), rounds=40, arrays=without_bias)
+    apart = [np.abs(seen[0, number, "train"]["w"] - made["w"]).max() for number in (4, 12, 40)]
+    assert apart[0] > 1.5 * apart[1] > 2 * apart[2]
+    assert [report.down.payload > 8 for report in history[3:9]] == [True, False] * 3
 
 
 class Grid(InProcessGrid):
@@ -208,14 +231,20 @@ def test_clients_that_cannot_cache_are_sent_the_whole(tmp_path):
     assert [report.down.payload for report in history] == [WHOLE] * 3
 
 
-def test_beyond_the_limit_the_whole_is_sent():
-    strategy = FedAvg(encoding=Encoding("sign", reference_megabytes=1e-6), fraction_evaluate=0)
+@pytest.mark.parametrize("models", [0, 2.5])
+def test_beyond_the_limit_the_whole_is_sent(models):
+    strategy = FedAvg(
+        encoding=Encoding("sign", reference_megabytes=1e-6 + models * (4 * MATRIX + REST) / 1e6), fraction_evaluate=0
+    )
     here = {0: (1, 3, 4), 1: range(1, 6)}
     grid = Grid([Node(moving_app(), {"partition-id": k}) for k in here], here=lambda number, k: number in here[k])
     _, history = rounds_of(strategy, grid, 5)
     difference = SIGNS + REST
-    assert history[1].down.payload == difference, "what the clients of the last round have is kept in any case"
-    assert history[2].down.payload in (difference + WHOLE, 2 * difference)
+    sent = [report.down.payload for report in history]
+    if models:
+        assert sent == [2 * WHOLE, difference, 2 * difference, 2 * difference, difference]
+    else:  # what was sent in this round is kept in any case
+        assert sent == [2 * WHOLE, difference, 2 * WHOLE, difference + WHOLE, difference]
     assert not any(report.lost or report.refused for report in history)
 
 
@@ -225,7 +254,7 @@ def test_references_are_in_the_folder_of_the_checkpoints_and_go_at_the_end(tmp_p
     grid = Grid([Node(moving_app(), {"partition-id": k}) for k in (0, 1)])
     strategy.on_progress = lambda report: found.append(len(list(tmp_path.glob("references/*.safetensors"))))
     rounds_of(strategy, grid, 12)
-    assert max(found) <= 3 and found[-1] >= 1, "of the last round, and those that clients have"
+    assert max(found) <= 3 and found[-1] >= 1, "of this round and the last, and those that clients have"
     assert not (tmp_path / "references").exists()
 
 
@@ -283,3 +312,150 @@ def test_top_k_of_signs_both_ways():
     moved = seen[0, 2, "train"]["w"] - seen[0, 1, "train"]["w"]
     assert np.count_nonzero(moved) == 48 and len(np.unique(np.abs(moved).round(6))) <= 3
     assert history[-1].down.payload < SIGNS + 48 + REST
+
+
+def test_modes_that_start_alike_are_apart():
+    """Parts with equal values have one id, and belong to two trees."""
+    strategy = FedEnsemble(modes=2, encoding=Encoding("int4"), fraction_evaluate=0)
+    record = join_modes([ArrayRecord({name: Array(array) for name, array in START.items()}) for _ in range(2)])
+    history = []
+    strategy.on_round = history.append
+    strategy.rules = replace(strategy.rules, min_available_nodes=2)
+    grid = InProcessGrid([Node(moving_app(), {"partition-id": k}) for k in (0, 1)], spoil=as_sent)
+    strategy.start(grid, record, num_rounds=5)
+    assert [len(report.replied) for report in history] == [2] * 5 and not any(report.lost for report in history)
+
+
+def test_a_message_that_was_damaged_on_its_way_is_sent_again():
+    """Few bits have bytes that stand for no values."""
+    damaged = []
+
+    class Line(Grid):
+        def push_messages(self, messages):
+            messages = list(messages)
+            for message in messages:
+                if message.metadata.group_id == "3" and not damaged:
+                    damaged.append(message)
+                    array = message.content["tepal.parts"]["0"]
+                    # Another Array: this one is shared with the other client's message.
+                    bad = Array("uint8", array.shape, array.stype, b"\xff" * len(array.data))
+                    message.content["tepal.parts"]["0"] = bad
+            return super().push_messages(messages)
+
+    seen = {}
+    grid = Line([Node(moving_app(seen), {"partition-id": k}) for k in (0, 1)], spoil=as_sent)
+    _, history = rounds_of(FedAvg(encoding=Encoding("ternary"), fraction_evaluate=0), grid, 4)
+    assert damaged and [len(report.replied) for report in history] == [2] * 4
+    assert [report.resent for report in history] == [0, 0, 1, 0]
+
+
+def test_a_client_that_always_fails_has_no_more_references_than_another(tmp_path):
+    def failing(message, context):
+        raise RuntimeError("no memory")
+
+    app = moving_app()
+    broken = ClientApp(mods=[partial_exchange])
+    broken.train()(failing)
+    found = []
+    strategy = FedAvg(encoding=Encoding("sign"), fraction_evaluate=0, checkpoints=tmp_path)
+    strategy.on_progress = lambda report: found.append(len(list(tmp_path.glob("references/*.safetensors"))))
+    grid = Grid([Node(app, {"partition-id": 0}), Node(broken, {"partition-id": 1})])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tepal.strategies.rounds.ledger.FAILURES", 1000)
+        rounds_of(strategy, grid, 12)
+    assert max(found) <= 4
+
+
+def test_the_norm_of_a_personal_update_is_that_of_the_clients_steps():
+    """A reply's difference is from what the client started from, and so is its norm."""
+    norms = []
+    strategy = FedACS(quantile=0.1, encoding=Encoding("sign"))
+    with pytest.MonkeyPatch.context() as patch:
+        read = Sender.read
+
+        def noted(self, exchange, message, *args):
+            reply = read(self, exchange, message, *args)
+            if getattr(reply, "squares", None):
+                (squares,) = reply.squares.values()
+                norms.append((reply.client, exchange.outgoing.plan.round, squares["w"]))
+            return reply
+
+        patch.setattr(Sender, "read", noted)
+        start(strategy, moving_app(), clients=2, rounds=4)
+    assert len(norms) == 8
+    for client, number, square in norms:
+        expected = np.square(step(int(client[-1]), number).astype(float)).sum()
+        assert square == pytest.approx(expected, rel=1e-3)
+
+
+def test_no_more_files_are_open_than_are_in_use():
+    clients = 80
+    before = len(os.listdir("/proc/self/fd"))
+    found = []
+    strategy = FedACS(quantile=0.1, encoding=Encoding("sign"), fraction_evaluate=0)
+    strategy.on_progress = lambda report: found.append(len(os.listdir("/proc/self/fd")))
+    start(strategy, moving_app(), clients=clients, rounds=3)
+    assert max(found) - before < 64 + 30
+
+
+def changed(data, rng):
+    """These bytes with some of them changed, cut off, doubled or put in."""
+    data = bytearray(data)
+    place, count = int(rng.integers(len(data))), int(rng.integers(1, 20))
+    match int(rng.integers(4)):
+        case 0:
+            data[place] ^= int(rng.integers(1, 256))
+        case 1:
+            data[place : place + count] = rng.bytes(count)
+        case 2:
+            del data[place : place + count]
+        case _:
+            data[place:place] = data[place : place + count] or b"\0"
+    return bytes(data)
+
+
+class BadLine(Grid):
+    """A grid that changes every part on its way to a client, the first time that it is sent."""
+
+    def __init__(self, *args, rng, **options):
+        super().__init__(*args, **options)
+        self.rng, self.changed = rng, set()
+
+    def push_messages(self, messages):
+        messages = list(messages)
+        for message in messages:
+            parts = message.content.array_records.get("tepal.parts", {})
+            key = message.metadata.group_id, message.metadata.dst_node_id
+            if parts and key not in self.changed:
+                self.changed.add(key)
+                data = changed(parts["0"].data, self.rng)
+                parts["0"] = Array("uint8", (len(data),), parts["0"].stype, data)
+        return super().push_messages(messages)
+
+
+def mutated(encoding, seeds):
+    """The number of parts that were changed in runs with these seeds, which all ended as a clean one."""
+    clean, _ = start(FedAvg(encoding=encoding, fraction_evaluate=0), moving_app(), clients=2, rounds=4, spoil=as_sent)
+    changes = 0
+    for seed in seeds:
+        nodes = [Node(moving_app(), {"partition-id": k}) for k in (0, 1)]
+        grid = BadLine(nodes, rng=np.random.default_rng(seed), spoil=as_sent)
+        made, history = rounds_of(FedAvg(encoding=encoding, fraction_evaluate=0), grid, 4)
+        changes += len(grid.changed)
+        assert [len(report.replied) for report in history] == [2] * 4
+        np.testing.assert_allclose(made.arrays["w"].numpy(), clean["w"], atol=5e-3)
+    return changes
+
+
+MUTATED = [Encoding("ternary"), Encoding("int4"), Encoding("sign", top_k_down=0.1)]
+
+
+@pytest.mark.parametrize("encoding", MUTATED)
+def test_parts_that_were_changed_on_their_way_are_not_used(encoding):
+    assert mutated(encoding, range(5)) == 40
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("encoding", MUTATED)
+def test_of_a_thousand_parts_that_were_changed_on_their_way_none_is_used(encoding):
+    assert mutated(encoding, range(5, 48)) >= 340
