@@ -36,7 +36,7 @@ from tepal.client_app.app import app
 from tepal.exchange.cache import ClientCache
 from tepal.exchange.encodings import Encoding
 from tepal.exchange.layout import Layout, Names
-from tepal.exchange.packer import Packer
+from tepal.exchange.packer import Packer, Wanted
 from tepal.exchange.parts import pack, shapes_of, unpack_checked, unpacked
 from tepal.exchange.references import References
 from tepal.host.toml import parse_run_config
@@ -65,6 +65,7 @@ ENCODINGS = {
     "ternary both ways": Encoding("ternary", "ternary"),
     "sign both ways": Encoding("sign", "sign"),
     "top 10 % in signs both ways": Encoding("sign", "sign", 0.1, top_k_down=0.1),
+    "the same with the first in int4": Encoding("sign", "sign", 0.1, top_k_down=0.1, whole="int4"),
     "top 10 % up": Encoding(top_k=0.1),
     "top 10 % in signs up": Encoding(up="sign", top_k=0.1),
     "top 1 % up": Encoding(top_k=0.01),
@@ -128,17 +129,17 @@ def seconds_down(layout: Layout, names: Names, encoding: Encoding, repeats: int)
     values = values_like(layout, names, 0, 1.0)
     shaped = shapes_of(values, names)
     with tempfile.TemporaryDirectory(prefix="tepal-encodings-") as folder:
-        packer = Packer(encoding, References(Path(folder, "references")) if encoding.differences_down else None)
+        packer = Packer(encoding, References(Path(folder, "references"), 8000.0) if encoding.differences_down else None)
         cache = ClientCache(Path(folder, "cache"), "e", "client")
         for repeat in range(repeats + 1):  # the first message is the whole
-            packer.begin(cache.holds())
+            packer.begin(repeat, dict.fromkeys(cache.holds(), 1))
             moved = values_like(layout, names, repeat + 1, 1e-3)
             values = {name: values[name] + moved[name] for name in names}
             begun = time.perf_counter()
-            sent = packer.parcel("model", "value", names, values, cache.holds(), None, exact=False, keep=False)
+            sent = packer.parcel(Wanted("model", "value", names, values), cache.holds())
             served = time.perf_counter()
             parcel, digests = sent.parcel, sent.parcel.part.digests
-            starts = partial(cache.base, parcel.base, "value")
+            starts = partial(cache.base, parcel.base, parcel.part)
             found = unpack_checked(sent.data, shaped, parcel.wire, digests, parcel.base, starts)
             assert len(found) == len(names)
             if parcel.keep:
@@ -178,7 +179,8 @@ def accuracies(
 def keys(encoding: Encoding) -> dict[str, Any]:
     return {
         "wire-dtype-down": encoding.down, "wire-dtype-up": encoding.up, "wire-top-k": encoding.top_k,
-        "wire-top-k-down": encoding.top_k_down, "wire-error-feedback": encoding.error_feedback,
+        "wire-top-k-down": encoding.top_k_down, "wire-dtype-whole": encoding.whole,
+        "wire-error-feedback": encoding.error_feedback,
     }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from flwr.app import Array
 
-from tepal.exchange.encodings import FEW_BITS, PLAIN, Encoding, Wire
+from tepal.exchange.encodings import FEW_BITS, PLAIN, Encoding, EncodingError, Wire
 from tepal.exchange.layout import Arrays, Names, dtype_name
 from tepal.exchange.manifest import Parcel
 from tepal.exchange.parts import Digests, Part, digest, digests_of, pack, shapes_of, unpack, unpack_sums, unpacked
@@ -35,11 +35,11 @@ class Wanted:
     values: Arrays
     """Of the tree, which may have more entries."""
     keep: bool = False
-    """Whether the client should cache the part."""
+    """Whether the client should cache the part. Where differences are sent it always does."""
     exact: bool = False
     """Whether it needs the values without an encoding."""
     final: bool = False
-    """Whether they are the run's result: a difference is then encoded as finely as a whole part."""
+    """Whether they are the run's result, which is sent as exactly as a whole part."""
 
     def part(self, digests: Mapping[str, bytes]) -> Part:
         """The part that has these digests."""
@@ -82,8 +82,8 @@ class Packer:
         # (tree, block, id of the base or "", id of the server's part, encoding) → (what a client then has, the message)
         self._differences: OrderedDict[tuple[Tree, str, str, str, Wire], tuple[Part, Array]] = OrderedDict()
 
-    def begin(self, number: int, held: Collection[str]) -> None:
-        """Begin a round. `held`: ids of the parts that clients have."""
+    def begin(self, number: int, held: Mapping[str, int]) -> None:
+        """Begin a round. `held`: id of a part → the number of clients that have it."""
         self.forget()
         if self._references:
             self._references.begin(number, held)
@@ -102,7 +102,8 @@ class Packer:
             missing: part id → entries that it lacked of this message before; None for the first message.
         """
         names, values = wanted.names, wanted.values
-        exact = wanted.exact or self._encoding.download.plain
+        whole = self._encoding.download_whole
+        exact = wanted.exact or self._encoding.download.plain or (wanted.final and whole.plain)
         known = {*held, *(missing or ())}
         if exact or known or self._references:
             own = wanted.part(dict(zip(names, self.digests.of_all([values[name] for name in names]), strict=True)))
@@ -178,7 +179,12 @@ class Packer:
             if references.is_current(base, own.id, final=wanted.final):
                 return Packed(Parcel(wanted.part(known.digests), keep=True, sent=()), None, rounded=True)
             references.replaced(base)
-            part, data = self._sum(own, wanted, base.id, known.values, wire, references)
+            try:
+                part, data = self._sum(own, wanted, base.id, known.values, wire, references)
+            except EncodingError:
+                continue
+            if part.id == base.id:  # what is left is too little for the encoding
+                return Packed(Parcel(part, keep=True, sent=()), None, rounded=True)
             if part.id not in missing:
                 parcel = Parcel(part, keep=True, sent=own.names, wire=wire, base=base.id)
                 return Packed(parcel, data, rounded=True)
@@ -189,6 +195,8 @@ class Packer:
         self, own: Part, wanted: Wanted, base: str, starts: Arrays, wire: Wire, references: References
     ) -> tuple[Part, Array]:
         """What a client has after a message, and the message: differences from `starts`, or values if there are none.
+
+        Raises EncodingError for differences that the encoding cannot represent, or that are not finite.
         """
         key = own.tree, own.block, base, own.id, wire
         if made := self._differences.get(key):
@@ -203,8 +211,11 @@ class Packer:
 
         data, shaped = pack(values, own.names, wire, written=written), shapes_of(values, own.names)
         sums = unpack_sums(data, shaped, wire, starts) if base else unpack(data, shaped, wire)
+        if base and not all(np.isfinite(array).all() for array in sums.values() if array.dtype.kind == "f"):
+            raise EncodingError("a difference is not finite, and would not become so")
         part = wanted.part(digests_of(sums))
-        references.sent(part, own.id, sums, fine=not wire.top_k and wire.dtype not in FEW_BITS)
+        fine = part.id == base or (not wire.top_k and wire.dtype not in FEW_BITS)
+        references.sent(part, own.id, sums, fine=fine)
         self._differences[key] = part, data
         while len(self._differences) > 1 and sum(len(one.data) for _, one in self._differences.values()) > _MOST_PACKED:
             self._differences.popitem(last=False)

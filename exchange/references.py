@@ -1,6 +1,6 @@
 """References: what the clients have in their caches, as the server knows it, so that it can send them differences.
 
-    <folder>/<tree>.<block>@<part id>-<target id>-<round>[-fine].safetensors
+    <folder>/<tree>.<block>@<part id>-<target id>-<since>[-fine].safetensors
 
 A reference is a part as a client decoded it. The client reports the id of the part, and the server then has the same
 values to the bit. Clients with equal parts share a reference. References are on disk, and mapped into memory while they
@@ -40,14 +40,18 @@ class Reference:
     slot: Slot
     target: str
     """Id of the part with the server's own values, for which these stand."""
-    round: int
-    """The round in which it was last sent."""
+    since: int
+    """The round in which a client was first sent it for the target."""
     fine: bool
-    """Whether it differs from the target by no more than rounding."""
+    """Whether further differences would not bring it closer to the target, or by no more than rounding."""
     nbytes: int
     path: Path
-    replaced: int = -1
-    """The round in which a client that has it was last sent a difference from it."""
+    made: int = 0
+    """How many were made before it."""
+    used: int = 0
+    """The round in which a client was last sent it, or did not need to be."""
+    holders: int = 0
+    """The number of clients that have it and were not sent a difference from it in this round."""
 
     @property
     def id(self) -> str:
@@ -69,15 +73,16 @@ class References:
 
     Args:
         folder: of their files. Those that are in it already are of the same run, before it was resumed.
-        megabytes: limit of all of them. Those that were sent in the present round are kept in any case.
+        megabytes: limit of all of them, at least twice what one client is sent. Those that are used in the present
+            round are kept in any case.
     """
 
     def __init__(self, folder: Path, megabytes: float) -> None:
         self._folder = folder
         self._limit = megabytes * 1e6
         self._round = 0
-        self._nbytes = 0
-        self._found: dict[Slot, Reference] = {}  # in the order in which they were made
+        self._nbytes = self._made = 0
+        self._found: dict[Slot, Reference] = {}
         self._mapped: OrderedDict[Slot, Known] = OrderedDict()
         self._in_memory: dict[Slot, Known] = {}  # those that could not be written
         self._verified: set[Slot] = set()
@@ -86,43 +91,46 @@ class References:
         for path in folder.glob(f"*{SUFFIX}"):
             with contextlib.suppress(OSError):  # another process may remove it
                 if named := _NAME.fullmatch(path.name):
-                    tree, block, id, target, number, fine = named.groups()
+                    tree, block, id, target, since, fine = named.groups()
                     about, slot = path.stat(), (unquote(tree), unquote(block), id)
-                    reference = Reference(slot, target, int(number), fine is not None, about.st_size, path)
+                    reference = Reference(slot, target, int(since), fine is not None, about.st_size, path)
                     dated.append((about.st_mtime_ns, reference))
         for _, reference in sorted(dated, key=lambda item: item[0]):
             self._enter(reference)
 
-    def begin(self, number: int, held: Collection[str]) -> None:
-        """Begin a round. References that no client has are forgotten, unless they were sent in the round before.
+    def begin(self, number: int, held: Mapping[str, int]) -> None:
+        """Begin a round. References that no client has are forgotten, unless they were used in the round before.
 
-        `held`: ids of the parts that clients have, as they reported.
+        `held`: id of a part → the number of clients that have it, as they reported.
         """
         self._round = number
         for reference in list(self._found.values()):
-            if reference.id not in held and reference.round < number - 1:
+            reference.holders = held.get(reference.id, 0)
+            if not reference.holders and reference.used < number - 1:
                 self._forget(reference)
 
     def of(self, tree: Tree, block: str, held: Collection[str]) -> list[Reference]:
         """The references of this block among the parts that a client has, the newest first."""
-        order = {slot: number for number, slot in enumerate(self._found)} if len(held) > 1 else {}
         mine = [self._found[slot] for id in held if (slot := (tree, block, id)) in self._found]
-        return sorted(mine, key=lambda reference: -order.get(reference.slot, 0))
+        return sorted(mine, key=lambda reference: -reference.made)
 
     def is_current(self, reference: Reference, target: str, *, final: bool) -> bool:
         """Whether a client that has it need not be sent these values of the server.
 
-        It need not if the reference stands for them, and is fine, or was sent in this round or in the one before: a
-        model that is scored at the end of a round and trained in the next is sent once. Values that stay the same for
-        longer are approached by further differences.
+        It need not if the reference stands for them, and is fine, or new in this round or in the one before: a model
+        that is scored at the end of a round and trained in the next is sent once. Values that stay the same for longer
+        are approached by further differences.
 
         Args:
             reference: what the client has.
             target: id of the part with the server's values.
             final: whether they are the run's result.
         """
-        recent = reference.round >= self._round - 1 and not final
-        return reference.target == target and (reference.fine or recent)
+        new = reference.since >= self._round - 1 and not final
+        current = reference.target == target and (reference.fine or new)
+        if current:
+            reference.used = self._round
+        return current
 
     def find(self, slot: Slot) -> Known | None:
         """The content of a reference; None if there is none, or if its file is damaged, which is then forgotten."""
@@ -147,17 +155,22 @@ class References:
         If they cannot be written they stay in memory. `fine`: see `Reference`.
         """
         slot = part.tree, part.block, part.id
-        about = f"{part.id}-{target}-{self._round}" + "-fine" * fine
+        known = self._found.get(slot)
+        if known is not None and self.find(slot) is None:
+            known = None
+        since = known.since if known and known.target == target else self._round
+        fine = fine or (known is not None and known.target == target and known.fine)
+        about = f"{part.id}-{target}-{since}" + "-fine" * fine
         path = self._folder / f"{_quoted(part.tree)}.{_quoted(part.block)}@{about}{SUFFIX}"
-        if (known := self._found.get(slot)) is not None and self.find(slot) is not None:
+        if known is not None:
             with contextlib.suppress(OSError):
                 known.path.rename(path)
                 known.path = path
-            known.target, known.round, known.fine = target, self._round, fine
+            known.target, known.since, known.fine, known.used = target, since, fine, self._round
             return
         nbytes = sum(array.nbytes for array in values.values())
         self._make_room(nbytes)
-        self._enter(reference := Reference(slot, target, self._round, fine, nbytes, path))
+        self._enter(reference := Reference(slot, target, since, fine, nbytes, path, used=self._round))
         digests = Digests()
         for entry, array in values.items():
             digests.know(array, part.digest_of[entry])
@@ -172,7 +185,7 @@ class References:
 
     def replaced(self, reference: Reference) -> None:
         """Enter that a client which has this reference is about to be sent a difference from it."""
-        reference.replaced = self._round
+        reference.holders -= 1
 
     def remove(self) -> None:
         """Remove all files: the run has ended."""
@@ -182,6 +195,9 @@ class References:
             self._folder.rmdir()
 
     def _enter(self, reference: Reference) -> None:
+        self._made += 1
+        reference.made = self._made
+        reference.used = max(reference.used, reference.since)
         self._found[reference.slot] = reference
         self._nbytes += reference.nbytes
 
@@ -199,15 +215,13 @@ class References:
     def _make_room(self, nbytes: int) -> None:
         """Forget references of earlier rounds until the limit allows `nbytes` more.
 
-        First those that a client was sent a difference from in this round, which it has no longer. Then the newest:
-        clients are sent messages in the same order in each round, and those that were last then will be last now.
+        First those that no client has any longer. Then the newest: clients are sent messages in the same order in each
+        round, and those that were last then will be last now.
         """
         if self._nbytes + nbytes <= self._limit:
             return
-        earlier = [one for one in self._found.values() if one.round < self._round]
-        replaced = [one for one in earlier if one.replaced == self._round]
-        others = [one for one in earlier if one.replaced != self._round]
-        for reference in [*replaced, *reversed(others)]:
+        earlier = [one for one in self._found.values() if one.used < self._round]
+        for reference in sorted(earlier, key=lambda one: (one.holders > 0, -one.made)):
             if self._nbytes + nbytes <= self._limit:
                 return
             self._forget(reference)

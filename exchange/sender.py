@@ -127,7 +127,7 @@ class Exchange:
 
 
 class Sender:
-    """Makes messages from plans, and reads their answers. It keeps nothing about clients.
+    """Makes messages from plans, and reads their answers. What it knows of clients is in the packer's references.
 
     Args:
         layout: of the model; all trees share it.

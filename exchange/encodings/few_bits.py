@@ -1,7 +1,7 @@
 """Codecs with less than a byte for each value: int4, ternary, sign. Each row (first axis) has a float32 scale.
 
-They are for uploads with error feedback: without a generator, what they leave out of a row is less than the row itself
-(a contraction), and is added to the next upload.
+They are for differences with error feedback: without a generator, what they leave out of a row is less than the row
+itself (a contraction), and is added to the next difference.
 """
 
 from __future__ import annotations

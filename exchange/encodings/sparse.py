@@ -6,6 +6,8 @@ import math
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,11 +18,17 @@ _ESCAPE = 255  # a gap's byte for 255 places, after which more bytes of this gap
 _SAMPLE = 1 << 20  # values from which a threshold is computed
 
 
+class Threshold(NamedTuple):
+    """Which values are sent: all of a larger magnitude than `least`, and the first ones of just this magnitude."""
+
+    least: float
+    of_equal: float
+    """The share of each matrix's values of just this magnitude, in (0, 1]."""
+
+
 @dataclass(frozen=True)
 class TopK:
     """The `share` of the values that are largest in magnitude; all others, and zeros, are decoded as 0.
-
-    Of values of equal magnitude all are kept, or none, so that there may be more.
 
     Bytes: the number of values (4), the number of bytes of gaps (4), the values as one row of the codec `of`, the gaps.
     A gap is the number of places without a value before one with, a byte for up to 254 of them. These bytes are coded
@@ -30,15 +38,14 @@ class TopK:
 
     share: float
     of: Codec
-    threshold: float | None = None
-    """The least magnitude that is kept; None: it is computed from the matrix itself."""
+    threshold: Threshold | None = None
+    """None: it is computed from the matrix itself."""
 
     width = 1
 
     def write(self, values: np.ndarray, random: np.random.Generator | None) -> bytes:
         flat = np.ascontiguousarray(values, np.float32).reshape(-1)
-        least = threshold(self.share, [flat.size], lambda _: flat) if self.threshold is None else self.threshold
-        places = np.flatnonzero(_magnitude(flat) >= least)
+        places = self._places(flat)
         gaps = np.diff(places, prepend=-1) - 1
         ends = np.cumsum(gaps // _ESCAPE + 1) - 1
         written = np.full(int(ends[-1]) + 1 if len(ends) else 0, _ESCAPE, np.uint8)
@@ -47,6 +54,17 @@ class TopK:
         coded = coder.compress(bytes_of(written)) + coder.flush()
         numbers = (number.to_bytes(_NUMBER, "little") for number in (len(places), len(coded)))
         return b"".join([*numbers, self.of.write(flat[places].reshape(1, -1), random), coded])
+
+    def _places(self, flat: np.ndarray) -> np.ndarray:
+        """Places of the values that are kept, in ascending order."""
+        least, of_equal = self.threshold or threshold(self.share, [flat.size], lambda _: flat)
+        magnitude = _magnitude(flat)
+        places = np.flatnonzero(magnitude >= least)
+        if of_equal == 1:
+            return places
+        equal = magnitude[places] == least
+        dropped = np.count_nonzero(equal) - math.ceil(of_equal * np.count_nonzero(equal))
+        return np.delete(places, np.flatnonzero(equal)[-dropped:]) if dropped else places
 
     def length(self, shape: tuple[int, ...], data: memoryview) -> int:
         size = math.prod(shape)
@@ -80,8 +98,8 @@ class TopK:
         return self.of.length((1, kept), memoryview(b""))
 
 
-def threshold(share: float, sizes: Iterable[int], values: Callable[[int], np.ndarray]) -> float:
-    """The magnitude that the share of the largest of several arrays' values reach, and no zero.
+def threshold(share: float, sizes: Iterable[int], values: Callable[[int], np.ndarray]) -> Threshold:
+    """The threshold for the share of the largest of several arrays' values; no zero reaches it.
 
     It is computed from all values, or from about a million of them, evenly spaced: then the share is approximate.
 
@@ -91,14 +109,18 @@ def threshold(share: float, sizes: Iterable[int], values: Callable[[int], np.nda
         values: number of an array → the array; called for one after the other.
     """
     sizes = list(sizes)
-    step = -(-sum(sizes) // _SAMPLE) if sum(sizes) > _SAMPLE else 1
-    step += step % 2 == 0 and step > 1  # odd, so that it rarely divides the length of a row
-    sampled = [_magnitude(values(number).reshape(-1)[::step]) for number in range(len(sizes))]
+    step = max(sum(sizes) // _SAMPLE, 1) | 1  # odd, so that it rarely divides the length of a row
+    offsets = [0, *accumulate(sizes)]
+    sampled = [_magnitude(values(number).reshape(-1)[-offsets[number] % step :: step]) for number in range(len(sizes))]
     found = np.concatenate([np.zeros(0, np.float32), *sampled])
     if not found.size:
-        return 0.0
-    place = found.size - min(math.ceil(share * found.size), found.size)
-    return float(max(np.partition(found, place)[place], np.finfo(np.float32).smallest_subnormal))
+        return Threshold(0.0, 1.0)
+    wanted = min(math.ceil(share * found.size), found.size)
+    least = np.partition(found, found.size - wanted)[found.size - wanted]
+    if not least:
+        return Threshold(float(np.finfo(np.float32).smallest_subnormal), 1.0)
+    above, equal = np.count_nonzero(found > least), np.count_nonzero(found == least)
+    return Threshold(float(least), (wanted - above) / equal)
 
 
 def _magnitude(flat: np.ndarray) -> np.ndarray:

@@ -108,7 +108,8 @@ class Encoding:
         whole: with differences down, dtype of matrices for a client that has nothing to take a difference from, and of
             the last differences, to the run's result; one of WHOLES. "same": `down`, or int8 if that is
             one of FEW_BITS.
-        reference_megabytes: limit on the server's disk for what clients have, from which differences are sent down.
+        reference_megabytes: limit on the server's disk for what clients have, from which differences are sent down; at
+            least twice what one client is sent.
 
     Raises:
         ValueError: an option is out of range.
@@ -128,6 +129,8 @@ class Encoding:
         Wire(self.down, self.top_k_down)
         if self.whole not in (*WHOLES, "same"):
             raise ValueError(f"whole is {self.whole!r}; it must be same, or one of {', '.join(WHOLES)}")
+        if not self.reference_megabytes > 0:
+            raise ValueError(f"reference_megabytes is {self.reference_megabytes}; it must be positive")
 
     @property
     def differences_down(self) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from itertools import islice
+from itertools import chain, islice
 from logging import getLogger
 from typing import Any
 
@@ -62,9 +63,9 @@ class ClientLedger:
         """
         self._held[client] = frozenset(islice(filter(_PART_ID.fullmatch, parts), MOST_PARTS))
 
-    def held(self) -> frozenset[str]:
-        """Ids of the parts that any client has cached."""
-        return frozenset().union(*self._held.values())
+    def held(self) -> Mapping[str, int]:
+        """Id of a part → the number of clients that have cached it."""
+        return Counter(chain.from_iterable(self._held.values()))
 
     def introduced(self, client: str, figures: Mapping[str, float]) -> None:
         """Enter the metrics of a client's introduction, which bound those of its replies."""

@@ -7,7 +7,7 @@ clients.
 from __future__ import annotations
 
 import contextlib
-import shutil
+import math
 import tempfile
 import time
 import uuid
@@ -275,8 +275,8 @@ class MethodStrategy(WithoutHooks):
         """What clients have, for downloads as differences: in the checkpoints' folder, or in one that goes at the end.
         """
         if not self.encoding.differences_down:
-            if folder is not None:  # of the same run, with another encoding
-                shutil.rmtree(folder / _REFERENCES, ignore_errors=True)
+            if folder is not None and (earlier := folder / _REFERENCES).is_dir():  # of this run, with another encoding
+                References(earlier, math.inf).remove()
             return None
         if folder is None:
             folder = Path(ends.enter_context(tempfile.TemporaryDirectory(prefix="tepal-references-")))
