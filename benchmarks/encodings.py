@@ -26,8 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import MODELS, nudging_app
-from flwr.app import ArrayRecord
+from common import MODELS
 from measured import write_figures
 from rich.console import Console
 from rich.table import Table
@@ -45,7 +44,6 @@ from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory import read_metrics
 from tepal.server_app.config import defaults
 from tepal.server_app.run import run
-from tepal.strategies import FedFrozen
 from tepal.strategies.in_process import InProcessGrid, Node
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -75,25 +73,19 @@ ENCODINGS = {
 
 
 def bytes_and_seconds(chosen: Mapping[str, Encoding], name: str, repeats: int) -> dict[str, Any]:
-    """Bytes of one client's messages in a frozen round, and seconds to encode and decode its upload, by encoding."""
-    model = MODELS[name]()
-    blocks = find_blocks(model)
-    whole = blocks.layout.nbytes()
-    found: dict[str, Any] = {}
-    for label, encoding in chosen.items():
-        reports: list[Any] = []
-        strategy = FedFrozen(
-            warmup_rounds=0, model=blocks, encoding=encoding, fraction_evaluate=0, min_available_nodes=1,
-            on_round=reports.append,
-        )  # fmt: skip
-        strategy.start(InProcessGrid([Node(nudging_app(), {"partition-id": 0})]), ArrayRecord(model.state_dict()), 2)
-        theta = blocks.layout.nbytes(blocks.value)
-        found[label] = {
-            "down": reports[1].down.payload, "up": reports[1].up.payload, "FedAvg": whole, "value block": theta,
-            **seconds_up(blocks.layout, blocks.value, encoding, repeats),
-            **seconds_down(blocks.layout, blocks.value, encoding, repeats),
-        }  # fmt: skip
-    return found
+    """Bytes of what one client is sent and sends in a frozen round, and seconds to make and read it, by encoding.
+
+    Values and changes are random, with a normal distribution.
+    """
+    blocks = find_blocks(MODELS[name]())
+    layout, names = blocks.layout, blocks.value
+    return {
+        label: {
+            "FedAvg": layout.nbytes(), "value block": layout.nbytes(names),
+            **seconds_up(layout, names, encoding, repeats), **seconds_down(layout, names, encoding, repeats),
+        }
+        for label, encoding in chosen.items()
+    }  # fmt: skip
 
 
 def values_like(layout: Layout, names: Names, seed: int, scale: float) -> dict[str, np.ndarray]:
@@ -120,7 +112,7 @@ def seconds_up(layout: Layout, names: Names, encoding: Encoding, repeats: int) -
         for _ in unpacked(packed, shaped, wire):
             pass
         taken["decode"].append(time.perf_counter() - begun)
-    return medians(taken)
+    return {**medians(taken), "up": len(packed.data)}
 
 
 def seconds_down(layout: Layout, names: Names, encoding: Encoding, repeats: int) -> dict[str, float]:
@@ -144,11 +136,12 @@ def seconds_down(layout: Layout, names: Names, encoding: Encoding, repeats: int)
             assert len(found) == len(names)
             if parcel.keep:
                 cache.keep(parcel.part, found)
+            down = len(sent.data.data)
             if repeat:
                 taken["server"].append(served - begun)
                 taken["client"].append(time.perf_counter() - served)
             del sent, found
-    return medians(taken)
+    return {**medians(taken), "down": down}
 
 
 def accuracies(
