@@ -6,7 +6,7 @@ import json
 import math
 import mmap
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from tepal.exchange.layout import Arrays
-from tepal.exchange.parts import DIGEST_BYTES, Digests, digest, earlier_digest
-from tepal.exchange.threads import in_threads
+from tepal.exchange.parts import DIGEST_BYTES, Digests, digest, digests_of, earlier_digest
 from tepal.host.files import remove_abandoned, replacing
 
 SUFFIX = ".safetensors"
@@ -90,8 +89,8 @@ def read_arrays(path: Path, digests: Mapping[str, bytes] | None = None) -> dict[
                     digests, of = earlier, earlier_digest
                 if digests.keys() != arrays.keys():
                     raise ValueError("its arrays are not those that it lists")
-        known = zip(digests.items(), _digests_of([arrays[name] for name in digests], of), strict=True)
-        changed = [name for (name, value), found in known if found != value]
+        found = digests_of({name: arrays[name] for name in digests}, of)
+        changed = [name for name, value in digests.items() if found[name] != value]
     except OSError:
         raise
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
@@ -136,10 +135,6 @@ def map_arrays(path: Path) -> dict[str, tuple[np.ndarray, bytes]]:
 
 def _listed(metadata: Mapping[str, str], prefix: str) -> dict[str, bytes]:
     return {key.removeprefix(prefix): bytes.fromhex(text) for key, text in metadata.items() if key.startswith(prefix)}
-
-
-def _digests_of(arrays: list[np.ndarray], of: Callable[[np.ndarray], bytes]) -> list[bytes]:
-    return in_threads(of, arrays, sum(array.nbytes for array in arrays))
 
 
 def remove_unfinished(folder: Path) -> None:

@@ -42,12 +42,13 @@ PARTS = "tepal.parts"
 
 ID = "id"
 """Key of the exchange's id in this record of a message."""
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of what server and clients send each other. It rises with every change that the other side must know.
 
     1   digests of entries and of packed parts are SHA-256; messages do not state a version
     2   they are BLAKE3
     3   a part may be sent as its difference from one in the client's cache; the gaps of top k are coded
+    4   an encoding has the share that it leaves out
 """
 
 _PROTOCOL = "protocol"

@@ -171,14 +171,17 @@ class Packer:
     ) -> Packed:
         """The difference from the newest part of this block that the client has; the whole part if it has none."""
         whole = self._encoding.download_whole
-        wire = Wire(whole.dtype, differences=True) if wanted.final else self._encoding.download
         for base in references.of(own.tree, own.block, held):
             known = references.find(base.slot) if base.id not in missing else None
             if known is None or known.values.keys() != set(own.names):
                 continue
             if references.is_current(base, own.id, final=wanted.final):
+                references.used(base)
                 return Packed(Parcel(wanted.part(known.digests), keep=True, sent=()), None, rounded=True)
             references.replaced(base)
+            wire = self._encoding.download.after(references.age(base))
+            if wanted.final:
+                wire = Wire(whole.dtype, differences=True)
             try:
                 part, data = self._sum(own, wanted, base.id, known.values, wire, references)
             except EncodingError:

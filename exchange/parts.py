@@ -12,14 +12,14 @@ import hashlib
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from blake3 import blake3
 from flwr.app import Array
 
-from tepal.exchange.encodings import PLAIN, Codec, EncodingError, TopK, Wire, add_difference, threshold
+from tepal.exchange.encodings import PLAIN, Codec, EncodingError, Steps, TopK, Wire, add_difference
 from tepal.exchange.layout import Arrays, Names, dtype_name
 from tepal.exchange.plan import Tree
 from tepal.exchange.threads import in_threads
@@ -143,9 +143,7 @@ def pack(
     """
     pieces: list[bytes | memoryview] = []
     written = written or values.__getitem__
-    order = _packing_order(shapes_of(values, names), wire)
-    if wire.top_k:
-        order = _of_all(order, written)
+    order = _of_all(_packing_order(shapes_of(values, names), wire), written)
     for (name, _, _), codec in order:
         if codec is None:
             pieces.append(raw_bytes(written(name)))
@@ -165,12 +163,12 @@ def _of_all(
 
     So an array that changed much has more of its values sent than one that changed little.
     """
-    sparse = [(name, math.prod(shape), codec) for (name, _, shape), codec in order if isinstance(codec, TopK)]
+    sparse = [(name, math.prod(shape), codec) for (name, _, shape), codec in order if isinstance(codec, TopK | Steps)]
     if not sparse:
         return order
     sizes = [size for _, size, _ in sparse]
-    least = threshold(sparse[0][2].share, sizes, lambda number: np.asarray(written(sparse[number][0]), np.float32))
-    return [(item, replace(codec, threshold=least) if isinstance(codec, TopK) else codec) for item, codec in order]
+    fitted = sparse[0][2].fitted(sizes, lambda number: np.asarray(written(sparse[number][0]), np.float32))
+    return [(item, fitted if isinstance(codec, TopK | Steps) else codec) for item, codec in order]
 
 
 def unpack(array: Array, shaped: Iterable[Shaped], wire: Wire = PLAIN) -> dict[str, np.ndarray]:
@@ -237,9 +235,9 @@ def unpack_checked(
     return right
 
 
-def digests_of(values: Arrays) -> dict[str, bytes]:
+def digests_of(values: Arrays, of: Callable[[np.ndarray], bytes] = digest) -> dict[str, bytes]:
     """Name → digest; large arrays are hashed in several threads."""
-    found = in_threads(digest, values.values(), sum(array.nbytes for array in values.values()))
+    found = in_threads(of, values.values(), sum(array.nbytes for array in values.values()))
     return dict(zip(values, found, strict=True))
 
 

@@ -127,10 +127,15 @@ class References:
             final: whether they are the run's result.
         """
         new = reference.since >= self._round - 1 and not final
-        current = reference.target == target and (reference.fine or new)
-        if current:
-            reference.used = self._round
-        return current
+        return reference.target == target and (reference.fine or new)
+
+    def used(self, reference: Reference) -> None:
+        """Enter that a client which has this reference need not be sent anything."""
+        reference.used = self._round
+
+    def age(self, reference: Reference) -> int:
+        """The number of rounds over which the values may have changed since they were sent; at least 1."""
+        return max(self._round - reference.since, 1)
 
     def find(self, slot: Slot) -> Known | None:
         """The content of a reference; None if there is none, or if its file is damaged, which is then forgotten."""

@@ -10,26 +10,30 @@ encoded: they are few, and a BatchNorm's variance must not become negative.
     int4        an eighth: the same with max|row| / 7 and integers from -7 to 7
     ternary     a twentieth: -1, 0 or 1 in units of the row's scale
     sign        a thirty-second: the sign of each value, in units of the row's mean magnitude
+    auto        whole steps: values become 0 that hold a share of the squared norm; how many others there are, and in
+                how many bits, follows from it
     top k       the share k of all matrices' values together that are largest in magnitude, in one of the dtypes above,
                 and their positions: the gaps between them, in Huffman's code
 
 Uploads are **differences** from the values that the client received, so that errors are relative to the update and not
 to the weights. The server adds them to its own exact values. Rounding of downloads therefore never enters the model: an
 update that is smaller than a step of the encoding is not lost. Uploads in `int8` are rounded at random (unbiased). A
-client adds what `int8`, `int4`, `ternary`, `sign` and top k leave out to its next upload of the same entries: **error
-feedback** (Seide et al. 2014; Karimireddy et al. 2019, arXiv:1901.09847, algorithm 1). Without it `int4` and `ternary`
-are rounded at random, too.
+client adds what `int8`, `int4`, `ternary`, `sign`, `auto` and top k leave out to its next upload of the same entries:
+**error feedback** (Seide et al. 2014; Karimireddy et al. 2019, arXiv:1901.09847, algorithm 1). Without it `int4` and
+`ternary` are rounded at random, too.
 
-Downloads are the values themselves, rounded to the nearest; with `int4`, `ternary`, `sign` or top k they are
+Downloads are the values themselves, rounded to the nearest; with `int4`, `ternary`, `sign`, `auto` or top k they are
 differences from what the client has (see `tepal.exchange.packer`). Nothing in them depends on chance, so all clients
 with the same values receive the same bytes, and digests are those of the decoded values.
 """
 
 from tepal.exchange.encodings.codec import Codec, EncodingError
 from tepal.exchange.encodings.sparse import TopK, threshold
-from tepal.exchange.encodings.wire import CODECS, DTYPES, FEW_BITS, PLAIN, Encoding, Wire, add_difference
+from tepal.exchange.encodings.steps import Steps
+from tepal.exchange.encodings.wire import AUTO, CODECS, DTYPES, FEW_BITS, PLAIN, Encoding, Wire, add_difference
 
 __all__ = [
+    "AUTO",
     "CODECS",
     "DTYPES",
     "FEW_BITS",
@@ -37,6 +41,7 @@ __all__ = [
     "Codec",
     "Encoding",
     "EncodingError",
+    "Steps",
     "TopK",
     "Wire",
     "add_difference",

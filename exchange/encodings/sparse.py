@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-import zlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
-from tepal.exchange.encodings.codec import Codec, bytes_of
+from tepal.exchange.encodings.codec import Codec
+from tepal.exchange.encodings.coding import from_huffman, gaps_of, in_huffman, longest_in_huffman, most_gaps, places_of
 
 _NUMBER = 4  # bytes of each of the two numbers before the values
-_ESCAPE = 255  # a gap's byte for 255 places, after which more bytes of this gap follow
 _SAMPLE = 1 << 20  # values from which a threshold is computed
 
 
@@ -30,10 +29,8 @@ class Threshold(NamedTuple):
 class TopK:
     """The `share` of the values that are largest in magnitude; all others, and zeros, are decoded as 0.
 
-    Bytes: the number of values (4), the number of bytes of gaps (4), the values as one row of the codec `of`, the gaps.
-    A gap is the number of places without a value before one with, a byte for up to 254 of them. These bytes are coded
-    by their frequencies (Huffman's code, by zlib). For values at random places this is within a few per cent of the
-    entropy: .47 bits for each place if a tenth has values, .29 for a twentieth.
+    Bytes: the number of values (4), the number of bytes of gaps (4), the values as one row of the codec `of`, the gaps
+    (see `coding`).
     """
 
     share: float
@@ -43,22 +40,21 @@ class TopK:
 
     width = 1
 
+    def fitted(self, sizes: Sequence[int], values: Callable[[int], np.ndarray]) -> TopK:
+        """The codec for several matrices: with one threshold for all of them. Arguments: see `threshold`."""
+        return replace(self, threshold=threshold(self.share, sizes, values))
+
     def write(self, values: np.ndarray, random: np.random.Generator | None) -> bytes:
         flat = np.ascontiguousarray(values, np.float32).reshape(-1)
         places = self._places(flat)
-        gaps = np.diff(places, prepend=-1) - 1
-        ends = np.cumsum(gaps // _ESCAPE + 1) - 1
-        written = np.full(int(ends[-1]) + 1 if len(ends) else 0, _ESCAPE, np.uint8)
-        written[ends] = gaps % _ESCAPE
-        coder = zlib.compressobj(wbits=-zlib.MAX_WBITS, memLevel=9, strategy=zlib.Z_HUFFMAN_ONLY)
-        coded = coder.compress(bytes_of(written)) + coder.flush()
+        coded = in_huffman(gaps_of(places))
         numbers = (number.to_bytes(_NUMBER, "little") for number in (len(places), len(coded)))
         return b"".join([*numbers, self.of.write(flat[places].reshape(1, -1), random), coded])
 
     def _places(self, flat: np.ndarray) -> np.ndarray:
         """Places of the values that are kept, in ascending order."""
         least, of_equal = self.threshold or threshold(self.share, [flat.size], lambda _: flat)
-        magnitude = _magnitude(flat)
+        magnitude = magnitudes(flat)
         places = np.flatnonzero(magnitude >= least)
         if of_equal == 1:
             return places
@@ -69,8 +65,7 @@ class TopK:
     def length(self, shape: tuple[int, ...], data: memoryview) -> int:
         size = math.prod(shape)
         kept, coded = self._numbers(data)
-        most = _most_gaps(kept, size)
-        if kept > size or coded > most + most // 64 + 64:  # what zlib adds to bytes that it cannot shorten
+        if kept > size or coded > longest_in_huffman(most_gaps(kept, size)):
             raise ValueError(f"it declares {kept} values in {coded} bytes of gaps; {list(shape)} has {size} places")
         return 2 * _NUMBER + self._of_values(kept) + coded
 
@@ -78,12 +73,7 @@ class TopK:
         size = math.prod(shape)
         kept, _ = self._numbers(data)
         start = 2 * _NUMBER + self._of_values(kept)
-        gaps = _decoded(data[start:], _most_gaps(kept, size))
-        ends = gaps < _ESCAPE
-        # Before the k-th end there are k values, and as many places without one as the sum of the gaps so far.
-        places = np.cumsum(gaps, dtype=np.int64)[ends] + np.arange(np.count_nonzero(ends))
-        if len(places) != kept or (kept and places[-1] >= size):
-            raise ValueError(f"its gaps do not select {kept} of {size} values")
+        places = places_of(from_huffman(data[start:], most_gaps(kept, size)), kept, size)
         values = np.zeros(size, np.float32)
         values[places] = self.of.read(data[2 * _NUMBER : start], (1, kept)).reshape(-1)
         return values.reshape(shape)
@@ -98,7 +88,7 @@ class TopK:
         return self.of.length((1, kept), memoryview(b""))
 
 
-def threshold(share: float, sizes: Iterable[int], values: Callable[[int], np.ndarray]) -> Threshold:
+def threshold(share: float, sizes: Sequence[int], values: Callable[[int], np.ndarray]) -> Threshold:
     """The threshold for the share of the largest of several arrays' values; no zero reaches it.
 
     It is computed from all values, or from about a million of them, evenly spaced: then the share is approximate.
@@ -108,11 +98,7 @@ def threshold(share: float, sizes: Iterable[int], values: Callable[[int], np.nda
         sizes: their numbers of values.
         values: number of an array → the array; called for one after the other.
     """
-    sizes = list(sizes)
-    step = max(sum(sizes) // _SAMPLE, 1) | 1  # odd, so that it rarely divides the length of a row
-    offsets = [0, *accumulate(sizes)]
-    sampled = [_magnitude(values(number).reshape(-1)[-offsets[number] % step :: step]) for number in range(len(sizes))]
-    found = np.concatenate([np.zeros(0, np.float32), *sampled])
+    found = sampled_magnitudes(sizes, values, _SAMPLE)
     if not found.size:
         return Threshold(0.0, 1.0)
     wanted = min(math.ceil(share * found.size), found.size)
@@ -123,24 +109,22 @@ def threshold(share: float, sizes: Iterable[int], values: Callable[[int], np.nda
     return Threshold(float(least), (wanted - above) / equal)
 
 
-def _magnitude(flat: np.ndarray) -> np.ndarray:
+def sampled_magnitudes(sizes: Sequence[int], values: Callable[[int], np.ndarray], most: int) -> np.ndarray:
+    """Magnitudes (float32) of all values of several arrays, or of about `most` of them, evenly spaced.
+
+    Args:
+        sizes: numbers of values.
+        values: number of an array → the array; called for one after the other.
+        most: number of values, of all arrays together.
+    """
+    step = max(sum(sizes) // most, 1) | 1  # odd, so that it rarely divides the length of a row
+    offsets = [0, *accumulate(sizes)]
+    sampled = [magnitudes(values(number).reshape(-1)[-offsets[number] % step :: step]) for number in range(len(sizes))]
+    return np.concatenate([np.zeros(0, np.float32), *sampled])
+
+
+def magnitudes(flat: np.ndarray) -> np.ndarray:
     """Magnitudes; infinite for NaN, which has to arrive."""
     magnitude: np.ndarray = np.abs(flat)
     np.copyto(magnitude, np.inf, where=np.isnan(magnitude))
     return magnitude
-
-
-def _most_gaps(kept: int, size: int) -> int:
-    return kept + size // _ESCAPE
-
-
-def _decoded(coded: memoryview, most: int) -> np.ndarray:
-    """The bytes of gaps; no more than this many are read, whatever the coded ones stand for."""
-    decoder = zlib.decompressobj(-zlib.MAX_WBITS)
-    try:
-        gaps = decoder.decompress(coded, most + 1)
-    except zlib.error as error:
-        raise ValueError(f"its gaps cannot be read ({error})") from error
-    if len(gaps) > most or not decoder.eof or decoder.unused_data:
-        raise ValueError("its bytes of gaps are too many, or stand for too many gaps")
-    return np.frombuffer(gaps, np.uint8)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,13 +13,16 @@ from tepal.exchange.encodings.codec import Codec
 from tepal.exchange.encodings.dense import BFloat16, Float16, Float32, Int8
 from tepal.exchange.encodings.few_bits import Int4, Sign, Ternary
 from tepal.exchange.encodings.sparse import TopK
+from tepal.exchange.encodings.steps import Steps
 
 CODECS: Mapping[str, Codec] = {
     "float32": Float32(), "float16": Float16(), "bfloat16": BFloat16(), "int8": Int8(), "int4": Int4(),
     "ternary": Ternary(), "sign": Sign(),
 }  # fmt: skip
-DTYPES = tuple(CODECS)
-FEW_BITS = ("int4", "ternary", "sign")
+AUTO = "auto"
+"""In place of a dtype: as many values and bits as a share of the squared norm demands that may be left out."""
+DTYPES = (*CODECS, AUTO)
+FEW_BITS = ("int4", "ternary", "sign", AUTO)
 """Those of them that are for differences."""
 _LOSSY = ("int8", *FEW_BITS)  # whose error is worth keeping
 WHOLES = ("float32", "float16", "bfloat16", "int8", "int4")
@@ -36,6 +39,7 @@ class Wire:
         differences: send differences from values that the receiver has.
         feedback: add what is left out to the next upload.
         seed: of rounding at random.
+        left_out: of AUTO: share of the squared norm that is left out.
     """
 
     dtype: str = "float32"
@@ -43,12 +47,17 @@ class Wire:
     differences: bool = False
     feedback: bool = False
     seed: int = 0
+    left_out: float = 0.0
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ValueError(f"the wire dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
         if not 0 <= self.top_k < 1:
             raise ValueError(f"top_k is {self.top_k}; it must be between 0 and 1, or 0 for all values")
+        if self.top_k and self.dtype == AUTO:
+            raise ValueError(f"top_k is {self.top_k}; with {AUTO} it must be 0, since {AUTO} chooses how many are sent")
+        if not 0 <= self.left_out < 1:
+            raise ValueError(f"left_out is {self.left_out}; it must be at least 0 and less than 1")
 
     @property
     def plain(self) -> bool:
@@ -57,6 +66,8 @@ class Wire:
 
     @cached_property
     def _codec(self) -> Codec:
+        if self.dtype == AUTO:
+            return Steps(self.left_out)
         return TopK(self.top_k, CODECS[self.dtype]) if self.top_k else CODECS[self.dtype]
 
     def codec(self, dtype: str, shape: tuple[int, ...]) -> Codec | None:
@@ -64,6 +75,10 @@ class Wire:
         if self.plain or len(shape) < 2 or dtype not in ("float32", "float64"):
             return None
         return self._codec
+
+    def after(self, rounds: int) -> Wire:
+        """This encoding for differences over several rounds, of which AUTO leaves out no more than of one round's."""
+        return replace(self, left_out=self.left_out / rounds) if self.left_out and rounds > 1 else self
 
     def decoded(self, value: np.ndarray) -> np.ndarray:
         """The value as the receiver decodes it, if it is rounded to the nearest."""
@@ -107,9 +122,10 @@ class Encoding:
         top_k_down: share of the matrices' differences, the largest of a block, that are sent down; 0: all.
         whole: with differences down, dtype of matrices for a client that has nothing to take a difference from, and of
             the last differences, to the run's result; one of WHOLES. "same": `down`, or int8 if that is
-            one of FEW_BITS.
+            one of FEW_BITS; int4 if that is AUTO.
         reference_megabytes: limit on the server's disk for what clients have, from which differences are sent down; at
             least twice what one client is sent.
+        left_out: share of the squared norm of matrices' differences that AUTO leaves out.
 
     Raises:
         ValueError: an option is out of range.
@@ -123,9 +139,10 @@ class Encoding:
     top_k_down: float = 0.0
     whole: str = "same"
     reference_megabytes: float = 8000.0
+    left_out: float = 0.6
 
     def __post_init__(self) -> None:
-        Wire(self.up, self.top_k)  # which checks them
+        Wire(self.up, self.top_k, left_out=self.left_out)  # which checks them
         Wire(self.down, self.top_k_down)
         if self.whole not in (*WHOLES, "same"):
             raise ValueError(f"whole is {self.whole!r}; it must be same, or one of {', '.join(WHOLES)}")
@@ -140,21 +157,25 @@ class Encoding:
     @property
     def download(self) -> Wire:
         """Of differences, if the downloads are such."""
-        return Wire(self.down, self.top_k_down, differences=self.differences_down)
+        left_out = self.left_out if self.down == AUTO else 0.0
+        return Wire(self.down, self.top_k_down, differences=self.differences_down, left_out=left_out)
 
     @property
     def download_whole(self) -> Wire:
         """Of what is sent down to a client that has nothing to take a difference from."""
         if not self.differences_down:
             return self.download
-        return Wire(self.whole if self.whole != "same" else self.down if self.down not in FEW_BITS else "int8")
+        same = "int4" if self.down == AUTO else "int8" if self.down in FEW_BITS else self.down
+        return Wire(self.whole if self.whole != "same" else same)
 
     @property
     def upload(self) -> Wire:
         if self.download.plain and (self.up, self.top_k) == ("float32", 0):
             return PLAIN
         lossy = self.up in _LOSSY or self.top_k > 0
-        return Wire(self.up, self.top_k, differences=True, feedback=lossy and self.error_feedback, seed=self.seed)
+        feedback = lossy and self.error_feedback
+        left_out = self.left_out if self.up == AUTO else 0.0
+        return Wire(self.up, self.top_k, differences=True, feedback=feedback, seed=self.seed, left_out=left_out)
 
     def __str__(self) -> str:
         if self.upload.plain:

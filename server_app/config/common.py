@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 else:
     StrategyName = Literal[tuple(STRATEGIES)]
 
-WireDtype = Literal["float32", "float16", "bfloat16", "int8", "int4", "ternary", "sign"]
+WireDtype = Literal["float32", "float16", "bfloat16", "int8", "int4", "ternary", "sign", "auto"]
 _Whole = Literal["same", "float32", "float16", "bfloat16", "int8", "int4"]
-_OrSame = Literal["same", "float32", "float16", "bfloat16", "int8", "int4", "ternary", "sign"]
+_OrSame = Literal["same", "float32", "float16", "bfloat16", "int8", "int4", "ternary", "sign", "auto"]
 
 
 class RoundConfig(BaseModel):
@@ -159,10 +159,13 @@ class EncodingConfig(BaseModel):
 
     model_config = keys("wire-")
 
-    dtype: WireDtype = Field("float32", description="dtype of matrices when sent; vectors and counters keep theirs")
+    dtype: WireDtype = Field(
+        "float32", description="dtype of matrices when sent; vectors and counters keep theirs (docs/encodings.md)"
+    )
     dtype_down: _OrSame = Field(
         "same",
-        description="dtype of matrices sent to clients, or with int4, ternary, sign of their changes; same: wire-dtype",
+        description="dtype of matrices sent to clients, or with int4, ternary, sign and auto of their changes; same: "
+        "wire-dtype",
     )
     dtype_up: _OrSame = Field("same", description="dtype of changes sent by clients; same: wire-dtype")
     top_k: float = Field(
@@ -174,10 +177,14 @@ class EncodingConfig(BaseModel):
     dtype_whole: _Whole = Field(
         "same",
         description="where changes are sent to clients: dtype of matrices for a client that has none yet, and of the "
-        "changes to the result; same: wire-dtype-down, or int8 in place of int4, ternary, sign",
+        "changes to the result; same: wire-dtype-down, or int8 in place of int4, ternary, sign, and int4 in place of "
+        "auto",
     )
     reference_megabytes: float = Field(
         8000.0, gt=0, description="most that the server keeps on disk of what clients have, to send them changes"
+    )
+    left_out: float = Field(
+        0.6, ge=0, lt=1, description="share of the squared norm of a round's changes that auto leaves out (sends as 0)"
     )
     error_feedback: bool = Field(
         True, description="clients keep what int8, fewer bits and wire-top-k leave out, and add it to their next upload"
@@ -187,7 +194,7 @@ class EncodingConfig(BaseModel):
         down, up = (self.dtype if own == "same" else own for own in (self.dtype_down, self.dtype_up))
         return Encoding(
             down, up, self.top_k, self.error_feedback, seed, self.top_k_down, self.dtype_whole,
-            self.reference_megabytes,
+            self.reference_megabytes, self.left_out,
         )
 
 

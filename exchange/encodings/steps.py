@@ -1,0 +1,156 @@
+"""Values in whole steps, most of which are 0: how large a step is follows from how much may be left out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from tepal.exchange.encodings.codec import bytes_of, chunks
+from tepal.exchange.encodings.coding import from_huffman, gaps_of, in_huffman, longest_in_huffman, most_gaps, places_of
+from tepal.exchange.encodings.sparse import magnitudes, sampled_magnitudes
+
+_HEAD = 7 * 4  # bytes before the coded ones: two float32, five numbers
+_DEAD = 0.66  # of a step: smaller values become 0
+_MOST = 127  # steps
+_MANY = 0.4  # of the places: more values than this are coded together with the zeros between them, without their places
+_SAMPLE = 1 << 17  # values from which the threshold is computed
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Each value as a whole number of steps (a quantizer with a dead zone).
+
+    The threshold is the magnitude below which the values hold the share `left_out` of the squared norm. They become 0.
+    It is .66 of a step. A larger value counts as one step up to 1.66 of them, as two up to 2.66, and so on. It is
+    decoded as this number of steps, and what the values are larger in the mean, so that a matrix comes closer to its
+    values in any case. If half of the squared norm or more may be left out, nearly all values are 0, and nearly all
+    others one step; the less may be left out, the more steps there are.
+
+    Bytes: the step, and the mean of what is above a whole number of steps (float32 each); five numbers (4 each: values,
+    those of them whose number of steps is sent, the lengths of three codes); the code of the values' places (see
+    `coding`); that of the places among them of those whose number is sent; these numbers, with their signs, in
+    Huffman's code; the signs of the others, which are one step. No code of places stands for all places: if many values
+    are not 0, numbers are sent for all, also for those that are 0.
+    """
+
+    left_out: float
+    threshold: float | None = None
+    """None: it is computed from the matrix itself."""
+
+    width = 1
+
+    def fitted(self, sizes: Sequence[int], values: Callable[[int], np.ndarray]) -> Steps:
+        """The codec for several matrices: with one threshold for all of them. Arguments: see `threshold`."""
+        return replace(self, threshold=threshold(self.left_out, sizes, values))
+
+    def write(self, values: np.ndarray, random: np.random.Generator | None) -> bytes:
+        flat = np.ascontiguousarray(values, np.float32).reshape(-1)
+        least = self.threshold if self.threshold is not None else threshold(self.left_out, [flat.size], lambda _: flat)
+        step = least / _DEAD if np.isfinite(flat).all() else math.nan
+        places = np.flatnonzero(magnitudes(flat) >= least)
+        if len(places) > _MANY * flat.size:
+            steps, above = _steps(flat, step, fewest=0)
+            several, codes = len(steps), [b"", b"", in_huffman(steps.view(np.uint8))]
+            signs = np.zeros(0, np.uint8)
+        else:
+            steps, above = _steps(flat[places], step, fewest=1)
+            of_several = np.flatnonzero(np.abs(steps) > 1)
+            several = len(of_several)
+            written = gaps_of(places), gaps_of(of_several), steps[of_several].view(np.uint8)
+            codes = [in_huffman(code) for code in written]
+            signs = np.packbits(np.delete(steps, of_several) < 0)
+        numbers = np.array([len(steps), several, *map(len, codes)], "<u4")
+        return b"".join([bytes_of(np.array([step, above], "<f4")), bytes_of(numbers), *codes, bytes_of(signs)])
+
+    def length(self, shape: tuple[int, ...], data: memoryview) -> int:
+        size = math.prod(shape)
+        kept, several, *coded = _numbers(data)
+        most = most_gaps(kept, size), most_gaps(several, kept), several
+        if kept > size or several > kept or any(map(_longer, coded, most)):
+            raise ValueError(
+                f"it declares {kept} values, {several} of them with numbers, in {sum(coded)} bytes of codes; "
+                f"{list(shape)} has {size} places"
+            )
+        return _HEAD + sum(coded) - (several - kept) // 8
+
+    def read(self, data: memoryview, shape: tuple[int, ...]) -> np.ndarray:
+        size = math.prod(shape)
+        step, above = np.frombuffer(data[:8], "<f4")
+        kept, several, *coded = _numbers(data)
+        ends = [*accumulate(coded, initial=_HEAD)]
+        codes = [data[start:end] for start, end in pairwise(ends)]
+        places, of_several = _places(codes[0], kept, size), _places(codes[1], several, kept)
+        numbers = from_huffman(codes[2], several).view(np.int8)
+        if len(numbers) != several or (several and numbers.min() < -_MOST):
+            raise ValueError(f"its numbers of steps are not those of {several} values")
+        signs = np.unpackbits(np.frombuffer(data[ends[-1] :], np.uint8))[: kept - several]
+        steps = np.zeros(kept, np.float32)
+        steps[of_several] = numbers
+        if several < kept:
+            of_one = np.ones(kept, bool)
+            of_one[of_several] = False
+            steps[of_one] = 1 - 2 * signs.view(np.int8)
+        with np.errstate(all="ignore"):  # step and mean come from the other side
+            steps += np.sign(steps) * above
+            steps *= step
+        values = np.zeros(size, np.float32)
+        values[places] = steps
+        return values.reshape(shape)
+
+
+def _steps(values: np.ndarray, step: float, *, fewest: int) -> tuple[np.ndarray, float]:
+    """The number of steps of each value (int8), and what those that are not 0 are above it in the mean, in steps."""
+    whole = np.empty(values.shape, np.int8)
+    above = 0.0
+    counted = 0
+    for part in chunks(len(values)):
+        with np.errstate(over="ignore", invalid="ignore"):  # of values that are not finite
+            steps = np.abs(values[part]) / np.float32(step)
+            levels = np.maximum(np.floor(steps + np.float32(1 - _DEAD)), fewest)
+        of_mean = (levels > 0) & (levels <= _MOST)
+        above += float(np.subtract(steps, levels, out=steps, where=of_mean).sum(dtype=np.float64, where=of_mean))
+        counted += int(np.count_nonzero(of_mean))
+        levels = np.nan_to_num(np.minimum(levels, _MOST, out=levels), copy=False, nan=1)
+        whole[part] = np.copysign(levels, values[part])
+    return whole, above / max(counted, 1)
+
+
+def _places(code: memoryview, kept: int, size: int) -> slice | np.ndarray:
+    if not code and kept == size:
+        return slice(None)
+    return places_of(from_huffman(code, most_gaps(kept, size)), kept, size)
+
+
+def _numbers(data: memoryview) -> list[int]:
+    if len(data) < _HEAD:
+        raise ValueError(f"it has {len(data)} bytes, but {_HEAD} declare how many follow")
+    return [int(number) for number in np.frombuffer(data[8:_HEAD], "<u4")]
+
+
+def _longer(coded: int, most: int) -> bool:
+    return coded > longest_in_huffman(most)
+
+
+def threshold(left_out: float, sizes: Sequence[int], values: Callable[[int], np.ndarray]) -> float:
+    """The magnitude below which the values of several arrays hold the share `left_out` of their squared norm.
+
+    At least one value that is not 0 reaches it, and no 0 does. It is computed from all values, or from some hundred
+    thousand of them, evenly spaced: then the share is approximate.
+
+    Args:
+        left_out: share, in [0, 1).
+        sizes: numbers of values.
+        values: number of an array → the array; called for one after the other.
+    """
+    found = np.sort(sampled_magnitudes(sizes, values, _SAMPLE))
+    found = found[np.searchsorted(found, 0, side="right") :]
+    if not found.size:
+        return float(np.finfo(np.float32).smallest_subnormal)
+    squares = np.cumsum(np.square(found / found[-1], dtype=np.float64)) if np.isfinite(found[-1]) else np.ones(1)
+    first = np.searchsorted(squares, left_out * squares[-1], side="right")
+    # The largest magnitude must be no more steps than can be counted.
+    return max(float(found[min(first, found.size - 1)]), float(found[-1]) * _DEAD / _MOST)
