@@ -17,6 +17,7 @@ _HEAD = 7 * 4  # bytes before the coded ones: two float32, five numbers
 _DEAD = 0.66  # of a step: smaller values become 0
 _MOST = 127  # steps
 _MANY = 0.4  # of the places: more values than this are coded together with the zeros between them, without their places
+_LARGEST = float(np.finfo(np.float32).max)
 _SAMPLE = 1 << 17  # values from which the threshold is computed
 
 
@@ -50,7 +51,7 @@ class Steps:
     def write(self, values: np.ndarray, random: np.random.Generator | None) -> bytes:
         flat = np.ascontiguousarray(values, np.float32).reshape(-1)
         least = self.threshold if self.threshold is not None else threshold(self.left_out, [flat.size], lambda _: flat)
-        step = least / _DEAD if np.isfinite(flat).all() else math.nan
+        step = min(least / _DEAD, _LARGEST) if np.isfinite(flat).all() else math.nan
         places = np.flatnonzero(magnitudes(flat) >= least)
         if len(places) > _MANY * flat.size:
             steps, above = _steps(flat, step, fewest=0)

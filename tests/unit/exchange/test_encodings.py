@@ -10,13 +10,17 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from tepal.exchange.encodings import CODECS, DTYPES, PLAIN, Encoding, EncodingError, TopK, Wire
+from tepal.exchange.encodings import CODECS, DTYPES, PLAIN, Encoding, EncodingError, Steps, TopK, Wire
 from tepal.exchange.parts import pack, shapes_of, unpack, unpacked
 
 SHAPES = hnp.array_shapes(min_dims=2, max_dims=4, min_side=0, max_side=6)
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 MATRICES = SHAPES.flatmap(lambda shape: hnp.arrays(np.float32, shape, elements=FLOATS))
 SMALL = SHAPES.flatmap(lambda shape: hnp.arrays(np.float32, shape, elements=st.floats(-100, 100, width=32)))
+
+
+OF_ALL = (Wire("sign", 0.3), Wire(top_k=0.5), Wire("auto", left_out=0.5))
+"""Encodings with one threshold for all matrices."""
 
 
 def there_and_back(codec, values, random=None):
@@ -170,6 +174,7 @@ def largest(flat, share):
 
 
 @given(MATRICES, st.sampled_from([0.001, 0.01, 0.3, 0.5, 0.99]), st.sampled_from(["float32", "bfloat16"]))
+@example(np.array([[2] + [1] * 29 + [0] * 330], np.float32), 0.01, "float32")  # of 29 equal ones 3
 def test_top_k_is_the_largest_and_nothing_else(values, share, dtype):
     codec = TopK(share, CODECS[dtype])
     read = there_and_back(codec, values).reshape(-1)
@@ -238,14 +243,101 @@ def test_gaps_that_are_short_for_what_they_stand_for_are_not_read():
     numbers = (18_000).to_bytes(4, "little") + len(bomb).to_bytes(4, "little")
     data = numbers + codec.of.write(np.ones((1, 18_000), np.float32), None) + bomb
     assert codec.length((200, 100), memoryview(data)) == len(data)
-    with pytest.raises(ValueError, match="too many gaps"):
+    with pytest.raises(ValueError, match="stand for too many"):
         codec.read(memoryview(data), (200, 100))
+
+
+def in_steps(values, left_out):
+    """What `auto` makes of these matrices, value by value, and which are so near a bound that they may differ."""
+    flat = [abs(float(value)) for matrix in values for value in matrix.reshape(-1)]
+    whole, below, threshold = sum(value**2 for value in flat), 0.0, 0.0
+    for value in sorted(flat):
+        below += value**2
+        threshold = value
+        if value and below > left_out * whole:
+            break
+    step = max(threshold, max(flat, default=0) * 0.66 / 127) / 0.66
+    decoded, close = [], []
+    for matrix in values:
+        steps = [abs(float(value)) / step if step else 0.0 for value in matrix.reshape(-1)]
+        levels = [min(math.floor(count + 0.34 + 1e-6), 127) for count in steps]
+        above = [count - level for count, level in zip(steps, levels, strict=True) if level]
+        mean = sum(above) / max(len(above), 1)
+        signed = zip(levels, matrix.reshape(-1), strict=True)
+        found = [math.copysign((level + mean) * step, value) if level else 0.0 for level, value in signed]
+        decoded.append(np.asarray(found).reshape(matrix.shape))
+        close.append(any(abs(count + 0.34 - round(count + 0.34)) < 1e-4 for count in steps if count))
+    return decoded, close
+
+
+@given(
+    st.lists(
+        hnp.arrays(np.float32, (3, 9), elements=st.floats(-9, 9, width=32), fill=st.just(0.0)), min_size=1, max_size=3
+    ),
+    st.sampled_from([0.0, 0.02, 0.2, 0.6, 0.95]),
+)
+@example([np.zeros((2, 3), np.float32)], 0.6)
+@example([np.full((1, 1), 1e-45, np.float32)], 0.6)
+@example([np.array([[1e38, -3e38, 1e30]], np.float32)], 0.2)
+@example([np.arange(-100, 100, dtype=np.float32).reshape(10, 20)], 0.02)
+def test_auto_is_whole_steps_of_a_size_that_leaves_out_the_share(matrices, left_out):
+    values = {str(number): matrix for number, matrix in enumerate(matrices)}
+    wire = Wire("auto", left_out=left_out)
+    found = unpack(pack(values, values, wire), shapes_of(values, values), wire)
+    expected, close = in_steps(matrices, left_out)
+    for number, matrix in enumerate(matrices):
+        came, unit = found[str(number)], max(np.abs(matrix).max(), 1e-44)
+        if not close[number]:
+            np.testing.assert_allclose(came, expected[number], rtol=1e-4, atol=1e-6 * unit)
+        left, whole = (np.square(of / unit, dtype=np.float64).sum() for of in (came.astype(float) - matrix, matrix))
+        assert left <= whole * (1 + 1e-6), "a contraction, so that error feedback stays bounded"
+    left = sum(np.square(found[str(k)].astype(float) - of).sum() for k, of in enumerate(matrices))
+    whole = sum(np.square(of, dtype=np.float64).sum() for of in matrices)
+    assert whole < 1e-60 or left < whole, "something arrives"
+
+
+@pytest.mark.parametrize("left_out", [0.01, 0.1, 0.3, 0.6, 0.8])
+@pytest.mark.parametrize("heavy", [False, True])
+def test_auto_leaves_out_about_the_share_in_no_more_bytes_than_it_must(left_out, heavy):
+    rng = np.random.default_rng(0)
+    values = {"w": rng.normal(size=(700, 1000)).astype(np.float32)}
+    values["w"] = values["w"] ** 3 if heavy else values["w"]
+    packed = pack(values, ["w"], wire := Wire("auto", left_out=left_out))
+    found = unpack(packed, shapes_of(values, ["w"]), wire)["w"]
+    left = np.square(found - values["w"], dtype=np.float64).sum() / np.square(values["w"], dtype=np.float64).sum()
+    assert left_out * 0.95 < left < left_out * 1.25 + 0.03
+    _, counts = np.unique(found, return_counts=True)
+    entropy = -np.sum(counts / found.size * np.log2(counts / found.size))
+    bits = 8 * len(packed.data) / found.size
+    assert entropy <= bits < 1.1 * entropy + 0.01, "these values are random: no code has fewer bits"
+
+
+def test_auto_sends_little_of_a_matrix_that_changed_little():
+    rng = np.random.default_rng(0)
+    values = {"much": rng.normal(size=(400, 500)), "little": rng.normal(scale=0.1, size=(400, 500))}
+    found = unpack(pack(values, values, wire := Wire("auto", left_out=0.6)), shapes_of(values, values), wire)
+    assert not found["little"].any() and 0.05 < np.count_nonzero(found["much"]) / found["much"].size < 0.2
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("many", [False, True])
+def test_auto_passes_on_that_a_matrix_is_not_finite(bad, many):
+    values = np.random.default_rng(0).normal(size=(20, 20)).astype(np.float32)
+    values[3, 4] = bad
+    read = there_and_back(Steps(0.05 if many else 0.6, threshold=0.1 if many else 2.0), values)
+    assert np.isnan(read[3, 4])
+
+
+def test_differences_over_several_rounds_are_sent_more_exactly():
+    wire = Wire("auto", left_out=0.6)
+    assert wire.after(1) is wire and wire.after(4) == Wire("auto", left_out=0.15)
+    assert Wire("sign").after(4) == Wire("sign")
 
 
 def test_how_long_what_is_written_is():
     values = {"w": np.random.default_rng(0).normal(size=(768, 3072)).astype(np.float32)}
     size = values["w"].size
-    lengths = {dtype: len(pack(values, ["w"], Wire(dtype)).data) for dtype in DTYPES}
+    lengths = {dtype: len(pack(values, ["w"], Wire(dtype)).data) for dtype in CODECS}
     assert lengths == {
         "float32": 4 * size, "float16": 2 * size, "bfloat16": 2 * size, "int8": size + 4 * 768,
         "int4": size / 2 + 4 * 768, "ternary": math.ceil(size / 5) + 4 * 768, "sign": size / 8 + 4 * 768,
@@ -260,7 +352,7 @@ def test_how_long_what_is_written_is():
         assert 0.99 * entropy < gaps < 1.03 * entropy, "these places are random: no code has fewer bytes"
 
 
-@pytest.mark.parametrize("wire", [PLAIN, *(Wire(dtype) for dtype in DTYPES[1:]), Wire("sign", 0.3), Wire(top_k=0.5)])
+@pytest.mark.parametrize("wire", [PLAIN, *(Wire(dtype) for dtype in CODECS if dtype != "float32"), *OF_ALL])
 def test_only_matrices_of_float32_and_float64_are_encoded(wire):
     rng = np.random.default_rng(0)
     values = {
@@ -274,7 +366,7 @@ def test_only_matrices_of_float32_and_float64_are_encoded(wire):
     assert {name: (a.dtype, a.shape) for name, a in found.items()} == {n: (a.dtype, a.shape) for n, a in values.items()}
     for name, array in found.items():
         assert not array.flags.writeable
-        if name in ("w", "other") and wire.top_k:
+        if name in ("w", "other") and wire in OF_ALL:
             assert array.any() and not array.all()
         elif name in ("w", "other"):
             np.testing.assert_array_equal(array, wire.decoded(values[name]))
@@ -284,7 +376,7 @@ def test_only_matrices_of_float32_and_float64_are_encoded(wire):
 
 @given(
     st.binary(max_size=80),
-    st.sampled_from([*(Wire(dtype) for dtype in DTYPES[1:]), Wire(top_k=0.2), Wire("int8", 0.2), Wire("sign", 0.5)]),
+    st.sampled_from([*(Wire(dtype) for dtype in DTYPES[1:]), Wire(top_k=0.2), Wire("int8", 0.2), *OF_ALL]),
 )
 def test_bytes_that_nobody_wrote_are_refused_or_read_and_do_no_harm(data, wire):
     shaped = [("w", "float32", (4, 5))]
@@ -310,7 +402,9 @@ def test_another_length_is_refused(change):
 @pytest.mark.parametrize(
     "options, said",
     [
-        ({"down": "int5"}, "'int5'; it must be one of float32, float16, bfloat16, int8, int4, ternary, sign"),
+        ({"down": "int5"}, "'int5'; it must be one of float32, float16, bfloat16, int8, int4, ternary, sign, auto"),
+        ({"up": "auto", "top_k": 0.1}, "with auto it must be 0"),
+        ({"left_out": 1.0}, "left_out is 1.0; it must be at least 0 and less than 1"),
         ({"top_k_down": -0.1}, "top_k is -0.1"),
         ({"whole": "sign"}, "whole is 'sign'; it must be same, or one of float32, float16, bfloat16, int8, int4"),
         ({"up": "bf16"}, "'bf16'"),
@@ -337,6 +431,9 @@ def test_what_an_encoding_asks_of_clients():
         assert fewer.upload == Wire(differences=True)
     assert not Encoding("int8").differences_down and Encoding("int8").download_whole == Wire("int8")
     assert Encoding("sign", whole="int4").download_whole == Wire("int4")
+    both = Encoding("auto", "auto", left_out=0.5)
+    assert both.upload == Wire("auto", differences=True, feedback=True, left_out=0.5)
+    assert (both.download, both.download_whole) == (Wire("auto", differences=True, left_out=0.5), Wire("int4"))
     assert Encoding("bfloat16", top_k_down=0.1).download_whole == Wire("bfloat16")
     described = "changes in sign down, ternary up, with error feedback"
     assert str(Encoding("sign", "ternary")) == described
