@@ -22,7 +22,7 @@ import numpy as np
 from flwr.app import Array, ConfigRecord
 from hypothesis import strategies as st
 
-from tepal.exchange.encodings import CODECS, PLAIN, TopK, Wire
+from tepal.exchange.encodings import AUTO, CODECS, PLAIN, Steps, TopK, Wire
 from tepal.exchange.files import DamagedFile, map_arrays, read_arrays, write_arrays
 from tepal.exchange.manifest import RECORD, Header, Manifest, ProtocolError, verified_id, write_id
 from tepal.exchange.parts import STYPE, digest, pack, shapes_of, unpack_checked, unpacked
@@ -125,8 +125,8 @@ _VALUES = {"w": np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4), "d": np.
 
 def _layout_of(at_random: Random) -> bytes:
     """First what `_part` reads as wire and shapes, then the packed bytes."""
-    wire = at_random.randrange(_WIRES)
-    data = bytes(pack(_VALUES, _VALUES, _wire(wire), random=_wire(wire).random(1)).data)
+    number = at_random.randrange(len(_WIRES))
+    data = bytes(pack(_VALUES, _VALUES, _WIRES[number], random=_WIRES[number].random(1)).data)
     shaped = [list(item) for item in shapes_of(_VALUES, _VALUES)]
     if at_random.random() < 0.6:
         item = at_random.choice(shaped)
@@ -136,16 +136,15 @@ def _layout_of(at_random: Random) -> bytes:
             item[2] = [at_random.choice((0, 1, 3, 4, 12, -1, 2**40, 2**62)) for _ in range(at_random.randrange(4))]
     else:
         data = changed_bytes(data, at_random)
-    head = json.dumps([wire, shaped]).encode()
+    head = json.dumps([number, shaped]).encode()
     return struct.pack("<H", len(head)) + head + data
 
 
-_WIRES = 4 * len(CODECS)
-
-
-def _wire(number: int) -> Wire:
-    share = (0.0, 0.25, 0.9)[number // len(CODECS) % 3]
-    return Wire(tuple(CODECS)[number % len(CODECS)], share, differences=number >= 3 * len(CODECS))
+_WIRES = (
+    *(Wire(dtype, share) for share in (0.0, 0.25, 0.9) for dtype in CODECS),
+    *(Wire(dtype, differences=True) for dtype in CODECS),
+    Wire(AUTO, left_out=0.1), Wire(AUTO, left_out=0.6, differences=True),
+)  # fmt: skip
 
 
 def _part(data: bytes) -> None:
@@ -153,9 +152,10 @@ def _part(data: bytes) -> None:
     with contextlib.suppress(ValueError, struct.error, TypeError, KeyError, RecursionError):
         size = struct.unpack_from("<H", data)[0]
         number, items = json.loads(data[2 : 2 + size])
-        wire, shaped = _wire(number), [(str(n), _DTYPES[_DTYPES.index(d)], tuple(map(int, s))) for n, d, s in items]
+        wire = _WIRES[number % len(_WIRES)]
+        shaped = [(str(n), _DTYPES[_DTYPES.index(d)], tuple(map(int, s))) for n, d, s in items]
         data = data[2 + size :]
-    if wire.top_k and max((math.prod(shape) for _, _, shape in shaped), default=0) > 1 << 26:
+    if (wire.top_k or wire.dtype == AUTO) and max((math.prod(shape) for _, _, shape in shaped), default=0) > 1 << 26:
         return  # a few bytes may stand for many zeros; the shapes are the reader's own
     array = Array(dtype="uint8", shape=(len(data),), stype=STYPE, data=data)
     try:
@@ -178,7 +178,10 @@ def _part(data: bytes) -> None:
     assert other == {}, "without the base nothing can be read"
 
 
-_CODECS = (*CODECS.values(), *(TopK(share, of) for share in (0.01, 0.3, 0.9) for of in CODECS.values()))
+_CODECS = (
+    *CODECS.values(), *(TopK(share, of) for share in (0.01, 0.3, 0.9) for of in CODECS.values()),
+    Steps(0.05), Steps(0.6),
+)  # fmt: skip
 
 
 def _codec(data: bytes) -> None:

@@ -103,7 +103,9 @@ def test_a_model_that_is_scored_and_then_trained_is_sent_once(monkeypatch):
     assert apart < 2e-4 < np.abs(seen[0, 3, "evaluate"]["w"] - made["w"]).max()
 
 
-@pytest.mark.parametrize("encoding", [Encoding("sign"), Encoding("ternary"), Encoding("sign", top_k_down=0.1)])
+@pytest.mark.parametrize(
+    "encoding", [Encoding("sign"), Encoding("ternary"), Encoding("sign", top_k_down=0.1), Encoding("auto")]
+)
 def test_values_that_stay_the_same_are_approached(encoding):
     """Sent in the round in which they came to be, and in every other round after it."""
     seen = {}
@@ -167,6 +169,32 @@ def test_a_client_that_missed_rounds_is_sent_one_difference_and_a_newcomer_the_w
     assert (seen[1, 5, "train"]["w"] != seen[0, 5, "train"]["w"]).any()
     moved = np.abs(seen[0, 5, "train"]["w"] - seen[1, 1, "train"]["w"]).max()
     assert np.abs(seen[1, 5, "train"]["w"] - seen[0, 5, "train"]["w"]).max() < moved
+
+
+@pytest.mark.parametrize("missed", [0, 1, 4, 9])
+def test_auto_leaves_out_of_missed_rounds_no_more_than_of_one(missed):
+    """The changes of m rounds, if independent, have m times the squared norm of one: a share of 1/m is left out."""
+    seen = {}
+    strategy = FedAvg(encoding=Encoding("auto", left_out=0.5), fraction_evaluate=0)
+    here = {0: range(1, 20), 1: (1, 2 + missed)}
+    grid = Grid(
+        [Node(moving_app(seen), {"partition-id": k}) for k in here], here=lambda number, k: number in here[k],
+        spoil=as_sent,
+    )  # fmt: skip
+    models = {}
+    with pytest.MonkeyPatch.context() as patch:
+        content = Sender.content
+
+        def noted(self, outgoing, *args):
+            models[outgoing.plan.round] = {n: v.copy() for n, v in outgoing.values("model").items()}
+            return content(self, outgoing, *args)
+
+        patch.setattr(Sender, "content", noted)
+        rounds_of(strategy, grid, 2 + missed)
+    had, came, model = seen[1, 1, "train"]["w"], seen[1, 2 + missed, "train"]["w"], models[2 + missed]["w"]
+    whole, left = np.square(model - had).sum(), np.square(model - came).sum()
+    share = 0.5 / (1 + missed)
+    assert 0.6 * share < left / whole < 1.3 * share + 0.03
 
 
 def damage(folder):

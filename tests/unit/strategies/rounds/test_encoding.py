@@ -131,7 +131,7 @@ def left_out(cache_folder, partition):
     "encoding",
     [
         Encoding(up="int8"), Encoding(top_k=0.05), Encoding("int8", "int8", 0.1), Encoding(up="int4"),
-        Encoding(up="ternary"), Encoding("bfloat16", "sign"), Encoding(up="sign", top_k=0.2),
+        Encoding(up="ternary"), Encoding("bfloat16", "sign"), Encoding(up="sign", top_k=0.2), Encoding("auto", "auto"),
     ],
 )  # fmt: skip
 def test_error_feedback_brings_everything_in_the_end(cache_folder, encoding):

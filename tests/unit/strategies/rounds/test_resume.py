@@ -42,6 +42,10 @@ STRATEGIES = {
         fraction_train=0.6, fraction_evaluate=0, min_replies=2, seed=3, encoding=Encoding("sign", "ternary"),
         **{"deterministic": True, **options},
     ),
+    "auto": lambda **options: FedAvg(
+        fraction_train=0.6, fraction_evaluate=0, min_replies=2, seed=3, encoding=Encoding("auto", "auto"),
+        **{"deterministic": True, **options},
+    ),
 }
 
 
@@ -135,7 +139,7 @@ def reference(kind, tmp_path_factory):
 
 def assert_same_result(kind, resumed, reference):
     """After an earlier checkpoint than the newest, or a run that had ended, clients are sent other differences."""
-    if kind != "differences":
+    if kind not in ("differences", "auto"):
         assert (resumed.arrays, resumed.history) == (reference.arrays, reference.history)
         return
     for name, data in reference.arrays.items():
