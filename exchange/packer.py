@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from flwr.app import Array
@@ -40,6 +40,8 @@ class Wanted:
     """Whether it needs the values without an encoding."""
     final: bool = False
     """Whether they are the run's result, which is sent as exactly as a whole part."""
+    bits: float = 0.0
+    """Most bits for a value of its differences, in the mean, within a budget of the round; 0: no limit."""
 
     def part(self, digests: Mapping[str, bytes]) -> Part:
         """The part that has these digests."""
@@ -179,7 +181,7 @@ class Packer:
                 references.used(base)
                 return Packed(Parcel(wanted.part(known.digests), keep=True, sent=()), None, rounded=True)
             references.replaced(base)
-            wire = self._encoding.download.after(references.age(base))
+            wire = replace(self._encoding.download.after(references.age(base)), bits=wanted.bits)
             if wanted.final:
                 wire = Wire(whole.dtype, differences=True)
             try:

@@ -141,9 +141,23 @@ def pack(
     Raises:
         EncodingError: an array has values that the encoding cannot represent.
     """
-    pieces: list[bytes | memoryview] = []
     written = written or values.__getitem__
     order = _of_all(_packing_order(shapes_of(values, names), wire), written)
+    pieces = _pieces(order, written, wire, random)
+    while coarser := _coarser(order, pieces):
+        order = coarser
+        pieces = _pieces(order, written, wire, random)
+    data = b"".join(pieces)
+    return Array(dtype="uint8", shape=(len(data),), stype=STYPE, data=data)
+
+
+def _pieces(
+    order: list[tuple[Shaped, Codec | None]],
+    written: Callable[[str], np.ndarray],
+    wire: Wire,
+    random: np.random.Generator | None,
+) -> list[bytes | memoryview]:
+    pieces: list[bytes | memoryview] = []
     for (name, _, _), codec in order:
         if codec is None:
             pieces.append(raw_bytes(written(name)))
@@ -152,8 +166,17 @@ def pack(
             pieces.append(codec.write(np.asarray(written(name), np.float32), random))
         except EncodingError as error:
             raise EncodingError(f"entry {name!r} cannot be sent as {wire.dtype}: {error}") from error
-    data = b"".join(pieces)
-    return Array(dtype="uint8", shape=(len(data),), stype=STYPE, data=data)
+    return pieces
+
+
+def _coarser(
+    order: list[tuple[Shaped, Codec | None]], pieces: list[bytes | memoryview]
+) -> list[tuple[Shaped, Codec | None]] | None:
+    """The same with a codec that writes less; None if what was written is within the codec's limit."""
+    several = [(math.prod(item[2]), len(piece)) for (item, codec), piece in zip(order, pieces, strict=True) if codec]
+    codec = next((codec for _, codec in order if isinstance(codec, Steps)), None)
+    found = codec.coarser(sum(n for _, n in several), len(several), sum(n for n, _ in several)) if codec else None
+    return [(item, found if codec else None) for item, codec in order] if found else None
 
 
 def _of_all(

@@ -109,6 +109,8 @@ class Outgoing:
     """Flower's id of the client's node."""
     measured: bool = False
     """Whether the norm of the client's update is measured as its reply is read, and not estimated."""
+    clients: int = 1
+    """The number of clients of this exchange, which share a round's budget."""
 
     @property
     def name(self) -> str:

@@ -6,15 +6,16 @@ has cached, and whether one is missing that the record lists. The caller updates
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 
 from tepal.exchange.bounds import BadReply, examples_of, metrics_of, notes_of
-from tepal.exchange.encodings import PLAIN, Encoding, add_difference
+from tepal.exchange.encodings import AUTO, PLAIN, Encoding, Wire, add_difference, bits_within
 from tepal.exchange.layout import Arrays, Layout, Names, dtype_name
 from tepal.exchange.local import is_local
 from tepal.exchange.manifest import PARTS, RECORD, Header, Manifest, Parcel, ProtocolError, other_version, write_id
@@ -116,6 +117,8 @@ class Exchange:
 
     id: str
     outgoing: Outgoing
+    upload: Wire
+    """Encoding of the answer's entries."""
     sent: tuple[Names, ...]
     """Sent entries of each part of which any are sent."""
     rounded: Mapping[tuple[Tree, str], Part]
@@ -180,6 +183,11 @@ class Sender:
         parcels: list[Parcel] = []
         arrays: dict[str, Array] = {}
         rounded: dict[tuple[Tree, str], Part] = {}
+        exact = set(plan.exact)
+        upload = self.encoding.upload if plan.returns else PLAIN
+        upload = replace(upload, bits=self._bits(upload, plan.returns, outgoing.clients))
+        needed = {tree: [name for name in names if name not in exact] for tree, names in plan.needs.items()}
+        bits = self._bits(self.encoding.download, needed, outgoing.clients)
         for tree, names in plan.needs.items():
             values = outgoing.values(tree)
             wanted, kept = set(names), set(plan.keeps.get(tree, ()))
@@ -189,7 +197,7 @@ class Sender:
                     continue
                 wanted_block = Wanted(
                     tree, block, chosen, values, keep=kept.issuperset(chosen),
-                    exact=set(plan.exact).issuperset(chosen), final=bool(plan.options.get(FINAL)),
+                    exact=exact.issuperset(chosen), final=bool(plan.options.get(FINAL)), bits=bits,
                 )  # fmt: skip
                 packed = self.packer.parcel(wanted_block, client.held, missing)
                 if packed.data is not None:
@@ -205,7 +213,7 @@ class Sender:
             parcels=tuple(parcels),
             current=client.current,
             kept=client.restorable,
-            upload=self.encoding.upload if plan.returns else PLAIN,
+            upload=upload,
             nonce=os.urandom(8).hex(),
         )
         content = RecordDict({RECORD: manifest.to_record()})
@@ -218,7 +226,20 @@ class Sender:
         sent_entries = tuple(parcel.sent for parcel in parcels if parcel.sent)
         keeps = tuple(parcel.part.id for parcel in parcels if parcel.keep)
         replaces = tuple(parcel.base for parcel in parcels if parcel.base)
-        return content, Exchange(write_id(content), outgoing, sent_entries, rounded, keeps, replaces)
+        return content, Exchange(write_id(content), outgoing, upload, sent_entries, rounded, keeps, replaces)
+
+    def _bits(self, wire: Wire, names: Mapping[Tree, Iterable[str]], clients: int) -> float:
+        """Most bits for an encoded value in one direction of one client's exchange; 0: no limit.
+
+        Half of the round's budget is for each direction, and of that an equal share for each client.
+        """
+        if not self.encoding.budget or wire.dtype != AUTO:
+            return 0.0
+        entries = [self.layout.by_name[name] for of_tree in names.values() for name in of_tree]
+        encoded = [entry for entry in entries if wire.codec(entry.dtype, entry.shape)]
+        others = sum(entry.nbytes for entry in entries) - sum(entry.nbytes for entry in encoded)
+        values = sum(math.prod(entry.shape) for entry in encoded)
+        return bits_within(self.encoding.budget / (2 * clients) - others, values)
 
     def read(self, exchange: Exchange, message: Message, weighted_by: str = "num-examples") -> Reply | Missing:
         """Check an answer against the plan, entry by entry.
@@ -293,7 +314,7 @@ class Sender:
             raise BadReply(f"it carries {foreign[0]!r}, which was not requested")
         arrays = content.get(PARTS)
         parts: dict[Tree, dict[str, np.ndarray]] = {}
-        wire = self.encoding.upload
+        wire = exchange.upload
         for tree, names in plan.returns.items():
             shaped = header.parts.get(tree, ())
             got = [name for name, _, _ in shaped]

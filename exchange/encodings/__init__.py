@@ -30,7 +30,17 @@ with the same values receive the same bytes, and digests are those of the decode
 from tepal.exchange.encodings.codec import Codec, EncodingError
 from tepal.exchange.encodings.sparse import TopK, threshold
 from tepal.exchange.encodings.steps import Steps
-from tepal.exchange.encodings.wire import AUTO, CODECS, DTYPES, FEW_BITS, PLAIN, Encoding, Wire, add_difference
+from tepal.exchange.encodings.wire import (
+    AUTO,
+    CODECS,
+    DTYPES,
+    FEW_BITS,
+    PLAIN,
+    Encoding,
+    Wire,
+    add_difference,
+    bits_within,
+)
 
 __all__ = [
     "AUTO",
@@ -45,5 +55,6 @@ __all__ = [
     "TopK",
     "Wire",
     "add_difference",
+    "bits_within",
     "threshold",
 ]

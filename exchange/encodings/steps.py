@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -39,6 +40,8 @@ class Steps:
     """
 
     left_out: float
+    bits: float = 0.0
+    """Most bits for a value, in the mean; 0: no limit. With a limit, more is left out where it must be."""
     threshold: float | None = None
     """None: it is computed from the matrix itself."""
 
@@ -46,11 +49,22 @@ class Steps:
 
     def fitted(self, sizes: Sequence[int], values: Callable[[int], np.ndarray]) -> Steps:
         """The codec for several matrices: with one threshold for all of them. Arguments: see `threshold`."""
-        return replace(self, threshold=threshold(self.left_out, sizes, values))
+        return replace(self, threshold=threshold(self.left_out, sizes, values, self.bits))
+
+    def coarser(self, nbytes: int, matrices: int, values: int) -> Steps | None:
+        """The codec with a threshold that is a tenth larger, if its limit demands that; None if it does not.
+
+        `nbytes` is what it wrote for so many matrices with so many values.
+        """
+        if not self.bits or 8 * nbytes <= self.bits * values or nbytes == matrices * _HEAD:
+            return None
+        return replace(self, threshold=1.1 * (self.threshold or 0.0))
 
     def write(self, values: np.ndarray, random: np.random.Generator | None) -> bytes:
         flat = np.ascontiguousarray(values, np.float32).reshape(-1)
-        least = self.threshold if self.threshold is not None else threshold(self.left_out, [flat.size], lambda _: flat)
+        least = self.threshold
+        if least is None:
+            least = threshold(self.left_out, [flat.size], lambda _: flat, self.bits)
         step = min(least / _DEAD, _LARGEST) if np.isfinite(flat).all() else math.nan
         places = np.flatnonzero(magnitudes(flat) >= least)
         if len(places) > _MANY * flat.size:
@@ -136,7 +150,9 @@ def _longer(coded: int, most: int) -> bool:
     return coded > longest_in_huffman(most)
 
 
-def threshold(left_out: float, sizes: Sequence[int], values: Callable[[int], np.ndarray]) -> float:
+def threshold(
+    left_out: float, sizes: Sequence[int], values: Callable[[int], np.ndarray], bits: float = 0.0
+) -> float:
     """The magnitude below which the values of several arrays hold the share `left_out` of their squared norm.
 
     At least one value that is not 0 reaches it, and no 0 does. It is computed from all values, or from some hundred
@@ -146,12 +162,32 @@ def threshold(left_out: float, sizes: Sequence[int], values: Callable[[int], np.
         left_out: share, in [0, 1).
         sizes: numbers of values.
         values: number of an array → the array; called for one after the other.
+        bits: the threshold is larger if it must be for no more than about so many bits a value; 0: no limit.
     """
     found = np.sort(sampled_magnitudes(sizes, values, _SAMPLE))
-    found = found[np.searchsorted(found, 0, side="right") :]
+    zeros = int(np.searchsorted(found, 0, side="right"))
+    found, size = found[zeros:], found.size
     if not found.size:
         return float(np.finfo(np.float32).smallest_subnormal)
-    squares = np.cumsum(np.square(found / found[-1], dtype=np.float64)) if np.isfinite(found[-1]) else np.ones(1)
-    first = np.searchsorted(squares, left_out * squares[-1], side="right")
+    if not np.isfinite(found[-1]):
+        return math.inf
+    squares = np.cumsum(np.square(found / found[-1], dtype=np.float64))
+    first = min(int(np.searchsorted(squares, left_out * squares[-1], side="right")), found.size - 1)
     # The largest magnitude must be no more steps than can be counted.
-    return max(float(found[min(first, found.size - 1)]), float(found[-1]) * _DEAD / _MOST)
+    first = max(first, int(np.searchsorted(found, found[-1] * np.float32(_DEAD / _MOST))))
+    if bits and _bits(found[first:], size) > bits:
+        first = bisect_left(range(found.size), -bits, lo=first, key=lambda k: -_bits(found[k:], size))
+        first = min(first, found.size - 1)
+    return float(found[first])
+
+
+def _bits(kept: np.ndarray, size: int) -> float:
+    """About how many bits a value has, in the mean, if these magnitudes (ascending) are kept of so many."""
+    share = len(kept) / size
+    counts = np.bincount(np.minimum(kept / (kept[0] / _DEAD) + (1 - _DEAD), _MOST).astype(np.int64))
+    return _entropy(np.array([share, 1 - share])) + share * (1 + _entropy(counts / len(kept)))
+
+
+def _entropy(shares: np.ndarray) -> float:
+    some = shares[shares > 0]
+    return float(-np.sum(some * np.log2(some)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -40,6 +41,7 @@ class Wire:
         feedback: add what is left out to the next upload.
         seed: of rounding at random.
         left_out: of AUTO: share of the squared norm that is left out.
+        bits: of AUTO: most bits for a value, in the mean over a part; 0: no limit.
     """
 
     dtype: str = "float32"
@@ -48,6 +50,7 @@ class Wire:
     feedback: bool = False
     seed: int = 0
     left_out: float = 0.0
+    bits: float = 0.0
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -58,6 +61,8 @@ class Wire:
             raise ValueError(f"top_k is {self.top_k}; with {AUTO} it must be 0, since {AUTO} chooses how many are sent")
         if not 0 <= self.left_out < 1:
             raise ValueError(f"left_out is {self.left_out}; it must be at least 0 and less than 1")
+        if not self.bits >= 0:
+            raise ValueError(f"bits is {self.bits}; it must be positive, or 0 for no limit")
 
     @property
     def plain(self) -> bool:
@@ -67,7 +72,7 @@ class Wire:
     @cached_property
     def _codec(self) -> Codec:
         if self.dtype == AUTO:
-            return Steps(self.left_out)
+            return Steps(self.left_out, self.bits)
         return TopK(self.top_k, CODECS[self.dtype]) if self.top_k else CODECS[self.dtype]
 
     def codec(self, dtype: str, shape: tuple[int, ...]) -> Codec | None:
@@ -102,6 +107,16 @@ class Wire:
 PLAIN = Wire()
 
 
+def bits_within(nbytes: float, values: int) -> float:
+    """Bits of each of so many values within so many bytes, at least almost none.
+
+    Rounded down to three digits, so that messages that hardly differ are packed once.
+    """
+    bits = max(8 * nbytes / max(values, 1), 1e-6)
+    unit = 10.0 ** (math.floor(math.log10(bits)) - 2)
+    return math.floor(bits / unit) * unit
+
+
 def add_difference(start: np.ndarray, difference: np.ndarray) -> None:
     """difference ← start + difference: the same operation on both sides gives the same bits."""
     np.add(start, difference, out=difference)
@@ -126,6 +141,8 @@ class Encoding:
         reference_megabytes: limit on the server's disk for what clients have, from which differences are sent down; at
             least twice what one client is sent.
         left_out: share of the squared norm of matrices' differences that AUTO leaves out.
+        budget: bytes of a round, of all clients' messages and answers together, within which AUTO leaves out more if it
+            must; 0: no limit. What a client is sent that has nothing to take a difference from is not within it.
 
     Raises:
         ValueError: an option is out of range.
@@ -140,12 +157,15 @@ class Encoding:
     whole: str = "same"
     reference_megabytes: float = 8000.0
     left_out: float = 0.6
+    budget: int = 0
 
     def __post_init__(self) -> None:
         Wire(self.up, self.top_k, left_out=self.left_out)  # which checks them
         Wire(self.down, self.top_k_down)
         if self.whole not in (*WHOLES, "same"):
             raise ValueError(f"whole is {self.whole!r}; it must be same, or one of {', '.join(WHOLES)}")
+        if self.budget < 0 or (self.budget and AUTO not in (self.down, self.up)):
+            raise ValueError(f"budget is {self.budget}; it must be 0, or positive with down or up {AUTO!r}")
         if not self.reference_megabytes > 0:
             raise ValueError(f"reference_megabytes is {self.reference_megabytes}; it must be positive")
 

@@ -12,6 +12,7 @@ from typing import Any, get_args
 from pydantic import BaseModel
 
 from tepal import models
+from tepal.exchange.encodings import AUTO
 from tepal.models.weights import misspelt
 from tepal.server_app.config.ending import ending_problems, ending_warnings, scoring_problems
 from tepal.server_app.config.run_config import RunConfig, defaults
@@ -79,6 +80,7 @@ def contradictions(config: RunConfig) -> list[str]:
         )
     if not config.training.local_steps and not config.training.local_epochs:
         found.append("local-epochs=0 and local-steps=0: clients would not train; set one of them")
+    found += _wire_problems(config)
     found += _start_problems(config)
     found += _training_contradictions(config)
     found += _client_problems(config)
@@ -109,6 +111,16 @@ def contradictions(config: RunConfig) -> list[str]:
         except DataError as error:
             found.append(str(error))
     return found
+
+
+def _wire_problems(config: RunConfig) -> Iterator[str]:
+    wire = config.wire
+    for way, dtype, top_k in (("down", wire.down, wire.top_k_down), ("up", wire.up, wire.top_k)):
+        if dtype == AUTO and top_k:
+            key = "wire-top-k-down" if way == "down" else "wire-top-k"
+            yield f"{key}={top_k:g}, and wire-dtype-{way} is {AUTO!r}, which chooses how much is sent: set {key}=0"
+    if wire.budget and AUTO not in (wire.down, wire.up):
+        yield f"wire-budget={wire.budget!r} applies to {AUTO!r} only: set wire-dtype={AUTO!r}"
 
 
 def _start_problems(config: RunConfig) -> Iterator[str]:

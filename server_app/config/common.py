@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ByteSize, Field, TypeAdapter, ValidationError, field_validator
 
 from tepal.exchange.encodings import Encoding
 from tepal.strategies import STRATEGIES
@@ -20,6 +20,7 @@ else:
 WireDtype = Literal["float32", "float16", "bfloat16", "int8", "int4", "ternary", "sign", "auto"]
 _Whole = Literal["same", "float32", "float16", "bfloat16", "int8", "int4"]
 _OrSame = Literal["same", "float32", "float16", "bfloat16", "int8", "int4", "ternary", "sign", "auto"]
+_BYTES = TypeAdapter(ByteSize)
 
 
 class RoundConfig(BaseModel):
@@ -186,15 +187,38 @@ class EncodingConfig(BaseModel):
     left_out: float = Field(
         0.6, ge=0, lt=1, description="share of the squared norm of a round's changes that auto leaves out (sends as 0)"
     )
+    budget: str = Field(
+        "",
+        description='bytes of a round for all clients both ways, within which auto leaves out more, such as "2MB"; '
+        '"": no limit',
+    )
     error_feedback: bool = Field(
         True, description="clients keep what int8, fewer bits and wire-top-k leave out, and add it to their next upload"
     )
 
+    @field_validator("budget")
+    @classmethod
+    def _of_bytes(cls, value: str) -> str:
+        try:
+            _BYTES.validate_python(value or 0)
+        except ValidationError:
+            raise ValueError('expected a number of bytes, such as "2MB" or "500kB", or ""') from None
+        return value
+
+    @property
+    def down(self) -> str:
+        """The dtype of what is sent to clients."""
+        return self.dtype if self.dtype_down == "same" else self.dtype_down
+
+    @property
+    def up(self) -> str:
+        """The dtype of what clients send."""
+        return self.dtype if self.dtype_up == "same" else self.dtype_up
+
     def encoding(self, seed: int) -> Encoding:
-        down, up = (self.dtype if own == "same" else own for own in (self.dtype_down, self.dtype_up))
         return Encoding(
-            down, up, self.top_k, self.error_feedback, seed, self.top_k_down, self.dtype_whole,
-            self.reference_megabytes, self.left_out,
+            self.down, self.up, self.top_k, self.error_feedback, seed, self.top_k_down, self.dtype_whole,
+            self.reference_megabytes, self.left_out, int(_BYTES.validate_python(self.budget or 0)),
         )
 
 

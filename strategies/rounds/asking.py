@@ -61,6 +61,7 @@ class Asker:
                 self._settings(state, plan, this),
                 self._cohorts.node_of(plan.client),
                 measured,
+                len(plans),
             )
             for plan in plans
         ]
