@@ -52,13 +52,14 @@ class Steps:
         return replace(self, threshold=threshold(self.left_out, sizes, values, self.bits))
 
     def coarser(self, nbytes: int, matrices: int, values: int) -> Steps | None:
-        """The codec with a threshold that is a tenth larger, if its limit demands that; None if it does not.
+        """The codec with a larger threshold, if its limit demands that; None if it does not.
 
         `nbytes` is what it wrote for so many matrices with so many values.
         """
         if not self.bits or 8 * nbytes <= self.bits * values or nbytes == matrices * _HEAD:
             return None
-        return replace(self, threshold=1.1 * (self.threshold or 0.0))
+        larger = 1.01 * (8 * nbytes / (self.bits * values)) ** 0.1 * (self.threshold or 0.0)
+        return replace(self, threshold=larger if larger < _LARGEST else math.inf)
 
     def write(self, values: np.ndarray, random: np.random.Generator | None) -> bytes:
         flat = np.ascontiguousarray(values, np.float32).reshape(-1)
@@ -171,20 +172,21 @@ def threshold(
         return float(np.finfo(np.float32).smallest_subnormal)
     if not np.isfinite(found[-1]):
         return math.inf
-    squares = np.cumsum(np.square(found / found[-1], dtype=np.float64))
+    squares = np.cumsum(np.square(np.divide(found, found[-1], dtype=np.float64)))
     first = min(int(np.searchsorted(squares, left_out * squares[-1], side="right")), found.size - 1)
-    # The largest magnitude must be no more steps than can be counted.
-    first = max(first, int(np.searchsorted(found, found[-1] * np.float32(_DEAD / _MOST))))
     if bits and _bits(found[first:], size) > bits:
         first = bisect_left(range(found.size), -bits, lo=first, key=lambda k: -_bits(found[k:], size))
-        first = min(first, found.size - 1)
-    return float(found[first])
+    # The largest magnitude must be no more steps than can be counted.
+    return max(float(found[min(first, found.size - 1)]), float(found[-1]) * _DEAD / _MOST)
 
 
 def _bits(kept: np.ndarray, size: int) -> float:
     """About how many bits a value has, in the mean, if these magnitudes (ascending) are kept of so many."""
     share = len(kept) / size
-    counts = np.bincount(np.minimum(kept / (kept[0] / _DEAD) + (1 - _DEAD), _MOST).astype(np.int64))
+    step = np.float32(min(float(kept[0]) / _DEAD, _LARGEST))
+    with np.errstate(over="ignore"):
+        levels = np.minimum(kept / step + np.float32(1 - _DEAD), _MOST)
+    counts = np.bincount(levels.astype(np.int64))
     return _entropy(np.array([share, 1 - share])) + share * (1 + _entropy(counts / len(kept)))
 
 

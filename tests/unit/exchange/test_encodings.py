@@ -6,7 +6,7 @@ import zlib
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -319,6 +319,34 @@ def test_auto_sends_little_of_a_matrix_that_changed_little():
     assert not found["little"].any() and 0.05 < np.count_nonzero(found["much"]) / found["much"].size < 0.2
 
 
+@given(
+    SMALL | MATRICES,
+    st.sampled_from([1e-6, 0.05, 0.4, 1.0, 3.0]),
+    st.sampled_from([0.0, 0.1, 0.6]),
+    st.booleans(),
+)
+@settings(max_examples=300)
+def test_auto_stays_within_its_bits_or_sends_nothing(values, bits, left_out, heavy):
+    normal = np.random.default_rng(0).normal(size=(30, 40)).astype(np.float32)
+    values = {"w": values, "v": normal ** (9 if heavy else 1)}
+    packed = pack(values, values, Wire("auto", left_out=left_out, bits=bits))
+    found = unpack(packed, shapes_of(values, values), Wire("auto"))
+    encoded = sum(value.size for value in values.values())
+    assert 8 * len(packed.data) <= bits * encoded or not any(value.any() for value in found.values())
+
+
+@pytest.mark.parametrize("bits", [0.02, 0.1, 0.5, 1.5])
+@pytest.mark.parametrize("heavy", [False, True])
+def test_auto_makes_use_of_its_bits_and_leaves_out_no_more_than_it_must(bits, heavy):
+    rng = np.random.default_rng(0)
+    values = {"w": rng.normal(size=(700, 1000)).astype(np.float32) ** (3 if heavy else 1)}
+    sent = {
+        limit: 8 * len(pack(values, ["w"], Wire("auto", left_out=0.1, bits=limit)).data) / values["w"].size
+        for limit in (0.0, bits)
+    }
+    assert 0.8 * min(bits, sent[0.0]) < sent[bits] <= min(bits, sent[0.0])
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("many", [False, True])
 def test_auto_passes_on_that_a_matrix_is_not_finite(bad, many):
@@ -404,6 +432,8 @@ def test_another_length_is_refused(change):
     [
         ({"down": "int5"}, "'int5'; it must be one of float32, float16, bfloat16, int8, int4, ternary, sign, auto"),
         ({"up": "auto", "top_k": 0.1}, "with auto it must be 0"),
+        ({"budget": 10, "down": "sign"}, "budget is 10; it must be 0, or positive with down or up 'auto'"),
+        ({"budget": -1, "up": "auto"}, "budget is -1"),
         ({"left_out": 1.0}, "left_out is 1.0; it must be at least 0 and less than 1"),
         ({"top_k_down": -0.1}, "top_k is -0.1"),
         ({"whole": "sign"}, "whole is 'sign'; it must be same, or one of float32, float16, bfloat16, int8, int4"),

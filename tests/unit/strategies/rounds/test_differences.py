@@ -197,6 +197,28 @@ def test_auto_leaves_out_of_missed_rounds_no_more_than_of_one(missed):
     assert 0.6 * share < left / whole < 1.3 * share + 0.03
 
 
+@pytest.mark.parametrize("clients", [1, 3])
+@pytest.mark.parametrize("budget", [0, 4_000, 1_500, 100])
+def test_rounds_stay_within_a_budget(clients, budget):
+    arrays = {"w": np.random.default_rng(0).normal(size=(60, 100)).astype(np.float32), "bias": np.zeros(5, np.float32)}
+
+    def wide(partition, number, scale):
+        return scale * np.random.default_rng([partition, number]).normal(size=(60, 100)).astype(np.float32)
+
+    strategy = FedAvg(encoding=Encoding("auto", "auto", left_out=0.1, budget=budget), fraction_evaluate=0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(moving_app.__globals__, "step", wide)
+        _, history = start(strategy, moving_app(), clients=clients, rounds=5, arrays=arrays, spoil=as_sent)
+    for report in history[1:]:
+        least = clients * (28 + 20)  # of nothing: the head of a matrix, and the bias
+        for way in (report.down.payload, report.up.payload):
+            if budget:
+                assert way <= max(budget / 2, least)
+            else:
+                assert way > clients * 1_000
+    assert not any(report.lost or report.refused or report.resent for report in history)
+
+
 def damage(folder):
     for file in list(folder.iterdir()):
         file.write_bytes(file.read_bytes()[:-8] + b"\1" * 8)
