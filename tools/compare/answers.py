@@ -189,6 +189,9 @@ def _bytes(group: Group) -> str:
     rest = [result for result in group.variants if result not in whole]
     also = "".join(f"; {text}" for text in map(_not_reached, rest))
     if not reached:
+        unknown = [result.label for result in group.variants if result.figures.get("rounds_to_target")]
+        if unknown:
+            return f"{what} is reached, but the bytes of {_listed(unknown)} until then are not known."
         return f"{what} is reached by no variant."
     best = min(whole, key=lambda result: needs[result.name].mean)
     if needs[best.name].mean == 0:
@@ -219,7 +222,8 @@ def _not_reached(result: Result) -> str:
     if not result.counted:
         return f"{result.label} has no results"
     if figure is None:
-        return f"{result.label} does not reach it"
+        reached = result.figures.get("rounds_to_target")
+        return f"the bytes of {result.label} are not known" if reached else f"{result.label} does not reach it"
     return f"{result.label} reaches it with {figure.runs} of {len(result.counted)} seeds"
 
 

@@ -26,7 +26,7 @@ from functools import cached_property
 
 from tepal.host.toml import Value
 from tepal.records.run_directory import Measure, measured_by
-from tepal.tools.compare.measured import Curve, Measured, Point, measured
+from tepal.tools.compare.measured import TO_TARGET, Curve, Measured, Point, measured
 from tepal.tools.compare.plan import (
     CSV,
     HTML,
@@ -76,9 +76,6 @@ def over_seeds(values: Sequence[float | None]) -> Statistic | None:
         return Statistic(statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None, len(known))
     except (OverflowError, ValueError):  # of numbers that are as large as a float can be
         return None
-
-
-_TO_TARGET = ("rounds_to_target", "bytes_to_target")
 
 
 @dataclass(frozen=True)
@@ -164,12 +161,12 @@ class Result:
 
     @cached_property
     def figures(self) -> dict[str, Statistic | None]:
-        """All figures over the seeds; rounds and bytes to the target over the runs that reached it."""
+        """All figures over the seeds; those of TO_TARGET over the runs that reached it."""
         each = [figures for _, figures in self._each]
-        columns = {name: [figures[name] for figures in each] for name in (each[0] if each else ())}
+        reached = [figures for figures in each if figures["rounds_to_target"] is not None]
         return {
-            name: over_seeds([value for value in values if value is not None] if name in _TO_TARGET else values)
-            for name, values in columns.items()
+            name: over_seeds([figures[name] for figures in (reached if name in TO_TARGET else each)])
+            for name in (each[0] if each else ())
         }
 
     @cached_property
