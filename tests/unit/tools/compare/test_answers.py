@@ -169,8 +169,8 @@ def test_bytes_that_were_not_counted_are_not_known(tmp_path):
     rounds = {("FedAvg", 7): scores(0.95, megabytes=4), ("small", 7): uncounted, ("never", 7): scores(0.5, megabytes=2)}
     found = results(tmp_path, BYTES, rounds, seeds=(7,))
     assert answer(found.sections[0]) == (
-        "FedAvg's accuracy less 0.5 points (0.9450) is reached with 4.00 MB by FedAvg, the baseline; the bytes of small "
-        "are not known; never does not reach it."
+        "FedAvg's accuracy less 0.5 points (0.9450) is reached with 4.00 MB by FedAvg, the baseline; the bytes of "
+        "small are not known; never does not reach it."
     )
     row = {row["variant"]: row for row in csv.DictReader(io.StringIO(strategies_csv(found)))}["small"]
     keys = ("bytes_to_target", "bytes_down_to_target", "bytes_up_to_target", "seconds_to_target", "reached_target")

@@ -266,9 +266,7 @@ def test_an_earlier_models_score_on_the_clients_is_not_the_results(tmp_path):
 def test_bytes_after_an_unknown_round_are_not_made_up(tmp_path):
     run = RunDirectory.create(tmp_path, "fedavg", {})
     for number, down in ((1, 1000), (2, None), (3, 1000)):
-        run.append(
-            RoundRecord(round=number, accuracy=0.1 * number, accuracy_of="server", bytes_down=down, bytes_up=0)
-        )
+        run.append(RoundRecord(round=number, accuracy=0.1 * number, accuracy_of="server", bytes_down=down, bytes_up=0))
     result = measured(ComparedRun("fedavg", 7, run.path, "finished"), {})
     assert [(point.round, point.transferred) for point in result.curve.points] == [(1, 1000), (2, None), (3, None)]
     assert [point.round for point in Result("fedavg", [result]).over_bytes] == [1]
@@ -612,6 +610,39 @@ def test_the_page_draws_accuracy_over_rounds_and_over_bytes(page):
         assert frozen["line"]["dash"] == "solid"
         own = curves["fedacs, clients' personal models"]
         assert own["x"] == own_x and own["line"]["dash"] == "dash"
+
+
+def test_the_target_is_a_line_in_both_figures_and_in_the_picture(page, folder, seeds):
+    for name in ("accuracy-rounds", "accuracy-bytes"):
+        [line] = page.figures[name]["layout"]["shapes"]
+        assert (line["y0"], line["y1"]) == (pytest.approx(0.72), pytest.approx(0.72)) and line["line"]["dash"] == "dot"
+        [note] = page.figures[name]["layout"]["annotations"]
+        assert note["text"] == "target 72.00%" and note["y"] == pytest.approx(0.72)
+    svg = ET.parse(folder / "comparison.svg").getroot()
+    [line] = [path for path in svg.iter(f"{SVG}path") if path.get("class") == "target"]
+    height = float(re.fullmatch(r"M58 ([\d.]+)H556", line.get("d"))[1])
+    assert scale(svg, "end", "y")(height + 4) == pytest.approx(0.72, abs=0.001)
+    assert "target 0.7200" in words(svg) and "Target: 0.7200." in svg.find(f"{SVG}desc").text
+    assert "Dotted: the target on the server's data." in page.text
+    [line] = Page(seeds / "comparison.html").figures["accuracy-bytes"]["layout"]["shapes"]
+    assert line["y0"] == pytest.approx(0.9 * statistics.mean(0.8 + added for added in ADDED.values()))
+
+
+def test_without_a_curve_of_the_servers_data_no_target_is_drawn(tmp_path):
+    comparison = finish(comparison_in(tmp_path, ["fedacs"], target=0.9))
+    found = Page(comparison.folder / "comparison.html")
+    assert all("shapes" not in figure["layout"] for figure in found.figures.values())
+    svg = ET.parse(tmp_path / "comparison.svg").getroot()
+    assert not [path for path in svg.iter(f"{SVG}path") if path.get("class") == "target"]
+    assert "Dotted" not in found.text
+
+
+def test_a_target_above_all_curves_is_within_the_picture(tmp_path):
+    comparison = finish(comparison_in(tmp_path, ["fedavg"], target=0.97))
+    svg = ET.parse(comparison.folder / "comparison.svg").getroot()
+    [line] = [path for path in svg.iter(f"{SVG}path") if path.get("class") == "target"]
+    height = float(re.search(r" ([\d.]+)H", line.get("d"))[1])
+    assert scale(svg, "end", "y")(height + 4) == pytest.approx(0.97, abs=0.001)
 
 
 def test_the_page_draws_several_seeds_as_their_mean_in_a_band(seeds):
