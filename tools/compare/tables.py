@@ -70,9 +70,11 @@ def about_seeds(results: Results) -> str:
 def about_target(group: Group) -> str:
     """A sentence on the target and how it was chosen."""
     target, by = group.target, group.by
-    if group.section.question == BYTES and (target is None or target.of):
-        each = ", each seed's own; their mean" if target and len(target.by_seed or ()) > 1 else ""
-        return f"Target: {threshold(group)}{each}" if target else threshold(group)
+    if target is not None and target.plus is not None:
+        each = ", each seed's own; their mean" if len(target.by_seed or ()) > 1 else ""
+        return f"Target: {threshold(group)}{each}"
+    if target is None and (group.section.question == BYTES or group.comparison.final):
+        return threshold(group)
     if target is None:
         return f"No run finished with an {by.name} on the server's held-out data, so there is no common target"
     share = "90% of" if by.share else "1/0.9 of"
