@@ -84,6 +84,7 @@ RUN_BY = {
     "tepal simulate": "tests/integration/test_main_job.py",
     "tepal compare --strategies": "tests/unit/test_docs_questions.py",
     "tepal compare . --variants": "tests/unit/tools/compare/test_variants.py",
+    "tepal compare . --strategies fedavg,selective --seeds 1,2,3 --target": "tests/unit/tools/compare/test_target.py",
     "tepal compare . --strategies fedavg,fedfrozen --vary": "tests/unit/tools/compare/test_vary.py",
     "tepal compare . --clients": "tests/unit/test_results.py",
     "tepal compare": "tests/integration/test_main_job.py",

@@ -28,6 +28,7 @@ from tepal.tools.compare.grid.expand import planned_text, strategies_grid, varia
 from tepal.tools.compare.grid.values import Grid, read_vary
 from tepal.tools.compare.runs import ALL, USUAL, check, check_tasks, new_folder, run_all, seed_numbers, strategy_names
 from tepal.tools.compare.tables import comparison_table
+from tepal.tools.compare.target import target_value
 from tepal.tools.compare.variants import VariantsFile, read_variants
 from tepal.tools.paths import given_run_config, has_our_keys, usual_run_config
 from tepal.tools.simulation.engines import AUTO, engine_for
@@ -61,10 +62,12 @@ def compare_command(
     clients: Annotated[int | None, typer.Option(min=2, help="simulated clients", show_default="10")] = None,
     run_config: RunConfigs = None,
     target: Annotated[
-        float | None,
+        str | None,
         typer.Option(
-            min=0,
-            help="accuracy (RMSE for a regression) up to which rounds and bytes are counted",
+            metavar="SCORE|NAME-MARGIN",
+            help="accuracy (RMSE for a regression) until which bytes, rounds and time are counted: a number such as "
+            "0.9, or a strategy's or variant's final one with a margin, each seed its own: fedavg-0.005 (for a "
+            "regression fedavg+0.005); baseline-0.005: of each section's baseline",
             show_default="90 % of FedAvg's final accuracy",
         ),
     ] = None,
@@ -107,7 +110,7 @@ def compare_command(
             fixed = {"--strategies": strategies, "--variants": variants, "--vary": vary, "--seeds": seeds,
                      "--clients": clients, "--run-config": run_config}  # fmt: skip
             comparison = _begun_comparison(app, resume, [option for option, value in fixed.items() if value])
-        comparison.target = comparison.target if target is None else target
+        comparison.target = comparison.target if target is None else _target(target)
         comparison.cpus = comparison.cpus if cpus is None else cpus
         comparison.gpus = comparison.gpus if gpus is None else gpus
         comparison.engine = engine or comparison.engine
@@ -138,6 +141,13 @@ def compare_command(
         raise typer.Exit(130)  # as shells do for a command that Ctrl-C ended
     if outcomes != {"finished"}:
         raise typer.Exit(1)
+
+
+def _target(given: str) -> float | str:
+    try:
+        return target_value(given)
+    except ValueError as error:
+        raise ConfigError(f"--target {given!r}: {error}") from error
 
 
 def _new_comparison(

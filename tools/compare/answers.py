@@ -167,15 +167,15 @@ def answer(group: Group) -> str:
 
 
 def threshold(group: Group) -> str:
-    """The target of a section that asks for bytes, as the subject of a sentence."""
+    """The target of a section, as the subject of a sentence, or why there is none."""
     target, by = group.target, group.by
     if target is None:
-        return f"No finished run of {group.baseline.label} has an {by.name} on the server's data, so there is no target"
-    if not target.of:
+        of = group.comparison.reference(group.section) if group.comparison.final else group.baseline.label
+        return f"No finished run of {of} has an {by.name} on the server's data, so there is no target"
+    if target.plus is None:
         return f"An {by.name} of {target.score:.4f}"
-    within = group.section.within
-    less = f"less {100 * within:g} points" if by.share else f"plus {within:g}"
-    return f"{target.of}'s {by.name} {less} ({target.score:.4f})"
+    margin = f"{100 * abs(target.plus):g} points" if by.share else f"{abs(target.plus):g}"
+    return f"{target.of}'s {by.name} {'plus' if target.plus > 0 else 'less'} {margin} ({target.score:.4f})"
 
 
 def _bytes(group: Group) -> str:
@@ -189,6 +189,9 @@ def _bytes(group: Group) -> str:
     rest = [result for result in group.variants if result not in whole]
     also = "".join(f"; {text}" for text in map(_not_reached, rest))
     if not reached:
+        unknown = [result.label for result in group.variants if result.figures.get("rounds_to_target")]
+        if unknown:
+            return f"{what} is reached, but the bytes of {_listed(unknown)} until then are not known."
         return f"{what} is reached by no variant."
     best = min(whole, key=lambda result: needs[result.name].mean)
     if needs[best.name].mean == 0:
@@ -219,7 +222,8 @@ def _not_reached(result: Result) -> str:
     if not result.counted:
         return f"{result.label} has no results"
     if figure is None:
-        return f"{result.label} does not reach it"
+        reached = result.figures.get("rounds_to_target")
+        return f"the bytes of {result.label} are not known" if reached else f"{result.label} does not reach it"
     return f"{result.label} reaches it with {figure.runs} of {len(result.counted)} seeds"
 
 

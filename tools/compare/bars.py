@@ -178,6 +178,8 @@ def _shown(result: Result, known: Mapping[str, Statistic], scale: Scale, group: 
     """What stands at the bar of a result: its value, or why it has none."""
     if result.name in known:
         return _value(known[result.name], scale, result, group)
+    if scale.key == "bytes_to_target" and result.figures.get("rounds_to_target"):
+        return "bytes not known"
     return scale.missing if result.counted else "no result yet"
 
 

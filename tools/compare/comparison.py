@@ -26,9 +26,10 @@ from functools import cached_property
 
 from tepal.host.toml import Value
 from tepal.records.run_directory import Measure, measured_by
-from tepal.tools.compare.measured import Curve, Measured, Point, measured
+from tepal.tools.compare.measured import TO_TARGET, Curve, Measured, Point, measured
 from tepal.tools.compare.plan import (
     CSV,
+    FEDAVG,
     HTML,
     LATEX,
     MARKDOWN,
@@ -76,9 +77,6 @@ def over_seeds(values: Sequence[float | None]) -> Statistic | None:
         return Statistic(statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None, len(known))
     except (OverflowError, ValueError):  # of numbers that are as large as a float can be
         return None
-
-
-_TO_TARGET = ("rounds_to_target", "bytes_to_target")
 
 
 @dataclass(frozen=True)
@@ -164,12 +162,12 @@ class Result:
 
     @cached_property
     def figures(self) -> dict[str, Statistic | None]:
-        """All figures over the seeds; rounds and bytes to the target over the runs that reached it."""
+        """All figures over the seeds; those of TO_TARGET over the runs that reached it."""
         each = [figures for _, figures in self._each]
-        columns = {name: [figures[name] for figures in each] for name in (each[0] if each else ())}
+        reached = [figures for figures in each if figures["rounds_to_target"] is not None]
         return {
-            name: over_seeds([value for value in values if value is not None] if name in _TO_TARGET else values)
-            for name, values in columns.items()
+            name: over_seeds([figures[name] for figures in (reached if name in TO_TARGET else each)])
+            for name in (each[0] if each else ())
         }
 
     @cached_property
@@ -202,17 +200,19 @@ def _mean(points: Sequence[Point]) -> Point | None:
 
 @dataclass(frozen=True)
 class Target:
-    """The score until which rounds and bytes are counted.
+    """The score until which bytes, rounds and time are counted.
 
     Args:
         score: The score; the mean over the seeds where each has its own.
         of: What it is derived from, a strategy or variant; "" if it is given.
         by_seed: Each seed's own score; None: all have the same.
+        plus: What is added to the final score that it is derived from; None: it is a share of that, or given.
     """
 
     score: float
     of: str = ""
     by_seed: Mapping[int, float] | None = None
+    plus: float | None = None
 
     def at(self, seed: int) -> float | None:
         """The score of a seed; None if it has none."""
@@ -285,10 +285,30 @@ def results_of(comparison: Comparison, runs: Sequence[Measured]) -> Results:
             )
             for variant in section.variants
         ]  # fmt: skip
-        target = Target(comparison.target) if comparison.target is not None else target_of(section, results)
+        target = _target(comparison, section, results)
         groups.append(Group(comparison, section, [replace(result, target=target) for result in results], target))
     everything = [result for group in groups for result in group.variants]
     return Results(comparison, groups[0].section, everything, groups[0].target, runs, groups)
+
+
+def _target(comparison: Comparison, section: Section, results: Sequence[Result]) -> Target | None:
+    if final := comparison.final:
+        return _relative([each for each in results if each.base == comparison.reference(section)], final.plus)
+    return target_of(section, results) if comparison.target is None else Target(float(comparison.target))
+
+
+def _relative(results: Sequence[Result], plus: float) -> Target | None:
+    """The final score of each seed plus a margin; of combinations of varied values, that of the best one."""
+    found = []
+    for result in results:
+        finals = {each.run.seed: each.server_score for each in result.runs if each.run.outcome == "finished"}
+        # Rounded: 0.8 - 0.1 is a little more than the 0.7 that another variant may have.
+        by_seed = {seed: round(score + plus, 12) for seed, score in finals.items() if score is not None}
+        if mean := over_seeds(list(by_seed.values())):
+            found.append(Target(mean.mean, result.label, by_seed, plus))
+    if not found:
+        return None
+    return (max if results[0].by.share else min)(found, key=lambda target: target.score)
 
 
 def target_of(section: Section, results: Sequence[Result]) -> Target | None:
@@ -301,12 +321,7 @@ def target_of(section: Section, results: Sequence[Result]) -> Target | None:
     share = results[0].by.share
     if section.question == BYTES:
         baseline = next((result for result in results if result.name == section.baseline), results[0])
-        finals = {each.run.seed: each.server_score for each in baseline.runs if each.run.outcome == "finished"}
-        less = -section.within if share else section.within
-        # Rounded: 0.8 - 0.1 is a little more than the 0.7 that another variant may have.
-        by_seed = {seed: round(score + less, 12) for seed, score in finals.items() if score is not None}
-        mean = over_seeds(list(by_seed.values()))
-        return Target(mean.mean, baseline.label, by_seed) if mean else None
+        return _relative([baseline], -section.within if share else section.within)
     known = [
         (result, score.mean)
         for result in results
@@ -314,7 +329,7 @@ def target_of(section: Section, results: Sequence[Result]) -> Target | None:
     ]
     if not known:
         return None
-    wanted = next((result.base for result in results if result.name == section.baseline), "fedavg")
+    wanted = next((result.base for result in results if result.name == section.baseline), FEDAVG)
     if wanted not in (result.base for result, _ in known):
         wanted = known[0][0].base
     scores = [(result, score) for result, score in known if result.base == wanted]

@@ -41,13 +41,18 @@ def _of_rounds(name: str, *, deviates: bool = False) -> Column:
     return replace(COLUMNS[name], text=_mean(COLUMNS[name].text, deviates=deviates))
 
 
-_TO_TARGET = Column("bytes to target", "bytes_to_target", text=_mean(bytes_text, deviates=True))
+_TO_TARGET = (
+    Column("bytes to target", "bytes_to_target", text=_mean(bytes_text, deviates=True)),
+    Column("bytes down to target", "bytes_down_to_target", text=_mean(bytes_text)),
+    Column("bytes up to target", "bytes_up_to_target", text=_mean(bytes_text)),
+    Column("rounds to target", "rounds_to_target", text=_mean(count_text, deviates=True)),
+    Column("time to target", "seconds_to_target", text=_mean(seconds_text, deviates=True)),
+)
 _TOTAL = Column("bytes in total", "bytes_total", text=_mean(bytes_text))
 _SPREAD = _of_rounds("clients_spread")
 _COLUMNS = (
     _SPREAD,
-    Column("rounds to target", "rounds_to_target", text=_mean(count_text, deviates=True)),
-    _TO_TARGET,
+    *_TO_TARGET,
     _of_rounds("bytes_down"),
     _of_rounds("bytes_up"),
     _TOTAL,
@@ -77,7 +82,7 @@ def group_columns(group: Group) -> tuple[Column, ...]:
     server, clients = _scores(group.by)
     match group.section.question:
         case question if question == BYTES:
-            figures: tuple[Column, ...] = (server, _TOTAL, _TO_TARGET)
+            figures: tuple[Column, ...] = (server, *_TO_TARGET, _TOTAL)
         case question if question == OWN_TESTS:
             figures = (clients, _SPREAD)
         case question if question == DOUBT:

@@ -15,6 +15,12 @@ from tepal.report.round_figures import TEST_DATA, transferred
 from tepal.tools.compare.doubt import doubt_figures
 from tepal.tools.compare.plan import ComparedRun
 
+TO_TARGET = (
+    "bytes_to_target", "bytes_down_to_target", "bytes_up_to_target", "rounds_to_target", "seconds_to_target",
+)  # fmt: skip
+"""The figures up to the first round that reached the target: bytes of all clients, both ways and each way, rounds, and
+the seconds of these rounds."""
+
 
 @dataclass(frozen=True)
 class Point:
@@ -93,13 +99,25 @@ class Measured:
             f"server_{self.by.key}": self.server_score,
             f"clients_{self.by.key}": last.value(f"clients_{self.by.key}") if last else None,
             "clients_spread": last.clients_spread if last else None,
-            "rounds_to_target": reached.round if reached else None,
-            "bytes_to_target": reached.transferred if reached else None,
+            **self._to_target(reached),
             **(summed if self.metrics else dict.fromkeys(summed)),
             "plain_vs_fedavg": self._plain_vs_fedavg,
             "bytes_total": self.transferred[-1] if self.metrics else None,
             "round_seconds": self.round_seconds,
             "step_seconds": self.summary.get("step_seconds"),
+        }
+
+    def _to_target(self, reached: Point | None) -> dict[str, float | None]:
+        """What it took until the end of the round that reached the target; a sum with an unknown round is unknown."""
+        if reached is None:
+            return dict.fromkeys(TO_TARGET)
+        lines = [line for line in self.metrics if line.round <= reached.round]
+        return {
+            "bytes_to_target": reached.transferred,
+            "bytes_down_to_target": total(lines, "bytes_down"),
+            "bytes_up_to_target": total(lines, "bytes_up"),
+            "rounds_to_target": reached.round,
+            "seconds_to_target": total(lines, "seconds"),
         }
 
     @property

@@ -178,6 +178,7 @@ def _per_round(group: Group, look: dict[str, Look]) -> Figure:
         if result.curve:
             xs = [point.round for point in result.curve.points]
             _add_variant(plot, result, look, result.curve.points, xs, f"round %{{x}}: %{{y:{by.text()}}}")
+    _mark_target(plot, group)
     return Figure(key, title, _caption(group), plot)
 
 
@@ -194,8 +195,28 @@ def _per_byte(group: Group, look: dict[str, Look]) -> Figure:
         if points := result.over_bytes:
             xs = [(point.transferred or 0) / divisor for point in points]
             _add_variant(plot, result, look, points, xs, hover)
+    _mark_target(plot, group)
     caption = " Where clients score the result, as after the last round, sending it to them counts in that round."
     return Figure(key, title, _caption(group) + caption, plot)
+
+
+def _mark_target(plot: go.Figure, group: Group) -> None:
+    """The target as a dotted line, if there is one and a curve of the server's data to which it belongs.
+
+    Its text is on the left, where curves are far from it.
+    """
+    if group.target is None or not _on_servers_data(group):
+        return
+    score = group.target.score
+    plot.add_shape(type="line", xref="paper", x0=0, x1=1, y0=score, y1=score, line={"width": 1.5, "dash": "dot"})
+    plot.add_annotation(
+        xref="paper", x=0, xanchor="left", y=score, yanchor="bottom", text=f"target {score:{group.by.text()}}",
+        showarrow=False, font_size=12,
+    )  # fmt: skip
+
+
+def _on_servers_data(group: Group) -> bool:
+    return any(result.curve is not None and result.curve.of == "server" for result in group.variants)
 
 
 def _add_variant(
@@ -214,7 +235,11 @@ def _add_variant(
 
 
 def _caption(group: Group) -> str:
-    return " ".join(data_note(group.variants)) + (_BAND if len(group.comparison.seeds) > 1 else "")
+    target = ""
+    if group.target and _on_servers_data(group):
+        mean = " (the mean of the seeds' targets)" if len(group.target.by_seed or ()) > 1 else ""
+        target = f" Dotted: the target on the server's data{mean}."
+    return " ".join(data_note(group.variants)) + target + (_BAND if len(group.comparison.seeds) > 1 else "")
 
 
 def _on_own_tests(group: Group) -> Figure:

@@ -133,7 +133,8 @@ def draw(results: Results) -> str:
     many = len(shown) > _MANY
     legend, legend_bottom = _legend(shown, many)
     # The note below the plot is wider than the plot, so it begins below the legend.
-    axes = _axes(shown, max(_TOP + _PLOT_HEIGHT, legend_bottom - _NOTE + 12))
+    target = _target_of(results)
+    axes = _axes(shown, max(_TOP + _PLOT_HEIGHT, legend_bottom - _NOTE + 12), target)
     note = data_note(shown)
     return render(
         "picture.svg.j2",
@@ -141,7 +142,8 @@ def draw(results: Results) -> str:
         width=_width(results, legend, many),
         height=math.ceil(max(axes.bottom + _BELOW + 17 * (len(note) - 2), axes.bottom + _BELOW, legend_bottom)),
         title=f"{results.by.title} over transferred bytes, {results.comparison.task}",
-        spoken=" ".join((*map(_spoken, shown), *note)),
+        spoken=" ".join((*map(_spoken, shown), *note, *([f"Target: {target:.4f}."] if target is not None else []))),
+        target=target,
         many=many,
         looks=looks(result.name for result in shown),
         left=_LEFT, right=_RIGHT, top=_TOP, legend_left=_LEGEND, note_top=axes.bottom + _NOTE,
@@ -162,11 +164,19 @@ def _width(results: Results, legend: Sequence[Mapping[str, Any]], many: bool) ->
     return max(width, math.ceil(_LEGEND + 60 + longest))
 
 
-def _axes(results: Sequence[Result], bottom: float) -> _Axes:
+def _target_of(results: Results) -> float | None:
+    """The target, if all sections have the same and a line is of the server's data, to which it belongs."""
+    targets = {group.target.score if group.target else None for group in results.sections}
+    of_server = any(result.curve is not None and result.curve.of == "server" for result in results.variants)
+    return targets.pop() if len(targets) == 1 and of_server else None
+
+
+def _axes(results: Sequence[Result], bottom: float, target: float | None) -> _Axes:
     points = [point for result in results for point in result.over_bytes]
     most = max((point.transferred or 0 for point in points), default=0)
     divisor, unit = unit_of(most)
     highest = max((point.interval[1] if point.interval else point.score for point in points), default=1)
+    highest = max(highest, target or 0)
     share = all(result.by.share for result in results)
     return _Axes(divisor, unit, _ticks(most / divisor), _ticks(min(highest, 1) if share else highest), bottom)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -13,14 +12,17 @@ from typing import Any
 
 from tepal.host.text import visible
 from tepal.host.toml import Value
-from tepal.records.columns import is_number
 from tepal.records.run_directory import CHECKPOINTS, MOST_CONFIG, is_held, read_file, read_summary, write_whole
 from tepal.tools.compare.sections import MOST_SECTIONS, NAME, Section, Variant, section_of
+from tepal.tools.compare.target import BASELINE, FinalScore, final_score, target_value
 from tepal.tools.simulation.engines import AUTO, PROCESS
 
 PLAN = "comparison.json"
 CSV, RUNS_CSV, MARKDOWN, LATEX = "comparison.csv", "runs.csv", "comparison.md", "comparison.tex"
 HTML, SVG = "comparison.html", "comparison.svg"
+
+FEDAVG = "fedavg"
+"""The strategy that others are compared with, unless a section names a baseline."""
 
 OWN_KEYS = ("strategy", "seed", "runs", "resume")
 """Keys of the run config that differ between the runs of a comparison."""
@@ -64,7 +66,8 @@ class Comparison:
         clients: The number of simulated clients.
         cpus, gpus: Resources of each client, as of `tepal compare`.
         engine: What simulates the clients.
-        target: The score until which rounds and bytes are counted; None: `target_of`.
+        target: The score until which bytes, rounds and time are counted, or the text of a `FinalScore`; None:
+            `target_of`.
         sections: The variants, in sections; empty if strategies are compared without varied keys.
     """
 
@@ -75,7 +78,7 @@ class Comparison:
     cpus: float | None = None
     gpus: float = 0
     engine: str = AUTO
-    target: float | None = None
+    target: float | str | None = None
     sections: Sequence[Section] = ()
 
     @property
@@ -103,6 +106,23 @@ class Comparison:
     def of_strategies(self) -> bool:
         """Whether strategies are compared, and not the variants of a file."""
         return not any(variant.of or not variant.values for variant in self._variants.values())
+
+    @property
+    def final(self) -> FinalScore | None:
+        """The final score that the target is relative to, if it is."""
+        return final_score(self.target)
+
+    def reference(self, section: Section) -> str:
+        """Whose final score the target of a section is relative to: a strategy or variant, without varied values.
+
+        "" if the section has none of this name.
+        """
+        bases = [variant.base for variant in section.variants]
+        name = self.final.of if self.final else BASELINE
+        if name == BASELINE:
+            usual = FEDAVG if self.of_strategies else bases[0]
+            name = next((each.base for each in section.variants if each.name == section.baseline), usual)
+        return name if name in bases else ""
 
     @property
     def grid(self) -> dict[str, tuple[Value, ...]]:
@@ -266,8 +286,8 @@ def _check(comparison: Comparison) -> None:
         raise ValueError(f"it has {len(comparison.runs)} runs, expected 1 to {MOST_RUNS:,}")
     if not isinstance(comparison.run_config, dict) or type(comparison.clients) is not int:
         raise ValueError("the run config or the number of clients is of another type")
-    if comparison.target is not None and not (is_number(comparison.target) and math.isfinite(comparison.target)):
-        raise ValueError("the target is not a number")
+    if comparison.target is not None:
+        comparison.target = target_value(comparison.target)
     for value in comparison.run_config.values():
         if not isinstance(value, str | int | float | bool | list | None):
             raise ValueError("a value of the run config is of another type")

@@ -35,7 +35,9 @@ from tepal.tools.compare.comparison import (
 )
 from tepal.tools.compare.page import comparison_page
 from tepal.tools.compare.picture import STRATEGIES
-from tepal.tools.compare.sections import DOUBT
+from tepal.tools.compare.plan import FEDAVG
+from tepal.tools.compare.sections import DOUBT, Section
+from tepal.tools.compare.target import BASELINE
 from tepal.tools.compare.text_files import latex, markdown, runs_csv, strategies_csv
 from tepal.tools.terminal import RoundProgress, TimeLeft
 from tepal.training.data.inputs import InputConfig
@@ -135,12 +137,40 @@ def check_tasks(comparison: Comparison) -> None:
             f"{errors[0]} is a regression and {others[0]} is not: an error and an accuracy cannot be compared. Make a "
             "comparison of each"
         )
-    if any(regressions.values()):
-        if any(section.question == DOUBT for section in comparison.sections):
-            raise ConfigError(f"question={DOUBT!r} is for classification, but the variants are regressions: remove it")
-    elif comparison.target is not None and comparison.target > 1:
-        given = "--target" if comparison.of_strategies else "target"  # of variants it may be the file's
+    regression = any(regressions.values())
+    if regression and any(section.question == DOUBT for section in comparison.sections):
+        raise ConfigError(f"question={DOUBT!r} is for classification, but the variants are regressions: remove it")
+    _check_target(comparison, regression)
+
+
+def _check_target(comparison: Comparison, regression: bool) -> None:
+    given = "--target" if comparison.of_strategies else "target"  # of variants it may be the file's
+    final = comparison.final
+    if final and (problems := [text for section in comparison.groups if (text := _unknown(comparison, section))]):
+        raise ConfigError("\n".join(f"{given} {comparison.target}: {text}" for text in problems))
+    if regression:
+        return
+    if final and abs(final.plus) >= 1:
+        raise ConfigError(
+            f"{given} {comparison.target}: the margin is {abs(final.plus):g}, expected less than 1: an accuracy is a "
+            "share, so 0.005 is half a point"
+        )
+    if isinstance(comparison.target, float | int) and comparison.target > 1:
         raise ConfigError(f"{given} is {comparison.target:g}, expected an accuracy from 0 to 1")
+
+
+def _unknown(comparison: Comparison, section: Section) -> str:
+    """What is wrong with a target that is relative to a final score, in a section that has none of its name."""
+    if comparison.final is None or comparison.reference(section):
+        return ""
+    of = comparison.final.of
+    bases = list(dict.fromkeys(variant.base for variant in section.variants))
+    if comparison.of_strategies:
+        what = f"{of!r} is {FEDAVG}, which is not compared" if of == BASELINE else f"{of!r} is not compared"
+        return f"{what}. Allowed are {', '.join(bases)}. Add the strategy with --strategies, or name one of these"
+    where = section.place.removesuffix(", ") or "the file"
+    allowed = ", ".join((BASELINE, *bases))
+    return f"{where} has no variant {of!r}. Allowed are {allowed}. {BASELINE!r} is the baseline of each section"
 
 
 def new_folder(runs: Path) -> Path:

@@ -70,9 +70,11 @@ def about_seeds(results: Results) -> str:
 def about_target(group: Group) -> str:
     """A sentence on the target and how it was chosen."""
     target, by = group.target, group.by
-    if group.section.question == BYTES and (target is None or target.of):
-        each = ", each seed's own; their mean" if target and len(target.by_seed or ()) > 1 else ""
-        return f"Target: {threshold(group)}{each}" if target else threshold(group)
+    if target is not None and target.plus is not None:
+        each = ", each seed's own; their mean" if len(target.by_seed or ()) > 1 else ""
+        return f"Target: {threshold(group)}{each}"
+    if target is None and (group.section.question == BYTES or group.comparison.final):
+        return threshold(group)
     if target is None:
         return f"No run finished with an {by.name} on the server's held-out data, so there is no common target"
     share = "90% of" if by.share else "1/0.9 of"
@@ -194,13 +196,16 @@ def _usual_columns(group: Group) -> Sequence[tuple[str, Cell]]:
     if group.varied:  # whose columns take the place of the others
         marked = [(head, _marked(text, group, key)) for key, (head, text) in zip((server, own), scores, strict=True)]
         return (*marked, nbytes, bytes_to_target)
+    if group.target is None:
+        times = (("a\nround", "round_seconds", seconds_text), ("client's\nstep", "step_seconds", step_text))
+        return (*scores, nbytes, *((heading, _mean(key, write)) for heading, key, write in times))
     return (
         *scores,
-        nbytes,
-        ("until\nround", _mean("rounds_to_target", count_text)),
         bytes_to_target,
-        ("a\nround", _mean("round_seconds", seconds_text)),
-        ("client's\nstep", _mean("step_seconds", step_text)),
+        ("of it\ndown", _mean("bytes_down_to_target", bytes_text)),
+        ("of it\nup", _mean("bytes_up_to_target", bytes_text)),
+        ("after\nrounds", _mean("rounds_to_target", count_text)),
+        ("and\ntime", _mean("seconds_to_target", seconds_text)),
     )
 
 
@@ -222,8 +227,9 @@ def _bytes_columns(group: Group) -> Sequence[tuple[str, Cell]]:
 
     return (
         ("server's\ndata", _short(f"server_{group.by.key}")),
-        ("bytes\nin total", _mean("bytes_total", bytes_text)),
         (f"bytes until\n{to_target}", until),
+        ("down,\nup", _both(_mean("bytes_down_to_target", bytes_text), _mean("bytes_up_to_target", bytes_text))),
+        ("rounds,\ntime", _both(_mean("rounds_to_target", count_text), _mean("seconds_to_target", seconds_text))),
         ("times\nfewer", _difference(group)),
     )
 
@@ -274,6 +280,16 @@ def _difference(group: Group) -> Cell:
 
 def _mean(key: str, write: Callable[[float], str]) -> Cell:
     return lambda result: MISSING if (figure := result.figures.get(key)) is None else write(figure.mean)
+
+
+def _both(above: Cell, below: Cell) -> Cell:
+    """Two figures, one below the other; if both are missing, one line."""
+
+    def text(result: Result) -> str:
+        texts = (above(result), below(result))
+        return MISSING if texts == (MISSING, MISSING) else "\n".join(texts)
+
+    return text
 
 
 def _own_tests(group: Group) -> Cell:

@@ -2,7 +2,7 @@
 
     seeds = [1, 2, 3]           # these three are optional, as are common, vary and section.common
     clients = 10
-    target = 0.95
+    target = 0.95               # or a final score with a margin, such as "baseline-0.005"
     [common]                    # keys of the run config of all variants
     model = "tiny-vit"
     [vary]                      # every variant runs with every combination of these values
@@ -25,20 +25,19 @@ Relative paths are looked for in the current folder, then in the file's.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from tepal.host.toml import Value, flat, parse_untrusted
-from tepal.records.columns import is_number
 from tepal.server_app.config import ConfigError, defaults
 from tepal.server_app.config.checks import unknown
 from tepal.server_app.config.client_tables import PREFIX
 from tepal.tools.compare.grid.values import Grid, read_vary_table
 from tepal.tools.compare.plan import MOST_RUNS, OWN_KEYS
 from tepal.tools.compare.sections import BYTES, MOST_SECTIONS, NAME, Section, Variant, near, problems
+from tepal.tools.compare.target import target_value
 from tepal.tools.paths import absolute_paths
 
 _TOP_KEYS = ("seeds", "clients", "target", "common", "vary", "variant", "section")
@@ -62,7 +61,7 @@ class VariantsFile:
     common: Mapping[str, Value] = field(default_factory=dict)
     seeds: tuple[int, ...] = ()
     clients: int | None = None
-    target: float | None = None
+    target: float | str | None = None
     vary: Grid = field(default_factory=dict)
 
 
@@ -115,8 +114,10 @@ class _Reader:
         clients, target = table.get("clients"), table.get("target")
         if clients is not None and (type(clients) is not int or clients < 2):
             self.problems.append(f"clients={clients!r}: expected a whole number of at least 2")
-        if target is not None and (not is_number(target) or not math.isfinite(target) or target < 0):
-            self.problems.append(f"target={target!r}: expected a number of at least 0")
+        try:
+            target = target if target is None else target_value(target)
+        except ValueError as error:
+            self.problems.append(f"target={target!r}: {error}")
         vary = read_vary_table(table.get("vary", {}), self._folder, self.problems)
         return VariantsFile(tuple(sections), common, tuple(seeds), clients, target, vary)
 

@@ -12,6 +12,7 @@ from scipy import stats
 from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory import RunDirectory
 from tepal.tools.compare.answers import answer, paired
+from tepal.tools.compare.bars import draw_bars
 from tepal.tools.compare.comparison import Measured, measure, results_of
 from tepal.tools.compare.runs import write_comparison
 from tepal.tools.compare.tables import about_seeds, comparison_table
@@ -160,6 +161,26 @@ def test_bytes_are_counted_to_the_baselines_accuracy_less_what_is_allowed(tmp_pa
 def test_whoever_reaches_the_target_the_answer_is_a_sentence(tmp_path, rounds, values, expected):
     runs = {(name, 7): scores(*accuracies, megabytes=10) for name, accuracies in rounds.items()}
     assert answer(results(tmp_path, BYTES, runs, seeds=(7,), **values).sections[0]) == expected
+
+
+def test_bytes_that_were_not_counted_are_not_known(tmp_path):
+    """A run that reached the target without its bytes is neither one that did not, nor part of a mean."""
+    uncounted = [RoundRecord(round=1, accuracy=0.95, accuracy_of="server", bytes_down=MB, seconds=2.0)]
+    rounds = {("FedAvg", 7): scores(0.95, megabytes=4), ("small", 7): uncounted, ("never", 7): scores(0.5, megabytes=2)}
+    found = results(tmp_path, BYTES, rounds, seeds=(7,))
+    assert answer(found.sections[0]) == (
+        "FedAvg's accuracy less 0.5 points (0.9450) is reached with 4.00 MB by FedAvg, the baseline; the bytes of "
+        "small are not known; never does not reach it."
+    )
+    row = {row["variant"]: row for row in csv.DictReader(io.StringIO(strategies_csv(found)))}["small"]
+    keys = ("bytes_to_target", "bytes_down_to_target", "bytes_up_to_target", "seconds_to_target", "reached_target")
+    assert [row[key] for key in keys] == ["", "1000000.0", "", "2.0", "1"]
+    assert "bytes not known" in draw_bars(found)
+    found = results(tmp_path, BYTES, {**rounds, ("FedAvg", 7): uncounted}, seeds=(7,))
+    assert answer(found.sections[0]).endswith("is reached, but the bytes of FedAvg and small until then are not known.")
+    rounds = {("small", 1): scores(0.95, megabytes=2), ("small", 2): uncounted}
+    [_, small, _] = results(tmp_path, BYTES, rounds, seeds=(1, 2), target=0.9).variants
+    assert small.figures["rounds_to_target"].runs == 2 and small.figures["bytes_to_target"] is None
 
 
 def test_a_target_that_the_initial_model_has_needs_no_bytes(tmp_path):

@@ -97,10 +97,11 @@ def test_the_table_has_every_figure_of_every_strategy(comparison):
     text = shown(comparison)
     rows = {line.split()[0]: " ".join(line.split()[1:]) for line in text.splitlines() if line.split()}
     # 90 % of FedAvg's 0.8 is 0.72: FedAvg has it after its third round, FedFrozen after its second, Fed-ensemble never.
-    assert rows["fedavg"] == "0.8000 0.7500 ±.0200 60.0 MB 3 60.0 MB 1.0 s 20 ms"
-    assert rows["fedfrozen"] == "0.7100 0.6600 ±.0200 42.0 MB 2 28.0 MB 1.0 s 20 ms"
-    assert rows["fedensemble"] == "0.6000 0.5500 ±.0200 60.0 MB – – 1.0 s 20 ms"
-    assert rows["fedacs"] == "– 0.9000 ±.0200 30.0 MB – – 1.0 s 20 ms"
+    # Two rounds of 8 MB down and 6 MB up; three seconds for the first round, one for each other.
+    assert rows["fedavg"] == "0.8000 0.7500 ±.0200 60.0 MB 30.0 MB 30.0 MB 3 5.0 s"
+    assert rows["fedfrozen"] == "0.7100 0.6600 ±.0200 28.0 MB 16.0 MB 12.0 MB 2 4.0 s"
+    assert rows["fedensemble"] == "0.6000 0.5500 ±.0200 – – – – –"
+    assert rows["fedacs"] == "– 0.9000 ±.0200 – – – – –"
     assert "an accuracy of 0.7200, 90% of fedavg's final accuracy on the server's data" in text
 
 
@@ -131,6 +132,10 @@ def test_the_csv_has_the_measured_figures_unrounded(folder):
     assert (float(frozen["bytes_total"]), float(frozen["bytes_vs_fedavg"])) == (42e6, 0.7)
     assert float(frozen["target_accuracy"]) == pytest.approx(0.72)
     assert (float(frozen["rounds_to_target"]), float(frozen["bytes_to_target"])) == (2, 28e6)
+    ways = ("bytes_down_to_target", "bytes_up_to_target", "seconds_to_target")
+    assert [float(frozen[key]) for key in ways] == [16e6, 12e6, 4]
+    assert [float(rows_of_csv(folder, "runs.csv")["fedfrozen"][key]) for key in ways] == [16e6, 12e6, 4]
+    assert all(rows["fedensemble"][key] == "" for key in ways), "it never reaches the target"
     assert rows["fedacs"]["server_accuracy"] == "" == rows["fedacs"]["bytes_to_target"]
     assert all(value == "" for row in rows.values() for key, value in row.items() if key.endswith("_sd")), "one seed"
     assert (rows["selective"]["runs"], rows["selective"]["finished"]) == ("1", "0")
@@ -174,10 +179,29 @@ def test_the_way_to_the_target_is_of_the_runs_that_reached_it(seeds):
     assert [runs["fedavg", seed]["rounds_to_target"] for seed in ADDED] == ["3", "3", "2"]
     assert float(rows["fedavg"]["rounds_to_target"]) == pytest.approx(8 / 3)
     assert float(rows["fedavg"]["bytes_to_target"]) == pytest.approx(160e6 / 3)
+    mean, deviation = over([5, 5, 4])
+    assert float(rows["fedavg"]["seconds_to_target"]) == pytest.approx(mean)
+    assert float(rows["fedavg"]["seconds_to_target_sd"]) == pytest.approx(deviation)
+    assert float(rows["fedavg"]["bytes_up_to_target"]) == pytest.approx(80e6 / 3)
     assert [runs["fedfrozen", seed]["rounds_to_target"] for seed in ADDED] == ["", "", "2"]
     assert (float(rows["fedfrozen"]["rounds_to_target"]), rows["fedfrozen"]["reached_target"]) == (2, "1")
     assert "28.0 MB (1 of 2)" in (seeds / "comparison.md").read_text()
     assert "fedfrozen: 1 of 2 runs reached the target" in shown(read_comparison(seeds))
+
+
+def test_every_text_has_the_bytes_to_the_target_by_direction(folder):
+    rows = (folder / "comparison.md").read_text().splitlines()
+    head, frozen = (next(row for row in rows if row.startswith(f"| {name} ")) for name in ("strategy", "fedfrozen"))
+    of = dict(zip(head.split(" | "), frozen.split(" | "), strict=True))
+    names = ("bytes to target", "bytes down to target", "bytes up to target", "rounds to target", "time to target")
+    assert [of[name] for name in names] == ["28.0 MB", "16.0 MB", "12.0 MB", "2", "4.0 s"]
+    tex = (folder / "comparison.tex").read_text()
+    assert " & 28.0 MB & 16.0 MB & 12.0 MB & 2 & 4.0 s & " in tex
+
+
+def test_without_a_target_the_table_has_the_bytes_in_total(tmp_path):
+    text = shown(finish(comparison_in(tmp_path, ["fedacs"])))
+    assert "– 0.9000 ±.0200 30.0 MB 1.0 s 20 ms" in " ".join(text.split()) and "until" not in text
 
 
 def test_a_target_that_is_given_is_the_target(tmp_path):
@@ -208,9 +232,9 @@ def test_a_regression_is_compared_by_its_errors_and_the_least_is_the_best(tmp_pa
     text, folder = shown(comparison), comparison.folder
     rows = {line.split()[0]: " ".join(line.split()[1:]) for line in text.splitlines() if line.split()}
     # FedAvg's 0.2 / 0.9 is 0.2222, which it has after its third round, and FedFrozen, with 0.27 at best, never.
-    assert rows["fedavg"] == "0.2000 0.1500 ±.0200 60.0 MB 3 60.0 MB 1.0 s 20 ms"
-    assert rows["fedfrozen"] == "0.2900 0.2400 ±.0200 42.0 MB – – 1.0 s 20 ms"
-    assert rows["fedacs"] == "– 0.0000 ±.0200 30.0 MB – – 1.0 s 20 ms"
+    assert rows["fedavg"] == "0.2000 0.1500 ±.0200 60.0 MB 30.0 MB 30.0 MB 3 5.0 s"
+    assert rows["fedfrozen"] == "0.2900 0.2400 ±.0200 – – – – –"
+    assert rows["fedacs"] == "– 0.0000 ±.0200 – – – – –"
     assert "an RMSE of 0.2222, 1/0.9 of fedavg's final RMSE on the server's data" in text
     of = rows_of_csv(folder)["fedfrozen"]
     assert (float(of["server_rmse"]), float(of["target_rmse"])) == (pytest.approx(0.29), pytest.approx(0.2 / 0.9))
@@ -242,14 +266,15 @@ def test_an_earlier_models_score_on_the_clients_is_not_the_results(tmp_path):
 def test_bytes_after_an_unknown_round_are_not_made_up(tmp_path):
     run = RunDirectory.create(tmp_path, "fedavg", {})
     for number, down in ((1, 1000), (2, None), (3, 1000)):
-        run.append(
-            RoundRecord(round=number, accuracy=0.1 * number, accuracy_of="server", bytes_down=down, bytes_up=0)
-        )
+        run.append(RoundRecord(round=number, accuracy=0.1 * number, accuracy_of="server", bytes_down=down, bytes_up=0))
     result = measured(ComparedRun("fedavg", 7, run.path, "finished"), {})
     assert [(point.round, point.transferred) for point in result.curve.points] == [(1, 1000), (2, None), (3, None)]
     assert [point.round for point in Result("fedavg", [result]).over_bytes] == [1]
     figures = result.figures(0.3)
     assert (figures["rounds_to_target"], figures["bytes_to_target"], figures["bytes_total"]) == (3, None, None)
+    assert (figures["bytes_down_to_target"], figures["bytes_up_to_target"]) == (None, 0), "up is known of every round"
+    assert figures["seconds_to_target"] is None, "no round has its seconds"
+    assert result.figures(0.1)["bytes_down_to_target"] == 1000, "the unknown round is a later one"
 
 
 # --- the folder -----------------------------------------------------------------------------------------------------
@@ -566,6 +591,8 @@ def test_the_page_has_all_strategies_with_the_tables_figures(page):
     frozen = dict(zip(table[0], table[2], strict=True))
     headings = ("rounds to target", "bytes to target", "down (bytes)", "up (bytes)", "bytes in total")
     assert [frozen[key] for key in headings] == ["2", "28.0 MB", "24.0 MB", "18.0 MB", "42.0 MB"]
+    headings = ("bytes down to target", "bytes up to target", "time to target")
+    assert [frozen[key] for key in headings] == ["16.0 MB", "12.0 MB", "4.0 s"]
     assert frozen["accuracy, server’s data"] == "0.7100" and frozen["outcome"] == "finished"
     assert table[5][1] == "–"
     assert "selective: failed after round 0 of 3: The run failed: <no> memory" in page.text
@@ -583,6 +610,39 @@ def test_the_page_draws_accuracy_over_rounds_and_over_bytes(page):
         assert frozen["line"]["dash"] == "solid"
         own = curves["fedacs, clients' personal models"]
         assert own["x"] == own_x and own["line"]["dash"] == "dash"
+
+
+def test_the_target_is_a_line_in_both_figures_and_in_the_picture(page, folder, seeds):
+    for name in ("accuracy-rounds", "accuracy-bytes"):
+        [line] = page.figures[name]["layout"]["shapes"]
+        assert (line["y0"], line["y1"]) == (pytest.approx(0.72), pytest.approx(0.72)) and line["line"]["dash"] == "dot"
+        [note] = page.figures[name]["layout"]["annotations"]
+        assert note["text"] == "target 72.00%" and note["y"] == pytest.approx(0.72)
+    svg = ET.parse(folder / "comparison.svg").getroot()
+    [line] = [path for path in svg.iter(f"{SVG}path") if path.get("class") == "target"]
+    height = float(re.fullmatch(r"M58 ([\d.]+)H556", line.get("d"))[1])
+    assert scale(svg, "end", "y")(height + 4) == pytest.approx(0.72, abs=0.001)
+    assert "target 0.7200" in words(svg) and "Target: 0.7200." in svg.find(f"{SVG}desc").text
+    assert "Dotted: the target on the server's data." in page.text
+    [line] = Page(seeds / "comparison.html").figures["accuracy-bytes"]["layout"]["shapes"]
+    assert line["y0"] == pytest.approx(0.9 * statistics.mean(0.8 + added for added in ADDED.values()))
+
+
+def test_without_a_curve_of_the_servers_data_no_target_is_drawn(tmp_path):
+    comparison = finish(comparison_in(tmp_path, ["fedacs"], target=0.9))
+    found = Page(comparison.folder / "comparison.html")
+    assert all("shapes" not in figure["layout"] for figure in found.figures.values())
+    svg = ET.parse(tmp_path / "comparison.svg").getroot()
+    assert not [path for path in svg.iter(f"{SVG}path") if path.get("class") == "target"]
+    assert "Dotted" not in found.text
+
+
+def test_a_target_above_all_curves_is_within_the_picture(tmp_path):
+    comparison = finish(comparison_in(tmp_path, ["fedavg"], target=0.97))
+    svg = ET.parse(comparison.folder / "comparison.svg").getroot()
+    [line] = [path for path in svg.iter(f"{SVG}path") if path.get("class") == "target"]
+    height = float(re.search(r" ([\d.]+)H", line.get("d"))[1])
+    assert scale(svg, "end", "y")(height + 4) == pytest.approx(0.97, abs=0.001)
 
 
 def test_the_page_draws_several_seeds_as_their_mean_in_a_band(seeds):

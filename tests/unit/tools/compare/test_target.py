@@ -1,0 +1,209 @@
+"""`tepal compare --target`: a score, or a final score with a margin, which each seed has its own of."""
+
+import csv
+
+import pytest
+
+from tepal.tools.compare.answers import answer
+from tepal.tools.compare.comparison import measure, read_comparison
+from tepal.tools.compare.grid.expand import strategies_grid
+from tepal.tools.compare.plan import Comparison, planned_variants
+from tepal.tools.compare.tables import about_target
+from tepal.tools.compare.target import FinalScore, final_score, target_value
+from tests.comparisons import CONFIG, comparison_in, finish, leave_run, variants_in
+
+# What the seeds add to the accuracies of `RUNS`.
+ADDED = {1: 0.0, 2: 0.02, 3: 0.07}
+
+
+def rows_of(folder, name="runs.csv"):
+    with (folder / name).open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+# --- what is given --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "of", "plus"),
+    [
+        ("fedavg-0.005", "fedavg", -0.005),
+        ("baseline-.01", "baseline", -0.01),
+        ("FedAvg+0.05", "FedAvg", 0.05),
+        ("selective-1-int8-0.02", "selective-1-int8", -0.02),
+        ("selective-1-0.02", "selective-1", -0.02),
+        ("own_1-0", "own_1", 0),
+    ],
+)
+def test_a_final_score_is_a_name_and_a_margin(given, of, plus):
+    assert target_value(given) == given and final_score(given) == FinalScore(of, plus)
+
+
+@pytest.mark.parametrize(("given", "score"), [("0.9", 0.9), (0.9, 0.9), (1, 1), ("1e-3", 0.001), ("0", 0)])
+def test_a_number_is_a_score(given, score):
+    assert target_value(given) == score and final_score(target_value(given)) is None
+
+
+@pytest.mark.parametrize("given", ["-0.5", "nan", "inf", "", "fedavg", "fedavg-", "a b-0.1", "x" * 65 + "-0.1", True,
+                                   None, [], float("nan"), -1, 10**400, "fedavg-0.1\n"], ids=repr)  # fmt: skip
+def test_anything_else_is_refused_with_what_is_expected(given):
+    with pytest.raises(ValueError, match=r"expected a score of at least 0, such as 0\.9, or a final score with a"):
+        target_value(given)
+
+
+# --- each seed's own ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["fedavg", "baseline"])
+def test_each_seed_has_the_target_of_the_run_with_the_same_seed(tmp_path, name):
+    comparison = finish(comparison_in(tmp_path, ["selective", "fedavg"], ADDED, target=f"{name}-0.1"), ADDED.get)
+    rows = {(row["strategy"], int(row["seed"])): row for row in rows_of(tmp_path)}
+    # FedAvg ends with 0.80, 0.82 and 0.87, and has 0.1 less after its second round of 20 MB. Selective ends, after its
+    # third round of 10 MB, with 0.70, 0.72 and 0.77: that is enough of each seed, though less than the mean of 0.73.
+    for seed, added in ADDED.items():
+        assert float(rows["selective", seed]["target_accuracy"]) == pytest.approx(0.7 + added)
+    needed = {key: (float(row["bytes_to_target"]), row["rounds_to_target"]) for key, row in rows.items()}
+    assert needed == {
+        **{("selective", seed): (30e6, "3") for seed in ADDED}, **{("fedavg", seed): (40e6, "2") for seed in ADDED},
+    }  # fmt: skip
+    [selective, _] = rows_of(tmp_path, "comparison.csv")
+    assert selective["reached_target"] == "3" and float(selective["target_accuracy"]) == pytest.approx(0.73)
+    said = about_target(measure(comparison))
+    assert said == "Target: fedavg's accuracy less 10 points (0.7300), each seed's own; their mean"
+    assert said in (tmp_path / "comparison.md").read_text()
+
+
+def test_a_seed_whose_reference_did_not_finish_has_no_target(tmp_path):
+    comparison = comparison_in(tmp_path, ["fedavg", "selective"], [1, 2], target="fedavg-0.1")
+    comparison.runs[0].outcome, comparison.runs[0].reason = "failed", "no memory"
+    finish(comparison)
+    rows = {(row["strategy"], row["seed"]): row for row in rows_of(tmp_path)}
+    assert [rows["selective", seed]["rounds_to_target"] for seed in "12"] == ["", "3"]
+    assert rows["selective", "1"]["target_accuracy"] == ""
+
+
+def test_without_a_finished_reference_there_is_no_target(tmp_path):
+    comparison = comparison_in(tmp_path, ["fedavg", "selective"], target="fedavg-0.1")
+    comparison.runs[0].outcome = "failed"
+    found = measure(finish(comparison))
+    assert found.target is None
+    said = "No finished run of fedavg has an accuracy on the server's data, so there is no target"
+    assert about_target(found) == said
+
+
+def test_an_error_may_be_larger_by_the_margin(tmp_path):
+    comparison = finish(comparison_in(tmp_path, ["fedavg", "fedfrozen"], target="fedavg+0.15"), regression=True)
+    rows = {row["strategy"]: row for row in rows_of(tmp_path)}
+    # FedAvg's errors are 0.9, 0.5, 0.3 and 0.2, FedFrozen's 0.9, 0.6, 0.27 and 0.29: 0.35 is reached after two rounds.
+    assert {row["target_rmse"] for row in rows.values()} == {"0.35"}
+    assert [rows[name]["rounds_to_target"] for name in ("fedavg", "fedfrozen")] == ["2", "2"]
+    assert about_target(measure(comparison)) == "Target: fedavg's RMSE plus 0.15 (0.3500)"
+
+
+def test_each_section_has_the_target_of_its_own_baseline(tmp_path):
+    sections = [
+        ("Bytes", "bytes", {"frozen": "fedfrozen", "FedAvg": "fedavg"}, {"baseline": "FedAvg", "within": 0.3}),
+        ("Own", "own-tests", {"small": "selective", "each": "fedacs"}, {"baseline": "small"}),
+    ]
+    found = measure(finish(variants_in(tmp_path, sections, target="baseline-0.1")))
+    assert [group.target.score for group in found.sections] == pytest.approx([0.7, 0.6])
+    assert [group.target.of for group in found.sections] == ["FedAvg", "small"]
+    # FedFrozen has 0.73 after two rounds of 14 MB: the target takes the place of `within`.
+    assert answer(found.sections[0]).startswith(
+        "FedAvg's accuracy less 10 points (0.7000) is reached with 28.0 MB by frozen; FedAvg needs 40.0 MB"
+    )
+
+
+def test_of_varied_values_the_best_combination_is_the_reference(tmp_path):
+    sections = strategies_grid(["fedavg", "selective"], {"learning-rate": (0.001, 0.01)}, 2)
+    comparison = Comparison(
+        tmp_path, planned_variants(sections, (1, 2)), dict(CONFIG), 10, sections=sections, target="fedavg-0.1"
+    )
+    for run in comparison.runs:
+        # The second rate of FedAvg is the better one over the seeds, though not with the second.
+        rate = comparison.settings_of(run)["learning-rate"]
+        add = {(0.001, 1): 0.0, (0.001, 2): 0.02, (0.01, 1): 0.1, (0.01, 2): 0.01}[rate, run.seed]
+        run.directory, run.outcome = leave_run(tmp_path, run.strategy, seed=run.seed, add=add), "finished"
+    target = measure(comparison).target
+    assert target.by_seed == pytest.approx({1: 0.8, 2: 0.71}) and target.of == "fedavg learning-rate=0.01"
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_takes_a_final_score_and_another_one_when_it_is_resumed(compare):
+    done = compare("--strategies", "fedavg,selective", "--target", "fedavg-0.1")
+    assert done.exit_code == 0, done.output
+    assert "Target: fedavg's accuracy less 10 points (0.7000)" in done.output
+    (folder,) = compare.runs.glob("*-compare")
+    assert read_comparison(folder).target == "fedavg-0.1"
+    started = len(compare.started)
+    done = compare("--resume", str(folder), "--target", "selective-0.2", config=None)
+    assert done.exit_code == 0 and "Target: selective's accuracy less 20 points (0.5000)" in done.output
+    assert read_comparison(folder).target == "selective-0.2" and len(compare.started) == started
+    done = compare("--resume", str(folder), "--target", "fedacs-0.2", config=None)
+    assert done.exit_code == 1 and "'fedacs' is not compared" in " ".join(done.output.split())
+    assert read_comparison(folder).target == "selective-0.2"
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("fedavg-0.005", ["--target fedavg-0.005: 'fedavg' is not compared", "Allowed are selective, fedacs", "Add"]),
+        ("baseline-0.005", ["'baseline' is fedavg, which is not compared", "Add the strategy with --strategies"]),
+        ("selective-5", ["the margin is 5, expected less than 1", "0.005 is half a point"]),
+        ("selective", ["--target 'selective': expected a score of at least 0", "such as fedavg-0.005"]),
+        ("-0.1", ["expected a score of at least 0"]),
+    ],
+)
+def test_a_target_that_nothing_has_is_refused_before_the_first_run(compare, target, said):
+    done = compare("--strategies", "selective,fedacs", f"--target={target}")
+    message = " ".join(done.output.split())
+    assert done.exit_code == 1 and all(text in message for text in said), message
+    assert compare.started == [] and not compare.runs.exists()
+
+
+FILE = """
+target = "{target}"
+[common]
+num-server-rounds = 3
+[[section]]
+title = "Bytes"
+question = "bytes"
+[[section.variant]]
+name = "FedAvg"
+strategy = "fedavg"
+[[section.variant]]
+name = "small"
+strategy = "selective"
+[[section]]
+title = "Own"
+[[section.variant]]
+name = "one"
+strategy = "fedavg"
+"""
+
+
+def test_a_file_has_a_final_score_of_every_section(compare, tmp_path):
+    path = tmp_path / "variants.toml"
+    path.write_text(FILE.format(target="baseline-0.1"))
+    done = compare("--variants", str(path))
+    assert done.exit_code == 0, done.output
+    assert "Bytes: FedAvg's accuracy less 10 points (0.7000) is reached with 30.0 MB by small" in done.output
+    assert "Target: one's accuracy less 10 points (0.7000)" in done.output
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("FedAvg-0.1", ["target FedAvg-0.1: section 'Own' has no variant 'FedAvg'. Allowed are baseline, one."]),
+        ("half", ["target='half': expected a score of at least 0"]),
+    ],
+)
+def test_a_file_with_a_target_that_a_section_does_not_have_is_refused(compare, tmp_path, target, said):
+    path = tmp_path / "variants.toml"
+    path.write_text(FILE.format(target=target))
+    done = compare("--variants", str(path))
+    message = " ".join(done.output.split())
+    assert done.exit_code == 1 and all(text in message for text in said), message
+    assert compare.started == [] and not compare.runs.exists()
