@@ -449,6 +449,7 @@ def test_packed_differences_stay_within_their_limit_in_memory(tmp_path, monkeypa
         kept.append(weakref.ref(packed.data))
         parcels.append(packed.parcel)
         again = packer.parcel(wanted(x), clients[0].held)  # which so is not the one that was used longest ago
+        assert packer.parcel(wanted(x), clients[0].held).data is again.data
         del packed, again
         assert sum(one() is not None for one in kept) <= max(most, 1)
     alive = [number for number, one in enumerate(kept) if one() is not None]
@@ -474,6 +475,11 @@ def test_without_differences_values_are_packed_once_and_no_references_are_kept(t
     same(unpack(resent.data, shapes_of(x, ("w", "v")), encoding.download), {n: found[n] for n in ("w", "v")})
     assert packer.parcel(wanted(x), (), {"of another": ("w",)}).data is None
     assert not list(tmp_path.iterdir())
+    last = weakref.ref(resent.data)
+    del resent
+    assert last() is not None
+    packer.forget()
+    assert last() is None, "no memory is taken when all messages have been sent"
 
 
 def test_differences_need_references():
