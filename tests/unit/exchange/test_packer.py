@@ -142,7 +142,7 @@ def test_what_a_client_is_sent_does_not_depend_on_the_others_or_their_order(tmp_
         found = {k: clients[k].asks(packer, x) for k in order}
         return {k: (packed.parcel, packed.data.data) for k, packed in found.items()}
 
-    orders = [*[*permutations(range(5))][::23], (4,), (3,), (1,)]
+    orders = [*[*permutations(range(5))][::41], (4,), (3,), (1,)]
     first = sent("first", range(5))
     assert first[0] == first[3] and len({parcel.base for parcel, _ in first.values()}) == 4
     for number, order in enumerate(orders):

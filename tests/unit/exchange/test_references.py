@@ -141,7 +141,7 @@ SENDS = st.tuples(st.integers(0, 2), st.integers(0, 1), st.booleans())  # seed, 
 LATEST = 2, 3, 5, 9
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(st.lists(st.lists(SENDS, max_size=3), min_size=1, max_size=5), st.sampled_from(LATEST))
 def test_since_is_the_first_round_of_the_target_for_which_a_part_was_sent_last(rounds, later):
     with tempfile.TemporaryDirectory() as name:
@@ -250,7 +250,7 @@ def test_those_that_no_client_has_any_longer_are_forgotten_first_and_then_the_ne
     assert len(files(tmp_path)) == 7
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(
     st.lists(st.tuples(st.integers(1, 4), st.integers(0, 2), st.booleans()), min_size=1, max_size=6),
     st.integers(1, 8),
@@ -285,7 +285,7 @@ def test_no_more_is_forgotten_than_must_be(kept, kilobytes):
 # ---- another process -------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(
     st.lists(st.tuples(st.integers(0, 5), st.integers(1, 4), st.booleans()), min_size=1, max_size=6),
     st.permutations(range(6)),
