@@ -22,12 +22,20 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from logging import getLogger
 from pathlib import Path
-from urllib.parse import quote
 
 import numpy as np
 
 from tepal.exchange.cache_usage import CLIENTS, CONTENT, content_of, usage_of
-from tepal.exchange.files import SUFFIX, DamagedFile, map_arrays, read_arrays, write_arrays
+from tepal.exchange.files import (
+    LONGEST_LABEL,
+    SUFFIX,
+    DamagedFile,
+    file_name,
+    map_arrays,
+    read_arrays,
+    shortened,
+    write_arrays,
+)
 from tepal.exchange.layout import Arrays, Names
 from tepal.exchange.parts import Digests, Part, digests_of
 from tepal.host.files import replacing
@@ -49,11 +57,6 @@ def default_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tepal"
 
 
-def _file_name(text: str) -> str:
-    """A file name that is unique to `text`."""
-    return quote(text, safe="").replace(".", "%2E")
-
-
 class ClientCache:
     """The cached parts of one client in one experiment.
 
@@ -64,9 +67,10 @@ class ClientCache:
     def __init__(self, root: Path, experiment: str, client: str, limit: int = DEFAULT_LIMIT) -> None:
         self.root = root
         self.limit = limit
-        self._content = root / _file_name(experiment) / CONTENT
-        self._links = root / _file_name(experiment) / CLIENTS / _file_name(client)
-        self.personal = root / _file_name(experiment) / "personal" / _file_name(client)
+        own = root / file_name(shortened(experiment))
+        self._content = own / CONTENT
+        self._links = own / CLIENTS / file_name(shortened(client))
+        self.personal = own / "personal" / file_name(shortened(client))
         """The folder of this client's personal state, which has no size limit."""
         self.secret = root / "secret"
         """The file from which clients' secrets are derived, see `tepal.exchange.secret`."""
@@ -116,7 +120,8 @@ class ClientCache:
 
         `waiting`: only until the server has sent the entries that the part's message lacks.
         """
-        slot = f"{_WAITING * waiting}{_file_name(part.tree)}.{_file_name(part.block)}"
+        tree, block = (file_name(shortened(label, LONGEST_LABEL)) for label in (part.tree, part.block))
+        slot = f"{_WAITING * waiting}{tree}.{block}"
         link = self._links / f"{slot}@{part.id}{SUFFIX}"
         try:
             if not link.exists():

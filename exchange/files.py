@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import mmap
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from urllib.parse import quote
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -18,6 +20,8 @@ from tepal.exchange.parts import DIGEST_BYTES, Digests, digest, digests_of, earl
 from tepal.host.files import remove_abandoned, replacing
 
 SUFFIX = ".safetensors"
+LONGEST_LABEL = 80
+"""Characters of a tree or a block in the name of a part's file."""
 
 _DIGEST = "blake3/"  # followed by an array's name: the key of its digest in the file's metadata
 _EARLIER = "sha256/"  # the same in files of earlier versions
@@ -31,6 +35,19 @@ _DTYPES = {
     **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
     **{f"{kind[0].upper()}{bits}": f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)},
 }  # dtypes: the format's names, and numpy's
+
+
+def file_name(text: str) -> str:
+    """A file name that is unique to `text`, without a dot."""
+    return quote(text, safe="").replace(".", "%2E")
+
+
+def shortened(text: str, longest: int = 255) -> str:
+    """The text, or if its `file_name` has more characters a readable part of it with its digest."""
+    if len(file_name(text)) <= longest:
+        return text
+    readable = re.sub(r"[^0-9A-Za-z]+", "-", text)[:40]
+    return f"{readable}-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
 
 class DamagedFile(ValueError):

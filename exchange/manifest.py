@@ -48,7 +48,7 @@ PROTOCOL = 4
     1   digests of entries and of packed parts are SHA-256; messages do not state a version
     2   they are BLAKE3
     3   a part may be sent as its difference from one in the client's cache; the gaps of top k are coded
-    4   an encoding has the share that it leaves out
+    4   matrices may be in whole steps; of an encoding only what is not usual is sent
 """
 
 _PROTOCOL = "protocol"

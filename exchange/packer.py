@@ -20,7 +20,7 @@ from tepal.exchange.layout import Arrays, Names, dtype_name
 from tepal.exchange.manifest import Parcel
 from tepal.exchange.parts import Digests, Part, digest, digests_of, pack, shapes_of, unpack, unpack_sums, unpacked
 from tepal.exchange.plan import Tree
-from tepal.exchange.references import References
+from tepal.exchange.references import References, slot_of
 
 _MOST_PACKED = 1 << 28  # bytes of packed differences in memory, for the clients of a round that have the same part
 
@@ -127,7 +127,7 @@ class Packer:
         """
         if self._references is None:
             return {name: self._encoding.download.decoded(values[name]) for name in part.names}
-        if (known := self._references.find((part.tree, part.block, part.id))) is None:
+        if (known := self._references.find(slot_of(part.tree, part.block, part.id))) is None:
             raise KeyError(part.id)
         return known.values
 
@@ -177,10 +177,13 @@ class Packer:
             known = references.find(base.slot) if base.id not in missing else None
             if known is None or known.values.keys() != set(own.names):
                 continue
+            if wanted.part(known.digests).id != base.id:  # a copy of another's file
+                continue
             if references.is_current(base, own.id, final=wanted.final):
                 references.used(base)
                 return Packed(Parcel(wanted.part(known.digests), keep=True, sent=()), None, rounded=True)
-            references.replaced(base)
+            if not missing:  # otherwise this is the client's second message
+                references.replaced(base)
             wire = replace(self._encoding.download.after(references.age(base)), bits=wanted.bits)
             if wanted.final:
                 wire = Wire(whole.dtype, differences=True)
@@ -212,7 +215,8 @@ class Packer:
         def written(name: str) -> np.ndarray:
             value = values[name]
             encoded = wire.codec(dtype_name(value.dtype), value.shape)
-            return value - starts[name] if base and encoded else value
+            with np.errstate(over="ignore", invalid="ignore"):  # then the whole is sent
+                return value - starts[name] if base and encoded else value
 
         data, shaped = pack(values, own.names, wire, written=written), shapes_of(values, own.names)
         sums = unpack_sums(data, shaped, wire, starts) if base else unpack(data, shaped, wire)

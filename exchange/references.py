@@ -17,9 +17,19 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from logging import getLogger
 from pathlib import Path
-from urllib.parse import quote, unquote
+from urllib.parse import unquote
 
-from tepal.exchange.files import SUFFIX, DamagedFile, map_arrays, read_arrays, remove_unfinished, write_arrays
+from tepal.exchange.files import (
+    LONGEST_LABEL,
+    SUFFIX,
+    DamagedFile,
+    file_name,
+    map_arrays,
+    read_arrays,
+    remove_unfinished,
+    shortened,
+    write_arrays,
+)
 from tepal.exchange.layout import Arrays
 from tepal.exchange.parts import Digests, Part
 from tepal.exchange.plan import Tree
@@ -30,7 +40,12 @@ _NAME = re.compile(rf"([^.@]*)\.([^.@]*)@([0-9a-f]+)-([0-9a-f]+)-(\d+)(-fine)?{r
 _MOST_MAPPED = 64  # each takes a file descriptor of the process
 
 Slot = tuple[Tree, str, str]
-"""(Tree, block, part id). Equal values in two trees are two references, since a client caches them apart."""
+"""(Tree, block, part id), see `slot_of`. Equal values in two trees are two references: a client caches them apart."""
+
+
+def slot_of(tree: Tree, block: str, id: str) -> Slot:
+    """The slot of a part. Long labels are shortened, so that they can be part of a file's name."""
+    return shortened(tree, LONGEST_LABEL), shortened(block, LONGEST_LABEL), id
 
 
 @dataclass
@@ -96,6 +111,8 @@ class References:
                     reference = Reference(slot, target, int(since), fine is not None, about.st_size, path)
                     dated.append((about.st_mtime_ns, reference))
         for _, reference in sorted(dated, key=lambda item: item[0]):
+            if twice := self._found.get(reference.slot):  # somebody copied its file
+                self._forget(twice)
             self._enter(reference)
 
     def begin(self, number: int, held: Mapping[str, int]) -> None:
@@ -111,7 +128,7 @@ class References:
 
     def of(self, tree: Tree, block: str, held: Collection[str]) -> list[Reference]:
         """The references of this block among the parts that a client has, the newest first."""
-        mine = [self._found[slot] for id in held if (slot := (tree, block, id)) in self._found]
+        mine = [self._found[slot] for id in held if (slot := slot_of(tree, block, id)) in self._found]
         return sorted(mine, key=lambda reference: -reference.made)
 
     def is_current(self, reference: Reference, target: str, *, final: bool) -> bool:
@@ -159,14 +176,14 @@ class References:
 
         If they cannot be written they stay in memory. `fine`: see `Reference`.
         """
-        slot = part.tree, part.block, part.id
+        slot = slot_of(part.tree, part.block, part.id)
         known = self._found.get(slot)
         if known is not None and self.find(slot) is None:
             known = None
         since = known.since if known and known.target == target else self._round
         fine = fine or (known is not None and known.target == target and known.fine)
         about = f"{part.id}-{target}-{since}" + "-fine" * fine
-        path = self._folder / f"{_quoted(part.tree)}.{_quoted(part.block)}@{about}{SUFFIX}"
+        path = self._folder / f"{file_name(slot[0])}.{file_name(slot[1])}@{about}{SUFFIX}"
         if known is not None:
             with contextlib.suppress(OSError):
                 known.path.rename(path)
@@ -239,7 +256,3 @@ class References:
         self._verified.discard(reference.slot)
         with contextlib.suppress(OSError):
             reference.path.unlink()
-
-
-def _quoted(text: str) -> str:
-    return quote(text, safe="").replace(".", "%2E")

@@ -39,7 +39,7 @@ def frozen_after(metrics: Lines, summary: Mapping[str, Any]) -> int | None:
 
 
 def figures(metrics: Lines, summary: Mapping[str, Any]) -> list[Figure]:
-    """The six figures. Round 0, the initial model, has scores but transfers nothing, so it has no bar."""
+    """The figures. Round 0, the initial model, has scores but transfers nothing, so it has no bar."""
     trained = [line for line in metrics if line.round > 0]
     freeze = frozen_after(metrics, summary)
     sent = transferred(metrics)
@@ -49,6 +49,7 @@ def figures(metrics: Lines, summary: Mapping[str, Any]) -> list[Figure]:
         *_score_figures("loss", metrics, sent, freeze),
         _bytes_per_round(trained, freeze),
         _bytes_against_fedavg(metrics, sent, whole, freeze),
+        *_encoded_per_round(trained),
     ]
     for figure in drawn:
         if figure.plot is not None:
@@ -156,6 +157,23 @@ def _bytes_per_round(trained: Lines, freeze: int | None) -> Figure:
     # Between two bars, where the change is.
     _mark_freeze(plot, freeze, None if freeze is None else freeze + 0.5, [0.5, rounds[-1] + 0.5])
     return Figure(key, title, caption, plot)
+
+
+def _encoded_per_round(trained: Lines) -> list[Figure]:
+    """The figure of what the encoding makes of the values; none for a run without an encoding."""
+    both = [(line.round, add(line.bytes_down, line.bytes_up), line.bytes_plain) for line in trained]
+    shares = [(number, sent / plain) for number, sent, plain in both if sent is not None and plain]
+    if all(share == 1 for _, share in shares):
+        return []
+    plot = empty_plot("round", "share of the bytes without an encoding", rounds=len(trained))
+    rounds, values = zip(*shares, strict=True)
+    add_curve(plot, rounds, values, name="this run", role="main", hover="round %{x}: %{y:.3~%}")
+    plot.update_yaxes(tickformat=".3~%", rangemode="tozero")
+    caption = (
+        "Payload bytes of a round, down and up, as a share of those of the same values without an encoding. Of "
+        "float32, 3 % are about one bit for each value. A client that is sent its first values is sent more bits."
+    )
+    return [Figure("encoded-rounds", "Share of bytes that the encoding leaves", caption, plot)]
 
 
 def _bytes_against_fedavg(

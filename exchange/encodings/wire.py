@@ -94,7 +94,8 @@ class Wire:
         return codec.read(memoryview(written), value.shape).astype(value.dtype, copy=False)
 
     def to_json(self) -> dict[str, Any]:
-        return {} if self == PLAIN else asdict(self)
+        """The fields that differ from those of `PLAIN`."""
+        return {name: value for name, value in vars(self).items() if name in _USUAL and value != _USUAL[name]}
 
     def random(self, *of: object) -> np.random.Generator | None:
         """A generator from the seed and `of`; None if this encoding does not round at random."""
@@ -105,6 +106,7 @@ class Wire:
 
 
 PLAIN = Wire()
+_USUAL = asdict(PLAIN)
 
 
 def bits_within(nbytes: float, values: int) -> float:
@@ -119,7 +121,8 @@ def bits_within(nbytes: float, values: int) -> float:
 
 def add_difference(start: np.ndarray, difference: np.ndarray) -> None:
     """difference ← start + difference: the same operation on both sides gives the same bits."""
-    np.add(start, difference, out=difference)
+    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused, or sent as the whole
+        np.add(start, difference, out=difference)
     difference.flags.writeable = False
 
 

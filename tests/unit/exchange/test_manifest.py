@@ -79,10 +79,10 @@ MANIFEST_TEXT = (
     r'"digests":"YWFhYWFhYWFhYWFhYWFhYWJiYmJiYmJiYmJiYmJiYmI=","keep":true,"wire":{},"base":"","sent":[2]},'
     r'{"tree":"model","block":"value","names":[0],"digests":"Y2NjY2NjY2NjY2NjY2NjYw==","keep":false,'
     r'"wire":{},"base":"","sent":[]},{"tree":"control","block":"query_key","names":[1,2],'
-    r'"digests":"YWFhYWFhYWFhYWFhYWFhYWJiYmJiYmJiYmJiYmJiYmI=","keep":false,"wire":{"dtype":"int8","top_k":0.0,'
-    r'"differences":false,"feedback":false,"seed":0},"base":"","sent":"all"},{"tree":"mode/1","block":"query_key",'
+    r'"digests":"YWFhYWFhYWFhYWFhYWFhYWJiYmJiYmJiYmJiYmJiYmI=","keep":false,"wire":{"dtype":"int8"},'
+    r'"base":"","sent":"all"},{"tree":"mode/1","block":"query_key",'
     r'"names":[1,2],"digests":"YWFhYWFhYWFhYWFhYWFhYWJiYmJiYmJiYmJiYmJiYmI=","keep":true,"wire":{"dtype":"sign",'
-    r'"top_k":0.0,"differences":true,"feedback":false,"seed":0},"base":"dddddddddddddddddddddddddddddddd",'
+    r'"differences":true},"base":"dddddddddddddddddddddddddddddddd",'
     r'"sent":"all"}],"current":"22222222222222222222222222222222","kept":["33333333333333333333333333333333"],'
     r'"upload":{"dtype":"int8","top_k":0.25,"differences":true,"feedback":true,"seed":7},"nonce":"ab"}'
 )

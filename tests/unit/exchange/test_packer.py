@@ -1,6 +1,7 @@
 """What one client is sent of a block, and what it then has, as the server knows it."""
 
 import os
+import shutil
 import tempfile
 import weakref
 from itertools import permutations
@@ -329,7 +330,7 @@ LARGEST = float(np.finfo(np.float32).max)
 NAN, INF = np.nan, np.inf
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     "encoding",
     [
@@ -555,3 +556,36 @@ def test_the_result_is_sent_as_exactly_as_a_whole_part(tmp_path, encoding):
     else:
         assert packed.parcel.wire == Wire(encoding.download_whole.dtype, differences=True)
         assert apart(x, client.values) < 0.05 * before
+
+
+# ---- files that somebody copied, and clients that are sent two messages ----------------------------------------------
+
+
+def test_a_reference_whose_file_has_other_values_than_its_name_says_is_no_base(tmp_path):
+    packer, _ = packer_of(Encoding("sign"), tmp_path)
+    client, x = Client(), model(0)
+    packer.begin(1, {})
+    client.asks(packer, x)
+    packer.parcel(wanted(model(1)), ())
+    (mine,) = client.held
+    paths = {path.name.split("@")[1][:32]: path for path in tmp_path.iterdir()}
+    (other,) = paths.keys() - {mine}
+    shutil.copy(paths[other], paths[mine])
+    packer, _ = packer_of(Encoding("sign"), tmp_path)
+    packer.begin(2, {mine: 1})
+    parcel = packer.parcel(wanted(x), client.held).parcel
+    assert (parcel.sent, parcel.base) == (tuple(x), "")
+
+
+def test_a_client_that_is_sent_two_messages_has_its_base_once(tmp_path):
+    packer, references = packer_of(Encoding("sign"), tmp_path)
+    clients, x = [Client(), Client()], model(0)
+    packer.begin(1, {})
+    for client in clients:
+        client.asks(packer, x)
+    packer.begin(2, {clients[0].held[0]: 2})
+    y = moved(x, 1)
+    part = packer.parcel(wanted(y), clients[0].held).parcel.part
+    packer.parcel(wanted(y), clients[0].held, {part.id: part.names})
+    (one,) = references.of("model", "b", clients[0].held)
+    assert one.holders == 1

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import tempfile
 from itertools import permutations, takewhile
 from pathlib import Path
@@ -481,3 +482,24 @@ def test_of_many_references_few_are_mapped_and_all_are_found(tmp_path, monkeypat
     kept = references.find(("model", "b", parts[0].id))
     references.remove()
     np.testing.assert_array_equal(kept.values["w"], content(0)["w"])  # what is in use stays valid
+
+
+def test_of_two_files_of_one_reference_none_stays(tmp_path):
+    folder = tmp_path / "r"
+    enter(References(folder, 1.0), 0, of=1)
+    (path,) = folder.iterdir()
+    shutil.copy(path, path.with_name(path.name.replace("-0.s", "-7.s")))
+    References(folder, 1.0).remove()
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("tree, block", [("model", "b" * 250), ("mode/" + "1" * 300, "b"), ("層" * 40, "é" * 40)])
+def test_a_very_long_label_is_in_a_file_and_found_after_a_restart(tmp_path, tree, block, caplog):
+    references = References(tmp_path, AMPLE)
+    references.begin(123_456_789, {})
+    part = enter(references, 0, of=1, tree=tree, block=block)
+    assert len(files(tmp_path)) == 1 and not caplog.records
+    again = References(tmp_path, AMPLE)
+    (one,) = again.of(tree, block, [part.id])
+    np.testing.assert_array_equal(again.find(one.slot).values["w"], content(0)["w"])
+    assert not again.of(tree, block + "x", [part.id]) and not again.of(tree + "x", block, [part.id])

@@ -273,6 +273,14 @@ def test_a_lost_reply_leaves_client_and_server_with_the_same():
         np.testing.assert_array_equal(seen[0, number, "train"]["w"], seen[1, number, "train"]["w"])
 
 
+@pytest.mark.parametrize("name", ["é" * 50, "病院" * 60])
+def test_a_client_may_have_a_long_name_that_is_not_ascii(name):
+    strategy = FedAvg(encoding=Encoding("sign", "sign"), fraction_evaluate=0)
+    _, history = rounds_of(strategy, Grid([Node(moving_app(), {"partition-id": 0, "name": name})]), 3)
+    assert [report.down.payload for report in history] == [WHOLE, SIGNS + REST, SIGNS + REST]
+    assert [report.replied for report in history] == [[name]] * 3
+
+
 def test_clients_that_cannot_cache_are_sent_the_whole(tmp_path):
     (tmp_path / "file").write_text("in place of a folder")
     seen = {}
