@@ -111,6 +111,8 @@ class Outgoing:
     """Whether the norm of the client's update is measured as its reply is read, and not estimated."""
     clients: int = 1
     """The number of clients of this exchange, which share a round's budget."""
+    rounds_apart: float = 1.0
+    """Rounds from one in which a client takes part to its next, in the mean."""
 
     @property
     def name(self) -> str:

@@ -184,7 +184,7 @@ class Sender:
         arrays: dict[str, Array] = {}
         rounded: dict[tuple[Tree, str], Part] = {}
         exact = set(plan.exact)
-        upload = self.encoding.upload if plan.returns else PLAIN
+        upload = self.encoding.upload.after(outgoing.rounds_apart) if plan.returns else PLAIN
         upload = replace(upload, bits=self._bits(upload, plan.returns, outgoing.clients))
         needed = {tree: [name for name in names if name not in exact] for tree, names in plan.needs.items()}
         bits = self._bits(self.encoding.download, needed, outgoing.clients)

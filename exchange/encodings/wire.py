@@ -81,8 +81,12 @@ class Wire:
             return None
         return self._codec
 
-    def after(self, rounds: int) -> Wire:
-        """This encoding for differences over several rounds, of which AUTO leaves out no more than of one round's."""
+    def after(self, rounds: float) -> Wire:
+        """This encoding for a client that last took part so many rounds ago: AUTO leaves out as much less.
+
+        Downloads then have the changes of all these rounds, of which the client lacks no more than another of its one.
+        What an upload leaves out waits as long for the next.
+        """
         return replace(self, left_out=self.left_out / rounds) if self.left_out and rounds > 1 else self
 
     def decoded(self, value: np.ndarray) -> np.ndarray:

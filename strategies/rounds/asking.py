@@ -54,6 +54,8 @@ class Asker:
         self, state: Any, plans: list[Plan], this: Round, *, measured: bool = False
     ) -> list[Outgoing]:
         """Each plan with its client's values, the app's settings and the client's node."""
+        clients = len(plans)
+        rounds_apart = max(len(self._cohorts.available()) / max(clients, 1), 1.0)
         return [
             Outgoing(
                 plan,
@@ -61,7 +63,8 @@ class Asker:
                 self._settings(state, plan, this),
                 self._cohorts.node_of(plan.client),
                 measured,
-                len(plans),
+                clients,
+                rounds_apart,
             )
             for plan in plans
         ]

@@ -142,6 +142,17 @@ def test_error_feedback_brings_everything_in_the_end(cache_folder, encoding):
     np.testing.assert_allclose(made["w"] + kept, expected, atol=3e-6)
 
 
+@pytest.mark.parametrize("clients, share", [(2, 0.5), (6, 0.5), (8, 0.25), (8, 1.0)])
+def test_auto_leaves_out_less_of_a_client_that_takes_part_rarely(cache_folder, clients, share):
+    strategy = FedAvg(encoding=Encoding(up="auto", left_out=0.5), fraction_train=share, fraction_evaluate=0, seed=1)
+    _, (report,) = start(strategy, moving_app(), clients=clients)
+    kept = [left_out(cache_folder, name.removeprefix("client-")) for name in report.replied]
+    assert len(kept) == share * clients
+    moved = [step(int(name.removeprefix("client-")), 1) for name in report.replied]
+    found = np.mean([np.square(of).sum() / np.square(by).sum() for of, by in zip(kept, moved, strict=True)])
+    assert 0.6 * 0.5 * share < found < 1.3 * 0.5 * share + 0.03
+
+
 def test_without_it_what_is_never_among_the_largest_is_never_sent():
     def same_step(partition, number, scale):
         return scale * np.arange(START["w"].size, dtype=np.float32).reshape(START["w"].shape)
