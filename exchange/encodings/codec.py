@@ -42,6 +42,11 @@ def chunks(rows: int, width: int = 1) -> Iterator[slice]:
     return (slice(start, start + several) for start in range(0, rows, several))
 
 
+def rows_of(values: np.ndarray) -> np.ndarray:
+    """The values as a matrix with the rows of the first axis."""
+    return values.reshape(values.shape[0], math.prod(values.shape[1:]))
+
+
 def read_scales(data: memoryview, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     """The float32 scale of each row (first axis) at the beginning of `data`, and the bytes after them."""
     count = 4 * shape[0]

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from tepal.exchange.encodings.codec import EncodingError, bytes_of, chunks, read_scales, scaled
+from tepal.exchange.encodings.codec import EncodingError, bytes_of, chunks, read_scales, rows_of, scaled
 
 
 class _FixedWidth:
@@ -95,7 +95,7 @@ def in_steps(values: np.ndarray, most: int, random: np.random.Generator | None) 
         The scales (rows,) and the integers (rows, elements of a row), int8. A row with a value that is not finite has
         the scale NaN, and is decoded as NaN.
     """
-    rows = values.reshape(values.shape[0], math.prod(values.shape[1:]))
+    rows = rows_of(values)
     scales = np.zeros(len(rows), "<f4")
     whole = np.zeros(rows.shape, np.int8)
     largest_scale = np.nextafter(np.finfo(np.float32).max / np.float32(most), np.float32(0))  # `most` times: finite

@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from tepal.exchange.encodings.codec import bytes_of, chunks, read_scales, scaled
+from tepal.exchange.encodings.codec import bytes_of, chunks, read_scales, rows_of, scaled
 from tepal.exchange.encodings.dense import in_steps
 
 _TRITS = 5  # in a byte: 3⁵ = 243
@@ -55,7 +55,7 @@ class Ternary:
     width = 1
 
     def write(self, values: np.ndarray, random: np.random.Generator | None) -> bytes:
-        rows = values.reshape(values.shape[0], math.prod(values.shape[1:]))
+        rows = rows_of(values)
         scales = np.zeros(len(rows), "<f4")
         trits = np.ones(-(-rows.size // _TRITS) * _TRITS, np.uint8)  # 1 stands for 0
         of_rows = trits[: rows.size].reshape(rows.shape)
@@ -99,7 +99,7 @@ class Sign:
     width = 1
 
     def write(self, values: np.ndarray, random: np.random.Generator | None) -> bytes:
-        rows = values.reshape(values.shape[0], math.prod(values.shape[1:]))
+        rows = rows_of(values)
         scales = np.zeros(len(rows), "<f4")
         for part in chunks(*rows.shape):
             magnitude = np.abs(rows[part])
