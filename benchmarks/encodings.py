@@ -64,6 +64,7 @@ ENCODINGS = {
     "sign both ways": Encoding("sign", "sign"),
     "top 10 % in signs both ways": Encoding("sign", "sign", 0.1, top_k_down=0.1),
     "the same with the first in int4": Encoding("sign", "sign", 0.1, top_k_down=0.1, whole="int4"),
+    "auto both ways": Encoding("auto", "auto"),
     "top 10 % up": Encoding(top_k=0.1),
     "top 10 % in signs up": Encoding(up="sign", top_k=0.1),
     "top 1 % up": Encoding(top_k=0.01),
@@ -173,7 +174,7 @@ def keys(encoding: Encoding) -> dict[str, Any]:
     return {
         "wire-dtype-down": encoding.down, "wire-dtype-up": encoding.up, "wire-top-k": encoding.top_k,
         "wire-top-k-down": encoding.top_k_down, "wire-dtype-whole": encoding.whole,
-        "wire-error-feedback": encoding.error_feedback,
+        "wire-error-feedback": encoding.error_feedback, "wire-left-out": encoding.left_out,
     }  # fmt: skip
 
 
