@@ -29,6 +29,8 @@ _KNOWN = "_tepal_values"
 
 DIGEST_BYTES = 16
 
+_TRIES = 8  # to write a part within the limit of its codec; each comes closer by its excess
+
 Shaped = tuple[str, str, tuple[int, ...]]
 """(name, dtype, shape) of an array in a packed part."""
 
@@ -144,8 +146,11 @@ def pack(
     written = written or values.__getitem__
     order = _of_all(_packing_order(shapes_of(values, names), wire), written)
     pieces = _pieces(order, written, wire, random)
-    while coarser := _coarser(order, pieces):
-        order = coarser
+    for _ in range(_TRIES):
+        fewer = _within(order, pieces)
+        if fewer is None:
+            break
+        order = fewer
         pieces = _pieces(order, written, wire, random)
     data = b"".join(pieces)
     return Array(dtype="uint8", shape=(len(data),), stype=STYPE, data=data)
@@ -169,13 +174,13 @@ def _pieces(
     return pieces
 
 
-def _coarser(
+def _within(
     order: list[tuple[Shaped, Codec | None]], pieces: list[bytes | memoryview]
 ) -> list[tuple[Shaped, Codec | None]] | None:
-    """The same with a codec that writes less; None if what was written is within the codec's limit."""
+    """The same with a codec that writes fewer values; None if what was written is within the codec's limit."""
     several = [(math.prod(item[2]), len(piece)) for (item, codec), piece in zip(order, pieces, strict=True) if codec]
     codec = next((codec for _, codec in order if isinstance(codec, Steps)), None)
-    found = codec.coarser(sum(n for _, n in several), len(several), sum(n for n, _ in several)) if codec else None
+    found = codec.within(sum(n for _, n in several), len(several), sum(n for n, _ in several)) if codec else None
     return [(item, found if codec else None) for item, codec in order] if found else None
 
 

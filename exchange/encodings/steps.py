@@ -12,14 +12,17 @@ import numpy as np
 
 from tepal.exchange.encodings.codec import bytes_of, chunks
 from tepal.exchange.encodings.coding import from_huffman, gaps_of, in_huffman, longest_in_huffman, most_gaps, places_of
-from tepal.exchange.encodings.sparse import magnitudes, sampled_magnitudes
+from tepal.exchange.encodings.sparse import Threshold, magnitudes, sampled_magnitudes
 
 _HEAD = 7 * 4  # bytes before the coded ones: two float32, five numbers
+FIXED = _HEAD + 12
+"""Bytes that a matrix has in any case: its head, and one value at a place that is not far."""
 _DEAD = 0.66  # of a step: smaller values become 0
 _MOST = 127  # steps
 _MANY = 0.4  # of the places: more values than this are coded together with the zeros between them, without their places
-_LARGEST = float(np.finfo(np.float32).max)
 _SAMPLE = 1 << 17  # values from which the threshold is computed
+_FEW = 1 << 10  # with fewer of them that are not 0, it is computed from all values
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -41,8 +44,8 @@ class Steps:
 
     left_out: float
     bits: float = 0.0
-    """Most bits for a value, in the mean; 0: no limit. With a limit, more is left out where it must be."""
-    threshold: float | None = None
+    """Most bits for a value, in the mean and beyond FIXED; 0: no limit. Within a limit more is left out if needed."""
+    threshold: Threshold | None = None
     """None: it is computed from the matrix itself."""
 
     width = 1
@@ -51,24 +54,30 @@ class Steps:
         """The codec for several matrices: with one threshold for all of them. Arguments: see `threshold`."""
         return replace(self, threshold=threshold(self.left_out, sizes, values, self.bits))
 
-    def coarser(self, nbytes: int, matrices: int, values: int) -> Steps | None:
-        """The codec with a larger threshold, if its limit demands that; None if it does not.
+    def within(self, nbytes: int, matrices: int, values: int) -> Steps | None:
+        """The codec with fewer values, if it wrote more than its limit allows; None if it did not.
 
         `nbytes` is what it wrote for so many matrices with so many values.
         """
-        if not self.bits or 8 * nbytes <= self.bits * values or nbytes == matrices * _HEAD:
+        written, limit = nbytes - FIXED * matrices, self.bits * values / 8
+        if not self.bits or self.threshold is None or written <= limit:
             return None
-        larger = 1.01 * (8 * nbytes / (self.bits * values)) ** 0.1 * (self.threshold or 0.0)
-        return replace(self, threshold=larger if larger < _LARGEST else math.inf)
+        share = self.threshold.of_equal * 0.97 * (limit + 12 * matrices) / (nbytes - _HEAD * matrices)
+        return replace(self, threshold=Threshold(self.threshold.least, share))
 
     def write(self, values: np.ndarray, random: np.random.Generator | None) -> bytes:
         flat = np.ascontiguousarray(values, np.float32).reshape(-1)
-        least = self.threshold
-        if least is None:
-            least = threshold(self.left_out, [flat.size], lambda _: flat, self.bits)
+        least, share = self.threshold or threshold(self.left_out, [flat.size], lambda _: flat, self.bits)
         step = min(least / _DEAD, _LARGEST) if np.isfinite(flat).all() else math.nan
         places = np.flatnonzero(magnitudes(flat) >= least)
+        if share < 1:
+            some = math.ceil(share * len(places))
+            places = places[(np.arange(some) * (len(places) / max(some, 1))).astype(np.int64)]
         if len(places) > _MANY * flat.size:
+            if share < 1:
+                chosen = np.zeros(flat.size, np.float32)
+                chosen[places] = flat[places]
+                flat = chosen
             steps, above = _steps(flat, step, fewest=0)
             several, codes = len(steps), [b"", b"", in_huffman(steps.view(np.uint8))]
             signs = np.zeros(0, np.uint8)
@@ -86,7 +95,8 @@ class Steps:
         size = math.prod(shape)
         kept, several, *coded = _numbers(data)
         most = most_gaps(kept, size), most_gaps(several, kept), several
-        if kept > size or several > kept or any(map(_longer, coded, most)):
+        needless = coded[0] and kept > _MANY * size  # they would be written without their places
+        if kept > size or several > kept or any(map(_longer, coded, most)) or needless:
             raise ValueError(
                 f"it declares {kept} values, {several} of them with numbers, in {sum(coded)} bytes of codes; "
                 f"{list(shape)} has {size} places"
@@ -113,6 +123,7 @@ class Steps:
         with np.errstate(all="ignore"):  # step and mean come from the other side
             steps += np.sign(steps) * above
             steps *= step
+            np.clip(steps, -_LARGEST, _LARGEST, out=steps)  # NaN stays
         values = np.zeros(size, np.float32)
         values[places] = steps
         return values.reshape(shape)
@@ -126,12 +137,11 @@ def _steps(values: np.ndarray, step: float, *, fewest: int) -> tuple[np.ndarray,
     for part in chunks(len(values)):
         with np.errstate(over="ignore", invalid="ignore"):  # of values that are not finite
             steps = np.abs(values[part]) / np.float32(step)
-            levels = np.maximum(np.floor(steps + np.float32(1 - _DEAD)), fewest)
-        of_mean = (levels > 0) & (levels <= _MOST)
-        above += float(np.subtract(steps, levels, out=steps, where=of_mean).sum(dtype=np.float64, where=of_mean))
-        counted += int(np.count_nonzero(of_mean))
-        levels = np.nan_to_num(np.minimum(levels, _MOST, out=levels), copy=False, nan=1)
-        whole[part] = np.copysign(levels, values[part])
+            levels = np.floor(steps + np.float32(1 - _DEAD))
+            np.clip(levels, fewest, _MOST, out=levels)
+            above += float(steps.sum(dtype=np.float64, where=levels > 0) - levels.sum(dtype=np.float64))
+            counted += int(np.count_nonzero(levels))
+            whole[part] = np.copysign(levels, values[part])
     return whole, above / max(counted, 1)
 
 
@@ -153,31 +163,55 @@ def _longer(coded: int, most: int) -> bool:
 
 def threshold(
     left_out: float, sizes: Sequence[int], values: Callable[[int], np.ndarray], bits: float = 0.0
-) -> float:
+) -> Threshold:
     """The magnitude below which the values of several arrays hold the share `left_out` of their squared norm.
 
     At least one value that is not 0 reaches it, and no 0 does. It is computed from all values, or from some hundred
-    thousand of them, evenly spaced: then the share is approximate.
+    thousand of them, evenly spaced, and from the largest of all: then the share is approximate.
 
     Args:
         left_out: share, in [0, 1).
         sizes: numbers of values.
         values: number of an array → the array; called for one after the other.
-        bits: the threshold is larger if it must be for no more than about so many bits a value; 0: no limit.
+        bits: more is left out if it must be for no more than about so many bits a value; 0: no limit.
     """
-    found = np.sort(sampled_magnitudes(sizes, values, _SAMPLE))
-    zeros = int(np.searchsorted(found, 0, side="right"))
-    found, size = found[zeros:], found.size
+    found, size, largest = _sample(sizes, values)
     if not found.size:
-        return float(np.finfo(np.float32).smallest_subnormal)
-    if not np.isfinite(found[-1]):
-        return math.inf
-    squares = np.cumsum(np.square(np.divide(found, found[-1], dtype=np.float64)))
+        return Threshold(float(np.finfo(np.float32).smallest_subnormal), 1.0)
+    if not math.isfinite(largest):
+        return Threshold(math.inf, 1.0)
+    squares = np.cumsum(np.square(np.divide(found, largest, dtype=np.float64)))
     first = min(int(np.searchsorted(squares, left_out * squares[-1], side="right")), found.size - 1)
+    share = 1.0
     if bits and _bits(found[first:], size) > bits:
         first = bisect_left(range(found.size), -bits, lo=first, key=lambda k: -_bits(found[k:], size))
+        first = min(first, found.size - 1)
+        # Of values of just this magnitude, which may be all, no more are sent than there are bits for.
+        share = (found.size - first) / (found.size - int(np.searchsorted(found, found[first])))
     # The largest magnitude must be no more steps than can be counted.
-    return max(float(found[min(first, found.size - 1)]), float(found[-1]) * _DEAD / _MOST)
+    return Threshold(max(float(found[first]), largest * _DEAD / _MOST), share)
+
+
+def _sample(sizes: Sequence[int], values: Callable[[int], np.ndarray]) -> tuple[np.ndarray, int, float]:
+    """Magnitudes that are not 0, ascending; of how many values; and the largest magnitude of all, or infinity."""
+    found = np.sort(sampled_magnitudes(sizes, values, _SAMPLE))
+    size = found.size
+    found = found[int(np.searchsorted(found, 0, side="right")) :]
+    if size == sum(sizes):
+        return found, size, float(found[-1]) if found.size else 0.0
+    largest, few = 0.0, []
+    for number in range(len(sizes)):
+        flat = values(number).reshape(-1)
+        largest = max(largest, _largest(flat))
+        if found.size < _FEW:
+            few.append(magnitudes(flat[flat != 0]))
+    return (np.sort(np.concatenate(few)), sum(sizes), largest) if few else (found, size, largest)
+
+
+def _largest(flat: np.ndarray) -> float:
+    """The largest magnitude; infinite for NaN."""
+    found = float(max(flat.max(initial=0.0), -flat.min(initial=0.0)))
+    return found if not math.isnan(found) and not np.isnan(flat.max(initial=0.0)) else math.inf
 
 
 def _bits(kept: np.ndarray, size: int) -> float:
