@@ -55,6 +55,7 @@ _PROTOCOL = "protocol"
 
 _LIMIT = 64_000_000  # bytes of decompressed JSON
 _KNOWN = "_tepal_digests"
+_MOST_BITS = 1e4  # of a value
 _PIECE = 1 << 22  # bytes of a packed part that are hashed at a time
 
 
@@ -260,6 +261,9 @@ def _checked(manifest: Manifest) -> Manifest:
         raise ValueError(f"{reprlib.repr(wrong[0])} is not a whole number")
     if wrong := [value for wire in wires for value in (wire.differences, wire.feedback) if type(value) is not bool]:
         raise ValueError(f"{reprlib.repr(wrong[0])} is not a bool")
+    shares = [value for wire in wires for value in (wire.top_k, wire.left_out, wire.bits)]
+    if wrong := [value for value in shares if type(value) not in (int, float) or not value < _MOST_BITS]:
+        raise ValueError(f"{reprlib.repr(wrong[0])} is not a share, or a number of bits")
     if wrong := [value for value in plan.options.values() if not isinstance(value, Scalar)]:
         raise ValueError(f"{reprlib.repr(wrong[0])} is not an option's value")
     return manifest

@@ -10,12 +10,13 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from logging import getLogger
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 
 from tepal.exchange.bounds import BadReply, examples_of, metrics_of, notes_of
-from tepal.exchange.encodings import AUTO, PLAIN, Encoding, Wire, add_difference, bits_within
+from tepal.exchange.encodings import AUTO, FIXED, PLAIN, Encoding, Wire, add_difference, bits_within
 from tepal.exchange.layout import Arrays, Layout, Names, dtype_name
 from tepal.exchange.local import is_local
 from tepal.exchange.manifest import PARTS, RECORD, Header, Manifest, Parcel, ProtocolError, other_version, write_id
@@ -26,6 +27,8 @@ from tepal.exchange.plan import FINAL, INTRODUCE, Outgoing, Reply, Tree
 from tepal.exchange.references import References
 from tepal.exchange.secret import proof_of
 from tepal.host.text import LONGEST_NAME, visible
+
+log = getLogger("flwr")
 
 
 class NoMod(BadReply):
@@ -165,6 +168,7 @@ class Sender:
         self.settings_record = settings_record
         self.encoding = encoding or Encoding()
         self.packer = Packer(self.encoding, references)
+        self._warned = False  # of a budget that is too small
 
     def content(
         self,
@@ -238,8 +242,16 @@ class Sender:
         entries = [self.layout.by_name[name] for of_tree in names.values() for name in of_tree]
         encoded = [entry for entry in entries if wire.codec(entry.dtype, entry.shape)]
         others = sum(entry.nbytes for entry in entries) - sum(entry.nbytes for entry in encoded)
+        fixed = others + FIXED * len(encoded)
+        if 2 * clients * fixed > self.encoding.budget and not self._warned:
+            self._warned = True
+            log.warning(
+                "A budget of %s bytes a round is too small for %d clients: vectors, and what each matrix has in any "
+                "case, are %s bytes. One value of each matrix is sent. Raise wire-budget well above that.",
+                f"{self.encoding.budget:,}", clients, f"{2 * clients * fixed:,}",
+            )  # fmt: skip
         values = sum(math.prod(entry.shape) for entry in encoded)
-        return bits_within(self.encoding.budget / (2 * clients) - others, values)
+        return bits_within(self.encoding.budget / (2 * clients) - others, len(encoded), values)
 
     def read(self, exchange: Exchange, message: Message, weighted_by: str = "num-examples") -> Reply | Missing:
         """Check an answer against the plan, entry by entry.

@@ -29,7 +29,7 @@ with the same values receive the same bytes, and digests are those of the decode
 
 from tepal.exchange.encodings.codec import Codec, EncodingError
 from tepal.exchange.encodings.sparse import TopK, threshold
-from tepal.exchange.encodings.steps import Steps
+from tepal.exchange.encodings.steps import FIXED, Steps
 from tepal.exchange.encodings.wire import (
     AUTO,
     CODECS,
@@ -47,6 +47,7 @@ __all__ = [
     "CODECS",
     "DTYPES",
     "FEW_BITS",
+    "FIXED",
     "PLAIN",
     "Codec",
     "Encoding",

@@ -15,7 +15,7 @@ from tepal.exchange.encodings.coding import from_huffman, gaps_of, in_huffman, l
 from tepal.exchange.encodings.sparse import Threshold, magnitudes, sampled_magnitudes
 
 _HEAD = 7 * 4  # bytes before the coded ones: two float32, five numbers
-FIXED = _HEAD + 12
+FIXED = _HEAD + 20
 """Bytes that a matrix has in any case: its head, and one value at a place that is not far."""
 _DEAD = 0.66  # of a step: smaller values become 0
 _MOST = 127  # steps
@@ -62,7 +62,7 @@ class Steps:
         written, limit = nbytes - FIXED * matrices, self.bits * values / 8
         if not self.bits or self.threshold is None or written <= limit:
             return None
-        share = self.threshold.of_equal * 0.97 * (limit + 12 * matrices) / (nbytes - _HEAD * matrices)
+        share = self.threshold.of_equal * 0.97 * (limit + (FIXED - _HEAD) * matrices) / (nbytes - _HEAD * matrices)
         return replace(self, threshold=Threshold(self.threshold.least, share))
 
     def write(self, values: np.ndarray, random: np.random.Generator | None) -> bytes:

@@ -14,7 +14,7 @@ from tepal.exchange.encodings.codec import Codec
 from tepal.exchange.encodings.dense import BFloat16, Float16, Float32, Int8
 from tepal.exchange.encodings.few_bits import Int4, Sign, Ternary
 from tepal.exchange.encodings.sparse import TopK
-from tepal.exchange.encodings.steps import Steps
+from tepal.exchange.encodings.steps import FIXED, Steps
 
 CODECS: Mapping[str, Codec] = {
     "float32": Float32(), "float16": Float16(), "bfloat16": BFloat16(), "int8": Int8(), "int4": Int4(),
@@ -113,12 +113,12 @@ PLAIN = Wire()
 _USUAL = asdict(PLAIN)
 
 
-def bits_within(nbytes: float, values: int) -> float:
-    """Bits of each of so many values within so many bytes, at least almost none.
+def bits_within(nbytes: float, matrices: int, values: int) -> float:
+    """Bits for each of so many values of matrices within so many bytes; almost none if what is fixed takes more.
 
     Rounded down to three digits, so that messages that hardly differ are packed once.
     """
-    bits = max(8 * nbytes / max(values, 1), 1e-6)
+    bits = min(max(8 * (nbytes - FIXED * matrices) / max(values, 1), 1e-6), 1e3)
     unit = 10.0 ** (math.floor(math.log10(bits)) - 2)
     return math.floor(bits / unit) * unit
 
@@ -148,8 +148,8 @@ class Encoding:
         reference_megabytes: limit on the server's disk for what clients have, from which differences are sent down; at
             least twice what one client is sent.
         left_out: share of the squared norm of matrices' differences that AUTO leaves out.
-        budget: bytes of a round, of all clients' messages and answers together, within which AUTO leaves out more if it
-            must; 0: no limit. What a client is sent that has nothing to take a difference from is not within it.
+        budget: bytes of all clients' messages and answers of a round's training, within which AUTO leaves out more if
+            it must; 0: no limit. It is not of whole parts, of the run's result, and of what is sent again.
 
     Raises:
         ValueError: an option is out of range.
@@ -171,8 +171,8 @@ class Encoding:
         Wire(self.down, self.top_k_down)
         if self.whole not in (*WHOLES, "same"):
             raise ValueError(f"whole is {self.whole!r}; it must be same, or one of {', '.join(WHOLES)}")
-        if self.budget < 0 or (self.budget and AUTO not in (self.down, self.up)):
-            raise ValueError(f"budget is {self.budget}; it must be 0, or positive with down or up {AUTO!r}")
+        if type(self.budget) is not int or self.budget < 0 or (self.budget and AUTO not in (self.down, self.up)):
+            raise ValueError(f"budget is {self.budget!r}; it must be 0, or a number of bytes with down or up {AUTO!r}")
         if not self.reference_megabytes > 0:
             raise ValueError(f"reference_megabytes is {self.reference_megabytes}; it must be positive")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,6 +22,16 @@ WireDtype = Literal["float32", "float16", "bfloat16", "int8", "int4", "ternary",
 _Whole = Literal["same", "float32", "float16", "bfloat16", "int8", "int4"]
 _OrSame = Literal["same", "float32", "float16", "bfloat16", "int8", "int4", "ternary", "sign", "auto"]
 _BYTES = TypeAdapter(ByteSize)
+
+
+def _nbytes(text: str) -> int:
+    """The number of bytes in a text such as "2MB"; 0 if it is none."""
+    if not re.fullmatch(r"\s*(\d+(\.\d+)?|\.\d+)\s*[A-Za-z]*\s*", text, re.ASCII):  # pydantic reads the beginning alone
+        return 0
+    try:
+        return int(_BYTES.validate_python(text.strip()))
+    except ValidationError:
+        return 0
 
 
 class RoundConfig(BaseModel):
@@ -189,21 +200,20 @@ class EncodingConfig(BaseModel):
     )
     budget: str = Field(
         "",
-        description='bytes of a round for all clients both ways, within which auto leaves out more, such as "2MB"; '
-        '"": no limit',
+        description='bytes that all clients send and are sent in a round of training, such as "2MB", within which auto '
+        'leaves out more; "": no limit',
     )
     error_feedback: bool = Field(
         True, description="clients keep what int8, fewer bits and wire-top-k leave out, and add it to their next upload"
     )
 
-    @field_validator("budget")
+    @field_validator("budget", mode="before")
     @classmethod
-    def _of_bytes(cls, value: str) -> str:
-        try:
-            _BYTES.validate_python(value or 0)
-        except ValidationError:
-            raise ValueError('expected a number of bytes, such as "2MB" or "500kB", or ""') from None
-        return value
+    def _of_bytes(cls, value: object) -> object:
+        text = str(value) if type(value) is int else value
+        if not isinstance(text, str) or (text and not _nbytes(text)):
+            raise ValueError('expected a number of bytes above 0, such as "2MB", "500 kB" or "1.5MiB", or ""')
+        return text
 
     @property
     def down(self) -> str:
@@ -218,7 +228,7 @@ class EncodingConfig(BaseModel):
     def encoding(self, seed: int) -> Encoding:
         return Encoding(
             self.down, self.up, self.top_k, self.error_feedback, seed, self.top_k_down, self.dtype_whole,
-            self.reference_megabytes, self.left_out, int(_BYTES.validate_python(self.budget or 0)),
+            self.reference_megabytes, self.left_out, _nbytes(self.budget),
         )
 
 

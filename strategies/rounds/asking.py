@@ -62,9 +62,9 @@ class Asker:
                 partial(self.method.values, state, plan.client),
                 self._settings(state, plan, this),
                 self._cohorts.node_of(plan.client),
-                measured,
-                clients,
-                rounds_apart,
+                measured=measured,
+                clients=clients,
+                rounds_apart=rounds_apart,
             )
             for plan in plans
         ]

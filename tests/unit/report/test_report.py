@@ -369,6 +369,18 @@ def test_unknown_bytes_are_said_and_not_drawn(tmp_path):
     assert page.headlines["Relative to FedAvg"] == ("unknown", "FedAvg's bytes are not known")
 
 
+def test_what_an_encoding_leaves_is_drawn_where_there_is_one(tmp_path):
+    plain = {1: 40, 2: None, 3: 200}
+    lines = [metrics_line(n, bytes_down=6, bytes_up=4, bytes_plain=of) for n, of in plain.items()]
+    drawn = trace(report(tmp_path, lines).figures["encoded-rounds"], "this run")
+    assert (drawn["x"], drawn["y"]) == ([1, 3], [0.25, 0.05])
+
+
+def test_without_an_encoding_there_is_no_figure_of_one(tmp_path):
+    page = report(tmp_path, [metrics_line(n, bytes_down=6, bytes_up=4, bytes_plain=10) for n in (1, 2)])
+    assert "encoded-rounds" not in page.figures
+
+
 def test_without_fedavgs_bytes_there_is_no_comparison(tmp_path):
     page = report(tmp_path, [metrics_line(n, bytes_fedavg=None) for n in (1, 2)])
     assert [t["name"] for t in page.figures["bytes-total"]["data"]] == ["this run"]

@@ -77,6 +77,10 @@ def test_values_reach_their_section():
         ({"wire-dtype": "auto", "wire-top-k": 0.1}, r"wire-top-k=0.1, and wire-dtype-up is 'auto', .*set wire-top-k=0"),
         ({"wire-dtype-down": "auto", "wire-top-k-down": 0.1}, r"wire-dtype-down is 'auto', .*set wire-top-k-down=0"),
         ({"wire-budget": "2MB"}, r"wire-budget='2MB' applies to 'auto' only: set wire-dtype='auto'"),
+        *(
+            ({"wire-budget": text, "wire-dtype": "auto"}, f"wire-budget={text!r}: expected a number of bytes above 0")
+            for text in ("1,000,000", "2,5MB", "1.5.2", "2MB per round", "0.5", "0MB", "-5", "1e3", "inf", " ")
+        ),
         ({"wire-budget": "2 apples", "wire-dtype": "auto"}, r"wire-budget='2 apples': expected a number of bytes"),
         ({"max-replies": 2, "min-replies": 3}, r"max-replies=2 is less than min-replies=3"),
         ({"pretrained": "tiny-vit-digits,"}, r"pretrained='tiny-vit-digits,' has nothing before or after a comma"),
@@ -180,21 +184,22 @@ def test_steps_temperatures_and_scales_out_of_range_are_refused(values, words):
         read_run_config(values)
 
 
-TOUR = ROOT / "conf/tour.toml"
-"""Variants that are compared, not a run config."""
+VARIANTS = {ROOT / "conf/tour.toml": (3, 13), ROOT / "conf/encodings.toml": (1, 5)}
+"""Variants that are compared, not run configs: the numbers of sections and variants."""
 
 
-@pytest.mark.parametrize("path", sorted({*(ROOT / "conf").glob("*.toml")} - {TOUR}), ids=lambda p: p.name)
+@pytest.mark.parametrize("path", sorted({*(ROOT / "conf").glob("*.toml")} - VARIANTS.keys()), ids=lambda p: p.name)
 def test_every_experiment_of_conf_can_be_run(path):
     assert read_run_config(flat(tomllib.loads(path.read_text())))
 
 
-def test_every_variant_of_the_tour_can_be_run():
-    tour = read_variants(TOUR)
-    variants = [variant for section in tour.sections for variant in section.variants]
-    assert len(tour.sections) == 3 and len(variants) == 13
+@pytest.mark.parametrize("path", VARIANTS, ids=lambda p: p.name)
+def test_every_variant_of_a_file_can_be_run(path):
+    file = read_variants(path)
+    variants = [variant for section in file.sections for variant in section.variants]
+    assert (len(file.sections), len(variants)) == VARIANTS[path]
     for variant in variants:
-        assert read_run_config({**tour.common, **variant.run_config}).rounds.strategy == variant.strategy
+        assert read_run_config({**file.common, **variant.run_config}).rounds.strategy == variant.strategy
 
 
 @pytest.mark.parametrize("strategy", ["fedamp", "fedavg"])

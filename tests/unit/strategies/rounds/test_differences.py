@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord
+from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from tepal.exchange import partial_exchange
-from tepal.exchange.encodings import CODECS, Encoding
+from tepal.exchange import partial_exchange, received
+from tepal.exchange.encodings import CODECS, FIXED, Encoding
 from tepal.exchange.files import write_arrays
 from tepal.exchange.sender import Sender
 from tepal.models.blocks import find_blocks
@@ -210,13 +210,49 @@ def test_rounds_stay_within_a_budget(clients, budget):
         patch.setitem(moving_app.__globals__, "step", wide)
         _, history = start(strategy, moving_app(), clients=clients, rounds=5, arrays=arrays, spoil=as_sent)
     for report in history[1:]:
-        least = clients * (28 + 20)  # of nothing: the head of a matrix, and the bias
+        least = clients * (FIXED + 20)  # the head of a matrix, a value, and the bias
         for way in (report.down.payload, report.up.payload):
             if budget:
                 assert way <= max(budget / 2, least)
             else:
                 assert way > clients * 1_000
     assert not any(report.lost or report.refused or report.resent for report in history)
+
+
+@pytest.mark.parametrize("budget", [18_000, 30_000, 60_000])
+def test_several_blocks_share_a_budget_and_each_of_them_arrives(vit, budget):  # noqa: F811
+    """FedFrozen has two blocks, and frozen entries that are sent once; the message has many matrices."""
+    model, arrays = vit
+    blocks, seen, history = find_blocks(model), {}, []
+    strategy = FedFrozen(
+        warmup_rounds=3, model=model, encoding=Encoding("auto", "auto", left_out=0.05, budget=budget),
+        fraction_evaluate=0, min_available_nodes=1, on_round=history.append,
+    )  # fmt: skip
+
+    def everywhere(msg, context):
+        came = received(msg)
+        rng = np.random.default_rng(came.plan.round)
+        moved = {
+            name: value + 0.01 * rng.normal(size=value.shape).astype(value.dtype) if name in came.plan.trains else value
+            for name, value in came.model.items()
+        }
+        seen[came.plan.round] = came.model
+        record = ArrayRecord({name: Array(array) for name, array in came.layout.join(moved).items()})
+        return Message(RecordDict({"arrays": record, "m": MetricRecord({"num-examples": 1})}), reply_to=msg)
+
+    app = ClientApp(mods=[partial_exchange])
+    app.train()(everywhere)
+    grid = InProcessGrid([Node(app, {"partition-id": 0})], spoil=as_sent)
+    strategy.start(grid, ArrayRecord({n: Array(a) for n, a in arrays.items()}), num_rounds=6)
+    for report in history:
+        assert report.up.payload <= budget / 2
+        if report.round in (2, 3, 5, 6):  # 1: the whole; 4: the frozen entries, exactly
+            assert report.down.payload <= budget / 2
+    matrices = [entry.name for entry in blocks.layout.entries if len(entry.shape) > 1]
+    assert len(matrices) > 5
+    for name in matrices:
+        last = 3 if name in blocks.query_key else 6
+        assert any((seen[number][name] != seen[number - 1][name]).any() for number in range(2, last + 1)), name
 
 
 def damage(folder):
