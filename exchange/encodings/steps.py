@@ -46,7 +46,7 @@ class Steps:
     bits: float = 0.0
     """Most bits for a value, in the mean and beyond FIXED; 0: no limit. Within a limit more is left out if needed."""
     threshold: Threshold | None = None
-    """None: it is computed from the matrix itself."""
+    """Of the values that reach it the share `of_equal` is sent, evenly spaced. None: it is computed from the matrix."""
 
     width = 1
 
@@ -68,7 +68,8 @@ class Steps:
     def write(self, values: np.ndarray, random: np.random.Generator | None) -> bytes:
         flat = np.ascontiguousarray(values, np.float32).reshape(-1)
         least, share = self.threshold or threshold(self.left_out, [flat.size], lambda _: flat, self.bits)
-        step = min(least / _DEAD, _LARGEST) if np.isfinite(flat).all() else math.nan
+        # A little less, so that the threshold itself is one step, however it is rounded.
+        step = min(least / _DEAD * (1 - 1e-6), _LARGEST) if np.isfinite(flat).all() else math.nan
         places = np.flatnonzero(magnitudes(flat) >= least)
         if share < 1:
             some = math.ceil(share * len(places))
@@ -210,8 +211,8 @@ def _sample(sizes: Sequence[int], values: Callable[[int], np.ndarray]) -> tuple[
 
 def _largest(flat: np.ndarray) -> float:
     """The largest magnitude; infinite for NaN."""
-    found = float(max(flat.max(initial=0.0), -flat.min(initial=0.0)))
-    return found if not math.isnan(found) and not np.isnan(flat.max(initial=0.0)) else math.inf
+    found = max(float(flat.max(initial=0.0)), -float(flat.min(initial=0.0)))
+    return math.inf if math.isnan(found) else found
 
 
 def _bits(kept: np.ndarray, size: int) -> float:

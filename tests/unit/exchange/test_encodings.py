@@ -397,6 +397,12 @@ def test_places_of_many_values_are_refused():
         Steps(0.6).length((4, 5), written)
 
 
+@given(st.floats(1e-30, 1e30), st.integers(1, 40), st.sampled_from([0.0, 0.3, 0.6, 0.9]))
+def test_of_equal_values_all_are_sent(value, size, left_out):
+    values = np.full((1, size), value, np.float32)
+    np.testing.assert_allclose(there_and_back(Steps(left_out), values), values, rtol=1e-5)
+
+
 def test_values_near_the_largest_stay_finite():
     values = np.array([[3.3e38, 3.2e38, 3.4e38, 1.1e38]], np.float32)
     for left_out in (0.0, 0.1, 0.5, 0.9):
