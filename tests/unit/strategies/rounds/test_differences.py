@@ -541,7 +541,7 @@ def mutated(encoding, seeds):
     return changes
 
 
-MUTATED = [Encoding("ternary"), Encoding("int4"), Encoding("sign", top_k_down=0.1)]
+MUTATED = [Encoding("ternary"), Encoding("int4"), Encoding("sign", top_k_down=0.1), Encoding("auto", left_out=0.2)]
 
 
 @pytest.mark.parametrize("encoding", MUTATED)
