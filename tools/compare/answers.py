@@ -170,12 +170,16 @@ def threshold(group: Group) -> str:
     """The target of a section, as the subject of a sentence, or why there is none."""
     target, by = group.target, group.by
     if target is None:
-        of = group.comparison.reference(group.section) if group.comparison.final else group.baseline.label
+        of = group.baseline.label
+        if relative := group.comparison.relative_target:
+            # A comparison.json that was changed by hand may name what the section does not have.
+            of = group.comparison.reference(group.section, relative.of) or relative.of
         return f"No finished run of {of} has an {by.name} on the server's data, so there is no target"
-    if target.plus is None:
+    if target.margin is None:
         return f"An {by.name} of {target.score:.4f}"
-    margin = f"{100 * abs(target.plus):g} points" if by.share else f"{abs(target.plus):g}"
-    return f"{target.of}'s {by.name} {'plus' if target.plus > 0 else 'less'} {margin} ({target.score:.4f})"
+    size = f"{100 * abs(target.margin):g} points" if by.share else f"{abs(target.margin):g}"
+    margin = f" {'plus' if target.margin > 0 else 'less'} {size}" if target.margin else ""
+    return f"{target.of}'s final {by.name}{margin} ({target.score:.4f})"
 
 
 def _bytes(group: Group) -> str:

@@ -206,13 +206,13 @@ class Target:
         score: The score; the mean over the seeds where each has its own.
         of: What it is derived from, a strategy or variant; "" if it is given.
         by_seed: Each seed's own score; None: all have the same.
-        plus: What is added to the final score that it is derived from; None: it is a share of that, or given.
+        margin: What is added to the final score that it is derived from; None: it is a share of that, or given.
     """
 
     score: float
     of: str = ""
     by_seed: Mapping[int, float] | None = None
-    plus: float | None = None
+    margin: float | None = None
 
     def at(self, seed: int) -> float | None:
         """The score of a seed; None if it has none."""
@@ -292,20 +292,20 @@ def results_of(comparison: Comparison, runs: Sequence[Measured]) -> Results:
 
 
 def _target(comparison: Comparison, section: Section, results: Sequence[Result]) -> Target | None:
-    if final := comparison.final:
-        return _relative([each for each in results if each.base == comparison.reference(section)], final.plus)
+    if relative := comparison.relative_target:
+        of = comparison.reference(section, relative.of)
+        return _relative([each for each in results if each.base == of], relative.margin)
     return target_of(section, results) if comparison.target is None else Target(float(comparison.target))
 
 
-def _relative(results: Sequence[Result], plus: float) -> Target | None:
+def _relative(results: Sequence[Result], margin: float) -> Target | None:
     """The final score of each seed plus a margin; of combinations of varied values, that of the best one."""
     found = []
     for result in results:
         finals = {each.run.seed: each.server_score for each in result.runs if each.run.outcome == "finished"}
-        # Rounded: 0.8 - 0.1 is a little more than the 0.7 that another variant may have.
-        by_seed = {seed: round(score + plus, 12) for seed, score in finals.items() if score is not None}
+        by_seed = {seed: score + margin for seed, score in finals.items() if score is not None}
         if mean := over_seeds(list(by_seed.values())):
-            found.append(Target(mean.mean, result.label, by_seed, plus))
+            found.append(Target(mean.mean, result.label, by_seed, margin))
     if not found:
         return None
     return (max if results[0].by.share else min)(found, key=lambda target: target.score)

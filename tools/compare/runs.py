@@ -37,7 +37,7 @@ from tepal.tools.compare.page import comparison_page
 from tepal.tools.compare.picture import STRATEGIES
 from tepal.tools.compare.plan import FEDAVG
 from tepal.tools.compare.sections import DOUBT, Section
-from tepal.tools.compare.target import BASELINE
+from tepal.tools.compare.target import BASELINE, FinalScore
 from tepal.tools.compare.text_files import latex, markdown, runs_csv, strategies_csv
 from tepal.tools.terminal import RoundProgress, TimeLeft
 from tepal.training.data.inputs import InputConfig
@@ -145,25 +145,25 @@ def check_tasks(comparison: Comparison) -> None:
 
 def _check_target(comparison: Comparison, regression: bool) -> None:
     given = "--target" if comparison.of_strategies else "target"  # of variants it may be the file's
-    final = comparison.final
-    if final and (problems := [text for section in comparison.groups if (text := _unknown(comparison, section))]):
+    relative = comparison.relative_target
+    if relative and (problems := [text for one in comparison.groups if (text := _unknown(comparison, one, relative))]):
         raise ConfigError("\n".join(f"{given} {comparison.target}: {text}" for text in problems))
     if regression:
         return
-    if final and abs(final.plus) >= 1:
+    if relative and abs(relative.margin) >= 1:
         raise ConfigError(
-            f"{given} {comparison.target}: the margin is {abs(final.plus):g}, expected less than 1: an accuracy is a "
-            "share, so 0.005 is half a point"
+            f"{given} {comparison.target}: the margin is {abs(relative.margin):g}, expected less than 1: an accuracy "
+            "is a share, so 0.005 is half a point"
         )
     if isinstance(comparison.target, float | int) and comparison.target > 1:
         raise ConfigError(f"{given} is {comparison.target:g}, expected an accuracy from 0 to 1")
 
 
-def _unknown(comparison: Comparison, section: Section) -> str:
+def _unknown(comparison: Comparison, section: Section, target: FinalScore) -> str:
     """What is wrong with a target that is relative to a final score, in a section that has none of its name."""
-    if comparison.final is None or comparison.reference(section):
+    of = target.of
+    if comparison.reference(section, of):
         return ""
-    of = comparison.final.of
     bases = list(dict.fromkeys(variant.base for variant in section.variants))
     if comparison.of_strategies:
         what = f"{of!r} is {FEDAVG}, which is not compared" if of == BASELINE else f"{of!r} is not compared"

@@ -70,10 +70,10 @@ def about_seeds(results: Results) -> str:
 def about_target(group: Group) -> str:
     """A sentence on the target and how it was chosen."""
     target, by = group.target, group.by
-    if target is not None and target.plus is not None:
+    if target is not None and target.margin is not None:
         each = ", each seed's own; their mean" if len(target.by_seed or ()) > 1 else ""
         return f"Target: {threshold(group)}{each}"
-    if target is None and (group.section.question == BYTES or group.comparison.final):
+    if target is None and (group.section.question == BYTES or group.comparison.relative_target):
         return threshold(group)
     if target is None:
         return f"No run finished with an {by.name} on the server's held-out data, so there is no common target"

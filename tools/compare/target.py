@@ -25,11 +25,11 @@ class FinalScore:
 
     Args:
         of: Its name, or BASELINE.
-        plus: The margin, negative for less than the final score.
+        margin: What is added to it; negative for less.
     """
 
     of: str
-    plus: float
+    margin: float
 
 
 def target_value(given: Any) -> float | str:
