@@ -189,7 +189,7 @@ def _bytes(group: Group) -> str:
     needs = {result.name: figure for result in group.variants if (figure := result.figures.get("bytes_to_target"))}
     reached = [result for result in group.variants if result.name in needs]
     # What reached it with some seeds only may have the fewest bytes because those were the easy ones.
-    whole = [result for result in reached if needs[result.name].runs == len(result.counted)] or reached
+    whole = [result for result in reached if needs[result.name].runs == result.aimed] or reached
     rest = [result for result in group.variants if result not in whole]
     also = "".join(f"; {text}" for text in map(_not_reached, rest))
     if not reached:
@@ -217,7 +217,7 @@ def _needs(result: Result) -> str:
     figure = result.figures["bytes_to_target"]
     if figure is None:
         return bytes_text(None)
-    some = f" ({figure.runs} of {len(result.counted)} seeds)" if figure.runs < len(result.counted) else ""
+    some = f" ({figure.runs} of {result.aimed} seeds)" if figure.runs < result.aimed else ""
     return bytes_text(figure.mean) + some
 
 
@@ -225,10 +225,12 @@ def _not_reached(result: Result) -> str:
     figure = result.figures.get("bytes_to_target")
     if not result.counted:
         return f"{result.label} has no results"
+    if not result.aimed:
+        return f"{result.label} finished with no seed that has a target"
     if figure is None:
         reached = result.figures.get("rounds_to_target")
         return f"the bytes of {result.label} are not known" if reached else f"{result.label} does not reach it"
-    return f"{result.label} reaches it with {figure.runs} of {len(result.counted)} seeds"
+    return f"{result.label} reaches it with {figure.runs} of {result.aimed} seeds"
 
 
 def _times(times: Paired | None, turned: bool) -> str:

@@ -132,6 +132,11 @@ class Result:
         finished = [each for each in self.runs if each.run.outcome == "finished"]
         return finished or [each for each in self.runs if each.metrics]
 
+    @cached_property
+    def aimed(self) -> int:
+        """How many of the counted runs have a target."""
+        return sum(self.target is not None and self.target.at(each.run.seed) is not None for each in self.counted)
+
     @property
     def finished(self) -> int:
         return sum(each.run.outcome == "finished" for each in self.runs)
@@ -256,7 +261,7 @@ class Group:
     def unreached(self) -> list[Result]:
         """The variants of which some runs, but not all, reached the target on the server's data."""
         counts = ((result, result.figures.get("rounds_to_target")) for result in self.variants)
-        return [result for result, reached in counts if reached and reached.runs < len(result.counted)]
+        return [result for result, reached in counts if reached and reached.runs < result.aimed]
 
 
 @dataclass(frozen=True)
@@ -299,16 +304,17 @@ def _target(comparison: Comparison, section: Section, results: Sequence[Result])
 
 
 def _relative(results: Sequence[Result], margin: float) -> Target | None:
-    """The final score of each seed plus a margin; of combinations of varied values, that of the best one."""
-    found = []
+    """The final score of each seed plus a margin; of combinations of varied values, that of the best one.
+
+    The best one is of those that finished with the most seeds: another one may be without the difficult seed.
+    """
+    found, share = [], bool(results) and results[0].by.share
     for result in results:
         finals = {each.run.seed: each.server_score for each in result.runs if each.run.outcome == "finished"}
         by_seed = {seed: score + margin for seed, score in finals.items() if score is not None}
         if mean := over_seeds(list(by_seed.values())):
             found.append(Target(mean.mean, result.label, by_seed, margin))
-    if not found:
-        return None
-    return (max if results[0].by.share else min)(found, key=lambda target: target.score)
+    return max(found, key=lambda one: (len(one.by_seed or ()), one.score if share else -one.score), default=None)
 
 
 def target_of(section: Section, results: Sequence[Result]) -> Target | None:
