@@ -52,6 +52,10 @@ class Measure:
             return score >= target - _ROUNDING
         return score <= target + _ROUNDING * max(1.0, abs(target))
 
+    def possible(self, target: float) -> bool:
+        """Whether a score can be as good as the target."""
+        return self.good(1.0 if self.share else 0.0, target)
+
 
 ACCURACY, RMSE = Measure("accuracy", share=True), Measure("rmse", share=False)
 

@@ -254,6 +254,12 @@ class Group:
         return [result for result in self.variants if result is not self.baseline]
 
     @property
+    def line(self) -> float | None:
+        """The target as figures draw it: with a curve of the server's data, to which it belongs."""
+        of_server = any(result.curve is not None and result.curve.of == "server" for result in self.variants)
+        return self.target.score if self.target and self.section.counts and of_server else None
+
+    @property
     def unfinished(self) -> list[Measured]:
         return [each for result in self.variants for each in result.runs if each.run.outcome != "finished"]
 

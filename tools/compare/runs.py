@@ -146,7 +146,8 @@ def check_tasks(comparison: Comparison) -> None:
 def _check_target(comparison: Comparison, regression: bool) -> None:
     given = "--target" if comparison.of_strategies else "target"  # of variants it may be the file's
     relative = comparison.relative_target
-    if relative and (problems := [text for one in comparison.groups if (text := _unknown(comparison, one, relative))]):
+    counting = [section for section in comparison.groups if section.counts] or comparison.groups
+    if relative and (problems := [text for one in counting if (text := _unknown(comparison, one, relative))]):
         raise ConfigError("\n".join(f"{given} {comparison.target}: {text}" for text in problems))
     if regression:
         return
@@ -160,17 +161,20 @@ def _check_target(comparison: Comparison, regression: bool) -> None:
 
 
 def _unknown(comparison: Comparison, section: Section, target: FinalScore) -> str:
-    """What is wrong with a target that is relative to a final score, in a section that has none of its name."""
-    of = target.of
-    if comparison.reference(section, of):
+    """What is wrong with a target that is relative to a final score, in a section where its name is not of one."""
+    of, reference = target.of, comparison.reference(section, target.of)
+    where = section.place.removesuffix(", ") or "the comparison"
+    if of == BASELINE and reference != BASELINE and any(variant.base == BASELINE for variant in section.variants):
+        return f"{where} has a variant {BASELINE!r}, but its baseline is {reference!r}. Give the variant another name"
+    if reference:
         return ""
     bases = list(dict.fromkeys(variant.base for variant in section.variants))
     if comparison.of_strategies:
         what = f"{of!r} is {FEDAVG}, which is not compared" if of == BASELINE else f"{of!r} is not compared"
-        return f"{what}. Allowed are {', '.join(bases)}. Add the strategy with --strategies, or name one of these"
-    where = section.place.removesuffix(", ") or "the file"
-    allowed = ", ".join((BASELINE, *bases))
-    return f"{where} has no variant {of!r}. Allowed are {allowed}. {BASELINE!r} is the baseline of each section"
+        remedy = "Add the strategy with --strategies, or name one of these"
+        return f"{what}.{target.hint} Allowed are {', '.join(bases)}. {remedy}"
+    allowed = f"Allowed are {', '.join((BASELINE, *bases))}. {BASELINE!r} is the baseline of each section"
+    return f"{where} has no variant {of!r}.{target.hint} {allowed}"
 
 
 def new_folder(runs: Path) -> Path:

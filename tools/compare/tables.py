@@ -73,7 +73,8 @@ def about_target(group: Group) -> str:
     if target is not None and target.margin is not None:
         each = ", each seed's own; their mean" if len(target.by_seed or ()) > 1 else ""
         without = [seed for seed in group.comparison.seeds if target.at(seed) is None]
-        return f"Target: {threshold(group)}{each}{_without(without, target.of)}"
+        beyond = "" if by.possible(target.score) else f"; no {by.name} can reach it"
+        return f"Target: {threshold(group)}{each}{beyond}{_without(without, target.of)}"
     if target is None and (group.section.question == BYTES or group.comparison.relative_target):
         return threshold(group)
     if target is None:

@@ -7,6 +7,7 @@ import pytest
 from tepal.tools.compare.answers import answer
 from tepal.tools.compare.comparison import measure, read_comparison
 from tepal.tools.compare.grid.expand import strategies_grid
+from tepal.tools.compare.page import figures
 from tepal.tools.compare.plan import Comparison, planned_variants
 from tepal.tools.compare.tables import about_target
 from tepal.tools.compare.target import FinalScore, final_score, target_value
@@ -40,9 +41,15 @@ def test_a_final_score_is_a_name_and_a_margin(given, of, margin):
     assert target_value(given) == given and final_score(given) == FinalScore(of, margin)
 
 
-@pytest.mark.parametrize(("given", "score"), [("0.9", 0.9), (0.9, 0.9), (1, 1), ("1e-3", 0.001), ("0", 0)])
+@pytest.mark.parametrize(("given", "score"), [("0.9", 0.9), (0.9, 0.9), (1, 1), ("1e-3", 0.001), ("0", 0), ("-0", 0)])
 def test_a_number_is_a_score(given, score):
     assert target_value(given) == score and final_score(target_value(given)) is None
+    assert not str(target_value(given)).startswith("-")
+
+
+def test_a_margin_with_an_exponent_is_refused_with_how_it_is_written():
+    with pytest.raises(ValueError, match="what is added or subtracted, written without an exponent"):
+        target_value("fedavg-0.1e-3")
 
 
 @pytest.mark.parametrize("given", ["-0.5", "nan", "inf", "", "fedavg", "fedavg-", "a b-0.1", "x" * 65 + "-0.1", True,
@@ -196,6 +203,37 @@ def test_the_best_combination_is_one_of_those_that_finished_with_most_seeds(tmp_
     assert target.by_seed == pytest.approx({1: 0.3, 2: 0.2} if regression else {1: 0.7, 2: 0.8})
 
 
+# The accuracies end with 0.8 and 0.7: all figures' lines, of what is above 1 and below 0, would be at the edge.
+@pytest.mark.parametrize(
+    ("target", "drawn", "said"),
+    [
+        ("fedavg-0.1", True, "Target: fedavg's final accuracy less 10 points (0.7000)"),
+        ("fedavg+0.2", True, "Target: fedavg's final accuracy plus 20 points (1.0000)"),
+        ("fedavg+0.3", False, "Target: fedavg's final accuracy plus 30 points (1.1000); no accuracy can reach it"),
+        ("fedavg-0.9", False, "Target: fedavg's final accuracy less 90 points (-0.1000)"),
+    ],
+)
+def test_a_target_that_is_no_accuracy_is_no_line_of_the_picture(tmp_path, target, drawn, said):
+    found = measure(finish(comparison_in(tmp_path, ["fedavg", "selective"], target=target)))
+    assert about_target(found) == said
+    picture = (tmp_path / "comparison.svg").read_text()
+    assert ('<path class="target"' in picture, "Target: " in picture) == (drawn, drawn)
+
+
+def test_an_error_below_0_cannot_be_reached(tmp_path):
+    found = measure(finish(comparison_in(tmp_path, ["fedavg"], target="fedavg-0.5"), regression=True))
+    assert about_target(found) == "Target: fedavg's final RMSE less 0.5 (-0.3000); no RMSE can reach it"
+
+
+@pytest.mark.parametrize(("question", "lines"), [("", 2), ("own-tests", 0), ("doubt", 0)])
+def test_figures_have_a_target_where_tables_have_what_it_takes(tmp_path, question, lines):
+    sections = [("Own", question, {"one": "fedavg", "small": "selective"}, {"baseline": "one"})]
+    found = measure(finish(variants_in(tmp_path, sections, target="baseline-0.1")))
+    drawn = [figure for figure in figures(found) if figure.plot and figure.plot.layout.shapes]
+    assert len(drawn) == lines and all("Dotted: the target" in figure.caption for figure in drawn)
+    assert sum("Dotted" in figure.caption for figure in figures(found)) == lines
+
+
 def test_without_a_margin_the_target_is_the_final_score(tmp_path):
     found = measure(finish(comparison_in(tmp_path, ["fedavg", "selective"], target="fedavg-0")))
     assert about_target(found) == "Target: fedavg's final accuracy (0.8000)"
@@ -229,6 +267,7 @@ def test_the_command_takes_a_final_score_and_another_one_when_it_is_resumed(comp
     [
         ("fedavg-0.005", ["--target fedavg-0.005: 'fedavg' is not compared", "Allowed are selective, fedacs", "Add"]),
         ("baseline-0.005", ["'baseline' is fedavg, which is not compared", "Add the strategy with --strategies"]),
+        ("fedavg-1e-3", ["'fedavg-1e' is not compared", "A margin is written without an exponent: 0.001, not 1e-3"]),
         ("selective-5", ["the margin is 5, expected less than 1", "0.005 is half a point"]),
         ("selective", ["--target 'selective': expected a score of at least 0", "such as fedavg-0.005"]),
         ("-0.1", ["expected a score of at least 0"]),
@@ -260,6 +299,12 @@ title = "Own"
 name = "one"
 strategy = "fedavg"
 """
+SECOND = """
+[[section.variant]]
+name = "two"
+strategy = "selective"
+"""
+OWN_TESTS = ('title = "Own"', 'title = "Own"\nquestion = "own-tests"')
 
 
 def test_a_file_has_a_final_score_of_every_section(compare, tmp_path):
@@ -269,6 +314,33 @@ def test_a_file_has_a_final_score_of_every_section(compare, tmp_path):
     assert done.exit_code == 0, done.output
     assert "Bytes: FedAvg's final accuracy less 10 points (0.7000) is reached with 30.0 MB by small" in done.output
     assert "Target: one's final accuracy less 10 points (0.7000)" in done.output
+
+
+def test_a_section_that_does_not_count_need_not_have_the_name(compare, tmp_path):
+    path = tmp_path / "variants.toml"
+    path.write_text(FILE.format(target="FedAvg-0.1").replace(*OWN_TESTS) + SECOND)
+    done = compare("--variants", str(path))
+    assert done.exit_code == 0, done.output
+    assert "Bytes: FedAvg's final accuracy less 10 points (0.7000) is reached with 30.0 MB by small" in done.output
+    [folder] = compare.runs.glob("*-compare")
+    assert [row["target_accuracy"] for row in rows_of(folder, "comparison.csv") if row["variant"] == "one"] == [""]
+
+
+def test_a_name_is_that_of_a_variant_also_where_no_section_counts(compare, tmp_path):
+    path = tmp_path / "variants.toml"
+    path.write_text(FILE.format(target="nope-0.1").replace('"bytes"', '"own-tests"').replace(*OWN_TESTS) + SECOND)
+    done = compare("--variants", str(path))
+    assert done.exit_code == 1 and "section 'Bytes' has no variant 'nope'" in " ".join(done.output.split())
+
+
+@pytest.mark.parametrize(("baseline", "allowed"), [("FedAvg", False), ("baseline", True)])
+def test_a_variant_that_is_named_baseline_is_the_baseline(compare, tmp_path, baseline, allowed):
+    path = tmp_path / "variants.toml"
+    text = FILE.format(target="baseline-0.1").replace('name = "small"', 'name = "baseline"')
+    path.write_text(text.replace('question = "bytes"', f'question = "bytes"\nbaseline = "{baseline}"'))
+    done = compare("--variants", str(path))
+    said = "section 'Bytes' has a variant 'baseline', but its baseline is 'FedAvg'. Give the variant another name"
+    assert (done.exit_code, said in " ".join(done.output.split())) == ((0, False) if allowed else (1, True))
 
 
 @pytest.mark.parametrize(
