@@ -101,6 +101,7 @@ def compare(
     *,
     seeds: int | Sequence[int] = (42,),
     vary: Mapping[str, Any] | None = None,
+    target: float | str | None = None,
     model: Model = "tiny-vit",
     data: Any = "digits",
     clients: int | None = None,
@@ -117,6 +118,9 @@ def compare(
         seeds: each is run with each of them.
         vary: lists of values by keyword, such as `{"learning_rate": [0.001, 0.01]}`: each is run with every
             combination.
+        target: score until which bytes, rounds and time are counted, such as 0.9; or a final score with a margin,
+            such as "fedavg-0.005", each seed its own. By default 90 % of the final accuracy of FedAvg, or of the first
+            variant if FedAvg is not compared.
         model: as in `simulate`, like all that follow; the same for all.
         data: the data of all.
         clients: number of clients.
@@ -139,7 +143,8 @@ def compare(
     _check_modes([each if isinstance(each, str) else each.get("strategy") for each in strategies], model)
     values, count = _settings(model, data, clients, runs, options, rounds, 42)
     numbers, varied = [seeds] if isinstance(seeds, int) else seeds, _keys(vary or {})
-    return compared(strategies, numbers, {**defaults(), **values}, count, varied, _keys, console_of(progress))
+    config, shown = {**defaults(), **values}, console_of(progress)
+    return compared(strategies, numbers, config, count, varied, _plain(target), _keys, shown)
 
 
 def _settings(

@@ -28,6 +28,7 @@ from tepal.tools.compare.grid.values import read_vary_table
 from tepal.tools.compare.plan import OWN_KEYS
 from tepal.tools.compare.runs import check, check_tasks, new_folder, run_all, seed_numbers, strategy_names
 from tepal.tools.compare.sections import NAME, Section, Variant
+from tepal.tools.compare.target import target_value
 from tepal.tools.simulation.running import cache_in, check_clients, run_once, without_warnings
 from tepal.tools.simulation.this_process import ThisProcess
 from tepal.tools.terminal import RoundProgress
@@ -98,6 +99,7 @@ def compared(
     config: Mapping[str, Value],
     clients: int,
     vary: Mapping[str, Any],
+    target: Any,
     keys: Callable[[Mapping[str, Any]], dict[str, Value]],
     console: Console,
 ) -> Compared:
@@ -109,6 +111,7 @@ def compared(
         config: the run config of all runs.
         clients: number of clients.
         vary: key of the run config → list of values; every combination is run.
+        target: a score, or the text of a final score with a margin; None: that of the comparison.
         keys: turns a variant's options into keys of the run config.
         console: where progress and errors are shown.
 
@@ -130,10 +133,17 @@ def compared(
         sections = (Section("", tuple(_variants(what, keys))),)
         sections = variants_grid(sections, grid, len(numbers)) if grid else sections
         runs = planned_variants(sections, numbers)
-    comparison = Comparison(Path(str(config["runs"])), runs, common, clients, sections=sections)
+    try:
+        score = None if target is None else target_value(target)
+    except ValueError as error:
+        raise ConfigError(f"target is {target!r}: {error}") from error
+    comparison = Comparison(Path(str(config["runs"])), runs, common, clients, target=score, sections=sections)
     with without_warnings():  # each run shows its own
         check(comparison, lambda one: check_clients(one, clients))
-    check_tasks(comparison)
+    try:
+        check_tasks(comparison)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("--target", "target").replace(" with --strategies", "")) from error
     comparison.folder = new_folder(comparison.folder)
     engine = ThisProcess(clients)
     engine.cache = cache_in(comparison.folder)

@@ -67,8 +67,8 @@ def compare_command(
             metavar="SCORE|NAME-MARGIN",
             help="accuracy (RMSE for a regression) until which bytes, rounds and time are counted: a number such as "
             "0.9, or a strategy's or variant's final one with a margin, each seed its own: fedavg-0.005 (for a "
-            "regression fedavg+0.005); baseline-0.005: of each section's baseline",
-            show_default="90 % of FedAvg's final accuracy",
+            "regression fedavg+0.005); baseline-0.005: of each section's baseline. Only rounds with a score count",
+            show_default="90 % of FedAvg's final accuracy; with a variants file, by question",
         ),
     ] = None,
     resume: Annotated[

@@ -170,12 +170,16 @@ def threshold(group: Group) -> str:
     """The target of a section, as the subject of a sentence, or why there is none."""
     target, by = group.target, group.by
     if target is None:
-        of = group.comparison.reference(group.section) if group.comparison.final else group.baseline.label
+        of = group.baseline.label
+        if relative := group.comparison.relative_target:
+            # A comparison.json that was changed by hand may name what the section does not have.
+            of = group.comparison.reference(group.section, relative.of) or relative.of
         return f"No finished run of {of} has an {by.name} on the server's data, so there is no target"
-    if target.plus is None:
+    if target.margin is None:
         return f"An {by.name} of {target.score:.4f}"
-    margin = f"{100 * abs(target.plus):g} points" if by.share else f"{abs(target.plus):g}"
-    return f"{target.of}'s {by.name} {'plus' if target.plus > 0 else 'less'} {margin} ({target.score:.4f})"
+    size = f"{100 * abs(target.margin):g} points" if by.share else f"{abs(target.margin):g}"
+    margin = f" {'plus' if target.margin > 0 else 'less'} {size}" if target.margin else ""
+    return f"{target.of}'s final {by.name}{margin} ({target.score:.4f})"
 
 
 def _bytes(group: Group) -> str:
@@ -185,7 +189,7 @@ def _bytes(group: Group) -> str:
     needs = {result.name: figure for result in group.variants if (figure := result.figures.get("bytes_to_target"))}
     reached = [result for result in group.variants if result.name in needs]
     # What reached it with some seeds only may have the fewest bytes because those were the easy ones.
-    whole = [result for result in reached if needs[result.name].runs == len(result.counted)] or reached
+    whole = [result for result in reached if needs[result.name].runs == result.aimed] or reached
     rest = [result for result in group.variants if result not in whole]
     also = "".join(f"; {text}" for text in map(_not_reached, rest))
     if not reached:
@@ -213,7 +217,7 @@ def _needs(result: Result) -> str:
     figure = result.figures["bytes_to_target"]
     if figure is None:
         return bytes_text(None)
-    some = f" ({figure.runs} of {len(result.counted)} seeds)" if figure.runs < len(result.counted) else ""
+    some = f" ({figure.runs} of {result.aimed} seeds)" if figure.runs < result.aimed else ""
     return bytes_text(figure.mean) + some
 
 
@@ -221,10 +225,12 @@ def _not_reached(result: Result) -> str:
     figure = result.figures.get("bytes_to_target")
     if not result.counted:
         return f"{result.label} has no results"
+    if not result.aimed:
+        return f"{result.label} finished with no seed that has a target"
     if figure is None:
         reached = result.figures.get("rounds_to_target")
         return f"the bytes of {result.label} are not known" if reached else f"{result.label} does not reach it"
-    return f"{result.label} reaches it with {figure.runs} of {len(result.counted)} seeds"
+    return f"{result.label} reaches it with {figure.runs} of {result.aimed} seeds"
 
 
 def _times(times: Paired | None, turned: bool) -> str:

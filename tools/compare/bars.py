@@ -186,7 +186,8 @@ def _shown(result: Result, known: Mapping[str, Statistic], scale: Scale, group: 
 def _value(figure: Statistic, scale: Scale, result: Result, group: Group) -> str:
     """A figure as text, with its deviation over the seeds, and whether its difference to the baseline is undecided."""
     deviation = "" if figure.deviation is None else f" ± {scale.write(figure.deviation)}"
-    some = "" if figure.runs == len(result.counted) else f" ({figure.runs} of {len(result.counted)})"
+    counted = result.aimed if scale.key == "bytes_to_target" else len(result.counted)
+    some = "" if figure.runs == counted else f" ({figure.runs} of {counted})"
     compared = next((one for one in compared_in(group) if one.key == scale.key), None)
     found = compared.of(result, group) if compared else None
     undecided = ", undecided" if found and found.undecided else ""

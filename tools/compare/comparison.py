@@ -132,6 +132,11 @@ class Result:
         finished = [each for each in self.runs if each.run.outcome == "finished"]
         return finished or [each for each in self.runs if each.metrics]
 
+    @cached_property
+    def aimed(self) -> int:
+        """How many of the counted runs have a target."""
+        return sum(self.target is not None and self.target.at(each.run.seed) is not None for each in self.counted)
+
     @property
     def finished(self) -> int:
         return sum(each.run.outcome == "finished" for each in self.runs)
@@ -206,13 +211,13 @@ class Target:
         score: The score; the mean over the seeds where each has its own.
         of: What it is derived from, a strategy or variant; "" if it is given.
         by_seed: Each seed's own score; None: all have the same.
-        plus: What is added to the final score that it is derived from; None: it is a share of that, or given.
+        margin: What is added to the final score that it is derived from; None: it is a share of that, or given.
     """
 
     score: float
     of: str = ""
     by_seed: Mapping[int, float] | None = None
-    plus: float | None = None
+    margin: float | None = None
 
     def at(self, seed: int) -> float | None:
         """The score of a seed; None if it has none."""
@@ -249,6 +254,12 @@ class Group:
         return [result for result in self.variants if result is not self.baseline]
 
     @property
+    def line(self) -> float | None:
+        """The target as figures draw it: with a curve of the server's data, to which it belongs."""
+        of_server = any(result.curve is not None and result.curve.of == "server" for result in self.variants)
+        return self.target.score if self.target and self.section.counts and of_server else None
+
+    @property
     def unfinished(self) -> list[Measured]:
         return [each for result in self.variants for each in result.runs if each.run.outcome != "finished"]
 
@@ -256,7 +267,7 @@ class Group:
     def unreached(self) -> list[Result]:
         """The variants of which some runs, but not all, reached the target on the server's data."""
         counts = ((result, result.figures.get("rounds_to_target")) for result in self.variants)
-        return [result for result, reached in counts if reached and reached.runs < len(result.counted)]
+        return [result for result, reached in counts if reached and reached.runs < result.aimed]
 
 
 @dataclass(frozen=True)
@@ -292,23 +303,24 @@ def results_of(comparison: Comparison, runs: Sequence[Measured]) -> Results:
 
 
 def _target(comparison: Comparison, section: Section, results: Sequence[Result]) -> Target | None:
-    if final := comparison.final:
-        return _relative([each for each in results if each.base == comparison.reference(section)], final.plus)
+    if relative := comparison.relative_target:
+        of = comparison.reference(section, relative.of)
+        return _relative([each for each in results if each.base == of], relative.margin)
     return target_of(section, results) if comparison.target is None else Target(float(comparison.target))
 
 
-def _relative(results: Sequence[Result], plus: float) -> Target | None:
-    """The final score of each seed plus a margin; of combinations of varied values, that of the best one."""
-    found = []
+def _relative(results: Sequence[Result], margin: float) -> Target | None:
+    """The final score of each seed plus a margin; of combinations of varied values, that of the best one.
+
+    The best one is of those that finished with the most seeds: another one may be without the difficult seed.
+    """
+    found, share = [], bool(results) and results[0].by.share
     for result in results:
         finals = {each.run.seed: each.server_score for each in result.runs if each.run.outcome == "finished"}
-        # Rounded: 0.8 - 0.1 is a little more than the 0.7 that another variant may have.
-        by_seed = {seed: round(score + plus, 12) for seed, score in finals.items() if score is not None}
+        by_seed = {seed: score + margin for seed, score in finals.items() if score is not None}
         if mean := over_seeds(list(by_seed.values())):
-            found.append(Target(mean.mean, result.label, by_seed, plus))
-    if not found:
-        return None
-    return (max if results[0].by.share else min)(found, key=lambda target: target.score)
+            found.append(Target(mean.mean, result.label, by_seed, margin))
+    return max(found, key=lambda one: (len(one.by_seed or ()), one.score if share else -one.score), default=None)
 
 
 def target_of(section: Section, results: Sequence[Result]) -> Target | None:

@@ -13,6 +13,7 @@ from tepal.tools.compare.answers import Paired, compared_in
 from tepal.tools.compare.comparison import Group, Result, Statistic
 from tepal.tools.compare.doubt import DOUBT_COLUMNS
 from tepal.tools.compare.grid.best import BEST, marks
+from tepal.tools.compare.measured import TO_TARGET
 from tepal.tools.compare.sections import BYTES, DOUBT, OWN_TESTS, value_text
 
 Figure = tuple[Statistic, int]
@@ -128,12 +129,17 @@ def rows(group: Group) -> list[dict[str, Any]]:
     return [{**cells(result, group), BEST: best.get(result.name)} for result in group.variants]
 
 
+def _of(result: Result, key: str) -> int:
+    """How many runs may have a figure: those until a target are of runs that have one."""
+    return result.aimed if key in TO_TARGET else len(result.counted)
+
+
 def cells(result: Result, group: Group) -> dict[str, Any]:
     """A row's values under the keys of `group_columns` and of the varied keys, and its outcome."""
     return {
         "name": result.base,
         "outcome": result.outcome,
         **{f"vary {key}": value for key, value in result.values.items()},
-        **{key: figure and (figure, len(result.counted)) for key, figure in result.figures.items()},
+        **{key: figure and (figure, _of(result, key)) for key, figure in result.figures.items()},
         **{difference_key(one.key): one.of(result, group) for one in compared_in(group)},
     }

@@ -201,22 +201,18 @@ def _per_byte(group: Group, look: dict[str, Look]) -> Figure:
 
 
 def _mark_target(plot: go.Figure, group: Group) -> None:
-    """The target as a dotted line, if there is one and a curve of the server's data to which it belongs.
+    """The target as a dotted line, if there is one.
 
     Its text is on the left, where curves are far from it.
     """
-    if group.target is None or not _on_servers_data(group):
+    score = group.line
+    if score is None:
         return
-    score = group.target.score
     plot.add_shape(type="line", xref="paper", x0=0, x1=1, y0=score, y1=score, line={"width": 1.5, "dash": "dot"})
     plot.add_annotation(
         xref="paper", x=0, xanchor="left", y=score, yanchor="bottom", text=f"target {score:{group.by.text()}}",
         showarrow=False, font_size=12,
     )  # fmt: skip
-
-
-def _on_servers_data(group: Group) -> bool:
-    return any(result.curve is not None and result.curve.of == "server" for result in group.variants)
 
 
 def _add_variant(
@@ -236,7 +232,7 @@ def _add_variant(
 
 def _caption(group: Group) -> str:
     target = ""
-    if group.target and _on_servers_data(group):
+    if group.target and group.line is not None:
         mean = " (the mean of the seeds' targets)" if len(group.target.by_seed or ()) > 1 else ""
         target = f" Dotted: the target on the server's data{mean}."
     return " ".join(data_note(group.variants)) + target + (_BAND if len(group.comparison.seeds) > 1 else "")

@@ -135,6 +135,8 @@ def draw(results: Results) -> str:
     # The note below the plot is wider than the plot, so it begins below the legend.
     target = _target_of(results)
     axes = _axes(shown, max(_TOP + _PLOT_HEIGHT, legend_bottom - _NOTE + 12), target)
+    if target is not None and not 0 <= target <= axes.y_ticks[-1]:
+        target = None  # as of an accuracy plus a margin
     note = data_note(shown)
     return render(
         "picture.svg.j2",
@@ -165,10 +167,9 @@ def _width(results: Results, legend: Sequence[Mapping[str, Any]], many: bool) ->
 
 
 def _target_of(results: Results) -> float | None:
-    """The target, if all sections have the same and a line is of the server's data, to which it belongs."""
-    targets = {group.target.score if group.target else None for group in results.sections}
-    of_server = any(result.curve is not None and result.curve.of == "server" for result in results.variants)
-    return targets.pop() if len(targets) == 1 and of_server else None
+    """The target, if all sections have the same."""
+    targets = {group.line for group in results.sections}
+    return targets.pop() if len(targets) == 1 else None
 
 
 def _axes(results: Sequence[Result], bottom: float, target: float | None) -> _Axes:

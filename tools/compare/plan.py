@@ -108,17 +108,13 @@ class Comparison:
         return not any(variant.of or not variant.values for variant in self._variants.values())
 
     @property
-    def final(self) -> FinalScore | None:
+    def relative_target(self) -> FinalScore | None:
         """The final score that the target is relative to, if it is."""
         return final_score(self.target)
 
-    def reference(self, section: Section) -> str:
-        """Whose final score the target of a section is relative to: a strategy or variant, without varied values.
-
-        "" if the section has none of this name.
-        """
+    def reference(self, section: Section, name: str) -> str:
+        """The strategy or variant of a section that a target names, without varied values; "" if it has none."""
         bases = [variant.base for variant in section.variants]
-        name = self.final.of if self.final else BASELINE
         if name == BASELINE:
             usual = FEDAVG if self.of_strategies else bases[0]
             name = next((each.base for each in section.variants if each.name == section.baseline), usual)

@@ -37,7 +37,7 @@ from tepal.tools.compare.page import comparison_page
 from tepal.tools.compare.picture import STRATEGIES
 from tepal.tools.compare.plan import FEDAVG
 from tepal.tools.compare.sections import DOUBT, Section
-from tepal.tools.compare.target import BASELINE
+from tepal.tools.compare.target import BASELINE, FinalScore
 from tepal.tools.compare.text_files import latex, markdown, runs_csv, strategies_csv
 from tepal.tools.terminal import RoundProgress, TimeLeft
 from tepal.training.data.inputs import InputConfig
@@ -145,32 +145,36 @@ def check_tasks(comparison: Comparison) -> None:
 
 def _check_target(comparison: Comparison, regression: bool) -> None:
     given = "--target" if comparison.of_strategies else "target"  # of variants it may be the file's
-    final = comparison.final
-    if final and (problems := [text for section in comparison.groups if (text := _unknown(comparison, section))]):
+    relative = comparison.relative_target
+    counting = [section for section in comparison.groups if section.counts] or comparison.groups
+    if relative and (problems := [text for one in counting if (text := _unknown(comparison, one, relative))]):
         raise ConfigError("\n".join(f"{given} {comparison.target}: {text}" for text in problems))
     if regression:
         return
-    if final and abs(final.plus) >= 1:
+    if relative and abs(relative.margin) >= 1:
         raise ConfigError(
-            f"{given} {comparison.target}: the margin is {abs(final.plus):g}, expected less than 1: an accuracy is a "
-            "share, so 0.005 is half a point"
+            f"{given} {comparison.target}: the margin is {abs(relative.margin):g}, expected less than 1: an accuracy "
+            "is a share, so 0.005 is half a point"
         )
     if isinstance(comparison.target, float | int) and comparison.target > 1:
         raise ConfigError(f"{given} is {comparison.target:g}, expected an accuracy from 0 to 1")
 
 
-def _unknown(comparison: Comparison, section: Section) -> str:
-    """What is wrong with a target that is relative to a final score, in a section that has none of its name."""
-    if comparison.final is None or comparison.reference(section):
+def _unknown(comparison: Comparison, section: Section, target: FinalScore) -> str:
+    """What is wrong with a target that is relative to a final score, in a section where its name is not of one."""
+    of, reference = target.of, comparison.reference(section, target.of)
+    where = section.place.removesuffix(", ") or "the comparison"
+    if of == BASELINE and reference != BASELINE and any(variant.base == BASELINE for variant in section.variants):
+        return f"{where} has a variant {BASELINE!r}, but its baseline is {reference!r}. Give the variant another name"
+    if reference:
         return ""
-    of = comparison.final.of
     bases = list(dict.fromkeys(variant.base for variant in section.variants))
     if comparison.of_strategies:
         what = f"{of!r} is {FEDAVG}, which is not compared" if of == BASELINE else f"{of!r} is not compared"
-        return f"{what}. Allowed are {', '.join(bases)}. Add the strategy with --strategies, or name one of these"
-    where = section.place.removesuffix(", ") or "the file"
-    allowed = ", ".join((BASELINE, *bases))
-    return f"{where} has no variant {of!r}. Allowed are {allowed}. {BASELINE!r} is the baseline of each section"
+        remedy = "Add the strategy with --strategies, or name one of these"
+        return f"{what}.{target.hint} Allowed are {', '.join(bases)}. {remedy}"
+    allowed = f"Allowed are {', '.join((BASELINE, *bases))}. {BASELINE!r} is the baseline of each section"
+    return f"{where} has no variant {of!r}.{target.hint} {allowed}"
 
 
 def new_folder(runs: Path) -> Path:

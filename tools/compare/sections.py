@@ -92,6 +92,11 @@ class Section:
         return [variant.name for variant in self.variants]
 
     @property
+    def counts(self) -> bool:
+        """Whether its tables have what it takes until the target."""
+        return self.question in ("", BYTES)
+
+    @property
     def place(self) -> str:
         """How messages name it, before what they name in it; "" without a title."""
         return f"section {self.title!r}, " if self.title else ""

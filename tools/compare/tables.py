@@ -70,16 +70,26 @@ def about_seeds(results: Results) -> str:
 def about_target(group: Group) -> str:
     """A sentence on the target and how it was chosen."""
     target, by = group.target, group.by
-    if target is not None and target.plus is not None:
+    if target is not None and target.margin is not None:
         each = ", each seed's own; their mean" if len(target.by_seed or ()) > 1 else ""
-        return f"Target: {threshold(group)}{each}"
-    if target is None and (group.section.question == BYTES or group.comparison.final):
+        without = [seed for seed in group.comparison.seeds if target.at(seed) is None]
+        beyond = "" if by.possible(target.score) else f"; no {by.name} can reach it"
+        return f"Target: {threshold(group)}{each}{beyond}{_without(without, target.of)}"
+    if target is None and (group.section.question == BYTES or group.comparison.relative_target):
         return threshold(group)
     if target is None:
         return f"No run finished with an {by.name} on the server's held-out data, so there is no common target"
     share = "90% of" if by.share else "1/0.9 of"
     of = f", {share} {target.of}'s final {by.name} on the server's data" if target.of else " on the server's data"
     return f"Target: an {by.name} of {target.score:.4f}{of}"
+
+
+def _without(seeds: Sequence[int], of: str) -> str:
+    """Why seeds have no target."""
+    if not seeds:
+        return ""
+    named = f"seed {seeds[0]} has" if len(seeds) == 1 else f"seeds {', '.join(map(str, seeds))} have"
+    return f"; {named} none, because {of} did not finish with {'it' if len(seeds) == 1 else 'them'}"
 
 
 def how_it_ended(group: Group, measured: Measured) -> str:
@@ -106,7 +116,7 @@ def group_notes(group: Group) -> list[str]:
     if group.section.question not in ("", BYTES):
         return [_FLAGGED] if group.section.question == DOUBT else []
     reached = [
-        f"{result.label}: {result.figures['rounds_to_target'].runs} of {len(result.counted)} runs reached the target"  # type: ignore[union-attr]
+        f"{result.label}: {result.figures['rounds_to_target'].runs} of {result.aimed} runs reached the target"  # type: ignore[union-attr]
         for result in group.unreached
     ]
     return [*best_notes(group), *reached, about_target(group)]
@@ -221,8 +231,7 @@ def _bytes_columns(group: Group) -> Sequence[tuple[str, Cell]]:
 
     def until(result: Result) -> str:
         figure = result.figures.get("bytes_to_target")
-        whole = figure is None or figure.runs == len(result.counted)
-        some = "" if whole or figure is None else f"\n{figure.runs} of {len(result.counted)}"
+        some = "" if figure is None or figure.runs == result.aimed else f"\n{figure.runs} of {result.aimed}"
         return _mean("bytes_to_target", bytes_text)(result) + some
 
     return (

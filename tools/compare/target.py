@@ -15,7 +15,7 @@ BASELINE = "baseline"
 _FINAL = re.compile(r"([A-Za-z0-9_-]{1,64}?)([+-][0-9]{0,10}\.?[0-9]{1,10})")
 EXPECTED = (
     "expected a score of at least 0, such as 0.9, or a final score with a margin, such as fedavg-0.005: the name of a "
-    f"strategy or variant, or {BASELINE!r}, and what is added or subtracted"
+    f"strategy or variant, or {BASELINE!r}, and what is added or subtracted, written without an exponent"
 )
 
 
@@ -25,11 +25,17 @@ class FinalScore:
 
     Args:
         of: Its name, or BASELINE.
-        plus: The margin, negative for less than the final score.
+        margin: What is added to it; negative for less.
     """
 
     of: str
-    plus: float
+    margin: float
+
+    @property
+    def hint(self) -> str:
+        """A sentence on a margin such as 1e-3, whose 1e is taken as the end of the name; "" for other ones."""
+        exponent = re.search(r"[0-9]e$", self.of, re.IGNORECASE)
+        return " A margin is written without an exponent: 0.001, not 1e-3." if exponent else ""
 
 
 def target_value(given: Any) -> float | str:
@@ -46,7 +52,7 @@ def target_value(given: Any) -> float | str:
                 return given
     if not is_number(score) or not math.isfinite(score) or score < 0:
         raise ValueError(EXPECTED)
-    return float(score)
+    return abs(float(score))  # tables would write -0 with its sign
 
 
 def final_score(target: float | str | None) -> FinalScore | None:

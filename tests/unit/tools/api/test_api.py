@@ -237,6 +237,31 @@ def test_strategies_and_variants_are_compared(small):
     assert names.table.index.tolist() == ["fedavg", "fedprox"] and "fedavg, fedprox; 2 runs" in repr(names)
 
 
+def test_a_comparison_counts_the_bytes_until_a_target(small):
+    del small["strategy"]
+    slow = {"name": "slow", "strategy": "fedavg", "learning_rate": 1e-5}
+    table = tepal.compare(["fedavg", slow], target="fedavg-0", **small).table
+    final = table.loc["fedavg", "server_accuracy"]
+    assert table["target_accuracy"].tolist() == [final, final] and table.loc["fedavg", "reached_target"] == 1
+    assert table.loc["slow", "server_accuracy"] < final and table.loc["slow", "reached_target"] == 0
+    assert tepal.compare(["fedavg"], target=np.float64(0), **small).table.loc["fedavg", "bytes_to_target"] == 0
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("fedprox-0.1", r"^target fedprox-0\.1: 'fedprox' is not compared\. Allowed are fedavg\. Add the strategy, or"),
+        ("half", "^target is 'half': expected a score of at least 0, such as 0.9, or a final score"),
+        (2, "^target is 2, expected an accuracy from 0 to 1"),
+    ],
+)
+def test_a_comparison_with_a_wrong_target_does_not_begin(small, target, said):
+    del small["strategy"]
+    with pytest.raises(ConfigError, match=said):
+        tepal.compare(["fedavg"], target=target, **small)
+    assert not list(small["runs"].glob("2*"))
+
+
 def test_every_combination_of_varied_values_is_run(small):
     del small["strategy"]
     compared = tepal.compare(["fedavg"], vary={"learning_rate": [1e-5, 0.01], "local_epochs": [1, 2]},

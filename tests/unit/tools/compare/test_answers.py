@@ -118,8 +118,8 @@ def test_bytes_are_counted_to_the_baselines_accuracy_less_what_is_allowed(tmp_pa
     [group] = found.sections
     assert group.target.score == pytest.approx(0.9811)
     assert answer(group) == (
-        "FedAvg's accuracy less 0.5 points (0.9811) is reached with 4.00 MB by small; FedAvg needs 40.0 MB, 10 times "
-        "as many; never does not reach it."
+        "FedAvg's final accuracy less 0.5 points (0.9811) is reached with 4.00 MB by small; FedAvg needs 40.0 MB, 10 "
+        "times as many; never does not reach it."
     )
     row = {row["variant"]: row for row in csv.DictReader(io.StringIO(strategies_csv(found)))}
     assert float(row["small"]["times_fewer_bytes_to_target"]) == pytest.approx(10)
@@ -138,13 +138,13 @@ def test_bytes_are_counted_to_the_baselines_accuracy_less_what_is_allowed(tmp_pa
         ),
         (
             {"FedAvg": (0.95,), "small": (0.7, 0.95), "never": (0.5,)}, {},
-            "FedAvg's accuracy less 0.5 points (0.9450) is reached with 10.0 MB by FedAvg itself; small needs 20.0 MB, "
-            "2 times as many; never does not reach it.",
+            "FedAvg's final accuracy less 0.5 points (0.9450) is reached with 10.0 MB by FedAvg itself; small needs "
+            "20.0 MB, 2 times as many; never does not reach it.",
         ),
         (
             {"FedAvg": (0.95,), "small": (0.7,), "never": (0.5,)}, {},
-            "FedAvg's accuracy less 0.5 points (0.9450) is reached with 10.0 MB by FedAvg, the baseline; small does "
-            "not reach it; never does not reach it.",
+            "FedAvg's final accuracy less 0.5 points (0.9450) is reached with 10.0 MB by FedAvg, the baseline; small "
+            "does not reach it; never does not reach it.",
         ),
         (
             {"FedAvg": (0.5,), "small": (0.7,), "never": (0.5,)}, {"target": 0.6},
@@ -169,8 +169,8 @@ def test_bytes_that_were_not_counted_are_not_known(tmp_path):
     rounds = {("FedAvg", 7): scores(0.95, megabytes=4), ("small", 7): uncounted, ("never", 7): scores(0.5, megabytes=2)}
     found = results(tmp_path, BYTES, rounds, seeds=(7,))
     assert answer(found.sections[0]) == (
-        "FedAvg's accuracy less 0.5 points (0.9450) is reached with 4.00 MB by FedAvg, the baseline; the bytes of "
-        "small are not known; never does not reach it."
+        "FedAvg's final accuracy less 0.5 points (0.9450) is reached with 4.00 MB by FedAvg, the baseline; the bytes "
+        "of small are not known; never does not reach it."
     )
     row = {row["variant"]: row for row in csv.DictReader(io.StringIO(strategies_csv(found)))}["small"]
     keys = ("bytes_to_target", "bytes_down_to_target", "bytes_up_to_target", "seconds_to_target", "reached_target")
@@ -206,8 +206,8 @@ def test_each_seed_has_the_target_of_its_own_baseline(tmp_path):
     needed = {1: 6.0, 2: 6.0, 3: 6.0}
     assert found.sections[0].variants[1].by_seed("bytes_to_target") == {seed: n * MB for seed, n in needed.items()}
     assert answer(group) == (
-        "FedAvg's accuracy less 0.5 points (0.8950) is reached with 6.00 MB by small; FedAvg needs 40.0 MB, 6.67 times "
-        "as many (95% interval 6.67 to 6.67)."
+        "FedAvg's final accuracy less 0.5 points (0.8950) is reached with 6.00 MB by small; FedAvg needs 40.0 MB, "
+        "6.67 times as many (95% interval 6.67 to 6.67)."
     )
     targets = [float(row["target_accuracy"]) for row in csv.DictReader(io.StringIO(runs_csv(found)))]
     assert targets == pytest.approx([0.895, 0.895, 0.945, 0.945, 0.845, 0.845])
@@ -292,7 +292,7 @@ def test_a_regressions_best_is_its_least_error(tmp_path):
     assert own_answer == (
         "The lowest RMSE on the clients' own tests is that of a: 0.2000 (the baseline); b has 0.3000 (+0.1000)."
     )
-    assert bytes_answer.startswith("c's RMSE plus 0.005 (0.2050) is reached with 1.00 MB by c itself; d needs 1.00 MB")
+    assert bytes_answer.startswith("c's final RMSE plus 0.005 (0.2050) is reached with 1.00 MB by c itself; d")
 
 
 DOUBT = [("Doubt", "doubt", {"single": "fedavg", "ensemble": "fedensemble"}, {"baseline": "single"})]

@@ -283,7 +283,7 @@ def test_a_question_is_answered_for_each_combination(tmp_path):
     write_comparison(comparison)
     text = shown(comparison)
     for rate in ("0.001", "0.01"):
-        said = rf"Bytes: learning-rate={rate}: all's accuracy less 10 points \(0\.\d+\) is reached with"
+        said = rf"Bytes: learning-rate={rate}: all's final accuracy less 10 points \(0\.\d+\) is reached with"
         assert re.search(said, text)
     assert "has the highest accuracy" not in text and "choose on the test set" in text
     rows = rows_of(comparison)

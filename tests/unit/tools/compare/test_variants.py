@@ -261,7 +261,7 @@ def test_every_variant_runs_with_every_seed_and_its_own_run_config(compare, file
     # The last lines: an answer for each section, and the page.
     assert lines[-1].split() == [str(folder / "comparison.html"), "(open", "it", "in", "a", "browser)"]
     bytes_answer, own_answer = lines[-4:-2]
-    assert bytes_answer.startswith("Fewer bytes, one model: FedAvg's accuracy less 10 points (0.7000) is reached with")
+    assert bytes_answer.startswith("Fewer bytes, one model: FedAvg's final accuracy less 10 points (0.7000) is reached")
     assert own_answer.startswith("Own <b>models</b>: The highest accuracy on the clients' own tests is that of own_1")
 
 
