@@ -131,9 +131,9 @@ def seconds_down(layout: Layout, names: Names, encoding: Encoding, repeats: int)
             begun = time.perf_counter()
             sent = packer.parcel(Wanted("model", "value", names, values), cache.holds())
             served = time.perf_counter()
-            parcel, digests = sent.parcel, sent.parcel.part.digests
+            parcel = sent.parcel
             starts = partial(cache.base, parcel.base, parcel.part)
-            found = unpack_checked(sent.data, shaped, parcel.wire, digests, parcel.base, starts)
+            found, _ = unpack_checked(sent.data, shaped, parcel.wire, parcel.part, parcel.base, starts)
             assert len(found) == len(names)
             if parcel.keep:
                 cache.keep(parcel.part, found)

@@ -19,7 +19,6 @@ import contextlib
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from logging import getLogger
 from pathlib import Path
 
@@ -86,7 +85,10 @@ class ClientCache:
         if (link := self._link(part.id)) is None:
             return {}
         try:
-            stored = read_arrays(link, part.digest_of)
+            listed = {name: value for name, (_, value) in map_arrays(link).items()}
+            if part.right(listed) != part.names:
+                raise DamagedFile("its content is not what its name says")
+            stored = read_arrays(link, listed)
         except FileNotFoundError:  # another process has removed it to make room
             return {}
         except (OSError, DamagedFile) as error:
@@ -103,7 +105,7 @@ class ClientCache:
         try:
             mapped = map_arrays(link)
             found = {name: mapped[name][0] for name in like.names}
-            if replace(like, digests=tuple(digests_of(found).values())).id != id:
+            if like.with_digests(digests_of(found)).id != id:
                 raise DamagedFile("its content is not what its name says")
         except FileNotFoundError:
             return {}

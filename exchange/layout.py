@@ -185,3 +185,25 @@ def _check_sizes(sizes: tuple[Any, ...]) -> None:
 def _check_dtype(name: str) -> None:
     if np.dtype(name).hasobject:
         raise ValueError(f"{name} is no dtype of numbers")
+
+
+def runs_of(numbers: Iterable[int]) -> list[int]:
+    """Numbers of entries as runs of consecutive ones: the first of each, and how many there are, in turn."""
+    runs: list[int] = []
+    for number in numbers:
+        if runs and number == runs[-2] + runs[-1]:
+            runs[-1] += 1
+        else:
+            runs += [number, 1]
+    return runs
+
+
+def numbers_of(runs: list[int], entries: int) -> list[int]:
+    """The numbers of which these are the runs. Raises ValueError unless each is one of so many entries, and once."""
+    firsts, counts = runs[::2], runs[1::2]
+    if len(firsts) != len(counts) or not all(type(k) is int and k >= 0 for k in runs) or sum(counts) > entries:
+        raise ValueError("entries are not listed by runs of their numbers")
+    numbers = [number for first, count in zip(firsts, counts, strict=True) for number in range(first, first + count)]
+    if max(numbers, default=-1) >= entries or len(set(numbers)) < len(numbers):
+        raise ValueError("an entry's number is too large, or occurs twice")
+    return numbers

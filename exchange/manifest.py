@@ -29,7 +29,7 @@ from pydantic import FailFast, Field, StrictInt, TypeAdapter, ValidationError
 
 from tepal.exchange.bounds import HEADER_BYTES, HEADER_BYTES_PER_ENTRY, MOST_KEYS
 from tepal.exchange.encodings import PLAIN, Wire
-from tepal.exchange.layout import Layout, Names
+from tepal.exchange.layout import Layout, Names, numbers_of, runs_of
 from tepal.exchange.parts import DIGEST_BYTES, Part
 from tepal.exchange.plan import Plan, Scalar, Tree
 from tepal.exchange.secret import LENGTH as SECRET
@@ -42,13 +42,14 @@ PARTS = "tepal.parts"
 
 ID = "id"
 """Key of the exchange's id in this record of a message."""
-PROTOCOL = 4
+PROTOCOL = 5
 """Version of what server and clients send each other. It rises with every change that the other side must know.
 
     1   digests of entries and of packed parts are SHA-256; messages do not state a version
     2   they are BLAKE3
     3   a part may be sent as its difference from one in the client's cache; the gaps of top k are coded
     4   matrices may be in whole steps; of an encoding only what is not usual is sent
+    5   a part that is sent as a whole, or not at all, has its id, and no digests; entries are listed as runs
 """
 
 _PROTOCOL = "protocol"
@@ -178,14 +179,14 @@ class Manifest:
         number = {name: k for k, name in enumerate(self.layout.names)}
 
         def numbers(names: Names) -> list[int]:
-            return [number[name] for name in names]
+            return runs_of([number[name] for name in names])
 
         parcels = [
             {
                 "tree": parcel.part.tree,
                 "block": parcel.part.block,
                 "names": numbers(parcel.part.names),
-                "digests": base64.b64encode(b"".join(parcel.part.digests)).decode(),
+                **_digests_or_id(parcel),
                 "keep": parcel.keep,
                 "wire": parcel.wire.to_json(),
                 "base": parcel.base,
@@ -208,10 +209,8 @@ class Manifest:
         try:
             layout = Layout.from_json(data["layout"])
 
-            def names(numbers: list[int]) -> Names:
-                if not all(type(k) is int and k >= 0 for k in numbers):
-                    raise ValueError("an entry's number is negative, or not a number")
-                return tuple(layout.names[k] for k in numbers)
+            def names(runs: list[int]) -> Names:
+                return tuple(layout.names[k] for k in numbers_of(runs, len(layout.names)))
 
             parcels: list[Parcel] = []
             needs: dict[Tree, Names] = {}
@@ -221,7 +220,7 @@ class Manifest:
                 if len(joined) % DIGEST_BYTES:
                     raise ValueError(f"digests have {len(joined)} bytes")
                 digests = tuple(joined[k : k + DIGEST_BYTES] for k in range(0, len(joined), DIGEST_BYTES))
-                part = Part(item["tree"], item["block"], names(item["names"]), digests)
+                part = Part(item["tree"], item["block"], names(item["names"]), digests, item["id"])
                 sent = part.names if item["sent"] == "all" else names(item["sent"])
                 parcels.append(Parcel(part, item["keep"], sent, Wire(**item["wire"]), item["base"]))
                 for of_tree in (needs, keeps) if item["keep"] else (needs,):
@@ -247,8 +246,10 @@ def _checked(manifest: Manifest) -> Manifest:
     texts += [*(text for pair in plan.remembers.items() for text in pair), *(wire.dtype for wire in wires)]
     for parcel in manifest.parcels:
         part = parcel.part
-        texts += [part.tree, part.block, parcel.base]
-        if not len(part.names) == len(set(part.names)) == len(part.digests):
+        texts += [part.tree, part.block, part.known_id, parcel.base]
+        if len(part.names) != len(set(part.names)) or bool(part.digests) == bool(part.known_id):
+            raise ValueError(f"a part of block {reprlib.repr(part.block)} has an entry twice, or no digests and no id")
+        if part.digests and len(part.names) != len(part.digests):
             raise ValueError(f"a part of block {reprlib.repr(part.block)} has {len(part.digests)} digests")
         sent = set(parcel.sent)
         if not set(part.names) >= sent or len(sent) < len(parcel.sent):
@@ -267,6 +268,14 @@ def _checked(manifest: Manifest) -> Manifest:
     if wrong := [value for value in plan.options.values() if not isinstance(value, Scalar)]:
         raise ValueError(f"{reprlib.repr(wrong[0])} is not an option's value")
     return manifest
+
+
+def _digests_or_id(parcel: Parcel) -> dict[str, str]:
+    """Of a part of which some entries are sent the digests of all, and of others the id, from which they follow."""
+    part = parcel.part
+    if 0 < len(parcel.sent) < len(part.names) or not part.names:
+        return {"digests": base64.b64encode(b"".join(part.digests)).decode(), "id": ""}
+    return {"digests": "", "id": part.id}
 
 
 def _plan_fields(plan: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from logging import getLogger
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
@@ -21,8 +20,18 @@ from tepal.exchange.cache import DEFAULT_LIMIT, ClientCache, default_root
 from tepal.exchange.encodings import EncodingError, Wire, add_difference
 from tepal.exchange.layout import Arrays, Layout, Names, dtype_name
 from tepal.exchange.local import is_local
-from tepal.exchange.manifest import ID, PARTS, RECORD, Header, Manifest, ProtocolError, other_version, verified_id
-from tepal.exchange.parts import Part, digest, pack, shapes_of, unpack_checked, unpacked
+from tepal.exchange.manifest import (
+    ID,
+    PARTS,
+    RECORD,
+    Header,
+    Manifest,
+    Parcel,
+    ProtocolError,
+    other_version,
+    verified_id,
+)
+from tepal.exchange.parts import Part, digest, digests_of, pack, shapes_of, unpack_checked, unpacked
 from tepal.exchange.personal import PersonalState
 from tepal.exchange.plan import INTRODUCE, TRAIN, Plan, Tree
 from tepal.exchange.records import record_of, values_of
@@ -185,16 +194,19 @@ class _ClientExchange:
         entries = self.manifest.layout.by_name
         arrays = self.msg.content.array_records.get(PARTS, ArrayRecord())
         trees: dict[Tree, dict[str, np.ndarray]] = {}
-        arrived: list[tuple[Any, dict[str, np.ndarray]]] = []
+        arrived: list[tuple[Parcel, Part, dict[str, np.ndarray]]] = []
         for number, parcel in enumerate(self.manifest.parcels):
             part = parcel.part
             values: dict[str, np.ndarray] = {}
+            digests: dict[str, bytes] = {}
             if parcel.sent:
                 shaped = [(name, entries[name].dtype, entries[name].shape) for name in parcel.sent]
-                digests = None if is_local(self.msg) else [part.digest_of[name] for name in parcel.sent]
+                checked = None if is_local(self.msg) and not parcel.keep else part
                 starts = partial(self.cache.base, parcel.base, part)
                 try:
-                    values = unpack_checked(arrays[str(number)], shaped, parcel.wire, digests, parcel.base, starts)
+                    values, digests = unpack_checked(
+                        arrays[str(number)], shaped, parcel.wire, checked, parcel.base, starts
+                    )
                 except (KeyError, ValueError) as error:  # what was damaged on its way is sent again
                     log.warning("Block %r cannot be read: %s", part.block, error)
             if len(values) < len(part.names):
@@ -202,12 +214,13 @@ class _ClientExchange:
             if lacking := tuple(name for name in part.names if name not in values):
                 self.missing[part.id] = lacking
             elif parcel.sent:
-                arrived.append((parcel, values))
+                arrived.append((parcel, part if part.digests or not digests else part.with_digests(digests), values))
             # In the part's order, whether from the message or from the cache.
             trees.setdefault(part.tree, {}).update({name: values[name] for name in part.names if name in values})
-        for parcel, values in arrived:
+        for parcel, part, values in arrived:
             if parcel.keep or self.missing:
-                self.cache.keep(parcel.part, values, waiting=not parcel.keep)
+                whole = part if part.digests else part.with_digests(digests_of(values))
+                self.cache.keep(whole, values, waiting=not parcel.keep)
         if self.missing:
             return None
         self.cache.drop_waiting()

@@ -12,7 +12,7 @@ import hashlib
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -98,11 +98,15 @@ class Part:
     tree: Tree
     block: str
     names: Names
-    digests: tuple[bytes, ...]
+    digests: tuple[bytes, ...] = ()
+    """(): they are not known, but the id is."""
+    known_id: str = ""
 
     @cached_property
     def id(self) -> str:
         """Content digest of the part, 32 hexadecimal digits: equal values have equal ids on every machine."""
+        if not self.digests and self.known_id:
+            return self.known_id
         known = hashlib.sha256()
         for name, value in zip(self.names, self.digests, strict=True):
             known.update(name.encode() + b"\0" + value)
@@ -111,6 +115,17 @@ class Part:
     @cached_property
     def digest_of(self) -> Mapping[str, bytes]:
         return dict(zip(self.names, self.digests, strict=True))
+
+    def with_digests(self, found: Mapping[str, bytes]) -> Part:
+        """The part of the same entries with these digests."""
+        return replace(self, digests=tuple(found[name] for name in self.names), known_id="")
+
+    def right(self, found: Mapping[str, bytes]) -> Names:
+        """The names whose digests are those of the part. Where only its id is known, all or none."""
+        if self.digests:
+            return tuple(name for name in self.names if found.get(name) == self.digest_of[name])
+        whole = found.keys() == set(self.names) and self.with_digests(found).id == self.id
+        return self.names if whole else ()
 
 
 def shapes_of(values: Arrays, names: Iterable[str]) -> list[Shaped]:
@@ -224,11 +239,11 @@ def unpack_checked(
     array: Array,
     shaped: Iterable[Shaped],
     wire: Wire,
-    digests: Iterable[bytes] | None,
+    part: Part | None,
     base: str = "",
     starts: Callable[[], Arrays] = dict,
-) -> dict[str, np.ndarray]:
-    """As `unpack`, without the arrays whose digest differs from the given one; with None for all digests, all arrays.
+) -> tuple[dict[str, np.ndarray], dict[str, bytes]]:
+    """As `unpack`, without the arrays that are not those of `part`; and the digests of the others.
 
     An Array that several clients of one process receive is read and hashed once.
 
@@ -236,9 +251,9 @@ def unpack_checked(
         array: the packed part.
         shaped: its arrays.
         wire: their encoding.
-        digests: of the arrays, in the same order.
+        part: the arrays' digests, or the id of all; None: all are returned, without digests.
         base: id of the part from which the encoded arrays are differences; "" if they are none.
-        starts: returns the arrays of that part; without them nothing can be read, and {} is returned.
+        starts: returns the arrays of that part; without them nothing can be read, and nothing is returned.
     """
     asked = array.data, tuple(shaped), wire, base
     known = array.__dict__.get(_KNOWN)
@@ -246,21 +261,20 @@ def unpack_checked(
         if not base:
             values = unpack(array, asked[1], wire)
         elif not (found := starts()):
-            return {}
+            return {}, {}
         else:
             values = unpack_sums(array, asked[1], wire, found)
         known = array.__dict__[_KNOWN] = asked, values, None
-    _, values, found_digests = known
+    _, values, digests = known
+    if part is None:
+        return dict(values), {}
     if digests is None:
-        return dict(values)
-    if found_digests is None:
-        found_digests = digests_of(values)
-        array.__dict__[_KNOWN] = asked, values, found_digests  # at once: several threads may have this Array
-    expected = zip(asked[1], digests, strict=True)
-    right = {name: values[name] for (name, _, _), wanted in expected if found_digests[name] == wanted}
+        digests = digests_of(values)
+        array.__dict__[_KNOWN] = asked, values, digests  # at once: several threads may have this Array
+    right = part.right(digests)
     if base and len(right) < len(values):
         array.__dict__.pop(_KNOWN, None)  # the fault may be this client's base
-    return right
+    return {name: values[name] for name in right}, {name: digests[name] for name in right}
 
 
 def digests_of(values: Arrays, of: Callable[[np.ndarray], bytes] = digest) -> dict[str, bytes]:

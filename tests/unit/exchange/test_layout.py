@@ -1,8 +1,12 @@
 import json
 
 import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tepal.exchange import Entry, Layout, RawTensor
+from tepal.exchange.layout import numbers_of, runs_of
 
 
 def fused_layout() -> Layout:
@@ -69,3 +73,24 @@ def test_of_arrays_takes_every_tensor_as_one_entry():
     layout = Layout.of_arrays(raw_state())
     assert layout.names == ("embed", "attn.qkv", "conv.c_attn", "steps", "head")
     assert layout.by_name["steps"].shape == ()
+
+
+@given(st.lists(st.integers(0, 30), unique=True))
+def test_numbers_are_those_of_their_runs(numbers):
+    runs = runs_of(numbers)
+    assert numbers_of(runs, 31) == numbers and len(runs) <= 2 * len(numbers)
+    if numbers:
+        with pytest.raises(ValueError, match=r"entries are not listed|too large"):
+            numbers_of(runs, max(numbers))
+
+
+def test_a_whole_model_is_one_run():
+    assert runs_of(range(200)) == [0, 200] and numbers_of([0, 200], 200) == [*range(200)]
+
+
+@pytest.mark.parametrize(
+    "runs", [[0], [0, 1, 2], [-1, 1], [0, -1], [0, 5], [4, 1], [0, 2, 1, 1], [0, 10**12], [0.0, 1], [True, 1], ["0", 1]]
+)
+def test_runs_that_are_none_are_refused(runs):
+    with pytest.raises(ValueError, match=r"entries are not listed|too large, or occurs twice"):
+        numbers_of(runs, 4)

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from blake3 import blake3
@@ -37,12 +39,26 @@ def test_unpack_copies_nothing():
 def test_arrays_of_another_digest_are_left_out_unless_digests_are_not_verified():
     values = {"a": np.ones(3, np.float32), "b": np.zeros(2, np.float32)}
     packed, shaped = pack(values, values), [("a", "float32", (3,)), ("b", "float32", (2,))]
-    digests = [digest(values["a"]), digest(values["a"])]
-    for asked, expected in ((None, "ab"), (digests, "a"), (None, "ab"), (digests, "a")):
-        found = unpack_checked(packed, shaped, PLAIN, asked)
+    digests = {name: digest(array) for name, array in values.items()}
+    part = Part("model", "all", ("a", "b"), (digests["a"], digests["a"]))
+    for asked, expected in ((None, "ab"), (part, "a"), (None, "ab"), (part, "a")):
+        found, of_found = unpack_checked(packed, shaped, PLAIN, asked)
         assert {name: array.tolist() for name, array in found.items()} == {
             name: values[name].tolist() for name in expected
         }
+        assert of_found == ({name: digests[name] for name in expected} if asked else {})
+
+
+def test_of_a_part_whose_id_alone_is_known_all_arrays_are_right_or_none():
+    values = {"a": np.ones(3, np.float32), "b": np.zeros(2, np.float32)}
+    packed, shaped = pack(values, values), [("a", "float32", (3,)), ("b", "float32", (2,))]
+    whole = Part("model", "all", ("a", "b"), tuple(map(digest, values.values())))
+    known = Part("model", "all", ("a", "b"), known_id=whole.id)
+    assert known.id == whole.id and known.with_digests(whole.digest_of) == whole
+    found, digests = unpack_checked(packed, shaped, PLAIN, known)
+    assert found.keys() == {"a", "b"} and digests == whole.digest_of
+    for other in (replace(known, known_id="0" * 32), replace(known, names=("b", "a")), replace(known, names=("a",))):
+        assert unpack_checked(packed, shaped, PLAIN, other) == ({}, {})
 
 
 @pytest.mark.parametrize("shape", [(2,), (4,), ()])

@@ -13,7 +13,7 @@ import tarfile
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from tepal.exchange.encodings import AUTO, CODECS, PLAIN, Steps, TopK, Wire
 from tepal.exchange.files import DamagedFile, map_arrays, read_arrays, write_arrays
 from tepal.exchange.manifest import RECORD, Header, Manifest, ProtocolError, verified_id, write_id
-from tepal.exchange.parts import STYPE, digest, pack, shapes_of, unpack_checked, unpacked
+from tepal.exchange.parts import STYPE, Part, digest, pack, shapes_of, unpack_checked, unpacked
 from tepal.host.site import ProvisionError, read_certificate, read_site
 from tepal.records.run_directory.reading import (
     find_run,
@@ -164,18 +164,20 @@ def _part(data: bytes) -> None:
         return
     for name, dtype, shape in shaped:
         assert found[name].dtype == dtype and found[name].shape == shape
-    digests = [digest(found[name]) for name, _, _ in shaped]
-    checked = unpack_checked(array, shaped, wire, digests)
-    assert checked.keys() == found.keys()
-    assert unpack_checked(array, shaped, wire, [b"-" * 16] * len(shaped)) == {}
+    names = tuple(found)
+    part = Part("model", "all", names, tuple(digest(found[name]) for name in names))
+    assert unpack_checked(array, shaped, wire, part)[0].keys() == found.keys()
+    assert unpack_checked(array, shaped, wire, Part("model", "all", names, known_id=part.id))[0].keys() == found.keys()
+    for other in (replace(part, digests=(b"-" * 16,) * len(names)), Part("model", "all", names, known_id="0" * 32)):
+        assert unpack_checked(array, shaped, wire, other) == ({}, {})
     starts = {name: np.ones_like(found[name]) for name, _, _ in shaped}
     with np.errstate(all="ignore"):
-        sums = unpack_checked(array, shaped, wire, None, "base", lambda: starts)
+        sums, _ = unpack_checked(array, shaped, wire, None, "base", lambda: starts)
         for name, value in sums.items():
             codec = wire.codec(value.dtype.name, value.shape)
             np.testing.assert_array_equal(value, found[name] + 1 if codec else found[name])
-    other = unpack_checked(array, shaped, wire, digests, "other base", dict)
-    assert other == {}, "without the base nothing can be read"
+    other = unpack_checked(array, shaped, wire, part, "other base", dict)
+    assert other == ({}, {}), "without the base nothing can be read"
 
 
 _CODECS = (
