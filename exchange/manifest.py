@@ -1,6 +1,6 @@
 """The manifest, which describes a message and its arrays; and the header, which describes its answer.
 
-Each is one compressed JSON value in a Flower `ConfigRecord` of the message. They are small (about 30 bytes for an
+Each is one compressed JSON value in a Flower `ConfigRecord` of the message. They are small (about ten bytes for an
 entry), so they carry everything that is needed to complete and to strip an app's raw `state_dict`: server and client
 share no state but the values themselves. Their fields are written in the order in which the classes declare them.
 
