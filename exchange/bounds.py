@@ -33,7 +33,7 @@ MOST_NOTES, LONGEST_NOTE = 3, 300
 HEADER_BYTES, HEADER_BYTES_PER_ENTRY = 1_000_000, 1000
 """Longest header, decompressed, for a model with that many entries."""
 MOST_KEYS = 10_000
-"""Trees, or missing parts, of a header."""
+"""Missing parts of a header."""
 
 _SHARES = tuple(f"-{name}" for name in SHARES)
 

@@ -49,7 +49,8 @@ PROTOCOL = 5
     2   they are BLAKE3
     3   a part may be sent as its difference from one in the client's cache; the gaps of top k are coded
     4   matrices may be in whole steps; of an encoding only what is not usual is sent
-    5   a part that is sent as a whole, or not at all, has its id, and no digests; entries are listed as runs
+    5   a part that is sent as a whole, or not at all, has its id, and no digests; entries are listed as runs; an
+        answer has no list of its entries, which are those that the plan returns, in its order
 """
 
 _PROTOCOL = "protocol"
@@ -293,8 +294,6 @@ def _plan_fields(plan: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict
     }
 
 
-_Size = Annotated[StrictInt, Field(ge=0, lt=2**48)]
-_Shaped = tuple[str, str, Annotated[tuple[_Size, ...], FailFast()]]
 _Texts = Annotated[Names, FailFast()]
 
 
@@ -310,8 +309,6 @@ class Header:
     """Id of the exchange, from the manifest as it arrived."""
     holds: _Texts = ()
     """Ids of the parts in the client's cache."""
-    parts: Mapping[Tree, Annotated[tuple[_Shaped, ...], FailFast()]] = field(default_factory=dict)
-    """Name, dtype and shape of the arrays in each packed part of the answer, by tree."""
     missing: Mapping[str, _Texts] = field(default_factory=dict)
     """Part id → entries that were neither sent nor cached: the server sends them in the same round."""
     refused: str = ""
@@ -360,11 +357,11 @@ class Header:
         data = _from_record(content, "header", HEADER_BYTES + HEADER_BYTES_PER_ENTRY * entries)
         if absent := [of.name for of in fields(cls) if of.name not in data and of.name != "secret"]:
             raise ProtocolError(f"its header cannot be read (it has no {absent[0]!r})")
-        for key in ("parts", "missing"):  # pydantic would make an error for each wrong value of a mapping
-            if isinstance(data[key], dict) and len(data[key]) > MOST_KEYS:
-                raise ProtocolError(
-                    f"its header cannot be read ({key!r} has {len(data[key])} keys; at most {MOST_KEYS} are allowed)"
-                )
+        missing = data["missing"]
+        if isinstance(missing, dict) and len(missing) > MOST_KEYS:  # pydantic would make an error for each wrong value
+            raise ProtocolError(
+                f"its header cannot be read ('missing' has {len(missing)} keys; at most {MOST_KEYS} are allowed)"
+            )
         try:
             return _headers().validate_python(data)
         except ValidationError as error:

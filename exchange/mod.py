@@ -253,7 +253,7 @@ class _ClientExchange:
             del content[name]
         if packed:
             content[PARTS] = ArrayRecord(packed)
-        return self.answer(parts=parts, content=content)
+        return self.answer(content=content)
 
     def _encoded(self, parts: Mapping[Tree, dict[str, np.ndarray]], trees: Mapping[Tree, Arrays]) -> dict[Tree, Array]:
         """The packed part of each tree. Values in `parts` that the client caches are replaced by decoded ones."""
@@ -321,12 +321,11 @@ class _ClientExchange:
                 changed.append(entry.name)
         if changed:
             raise _Refusal(_CHANGED.format(count=len(changed), first=changed[0]))
-        return returned
+        return {name: returned[name] for name in names}  # in the order in which the server reads them
 
     def answer(
         self,
         *,
-        parts: Mapping[Tree, Arrays] | None = None,
         content: Mapping[str, ArrayRecord | MetricRecord | ConfigRecord] | None = None,
         missing: Mapping[str, Names] | None = None,
         refused: str = "",
@@ -340,10 +339,6 @@ class _ClientExchange:
             action=self.plan.action,
             answers=self.id,
             holds=self.cache.holds(),
-            parts={
-                tree: tuple((name, dtype_name(array.dtype), array.shape) for name, array in values.items())
-                for tree, values in (parts or {}).items()
-            },
             missing=missing or {},
             refused=refused,
             notes=(*self.cache.notes, *filter(None, [self.personal.lost])),

@@ -290,7 +290,7 @@ class Sender:
         no_result = bool(header.missing or header.refused)
         metrics, vectors, not_finite = metrics_of(content.metric_records, header.metrics)
         starts = {} if no_result or not plan.returns else self._starts(exchange)
-        parts = {} if no_result else self._parts(exchange, header, content, starts)
+        parts = {} if no_result else self._parts(exchange, content, starts)
         squares, value_squares = self._squares(exchange.outgoing, parts, starts)
         examples = 0 if no_result or plan.action == INTRODUCE else examples_of(metrics, weighted_by)
         if not is_local(message) and header.checksum != header.checksum_of(content):
@@ -318,32 +318,20 @@ class Sender:
         )
 
     def _parts(
-        self, exchange: Exchange, header: Header, content: Mapping[str, object], starts: Arrays
+        self, exchange: Exchange, content: Mapping[str, object], starts: Arrays
     ) -> dict[Tree, dict[str, np.ndarray]]:
         """The arrays of each tree. Raises BadReply."""
-        plan = exchange.outgoing.plan
-        if foreign := sorted(set(header.parts) - set(plan.returns)):
+        plan, wire = exchange.outgoing.plan, exchange.upload
+        arrays = content.get(PARTS, ArrayRecord())
+        if not isinstance(arrays, ArrayRecord):
+            raise BadReply(f"its {PARTS!r} is not an ArrayRecord")
+        if foreign := sorted(set(arrays) - set(plan.returns)):
             raise BadReply(f"it carries {foreign[0]!r}, which was not requested")
-        arrays = content.get(PARTS)
         parts: dict[Tree, dict[str, np.ndarray]] = {}
-        wire = exchange.upload
         for tree, names in plan.returns.items():
-            shaped = header.parts.get(tree, ())
-            got = [name for name, _, _ in shaped]
-            if lacking := sorted(set(names) - set(got)):
-                raise BadReply(f"{len(lacking)} entries of {tree!r} are missing, {lacking[0]!r} first")
-            if foreign := sorted(set(got) - set(names)):
-                raise BadReply(f"{len(foreign)} entries of {tree!r} were not requested, {foreign[0]!r} first")
-            if len(got) != len(names):
-                raise BadReply(f"an entry of {tree!r} occurs twice")
-            for name, dtype, shape in shaped:
-                entry = self.layout.by_name[name]
-                if (dtype, shape) != (entry.dtype, entry.shape):
-                    raise BadReply(
-                        f"entry {name!r} is {dtype}{list(shape)}; in the model it is {entry.dtype}{list(entry.shape)}"
-                    )
-            if not isinstance(arrays, ArrayRecord) or tree not in arrays:
+            if tree not in arrays:
                 raise BadReply(f"it has no arrays for {tree!r}")
+            shaped = [(name, entry.dtype, entry.shape) for name in names for entry in [self.layout.by_name[name]]]
             try:
                 parts[tree] = dict(unpacked(arrays[tree], shaped, wire))
             except (TypeError, ValueError) as error:

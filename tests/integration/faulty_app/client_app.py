@@ -2,7 +2,6 @@ import json
 import os
 import signal
 import time
-from dataclasses import replace
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
@@ -29,14 +28,13 @@ def forging(msg, context, call_next):
     kind, _ = fault_of(context, header.client, header.round)
     if header.action != "train" or kind not in ("shape", "foreign"):
         return reply
-    arrays = {name: np.ones(shape, dtype) for name, dtype, shape in header.parts["model"]}
+    packed = dict(reply.content[PARTS].items())
     if kind == "shape":
-        arrays["head"] = np.ones((5, 2), np.float32)
+        packed["model"] = pack(short := {"head": np.ones((5, 2), np.float32)}, short)
     else:
-        arrays["backdoor"] = np.ones(3, np.float32)
-    shaped = tuple((name, array.dtype.name, array.shape) for name, array in arrays.items())
-    reply.content[PARTS] = ArrayRecord({"model": pack(arrays, arrays)})
-    reply.content[RECORD] = replace(header, parts={"model": shaped}).with_checksum(reply.content).to_record()
+        packed["backdoor"] = pack(more := {"backdoor": np.ones(3, np.float32)}, more)
+    reply.content[PARTS] = ArrayRecord(packed)
+    reply.content[RECORD] = header.with_checksum(reply.content).to_record()
     return reply
 
 

@@ -11,7 +11,7 @@ from tepal.strategies import FedAvg
 
 app = ServerApp()
 
-ENTRIES, SIZE = 100, 25_000  # 10 MB of float32
+ENTRIES = 100
 
 
 def timed(function, spent):
@@ -41,7 +41,8 @@ def main(grid, context):
             file.write(json.dumps(line) + "\n")
 
     rng = np.random.default_rng(0)
-    initial = {f"layer.{k}.weight": rng.normal(size=SIZE).astype(np.float32) for k in range(ENTRIES)}
+    size = context.run_config["size"]
+    initial = {f"layer.{k}.weight": rng.normal(size=size).astype(np.float32) for k in range(ENTRIES)}
     strategy = FedAvg(min_available_nodes=1, fraction_evaluate=0.0, on_round=note)
     strategy.start(
         grid, ArrayRecord({name: Array(array) for name, array in initial.items()}),

@@ -29,6 +29,7 @@ from tepal.strategies.layer_selection import choose
 from tepal.strategies.method import Run, ServerModel
 from tepal.strategies.selective import SelectiveLayersMethod
 from tepal.training.probing import probe_layers
+from tests.answers import returned_by
 from tests.lines import read_lines
 from tests.packages import ROOT
 
@@ -150,8 +151,7 @@ class Clients:
             self.sent.append((manifest.plan.round, manifest.plan.client, manifest.plan.action, blocks, data))
         reply = call_next(msg, context)
         if manifest.plan.action == "train" and PARTS in reply.content:
-            header = Header.from_content(reply.content, len(manifest.layout.entries))
-            (tree, shaped), *_ = header.parts.items()
+            (tree, shaped), *_ = returned_by(msg).items()
             examples = next(iter(reply.content.metric_records.values()))["num-examples"]
             at = manifest.plan.round, manifest.plan.client
             self.uploads[at] = examples, unpack(reply.content[PARTS][tree], shaped)

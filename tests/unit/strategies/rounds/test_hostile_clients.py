@@ -24,6 +24,7 @@ from tepal.strategies.in_process import InProcessGrid, Node
 from tepal.strategies.rounds import cohort as cohort_module
 from tepal.strategies.rounds.norms import UpdateNorms, largest
 from tepal.strategies.rounds.weights import weight_limit
+from tests.answers import returned_by
 
 START = {"w": np.zeros((4, 8), np.float32), "b": np.zeros(8, np.float32)}
 GOAL = {name: np.full(array.shape, 1.0, np.float32) for name, array in START.items()}
@@ -59,6 +60,7 @@ def lies(change, clients=(1,), rounds=(1, 2, 3, 4, 5, 6, 7, 8), actions=("train"
             return reply
         header = Header.from_content(reply.content)
         if header.action in actions and header.round in rounds:
+            reply.content.returned = returned_by(message)  # for `values`
             fields = change(reply.content, header) or {}
             header = type(header)(**{**vars(header), **fields})
             reply.content[RECORD] = header.with_checksum(reply.content).to_record()
@@ -71,7 +73,7 @@ def values(make):
     """Send `make(name, what the client made)` in place of what it made."""
 
     def change(content, header):
-        for tree, shaped in header.parts.items():
+        for tree, shaped in content.returned.items():
             made = dict(unpacked(content[PARTS][tree], shaped, PLAIN))
             sent = {name: np.asarray(make(name, array), array.dtype) for name, array in made.items()}
             content[PARTS][tree] = pack(sent, sent)

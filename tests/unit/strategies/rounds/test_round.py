@@ -172,10 +172,9 @@ def with_header(reply, header, **changes):
     return reply
 
 
-def with_arrays(reply, header, arrays):
-    shaped = tuple((n, a.dtype.name, a.shape) for n, a in arrays.items())
-    reply.content[PARTS] = ArrayRecord({"model": pack(arrays, arrays)})
-    return with_header(reply, header, parts={"model": shaped})
+def with_arrays(reply, header, arrays, **trees):
+    reply.content[PARTS] = ArrayRecord({"model": pack(arrays, arrays), **trees})
+    return with_header(reply, header)
 
 
 def without_metrics(reply, header):
@@ -200,11 +199,15 @@ GOOD = {"w": np.ones((2, 3), np.float32), "count": np.array(1)}
 BAD_REPLIES = {
     "NaN": (lambda r, h: with_arrays(r, h, {**GOOD, "w": np.full((2, 3), np.nan, np.float32)}), "'w'.*NaN"),
     "infinite": (lambda r, h: with_arrays(r, h, {**GOOD, "w": np.full((2, 3), -np.inf, np.float32)}), "infinite"),
-    "shape": (lambda r, h: with_arrays(r, h, {**GOOD, "w": np.ones((3, 2), np.float32)}), r"\[3, 2\].*\[2, 3\]"),
-    "dtype": (lambda r, h: with_arrays(r, h, {**GOOD, "w": np.ones((2, 3))}), "float64.*float32"),
-    "missing": (lambda r, h: with_arrays(r, h, {"w": GOOD["w"]}), "'count'"),
-    "foreign": (lambda r, h: with_arrays(r, h, {**GOOD, "x": np.ones(1)}), "not requested, 'x'"),
-    "other tree": (lambda r, h: with_header(r, h, parts={**h.parts, "control": ()}), "'control'"),
+    "shape": (lambda r, h: with_arrays(r, h, {**GOOD, "w": np.ones((3, 3), np.float32)}), "44 bytes.* 32"),
+    "dtype": (lambda r, h: with_arrays(r, h, {**GOOD, "w": np.ones((2, 3))}), "56 bytes.* 32"),
+    "missing": (lambda r, h: with_arrays(r, h, {"w": GOOD["w"]}), "24 bytes.* 32"),
+    "other tree": (
+        lambda r, h: with_arrays(r, h, GOOD, control=pack(GOOD, GOOD)),
+        "'control', which was not requested",
+    ),
+    "other stype": (lambda r, h: (r.content[PARTS].__setitem__("model", Array(np.ones(8))), r)[1], "stype"),
+    "not arrays": (lambda r, h: (r.content.__setitem__(PARTS, ConfigRecord()), r)[1], "not an ArrayRecord"),
     "cut": (lambda r, h: (r.content[PARTS].__setitem__("model", pack({"w": GOOD["w"]}, ["w"])), r)[1], "24 bytes"),
     "no arrays": (without_arrays, "no arrays"),
     "round": (lambda r, h: with_header(r, h, round=99), "round 99"),

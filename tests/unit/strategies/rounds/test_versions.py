@@ -93,7 +93,7 @@ def test_a_server_of_another_version_reads_why_its_client_refuses(tmp_path, numb
     context = Context(1, 1, {"name": "c1", "cache-path": str(tmp_path)}, RecordDict(), {})
     reply = partial_exchange(message, context, lambda message, context: pytest.fail("the app is not called"))
 
-    # What version 1 verifies: SHA-256 of the header's text, in which there are no packed parts.
+    # Its checksum is SHA-256 of the header's text, in every version: there are no packed parts.
     header = json.loads(zlib.decompress(reply.content[RECORD]["header"]))
     text = json.dumps({**header, "checksum": ""}, separators=(",", ":")).encode()
     assert header["checksum"] == hashlib.sha256(text).hexdigest()[:32]
