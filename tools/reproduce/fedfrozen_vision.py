@@ -29,7 +29,7 @@ from tepal.tools.reproduce.experiment import (
 )
 from tepal.tools.reproduce.runs import by_setting, curves, slug, trained
 from tepal.tools.reproduce.tuning import SEED, search_trials, tuned
-from tepal.tools.reproduce.versus import Runs, Scores, as_good, by_seed, claimed, differences, on_server, versus
+from tepal.tools.reproduce.versus import Runs, Scores, ahead, as_good, by_seed, claimed, differences, on_server, versus
 from tepal.tools.spaces import Range, Space
 
 ALPHAS = (0.1, 0.3, 0.5)
@@ -352,9 +352,12 @@ def _differences(scores: Scores) -> list[float]:
 
 
 def _as_accurate(gain: Paired | None, what: str) -> list[Claim]:
-    """The claim that FedFrozen's accuracy is FedAvg's."""
-    text = f"{what}: FedFrozen's accuracy is FedAvg's, within {WITHIN}."
-    return claimed(as_good(text, {"FedAvg": gain} if gain else {}, WITHIN))
+    """The claims that FedFrozen's accuracy is FedAvg's, and that it is not lower."""
+    gains = {"FedAvg": gain} if gain else {}
+    return claimed(
+        as_good(f"{what}: FedFrozen's accuracy is FedAvg's, within {WITHIN}.", gains, WITHIN),
+        ahead(f"{what}: FedFrozen's accuracy is at most {WITHIN} below FedAvg's.", gains, -WITHIN),
+    )
 
 
 def _cost(runs: Runs, what: str) -> Iterator[str]:
