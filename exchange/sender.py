@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from logging import getLogger
 
@@ -190,8 +190,7 @@ class Sender:
         exact = set(plan.exact)
         upload = self.encoding.upload.after(outgoing.rounds_apart) if plan.returns else PLAIN
         upload = replace(upload, bits=self._bits(upload, plan.returns, outgoing.clients))
-        needed = {tree: [name for name in names if name not in exact] for tree, names in plan.needs.items()}
-        bits = self._bits(self.encoding.download, needed, outgoing.clients)
+        bits = self._bits(self.encoding.download, plan.needs, outgoing.clients, but=exact)
         for tree, names in plan.needs.items():
             values = outgoing.values(tree)
             wanted, kept = set(names), set(plan.keeps.get(tree, ()))
@@ -232,14 +231,14 @@ class Sender:
         replaces = tuple(parcel.base for parcel in parcels if parcel.base)
         return content, Exchange(write_id(content), outgoing, upload, sent_entries, rounded, keeps, replaces)
 
-    def _bits(self, wire: Wire, names: Mapping[Tree, Iterable[str]], clients: int) -> float:
-        """Most bits for an encoded value in one direction of one client's exchange; 0: no limit.
+    def _bits(self, wire: Wire, trees: Mapping[Tree, Names], clients: int, but: Collection[str] = ()) -> float:
+        """Most bits for an encoded value in one direction of one client's exchange, without the entries `but`.
 
-        Half of the round's budget is for each direction, and of that an equal share for each client.
+        Half of the round's budget is for each direction, and of that an equal share for each client. 0: no limit.
         """
         if not self.encoding.budget or wire.dtype != AUTO:
             return 0.0
-        entries = [self.layout.by_name[name] for of_tree in names.values() for name in of_tree]
+        entries = [self.layout.by_name[name] for names in trees.values() for name in names if name not in but]
         encoded = [entry for entry in entries if wire.codec(entry.dtype, entry.shape)]
         others = sum(entry.nbytes for entry in entries) - sum(entry.nbytes for entry in encoded)
         fixed = others + FIXED * len(encoded)

@@ -28,7 +28,7 @@ with the same values receive the same bytes, and digests are those of the decode
 """
 
 from tepal.exchange.encodings.codec import Codec, EncodingError
-from tepal.exchange.encodings.sparse import TopK, threshold
+from tepal.exchange.encodings.sparse import TopK
 from tepal.exchange.encodings.steps import FIXED, Steps
 from tepal.exchange.encodings.wire import (
     AUTO,
@@ -57,5 +57,4 @@ __all__ = [
     "Wire",
     "add_difference",
     "bits_within",
-    "threshold",
 ]

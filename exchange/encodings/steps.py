@@ -7,12 +7,13 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 from tepal.exchange.encodings.codec import bytes_of, chunks
 from tepal.exchange.encodings.coding import from_huffman, gaps_of, in_huffman, longest_in_huffman, most_gaps, places_of
-from tepal.exchange.encodings.sparse import Threshold, magnitudes, sampled_magnitudes
+from tepal.exchange.encodings.sparse import magnitudes, sampled_magnitudes
 
 _HEAD = 7 * 4  # bytes before the coded ones: two float32, five numbers
 FIXED = _HEAD + 20
@@ -23,6 +24,13 @@ _MANY = 0.4  # of the places: more values than this are coded together with the 
 _SAMPLE = 1 << 17  # values from which the threshold is computed
 _FEW = 1 << 10  # with fewer of them that are not 0, it is computed from all values
 _LARGEST = float(np.finfo(np.float32).max)
+
+
+class Threshold(NamedTuple):
+    """Which values are sent: of those that are not less than `least` in magnitude the `share`, evenly spaced."""
+
+    least: float
+    share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -46,7 +54,7 @@ class Steps:
     bits: float = 0.0
     """Most bits for a value, in the mean and beyond FIXED; 0: no limit. Within a limit more is left out if needed."""
     threshold: Threshold | None = None
-    """Of the values that reach it the share `of_equal` is sent, evenly spaced. None: it is computed from the matrix."""
+    """None: it is computed from the matrix itself."""
 
     width = 1
 
@@ -62,7 +70,7 @@ class Steps:
         written, limit = nbytes - FIXED * matrices, self.bits * values / 8
         if not self.bits or self.threshold is None or written <= limit:
             return None
-        share = self.threshold.of_equal * 0.97 * (limit + (FIXED - _HEAD) * matrices) / (nbytes - _HEAD * matrices)
+        share = self.threshold.share * 0.97 * (limit + (FIXED - _HEAD) * matrices) / (nbytes - _HEAD * matrices)
         return replace(self, threshold=Threshold(self.threshold.least, share))
 
     def write(self, values: np.ndarray, random: np.random.Generator | None) -> bytes:
@@ -178,9 +186,9 @@ def threshold(
     """
     found, size, largest = _sample(sizes, values)
     if not found.size:
-        return Threshold(float(np.finfo(np.float32).smallest_subnormal), 1.0)
+        return Threshold(float(np.finfo(np.float32).smallest_subnormal))
     if not math.isfinite(largest):
-        return Threshold(math.inf, 1.0)
+        return Threshold(math.inf)
     squares = np.cumsum(np.square(np.divide(found, largest, dtype=np.float64)))
     first = min(int(np.searchsorted(squares, left_out * squares[-1], side="right")), found.size - 1)
     share = 1.0
@@ -195,23 +203,26 @@ def threshold(
 
 def _sample(sizes: Sequence[int], values: Callable[[int], np.ndarray]) -> tuple[np.ndarray, int, float]:
     """Magnitudes that are not 0, ascending; of how many values; and the largest magnitude of all, or infinity."""
-    found = np.sort(sampled_magnitudes(sizes, values, _SAMPLE))
+    largest = 0.0
+
+    def measured(number: int) -> np.ndarray:
+        nonlocal largest
+        array = values(number)
+        largest = max(largest, _largest(array))
+        return array
+
+    found = np.sort(sampled_magnitudes(sizes, measured, _SAMPLE))
     size = found.size
     found = found[int(np.searchsorted(found, 0, side="right")) :]
-    if size == sum(sizes):
-        return found, size, float(found[-1]) if found.size else 0.0
-    largest, few = 0.0, []
-    for number in range(len(sizes)):
-        flat = values(number).reshape(-1)
-        largest = max(largest, _largest(flat))
-        if found.size < _FEW:
-            few.append(magnitudes(flat[flat != 0]))
-    return (np.sort(np.concatenate(few)), sum(sizes), largest) if few else (found, size, largest)
+    if size == sum(sizes) or found.size >= _FEW:
+        return found, size, largest
+    all_of_them = [magnitudes(flat[flat != 0]) for n in range(len(sizes)) for flat in [values(n).reshape(-1)]]
+    return np.sort(np.concatenate(all_of_them)), sum(sizes), largest
 
 
-def _largest(flat: np.ndarray) -> float:
+def _largest(array: np.ndarray) -> float:
     """The largest magnitude; infinite for NaN."""
-    found = max(float(flat.max(initial=0.0)), -float(flat.min(initial=0.0)))
+    found = max(float(array.max(initial=0.0)), -float(array.min(initial=0.0)))
     return math.inf if math.isnan(found) else found
 
 

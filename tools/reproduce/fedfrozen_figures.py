@@ -304,7 +304,7 @@ def profiles(found: Sequence[Values]) -> Reproduction:
 def _profile_claims(rho: float, profile: Sequence[Losses]) -> list[Claim]:
     """The paper's claims on FedAvg's h_λ: it falls, or falls and then rises; `profile`: (rounds + 1, seeds)."""
     quarters = [round(share * (len(profile) - 1)) for share in (0, 0.25, 0.5, 0.75, 1)]
-    falls = lower("ρ = 0: h_λ of FedAvg falls in each quarter of the rounds.",
+    falls = lower(f"ρ = {rho:g}: h_λ of FedAvg falls in each quarter of the rounds.",
                   {f"round {end} to {start}": against(profile[end], profile[start])
                    for start, end in pairwise(quarters)})  # fmt: skip
     if not rho or not falls:

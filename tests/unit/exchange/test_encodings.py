@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from tepal.exchange.encodings import CODECS, DTYPES, FIXED, PLAIN, Encoding, EncodingError, Steps, TopK, Wire
-from tepal.exchange.encodings.sparse import Threshold
+from tepal.exchange.encodings.steps import Threshold
 from tepal.exchange.parts import pack, shapes_of, unpack, unpacked
 
 SHAPES = hnp.array_shapes(min_dims=2, max_dims=4, min_side=0, max_side=6)
