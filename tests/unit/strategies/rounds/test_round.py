@@ -9,9 +9,9 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
 from tepal.exchange import partial_exchange
-from tepal.exchange.manifest import PARTS, RECORD, Header
+from tepal.exchange.manifest import PARTS, RECORD, Header, listed
 from tepal.exchange.mod import PartialExchange
-from tepal.exchange.parts import pack
+from tepal.exchange.parts import pack, shapes_of
 from tepal.strategies import FedAvg, RoundFailed
 from tepal.strategies.in_process import InProcessGrid, Node
 
@@ -174,7 +174,7 @@ def with_header(reply, header, **changes):
 
 def with_arrays(reply, header, arrays, **trees):
     reply.content[PARTS] = ArrayRecord({"model": pack(arrays, arrays), **trees})
-    return with_header(reply, header)
+    return with_header(reply, header, carries=listed({"model": shapes_of(arrays, arrays)}))
 
 
 def without_metrics(reply, header):
@@ -199,9 +199,11 @@ GOOD = {"w": np.ones((2, 3), np.float32), "count": np.array(1)}
 BAD_REPLIES = {
     "NaN": (lambda r, h: with_arrays(r, h, {**GOOD, "w": np.full((2, 3), np.nan, np.float32)}), "'w'.*NaN"),
     "infinite": (lambda r, h: with_arrays(r, h, {**GOOD, "w": np.full((2, 3), -np.inf, np.float32)}), "infinite"),
-    "shape": (lambda r, h: with_arrays(r, h, {**GOOD, "w": np.ones((3, 3), np.float32)}), "44 bytes.* 32"),
-    "dtype": (lambda r, h: with_arrays(r, h, {**GOOD, "w": np.ones((2, 3))}), "56 bytes.* 32"),
-    "missing": (lambda r, h: with_arrays(r, h, {"w": GOOD["w"]}), "24 bytes.* 32"),
+    "shape": (lambda r, h: with_arrays(r, h, {**GOOD, "w": np.ones((3, 2), np.float32)}), "not the requested entries"),
+    "dtype": (lambda r, h: with_arrays(r, h, {**GOOD, "w": np.ones((2, 3))}), "not the requested entries"),
+    "same bytes": (lambda r, h: with_arrays(r, h, {**GOOD, "w": np.ones((2, 3), np.int32)}), "not the requested"),
+    "missing": (lambda r, h: with_arrays(r, h, {"w": GOOD["w"]}), "not the requested entries"),
+    "foreign": (lambda r, h: with_arrays(r, h, {**GOOD, "x": np.ones(1)}), "not the requested entries"),
     "other tree": (
         lambda r, h: with_arrays(r, h, GOOD, control=pack(GOOD, GOOD)),
         "'control', which was not requested",
