@@ -1,6 +1,7 @@
 """The round: cohorts, names, refusals, deadlines. The method is FedAvg over a two-entry model of numpy arrays."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,10 +10,12 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
 from tepal.exchange import partial_exchange
+from tepal.exchange.encodings import Encoding
 from tepal.exchange.manifest import PARTS, RECORD, Header, listed
 from tepal.exchange.mod import PartialExchange
 from tepal.exchange.parts import pack, shapes_of
-from tepal.strategies import FedAvg, RoundFailed
+from tepal.strategies import FedAvg, MethodStrategy, RoundFailed
+from tepal.strategies.fedavg import FedAvgMethod
 from tepal.strategies.in_process import InProcessGrid, Node
 
 START = {"w": np.zeros((2, 3), np.float32), "count": np.array(0)}
@@ -166,8 +169,6 @@ def spoil_partition(partition, change, action="train"):
 
 
 def with_header(reply, header, **changes):
-    from dataclasses import replace
-
     reply.content[RECORD] = replace(header, **changes).with_checksum(reply.content).to_record()
     return reply
 
@@ -235,6 +236,24 @@ def test_a_bad_reply_is_refused_alone_with_its_reason(kind):
     assert re.search(reason, said), said
     assert history[0].replied == ["client-0", "client-2"]
     np.testing.assert_allclose(ours["w"], mean_of([0, 2], 1), rtol=1e-6)
+
+
+@pytest.mark.parametrize("wire", [Encoding(), Encoding("int8", "int8"), Encoding("auto", "auto", left_out=0.0)])
+def test_a_plan_may_return_entries_in_any_order(wire):
+    """Two entries of one shape, of which the second comes first in the plan and in the answer."""
+
+    class Backwards(FedAvgMethod):
+        def plan(self, state, round, phase, cohort, probe_replies):
+            plans = super().plan(state, round, phase, cohort, probe_replies)
+            return [replace(p, returns={tree: names[::-1] for tree, names in p.returns.items()}) for p in plans]
+
+    def answer(partition, server_round):
+        return {"a": np.full((2, 3), 1, np.float32), "b": np.full((2, 3), 5, np.float32)}, 1
+
+    initial = ArrayRecord({name: Array(np.zeros((2, 3), np.float32)) for name in ("a", "b")})
+    strategy = MethodStrategy(Backwards(), encoding=wire, fraction_evaluate=0)
+    result = strategy.start(grid_of(2, numpy_app(answer=answer)), initial, num_rounds=1)
+    assert [float(result.arrays[name].numpy().mean().round(1)) for name in ("a", "b")] == [1.0, 5.0]
 
 
 def test_huge_finite_values_are_not_taken_for_infinite():
