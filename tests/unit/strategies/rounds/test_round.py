@@ -247,12 +247,16 @@ def test_a_plan_may_return_entries_in_any_order(wire):
             plans = super().plan(state, round, phase, cohort, probe_replies)
             return [replace(p, returns={tree: names[::-1] for tree, names in p.returns.items()}) for p in plans]
 
-    def answer(partition, server_round):
-        return {"a": np.full((2, 3), 1, np.float32), "b": np.full((2, 3), 5, np.float32)}, 1
+    app = ClientApp(mods=[partial_exchange])
+
+    @app.train()
+    def train(msg, context):
+        arrays = ArrayRecord({"a": Array(np.full((2, 3), 1, np.float32)), "b": Array(np.full((2, 3), 5, np.float32))})
+        return Message(RecordDict({"arrays": arrays, "metrics": MetricRecord({"num-examples": 1})}), reply_to=msg)
 
     initial = ArrayRecord({name: Array(np.zeros((2, 3), np.float32)) for name in ("a", "b")})
     strategy = MethodStrategy(Backwards(), encoding=wire, fraction_evaluate=0)
-    result = strategy.start(grid_of(2, numpy_app(answer=answer)), initial, num_rounds=1)
+    result = strategy.start(grid_of(2, app), initial, num_rounds=1)
     assert [float(result.arrays[name].numpy().mean().round(1)) for name in ("a", "b")] == [1.0, 5.0]
 
 
