@@ -38,8 +38,8 @@ from memory.entries import model
 from rich.console import Console
 from rich.table import Table
 
-from tepal.exchange.manifest import PARTS, RECORD, Header, Manifest, listed
-from tepal.exchange.parts import pack
+from tepal.exchange.manifest import PARTS, RECORD, Header, Manifest
+from tepal.exchange.parts import listed, pack
 from tepal.host.flower.objects import Pull, hash_chunks, push, tree_of
 from tepal.host.flower.patches import quick
 from tepal.host.processes import Process, flower_environment, free_port, started, wait_for_http
@@ -113,7 +113,7 @@ class Stub:
         for wanted in manifest.plan.returns:
             content[PARTS] = record = ArrayRecord()
             record[wanted] = next(iter(self._arrays.values()))
-            carried[wanted] = [(entry.name, entry.dtype, entry.shape) for entry in manifest.layout.entries]
+            carried[wanted] = manifest.layout.shaped(manifest.layout.names)
         header = Header(
             experiment=manifest.experiment,
             client=manifest.plan.client or f"node-{message.metadata.dst_node_id}",

@@ -18,6 +18,8 @@ import numpy as np
 
 Names = tuple[str, ...]
 Arrays = Mapping[str, np.ndarray]
+Shaped = tuple[str, str, tuple[int, ...]]
+"""(name, dtype, shape) of an array."""
 
 
 @cache
@@ -101,6 +103,10 @@ class Layout:
     def nbytes(self, names: Iterable[str] | None = None) -> int:
         """Bytes of the named entries (by default, of all), not encoded."""
         return sum(self.by_name[name].nbytes for name in (self.names if names is None else names))
+
+    def shaped(self, names: Iterable[str]) -> list[Shaped]:
+        """The named entries' arrays, in the order of the names."""
+        return [(entry.name, entry.dtype, entry.shape) for entry in map(self.by_name.__getitem__, names)]
 
     def difference(self, other: Layout, *, mine: str, others: str) -> str:
         """How the tensors of another layout differ, in words; "" if they do not. `mine`, `others`: their owners."""

@@ -19,7 +19,7 @@ import os
 import re
 import reprlib
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Annotated, Any
@@ -31,7 +31,7 @@ from pydantic import FailFast, Field, StrictInt, TypeAdapter, ValidationError
 from tepal.exchange.bounds import HEADER_BYTES, HEADER_BYTES_PER_ENTRY, MOST_KEYS
 from tepal.exchange.encodings import PLAIN, Wire
 from tepal.exchange.layout import Layout, Names, numbers_of, runs_of
-from tepal.exchange.parts import DIGEST_BYTES, Part, Shaped
+from tepal.exchange.parts import DIGEST_BYTES, Part
 from tepal.exchange.plan import Plan, Scalar, Tree
 from tepal.exchange.secret import LENGTH as SECRET
 from tepal.exchange.threads import in_threads
@@ -157,6 +157,11 @@ class Parcel:
     base: str = ""
     """Id of the part in the client's cache from which they are differences; "" if they are values."""
 
+    @property
+    def in_part(self) -> bool:
+        """Whether the message carries some of the entries, and not all."""
+        return 0 < len(self.sent) < len(self.part.names)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
@@ -255,7 +260,7 @@ def _checked(manifest: Manifest) -> Manifest:
         if part.digests and len(part.names) != len(part.digests):
             raise ValueError(f"a part of block {reprlib.repr(part.block)} has {len(part.digests)} digests")
         sent = set(parcel.sent)
-        if part.known_id and (not _ID.fullmatch(part.known_id) or 0 < len(sent) < len(part.names)):
+        if part.known_id and (parcel.in_part or not _ID.fullmatch(part.known_id)):
             raise ValueError(f"a part of block {reprlib.repr(part.block)} has no id, or no digests of what is sent")
         if not set(part.names) >= sent or len(sent) < len(parcel.sent):
             raise ValueError(f"a parcel of block {reprlib.repr(part.block)} sends entries that its part does not have")
@@ -277,10 +282,9 @@ def _checked(manifest: Manifest) -> Manifest:
 
 def _digests_or_id(parcel: Parcel) -> dict[str, str]:
     """Of a part of which some entries are sent the digests of all, and of others the id, from which they follow."""
-    part = parcel.part
-    if 0 < len(parcel.sent) < len(part.names) or not part.names:
-        return {"digests": base64.b64encode(b"".join(part.digests)).decode(), "id": ""}
-    return {"digests": "", "id": part.id}
+    if parcel.in_part:
+        return {"digests": base64.b64encode(b"".join(parcel.part.digests)).decode(), "id": ""}
+    return {"digests": "", "id": parcel.part.id}
 
 
 def _plan_fields(plan: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
@@ -372,14 +376,6 @@ class Header:
             return _headers().validate_python(data)
         except ValidationError as error:
             raise ProtocolError(f"its header cannot be read ({_first(error)})") from None
-
-
-def listed(parts: Mapping[Tree, Sequence[Shaped]]) -> str:
-    """Digest (16 hexadecimal digits) of names, dtypes and shapes of the arrays in an answer's packed parts, by tree.
-
-    It shows that both sides mean the same arrays, in the same order.
-    """
-    return hashlib.sha256(repr(sorted((tree, [*shaped]) for tree, shaped in parts.items())).encode()).hexdigest()[:16]
 
 
 def _without_secret(header: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,11 +28,10 @@ from tepal.exchange.manifest import (
     Manifest,
     Parcel,
     ProtocolError,
-    listed,
     other_version,
     verified_id,
 )
-from tepal.exchange.parts import Part, digest, digests_of, pack, shapes_of, unpack_checked, unpacked
+from tepal.exchange.parts import Part, digest, digests_of, listed, pack, shapes_of, unpack_checked, unpacked
 from tepal.exchange.personal import PersonalState
 from tepal.exchange.plan import INTRODUCE, TRAIN, Plan, Tree
 from tepal.exchange.records import record_of, values_of
@@ -192,16 +191,15 @@ class _ClientExchange:
 
     def complete(self) -> dict[Tree, dict[str, np.ndarray]] | None:
         """Values of all needed entries, from the message and the cache; None if some are `missing`."""
-        entries = self.manifest.layout.by_name
         arrays = self.msg.content.array_records.get(PARTS, ArrayRecord())
         trees: dict[Tree, dict[str, np.ndarray]] = {}
-        arrived: list[tuple[Parcel, Part, dict[str, np.ndarray]]] = []
+        arrived: list[tuple[Parcel, dict[str, bytes], dict[str, np.ndarray]]] = []
         for number, parcel in enumerate(self.manifest.parcels):
             part = parcel.part
             values: dict[str, np.ndarray] = {}
             digests: dict[str, bytes] = {}
             if parcel.sent:
-                shaped = [(name, entries[name].dtype, entries[name].shape) for name in parcel.sent]
+                shaped = self.manifest.layout.shaped(parcel.sent)
                 checked = None if is_local(self.msg) and not parcel.keep else part
                 starts = partial(self.cache.base, parcel.base, part)
                 try:
@@ -215,13 +213,13 @@ class _ClientExchange:
             if lacking := tuple(name for name in part.names if name not in values):
                 self.missing[part.id] = lacking
             elif parcel.sent:
-                arrived.append((parcel, part if part.digests or not digests else part.with_digests(digests), values))
+                arrived.append((parcel, digests, values))
             # In the part's order, whether from the message or from the cache.
             trees.setdefault(part.tree, {}).update({name: values[name] for name in part.names if name in values})
-        for parcel, part, values in arrived:
+        for parcel, digests, values in arrived:
             if parcel.keep or self.missing:
-                whole = part if part.digests else part.with_digests(digests_of(values))
-                self.cache.keep(whole, values, waiting=not parcel.keep)
+                part = parcel.part if parcel.part.digests else parcel.part.with_digests(digests or digests_of(values))
+                self.cache.keep(part, values, waiting=not parcel.keep)
         if self.missing:
             return None
         self.cache.drop_waiting()
@@ -341,7 +339,7 @@ class _ClientExchange:
             action=self.plan.action,
             answers=self.id,
             holds=self.cache.holds(),
-            carries=listed({tree: shapes_of(values, values) for tree, values in parts.items()}) if parts else "",
+            carries=listed({tree: shapes_of(values, values) for tree, values in (parts or {}).items()}),
             missing=missing or {},
             refused=refused,
             notes=(*self.cache.notes, *filter(None, [self.personal.lost])),

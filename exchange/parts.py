@@ -20,7 +20,7 @@ from blake3 import blake3
 from flwr.app import Array
 
 from tepal.exchange.encodings import PLAIN, Codec, EncodingError, Steps, TopK, Wire, add_difference
-from tepal.exchange.layout import Arrays, Names, dtype_name
+from tepal.exchange.layout import Arrays, Names, Shaped, dtype_name
 from tepal.exchange.plan import Tree
 from tepal.exchange.threads import in_threads
 
@@ -30,9 +30,6 @@ _KNOWN = "_tepal_values"
 DIGEST_BYTES = 16
 
 _TRIES = 8  # to write a part within the limit of its codec; each comes closer by its excess
-
-Shaped = tuple[str, str, tuple[int, ...]]
-"""(name, dtype, shape) of an array in a packed part."""
 
 
 def raw_bytes(array: np.ndarray) -> memoryview:
@@ -130,6 +127,16 @@ class Part:
 
 def shapes_of(values: Arrays, names: Iterable[str]) -> list[Shaped]:
     return [(name, dtype_name(array.dtype), array.shape) for name in names for array in [values[name]]]
+
+
+def listed(parts: Mapping[Tree, Sequence[Shaped]]) -> str:
+    """Digest (16 hexadecimal digits) of names, dtypes and shapes of the arrays in an answer's packed parts, by tree.
+
+    It shows that both sides mean the same arrays, in the same order. Without parts it is "".
+    """
+    if not parts:
+        return ""
+    return hashlib.sha256(repr(sorted((tree, [*shaped]) for tree, shaped in parts.items())).encode()).hexdigest()[:16]
 
 
 def _packing_order(shaped: Iterable[Shaped], wire: Wire) -> list[tuple[Shaped, Codec | None]]:

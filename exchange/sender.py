@@ -19,20 +19,10 @@ from tepal.exchange.bounds import BadReply, examples_of, metrics_of, notes_of
 from tepal.exchange.encodings import AUTO, FIXED, PLAIN, Encoding, Wire, add_difference, bits_within
 from tepal.exchange.layout import Arrays, Layout, Names, dtype_name
 from tepal.exchange.local import is_local
-from tepal.exchange.manifest import (
-    PARTS,
-    RECORD,
-    Header,
-    Manifest,
-    Parcel,
-    ProtocolError,
-    listed,
-    other_version,
-    write_id,
-)
+from tepal.exchange.manifest import PARTS, RECORD, Header, Manifest, Parcel, ProtocolError, other_version, write_id
 from tepal.exchange.norms import SMALL, estimated_norms, integer_norms, squared_norms
 from tepal.exchange.packer import Packer, Wanted
-from tepal.exchange.parts import Part, unpacked
+from tepal.exchange.parts import Part, listed, unpacked
 from tepal.exchange.plan import FINAL, INTRODUCE, Outgoing, Reply, Tree
 from tepal.exchange.references import References
 from tepal.exchange.secret import proof_of
@@ -336,18 +326,15 @@ class Sender:
             raise BadReply(f"its {PARTS!r} is not an ArrayRecord")
         if foreign := sorted(set(arrays) - set(plan.returns)):
             raise BadReply(f"it carries {foreign[0]!r}, which was not requested")
-        shaped = {
-            tree: [(name, entry.dtype, entry.shape) for name in names for entry in [self.layout.by_name[name]]]
-            for tree, names in plan.returns.items()
-        }
+        if lacking := [tree for tree in plan.returns if tree not in arrays]:
+            raise BadReply(f"it has no arrays for {lacking[0]!r}")
+        requested = {tree: self.layout.shaped(names) for tree, names in plan.returns.items()}
+        if header.carries != listed(requested):
+            raise BadReply("its arrays are not the requested entries, with their shapes and dtypes, in their order")
         parts: dict[Tree, dict[str, np.ndarray]] = {}
-        for tree in plan.returns:
-            if tree not in arrays:
-                raise BadReply(f"it has no arrays for {tree!r}")
-            if header.carries != listed(shaped):
-                raise BadReply("its arrays are not the requested entries, with their shapes and dtypes, in their order")
+        for tree, shaped in requested.items():
             try:
-                parts[tree] = dict(unpacked(arrays[tree], shaped[tree], wire))
+                parts[tree] = dict(unpacked(arrays[tree], shaped, wire))
             except (TypeError, ValueError) as error:
                 raise BadReply(str(error)) from error
             if wire.differences and tree == plan.model:

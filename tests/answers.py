@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from flwr.app import Message
 
+from tepal.exchange.layout import Shaped
 from tepal.exchange.mod import received
-from tepal.exchange.parts import Shaped
 
 
 def returned_by(msg: Message) -> dict[str, list[Shaped]]:
@@ -13,8 +13,4 @@ def returned_by(msg: Message) -> dict[str, list[Shaped]]:
     found = received(msg)
     if found is None:
         return {}
-    entries = found.layout.by_name
-    return {
-        tree: [(name, entries[name].dtype, entries[name].shape) for name in names]
-        for tree, names in found.plan.returns.items()
-    }
+    return {tree: found.layout.shaped(names) for tree, names in found.plan.returns.items()}

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 
+from tepal.exchange.layout import Shaped
 from tepal.exchange.manifest import PARTS, RECORD, Header
-from tepal.exchange.parts import Shaped, pack, unpack
+from tepal.exchange.parts import pack, unpack
 from tepal.strategies.in_process import Answers
 from tests.answers import returned_by
 

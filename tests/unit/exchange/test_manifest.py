@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepal.exchange.encodings import Wire
-from tepal.exchange.manifest import PARTS, RECORD, Header, Manifest, Parcel, ProtocolError, listed
-from tepal.exchange.parts import STYPE, Part
+from tepal.exchange.manifest import PARTS, RECORD, Header, Manifest, Parcel, ProtocolError
+from tepal.exchange.parts import STYPE, Part, listed
 from tepal.exchange.plan import Plan
 from tepal.exchange.sender import Traffic
 from tests.unit.exchange.test_layout import fused_layout

@@ -604,7 +604,7 @@ def not_finite(content, rng):
     tree = rng.choice(["model", "control"])
     data = content[PARTS][tree].data
     names = next(names for names in (VALUE, LAYOUT.names) if len(data) == LAYOUT.nbytes(names))
-    values = unpack(content[PARTS][tree], [(name, e.dtype, e.shape) for name in names for e in [LAYOUT.by_name[name]]])
+    values = unpack(content[PARTS][tree], LAYOUT.shaped(names))
     name = rng.choice([name for name, array in values.items() if array.dtype.kind == "f"])
     values[name] = values[name].copy()
     values[name].flat[rng.randrange(values[name].size)] = rng.choice([np.nan, np.inf, -np.inf])

@@ -11,9 +11,9 @@ from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
 from tepal.exchange import partial_exchange
 from tepal.exchange.encodings import Encoding
-from tepal.exchange.manifest import PARTS, RECORD, Header, listed
+from tepal.exchange.manifest import PARTS, RECORD, Header
 from tepal.exchange.mod import PartialExchange
-from tepal.exchange.parts import pack, shapes_of
+from tepal.exchange.parts import listed, pack, shapes_of
 from tepal.strategies import FedAvg, MethodStrategy, RoundFailed
 from tepal.strategies.fedavg import FedAvgMethod
 from tepal.strategies.in_process import InProcessGrid, Node
