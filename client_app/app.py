@@ -19,6 +19,7 @@ from tepal.client_app.delivery import deliver
 from tepal.client_app.local_client import LocalClient
 from tepal.client_app.objectives import Outcome, Work
 from tepal.client_app.simulated import simulated_node_config
+from tepal.client_app.start import initial_values
 from tepal.client_app.state import load_record, record_of_model
 from tepal.exchange import PartialExchange
 from tepal.exchange.mod import Received, received
@@ -34,7 +35,7 @@ from tepal.training.probing import probe_layers, random_numbers_apart
 OWN = "personal"
 """Prefix of the names of metrics of a personal model."""
 
-exchange = PartialExchange(introduce=lambda msg, context: LocalClient.of(msg, context).figures(msg))
+exchange = PartialExchange(lambda msg, context: LocalClient.of(msg, context).figures(msg), initial_values)
 """The mod of this app, and of apps that do the same with other functions."""
 
 MODS: list[Mod] = [simulated_node_config, exchange]

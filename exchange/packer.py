@@ -103,17 +103,23 @@ class Packer:
             held: ids of the parts that the client has.
             missing: part id → entries that it lacked of this message before; None for the first message.
         """
-        names, values = wanted.names, wanted.values
         whole = self._encoding.download_whole
         exact = wanted.exact or self._encoding.download.plain or (wanted.final and whole.plain)
         known = {*held, *(missing or ())}
         if exact or known or self._references:
-            own = wanted.part(dict(zip(names, self.digests.of_all([values[name] for name in names]), strict=True)))
+            own = self._own(wanted)
             if exact or own.id in known:
                 return self._values(own, wanted, held, missing, PLAIN)
             if self._references:
                 return self._difference(own, wanted, held, missing or {}, self._references)
         return self._values(self._encoded(wanted), wanted, held, missing, self._encoding.download)
+
+    def begin_with(self, wanted: Wanted) -> Part:
+        """The part of initial values, which a client may have before it was sent anything."""
+        own = self._own(wanted)
+        if self._references:
+            self._references.begin_with(own, wanted.values)
+        return own
 
     def starts(self, part: Part, values: Arrays) -> Arrays:
         """The entries of a part as a client decoded them.
@@ -130,6 +136,11 @@ class Packer:
         if (known := self._references.find(slot_of(part.tree, part.block, part.id))) is None:
             raise KeyError(part.id)
         return known.values
+
+    def _own(self, wanted: Wanted) -> Part:
+        """The part of the server's own values."""
+        digests = self.digests.of_all([wanted.values[name] for name in wanted.names])
+        return wanted.part(dict(zip(wanted.names, digests, strict=True)))
 
     # ---- values ------------------------------------------------------------------------------------------------------
 

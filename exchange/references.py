@@ -101,6 +101,7 @@ class References:
         self._mapped: OrderedDict[Slot, Known] = OrderedDict()
         self._in_memory: dict[Slot, Known] = {}  # those that could not be written
         self._verified: set[Slot] = set()
+        self._first: set[Slot] = set()  # of the values that the run began with
         remove_unfinished(folder)
         dated: list[tuple[int, Reference]] = []
         for path in folder.glob(f"*{SUFFIX}"):
@@ -123,8 +124,17 @@ class References:
         self._round = number
         for reference in list(self._found.values()):
             reference.holders = held.get(reference.id, 0)
-            if not reference.holders and reference.used < number - 1:
+            if not reference.holders and reference.used < number - 1 and reference.slot not in self._first:
                 self._forget(reference)
+
+    def begin_with(self, part: Part, values: Arrays) -> None:
+        """Enter values that clients may have before they are sent any: those that the run begins with.
+
+        They are kept as long as the limit allows, for clients that join late.
+        """
+        self._first.add(slot := slot_of(part.tree, part.block, part.id))
+        if slot not in self._found:
+            self.sent(part, part.id, {name: values[name] for name in part.names}, fine=True)
 
     def of(self, tree: Tree, block: str, held: Collection[str]) -> list[Reference]:
         """The references of this block among the parts that a client has, the newest first."""

@@ -169,6 +169,12 @@ class Sender:
         self.encoding = encoding or Encoding()
         self.packer = Packer(self.encoding, references)
         self._warned = False  # of a budget that is too small
+        self._first: tuple[Part, ...] = ()
+
+    def begin_with(self, tree: Tree, values: Arrays) -> None:
+        """Let clients that introduce themselves make the initial values of a tree, see `tepal.exchange.starts`."""
+        wanted = [Wanted(tree, block, names, values) for block, names in self.blocks.items()]
+        self._first += tuple(map(self.packer.begin_with, wanted))
 
     def content(
         self,
@@ -208,12 +214,13 @@ class Sender:
                 if packed.rounded:
                     rounded[tree, block] = packed.parcel.part
                 parcels.append(packed.parcel)
+        first = [Parcel(part, keep=True, sent=()) for part in self._first] if plan.action == INTRODUCE else []
         manifest = Manifest(
             experiment=self.experiment,
             plan=plan,
             record=self.record,
             layout=self.layout,
-            parcels=tuple(parcels),
+            parcels=(*parcels, *first),
             current=client.current,
             kept=client.restorable,
             upload=upload,

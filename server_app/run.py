@@ -10,7 +10,6 @@ from logging import getLogger
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
@@ -19,6 +18,7 @@ from torch import nn
 from tepal import models
 from tepal.exchange.modes import join_modes
 from tepal.models.blocks import Blocks, BlocksError, find_blocks
+from tepal.models.initial import seed_of_mode
 from tepal.models.pretrained import Loaded, load_pretrained
 from tepal.models.weights import card, shipped
 from tepal.records.live import Live
@@ -353,8 +353,7 @@ def _starts(config: RunConfig, model: nn.Module, blocks: Blocks, loaded: Loaded 
     yield model
     if config.rounds.strategy == "fedensemble":
         for mode in range(1, config.fedensemble.modes):
-            seed = int(np.random.SeedSequence([config.rounds.seed, mode]).generate_state(1)[0])
-            other = build_model(config, seed)[0]
+            other = build_model(config, seed_of_mode(config.rounds.seed, mode))[0]
             if loaded and len(config.rounds.sources) > 1:
                 load_pretrained(other, blocks, config.rounds.sources[mode])
             elif loaded:

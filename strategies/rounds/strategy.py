@@ -198,6 +198,8 @@ class MethodStrategy(WithoutHooks):
             references = self._references(folder, ends)
             rounds = self._runner(grid, model, run, checkpoint, references)
             ends.callback(rounds.close)
+            if self.encoding.start == "made":
+                rounds.begin_with(self.method.starts(model, state))
             self.summary()
             best = self.best
             best.begin(folder, saved.digests if saved else None)
