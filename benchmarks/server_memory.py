@@ -38,7 +38,7 @@ from memory.entries import model
 from rich.console import Console
 from rich.table import Table
 
-from tepal.exchange.manifest import PARTS, RECORD, Header, Manifest
+from tepal.exchange.manifest import PARTS, RECORD, Header, Manifest, listed
 from tepal.exchange.parts import pack
 from tepal.host.flower.objects import Pull, hash_chunks, push, tree_of
 from tepal.host.flower.patches import quick
@@ -109,19 +109,18 @@ class Stub:
             return RecordDict({"arrays": self._arrays, "metrics": metrics})
         manifest = Manifest.from_content({RECORD: settings["manifest"]})
         content = RecordDict({"metrics": metrics})
-        parts = {}
+        carried = {}
         for wanted in manifest.plan.returns:
             content[PARTS] = record = ArrayRecord()
             record[wanted] = next(iter(self._arrays.values()))
-            entries = manifest.layout.entries
-            parts[wanted] = tuple((entry.name, entry.dtype, entry.shape) for entry in entries)
+            carried[wanted] = [(entry.name, entry.dtype, entry.shape) for entry in manifest.layout.entries]
         header = Header(
             experiment=manifest.experiment,
             client=manifest.plan.client or f"node-{message.metadata.dst_node_id}",
             round=manifest.plan.round,
             action=manifest.plan.action,
             answers=str(settings["manifest"]["id"]),
-            parts=parts,
+            carries=listed(carried),
             metrics=("metrics",),
         )
         content[RECORD] = header.with_checksum(content).to_record()

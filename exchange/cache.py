@@ -30,6 +30,7 @@ from tepal.exchange.files import (
     SUFFIX,
     DamagedFile,
     file_name,
+    listed_digests,
     map_arrays,
     read_arrays,
     shortened,
@@ -93,7 +94,7 @@ class ClientCache:
         if (link := self._link(part.id)) is None:
             return {}
         try:
-            listed = {name: value for name, (_, value) in map_arrays(link).items()}
+            listed = listed_digests(link)
             if part.right(listed) != part.names:
                 raise DamagedFile("its content is not what its name says")
             stored = read_arrays(link, listed)

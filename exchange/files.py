@@ -119,6 +119,17 @@ def read_arrays(path: Path, digests: Mapping[str, bytes] | None = None) -> dict[
     return arrays
 
 
+def listed_digests(path: Path) -> dict[str, bytes]:
+    """Name → digest that a file of `write_arrays` lists. Raises DamagedFile and OSError."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return _listed(file.metadata() or {}, _DIGEST)
+    except OSError:
+        raise
+    except (SafetensorError, TypeError, ValueError) as error:
+        raise DamagedFile(_UNREADABLE.format(error)) from error
+
+
 def map_arrays(path: Path) -> dict[str, tuple[np.ndarray, bytes]]:
     """Name → (array, digest) of a file that was just written. The arrays are not compared with their digests.
 

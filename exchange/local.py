@@ -2,7 +2,8 @@
 
 They are passed on as objects, by a grid that is trusted as the server is: none is damaged on its way or altered, and
 nothing that Flower sends over a network can have this mark. So no checksum is computed for them; the exchange's id is
-not compared with the content, and the arrays' digests are not verified. Everything else is checked as for any message.
+not compared with the content, and the digests of arrays that are not cached are not verified. Everything else is
+checked as for any message.
 """
 
 from __future__ import annotations

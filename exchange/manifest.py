@@ -1,6 +1,6 @@
 """The manifest, which describes a message and its arrays; and the header, which describes its answer.
 
-Each is one compressed JSON value in a Flower `ConfigRecord` of the message. They are small (about ten bytes for an
+Each is one compressed JSON value in a Flower `ConfigRecord` of the message. They are small (about five bytes for an
 entry), so they carry everything that is needed to complete and to strip an app's raw `state_dict`: server and client
 share no state but the values themselves. Their fields are written in the order in which the classes declare them.
 
@@ -18,7 +18,7 @@ import json
 import os
 import reprlib
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Annotated, Any
@@ -30,7 +30,7 @@ from pydantic import FailFast, Field, StrictInt, TypeAdapter, ValidationError
 from tepal.exchange.bounds import HEADER_BYTES, HEADER_BYTES_PER_ENTRY, MOST_KEYS
 from tepal.exchange.encodings import PLAIN, Wire
 from tepal.exchange.layout import Layout, Names, numbers_of, runs_of
-from tepal.exchange.parts import DIGEST_BYTES, Part
+from tepal.exchange.parts import DIGEST_BYTES, Part, Shaped
 from tepal.exchange.plan import Plan, Scalar, Tree
 from tepal.exchange.secret import LENGTH as SECRET
 from tepal.exchange.threads import in_threads
@@ -49,8 +49,8 @@ PROTOCOL = 5
     2   they are BLAKE3
     3   a part may be sent as its difference from one in the client's cache; the gaps of top k are coded
     4   matrices may be in whole steps; of an encoding only what is not usual is sent
-    5   a part that is sent as a whole, or not at all, has its id, and no digests; entries are listed as runs; an
-        answer has no list of its entries, which are those that the plan returns, in its order
+    5   a part that is sent as a whole, or not at all, has its id, and no digests; entries are listed as runs; of
+        an answer's entries, which are those that the plan returns, in its order, only a digest is sent
 """
 
 _PROTOCOL = "protocol"
@@ -180,7 +180,7 @@ class Manifest:
         number = {name: k for k, name in enumerate(self.layout.names)}
 
         def numbers(names: Names) -> list[int]:
-            return runs_of([number[name] for name in names])
+            return runs_of([number[name] for name in dict.fromkeys(names)])
 
         parcels = [
             {
@@ -309,6 +309,8 @@ class Header:
     """Id of the exchange, from the manifest as it arrived."""
     holds: _Texts = ()
     """Ids of the parts in the client's cache."""
+    carries: str = ""
+    """Of the packed parts: see `listed`."""
     missing: Mapping[str, _Texts] = field(default_factory=dict)
     """Part id → entries that were neither sent nor cached: the server sends them in the same round."""
     refused: str = ""
@@ -366,6 +368,14 @@ class Header:
             return _headers().validate_python(data)
         except ValidationError as error:
             raise ProtocolError(f"its header cannot be read ({_first(error)})") from None
+
+
+def listed(parts: Mapping[Tree, Sequence[Shaped]]) -> str:
+    """Digest (16 hexadecimal digits) of names, dtypes and shapes of the arrays in an answer's packed parts, by tree.
+
+    It shows that both sides mean the same arrays, in the same order.
+    """
+    return hashlib.sha256(repr(sorted((tree, [*shaped]) for tree, shaped in parts.items())).encode()).hexdigest()[:16]
 
 
 def _without_secret(header: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from tepal.exchange.manifest import (
     Manifest,
     Parcel,
     ProtocolError,
+    listed,
     other_version,
     verified_id,
 )
@@ -263,7 +264,7 @@ class _ClientExchange:
             del content[name]
         if packed:
             content[PARTS] = ArrayRecord(packed)
-        return self.answer(content=content)
+        return self.answer(parts=parts, content=content)
 
     def _encoded(self, parts: Mapping[Tree, dict[str, np.ndarray]], trees: Mapping[Tree, Arrays]) -> dict[Tree, Array]:
         """The packed part of each tree. Values in `parts` that the client caches are replaced by decoded ones."""
@@ -336,6 +337,7 @@ class _ClientExchange:
     def answer(
         self,
         *,
+        parts: Mapping[Tree, Arrays] | None = None,
         content: Mapping[str, ArrayRecord | MetricRecord | ConfigRecord] | None = None,
         missing: Mapping[str, Names] | None = None,
         refused: str = "",
@@ -349,6 +351,7 @@ class _ClientExchange:
             action=self.plan.action,
             answers=self.id,
             holds=self.cache.holds(),
+            carries=listed({tree: shapes_of(values, values) for tree, values in parts.items()}) if parts else "",
             missing=missing or {},
             refused=refused,
             notes=(*self.cache.notes, *filter(None, [self.personal.lost])),

@@ -19,7 +19,17 @@ from tepal.exchange.bounds import BadReply, examples_of, metrics_of, notes_of
 from tepal.exchange.encodings import AUTO, FIXED, PLAIN, Encoding, Wire, add_difference, bits_within
 from tepal.exchange.layout import Arrays, Layout, Names, dtype_name
 from tepal.exchange.local import is_local
-from tepal.exchange.manifest import PARTS, RECORD, Header, Manifest, Parcel, ProtocolError, other_version, write_id
+from tepal.exchange.manifest import (
+    PARTS,
+    RECORD,
+    Header,
+    Manifest,
+    Parcel,
+    ProtocolError,
+    listed,
+    other_version,
+    write_id,
+)
 from tepal.exchange.norms import SMALL, estimated_norms, integer_norms, squared_norms
 from tepal.exchange.packer import Packer, Wanted
 from tepal.exchange.parts import Part, unpacked
@@ -296,7 +306,7 @@ class Sender:
         no_result = bool(header.missing or header.refused)
         metrics, vectors, not_finite = metrics_of(content.metric_records, header.metrics)
         starts = {} if no_result or not plan.returns else self._starts(exchange)
-        parts = {} if no_result else self._parts(exchange, content, starts)
+        parts = {} if no_result else self._parts(exchange, header, content, starts)
         squares, value_squares = self._squares(exchange.outgoing, parts, starts)
         examples = 0 if no_result or plan.action == INTRODUCE else examples_of(metrics, weighted_by)
         if not is_local(message) and header.checksum != header.checksum_of(content):
@@ -324,7 +334,7 @@ class Sender:
         )
 
     def _parts(
-        self, exchange: Exchange, content: Mapping[str, object], starts: Arrays
+        self, exchange: Exchange, header: Header, content: Mapping[str, object], starts: Arrays
     ) -> dict[Tree, dict[str, np.ndarray]]:
         """The arrays of each tree. Raises BadReply."""
         plan, wire = exchange.outgoing.plan, exchange.upload
@@ -333,13 +343,18 @@ class Sender:
             raise BadReply(f"its {PARTS!r} is not an ArrayRecord")
         if foreign := sorted(set(arrays) - set(plan.returns)):
             raise BadReply(f"it carries {foreign[0]!r}, which was not requested")
+        shaped = {
+            tree: [(name, entry.dtype, entry.shape) for name in names for entry in [self.layout.by_name[name]]]
+            for tree, names in plan.returns.items()
+        }
         parts: dict[Tree, dict[str, np.ndarray]] = {}
-        for tree, names in plan.returns.items():
+        for tree in plan.returns:
             if tree not in arrays:
                 raise BadReply(f"it has no arrays for {tree!r}")
-            shaped = [(name, entry.dtype, entry.shape) for name in names for entry in [self.layout.by_name[name]]]
+            if header.carries != listed(shaped):
+                raise BadReply("its arrays are not the requested entries, with their shapes and dtypes, in their order")
             try:
-                parts[tree] = dict(unpacked(arrays[tree], shaped, wire))
+                parts[tree] = dict(unpacked(arrays[tree], shaped[tree], wire))
             except (TypeError, ValueError) as error:
                 raise BadReply(str(error)) from error
             if wire.differences and tree == plan.model:

@@ -26,7 +26,7 @@ _FEW = 1 << 10  # with fewer of them that are not 0, it is computed from all val
 _LARGEST = float(np.finfo(np.float32).max)
 
 
-class Threshold(NamedTuple):
+class Kept(NamedTuple):
     """Which values are sent: of those that are not less than `least` in magnitude the `share`, evenly spaced."""
 
     least: float
@@ -53,7 +53,7 @@ class Steps:
     left_out: float
     bits: float = 0.0
     """Most bits for a value, in the mean and beyond FIXED; 0: no limit. Within a limit more is left out if needed."""
-    threshold: Threshold | None = None
+    threshold: Kept | None = None
     """None: it is computed from the matrix itself."""
 
     width = 1
@@ -71,7 +71,7 @@ class Steps:
         if not self.bits or self.threshold is None or written <= limit:
             return None
         share = self.threshold.share * 0.97 * (limit + (FIXED - _HEAD) * matrices) / (nbytes - _HEAD * matrices)
-        return replace(self, threshold=Threshold(self.threshold.least, share))
+        return replace(self, threshold=Kept(self.threshold.least, share))
 
     def write(self, values: np.ndarray, random: np.random.Generator | None) -> bytes:
         flat = np.ascontiguousarray(values, np.float32).reshape(-1)
@@ -172,7 +172,7 @@ def _longer(coded: int, most: int) -> bool:
 
 def threshold(
     left_out: float, sizes: Sequence[int], values: Callable[[int], np.ndarray], bits: float = 0.0
-) -> Threshold:
+) -> Kept:
     """The magnitude below which the values of several arrays hold the share `left_out` of their squared norm.
 
     At least one value that is not 0 reaches it, and no 0 does. It is computed from all values, or from some hundred
@@ -186,9 +186,9 @@ def threshold(
     """
     found, size, largest = _sample(sizes, values)
     if not found.size:
-        return Threshold(float(np.finfo(np.float32).smallest_subnormal))
+        return Kept(float(np.finfo(np.float32).smallest_subnormal))
     if not math.isfinite(largest):
-        return Threshold(math.inf)
+        return Kept(math.inf)
     squares = np.cumsum(np.square(np.divide(found, largest, dtype=np.float64)))
     first = min(int(np.searchsorted(squares, left_out * squares[-1], side="right")), found.size - 1)
     share = 1.0
@@ -198,7 +198,7 @@ def threshold(
         # Of values of just this magnitude, which may be all, no more are sent than there are bits for.
         share = (found.size - first) / (found.size - int(np.searchsorted(found, found[first])))
     # The largest magnitude must be no more steps than can be counted.
-    return Threshold(max(float(found[first]), largest * _DEAD / _MOST), share)
+    return Kept(max(float(found[first]), largest * _DEAD / _MOST), share)
 
 
 def _sample(sizes: Sequence[int], values: Callable[[int], np.ndarray]) -> tuple[np.ndarray, int, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import random
 import zlib
@@ -32,6 +31,10 @@ class NoAnswer(Exception):
     """The client gives no answer at all."""
 
 
+class NotTold(Exception):
+    """This lie cannot be told after the one before it."""
+
+
 # ---- arrays ----------------------------------------------------------------------------------------------------------
 
 
@@ -52,9 +55,12 @@ def _arrays(change: Callable[[np.ndarray, random.Random], np.ndarray]) -> Lie:
 def _read(content: Content, liar: Liar) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
     """The trees that the answer still carries as the real app made them, and their arrays."""
     for tree, shaped in liar.returned.items():
-        if tree in content[PARTS]:
-            with contextlib.suppress(ValueError):  # another lie has changed its length
-                yield tree, unpack(content[PARTS][tree], shaped)
+        if tree not in content[PARTS]:
+            raise NotTold
+        try:
+            yield tree, unpack(content[PARTS][tree], shaped)
+        except ValueError as error:  # another lie has changed its length
+            raise NotTold from error
 
 
 def _write(content: Content, tree: str, values: Mapping[str, np.ndarray]) -> None:
@@ -335,7 +341,10 @@ class Liar:
         name = self.rng.choice(sorted(LIES[kind]))
         if self.rng.random() < _RARE.get(name, 1.0):
             self.told[f"{kind}: {name}"] += 1
-            LIES[kind][name](content, header, self.rng, self)
+            try:
+                LIES[kind][name](content, header, self.rng, self)
+            except NotTold:
+                self.told[f"{kind}: {name}"] -= 1
 
 
 def fields_of(content: Content) -> Fields:

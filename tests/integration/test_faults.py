@@ -193,8 +193,8 @@ def test_the_model_is_the_one_of_the_replies_that_counted(faulty):
     ("client", "reason"),
     [
         ("site-1", "entry 'head' has values that are NaN or infinite"),
-        ("site-2", "a packed part has 40 bytes; by its shapes it must have 131120"),
-        ("site-3", "it carries 'backdoor', which was not requested"),
+        ("site-2", "its arrays are not the requested entries, with their shapes and dtypes, in their order"),
+        ("site-3", "its arrays are not the requested entries, with their shapes and dtypes, in their order"),
     ],
 )
 def test_a_bad_reply_is_refused_alone_with_its_reason(faulty, client, reason):

@@ -68,7 +68,7 @@ def test_the_socket_carries_hardly_more_than_the_payload(exchanges, size, way, m
     """A model in 100 entries; the node's idle polls, which pass whether there is a model or not, counted apart.
 
     Of a node's answer each of Flower's requests has a key and a signature, some 700 bytes: of a thirtieth of the model
-    that is more than everything else. The round counts in which it polled least while it waited for the server.
+    that is more than everything else. There the round counts in which it polled least while it waited for the server.
     """
     ratios = []
     for this in exchanges[size]:
@@ -76,7 +76,8 @@ def test_the_socket_carries_hardly_more_than_the_payload(exchanges, size, way, m
         ratios.append((this["moved"][way] - polls) / this[way])
         print(f"round {this['round']} {way}: {this['moved'][way]} bytes, {polls:.0f} of polls, ratio {ratios[-1]:.5f}")
         assert this[way] == ENTRIES * SIZES[size] * 4
-    assert 1 <= min(ratios) <= most
+    counted = [min(ratios)] if size == "a thirtieth" else ratios
+    assert min(ratios) >= 1 and max(counted) <= most
 
 
 @pytest.mark.long

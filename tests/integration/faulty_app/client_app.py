@@ -2,6 +2,7 @@ import json
 import os
 import signal
 import time
+from dataclasses import replace
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
@@ -9,8 +10,8 @@ from flwr.clientapp import ClientApp
 from task import trained
 
 from tepal.exchange import partial_exchange, received
-from tepal.exchange.manifest import PARTS, RECORD, Header
-from tepal.exchange.parts import pack
+from tepal.exchange.manifest import PARTS, RECORD, Header, listed
+from tepal.exchange.parts import pack, shapes_of
 
 
 def fault_of(context, name, server_round):
@@ -28,12 +29,15 @@ def forging(msg, context, call_next):
     kind, _ = fault_of(context, header.client, header.round)
     if header.action != "train" or kind not in ("shape", "foreign"):
         return reply
-    packed = dict(reply.content[PARTS].items())
+    found = received(msg)
+    entries = [found.layout.by_name[name] for name in found.plan.returns["model"]]
+    arrays = {entry.name: np.ones(entry.shape, entry.dtype) for entry in entries}
     if kind == "shape":
-        packed["model"] = pack(short := {"head": np.ones((5, 2), np.float32)}, short)
+        arrays["head"] = np.ones((5, 2), np.float32)
     else:
-        packed["backdoor"] = pack(more := {"backdoor": np.ones(3, np.float32)}, more)
-    reply.content[PARTS] = ArrayRecord(packed)
+        arrays["backdoor"] = np.ones(3, np.float32)
+    reply.content[PARTS] = ArrayRecord({"model": pack(arrays, arrays)})
+    header = replace(header, carries=listed({"model": shapes_of(arrays, arrays)}))
     reply.content[RECORD] = header.with_checksum(reply.content).to_record()
     return reply
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from tepal.exchange.encodings import CODECS, DTYPES, FIXED, PLAIN, Encoding, EncodingError, Steps, TopK, Wire
-from tepal.exchange.encodings.steps import Threshold
+from tepal.exchange.encodings.steps import Kept
 from tepal.exchange.parts import pack, shapes_of, unpack, unpacked
 
 SHAPES = hnp.array_shapes(min_dims=2, max_dims=4, min_side=0, max_side=6)
@@ -392,7 +392,7 @@ def test_what_a_sample_lacks_is_sent_all_the_same(few):
 
 def test_places_of_many_values_are_refused():
     """They are written without, and would take much memory."""
-    written = memoryview(Steps(0.6, threshold=Threshold(1.0, 1.0)).write(np.eye(10, dtype=np.float32), None))
+    written = memoryview(Steps(0.6, threshold=Kept(1.0, 1.0)).write(np.eye(10, dtype=np.float32), None))
     with pytest.raises(ValueError, match="it declares 10 values"):
         Steps(0.6).length((4, 5), written)
 
@@ -426,7 +426,7 @@ def test_auto_makes_use_of_its_bits_and_leaves_out_no_more_than_it_must(bits, he
 def test_auto_passes_on_that_a_matrix_is_not_finite(bad, many):
     values = np.random.default_rng(0).normal(size=(20, 20)).astype(np.float32)
     values[3, 4] = bad
-    read = there_and_back(Steps(0.6, threshold=Threshold(0.1 if many else 2.0, 1.0)), values)
+    read = there_and_back(Steps(0.6, threshold=Kept(0.1 if many else 2.0, 1.0)), values)
     assert np.isnan(read[3, 4])
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepal.exchange.encodings import Wire
-from tepal.exchange.manifest import PARTS, RECORD, Header, Manifest, Parcel, ProtocolError
+from tepal.exchange.manifest import PARTS, RECORD, Header, Manifest, Parcel, ProtocolError, listed
 from tepal.exchange.parts import STYPE, Part
 from tepal.exchange.plan import Plan
 from tepal.exchange.sender import Traffic
@@ -56,6 +56,7 @@ HEADER = Header(
     action="train",
     answers="0" * 32,
     holds=(PART.id,),
+    carries="4" * 16,
     missing={PART.id: PART.names},
     refused="no",
     notes=("its disk in Zürich is full", "\udce9 in a file name is not UTF-8"),
@@ -86,13 +87,13 @@ MANIFEST_TEXT = (
 )
 HEADER_TEXT = (
     r'{"experiment":"e","client":"site-1","round":3,"action":"train","answers":"00000000000000000000000000000000",'
-    r'"holds":["ccd24d59ab373b8f908bbd1d0fb51bb6"],'
+    r'"holds":["ccd24d59ab373b8f908bbd1d0fb51bb6"],"carries":"4444444444444444",'
     r'"missing":{"ccd24d59ab373b8f908bbd1d0fb51bb6":["attn.qkv:q","attn.qkv:k"]},"refused":"no",'
     r'"notes":["its disk in Z\u00fcrich is full","\udce9 in a file name is not UTF-8"],"metrics":["metrics"],'
     r'"checksum":"11111111111111111111111111111111"}'
 )
 # fmt: on
-HEADER_CHECKSUM = "7fb0d3928caebdef645bf80f835f7687"
+HEADER_CHECKSUM = "bea59b08e9df62b1bad29c21073c8087"
 
 
 def test_the_text_of_a_manifest_and_a_header_never_changes():
@@ -108,6 +109,12 @@ def test_manifest_survives_its_record():
     by_id = [replace(of, part=replace(of.part, digests=(), known_id=of.part.id)) for of in others]
     assert read == replace(MANIFEST, parcels=(some, *by_id))
     assert [of.part.id for of in read.parcels] == [of.part.id for of in MANIFEST.parcels]
+
+
+def test_what_a_plan_names_twice_in_a_set_is_sent_once():
+    plan = Plan(client="c", round=1, needs={}, trains=("embed", "attn.qkv:q", "embed"), groups={"g": ("embed",) * 3})
+    read = Manifest.from_content({RECORD: replace(MANIFEST, plan=plan).to_record()}).plan
+    assert (read.trains, read.groups) == (("embed", "attn.qkv:q"), {"g": ("embed",)})
 
 
 def test_header_survives_its_record():
@@ -158,7 +165,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=10,
 )
-FIELDS = ("experiment", "client", "round", "action", "holds", "missing", "refused")
+FIELDS = ("experiment", "client", "round", "action", "holds", "carries", "missing", "refused")
 
 
 @given(st.binary(max_size=40) | st.fixed_dictionaries({field: JSON for field in FIELDS}).map(json.dumps))
@@ -188,7 +195,8 @@ def test_a_header_has_all_its_fields(field):
     "changes",
     [
         *({"round": value} for value in ("3", True, 3.0, [3], {})),
-        *({field: value} for field in ("experiment", "client", "action", "checksum") for value in (3, False, ["x"])),
+        *({field: value} for field in ("experiment", "client", "action", "carries") for value in (3, False, ["x"])),
+        *({"checksum": value} for value in (3, False, ["x"])),
         *({field: value} for field in ("holds", "notes", "metrics") for value in (3, [3], [["x"]], [True])),
         *({"missing": value} for value in ([], "x", {"a": 3}, {"a": [3]})),
     ],
@@ -203,6 +211,18 @@ def test_very_many_wrong_values_are_refused_before_an_error_is_made_for_each():
     content = header_record(missing={f"{k:x}": 1 for k in range(100_000)})
     with pytest.raises(ProtocolError, match="'missing' has 100000 keys; at most 10000 are allowed"):
         Header.from_content(content)
+
+
+def test_the_digest_of_what_an_answer_carries_tells_names_shapes_dtypes_order_and_trees_apart():
+    base = {"model": [("a", "float32", (2, 3)), ("b", "float32", (2, 3))]}
+    first, second = base["model"]
+    others = [
+        {"model": [second, first]}, {"model": [first]}, {"model": [first, second, first]}, {"mode/1": base["model"]},
+        {"model": [("a", "float32", (3, 2)), second]}, {"model": [("a", "int32", (2, 3)), second]},
+        {"model": [("a", "float32", (6,)), second]}, {**base, "control": []}, {},
+    ]  # fmt: skip
+    assert len({listed(parts) for parts in [base, *others]}) == 1 + len(others)
+    assert listed({"model": tuple(base["model"]), "control": ()}) == listed({"control": [], "model": base["model"]})
 
 
 def test_fields_that_a_later_version_adds_are_ignored():

@@ -16,6 +16,7 @@ from tepal.tools.reproduce.attacks import ATTACKS, LABEL_FLIP, LITTLE, NO_ATTACK
 from tepal.tools.reproduce.experiment import TrialInputs
 from tepal.tools.reproduce.hostile_clients import METHODS, SETTINGS, HostileClients, _kept_text, settings_of
 from tepal.tools.reproduce.runs import measured
+from tests.answers import returned_by
 from tests.quiet import quiet  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("no_report")
@@ -61,7 +62,7 @@ def first_updates(attack, folder):
     def spy(node, message, reply):
         header = Header.from_content(reply.content)
         if header.action == "train":
-            values = unpack(reply.content[PARTS]["model"], header.parts["model"])
+            values = unpack(reply.content[PARTS]["model"], returned_by(message)["model"])
             sent[node.config["partition-id"]] = {name: values[name] - start[name] for name in values}
         return reply
 
