@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from flwr.app import Context, Message
@@ -16,10 +17,12 @@ from tepal.exchange.plan import MODEL, Tree
 from tepal.models.blocks import find_blocks
 from tepal.models.initial import seed_of_mode, sources_of
 from tepal.models.pretrained import load_pretrained
+from tepal.models.registry import ModelError
+from tepal.models.weights import shipped
 
 
 def initial_values(msg: Message, context: Context, tree: Tree) -> Arrays:
-    """The raw `state_dict` with which a tree begins. Raises ValueError (DataError, ModelError, …) if it cannot be made."""
+    """The raw `state_dict` with which a tree begins. Raises DataError, ModelError or ValueError if it cannot be made."""
     mode = 0 if tree == MODEL else mode_of_tree(tree)
     client = LocalClient.of(msg, context)
     settings: dict[str, Any] = {**context.run_config, **msg.content.config_records.get("config", {})}
@@ -35,5 +38,8 @@ def _of_run(name: str, sizes: tuple[tuple[str, Any], ...], seed: int, mode: int,
     with loading:  # building seeds torch's generator, which all threads share
         model = models.build(name, **dict(sizes), seed=seed_of_mode(seed, mode))
     if sources := sources_of(pretrained):
-        load_pretrained(model, find_blocks(model), sources[mode if len(sources) > 1 else 0])
+        source = sources[mode if len(sources) > 1 else 0]
+        if not Path(source).expanduser().exists() and source not in shipped():
+            raise ModelError(f"pretrained={source!r} is not on this machine")  # nothing is downloaded for it
+        load_pretrained(model, find_blocks(model), source)
     return {key: tensor.numpy() for key, tensor in model.state_dict().items()}

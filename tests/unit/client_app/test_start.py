@@ -8,7 +8,7 @@ from safetensors.numpy import load_file
 from safetensors.torch import save_file
 
 from client_app.app import app
-from tepal.models import ModelError, build
+from tepal.models import build
 from tepal.models.initial import seed_of_mode, sources_of
 from tepal.server_app.config import defaults
 from tepal.server_app.run import run
@@ -63,10 +63,7 @@ def test_it_loads_the_pretrained_weights_that_it_has(tmp_path, monkeypatch):
     made, _ = rounds_of(tmp_path / "here", **changes)
     assert made[0] == 0
 
-    def elsewhere(*args):
-        raise ModelError("no such file or directory")
-
-    monkeypatch.setattr("tepal.client_app.start.load_pretrained", elsewhere)
+    monkeypatch.setattr("tepal.client_app.start.Path.exists", lambda path: False)
     sent, _ = rounds_of(tmp_path / "elsewhere", **changes)
     assert sent[0] == CLIENTS * sum(value.numel() * value.element_size() for value in weights.values())
 
