@@ -22,7 +22,7 @@ from tepal.models.weights import shipped
 
 
 def initial_values(msg: Message, context: Context, tree: Tree) -> Arrays:
-    """The raw `state_dict` with which a tree begins. Raises DataError, ModelError or ValueError if it cannot be made."""
+    """The raw `state_dict` with which a tree begins. Raises ValueError (ModelError, DataError) if it cannot be made."""
     mode = 0 if tree == MODEL else mode_of_tree(tree)
     client = LocalClient.of(msg, context)
     settings: dict[str, Any] = {**context.run_config, **msg.content.config_records.get("config", {})}
