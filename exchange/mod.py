@@ -18,6 +18,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 
 from tepal.exchange.cache import DEFAULT_LIMIT, ClientCache, default_root
 from tepal.exchange.encodings import EncodingError, Wire, add_difference
+from tepal.exchange.initial import keep_start
 from tepal.exchange.layout import Arrays, Layout, Names, dtype_name
 from tepal.exchange.local import is_local
 from tepal.exchange.manifest import (
@@ -37,7 +38,6 @@ from tepal.exchange.personal import PersonalState
 from tepal.exchange.plan import INTRODUCE, TRAIN, Plan, Tree
 from tepal.exchange.records import record_of, values_of
 from tepal.exchange.secret import own_secret
-from tepal.exchange.starts import keep_start
 from tepal.host.text import visible
 
 log = getLogger("flwr")
@@ -231,7 +231,7 @@ class _ClientExchange:
                 whole = part if part.digests else part.with_digests(digests_of(values))
                 self.cache.keep(whole, values, waiting=not parcel.keep)
             else:
-                self.cache.drop(part.tree, part.block)  # an older one, which no round needs again
+                self.cache.drop(part.tree, part.block)  # an older one; it is sent if it is needed again
         if self.missing:
             return None
         self.cache.drop_waiting()

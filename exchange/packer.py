@@ -16,6 +16,7 @@ import numpy as np
 from flwr.app import Array
 
 from tepal.exchange.encodings import FEW_BITS, PLAIN, Encoding, EncodingError, Wire
+from tepal.exchange.initial import InitialParts
 from tepal.exchange.layout import Arrays, Names, dtype_name
 from tepal.exchange.manifest import Parcel
 from tepal.exchange.parts import Digests, Part, digest, digests_of, pack, shapes_of, unpack, unpack_sums, unpacked
@@ -75,6 +76,7 @@ class Packer:
             raise ValueError(f"downloads as {encoding.down} are differences, which need references=References(folder)")
         self.digests = Digests()
         """Of the server's own values."""
+        self.initial = InitialParts()
         self._encoding = encoding
         self._references = references if encoding.differences_down else None
         self._decoded = Digests()  # of the values that clients decode, where they are not differences
@@ -87,8 +89,9 @@ class Packer:
     def begin(self, number: int, held: Mapping[str, int]) -> None:
         """Begin a round. `held`: id of a part → the number of clients that have it."""
         self.forget()
+        self.initial.begin()
         if self._references:
-            self._references.begin(number, held)
+            self._references.begin(number, held, self.initial)
 
     def forget(self) -> None:
         """Forget packed parts, when all messages of an exchange have been sent."""
@@ -108,18 +111,24 @@ class Packer:
         known = {*held, *(missing or ())}
         if exact or known or self._references:
             own = self._own(wanted)
-            if exact or own.id in known:
+            lost = self._references and not exact and own.id in (missing or ())
+            if exact or (own.id in known and not lost):
+                self.initial.found(own.id)
                 return self._values(own, wanted, held, missing, PLAIN)
             if self._references:
                 return self._difference(own, wanted, held, missing or {}, self._references)
         return self._values(self._encoded(wanted), wanted, held, missing, self._encoding.download)
 
-    def begin_with(self, wanted: Wanted) -> Part:
-        """The part of initial values, which a client may have before it was sent anything."""
+    def begin_with(self, wanted: Wanted) -> None:
+        """Enter initial values, which a client may have before it is sent any (see `tepal.exchange.initial`)."""
         own = self._own(wanted)
-        if self._references:
-            self._references.begin_with(own, wanted.values)
-        return own
+        self.initial.add(own)
+        if self._references and not self._references.has(own.tree, own.block, own.id):
+            self._references.sent(own, own.id, {name: wanted.values[name] for name in wanted.names}, fine=True)
+
+    def listed(self, blocks: Mapping[str, Names]) -> list[Part]:
+        """The initial parts that new clients should make."""
+        return self.initial.listed(blocks, self._references.has if self._references else None)
 
     def starts(self, part: Part, values: Arrays) -> Arrays:
         """The entries of a part as a client decoded them.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass
 from logging import getLogger
 from pathlib import Path
@@ -101,7 +101,6 @@ class References:
         self._mapped: OrderedDict[Slot, Known] = OrderedDict()
         self._in_memory: dict[Slot, Known] = {}  # those that could not be written
         self._verified: set[Slot] = set()
-        self._first: set[Slot] = set()  # of the values that the run began with
         remove_unfinished(folder)
         dated: list[tuple[int, Reference]] = []
         for path in folder.glob(f"*{SUFFIX}"):
@@ -116,25 +115,23 @@ class References:
                 self._forget(twice)
             self._enter(reference)
 
-    def begin(self, number: int, held: Mapping[str, int]) -> None:
+    def begin(self, number: int, held: Mapping[str, int], initial: Container[str] = ()) -> None:
         """Begin a round. References that no client has are forgotten, unless they were used in the round before.
 
-        `held`: id of a part → the number of clients that have it, as they reported.
+        Args:
+            number: the round.
+            held: id of a part → the number of clients that have it, as they reported.
+            initial: ids of parts that a client may make itself, which are not forgotten here.
         """
         self._round = number
         for reference in list(self._found.values()):
             reference.holders = held.get(reference.id, 0)
-            if not reference.holders and reference.used < number - 1 and reference.slot not in self._first:
+            if not reference.holders and reference.used < number - 1 and reference.id not in initial:
                 self._forget(reference)
 
-    def begin_with(self, part: Part, values: Arrays) -> None:
-        """Enter values that clients may have before they are sent any: those that the run begins with.
-
-        They are kept as long as the limit allows, for clients that join late.
-        """
-        self._first.add(slot := slot_of(part.tree, part.block, part.id))
-        if slot not in self._found:
-            self.sent(part, part.id, {name: values[name] for name in part.names}, fine=True)
+    def has(self, tree: Tree, block: str, id: str) -> bool:
+        """Whether there is a reference of this part."""
+        return slot_of(tree, block, id) in self._found
 
     def of(self, tree: Tree, block: str, held: Collection[str]) -> list[Reference]:
         """The references of this block among the parts that a client has, the newest first."""

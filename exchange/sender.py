@@ -179,12 +179,12 @@ class Sender:
         self.encoding = encoding or Encoding()
         self.packer = Packer(self.encoding, references)
         self._warned = False  # of a budget that is too small
-        self._first: tuple[Part, ...] = ()
 
     def begin_with(self, tree: Tree, values: Arrays) -> None:
-        """Let clients that introduce themselves make the initial values of a tree, see `tepal.exchange.starts`."""
-        wanted = [Wanted(tree, block, names, values) for block, names in self.blocks.items()]
-        self._first += tuple(map(self.packer.begin_with, wanted))
+        """Let clients that introduce themselves make the initial values of a tree, see `tepal.exchange.initial`."""
+        for block, names in self.blocks.items():
+            if names:
+                self.packer.begin_with(Wanted(tree, block, names, values))
 
     def content(
         self,
@@ -224,13 +224,14 @@ class Sender:
                 if packed.rounded:
                     rounded[tree, block] = packed.parcel.part
                 parcels.append(packed.parcel)
-        first = [Parcel(part, keep=True, sent=()) for part in self._first] if plan.action == INTRODUCE else []
+        if plan.action == INTRODUCE:
+            parcels += [Parcel(part, keep=True, sent=()) for part in self.packer.listed(self.blocks)]
         manifest = Manifest(
             experiment=self.experiment,
             plan=plan,
             record=self.record,
             layout=self.layout,
-            parcels=(*parcels, *first),
+            parcels=tuple(parcels),
             current=client.current,
             kept=client.restorable,
             upload=upload,
