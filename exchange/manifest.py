@@ -16,6 +16,7 @@ import base64
 import hashlib
 import json
 import os
+import re
 import reprlib
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -54,6 +55,7 @@ PROTOCOL = 5
 """
 
 _PROTOCOL = "protocol"
+_ID = re.compile(f"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
 
 _LIMIT = 64_000_000  # bytes of decompressed JSON
 _KNOWN = "_tepal_digests"
@@ -253,6 +255,8 @@ def _checked(manifest: Manifest) -> Manifest:
         if part.digests and len(part.names) != len(part.digests):
             raise ValueError(f"a part of block {reprlib.repr(part.block)} has {len(part.digests)} digests")
         sent = set(parcel.sent)
+        if part.known_id and (not _ID.fullmatch(part.known_id) or 0 < len(sent) < len(part.names)):
+            raise ValueError(f"a part of block {reprlib.repr(part.block)} has no id, or no digests of what is sent")
         if not set(part.names) >= sent or len(sent) < len(parcel.sent):
             raise ValueError(f"a parcel of block {reprlib.repr(part.block)} sends entries that its part does not have")
         if bool(parcel.base) != parcel.wire.differences or type(parcel.keep) is not bool:
