@@ -140,7 +140,7 @@ class _Loaded:
 
 _loaded: dict[str, _Loaded] = {}
 _MOST_LOADED = 2 * 2**30  # bytes of clients' examples that a process keeps: it may serve many clients
-loading = threading.Lock()  # the threads share loaded data and do not load it twice
+_loading = threading.Lock()  # the threads share loaded data and do not load it twice
 _of_thread = threading.local()
 
 
@@ -153,7 +153,7 @@ def _dataset_stamp(run: str, config: InputConfig) -> str:
 def _load(config: InputConfig, node_config: Mapping[str, Any], name: str, run: str = "") -> _Loaded:
     key = json.dumps([config.model_dump(), dict(node_config), name], sort_keys=True, default=str)
     stamp = own_stamp(node_config) if "data-path" in node_config else _dataset_stamp(run, config)
-    with loading:
+    with _loading:
         if key not in _loaded or (stamp and stamp != _loaded[key].stamp):
             data = client_inputs(config, node_config, client=name)
             tensors = tuple(
@@ -171,7 +171,7 @@ def _load(config: InputConfig, node_config: Mapping[str, Any], name: str, run: s
 
 def _model(name: str, sizes: tuple[tuple[str, Any], ...], device: torch.device) -> nn.Module:
     if getattr(_of_thread, "built", None) != (name, sizes, device):
-        with loading:  # building seeds torch's generator, which all threads share
+        with _loading:  # building seeds torch's generator, which all threads share
             model: Any = models.build(name, **dict(sizes), seed=0)
         # Convolutions are 20 % faster with this format on a CPU; it does not affect other layers.
         _of_thread.model = model.to(device, memory_format=torch.channels_last)

@@ -19,6 +19,11 @@ def tree_of_mode(mode: int) -> Tree:
     return f"{_TREE}{mode}"
 
 
+def of_mode(tree: Tree) -> bool:
+    """Whether a tree is a mode's."""
+    return tree.startswith(_TREE)
+
+
 def mode_of_tree(tree: Tree) -> int:
     """The number of the mode that is sent in a tree. Raises ValueError for other trees."""
     return int(tree.removeprefix(_TREE))

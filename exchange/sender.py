@@ -245,7 +245,7 @@ class Sender:
             content[PARTS] = record
         content[self.settings_record] = ConfigRecord(dict(outgoing.settings))
         sent_entries = tuple(parcel.sent for parcel in parcels if parcel.sent)
-        keeps = tuple(parcel.part.id for parcel in parcels if parcel.keep)
+        keeps = tuple(parcel.part.id for parcel in parcels if parcel.keep and plan.action != INTRODUCE)
         replaces = tuple(parcel.base for parcel in parcels if parcel.base)
         return content, Exchange(write_id(content), outgoing, upload, sent_entries, rounded, keeps, replaces)
 

@@ -1,8 +1,10 @@
-"""What a run's initial weights come from: pretrained weights, or a seed. Server and clients may both make them."""
+"""What a run's model is made of, by keys of the run config: server and clients may both make it. Imports no torch."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -18,3 +20,14 @@ def sources_of(pretrained: str) -> tuple[str, ...]:
 def seed_of_mode(seed: int, mode: int) -> int:
     """The seed of the initial weights of an ensemble's mode, by the run's own."""
     return int(np.random.SeedSequence([seed, mode]).generate_state(1)[0]) if mode else seed
+
+
+def patterns_of(run_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `find_blocks` that a run config sets: `blocks.query-key`, `blocks.layers` and others."""
+    given = {key.removeprefix("blocks."): str(run_config[key]).strip() for key in run_config if key.startswith("blocks.")}
+    values = {key.replace("-", "_"): value for key, value in given.items() if value}
+    return {key: value if key == "layers" else _listed(value) for key, value in values.items()}
+
+
+def _listed(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]

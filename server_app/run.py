@@ -168,7 +168,8 @@ def _start(
 
     strategy.on_round = keep
     # Clients have the config of the Flower run, which differs from this run's if it is resumed.
-    changed = {key: value for key, value in config.flat.items() if key not in _OWN and values.get(key, value) != value}
+    own = {*_OWN} - ({"pretrained"} if config.wire.start == "made" else set())
+    changed = {key: value for key, value in config.flat.items() if key not in own and values.get(key, value) != value}
     if not config.data.names and (names := written_names(config.data)):
         changed[FOUND_NAMES] = names["class-names"]
     changed |= settled(config.data)

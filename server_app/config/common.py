@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ByteSize, Field, TypeAdapter, ValidationError, field_validator
 
 from tepal.exchange.encodings import Encoding
-from tepal.models.initial import sources_of
+from tepal.models.initial import patterns_of, sources_of
 from tepal.strategies import STRATEGIES
 from tepal.training.config import keys
 
@@ -251,9 +251,4 @@ class BlocksConfig(BaseModel):
     @property
     def patterns(self) -> dict[str, Any]:
         """The arguments of `find_blocks` that are set."""
-        values = {key: value.strip() for key, value in self.model_dump().items() if value.strip()}
-        return {key: value if key == "layers" else _listed(value) for key, value in values.items()}
-
-
-def _listed(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
+        return patterns_of(self.model_dump(by_alias=True))
