@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 from flwr.app import Context, Message
@@ -44,7 +45,7 @@ def forget() -> None:
     _shared.clear()
 
 
-def _made(settings: dict[str, Any], sizes: dict[str, Any], mode: int) -> Arrays:
+def _made(settings: Mapping[str, Any], sizes: Mapping[str, Any], mode: int) -> Arrays:
     model = models.build(str(settings["model"]), **sizes, seed=seed_of_mode(int(settings.get("seed", 0)), mode))
     if sources := sources_of(str(settings.get("pretrained", ""))):
         blocks = find_blocks(model, **patterns_of(settings))

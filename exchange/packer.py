@@ -114,8 +114,9 @@ class Packer:
             lost = self._references and not exact and own.id in (missing or ())
             if exact or (own.id in known and not lost):
                 self.initial.found(own.id)
-                for reference in self._references.of(own.tree, own.block, [own.id]) if self._references else ():
-                    self._references.used(reference)
+                if self._references:
+                    for reference in self._references.of(own.tree, own.block, [own.id]):
+                        self._references.used(reference)
                 return self._values(own, wanted, held, missing, PLAIN)
             if self._references:
                 return self._difference(own, wanted, held, missing or {}, self._references)

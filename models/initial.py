@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+_BLOCKS = "blocks."
+
 
 def sources_of(pretrained: str) -> tuple[str, ...]:
     """The sources of the key `pretrained`: one, one for each mode of an ensemble, or none."""
@@ -24,8 +26,8 @@ def seed_of_mode(seed: int, mode: int) -> int:
 
 def patterns_of(run_config: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of `find_blocks` that a run config sets: `blocks.query-key`, `blocks.layers` and others."""
-    given = {key.removeprefix("blocks."): str(run_config[key]).strip() for key in run_config if key.startswith("blocks.")}
-    values = {key.replace("-", "_"): value for key, value in given.items() if value}
+    given = {key: str(value).strip() for key, value in run_config.items() if key.startswith(_BLOCKS)}
+    values = {key.removeprefix(_BLOCKS).replace("-", "_"): value for key, value in given.items() if value}
     return {key: value if key == "layers" else _listed(value) for key, value in values.items()}
 
 

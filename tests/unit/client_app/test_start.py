@@ -8,8 +8,11 @@ from safetensors.numpy import load_file
 from safetensors.torch import save_file
 
 from client_app.app import app
-from tepal.models import build
+from tepal.client_app import start
+from tepal.models import ModelError, build
+from tepal.models.blocks import find_blocks
 from tepal.models.initial import seed_of_mode, sources_of
+from tepal.models.pretrained import load_pretrained
 from tepal.server_app.config import defaults
 from tepal.server_app.run import run
 from tepal.strategies.in_process import InProcessGrid, Node
@@ -63,9 +66,47 @@ def test_it_loads_the_pretrained_weights_that_it_has(tmp_path, monkeypatch):
     made, _ = rounds_of(tmp_path / "here", **changes)
     assert made[0] == 0
 
-    monkeypatch.setattr("tepal.client_app.start.Path.exists", lambda path: False)
+    def elsewhere(model, blocks, source, **how):
+        return load_pretrained(model, blocks, str(tmp_path / "not-here.safetensors"), **how)
+
+    monkeypatch.setattr("tepal.client_app.start.load_pretrained", elsewhere)
     sent, _ = rounds_of(tmp_path / "elsewhere", **changes)
     assert sent[0] == CLIENTS * sum(value.numel() * value.element_size() for value in weights.values())
+
+
+def test_nothing_is_downloaded_for_it(monkeypatch):
+    monkeypatch.setattr("tepal.models.pretrained._download", lambda name: pytest.fail("it is downloaded"))
+    model = build("tiny-vit", image_shape=(1, 8, 8), classes=10, seed=0)
+    with pytest.raises(ModelError, match="'org/weights' is not on this machine"):
+        load_pretrained(model, find_blocks(model), "org/weights", download=False)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_each_mode_begins_with_its_own_weights(several, tmp_path):
+    """Pretrained without a head: the modes differ in it alone, or in everything if each has its own weights."""
+    for k in range(2):
+        weights = build("tiny-vit", image_shape=(1, 8, 8), classes=10, seed=90 + k).state_dict()
+        save_file({name: v for name, v in weights.items() if "head" not in name}, tmp_path / f"{k}.safetensors")
+    names = [str(tmp_path / f"{k}.safetensors") for k in range(2 if several else 1)]
+    made, _ = rounds_of(
+        tmp_path / "runs",
+        **{
+            "strategy": "fedensemble", "fedensemble.modes": 2, "fedensemble.strata": 2, "wire-start": "made",
+            "pretrained": ",".join(names),
+        },
+    )  # fmt: skip
+    assert made[0] == 0
+
+
+def test_the_clients_of_a_simulation_make_it_once_and_then_forget_it(tmp_path, monkeypatch):
+    made, make = [], start._made
+    monkeypatch.setattr(start, "_made", lambda *of: made.append(1) or make(*of))
+    config = {**CONFIG, "runs": str(tmp_path), "strategy": "fedavg", "wire-start": "made"}
+    nodes = [Node(app, {"partition-id": k, "num-partitions": CLIENTS}) for k in range(CLIENTS)]
+    directory = run(InProcessGrid(nodes, config, at_once=2), config)
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    assert lines[1]["bytes_down"] == 0 and start._shared == {}
+    assert made == [1]
 
 
 def test_sources_and_seeds():

@@ -1,6 +1,7 @@
 """Initial values that clients make themselves, so that they are not sent."""
 
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,10 +11,11 @@ from flwr.app import Array, ArrayRecord
 
 from tepal.exchange.cache import default_root
 from tepal.exchange.encodings import Encoding
+from tepal.exchange.manifest import Manifest
 from tepal.exchange.mod import PartialExchange
 from tepal.exchange.plan import MODEL
 from tepal.models.blocks import find_blocks
-from tepal.strategies import FedAvg, FedEnsemble, FedFrozen, PartialTraining, join_modes
+from tepal.strategies import FedACS, FedAvg, FedEnsemble, FedFrozen, PartialTraining, join_modes
 from tepal.strategies.in_process import InProcessGrid, Node
 from tests.quiet import quiet  # noqa: F401
 from tests.unit.strategies.rounds.test_differences import SCALES, Grid, as_sent, rounds_of
@@ -73,6 +75,7 @@ def test_what_clients_make_is_not_sent_and_the_run_is_the_same(wire, spoil):
 )
 @pytest.mark.parametrize("wire", WIRES)
 def test_what_clients_make_otherwise_is_sent(wire, values, caplog):
+    caplog.set_level("INFO", "flwr")
     strategy = FedAvg(encoding=replace(WIRES[wire], start="sent"), fraction_evaluate=0)
     as_usual, usual = start(strategy, moving_app(), clients=2, rounds=2)
     strategy = FedAvg(encoding=WIRES[wire], fraction_evaluate=0)
@@ -170,6 +173,52 @@ def test_frozen_projections_of_the_start(vit):  # noqa: F811
     initial = ArrayRecord({name: Array(array) for name, array in arrays.items()})
     strategy.start(InProcessGrid([Node(app, {"partition-id": 0})]), initial, num_rounds=2)
     assert [report.down.payload for report in history] == [0, blocks.layout.nbytes(blocks.value)]
+
+
+def test_a_personal_model_begins_with_the_same_values():
+    def run(start_of):
+        wire = Encoding("auto", "auto", start=start_of)
+        strategy = FedACS(quantile=0.01, alpha=0.1, encoding=wire, fraction_evaluate=0)  # they mix from round 2 on
+        return start(strategy, moving_app(exchange=making(START)), clients=3, rounds=3)[1]
+
+    usual, made = run("sent"), run("made")
+    assert made[0].down.payload == 0 < usual[0].down.payload
+    for before, after in zip(usual[1:], made[1:], strict=True):
+        assert 0 < after.down.payload < 1.2 * before.down.payload, "differences, and no whole part a round later"
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_start_that_was_lost_is_sent_once(wire):
+    """The caches are cleared between the introductions and the first round."""
+    strategy, history = FedAvg(encoding=WIRES[wire], fraction_evaluate=0), []
+    usual = start(FedAvg(encoding=replace(WIRES[wire], start="sent"), fraction_evaluate=0), moving_app(), rounds=3)[1]
+    app, cleared = moving_app(exchange=making(START)), []
+
+    def forgetful(msg, context):
+        if not cleared and Manifest.from_content(msg.content).plan.action == "train":
+            shutil.rmtree(default_root(), ignore_errors=True)
+            cleared.append(1)
+        return app(msg, context)
+
+    _, history = start(strategy, forgetful, rounds=3)
+    assert cleared and history[0].resent
+    assert history[0].down.payload <= max(usual[0].down.payload, SIZE)
+    if WIRES[wire].differences_down:
+        assert [report.down.payload for report in history] == [report.down.payload for report in usual]
+
+
+def test_a_start_is_listed_as_long_as_it_is_useful():
+    """Without differences it is of no use after the first rounds, but for entries that never change."""
+    asked = []
+    for strategy, expected in (
+        (FedAvg(encoding=WIRES["plain"], fraction_evaluate=0), [0, 1]),
+        (PartialTraining(trains=["bias"], encoding=WIRES["plain"], fraction_evaluate=0), [0, 1, 2]),
+    ):
+        asked.clear()
+        app = moving_app(scale=0.0, exchange=making(START, asked))
+        grid = Grid([Node(app, {"partition-id": k}) for k in range(3)], here=lambda number, k: k < 2 or number >= 5)
+        rounds_of(strategy, grid, 5)
+        assert sorted(client for client, _ in asked) == expected
 
 
 @pytest.mark.parametrize("wire", ["plain", "auto"])
