@@ -251,6 +251,43 @@ def test_a_run_that_is_resumed_goes_on_to_the_bit(wire, tmp_path):
         np.testing.assert_array_equal(made[name], value)
 
 
+def test_a_resumed_server_may_have_other_initial_values(tmp_path):
+    """As one that does not load pretrained weights again. A client that joins late still begins with the run's own."""
+    others = {name: value + 3 if value.dtype.kind == "f" else value for name, value in START.items()}
+
+    def run(folder, initial, values, killed_in=0, *, resume=False):
+        seen = {}
+        app = moving_app(seen, exchange=making(values))
+        strategy = FedAvg(
+            encoding=WIRES["auto"], fraction_evaluate=0, deterministic=True, checkpoints=tmp_path / folder,
+            resume=resume, min_available_nodes=1,
+        )  # fmt: skip
+        grid = Grid([Node(app, {"partition-id": k}) for k in range(3)], here=lambda number, k: k < 2 or number >= 5)
+        grid.number = 3 if resume else 1
+
+        def on_round(report):
+            grid.number = report.round + 1
+            if report.round == killed_in:
+                raise Killed
+
+        strategy.on_round = on_round
+        strategy.start(grid, ArrayRecord({name: Array(array) for name, array in initial.items()}), num_rounds=5)
+        return seen
+
+    whole = run("whole", START, START)
+    for values in (START, others, None):
+        folder = f"parts-{'none' if values is None else float(values["bias"][0])}"
+        shutil.rmtree(default_root())
+        with pytest.raises(Killed):
+            run(folder, START, START, killed_in=3)
+        seen = run(folder, others, values, resume=True)
+        far = np.linalg.norm(seen[2, 5, "train"]["w"] - seen[0, 5, "train"]["w"])
+        assert far < 2, "no further than an encoding of what changed, or of the whole"
+        if values is START:
+            for name, value in whole[2, 5, "train"].items():
+                np.testing.assert_array_equal(seen[2, 5, "train"][name], value)
+
+
 def test_a_cache_that_cannot_be_written_costs_bytes_only(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TEPAL_CACHE", os.fspath(tmp_path / "file" / "cache"))
