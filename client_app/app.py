@@ -13,7 +13,7 @@ from flwr.clientapp.typing import Mod
 from torch import Tensor
 
 from tepal import models
-from tepal.client_app import apply_plan, objectives
+from tepal.client_app import apply_plan, objectives, start
 from tepal.client_app import stacked as together
 from tepal.client_app.delivery import deliver
 from tepal.client_app.local_client import LocalClient
@@ -34,7 +34,9 @@ from tepal.training.probing import probe_layers, random_numbers_apart
 OWN = "personal"
 """Prefix of the names of metrics of a personal model."""
 
-exchange = PartialExchange(introduce=lambda msg, context: LocalClient.of(msg, context).figures(msg))
+exchange = PartialExchange(
+    introduce=lambda msg, context: LocalClient.of(msg, context).figures(msg), start=start.initial_values
+)
 """The mod of this app, and of apps that do the same with other functions."""
 
 MODS: list[Mod] = [simulated_node_config, exchange]
@@ -70,6 +72,7 @@ def train_client(client: LocalClient, msg: Message, fit: Callable[[Work], Fitted
 
     `fit` replaces the local training of strategies without an objective of their own.
     """
+    start.forget()
     model = client.model
     load_record(model, msg.content.array_records["arrays"])
     plan, found = apply_plan(model, msg), received(msg)

@@ -81,6 +81,14 @@ class ClientCache:
         """Ids of the cached parts, without those of an exchange that waits for a resend."""
         return tuple(sorted({_id_of(link) for link in self._held() if not link.name.startswith(_WAITING)}))
 
+    def has(self, tree: str, block: str) -> bool:
+        """Whether a part of this block of a tree is cached."""
+        return any(link.name.startswith(f"{_slot(tree, block)}@") for link in self._held())
+
+    def drop(self, tree: str, block: str) -> None:
+        """Remove the cached part of this block of a tree."""
+        self._unlink(link for link in self._held() if link.name.startswith(f"{_slot(tree, block)}@"))
+
     def find(self, part: Part) -> dict[str, np.ndarray]:
         """The entries of `part`; {} if it is not cached, or if its file is damaged, which is then removed."""
         if (link := self._link(part.id)) is None:
@@ -123,8 +131,7 @@ class ClientCache:
 
         `waiting`: only until the server has sent the entries that the part's message lacks.
         """
-        tree, block = (file_name(shortened(label, LONGEST_LABEL)) for label in (part.tree, part.block))
-        slot = f"{_WAITING * waiting}{tree}.{block}"
+        slot = _WAITING * waiting + _slot(part.tree, part.block)
         link = self._links / f"{slot}@{part.id}{SUFFIX}"
         try:
             if not link.exists():
@@ -212,6 +219,10 @@ def forget_parts(experiment: Path) -> None:
         usage.listed = 0.0  # so that the next write lists the folder
     with contextlib.suppress(OSError):  # it is not empty if there is personal state
         experiment.rmdir()
+
+
+def _slot(tree: str, block: str) -> str:
+    return ".".join(file_name(shortened(label, LONGEST_LABEL)) for label in (tree, block))
 
 
 def _id_of(link: Path) -> str:

@@ -18,6 +18,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 
 from tepal.exchange.cache import DEFAULT_LIMIT, ClientCache, default_root
 from tepal.exchange.encodings import EncodingError, Wire, add_difference
+from tepal.exchange.initial import keep_start
 from tepal.exchange.layout import Arrays, Layout, Names, dtype_name
 from tepal.exchange.local import is_local
 from tepal.exchange.manifest import (
@@ -42,6 +43,7 @@ log = getLogger("flwr")
 
 Next = Callable[[Message, Context], Message]
 Introduce = Callable[[Message, Context], Mapping[str, int | float | list[int]]]
+Start = Callable[[Message, Context, Tree], Arrays | None]
 
 _RECEIVED = "_tepal_received"
 
@@ -109,10 +111,14 @@ class PartialExchange:
         introduce: called with the server's message and the client's context, when the client introduces itself, before
             it takes part in a round. It may check the client's data and settings. The figures that it returns are sent
             to the server as metrics; if it raises, the client cannot take part, and the server receives the reason.
+        start: called with the message, the context and a tree ("model"; "mode/3" of an ensemble), after `introduce`, if
+            the server lets clients make the initial values themselves. It returns the raw `state_dict` with which this
+            tree begins, or None. Values that are bit-identical to the server's are then not sent to this client.
     """
 
-    def __init__(self, introduce: Introduce | None = None) -> None:
+    def __init__(self, introduce: Introduce | None = None, start: Start | None = None) -> None:
         self.introduce = introduce
+        self.start = start
 
     def __call__(self, msg: Message, context: Context, call_next: Next) -> Message:
         if not msg.has_content() or RECORD not in msg.content:
@@ -125,7 +131,7 @@ class PartialExchange:
         if other:
             return exchange.answer(refused=other)
         if exchange.plan.action == INTRODUCE:
-            return exchange.introduction(self.introduce)
+            return exchange.introduction(self.introduce, self.start)
         trees = exchange.complete()
         if trees is None:
             return exchange.answer(missing=exchange.missing)
@@ -166,16 +172,18 @@ class _ClientExchange:
         )
         self.missing: dict[str, Names] = {}
 
-    def introduction(self, introduce: Introduce | None) -> Message:
+    def introduction(self, introduce: Introduce | None, start: Start | None) -> Message:
         figures: Mapping[str, int | float | list[int]] = {}
         refused = ""
+        self.msg.__dict__[_RECEIVED] = Received(self.manifest, {}, self.personal)
         if introduce is not None:
-            self.msg.__dict__[_RECEIVED] = Received(self.manifest, {}, self.personal)
             try:
                 figures = introduce(self.msg, self.context)
             except Exception as error:  # any problem of the client belongs in the server's log
                 refused = f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error)
                 log.warning("%s cannot take part: %s", visible(self.client), visible(refused))
+        if start is not None and not refused:
+            keep_start(self.manifest, self.cache, partial(start, self.msg, self.context))
         content = {"metrics": MetricRecord(dict(figures))} if figures else None
         return self.answer(refused=refused, content=content, secret="" if self.plan.client else self._secret())
 
@@ -220,6 +228,8 @@ class _ClientExchange:
             if parcel.keep or self.missing:
                 part = parcel.part if parcel.part.digests else parcel.part.with_digests(digests or digests_of(values))
                 self.cache.keep(part, values, waiting=not parcel.keep)
+            else:
+                self.cache.drop(parcel.part.tree, parcel.part.block)  # an older one; it is sent if it is needed again
         if self.missing:
             return None
         self.cache.drop_waiting()

@@ -7,8 +7,26 @@ from collections.abc import Iterable, Mapping
 
 from flwr.app import Array, ArrayRecord
 
+from tepal.exchange.plan import Tree
+
+_TREE = "mode/"
 OF_MODE = re.compile(r"mode/(0|[1-9][0-9]*)/(.*)", re.DOTALL)
 """Pattern of an ensemble's names: (number of the mode, name in its model)."""
+
+
+def tree_of_mode(mode: int) -> Tree:
+    """The tree in which a mode is sent and cached."""
+    return f"{_TREE}{mode}"
+
+
+def of_mode(tree: Tree) -> bool:
+    """Whether a tree is a mode's."""
+    return tree.startswith(_TREE)
+
+
+def mode_of_tree(tree: Tree) -> int:
+    """The number of the mode that is sent in a tree. Raises ValueError for other trees."""
+    return int(tree.removeprefix(_TREE))
 
 
 def join_modes(models: Iterable[Mapping[str, Array]]) -> ArrayRecord:

@@ -16,6 +16,7 @@ import numpy as np
 from flwr.app import Array
 
 from tepal.exchange.encodings import FEW_BITS, PLAIN, Encoding, EncodingError, Wire
+from tepal.exchange.initial import InitialParts
 from tepal.exchange.layout import Arrays, Names, dtype_name
 from tepal.exchange.manifest import Parcel
 from tepal.exchange.parts import Digests, Part, digest, digests_of, pack, shapes_of, unpack, unpack_sums, unpacked
@@ -75,6 +76,7 @@ class Packer:
             raise ValueError(f"downloads as {encoding.down} are differences, which need references=References(folder)")
         self.digests = Digests()
         """Of the server's own values."""
+        self.initial = InitialParts()
         self._encoding = encoding
         self._references = references if encoding.differences_down else None
         self._decoded = Digests()  # of the values that clients decode, where they are not differences
@@ -87,8 +89,9 @@ class Packer:
     def begin(self, number: int, held: Mapping[str, int]) -> None:
         """Begin a round. `held`: id of a part → the number of clients that have it."""
         self.forget()
+        self.initial.begin()
         if self._references:
-            self._references.begin(number, held)
+            self._references.begin(number, held, self.initial)
 
     def forget(self) -> None:
         """Forget packed parts, when all messages of an exchange have been sent."""
@@ -103,17 +106,32 @@ class Packer:
             held: ids of the parts that the client has.
             missing: part id → entries that it lacked of this message before; None for the first message.
         """
-        names, values = wanted.names, wanted.values
         whole = self._encoding.download_whole
         exact = wanted.exact or self._encoding.download.plain or (wanted.final and whole.plain)
         known = {*held, *(missing or ())}
         if exact or known or self._references:
-            own = wanted.part(dict(zip(names, self.digests.of_all([values[name] for name in names]), strict=True)))
-            if exact or own.id in known:
+            own = self._own(wanted)
+            lost = self._references and not exact and own.id in (missing or ())
+            if exact or (own.id in known and not lost):
+                self.initial.found(own.id)
+                if self._references:
+                    for reference in self._references.of(own.tree, own.block, [own.id]):
+                        self._references.used(reference)
                 return self._values(own, wanted, held, missing, PLAIN)
             if self._references:
                 return self._difference(own, wanted, held, missing or {}, self._references)
         return self._values(self._encoded(wanted), wanted, held, missing, self._encoding.download)
+
+    def begin_with(self, wanted: Wanted) -> None:
+        """Enter initial values, which a client may have before it is sent any (see `tepal.exchange.initial`)."""
+        own = self._own(wanted)
+        self.initial.add(own)
+        if self._references and not self._references.has(own.tree, own.block, own.id):
+            self._references.sent(own, own.id, {name: wanted.values[name] for name in wanted.names}, fine=True)
+
+    def listed(self, blocks: Mapping[str, Names]) -> list[Part]:
+        """The initial parts that new clients should make."""
+        return self.initial.listed(blocks, self._references.has if self._references else None)
 
     def starts(self, part: Part, values: Arrays) -> Arrays:
         """The entries of a part as a client decoded them.
@@ -130,6 +148,11 @@ class Packer:
         if (known := self._references.find(slot_of(part.tree, part.block, part.id))) is None:
             raise KeyError(part.id)
         return known.values
+
+    def _own(self, wanted: Wanted) -> Part:
+        """The part of the server's own values."""
+        digests = self.digests.of_all([wanted.values[name] for name in wanted.names])
+        return wanted.part(dict(zip(wanted.names, digests, strict=True)))
 
     # ---- values ------------------------------------------------------------------------------------------------------
 

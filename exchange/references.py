@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass
 from logging import getLogger
 from pathlib import Path
@@ -115,16 +115,23 @@ class References:
                 self._forget(twice)
             self._enter(reference)
 
-    def begin(self, number: int, held: Mapping[str, int]) -> None:
+    def begin(self, number: int, held: Mapping[str, int], initial: Container[str] = ()) -> None:
         """Begin a round. References that no client has are forgotten, unless they were used in the round before.
 
-        `held`: id of a part → the number of clients that have it, as they reported.
+        Args:
+            number: the round.
+            held: id of a part → the number of clients that have it, as they reported.
+            initial: ids of parts that a client may make itself, which are not forgotten here.
         """
         self._round = number
         for reference in list(self._found.values()):
             reference.holders = held.get(reference.id, 0)
-            if not reference.holders and reference.used < number - 1:
+            if not reference.holders and reference.used < number - 1 and reference.id not in initial:
                 self._forget(reference)
+
+    def has(self, tree: Tree, block: str, id: str) -> bool:
+        """Whether there is a reference of this part."""
+        return slot_of(tree, block, id) in self._found
 
     def of(self, tree: Tree, block: str, held: Collection[str]) -> list[Reference]:
         """The references of this block among the parts that a client has, the newest first."""

@@ -170,6 +170,12 @@ class Sender:
         self.packer = Packer(self.encoding, references)
         self._warned = False  # of a budget that is too small
 
+    def begin_with(self, tree: Tree, values: Arrays) -> None:
+        """Let clients that introduce themselves make the initial values of a tree, see `tepal.exchange.initial`."""
+        for block, names in self.blocks.items():
+            if names:
+                self.packer.begin_with(Wanted(tree, block, names, values))
+
     def content(
         self,
         outgoing: Outgoing,
@@ -208,6 +214,8 @@ class Sender:
                 if packed.rounded:
                     rounded[tree, block] = packed.parcel.part
                 parcels.append(packed.parcel)
+        if plan.action == INTRODUCE:
+            parcels += [Parcel(part, keep=True, sent=()) for part in self.packer.listed(self.blocks)]
         manifest = Manifest(
             experiment=self.experiment,
             plan=plan,
@@ -227,7 +235,7 @@ class Sender:
             content[PARTS] = record
         content[self.settings_record] = ConfigRecord(dict(outgoing.settings))
         sent_entries = tuple(parcel.sent for parcel in parcels if parcel.sent)
-        keeps = tuple(parcel.part.id for parcel in parcels if parcel.keep)
+        keeps = tuple(parcel.part.id for parcel in parcels if parcel.keep and plan.action != INTRODUCE)
         replaces = tuple(parcel.base for parcel in parcels if parcel.base)
         return content, Exchange(write_id(content), outgoing, upload, sent_entries, rounded, keeps, replaces)
 

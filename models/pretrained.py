@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tepal.exchange.layout import Names
+from tepal.models import DRAWING
 from tepal.models.blocks import Blocks
 from tepal.models.blocks.errors import few
 from tepal.models.registry import ModelError
@@ -76,20 +77,21 @@ class _Match:
     unused: list[str] = field(default_factory=list)
 
 
-def load_pretrained(model: nn.Module, blocks: Blocks, source: str) -> Loaded:
+def load_pretrained(model: nn.Module, blocks: Blocks, source: str, *, download: bool = True) -> Loaded:
     """Copy weights into a model, in place; the head keeps its values if the checkpoint has none for these classes.
 
     Args:
         model: a model with random weights, on the CPU; its dtypes do not change.
         blocks: its blocks, which determine the head.
         source: the name of weights that come with Tepal, a directory, a file, or a name on the hub.
+        download: whether weights may be downloaded from the hub.
 
     Raises:
         ModelError: there is nothing readable at the source; a pickle has more than tensors; an entry outside the head
             is missing or has another shape; the file has an entry that the model lacks, other than heads of other
             tasks; weights are NaN or infinite. The model is then unchanged.
     """
-    file = find_weights(source)
+    file = find_weights(source, download=download)
     tensors = read_weights(file)
     if hasattr(model, "from_pretrained") and hasattr(model, "config"):
         match = _by_transformers(model, tensors, file)
@@ -110,7 +112,7 @@ def load_pretrained(model: nn.Module, blocks: Blocks, source: str) -> Loaded:
 # --- the file ------------------------------------------------------------------------------------------------------
 
 
-def find_weights(source: str) -> Path:
+def find_weights(source: str, *, download: bool = True) -> Path:
     """Return the weights file (or the index of split files) of a source; see `load_pretrained`.
 
     Local files and directories come first, then the weights that come with Tepal, then the hub. Raises ModelError.
@@ -126,6 +128,8 @@ def find_weights(source: str) -> Path:
         return checked_file(source)
     if near := misspelt(source):
         raise ModelError(f"no weights are named {source!r}: did you mean {near!r}?")
+    if not download:
+        raise ModelError(f"{source!r} is not on this machine")
     if _HUB_NAME.fullmatch(source) and path.suffix not in (".safetensors", *_TORCH):
         return _download(source)
     raise ModelError(f"{path}: no such file or directory: give {_EXPECTED}")
@@ -232,7 +236,8 @@ def _by_name(model: nn.Module, blocks: Blocks, tensors: Mapping[str, Tensor]) ->
 def _by_transformers(model: nn.Module, tensors: dict[str, Tensor], file: Path) -> _Match:
     load: Callable[..., Any] = type(model).from_pretrained  # type: ignore[attr-defined]
     try:
-        with quiet(), torch.random.fork_rng(devices=[]):  # it initialises missing entries
+        # It initialises missing entries.
+        with DRAWING, quiet(), torch.random.fork_rng(devices=[]):
             loaded, info = load(
                 None,
                 config=deepcopy(model.config),

@@ -10,7 +10,6 @@ from logging import getLogger
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
@@ -19,6 +18,7 @@ from torch import nn
 from tepal import models
 from tepal.exchange.modes import join_modes
 from tepal.models.blocks import Blocks, BlocksError, find_blocks
+from tepal.models.initial import seed_of_mode
 from tepal.models.pretrained import Loaded, load_pretrained
 from tepal.models.weights import card, shipped
 from tepal.records.live import Live
@@ -168,7 +168,8 @@ def _start(
 
     strategy.on_round = keep
     # Clients have the config of the Flower run, which differs from this run's if it is resumed.
-    changed = {key: value for key, value in config.flat.items() if key not in _OWN and values.get(key, value) != value}
+    own = {*_OWN} - ({"pretrained"} if config.wire.start == "made" else set())
+    changed = {key: value for key, value in config.flat.items() if key not in own and values.get(key, value) != value}
     if not config.data.names and (names := written_names(config.data)):
         changed[FOUND_NAMES] = names["class-names"]
     changed |= settled(config.data)
@@ -353,8 +354,7 @@ def _starts(config: RunConfig, model: nn.Module, blocks: Blocks, loaded: Loaded 
     yield model
     if config.rounds.strategy == "fedensemble":
         for mode in range(1, config.fedensemble.modes):
-            seed = int(np.random.SeedSequence([config.rounds.seed, mode]).generate_state(1)[0])
-            other = build_model(config, seed)[0]
+            other = build_model(config, seed_of_mode(config.rounds.seed, mode))[0]
             if loaded and len(config.rounds.sources) > 1:
                 load_pretrained(other, blocks, config.rounds.sources[mode])
             elif loaded:

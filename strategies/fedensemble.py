@@ -24,14 +24,13 @@ import numpy as np
 from pydantic import BaseModel, Field
 
 from tepal.exchange.layout import Arrays, Names
+from tepal.exchange.modes import mode_of_tree, tree_of_mode
 from tepal.exchange.plan import MODEL, SCORED_AS, Plan, Reply, Tree
 from tepal.strategies.fedavg import FedAvgMethod, ModelState
 from tepal.strategies.method import Merger, Method, MethodError, Run, ServerModel
 from tepal.strategies.options import RoundOptions, listed
 from tepal.strategies.rounds.strategy import MethodStrategy
 from tepal.strategies.schedule import mode_of, rounds_of
-
-_TREE = "mode/"
 
 
 def rounds_of_mode(rounds: int, modes: int, strata: int) -> int:
@@ -127,7 +126,7 @@ class FedEnsembleMethod(Method[EnsembleState]):
         """(t, T) of the plan's mode: its merges, of the rounds in which the schedule has the mode trained."""
         if self.assign != "schedule":
             return plan.round, rounds
-        mode = _mode(plan.model)
+        mode = mode_of_tree(plan.model)
         total = rounds_of(mode, state.count, self.modes, rounds, self._run.seed)
         return min(state.modes[mode].merges + 1, total), total
 
@@ -166,7 +165,10 @@ class FedEnsembleMethod(Method[EnsembleState]):
         ]
 
     def values(self, state: EnsembleState, client: str, tree: Tree) -> Arrays:
-        return self.member.values(state.modes[_mode(tree)], client, MODEL)
+        return self.member.values(state.modes[mode_of_tree(tree)], client, MODEL)
+
+    def initials(self, model: ServerModel, state: EnsembleState) -> Mapping[Tree, Arrays]:
+        return {tree_of_mode(k): mode.entries for k, mode in enumerate(state.modes)}
 
     def merger(self, state: EnsembleState, round: int) -> EnsembleMerger:
         return EnsembleMerger(self, state, round)
@@ -195,7 +197,7 @@ class FedEnsembleMethod(Method[EnsembleState]):
         """`clients` (n,), and their `modes` (n,) and `strata` (n,); and the member's record."""
         return {
             "clients": np.array([plan.client for plan in plans], str),
-            "modes": np.array([_mode(plan.model) for plan in plans], int),
+            "modes": np.array([mode_of_tree(plan.model) for plan in plans], int),
             "strata": np.array([state.strata[plan.client] for plan in plans], int),
             **self.member.record(state.modes[0], plans),
         }
@@ -213,7 +215,7 @@ class EnsembleMerger:
 
     def add(self, reply: Reply) -> None:
         (tree, part), *_ = reply.parts.items()
-        mode = _mode(tree)
+        mode = mode_of_tree(tree)
         merger = self._mergers.get(mode) or self._method.member.merger(self._state.modes[mode], self._round)
         weight = 1 if self._method.weighting == "uniform" else reply.examples
         merger.add(replace(reply, parts={MODEL: part}, examples=weight))
@@ -293,16 +295,12 @@ class FedEnsemble(MethodStrategy):
 
 def _of_mode(plan: Plan, mode: int) -> Plan:
     """A member's plan, with the tree of one of the ensemble's modes in place of the model."""
-    trees = {tree: f"{_TREE}{mode}" if tree == MODEL else tree for tree in plan.needs}
+    trees = {tree: tree_of_mode(mode) if tree == MODEL else tree for tree in plan.needs}
 
     def renamed(names: Mapping[Tree, Names]) -> dict[Tree, Names]:
         return {trees[tree]: chosen for tree, chosen in names.items()}
 
     return replace(plan, needs=renamed(plan.needs), returns=renamed(plan.returns), keeps=renamed(plan.keeps))
-
-
-def _mode(tree: Tree) -> int:
-    return int(tree.removeprefix(_TREE))
 
 
 def _joined(of_modes: Iterable[Mapping[Tree, Names]]) -> dict[Tree, Names]:

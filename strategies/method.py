@@ -17,7 +17,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 
 from tepal.exchange.layout import Arrays, Layout, Names
-from tepal.exchange.plan import Plan, Reply, Tree
+from tepal.exchange.plan import MODEL, Plan, Reply, Tree
 from tepal.strategies.aggregate import Mean, WeightedMean
 
 State = TypeVar("State")
@@ -209,6 +209,10 @@ class Method(ABC, Generic[State]):
     @abstractmethod
     def values(self, state: State, client: str, tree: Tree) -> Arrays:
         """The values of a tree that this client is sent."""
+
+    def initials(self, model: ServerModel, state: State) -> Mapping[Tree, Arrays]:
+        """Tree → the values with which all clients begin, which they may make themselves. `state`: the first one."""
+        return {MODEL: model.entries}
 
     @abstractmethod
     def merger(self, state: State, round: int) -> Merger[State]:

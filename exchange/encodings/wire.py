@@ -150,6 +150,8 @@ class Encoding:
         left_out: share of the squared norm of matrices' differences that AUTO leaves out.
         budget: bytes of all clients' messages and answers of a round's training, within which AUTO leaves out more if
             it must; 0: no limit. It is not of whole parts, of the run's result, and of what is sent again.
+        start: "sent": the initial values are sent to every client. "made": clients that can make them do so, and are
+            sent changes only (see `tepal.exchange.initial`).
 
     Raises:
         ValueError: an option is out of range.
@@ -165,6 +167,7 @@ class Encoding:
     reference_megabytes: float = 8000.0
     left_out: float = 0.6
     budget: int = 0
+    start: str = "sent"
 
     def __post_init__(self) -> None:
         Wire(self.up, self.top_k, left_out=self.left_out)  # which checks them
@@ -173,6 +176,8 @@ class Encoding:
             raise ValueError(f"whole is {self.whole!r}; it must be same, or one of {', '.join(WHOLES)}")
         if type(self.budget) is not int or self.budget < 0 or (self.budget and AUTO not in (self.down, self.up)):
             raise ValueError(f"budget is {self.budget!r}; it must be 0, or a number of bytes with down or up {AUTO!r}")
+        if self.start not in ("sent", "made"):
+            raise ValueError(f"start is {self.start!r}; it must be sent or made")
         if not self.reference_megabytes > 0:
             raise ValueError(f"reference_megabytes is {self.reference_megabytes}; it must be positive")
 
@@ -205,11 +210,12 @@ class Encoding:
         return Wire(self.up, self.top_k, differences=True, feedback=feedback, seed=self.seed, left_out=left_out)
 
     def __str__(self) -> str:
+        made = ", the initial values made by the clients" * (self.start == "made")
         if self.upload.plain:
-            return "none"
+            return "none" + made
         down = _sent("changes", self.down, self.top_k_down) if self.differences_down else self.down
         up = _sent("values", self.up, self.top_k) if self.top_k else self.up
-        return f"{down} down, {up} up" + ", with error feedback" * self.upload.feedback
+        return f"{down} down, {up} up" + ", with error feedback" * self.upload.feedback + made
 
 
 def _sent(what: str, dtype: str, top_k: float) -> str:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ByteSize, Field, TypeAdapter, ValidationError, field_validator
 
 from tepal.exchange.encodings import Encoding
+from tepal.models.initial import patterns_of, sources_of
 from tepal.strategies import STRATEGIES
 from tepal.training.config import keys
-from tepal.training.data.config import separated
 
 if TYPE_CHECKING:
     StrategyName = str
@@ -133,10 +132,7 @@ class RoundConfig(BaseModel):
     @property
     def sources(self) -> tuple[str, ...]:
         """`pretrained` as a tuple: of one source, of one for each mode of an ensemble, or empty."""
-        whole = self.pretrained.strip()
-        if whole and Path(whole).expanduser().exists():  # a path may have a comma
-            return (whole,)
-        return separated(whole)
+        return sources_of(self.pretrained)
 
 
 class MLflowConfig(BaseModel):
@@ -203,6 +199,11 @@ class EncodingConfig(BaseModel):
         description='bytes that all clients send and are sent in a round of training, such as "2MB", within which auto '
         'leaves out more; "": no limit',
     )
+    start: Literal["sent", "made"] = Field(
+        "sent",
+        description="the initial model; sent: to each client; made: by each client from seed, or from the pretrained "
+        "weights that it has too, so that it is sent changes only",
+    )
     error_feedback: bool = Field(
         True, description="clients keep what int8, fewer bits and wire-top-k leave out, and add it to their next upload"
     )
@@ -228,7 +229,7 @@ class EncodingConfig(BaseModel):
     def encoding(self, seed: int) -> Encoding:
         return Encoding(
             self.down, self.up, self.top_k, self.error_feedback, seed, self.top_k_down, self.dtype_whole,
-            self.reference_megabytes, self.left_out, _nbytes(self.budget),
+            self.reference_megabytes, self.left_out, _nbytes(self.budget), self.start,
         )
 
 
@@ -250,9 +251,4 @@ class BlocksConfig(BaseModel):
     @property
     def patterns(self) -> dict[str, Any]:
         """The arguments of `find_blocks` that are set."""
-        values = {key: value.strip() for key, value in self.model_dump().items() if value.strip()}
-        return {key: value if key == "layers" else _listed(value) for key, value in values.items()}
-
-
-def _listed(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
+        return patterns_of(self.model_dump(by_alias=True))

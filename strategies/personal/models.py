@@ -114,6 +114,9 @@ class PersonalMixing(Method[PersonalModels]):
             return {**self.storage.mixture(client), **state.counters[client]}
         return {**self.storage.rows.entries_of(self.storage.row(state.slots[client])), **state.counters[client]}
 
+    def initials(self, model: ServerModel, state: PersonalModels) -> Mapping[Tree, Arrays]:
+        return {MIXTURE: model.entries}
+
     def _weights_of(self, state: PersonalModels, rows: Sequence[int], round: int, count: int) -> np.ndarray:
         """(count, n): the weights of the mixtures of these clients and, if there is one more, of the newcomers'."""
         clients = self.weights(state, rows, round) if rows else np.empty((0, len(state.clients)))

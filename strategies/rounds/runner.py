@@ -13,7 +13,8 @@ from typing import Any
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 
-from tepal.exchange.plan import EVALUATE, FINAL, INTRODUCE, RATE, TRAIN, Outgoing, Plan, Reply
+from tepal.exchange.layout import Arrays
+from tepal.exchange.plan import EVALUATE, FINAL, INTRODUCE, RATE, TRAIN, Outgoing, Plan, Reply, Tree
 from tepal.exchange.sender import Sender
 from tepal.host.text import visible
 from tepal.strategies.aggregate import ON_TESTS
@@ -107,6 +108,11 @@ class RoundRunner:
     def close(self) -> None:
         """Receive no further replies."""
         self._messenger.close()
+
+    def begin_with(self, starts: Mapping[Tree, Arrays]) -> None:
+        """Let clients make these initial values, by tree."""
+        for tree, values in starts.items():
+            self._sender.begin_with(tree, values)
 
     def begin(self, state: Any, number: int, rounds: int, config: ConfigRecord, timeout: float) -> Round:
         """Begin round `number` of `rounds`, with the app's settings and the seconds for its exchanges."""

@@ -198,6 +198,8 @@ class MethodStrategy(WithoutHooks):
             references = self._references(folder, ends)
             rounds = self._runner(grid, model, run, checkpoint, references)
             ends.callback(rounds.close)
+            if self.encoding.start == "made" and checkpoint is None:  # otherwise the checkpoint has their ids
+                rounds.begin_with(self.method.initials(model, state))
             self.summary()
             best = self.best
             best.begin(folder, saved.digests if saved else None)
@@ -308,7 +310,7 @@ class MethodStrategy(WithoutHooks):
             schedule=self.schedule,
             classes=self.classes,
             clip=clips(self.robust),
-            memories={NAME: self.best},
+            memories={NAME: self.best, **({"initial": sender.packer.initial} if self.encoding.start == "made" else {})},
             awaited=checkpoint.clients if checkpoint and self.rules.deterministic else (),
             on_progress=self.on_progress,
         )

@@ -75,6 +75,15 @@ def test_the_frozen_block_goes_down_once_and_never_up_again(deployed):
     assert [line["resent"] for line in rounds] == [0, 0, 0, 0]
 
 
+def test_clients_make_the_initial_model_and_are_not_sent_it(deployment, deployed, tmp_path):
+    outcome = deployment.run(ROOT, {**CONFIG, "wire-start": "made", "runs": str(tmp_path)})
+    assert outcome.status == "completed", explain(outcome.log.read_text(), outcome.details)
+    made, usual = read_lines(tmp_path / "latest"), read_lines(deployed)
+    assert [line["bytes_down"] for line in made[:2]] == [0, 0] and usual[1]["bytes_down"] > 0
+    assert [line["bytes_down"] for line in made[2:]] == [line["bytes_down"] for line in usual[2:]]
+    assert_same_models((tmp_path / "latest").resolve(), deployed)
+
+
 def test_the_run_directory_is_complete(deployed):
     assert sorted(path.name for path in deployed.iterdir()) == [
         "blocks.json", "checkpoint", "clients.json", "config.toml", "labels.json", "metrics.jsonl", "model.safetensors",

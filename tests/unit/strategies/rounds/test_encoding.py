@@ -30,9 +30,9 @@ def step(partition, number, scale=1e-2):
     return scale * np.random.default_rng([partition, number]).normal(size=START["w"].shape).astype(np.float32)
 
 
-def moving_app(seen=None, scale=1e-2):
+def moving_app(seen=None, scale=1e-2, exchange=partial_exchange):
     """`seen` gets (partition, round, action) → the model as it came."""
-    app = ClientApp(mods=[partial_exchange])
+    app = ClientApp(mods=[exchange])
     seen = {} if seen is None else seen
 
     def came(msg, context, action):

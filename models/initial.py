@@ -1,0 +1,35 @@
+"""What a run's model is made of, by keys of the run config: server and clients may both make it. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+_BLOCKS = "blocks."
+
+
+def sources_of(pretrained: str) -> tuple[str, ...]:
+    """The sources of the key `pretrained`: one, one for each mode of an ensemble, or none."""
+    whole = pretrained.strip()
+    if whole and Path(whole).expanduser().exists():  # a path may have a comma
+        return (whole,)
+    return tuple(source.strip() for source in whole.split(",")) if whole else ()
+
+
+def seed_of_mode(seed: int, mode: int) -> int:
+    """The seed of the initial weights of an ensemble's mode, by the run's own."""
+    return int(np.random.SeedSequence([seed, mode]).generate_state(1)[0]) if mode else seed
+
+
+def patterns_of(run_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `find_blocks` that a run config sets: `blocks.query-key`, `blocks.layers` and others."""
+    given = {key: str(value).strip() for key, value in run_config.items() if key.startswith(_BLOCKS)}
+    values = {key.removeprefix(_BLOCKS).replace("-", "_"): value for key, value in given.items() if value}
+    return {key: value if key == "layers" else _listed(value) for key, value in values.items()}
+
+
+def _listed(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
