@@ -35,9 +35,9 @@ def initial_values(msg: Message, context: Context, tree: Tree) -> Arrays:
         return _made(settings, client.sizes, mode)
     key = found.manifest.experiment if found else "", tuple(client.sizes.items()), mode
     with _making:
-        if key not in _shared:
-            _shared[key] = _made(settings, client.sizes, mode)
-        return _shared[key]
+        if (made := _shared.get(key)) is None:
+            made = _shared[key] = _made(settings, client.sizes, mode)
+        return made
 
 
 def forget() -> None:

@@ -85,10 +85,6 @@ class ClientCache:
         """Whether a part of this block of a tree is cached."""
         return any(link.name.startswith(f"{_slot(tree, block)}@") for link in self._held())
 
-    def drop(self, tree: str, block: str) -> None:
-        """Remove the cached part of this block of a tree."""
-        self._unlink(link for link in self._held() if link.name.startswith(f"{_slot(tree, block)}@"))
-
     def find(self, part: Part) -> dict[str, np.ndarray]:
         """The entries of `part`; {} if it is not cached, or if its file is damaged, which is then removed."""
         if (link := self._link(part.id)) is None:

@@ -228,8 +228,6 @@ class _ClientExchange:
             if parcel.keep or self.missing:
                 part = parcel.part if parcel.part.digests else parcel.part.with_digests(digests or digests_of(values))
                 self.cache.keep(part, values, waiting=not parcel.keep)
-            else:
-                self.cache.drop(parcel.part.tree, parcel.part.block)  # an older one; it is sent if it is needed again
         if self.missing:
             return None
         self.cache.drop_waiting()

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from flwr.app import Array
 
-from tepal.exchange.encodings import FEW_BITS, PLAIN, Encoding, EncodingError, Wire
+from tepal.exchange.encodings import AUTO, FEW_BITS, PLAIN, Encoding, EncodingError, Wire
 from tepal.exchange.initial import InitialParts
 from tepal.exchange.layout import Arrays, Names, dtype_name
 from tepal.exchange.manifest import Parcel
@@ -205,10 +205,14 @@ class Packer:
             if references.is_current(base, own.id, final=wanted.final):
                 references.used(base)
                 return Packed(Parcel(wanted.part(known.digests), keep=True, sent=()), None, rounded=True)
-            if not missing:  # otherwise this is the client's second message
+            age = references.age(base)
+            newcomer = base.id in self.initial and age > 1
+            if base.id in self.initial:
+                references.used(base)  # others may begin with it, too
+            elif not missing:  # otherwise this is the client's second message
                 references.replaced(base)
-            wire = replace(self._encoding.download.after(references.age(base)), bits=wanted.bits)
-            if wanted.final:
+            wire = replace(self._encoding.download.after(age), bits=0 if newcomer else wanted.bits)
+            if wanted.final or (newcomer and wire.dtype != AUTO):
                 wire = Wire(whole.dtype, differences=True)
             try:
                 part, data = self._sum(own, wanted, base.id, known.values, wire, references)

@@ -149,7 +149,7 @@ class Encoding:
             least twice what one client is sent.
         left_out: share of the squared norm of matrices' differences that AUTO leaves out.
         budget: bytes of all clients' messages and answers of a round's training, within which AUTO leaves out more if
-            it must; 0: no limit. It is not of whole parts, of the run's result, and of what is sent again.
+            it must; 0: no limit. Newcomers' first messages, the run's result, and what is sent again are not counted.
         start: "sent": the initial values are sent to every client. "made": clients that can make them do so, and are
             sent changes only (see `tepal.exchange.initial`).
 
