@@ -24,16 +24,18 @@ from tests.packages import ROOT
 
 Manifest = dict[str, Any]
 
-# $1: an empty folder for the root; $2: lines "source target ro|rw" of volumes; $3: user; then the command. The
-# machine's other folders are there.
+_OWN = ("/app", "/data", "/home", "/root", "/run", "/tmp")
+"""Folders of which a pod sees its volumes alone; all others are the machine's."""
+
+# $1: an empty folder for the root; $2: lines "source target ro|rw" of volumes; $3: _OWN; then the command.
 _IN_A_POD = """
 set -e
-root=$1 volumes=$2 user=$3
+root=$1 volumes=$2 own=$3
 shift 3
 mount --make-rprivate /
 mount -t tmpfs -o mode=755 tmpfs "$root"
 for path in /*; do
-    case $path in /app|/data|/tmp|/run) continue;; esac
+    case " $own " in *" $path "*) continue;; esac
     if [ -L "$path" ]; then cp -P "$path" "$root$path"
     elif [ -d "$path" ]; then mkdir "$root$path"; mount --rbind "$path" "$root$path"; fi
 done
@@ -45,25 +47,37 @@ while read -r source target mode; do
 done < "$volumes"
 mkdir -p "$root/app"
 mount -o remount,ro "$root"
-exec chroot "$root" setpriv --reuid "$user" --regid "$user" --clear-groups --no-new-privs --bounding-set=-all \
-    sh -c 'cd /app && exec "$@"' sh "$@"
+exec chroot "$root" "$@"
 """
 
 
-def why_no_pods() -> str:
-    """Why this machine cannot run them; "" if it can."""
+def _isolated(folder: Path, name: str, lines: Sequence[str], user: int, command: Sequence[str]) -> list[str]:
+    """Return a command that runs `command` on a root of its own with the volumes `lines`, as a user without rights."""
+    # A checkout or its Python may be below a folder that a pod does not see, or that only root may enter.
+    needed = {str(path.resolve()) for path in (ROOT, Path(sys.prefix), Path(sys.base_prefix))}
+    seen = [f"{path} {path} ro" for path in sorted(needed) if path.startswith(tuple(f"{own}/" for own in _OWN))]
+    table, root = folder / f"{name}.volumes", folder / f"{name}.root"
+    table.write_text("".join(f"{line}\n" for line in [*lines, *seen]))
+    root.mkdir(exist_ok=True)
+    script = ["sh", "-c", _IN_A_POD, "sh", str(root), str(table), " ".join(_OWN)]
+    return ["unshare", "--mount", *script, *_as(user), "sh", "-c", 'cd /app && exec "$@"', "sh", *command]
+
+
+def _as(user: int) -> list[str]:
+    who = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"]
+    return [*who, "--no-new-privs", "--bounding-set=-all", "--inh-caps=-all"]
+
+
+def why_no_pods(folder: Path) -> str:
+    """Return why this machine cannot run pods; "" if it can. `folder`: for files of a trial."""
     if os.geteuid() != 0:
         return "needs root, to mount volumes and become the pod's user"
     missing = [name for name in ("unshare", "chroot", "setpriv", "nsenter", "install") if shutil.which(name) is None]
     if missing:
         return f"there is no {', '.join(missing)}"
-    if subprocess.run(["unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True).returncode:
-        return "may not mount"
-    as_user = ["setpriv", "--reuid", "49999", "--regid", "49999", "--clear-groups"]
-    reads = [*as_user, sys.executable, "-c", f"import torch; open({str(ROOT / 'pyproject.toml')!r})"]
-    if subprocess.run(reads, capture_output=True).returncode:
-        return "the pod's user cannot read this checkout and its Python"
-    return ""
+    trial = _isolated(folder, "trial", [], 49999, ["python", "-c", "import tepal.host"])
+    done = subprocess.run(trial, env=image_environment("client"), capture_output=True, text=True)
+    return f"a pod cannot be started: {done.stderr}" if done.returncode else ""
 
 
 def image_environment(part: str) -> dict[str, str]:
@@ -181,7 +195,7 @@ class Pod:
     def exec(self, process: Process, command: Sequence[str]) -> tuple[int, str]:
         """Run a command as a probe or `kubectl exec` does; return its status and what it prints."""
         inside = ["nsenter", f"--target={process.pid}", "--mount", "--root", "--wd"]
-        inside += ["setpriv", "--reuid", str(self.user), "--regid", str(self.user), "--clear-groups", *command]
+        inside += [*_as(self.user), *command]
         done = subprocess.run(inside, env=self.environment, capture_output=True, text=True, timeout=60)
         return done.returncode, done.stdout + done.stderr
 
@@ -194,15 +208,7 @@ class Pod:
         for mount in container["volumeMounts"]:
             source = volumes[mount["name"]] / mount.get("subPath", "")
             lines.append(f"{source.resolve()} {mount['mountPath']} {'ro' if mount.get('readOnly') else 'rw'}")
-        # Last, because a checkout or its Python may be below one of the pod's own folders.
-        hidden = ("/app/", "/data/", "/run/", "/tmp/")
-        lines += [f"{path} {path} ro" for path in {str(ROOT), sys.prefix} if path.startswith(hidden)]
-        table = self.cluster.folder / f"{self.name}-{container['name']}.volumes"
-        table.write_text("\n".join(lines) + "\n")
-        root = self.cluster.folder / f"{self.name}-{container['name']}.root"
-        root.mkdir(exist_ok=True)
-        script = ["sh", "-c", _IN_A_POD, "sh", str(root), str(table), str(self.user)]
-        return ["unshare", "--mount", *script, *command]
+        return _isolated(self.cluster.folder, f"{self.name}-{container['name']}", lines, self.user, command)
 
 
 def image_command(part: str) -> list[str]:

@@ -19,7 +19,7 @@ from tepal.host.processes import free_port
 from tepal.tools.cli.provision import app as provision
 from tests.integration.pods import Cluster, Pod, image_command, why_no_pods
 
-pytestmark = [pytest.mark.deployment, pytest.mark.skipif(bool(why_no_pods()), reason=why_no_pods())]
+pytestmark = pytest.mark.deployment
 
 RUN = (
     'strategy="fedacs" dataset="local" image-shape="1x8x8" classes=10 min-clients=2 num-server-rounds=2 local-steps=1 '
@@ -54,6 +54,8 @@ def ready(pod: Pod, address: str) -> bool:
 
 
 def test_pods_run_a_round_survive_and_a_revoked_site_is_refused(tmp_path):
+    if why := why_no_pods(tmp_path):
+        pytest.skip(why)
     fleet, control = free_port(), free_port()
     folder, output = tmp_path / "fl", tmp_path / "k8s"
     digits = load_digits()
