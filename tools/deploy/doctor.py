@@ -18,7 +18,6 @@ import ssl
 import stat
 import subprocess
 import sys
-import tarfile
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -37,7 +36,7 @@ from tepal.host.flower.patches import FLOWER
 from tepal.host.limits import Limits
 from tepal.host.site import ProvisionError, SiteCredentials, days_left, read_certificate, read_site
 from tepal.tools.deploy import node_keys
-from tepal.tools.deploy.provision import SOON, find_server, overview
+from tepal.tools.deploy.provision import SOON, find_server, overview, site_folder
 
 OK, WARNING, PROBLEM, SKIPPED = "ok", "warning", "problem", "skipped"
 
@@ -295,28 +294,12 @@ def check_credentials(path: Path) -> Iterator[Finding]:
 def check_site(path: Path) -> Iterator[Finding]:
     """Check a site's archive, packed or unpacked."""
     try:
-        with _unpacked(path) as unpacked:
+        with site_folder(path) as unpacked:
             if path.is_file():
                 yield _modes("site's archive", [path])
             yield _site_finding(read_site(unpacked))
     except ProvisionError as error:
         yield Finding("site", PROBLEM, *_halves(str(error)))
-    except (OSError, ValueError, tarfile.TarError) as error:
-        remedy = "ask the server's administrator for a new archive"
-        yield Finding("site", PROBLEM, f"{path} is not a site's archive: {error}", remedy)
-
-
-@contextlib.contextmanager
-def _unpacked(path: Path) -> Iterator[Path]:
-    """Yield a site's folder: the given one, or a temporary one with the content of the given archive."""
-    if not path.is_file():
-        yield path
-        return
-    with tempfile.TemporaryDirectory(prefix="tepal-doctor-") as folder:
-        with tarfile.open(path) as archive:
-            archive.extractall(folder, filter="data")
-        [inside] = Path(folder).iterdir()
-        yield inside
 
 
 def _site_finding(site: SiteCredentials) -> Finding:
@@ -358,7 +341,7 @@ def clock(superlink: str, certificates: Path | None = None, site: Path | None = 
             begun = time.time()
             date = client.get(url).headers.get("Date")
             answered = time.time()
-    except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, tarfile.TarError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
         return Finding("clock", PROBLEM, f"{url} does not answer: {str(error) or type(error).__name__}", remedy)
     if not date:
         return Finding("clock", SKIPPED, f"the answer of {url} has no Date header", "compare the clocks by hand")
@@ -381,7 +364,7 @@ def _rate_clock(ahead: float, superlink: str) -> Finding:
 
 def _certificate(certificates: Path | None, site: Path | None) -> str:
     """Return the authority's certificate in PEM from a file, credentials or a site; "" if none is given."""
-    with _unpacked(site) if site else contextlib.nullcontext() as unpacked:
+    with site_folder(site) if site else contextlib.nullcontext() as unpacked:
         for given in filter(None, (certificates, unpacked)):
             for candidate in (given, given / "server" / "ca.crt", given / "ca.crt"):
                 if candidate.is_file():

@@ -19,7 +19,7 @@ Manifest = dict[str, Any]
 """An object of Kubernetes, as its YAML or JSON has it."""
 
 _LONGEST = 40  # characters of a site's part in the names of its objects, which have at most 63
-_MOST = 1_000_000  # bytes in a ConfigMap or Secret; Kubernetes takes a little more
+_MOST = 2**18 - 2**10  # bytes of an object, of which `kubectl apply` keeps a copy in an annotation of at most 2**18
 STOPPING = 60
 """Seconds to stop in, as `stop_grace_period` of the compose files: a node needs at most 50 with its default --grace."""
 
@@ -49,14 +49,12 @@ def namespace(options: Options, host_paths: bool) -> Manifest:
 
 
 def secret(name: str, labels: Mapping[str, str], files: Mapping[str, bytes], options: Options) -> Manifest:
-    _check_size(name, files.values())
     data = {key: base64.b64encode(content).decode() for key, content in files.items()}
-    return {**named("Secret", name, labels, options), "type": "Opaque", "data": data}
+    return _small({**named("Secret", name, labels, options), "type": "Opaque", "data": data})
 
 
 def config_map(name: str, labels: Mapping[str, str], values: Mapping[str, str], options: Options) -> Manifest:
-    _check_size(name, [value.encode() for value in values.values()])
-    return {**named("ConfigMap", name, labels, options), "data": dict(values)}
+    return _small({**named("ConfigMap", name, labels, options), "data": dict(values)})
 
 
 def claim(name: str, labels: Mapping[str, str], size: str, options: Options) -> Manifest:
@@ -143,10 +141,6 @@ def resources(cpus: str, memory: str, gpus: int = 0) -> Manifest:
     return {"requests": both, "limits": dict(both)}
 
 
-def environment_from(name: str) -> list[Manifest]:
-    return [{"configMapRef": {"name": name}}]
-
-
 def settings_digest(settings: Mapping[str, str]) -> str:
     """Return a digest for the pod template, so that new settings start a new pod."""
     return digest(json.dumps(settings, sort_keys=True).encode())
@@ -172,7 +166,10 @@ def _literal(value: Value) -> str:
     return f"'{value}'" if '"' in value or "\\" in value else f'"{value}"'
 
 
-def _check_size(name: str, values: Any) -> None:
-    size = sum(map(len, values))
-    if size > _MOST:
-        raise ProvisionError(f"{name} would have {size} bytes, and Kubernetes takes about {_MOST} in one object")
+def _small(made: Manifest) -> Manifest:
+    if (size := len(json.dumps(made))) > _MOST:
+        raise ProvisionError(
+            f"{made['kind']} {made['metadata']['name']} has {size} bytes, and kubectl apply takes at most {_MOST}: "
+            "use fewer sites or shorter settings"
+        )
+    return made

@@ -55,7 +55,7 @@ def render(
         parts["namespace.yaml"] = [], [namespace(options, bool(site_options.data_host_path))]
     if server or (everything and found.server is not None):
         if found.server is None:
-            raise ProvisionError(f"{folder} is a site's, without the server's credentials: name the folder of all")
+            raise ProvisionError(f"{folder} has a site's credentials alone: --server needs the folder of all")
         warnings = _expiry(found.server)
         parts["server.yaml"] = server_manifests(found.server, found.port, server_options, options)
     chosen = list(found.sites) if everything else list(dict.fromkeys(sites))
@@ -64,7 +64,9 @@ def render(
     for name in chosen:
         other = by_label.setdefault(label_of(name), name)
         if other != name:
-            raise ProvisionError(f"the objects of the sites {other} and {name} would have one name: rename one of them")
+            raise ProvisionError(
+                f"the objects of the sites {other} and {name} would have one name: add one of them under another name"
+            )
         parts[f"sites/{name}.yaml"] = site_manifests(found.read(name), site_options, options)
     if not parts:
         raise ProvisionError(f"{folder} has no authorised site: add one with tepal provision add, or give --server")

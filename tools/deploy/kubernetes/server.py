@@ -13,7 +13,6 @@ from tepal.tools.deploy.kubernetes.pod import (
     config_map,
     container,
     deployment,
-    environment_from,
     named,
     resources,
     secret,
@@ -74,7 +73,7 @@ def _pod(own: ServerOptions, options: Options) -> Manifest:
                 options.image(own.image),
                 resources(own.cpus, own.memory),
                 mounts,
-                envFrom=environment_from(f"{NAME}-settings"),
+                envFrom=[{"configMapRef": {"name": f"{NAME}-settings"}}],
                 ports=[{"name": "fleet", "containerPort": FLEET}],
                 # The SuperLink's health is at its control port, on loopback, which kubelet's own probes cannot reach.
                 **alive_and_ready([*status, "--alive"], {"exec": {"command": status}}),

@@ -13,7 +13,6 @@ from tepal.tools.deploy.kubernetes.pod import (
     config_map,
     container,
     deployment,
-    environment_from,
     label_of,
     resources,
     secret,
@@ -32,7 +31,9 @@ def site_manifests(site: SiteSecret, own: SiteOptions, options: Options) -> tupl
     """Return a site's (Secrets, other objects). Raises ProvisionError."""
     if not (own.data_claim or own.data_host_path or own.no_data):
         raise ProvisionError(f"the place of the examples of site {site.name} is not given: {DATA}")
-    name, labels = f"tepal-site-{label_of(site.name)}", labels_of(site.name)
+    label = label_of(site.name)
+    name = f"tepal-site-{label}"
+    labels = {"app.kubernetes.io/name": "tepal-site", "app.kubernetes.io/instance": label}
     settings = {
         "TEPAL_NODE_CONFIG": as_pairs(_node_config(site, own), "--node-config"),
         "TEPAL_NODE_HEALTH": f"0.0.0.0:{HEALTH}",
@@ -49,10 +50,6 @@ def site_manifests(site: SiteSecret, own: SiteOptions, options: Options) -> tupl
         claim(f"{name}-cache", labels, own.storage, options),
         deployment(name, labels, annotations, _pod(name, own, options, [*site.files]), options),
     ]
-
-
-def labels_of(site: str) -> dict[str, str]:
-    return {"app.kubernetes.io/name": "tepal-site", "app.kubernetes.io/instance": label_of(site)}
 
 
 def _node_config(site: SiteSecret, own: SiteOptions) -> dict[str, bool | int | float | str]:
@@ -100,7 +97,7 @@ def _pod(name: str, own: SiteOptions, options: Options, files: list[str]) -> Man
         image,
         resources(own.cpus, memory, own.gpus),
         mounts,
-        envFrom=environment_from(f"{name}-settings"),
+        envFrom=[{"configMapRef": {"name": f"{name}-settings"}}],
         ports=[{"name": "health", "containerPort": HEALTH}],
         # Ready: connected, and able to answer. A server that is down must not restart the node: that is no liveness.
         **alive_and_ready(["tepal", "node", "status", "--alive"], {"grpc": {"port": HEALTH}}),

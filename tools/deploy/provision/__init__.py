@@ -25,6 +25,7 @@ from tepal.tools.deploy.provision.folder import (
     overview,
 )
 from tepal.tools.deploy.provision.operations import add, make, renew_server, renew_site, revoke
+from tepal.tools.deploy.provision.site_files import site_folder
 
 __all__ = [
     "SOON",
@@ -43,4 +44,5 @@ __all__ = [
     "renew_server",
     "renew_site",
     "revoke",
+    "site_folder",
 ]

@@ -5,17 +5,19 @@ from __future__ import annotations
 import datetime
 import io
 import tarfile
+import tempfile
 import zlib
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
 
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from tepal.host.site import ProvisionError, read_site_toml
+from tepal.host.site import SITE_FILES, ProvisionError, read_site_toml
 from tepal.host.toml import LONGEST, Value, to_toml
 from tepal.tools.deploy.provision.certificates import new_key, public_line
-from tepal.tools.deploy.provision.change import Change, Tree
+from tepal.tools.deploy.provision.change import Change, Tree, write_tree
 from tepal.tools.deploy.provision.folder import Provisioned
 
 CONTAINER_USER = 49999
@@ -54,6 +56,36 @@ def _archive(folder: str, files: Tree) -> bytes:
     return buffer.getvalue()
 
 
+@contextmanager
+def site_folder(path: Path) -> Iterator[Path]:
+    """Yield a site's folder for `read_site`: `path`, or the files of the archive `path`, which go with the block.
+
+    Raises ProvisionError for a file that is no archive of a site.
+    """
+    if not path.is_file():
+        yield path
+        return
+    try:
+        with tarfile.open(path) as tar:
+            found = {PurePosixPath(member.name).name: member for member in tar if member.isreg()}
+            files: Tree = {name: _content(tar, member) for name, member in found.items() if name in SITE_FILES}
+    except (OSError, EOFError, ValueError, tarfile.TarError, zlib.error) as error:
+        raise ProvisionError(
+            f"{path} cannot be read as a site's archive, NAME.tar.gz ({error}). Restore it, or ask the server's "
+            "administrator for a new one"
+        ) from None
+    with tempfile.TemporaryDirectory(prefix="tepal-site-") as folder:  # for its owner alone
+        write_tree(Path(folder) / "site", files)
+        yield Path(folder) / "site"
+
+
+def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    file = tar.extractfile(member) if member.isreg() and member.size <= LONGEST else None
+    if file is None:
+        raise ValueError("not a small file")
+    return file.read()
+
+
 def site_toml(name: str, superlink: Value, node_config: Mapping[str, Value]) -> str:
     """Return the content of site.toml. Raises ProvisionError for a node config that `read_site` would refuse."""
     try:
@@ -71,11 +103,7 @@ def node_config_of(archive: Path, unpacked: Path, name: str) -> dict[str, Value]
             content = (unpacked / "site.toml").read_bytes()
         else:
             with tarfile.open(archive) as tar:
-                member = tar.getmember(f"{name}/site.toml")
-                file = tar.extractfile(member) if member.isreg() and member.size <= LONGEST else None
-                if file is None:
-                    raise ValueError("not a small file")
-                content = file.read()
+                content = _content(tar, tar.getmember(f"{name}/site.toml"))
     except (OSError, EOFError, KeyError, ValueError, tarfile.TarError, zlib.error):
         raise ProvisionError(
             f"the node config of site {name} can be read neither from {archive} nor from {unpacked}. "
