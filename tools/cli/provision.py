@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -155,40 +156,52 @@ def register_command(
 def kubernetes_command(
     folder: Annotated[Path, typer.Argument(help="the folder of all credentials, or one site's archive or folder")],
     output: Annotated[Path, typer.Option(help="folder for the manifests; files in it are replaced")],
-    server: Annotated[bool, typer.Option("--server", help="only the server, and what --site names")] = False,
-    site: Annotated[list[str] | None, typer.Option(help="only this site; may be repeated")] = None,
+    server: Annotated[bool, typer.Option("--server", help="write only the server, and the sites of --site")] = False,
+    site: Annotated[list[str] | None, typer.Option(help="write only this site; may be repeated")] = None,
     separate_secrets: Annotated[
-        bool, typer.Option("--separate-secrets", help="Secrets in a folder of their own, so that git can have the rest")
+        bool,
+        typer.Option("--separate-secrets", help="write Secrets to secrets/, so that the other files can be committed"),
     ] = False,
-    namespace: Annotated[str, typer.Option(help="of all objects; by default that of kubectl")] = "",
+    namespace: Annotated[str, typer.Option(help="namespace of all objects; by default that of kubectl")] = "",
     create_namespace: Annotated[
-        bool, typer.Option("--create-namespace", help="write a manifest of --namespace, too")
+        bool, typer.Option("--create-namespace", help="also write a manifest of the namespace")
     ] = False,
-    registry: Annotated[str, typer.Option(help="of the images, such as registry.example.org/team")] = "",
-    tag: Annotated[str, typer.Option(help="of the images", show_default="this version of Tepal")] = "",
-    pull_secret: Annotated[str, typer.Option(help="Secret with which the cluster fetches the images")] = "",
-    storage_class: Annotated[str, typer.Option(help="of the claims; by default the cluster's")] = "",
-    server_image: Annotated[str, typer.Option(help="below --registry")] = "tepal-server",
-    service: Annotated[str, typer.Option(help="LoadBalancer, NodePort or ClusterIP")] = "LoadBalancer",
-    server_storage: Annotated[str, typer.Option(help="size of the claim for runs and state")] = "20Gi",
-    server_memory: Annotated[str, typer.Option(help="request and limit")] = "4Gi",
-    server_cpus: Annotated[str, typer.Option(help="request and limit")] = "2",
+    registry: Annotated[str, typer.Option(help="registry of the images, such as registry.example.org/team")] = "",
+    tag: Annotated[str, typer.Option(help="tag of the images", show_default="this version of Tepal")] = "",
+    pull_secret: Annotated[str, typer.Option(help="name of the Secret with which the cluster fetches the images")] = "",
+    storage_class: Annotated[str, typer.Option(help="storage class of the claims; by default the cluster's")] = "",
+    server_image: Annotated[str, typer.Option(help="the server's image, below --registry")] = "tepal-server",
+    service: Annotated[
+        str, typer.Option(help="type of the Service: LoadBalancer, NodePort or ClusterIP")
+    ] = "LoadBalancer",
+    server_storage: Annotated[str, typer.Option(help="size of the server's claim for runs and state")] = "20Gi",
+    server_memory: Annotated[str, typer.Option(help="the server's memory, request and limit")] = "4Gi",
+    server_cpus: Annotated[str, typer.Option(help="the server's CPUs, request and limit")] = "2",
     run_config: Annotated[
         list[str] | None, typer.Option("--run-config", "-c", help="a run that the server starts, as in `tepal server`")
     ] = None,
-    data_claim: Annotated[str, typer.Option(help="PersistentVolumeClaim with the site's examples, as /data")] = "",
-    data_host_path: Annotated[str, typer.Option(help="a folder of the machine in its place")] = "",
-    no_data: Annotated[bool, typer.Option("--no-data", help="neither: a part of the run's data set")] = False,
-    site_image: Annotated[
-        str, typer.Option(help="below --registry", show_default="tepal-client; with GPUs tepal-client-cuda")
+    data_claim: Annotated[
+        str, typer.Option(help="PersistentVolumeClaim with a site's examples, mounted at /data")
     ] = "",
-    site_storage: Annotated[str, typer.Option(help="size of the claim for cache and personal state")] = "10Gi",
-    site_memory: Annotated[str, typer.Option(help="request and limit", show_default="2Gi; with GPUs 8Gi")] = "",
-    site_cpus: Annotated[str, typer.Option(help="request and limit")] = "1",
-    gpus: Annotated[int, typer.Option(min=0, help="nvidia.com/gpu of a site")] = 0,
-    runtime_class: Annotated[str, typer.Option(help="of a site, where GPUs need one")] = "",
+    data_host_path: Annotated[
+        str, typer.Option(help="folder of the machine with a site's examples, in place of --data-claim")
+    ] = "",
+    no_data: Annotated[
+        bool, typer.Option("--no-data", help="mount no examples: a site takes its part of the run's data set")
+    ] = False,
+    site_image: Annotated[
+        str,
+        typer.Option(help="a site's image, below --registry", show_default="tepal-client; with GPUs tepal-client-cuda"),
+    ] = "",
+    site_storage: Annotated[str, typer.Option(help="size of a site's claim for cache and personal state")] = "10Gi",
+    site_memory: Annotated[
+        str, typer.Option(help="a site's memory, request and limit", show_default="2Gi; with GPUs 8Gi")
+    ] = "",
+    site_cpus: Annotated[str, typer.Option(help="a site's CPUs, request and limit")] = "1",
+    gpus: Annotated[int, typer.Option(min=0, help="number of a site's NVIDIA GPUs")] = 0,
+    runtime_class: Annotated[str, typer.Option(help="runtime class of a site's pod, where GPUs need one")] = "",
     node_selector: Annotated[
-        list[str] | None, typer.Option(help="key=value of the machines for a site; may be repeated")
+        list[str] | None, typer.Option(help="key=value, a label of the machines for a site; may be repeated")
     ] = None,
     node_config: _NodeConfig = None,
 ) -> None:
@@ -241,7 +254,7 @@ def kubernetes_command(
         )
     for one in written:
         warning = "has a Secret: keep it out of git. " if one.secret else ""
-        typer.echo(f"{one.path}: {warning}kubectl apply -f {one.path}")
+        typer.echo(f"{one.path}: {warning}kubectl apply -f {shlex.quote(str(one.path))}")
     for warning in warnings:
         _print_warning(warning)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -17,16 +17,13 @@ from tepal.tools.deploy.provision.folder import SETTINGS, made_in
 
 @dataclass(frozen=True)
 class SiteSecret:
-    """The files of a site's archive, checked, and what they say. Its repr has no key."""
+    """The files of a site's archive, checked, and what they say."""
 
     name: str
     node_config: dict[str, Value]
     key_digest: str
     """Of the public key: changes with the key, and says nothing about it."""
-    files: dict[str, bytes]
-
-    def __repr__(self) -> str:
-        return f"SiteSecret({self.name!r})"
+    files: dict[str, bytes] = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -80,6 +77,10 @@ def find_credentials(path: Path) -> Credentials:
 
     Raises ProvisionError if it is neither.
     """
+    if not path.exists():
+        raise ProvisionError(
+            f"{path} does not exist: name the folder that `tepal provision make` wrote, or a site's archive"
+        )
     if path.is_file() or (path / "site.toml").is_file():
         with site_folder(path) as folder:
             site = read_site(folder)

@@ -657,6 +657,7 @@ def test_folders_that_cannot_be_used_are_refused_with_words(own, tmp_path):
         return words
 
     assert "is not a folder that `tepal provision make` wrote" in said(tmp_path)
+    assert "does not exist: name the folder" in said(tmp_path / "west.tar.gz")
     assert "is a copy of the server's part alone" in said(own.server.folder)
     (tmp_path / "x.tar.gz").write_text("no archive")
     assert "cannot be read as a site's archive" in said(tmp_path / "x.tar.gz")
