@@ -10,8 +10,8 @@ from flwr.clientapp import ClientApp
 from task import trained
 
 from tepal.exchange import partial_exchange, received
-from tepal.exchange.manifest import PARTS, RECORD, Header, listed
-from tepal.exchange.parts import pack, shapes_of
+from tepal.exchange.manifest import PARTS, RECORD, Header
+from tepal.exchange.parts import listed, pack, shapes_of
 
 
 def fault_of(context, name, server_round):
