@@ -21,7 +21,7 @@ from tepal.host.text import visible
 
 log = getLogger("flwr")
 
-MakeStart = Callable[[Tree], Arrays | None]
+MakeInitial = Callable[[Tree], Arrays | None]
 """Tree → the raw `state_dict` with which it begins; None if this client cannot make it."""
 
 _DIGESTS = Digests()  # of arrays that several clients of a process share
@@ -77,7 +77,7 @@ class InitialParts:
         self._parts = {id: (tree, block) for id, tree, block in facts.get("parts", ())}
 
 
-def keep_start(manifest: Manifest, cache: ClientCache, make: MakeStart) -> None:
+def keep_initial(manifest: Manifest, cache: ClientCache, make: MakeInitial) -> None:
     """The client's half: cache the parts that an introduction lists, where the client makes the same values.
 
     Parts of blocks of which the client has another one already are left: that one is newer.

@@ -18,7 +18,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 
 from tepal.exchange.cache import DEFAULT_LIMIT, ClientCache, default_root
 from tepal.exchange.encodings import EncodingError, Wire, add_difference
-from tepal.exchange.initial import keep_start
+from tepal.exchange.initial import keep_initial
 from tepal.exchange.layout import Arrays, Layout, Names, dtype_name
 from tepal.exchange.local import is_local
 from tepal.exchange.manifest import (
@@ -183,7 +183,7 @@ class _ClientExchange:
                 refused = f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error)
                 log.warning("%s cannot take part: %s", visible(self.client), visible(refused))
         if start is not None and not refused:
-            keep_start(self.manifest, self.cache, partial(start, self.msg, self.context))
+            keep_initial(self.manifest, self.cache, partial(start, self.msg, self.context))
         content = {"metrics": MetricRecord(dict(figures))} if figures else None
         return self.answer(refused=refused, content=content, secret="" if self.plan.client else self._secret())
 

@@ -122,7 +122,7 @@ class Packer:
                 return self._difference(own, wanted, held, missing or {}, self._references)
         return self._values(self._encoded(wanted), wanted, held, missing, self._encoding.download)
 
-    def begin_with(self, wanted: Wanted) -> None:
+    def add_initial(self, wanted: Wanted) -> None:
         """Enter initial values, which a client may have before it is sent any (see `tepal.exchange.initial`)."""
         own = self._own(wanted)
         self.initial.add(own)
@@ -205,9 +205,9 @@ class Packer:
             if references.is_current(base, own.id, final=wanted.final):
                 references.used(base)
                 return Packed(Parcel(wanted.part(known.digests), keep=True, sent=()), None, rounded=True)
-            age = references.age(base)
-            newcomer = base.id in self.initial and age > 1
-            if base.id in self.initial:
+            age, initial = references.age(base), base.id in self.initial
+            newcomer = initial and age > 1
+            if initial:
                 references.used(base)  # others may begin with it, too
             elif not missing:  # otherwise this is the client's second message
                 references.replaced(base)

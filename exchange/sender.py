@@ -170,11 +170,11 @@ class Sender:
         self.packer = Packer(self.encoding, references)
         self._warned = False  # of a budget that is too small
 
-    def begin_with(self, tree: Tree, values: Arrays) -> None:
+    def add_initial(self, tree: Tree, values: Arrays) -> None:
         """Let clients that introduce themselves make the initial values of a tree, see `tepal.exchange.initial`."""
         for block, names in self.blocks.items():
             if names:
-                self.packer.begin_with(Wanted(tree, block, names, values))
+                self.packer.add_initial(Wanted(tree, block, names, values))
 
     def content(
         self,

@@ -34,6 +34,11 @@ def parse_untrusted(content: bytes, longest: int = LONGEST) -> dict[str, Any]:
         raise ValueError("its values are nested too deeply") from None
 
 
+def separated(text: str) -> tuple[str, ...]:
+    """Split a value of the run config at its commas."""
+    return tuple(name.strip() for name in text.split(",")) if text.strip() else ()
+
+
 def parse_run_config(arguments: Iterable[str]) -> dict[str, Value]:
     """Read run configuration as `flwr run --run-config` takes it: `'lr=0.1 name="x"'` or the path of a TOML file.
 

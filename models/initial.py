@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from tepal.host.toml import separated
+
 _BLOCKS = "blocks."
 
 
@@ -16,7 +18,7 @@ def sources_of(pretrained: str) -> tuple[str, ...]:
     whole = pretrained.strip()
     if whole and Path(whole).expanduser().exists():  # a path may have a comma
         return (whole,)
-    return tuple(source.strip() for source in whole.split(",")) if whole else ()
+    return separated(whole)
 
 
 def seed_of_mode(seed: int, mode: int) -> int:

@@ -167,7 +167,7 @@ class FedEnsembleMethod(Method[EnsembleState]):
     def values(self, state: EnsembleState, client: str, tree: Tree) -> Arrays:
         return self.member.values(state.modes[mode_of_tree(tree)], client, MODEL)
 
-    def initials(self, model: ServerModel, state: EnsembleState) -> Mapping[Tree, Arrays]:
+    def initial_values(self, model: ServerModel, state: EnsembleState) -> Mapping[Tree, Arrays]:
         return {tree_of_mode(k): mode.entries for k, mode in enumerate(state.modes)}
 
     def merger(self, state: EnsembleState, round: int) -> EnsembleMerger:

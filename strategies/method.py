@@ -210,7 +210,7 @@ class Method(ABC, Generic[State]):
     def values(self, state: State, client: str, tree: Tree) -> Arrays:
         """The values of a tree that this client is sent."""
 
-    def initials(self, model: ServerModel, state: State) -> Mapping[Tree, Arrays]:
+    def initial_values(self, model: ServerModel, state: State) -> Mapping[Tree, Arrays]:
         """Tree → the values with which all clients begin, which they may make themselves. `state`: the first one."""
         return {MODEL: model.entries}
 

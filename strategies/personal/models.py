@@ -114,7 +114,7 @@ class PersonalMixing(Method[PersonalModels]):
             return {**self.storage.mixture(client), **state.counters[client]}
         return {**self.storage.rows.entries_of(self.storage.row(state.slots[client])), **state.counters[client]}
 
-    def initials(self, model: ServerModel, state: PersonalModels) -> Mapping[Tree, Arrays]:
+    def initial_values(self, model: ServerModel, state: PersonalModels) -> Mapping[Tree, Arrays]:
         return {MIXTURE: model.entries}
 
     def _weights_of(self, state: PersonalModels, rows: Sequence[int], round: int, count: int) -> np.ndarray:

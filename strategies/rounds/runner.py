@@ -109,10 +109,10 @@ class RoundRunner:
         """Receive no further replies."""
         self._messenger.close()
 
-    def begin_with(self, starts: Mapping[Tree, Arrays]) -> None:
+    def add_initial(self, starts: Mapping[Tree, Arrays]) -> None:
         """Let clients make these initial values, by tree."""
         for tree, values in starts.items():
-            self._sender.begin_with(tree, values)
+            self._sender.add_initial(tree, values)
 
     def begin(self, state: Any, number: int, rounds: int, config: ConfigRecord, timeout: float) -> Round:
         """Begin round `number` of `rounds`, with the app's settings and the seconds for its exchanges."""

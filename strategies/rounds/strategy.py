@@ -199,7 +199,7 @@ class MethodStrategy(WithoutHooks):
             rounds = self._runner(grid, model, run, checkpoint, references)
             ends.callback(rounds.close)
             if self.encoding.start == "made" and checkpoint is None:  # otherwise the checkpoint has their ids
-                rounds.begin_with(self.method.initials(model, state))
+                rounds.add_initial(self.method.initial_values(model, state))
             self.summary()
             best = self.best
             best.begin(folder, saved.digests if saved else None)

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tepal.host.toml import separated
 from tepal.tools.predict.texts import Batch
 from tepal.training.data import DataConfig, DataError, NumberInfo, TableInfo, normalised_numbers
-from tepal.training.data.config import Reading, separated
+from tepal.training.data.config import Reading
 from tepal.training.data.formats.files import suffix_of
 from tepal.training.data.formats.npz import labels_in, npz_examples
 from tepal.training.data.formats.numbers import checked_labelled, checked_numbers, numbers_in

@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, Field, ValidationError, ValidationInfo, field_validator
 
+from tepal.host.toml import separated
 from tepal.training.config import keys
 
 Shape = tuple[int, int, int]
@@ -219,11 +220,6 @@ class DataConfig(BaseModel):
     def class_count(self) -> int:
         """Number of classes by `classes` or `class_names`; 0 if the dataset determines it."""
         return self.classes or len(self.names)
-
-
-def separated(text: str) -> tuple[str, ...]:
-    """Split a value of the run config at its commas."""
-    return tuple(name.strip() for name in text.split(",")) if text.strip() else ()
 
 
 COLUMNS = (

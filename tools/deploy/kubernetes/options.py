@@ -105,8 +105,8 @@ class SiteOptions:
 
     Args:
         data_claim: name of the PersistentVolumeClaim with the site's examples, which is mounted read-only at /data.
-        data_host_path: in its place, a folder of the machine.
-        no_data: neither of them: the site takes its part of a run's data set. One of the three is needed.
+        data_host_path: folder of the machine with the site's examples, mounted in the same way.
+        no_data: the site has no examples of its own, and takes its part of a run's data set. One of these is needed.
         image: its name, below the registry; "" for tepal-client, with GPUs tepal-client-cuda.
         storage: size of the claim for the cache and the personal state.
         memory: request and limit; "" for 2Gi, with GPUs 8Gi.

@@ -38,7 +38,7 @@ def render(
         folder: what `tepal provision make` wrote, or the archive or folder of one site.
         output: folder of the files: server.yaml, sites/NAME.yaml, namespace.yaml.
         options, server_options, site_options: of all objects, the server's, and those of every site that is written.
-        server: write the server's, of all that there is only this and `sites`.
+        server: write only the server's manifests, and those of `sites`.
         sites: names of the sites to write. Without `server` and `sites`: all that the folder has.
         separate: write Secrets to secrets/ below `output`.
         create_namespace: write the Namespace, too.

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 
+from tepal.host.toml import separated
 from tepal.models.pretrained import FILES, INDEX, PICKLE, SAFETENSORS, find_weights
-from tepal.training.data.config import separated
 
 
 def missing_weights(folder: Path, wanted: Mapping[str, str]) -> str:

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tepal.training.data.config import COLUMNS, DataError, Reading, separated
+from tepal.host.toml import separated
+from tepal.training.data.config import COLUMNS, DataError, Reading
 from tepal.training.data.examples import AnySource, Texts
 from tepal.training.data.formats.choices import choices_of
 from tepal.training.data.formats.files import opened_text, suffix_of

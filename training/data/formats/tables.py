@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tepal.host.toml import separated
 from tepal.training.data.checks import Arrays, checked_source
-from tepal.training.data.config import EVERY, DataError, Reading, separated
+from tepal.training.data.config import EVERY, DataError, Reading
 from tepal.training.data.examples import AnySource, ImageArrays, LabelledNumbers, Numbers, Source, Texts
 from tepal.training.data.formats.choices import choices_of
 from tepal.training.data.formats.files import opened_text, suffix_of
