@@ -201,8 +201,8 @@ class EncodingConfig(BaseModel):
     )
     start: Literal["sent", "made"] = Field(
         "sent",
-        description="the initial model; sent: the server sends it to each client; made: each client makes it from seed, "
-        "or from pretrained weights that it has, and is sent only what has changed",
+        description="the initial model; sent: the server sends it to each client; made: each client makes it from "
+        "seed, or from pretrained weights that it has, and is sent only what has changed",
     )
     error_feedback: bool = Field(
         True, description="clients keep what int8, fewer bits and wire-top-k leave out, and add it to their next upload"
