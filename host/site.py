@@ -24,7 +24,7 @@ NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 
 _LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 _PATHS = ("data-path", "model-path", "cache-path")  # keys of a node config
-_SITE_FILES = ("ca.crt", "node.key", "site.toml")
+SITE_FILES = ("ca.crt", "node.key", "site.toml")
 _UNPACK = "unpack the site's archive as its owner: tar -xzf NAME.tar.gz"
 
 
@@ -54,10 +54,10 @@ def read_site(folder: Path) -> SiteCredentials:
         raise ProvisionError(f"{folder} is a file, expected a folder: {_UNPACK}")
     if not folder.is_dir():
         raise ProvisionError(f"the folder {folder} does not exist: {_UNPACK}")
-    for name in _SITE_FILES:
+    for name in SITE_FILES:
         if not (folder / name).is_file():
-            raise ProvisionError(f"{folder} has no file {name}, and a site needs {', '.join(_SITE_FILES)}: {_UNPACK}")
-    certificates, key, settings = (folder / name for name in _SITE_FILES)
+            raise ProvisionError(f"{folder} has no file {name}, and a site needs {', '.join(SITE_FILES)}: {_UNPACK}")
+    certificates, key, settings = (folder / name for name in SITE_FILES)
     try:
         name, superlink, node_config = read_site_toml(settings.read_bytes(), str(settings))
         if days_left(read_certificate(certificates)) < 0:

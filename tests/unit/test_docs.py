@@ -36,6 +36,7 @@ MARKS = (
     "# needs an app of your own",
     "# needs the server's machine",
     "# needs the site's machine",
+    "# needs a cluster",
 )
 
 
@@ -107,6 +108,7 @@ RUN_BY = {
     "flwr run . CONNECTION --stream --run-config 'resume=": "tests/integration/test_resume.py",
     "tepal loopback": "tests/integration/test_loopback_command.py",
     "docker compose -f docker/compose.yml": "tests/containers/test_one_host.py",
+    "tepal provision kubernetes": "tests/unit/tools/deploy/test_kubernetes.py",
     "tepal provision": "tests/integration/test_provision.py",
     "tepal server": "tests/integration/test_server.py",
     "tepal node": "tests/integration/test_node.py",

@@ -153,7 +153,13 @@ def run(
 
 
 @app.command("status")
-def status_command(context: typer.Context, control: _OfCommand = None) -> None:
+def status_command(
+    context: typer.Context,
+    control: _OfCommand = None,
+    only_alive: Annotated[
+        bool, typer.Option("--alive", help="exit status 0 whenever the node replies, such as while it is unreachable")
+    ] = False,
+) -> None:
     """Show the status of the node on this machine. The exit status is 0 if it can answer messages, else 1."""
     from tepal.client_app.node.service import Control
 
@@ -161,7 +167,7 @@ def status_command(context: typer.Context, control: _OfCommand = None) -> None:
         asked = Control(_address(context, control))
         answer, healthy = asked.status(), asked.healthy()
     typer.echo("\n".join(_lines(answer)))
-    if not healthy:
+    if not healthy and not only_alive:
         raise typer.Exit(1)
 
 

@@ -151,6 +151,101 @@ def register_command(
             typer.echo(f"{server.nodes} has no keys to register")
 
 
+@app.command("kubernetes")
+def kubernetes_command(
+    folder: Annotated[Path, typer.Argument(help="the folder of all credentials, or one site's archive or folder")],
+    output: Annotated[Path, typer.Option(help="folder for the manifests; files in it are replaced")],
+    server: Annotated[bool, typer.Option("--server", help="only the server, and what --site names")] = False,
+    site: Annotated[list[str] | None, typer.Option(help="only this site; may be repeated")] = None,
+    separate_secrets: Annotated[
+        bool, typer.Option("--separate-secrets", help="Secrets in a folder of their own, so that git can have the rest")
+    ] = False,
+    namespace: Annotated[str, typer.Option(help="of all objects; by default that of kubectl")] = "",
+    create_namespace: Annotated[
+        bool, typer.Option("--create-namespace", help="write a manifest of --namespace, too")
+    ] = False,
+    registry: Annotated[str, typer.Option(help="of the images, such as registry.example.org/team")] = "",
+    tag: Annotated[str, typer.Option(help="of the images", show_default="this version of Tepal")] = "",
+    pull_secret: Annotated[str, typer.Option(help="Secret with which the cluster fetches the images")] = "",
+    storage_class: Annotated[str, typer.Option(help="of the claims; by default the cluster's")] = "",
+    server_image: Annotated[str, typer.Option(help="below --registry")] = "tepal-server",
+    service: Annotated[str, typer.Option(help="LoadBalancer, NodePort or ClusterIP")] = "LoadBalancer",
+    server_storage: Annotated[str, typer.Option(help="size of the claim for runs and state")] = "20Gi",
+    server_memory: Annotated[str, typer.Option(help="request and limit")] = "4Gi",
+    server_cpus: Annotated[str, typer.Option(help="request and limit")] = "2",
+    run_config: Annotated[
+        list[str] | None, typer.Option("--run-config", "-c", help="a run that the server starts, as in `tepal server`")
+    ] = None,
+    data_claim: Annotated[str, typer.Option(help="PersistentVolumeClaim with the site's examples, as /data")] = "",
+    data_host_path: Annotated[str, typer.Option(help="a folder of the machine in its place")] = "",
+    no_data: Annotated[bool, typer.Option("--no-data", help="neither: a part of the run's data set")] = False,
+    site_image: Annotated[
+        str, typer.Option(help="below --registry", show_default="tepal-client; with GPUs tepal-client-cuda")
+    ] = "",
+    site_storage: Annotated[str, typer.Option(help="size of the claim for cache and personal state")] = "10Gi",
+    site_memory: Annotated[str, typer.Option(help="request and limit", show_default="2Gi; with GPUs 8Gi")] = "",
+    site_cpus: Annotated[str, typer.Option(help="request and limit")] = "1",
+    gpus: Annotated[int, typer.Option(min=0, help="nvidia.com/gpu of a site")] = 0,
+    runtime_class: Annotated[str, typer.Option(help="of a site, where GPUs need one")] = "",
+    node_selector: Annotated[
+        list[str] | None, typer.Option(help="key=value of the machines for a site; may be repeated")
+    ] = None,
+    node_config: _NodeConfig = None,
+) -> None:
+    """Write manifests for Kubernetes: OUTPUT/server.yaml, and OUTPUT/sites/NAME.yaml for each site.
+
+    The options are for all that is written: call it once for the server and once for each site, where they differ.
+    """
+    from tepal import __version__
+    from tepal.host.toml import parse_run_config
+    from tepal.tools.deploy import kubernetes
+    from tepal.tools.deploy.provision import parse_node_config
+
+    with reported():
+        options = kubernetes.Options(
+            namespace=namespace,
+            registry=registry,
+            tag=tag or __version__,
+            pull_secret=pull_secret,
+            storage_class=storage_class,
+        )
+        written, warnings = kubernetes.render(
+            folder,
+            output,
+            options,
+            kubernetes.ServerOptions(
+                image=server_image,
+                service=service,
+                storage=server_storage,
+                memory=server_memory,
+                cpus=server_cpus,
+                run_config=parse_run_config(run_config or []),
+            ),
+            kubernetes.SiteOptions(
+                data_claim=data_claim,
+                data_host_path=data_host_path,
+                no_data=no_data,
+                image=site_image,
+                storage=site_storage,
+                memory=site_memory,
+                cpus=site_cpus,
+                gpus=gpus,
+                runtime_class=runtime_class,
+                node_selector=kubernetes.parse_node_selector(node_selector),
+                node_config=parse_node_config(node_config) or {},
+            ),
+            server=server,
+            sites=site or [],
+            separate=separate_secrets,
+            create_namespace=create_namespace,
+        )
+    for one in written:
+        warning = "has a Secret: keep it out of git. " if one.secret else ""
+        typer.echo(f"{one.path}: {warning}kubectl apply -f {one.path}")
+    for warning in warnings:
+        _print_warning(warning)
+
+
 @app.command("revoke")
 def revoke_command(
     folder: _ServerFolder,

@@ -47,8 +47,8 @@ log = logging.getLogger("tepal.server")
 _ALIVE = 30.0  # seconds without a new server.json after which the server counts as stuck
 
 
-def why_unhealthy(journal: Journal, now: float, alive: bool) -> str:
-    """Return what is wrong with the server by its journal, "" if nothing; `alive`: whether its process exists."""
+def why_dead(journal: Journal, now: float, alive: bool) -> str:
+    """Return why a new server is needed, "" if none is. `alive`: whether the process of the journal exists."""
     if not journal.pid or not journal.heartbeat:
         return f"no server has been started with this state folder ({journal.path} does not exist)"
     if journal.superlink == "stopped":
@@ -57,6 +57,13 @@ def why_unhealthy(journal: Journal, now: float, alive: bool) -> str:
         return f"the server (pid {journal.pid}) is no longer running"
     if (age := now - journal.heartbeat) > _ALIVE:
         return f"the server (pid {journal.pid}) is stuck: its last heartbeat was {age:.0f} s ago"
+    return ""
+
+
+def why_unhealthy(journal: Journal, now: float, alive: bool) -> str:
+    """Return what is wrong with the server by its journal, "" if nothing; `alive` as for `why_dead`."""
+    if problem := why_dead(journal, now, alive):
+        return problem
     if journal.superlink != "running":
         return f"the SuperLink is not running: its state is {journal.superlink}"
     return ""
@@ -228,7 +235,13 @@ def _serve(settings: Settings, insecure: bool) -> None:
 
 
 @app.command("status")
-def status_command(context: typer.Context, state: _State = Path(".")) -> None:
+def status_command(
+    context: typer.Context,
+    state: _State = Path("."),
+    only_alive: Annotated[
+        bool, typer.Option("--alive", help="exit status 0 also while the server restarts its SuperLink")
+    ] = False,
+) -> None:
     """Show the server's status. The exit status is 0 if it is healthy, else 1."""
     if str(state) == "." and context.parent is not None and context.parent.params.get("state"):
         state = Path(context.parent.params["state"])
@@ -238,8 +251,12 @@ def status_command(context: typer.Context, state: _State = Path(".")) -> None:
         typer.echo(f"unhealthy: {error}")
         raise typer.Exit(1) from error
     alive = bool(journal.pid) and psutil.pid_exists(journal.pid)
-    problem = why_unhealthy(journal, time.time(), alive) or _health(journal)
-    typer.echo("\n".join(describe(journal, problem)))
+    if only_alive:
+        problem = why_dead(journal, time.time(), alive)
+    else:
+        problem = why_unhealthy(journal, time.time(), alive) or _health(journal)
+    lines = describe(journal, problem)
+    typer.echo("\n".join(["alive", *lines[1:]] if only_alive and not problem else lines))
     if problem:
         raise typer.Exit(1)
 

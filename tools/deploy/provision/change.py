@@ -26,7 +26,7 @@ class Change:
     def add(self, target: Path, content: bytes | Tree) -> None:
         """Add a file or folder that does not exist yet."""
         new = self._staged()
-        _write(new, content)
+        write_tree(new, content)
         self.move(new, target)
 
     def move(self, source: Path, target: Path) -> None:
@@ -67,13 +67,13 @@ def changing(folder: Path) -> Iterator[Change]:
         change.commit()
 
 
-def _write(path: Path, content: bytes | Tree) -> None:
+def write_tree(path: Path, content: bytes | Tree) -> None:
     """Write a file (mode 0600) or a folder (0700), which no other user can read at any moment, whatever the umask."""
     if isinstance(content, dict):
         path.mkdir(mode=0o700)
         path.chmod(0o700)
         for name, inner in content.items():
-            _write(path / name, inner)
+            write_tree(path / name, inner)
         return
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:

@@ -134,6 +134,17 @@ def test_status_of_a_node_that_cannot_work_ends_with_1_and_says_why(answering, s
     assert state in done.stdout and "a [problem]" in done.stdout
 
 
+@pytest.mark.parametrize("state", ["starting", "refused", "unreachable", "drained"])
+def test_a_node_that_replies_is_alive_whatever_its_state(answering, state):
+    done = run("status", "--alive", "--control", answering(state, False, problem="no server"))
+    assert done.exit_code == 0 and state in done.stdout and "no server" in done.stdout
+
+
+def test_no_node_is_not_alive(tmp_path):
+    done = run("status", "--alive", "--control", f"unix:{tmp_path}/none.sock")
+    assert done.exit_code == 1 and "no node answers" in done.stderr
+
+
 def test_status_shows_the_message_in_hand(answering):
     address = answering("connected", True, message_type="train", round="4", run_id=9, message_seconds=75)
     assert "train of round 4, run 9, for 1 min 15 s" in run("status", "--control", address).stdout

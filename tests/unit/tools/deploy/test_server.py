@@ -640,6 +640,28 @@ def test_what_makes_a_server_unhealthy(journal, now, alive, said):
     assert describe(journal, problem)[0] == (f"unhealthy: {problem}" if problem else "healthy")
 
 
+@pytest.mark.parametrize("superlink", ["starting", "waiting", "running", "stopped"])
+@pytest.mark.parametrize("age", [1, 100])
+def test_a_server_that_restarts_its_superlink_is_alive_and_not_healthy(tmp_path, superlink, age):
+    """A new process would not help it, as it would one that is stuck or has ended."""
+    now = time.time()
+    values = {"pid": os.getpid(), "heartbeat": now - age, "superlink": superlink, "control": "127.0.0.1:1"}
+    (tmp_path / STATE).write_text(json.dumps(values))
+    done = invoke("status", "--state", str(tmp_path), "--alive")
+    first, rest = done.output.split("\n", 1)
+    if age == 1 and superlink != "stopped":
+        assert (done.exit_code, first) == (0, "alive") and superlink in rest
+    else:
+        assert done.exit_code == 1 and first.startswith("unhealthy: ")
+    done = invoke("status", "--state", str(tmp_path))
+    assert done.exit_code == 1 and done.output.startswith("unhealthy: "), "no SuperLink answers there"
+
+
+def test_a_server_that_was_never_started_is_not_alive(tmp_path):
+    done = invoke("status", "--state", str(tmp_path), "--alive")
+    assert done.exit_code == 1 and "no server has been started" in done.output
+
+
 def test_the_status_is_told_for_a_person():
     journal = healthy(
         nodes=["site-0"], root_certificates="/ca.crt",
