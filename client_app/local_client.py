@@ -10,12 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from flwr.app import Context, Message
 from torch import Tensor, nn
 
 from tepal import models
+from tepal.exchange.layout import Layout
 from tepal.exchange.mod import own_name, received
 from tepal.exchange.plan import LABEL_COUNTS, LAYER_BUDGET, RATE, RATE_FACTOR
 from tepal.models.blocks import layout_of
@@ -104,7 +106,7 @@ class LocalClient:
         The number of examples in each class is sent for partitions of the run's dataset, never for a site's own data.
         """
         if (found := received(msg)) is not None:
-            here = layout_of(self.model)
+            here = _layout(self.model)
             if different := found.layout.difference(here, mine="the server's", others="this client's"):
                 built = ", ".join(f"{key}={size}" for key, size in written_sizes(self.sizes).items())
                 raise ValueError(
@@ -164,6 +166,7 @@ class _Examples(dict[str, _Loaded]):
 
 
 _loaded = _Examples()
+_layouts: WeakKeyDictionary[nn.Module, Layout] = WeakKeyDictionary()
 _loading = threading.Lock()  # the threads share loaded data and do not load it twice
 _of_thread = threading.local()
 
@@ -187,6 +190,13 @@ def _load(config: InputConfig, node_config: Mapping[str, Any], name: str, run: s
             found = _Loaded(data, tensors, stamp)  # type: ignore[arg-type]
             _loaded.keep(key, found, 1 if "data-path" in node_config else int(node_config.get("num-partitions", 1)))
         return _loaded[key]
+
+
+def _layout(model: nn.Module) -> Layout:
+    """The layout of a thread's model, which is found once and not for each client that introduces itself."""
+    if (found := _layouts.get(model)) is None:
+        found = _layouts[model] = layout_of(model)
+    return found
 
 
 def _model(name: str, sizes: tuple[tuple[str, Any], ...], device: torch.device) -> nn.Module:
