@@ -10,12 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from flwr.app import Context, Message
 from torch import Tensor, nn
 
 from tepal import models
+from tepal.exchange.layout import Layout
 from tepal.exchange.mod import own_name, received
 from tepal.exchange.plan import LABEL_COUNTS, LAYER_BUDGET, RATE, RATE_FACTOR
 from tepal.models.blocks import layout_of
@@ -104,7 +106,7 @@ class LocalClient:
         The number of examples in each class is sent for partitions of the run's dataset, never for a site's own data.
         """
         if (found := received(msg)) is not None:
-            here = layout_of(self.model)
+            here = _layout(self.model)
             if different := found.layout.difference(here, mine="the server's", others="this client's"):
                 built = ", ".join(f"{key}={size}" for key, size in written_sizes(self.sizes).items())
                 raise ValueError(
@@ -138,8 +140,33 @@ class _Loaded:
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
-_loaded: dict[str, _Loaded] = {}
 _MOST_LOADED = 2 * 2**30  # bytes of clients' examples that a process keeps: it may serve many clients
+_MOST_OF_MORE = 2**28  # where the examples of all clients are more than that: few would be found when they train again
+
+
+class _Examples(dict[str, _Loaded]):
+    """The examples that a process keeps, by what they were loaded with; the oldest are dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._nbytes = 0
+
+    def keep(self, key: str, found: _Loaded, clients: int) -> None:
+        """Keep these in place of earlier ones; they are one of so many clients' parts of a dataset."""
+        most = _MOST_LOADED if found.nbytes * clients <= _MOST_LOADED else min(_MOST_LOADED, _MOST_OF_MORE)
+        self._drop(key)
+        while self and self._nbytes + found.nbytes > most:
+            self._drop(next(iter(self)))
+        self[key] = found
+        self._nbytes += found.nbytes
+
+    def _drop(self, key: str) -> None:
+        if (dropped := self.pop(key, None)) is not None:
+            self._nbytes -= dropped.nbytes
+
+
+_loaded = _Examples()
+_layouts: WeakKeyDictionary[nn.Module, Layout] = WeakKeyDictionary()
 _loading = threading.Lock()  # the threads share loaded data and do not load it twice
 _of_thread = threading.local()
 
@@ -161,12 +188,15 @@ def _load(config: InputConfig, node_config: Mapping[str, Any], name: str, run: s
                 for array in (data.train.values, data.train.labels, data.test.values, data.test.labels)
             )
             found = _Loaded(data, tensors, stamp)  # type: ignore[arg-type]
-            _loaded.pop(key, None)
-            room = _MOST_LOADED - found.nbytes
-            while _loaded and sum(each.nbytes for each in _loaded.values()) > room:
-                _loaded.pop(next(iter(_loaded)))
-            _loaded[key] = found
+            _loaded.keep(key, found, 1 if "data-path" in node_config else int(node_config.get("num-partitions", 1)))
         return _loaded[key]
+
+
+def _layout(model: nn.Module) -> Layout:
+    """The layout of a thread's model, which is found once and not for each client that introduces itself."""
+    if (found := _layouts.get(model)) is None:
+        found = _layouts[model] = layout_of(model)
+    return found
 
 
 def _model(name: str, sizes: tuple[tuple[str, Any], ...], device: torch.device) -> nn.Module:

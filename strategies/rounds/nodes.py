@@ -23,9 +23,15 @@ class Nodes:
     A node is *new* until it has introduced itself; then it is *available* under its name, or *refused* with a reason.
     A node that did not answer is *silent*. It is asked again after 1, 2, 4, … rounds, because the others may have to
     wait for it every time, and at once if there are too few others.
+
+    Args:
+        expected: name → node id of clients whose names are known before they introduce themselves.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, expected: Mapping[str, int] | None = None) -> None:
+        self._expected = expected or {}
+        self._listed: Iterable[NodeInfo] = ()
+        self._candidates: Sequence[str] | None = None  # sorted; None: must be computed
         self._sessions: dict[int, tuple[str, str]] = {}  # node id → (when it was last activated, registered name)
         self._new: dict[int, None] = {}  # in their order
         self._silent: dict[int, int] = {}  # node id → the round in which it is asked again
@@ -41,6 +47,9 @@ class Nodes:
 
     def update(self, nodes: Iterable[NodeInfo]) -> None:
         """Enter the connected nodes. A node that was restarted is new again: its cache may be lost."""
+        if nodes is self._listed and type(nodes) is tuple:
+            return
+        self._listed = nodes
         now = {node.node_id: (node.last_activated_at, node.name) for node in nodes}
         changed = [node_id for node_id, session in now.items() if self._sessions.get(node_id) != session]
         for node_id in {*(self._sessions.keys() - now.keys()), *changed}:
@@ -48,7 +57,7 @@ class Nodes:
             for known in (self._new, self._refused, self._silent, self._tries):
                 known.pop(node_id, None)
             self._unname(node_id)
-        self._sessions = now
+        self._sessions, self._candidates = now, None
         self._new.update(dict.fromkeys(sorted(changed)))
 
     def take_new(self, round: int, *, silent_too: bool = False, most: int | None = None) -> list[tuple[int, str]]:
@@ -62,6 +71,21 @@ class Nodes:
         for node_id in chosen:
             self._new.pop(node_id, None)
             self._silent.pop(node_id, None)
+        return [(node_id, self._sessions[node_id][1]) for node_id in chosen]
+
+    def take(self, clients: Iterable[str]) -> list[tuple[int, str]]:
+        """As `take_new`, of these clients."""
+        chosen = [node_id for client in clients if (node_id := self._expected.get(client)) in self._new]
+        for node_id in chosen:
+            del self._new[node_id]
+        return [(node_id, self._sessions[node_id][1]) for node_id in chosen]
+
+    def take_silent(self, round: int, *, all_of_them: bool) -> list[tuple[int, str]]:
+        """As `take_new`, of silent nodes only."""
+        chosen = [node_id for node_id, due in self._silent.items() if all_of_them or due <= round]
+        for node_id in chosen:
+            del self._silent[node_id]
+        self._candidates = None if chosen else self._candidates
         return [(node_id, self._sessions[node_id][1]) for node_id in chosen]
 
     def renew(self, client: str) -> None:
@@ -133,6 +157,8 @@ class Nodes:
             self._names[node_id] = self._kept[node_id] = names[node_id] = name
             self._node_of[name] = node_id
         self._available = None
+        if any(self._expected.get(names.get(node_id, "")) != node_id for node_id in asked):
+            self._candidates = None  # else all of them were candidates already, under the same names
         self._refused.update(refused)
         for node_id in asked:
             if node_id not in introduced and node_id not in refused:
@@ -171,7 +197,7 @@ class Nodes:
         name = self._names.pop(node_id, "")
         if self._node_of.get(name) == node_id:
             del self._node_of[name]
-            self._available = None
+            self._available = self._candidates = None
 
     def returned(self, names: Collection[str]) -> set[str]:
         """Those of these clients, just introduced, that were known before: their nodes were restarted."""
@@ -185,6 +211,13 @@ class Nodes:
         if self._available is None:
             self._available = sorted(self._node_of)
         return self._available
+
+    def candidates(self) -> Sequence[str]:
+        """Names of the available clients, and of those that are expected and have not introduced themselves; sorted."""
+        if self._candidates is None:
+            expected = (name for name, node_id in self._expected.items() if node_id in self._new)
+            self._candidates = tuple(sorted({*self._node_of, *expected}))
+        return self._candidates
 
     def node_of(self) -> Mapping[str, int]:
         """Name → node id of the available clients."""

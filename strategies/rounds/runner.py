@@ -98,7 +98,8 @@ class RoundRunner:
         self._messenger = Messenger(
             grid, sender, self.ledger, weighted_by_key=weighted_by_key, accept=self._accept
         )
-        self.cohorts = Cohorts(rules, self._messenger.nodes, self.ledger, awaited, classes)
+        expected: Mapping[str, int] | None = getattr(grid, "expected_names", None)
+        self.cohorts = Cohorts(rules, self._messenger.nodes, self.ledger, awaited, classes, expected)
         self._asker = Asker(
             method, self._messenger, self.cohorts, self.ledger, schedule=schedule, on_progress=on_progress
         )
@@ -181,7 +182,10 @@ class RoundRunner:
         report, fraction = this.report, self.rules.fraction_evaluate
         if not fraction:
             return {}
-        cohort = self.cohorts.draw(fraction, report, 0, EVALUATE).at_random()
+        cohort = self.cohorts.meet(
+            self.cohorts.draw(fraction, report, 0, EVALUATE).at_random(), report, this.config, this.timeout,
+            partial(self._asker.exchange, report),
+        )  # fmt: skip
         plans = self.method.evaluation(state, this.number, cohort, more_rounds=not final)
         if final:
             plans = [replace(plan, options={**plan.options, FINAL: True}) for plan in plans]
@@ -198,10 +202,14 @@ class RoundRunner:
             self.cohorts.wait(report, this.config, this.timeout, send)
             drawn = self.cohorts.draw(rules.fraction_train, report, attempts + searches, TRAIN)
             aside = self.suspects.set_aside(drawn.names, this.number, rules.min_replies)
-            names = tuple(name for name in drawn.names if name not in aside)
+            names = tuple(name for name in drawn.names if name not in aside) if aside else drawn.names
             report.left_out = sorted([*drawn.left_out, *aside])
             state, cohort = self.method.cohort(state, names, min(drawn.size, len(names)), drawn.rng)
-            plans = self._prepare(state, this, sorted(cohort))
+            able = self.cohorts.meet(cohort, report, this.config, this.timeout, send)
+            if len(able) < min(len(cohort), rules.min_replies):
+                attempts += 1
+                continue
+            plans = self._prepare(state, this, sorted(able))
             try:
                 merged = self._merge(state, this, plans)
             except _DoesNotCount as problem:

@@ -61,7 +61,7 @@ def test_clients_that_do_not_score_as_they_train_score_where_it_is_asked(fractio
 
 def test_examples_of_many_clients_are_read_once_and_of_too_many_the_oldest_are_dropped(monkeypatch):
     read = []
-    monkeypatch.setattr(module, "_loaded", {})
+    monkeypatch.setattr(module, "_loaded", module._Examples())
     counted = lambda *args, **how: read.append(how["client"]) or inputs(*args, **how)  # noqa: E731
     monkeypatch.setattr(module, "client_inputs", counted)
     config = InputConfig(partitioner="iid")
@@ -74,11 +74,28 @@ def test_examples_of_many_clients_are_read_once_and_of_too_many_the_oldest_are_d
     load([*range(100), *range(100)])
     assert read == [f"client-{k}" for k in range(100)]
     monkeypatch.setattr(module, "_MOST_LOADED", 3 * module._loaded[next(iter(module._loaded))].nbytes + 2000)
-    monkeypatch.setattr(module, "_loaded", {})
+    monkeypatch.setattr(module, "_loaded", module._Examples())
     load([0, 1, 2, 3, 3])
     assert read[100:] == ["client-0", "client-1", "client-2", "client-3"] and len(module._loaded) == 3
     load([0])
     assert read[-1] == "client-0"
+
+
+def test_of_clients_whose_examples_are_too_many_together_a_process_keeps_less(monkeypatch):
+    monkeypatch.setattr(module, "_loaded", module._Examples())
+
+    def load(clients, of):
+        for k in clients:
+            module._load(InputConfig(partitioner="iid"), {"partition-id": k, "num-partitions": of}, f"client-{k}")
+
+    load(range(20), 100)
+    nbytes = max(found.nbytes for found in module._loaded.values())
+    assert len(module._loaded) == 20
+    monkeypatch.setattr(module, "_MOST_LOADED", 90 * nbytes)
+    monkeypatch.setattr(module, "_MOST_OF_MORE", 10 * nbytes)
+    load(range(20, 40), 100)
+    assert 10 <= len(module._loaded) <= 11
+    assert module._loaded._nbytes == sum(found.nbytes for found in module._loaded.values())
 
 
 def test_of_an_ensemble_a_client_keeps_every_mode(tmp_path):

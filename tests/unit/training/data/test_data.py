@@ -22,7 +22,6 @@ from tepal.training.data import (
     DataError,
     DatasetInfo,
     dataset_info,
-    examples,
     held_out,
     load_client,
     partitions,
@@ -269,9 +268,10 @@ def test_a_draw_that_fails_is_repeated_with_other_seeds_up_to_a_bound(monkeypatc
 
     def unlucky_twice(
         labels: np.ndarray, config: DataConfig, clients: int, seed: int
-    ) -> tuple[list[examples.Indices], str]:
+    ) -> tuple[partitions.Parts, str]:
         seeds.append(seed)
-        return draw(labels, config, clients, seed) if len(seeds) > 2 else ([], "a client had too few examples")
+        parts, failure = draw(labels, config, clients, seed)
+        return parts, failure if len(seeds) > 2 else "a client had too few examples"
 
     monkeypatch.setattr(partitions, "draw", unlucky_twice)
     config = DataConfig(min_partition_size=40)
@@ -422,13 +422,6 @@ def test_digits_without_scikit_learn_name_it(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(sources, "distribution", missing)
     with pytest.raises(DataError, match=r'dataset="digits" comes with scikit-learn.*pip install scikit-learn'):
         held_out(DataConfig())
-
-
-def test_dividing_without_flwr_datasets_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "flwr_datasets.partitioner", None)
-    with pytest.raises(DataError, match=r'pip install "tepal\[simulation\]"'):
-        all_clients(DataConfig(), 2)
-    assert held_out(DataConfig()) is not None  # the server does not need it
 
 
 @pytest.mark.parametrize(
