@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Compiled is what is needed, by all cores and not by pip alone: a run imports a quarter of what it installs. Both commands
 # write bytecode whatever the shell's environment says: without it each process would compile anew.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile -c constraints.txt
-RUN_IMPORTS := tepal.client_app.app, tepal.server_app.app, \
+RUN_IMPORTS := flwr_datasets, tepal.client_app.app, tepal.server_app.app, \
 	tepal.tools.cli.main, tepal.tools.simulation.one_process
 
 .DEFAULT_GOAL := help

@@ -26,6 +26,7 @@ from tepal.exchange.plan import ACCUMULATION, FINAL, PROXIMAL, SCORED_AS
 from tepal.host.imports import uncollected
 from tepal.training.data import check_partition
 from tepal.training.data.inputs import InputConfig, examples_of
+from tepal.training.data.partitions import import_partitioners
 from tepal.training.loop import Fitted, Score, accumulation, score
 from tepal.training.prediction import EnsembleScore, score_ensemble
 from tepal.training.probing import probe_layers, random_numbers_apart
@@ -47,6 +48,7 @@ def import_ahead() -> None:
     """Import what clients import when they first train, while a simulation's settings are still being checked."""
     with uncollected(), suppress(Exception):  # whoever needs it reports it
         torch.optim.SGD([torch.zeros(1)])  # the first optimizer of a process imports PyTorch's compiler
+        import_partitioners()
 
 
 def prepare(run_config: Mapping[str, Any], clients: int) -> None:

@@ -6,7 +6,7 @@
                 --->  load_client(config, node, ...)  one client's examples
 
 The kind of examples is `ImageArrays`, `Texts`, `Numbers` or `LabelledNumbers`. A client's examples come from its own
-`data-path` (deployment), or are one partition of a named dataset (simulation). Partitions are those of flwr-datasets.
+`data-path` (deployment), or are one partition of a named dataset (simulation). Partitions are made by flwr-datasets.
 Everything is numpy; images are float32 in 0..1 and channel-first, and are normalised (`normalise`) and converted to
 tensors for training. All randomness derives from (`seed`, purpose, client), so that every process computes the same
 partition and the same split.

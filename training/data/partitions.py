@@ -1,30 +1,32 @@
-"""Partitions of a dataset among clients; drawn again until all conditions are met.
-
-They are those of flwr-datasets, index by index: the same random numbers, drawn in the same order. They are computed
-with arrays, so that a hundred thousand clients take a second, and not minutes.
-"""
+"""Partitions of a dataset among clients, by flwr-datasets; drawn again until all conditions are met."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import overload
+from contextlib import redirect_stderr
+from functools import cache, lru_cache
+from io import StringIO
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tepal.host.imports import import_when_used, uncollected
 from tepal.training.data.config import DataConfig, DataError
 from tepal.training.data.examples import AnySource, Indices, Numbers
 from tepal.training.data.splits import seed_sequence, shares
 
-# Number of seeds that are tried until a partition has the minimum size and every class. With each of them the Dirichlet
-# partitioner draws up to `_DRAWS` times, the pathological one once.
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from flwr_datasets.partitioner import Partitioner
+
+# Number of seeds that are tried until a partition has the minimum size and every class. With each of them Flower's
+# Dirichlet partitioner draws up to eleven times, the pathological one once.
 ATTEMPTS = {"iid": 1, "dirichlet": 20, "pathological": 100, "natural": 20}
 
 BY_LABEL = ("dirichlet", "pathological")
 """Partitioners that divide by class."""
-
-_DRAWS = 11
 
 
 class Parts(Sequence[Indices]):
@@ -58,9 +60,10 @@ class Parts(Sequence[Indices]):
         return Parts(pool[self.indices], self.sizes)
 
     @staticmethod
-    def by_owner(positions: Indices, owners: Indices, clients: int) -> Parts:
-        """The positions of each client, in their order; `owners` has the client of each position."""
-        return Parts(positions[np.argsort(owners, kind="stable")], np.bincount(owners, minlength=clients))
+    def joined(parts: Sequence[Sequence[int] | Indices]) -> Parts:
+        """These parts in one array."""
+        arrays = [np.asarray(part, np.int64) for part in parts]
+        return Parts(np.concatenate(arrays), np.array([*map(len, arrays)]))
 
 
 @lru_cache(maxsize=16)
@@ -100,8 +103,23 @@ def divide(source: AnySource, config: DataConfig, clients: int) -> Parts:
     )
 
 
+def import_partitioners() -> None:
+    """Import flwr-datasets, for half a second. Raises ImportError if it is not installed."""
+    # What it draws with takes as long to import as the rest.
+    import_when_used("flwr_datasets.visualization")
+    with uncollected():
+        import datasets  # noqa: F401
+        import flwr_datasets.partitioner  # noqa: F401
+
+
 def _check_possible(source: AnySource, config: DataConfig, clients: int, labels: NDArray[np.int64]) -> None:
-    """Raise DataError if no draw can meet the conditions."""
+    """Raise DataError if no draw can meet the conditions, or a package is missing."""
+    try:
+        import_partitioners()
+    except ImportError as error:
+        raise DataError(
+            f'dividing a dataset among clients needs flwr-datasets ({error}): pip install "tepal[simulation]"'
+        ) from error
     needed = clients * config.min_partition_size
     if needed > len(labels):
         raise DataError(
@@ -141,19 +159,22 @@ def _labels(source: AnySource, config: DataConfig) -> NDArray[np.int64]:
 
 def _groups(source: AnySource, clients: int, pool: Indices) -> Parts:
     """Return each group's positions in `pool`, in the order of the groups' names. Raises DataError."""
+    from flwr_datasets.partitioner import NaturalIdPartitioner
+
     if source.train.groups is None:
         raise DataError(
             f"{source.origin}: the natural partitioner divides by groups (writers, sites, domains), but this data "
             "has none: set group-column, or choose another partitioner"
         )
-    names, group_of = np.unique(source.train.groups[pool], return_inverse=True)
-    if len(names) < clients:
+    with redirect_stderr(StringIO()):  # a progress bar
+        groups = _divided(NaturalIdPartitioner("group"), group=source.train.groups[pool])
+    if len(groups) < clients:
         raise DataError(
             f"{source.origin}: {clients} clients, but the data has only "
-            f"{len(names)} groups, which are not divided: use at most as many clients as groups, "
+            f"{len(groups)} groups, which are not divided: use at most as many clients as groups, "
             "or another partitioner"
         )
-    return Parts.by_owner(np.arange(len(pool)), group_of, len(names))
+    return groups
 
 
 def deal(groups: Parts, config: DataConfig, clients: int, seed: int) -> tuple[Parts, str]:
@@ -164,100 +185,63 @@ def deal(groups: Parts, config: DataConfig, clients: int, seed: int) -> tuple[Pa
     """
     dealt = len(groups) > clients
     order = np.random.default_rng(seed).permutation(len(groups)) if dealt else np.arange(len(groups))
-    client_of = np.arange(len(order)) % clients
-    in_turn = order[np.argsort(client_of, kind="stable")]  # the first client's groups, then the second's, …
-    place = np.empty(len(groups), np.int64)
-    place[in_turn] = np.arange(len(groups))
-    positions = groups.indices[np.argsort(np.repeat(place, groups.sizes), kind="stable")]
-    sizes = np.zeros(clients, np.int64)
-    np.add.at(sizes, client_of, groups.sizes[order])
-    smallest = int(sizes.min())
-    return Parts(positions, sizes), f"a client had {smallest} examples" if smallest < config.min_partition_size else ""
+    parts = Parts.joined([
+        np.concatenate([groups[group] for group in order[client::clients]]) for client in range(clients)
+    ])
+    smallest = int(parts.sizes.min())
+    return parts, f"a client had {smallest} examples" if smallest < config.min_partition_size else ""
 
 
 def draw(labels: NDArray[np.int64], config: DataConfig, clients: int, seed: int) -> tuple[Parts, str]:
-    """Draw one partition.
+    """Draw one partition by flwr-datasets.
 
     Returns:
         Each client's positions in `labels`, and the condition that they violate, in words ("" for none).
     """
-    rng = np.random.default_rng(seed)
+    from flwr_datasets import partitioner as flower
+
+    partitioner: Partitioner
     if config.partitioner == "iid":
-        parts = Parts(np.arange(len(labels)), _even(len(labels), clients))
+        partitioner = flower.IidPartitioner(clients)
     elif config.partitioner == "dirichlet":
-        for _ in range(_DRAWS):
-            parts = _dirichlet(labels, config.dirichlet_alpha, clients, rng)
-            if parts.sizes.min() >= config.min_partition_size:
-                break
-        else:
-            return parts, "a client had too few examples"
-        _shuffle(parts, rng)
+        partitioner = flower.DirichletPartitioner(
+            clients, "label", config.dirichlet_alpha, config.min_partition_size, self_balancing=False, seed=seed
+        )
     else:
-        classes = np.unique(labels)
-        held = _classes_held(len(classes), config.classes_per_client, clients, rng)
-        needed, present = held.sum(0), np.bincount(np.searchsorted(classes, labels))
-        if (lacking := np.flatnonzero(needed > present)).size:
-            first = lacking[0]
-            return Parts(labels[:0], np.zeros(clients, np.int64)), (
-                f"class {classes[first]} was drawn by {needed[first]} clients and has {present[first]} examples"
-            )
-        parts = _pathological(labels, classes, held)
-        _shuffle(parts, rng)
+        # "first-deterministic" gives client i class i first, so that no class is left out once clients >= classes.
+        partitioner = flower.PathologicalPartitioner(
+            clients, "label", config.classes_per_client, class_assignment_mode="first-deterministic", seed=seed
+        )
+    try:
+        parts = _divided(partitioner, label=labels)
+    except ValueError as error:
+        # The Dirichlet partitioner fails after eleven draws, with a message that lacks the numbers.
+        return Parts.joined([[]]), "a client had too few examples" if config.partitioner == "dirichlet" else str(error)
     times = np.bincount(parts.indices, minlength=len(labels))
-    whole = bool((times == 1).all())
-    if not whole and len(unused := np.setdiff1d(labels[times == 0], labels[times > 0])):
+    if len(unused := np.setdiff1d(labels[times == 0], labels[times > 0])):
         return parts, f"no client had class {', '.join(map(str, unused))}"
     if (smallest := int(parts.sizes.min())) < config.min_partition_size:
         return parts, f"a client had {smallest} examples"
-    return parts, "" if whole else "not every example was at exactly one client"
+    if (times != 1).any():
+        return parts, "not every example was at exactly one client"
+    return parts, ""
 
 
-def _even(count: int, parts: int) -> NDArray[np.int64]:
-    """The sizes of parts of `count` that differ by one at most, the larger ones first."""
-    return np.full(parts, count // parts) + (np.arange(parts) < count % parts)
+def _divided(partitioner: Partitioner, **columns: NDArray[Any]) -> Parts:
+    """Return the positions in the columns' rows of all partitions. Raises ValueError if it cannot divide them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # one per repeated draw
+        partitioner.dataset = _positions().from_dict(columns)
+        return Parts.joined([partitioner.load_partition(number) for number in range(partitioner.num_partitions)])
 
 
-def _dirichlet(labels: NDArray[np.int64], alpha: float, clients: int, rng: np.random.Generator) -> Parts:
-    """Divide each class in proportions of a symmetric Dirichlet distribution."""
-    positions, owners = [], []
-    for label in np.unique(labels):
-        of_class = np.flatnonzero(labels == label)
-        shares_of = rng.dirichlet(np.full(clients, alpha))
-        ends = (np.cumsum(shares_of) * len(of_class)).astype(np.int64)[:-1]
-        positions.append(of_class)
-        owners.append(np.repeat(np.arange(clients), np.diff(ends, prepend=0, append=len(of_class))))
-    return Parts.by_owner(np.concatenate(positions), np.concatenate(owners), clients)
+@cache
+def _positions() -> type[Dataset]:
+    """Datasets of which a selection is its rows' positions: datasets of a hundred thousand clients take minutes."""
+    from datasets import Dataset
 
+    class Positions(Dataset):
+        def select(self, indices: Any, *_: Any, **__: Any) -> Any:
+            return indices
 
-def _classes_held(count: int, each: int, clients: int, rng: np.random.Generator) -> NDArray[np.bool_]:
-    """Which of `count` classes each client has (clients, classes): client i has class i, and further random ones.
-
-    So no class is left out if there are as many clients as classes.
-    """
-    held = np.zeros((clients, count), bool)
-    held[np.arange(clients), np.arange(clients) % count] = True
-    if each > 1:
-        for row in held:
-            left = each - 1
-            while left:
-                drawn = rng.integers(0, count)
-                left -= not row[drawn]
-                row[drawn] = True
-    return held
-
-
-def _pathological(labels: NDArray[np.int64], classes: NDArray[np.int64], held: NDArray[np.bool_]) -> Parts:
-    """Divide each class evenly among the clients that have it."""
-    positions, owners = [], []
-    for label, holders in zip(classes, held.T, strict=True):
-        if holders.any():
-            of_class, having = np.flatnonzero(labels == label), np.flatnonzero(holders)
-            positions.append(of_class)
-            owners.append(np.repeat(having, _even(len(of_class), len(having))))
-    return Parts.by_owner(np.concatenate(positions), np.concatenate(owners), len(held))
-
-
-def _shuffle(parts: Parts, rng: np.random.Generator) -> None:
-    """Shuffle each client's positions."""
-    for part in parts:
-        rng.shuffle(part)
+    return Positions

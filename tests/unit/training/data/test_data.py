@@ -424,6 +424,13 @@ def test_digits_without_scikit_learn_name_it(monkeypatch: pytest.MonkeyPatch) ->
         held_out(DataConfig())
 
 
+def test_dividing_without_flwr_datasets_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flwr_datasets.partitioner", None)
+    with pytest.raises(DataError, match=r'pip install "tepal\[simulation\]"'):
+        all_clients(DataConfig(), 2)
+    assert held_out(DataConfig()) is not None  # the server does not need it
+
+
 @pytest.mark.parametrize(
     ("config", "clients", "message"),
     [

@@ -1,6 +1,5 @@
-"""Partitions are those of flwr-datasets, index by index, and do not need it."""
+"""Partitions are those of flwr-datasets, index by index."""
 
-import sys
 import warnings
 
 import numpy as np
@@ -84,20 +83,6 @@ def test_groups_are_those_of_flwr_datasets_and_are_dealt_in_rotation(groups, cli
     assert [part.tolist() for part in dealt] == in_turn
 
 
-def test_a_class_that_more_clients_draw_than_there_are_examples_is_said():
-    labels = np.array([0] * 50 + [1, 1])
-    config = DataConfig(partitioner="pathological", classes_per_client=2, min_partition_size=1)
-    assert draw(labels, config, 5, 0)[1] == "class 1 was drawn by 5 clients and has 2 examples"
-
-
-def test_dividing_does_not_need_flwr_datasets(monkeypatch):
-    monkeypatch.setitem(sys.modules, "flwr_datasets", None)
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    source = source_of(np.arange(100) % 4, np.arange(100).astype(str))
-    for kind in ("iid", "dirichlet", "pathological", "natural"):
-        assert sum(map(len, divide(source, DataConfig(partitioner=kind, min_partition_size=2), 3))) == 80
-
-
 def test_the_parts_of_a_hundred_thousand_clients_are_views_of_one_array():
     parts = divide(source_of(np.zeros(300_000)), DataConfig(partitioner="iid", min_partition_size=2), 100_000)
     assert len(parts) == 100_000 and parts.indices.nbytes == 8 * 240_000
@@ -106,7 +91,7 @@ def test_the_parts_of_a_hundred_thousand_clients_are_views_of_one_array():
 
 
 def test_parts_are_a_sequence():
-    parts = Parts(np.arange(6), np.array([1, 0, 3, 2]))
+    parts = Parts.joined([[0], [], range(1, 4), np.array([4, 5])])
     expected = [[0], [], [1, 2, 3], [4, 5]]
     assert [part.tolist() for part in parts] == expected
     assert parts[-1].tolist() == [4, 5] and [part.tolist() for part in parts[1:3]] == expected[1:3]
