@@ -232,7 +232,7 @@ class InProcessGrid(Grid):
         raise NotImplementedError("make messages with flwr.app.Message(content, node_id, message_type)")
 
 
-class CrowdGrid(InProcessGrid):
+class PopulationGrid(InProcessGrid):
     """The simulated clients 0 … count - 1 of one app, of which a node exists only while it answers a message.
 
     A node is kept if its context has a state, which its next message needs.
@@ -265,8 +265,8 @@ class CrowdGrid(InProcessGrid):
         return tuple(NodeInfo(node_id=number + 1) for number in range(self._count))
 
     def add(self, node: Node) -> int:
-        """Not possible: a crowd has all its nodes from the start."""
-        raise NotImplementedError("a CrowdGrid has all its nodes from the start: use InProcessGrid")
+        """Not possible: all nodes exist from the start."""
+        raise NotImplementedError("a PopulationGrid has all its nodes from the start: use InProcessGrid")
 
     remove = add  # type: ignore[assignment]
 

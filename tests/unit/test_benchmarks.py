@@ -123,7 +123,7 @@ for turn in range(int(options.gr) + 1):
 
 
 def test_the_same_cohort_is_drawn_from_few_clients_and_from_many(figures):  # noqa: F811
-    found = figures("crowd.py", "--quick")
+    found = figures("population.py", "--quick")
     assert (found["of"], found["clients"]) == (40, 1500)
     for row in found["populations"].values():
         assert len(row["whole"]) == len(row["bytes"]) == 1 and len(row["rounds"]) == 2

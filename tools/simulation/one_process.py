@@ -42,7 +42,7 @@ import tepal.host
 from tepal.client_app.stacked import Gathering
 from tepal.host.files import replacing
 from tepal.host.flower.patches import SERVER_APP_RAISED
-from tepal.strategies.in_process import Answers, CrowdGrid
+from tepal.strategies.in_process import Answers, PopulationGrid
 
 tepal.host.__path__.append(str(Path(__file__).parents[2] / "host"))  # an app's own `tepal` does not have these:
 from tepal.host.allocator import keep_freed_memory
@@ -118,7 +118,7 @@ def _run(app: LoadedApp, config: Mapping[str, Any], clients: int, at_once: int, 
     """Run the ServerApp in this process; `answer` runs the clients."""
     stacked = _stacked(config)
     how: dict[str, Any] = {"at_once": stacked, "gathering": Gathering} if stacked > 1 else {"at_once": at_once}
-    with CrowdGrid(answer, clients, config, **how) as grid:
+    with PopulationGrid(answer, clients, config, **how) as grid:
         app.server_app(grid, Context(1, 0, {}, RecordDict(), dict(config)))
 
 

@@ -18,7 +18,7 @@ from tepal.host.superlink import EndedRun, Listener, RunError
 from tepal.host.toml import Value
 from tepal.server_app.run import run
 from tepal.strategies import RoundFailed
-from tepal.strategies.in_process import CrowdGrid
+from tepal.strategies.in_process import PopulationGrid
 
 _log = logging.getLogger("flwr")
 _FORMAT = "%(levelname)s : %(message)s"
@@ -59,7 +59,7 @@ class ThisProcess:
         with (
             _logged(log, lambda line: tell("log", line)),
             _surroundings(self.cache),
-            CrowdGrid(self._app, self._clients, run_config) as grid,
+            PopulationGrid(self._app, self._clients, run_config) as grid,
         ):
             try:
                 run(grid, run_config)

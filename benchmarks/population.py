@@ -1,6 +1,6 @@
 """Seconds and memory of a simulation whose cohorts are drawn from 100,000 clients, and from 1,000.
 
-    python benchmarks/crowd.py [--clients 100000] [--of 1000] [--cohort 100] [--rounds 20] [--runs 3] [--quick]
+    python benchmarks/population.py [--clients 100000] [--of 1000] [--cohort 100] [--rounds 20] [--runs 3] [--quick]
 
 `tepal simulate` as a command: FedAvg, Flower's quickstart CNN, 20 images of 28x28 pixels for each client (of 100,000
 clients a .npz file of 1.6 GB), one epoch; no client scores. The runs are taken in turn. Seconds are those of the whole

@@ -1,4 +1,4 @@
-"""A crowd of simulated clients: each exists while it answers, and introduces itself when it is drawn first."""
+"""A population of simulated clients: each exists while it answers, and introduces itself when it is drawn first."""
 
 import zlib
 from collections import Counter
@@ -13,7 +13,7 @@ from tepal.exchange import PartialExchange, received
 from tepal.exchange.manifest import Manifest
 from tepal.exchange.mod import own_name
 from tepal.strategies import FedAvg, FedEnsemble, in_process, join_modes
-from tepal.strategies.in_process import CrowdGrid, InProcessGrid, Node
+from tepal.strategies.in_process import PopulationGrid, InProcessGrid, Node
 from tepal.strategies.rounds import cohort
 from tepal.strategies.rounds.checkpoint import Checkpoints
 from tepal.strategies.rounds.cohort import Cohorts, Rules
@@ -53,8 +53,8 @@ def app_of(introduced=None, able=lambda number: True):
     return app
 
 
-def crowd(app, count):
-    return CrowdGrid(app, count, {"seed": 0})
+def population(app, count):
+    return PopulationGrid(app, count, {"seed": 0})
 
 
 def nodes(app, count):
@@ -82,7 +82,7 @@ def few(monkeypatch):
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_run_of_few_is_that_of_nodes_which_all_exist(deterministic):
     introduced, others = [], []
-    ours, reports = run(crowd(app_of(introduced), 60), deterministic=deterministic)
+    ours, reports = run(population(app_of(introduced), 60), deterministic=deterministic)
     theirs, expected = run(nodes(app_of(others), 60), deterministic=deterministic)
     assert ours == theirs and cohorts(reports) == cohorts(expected)
     assert sorted(introduced) == sorted(others) == list(range(60))
@@ -92,7 +92,7 @@ def test_a_run_of_few_is_that_of_nodes_which_all_exist(deterministic):
 
 def test_of_very_many_only_those_that_are_drawn_introduce_themselves_and_the_run_is_the_same(few):
     introduced, others = [], []
-    ours, reports = run(crowd(app_of(introduced), 200), rounds=12)
+    ours, reports = run(population(app_of(introduced), 200), rounds=12)
     theirs, expected = run(nodes(app_of(others), 200), rounds=12, deterministic=True)  # all before the first round
     assert ours == theirs and cohorts(reports) == cohorts(expected)
     drawn = {int(name.removeprefix("client-")) for report in reports for name in report.asked}
@@ -102,7 +102,7 @@ def test_of_very_many_only_those_that_are_drawn_introduce_themselves_and_the_run
 
 def test_cohorts_are_drawn_from_all_from_the_first_round_on(few):
     """Each of 400 clients is as likely as any other to be in the first cohort, of a tenth."""
-    times, grid = Counter(), crowd(app_of(), 400)
+    times, grid = Counter(), population(app_of(), 400)
     for seed in range(60):
         rules = Rules(fraction_train=0.1, seed=seed)
         cohorts = Cohorts(rules, grid.get_nodes, ClientLedger(), expected=grid.expected_names)
@@ -125,7 +125,7 @@ def test_a_node_exists_while_it_answers_or_has_a_state(few, monkeypatch):
             super().__init__(*args, **options)
 
     monkeypatch.setattr(in_process, "Node", Counted)
-    grid = crowd(app_of(), 5000)
+    grid = population(app_of(), 5000)
     assert not made
     _, reports = run(grid, rounds=3, fraction_train=0.004)
     drawn = {name for report in reports for name in report.asked}
@@ -136,14 +136,14 @@ def test_a_node_exists_while_it_answers_or_has_a_state(few, monkeypatch):
 def test_the_nodes_are_listed_and_compared_once(few, monkeypatch):
     made = []
     monkeypatch.setattr(in_process, "NodeInfo", lambda **fields: made.append(fields) or NodeInfo(**fields))
-    run(crowd(app_of(), 300), rounds=5)
+    run(population(app_of(), 300), rounds=5)
     assert len(made) == 300
 
 
 def test_a_client_that_cannot_take_part_is_left_out_from_then_on(few):
     introduced = []
     able = lambda number: number % 4 != 0  # noqa: E731
-    _, reports = run(crowd(app_of(introduced, able), 100), rounds=15)
+    _, reports = run(population(app_of(introduced, able), 100), rounds=15)
     assert len(introduced) == len(set(introduced)), "nobody is asked twice"
     assert any(number % 4 == 0 for number in introduced)
     assert all(able(int(name.removeprefix("client-"))) for report in reports for name in report.asked)
@@ -155,28 +155,28 @@ def test_a_client_that_cannot_take_part_is_left_out_from_then_on(few):
 def test_if_nobody_can_take_part_the_round_fails_and_says_why(few):
     introduced = []
     with pytest.raises(RoundFailed, match=r"fewer than min_replies=1 good replies in 3 attempts.*it has no examples"):
-        run(crowd(app_of(introduced, lambda number: False), 100))
+        run(population(app_of(introduced, lambda number: False), 100))
     assert len(introduced) == 10 + 9 + 8, "a tenth of those that are left"
 
 
 def test_clients_that_score_introduce_themselves_too(few):
     introduced = []
-    _, reports = run(crowd(app_of(introduced), 200), rounds=2, fraction_evaluate=0.05)
+    _, reports = run(population(app_of(introduced), 200), rounds=2, fraction_evaluate=0.05)
     assert len(introduced) == len(set(introduced)) and 40 < len(introduced) <= 60
     assert "received-loss" in reports[-1].evaluate_metrics
 
 
 def test_a_method_that_gives_each_client_a_stratum_has_all_of_them(few):
     options = {"strategy": FedEnsemble, "modes": 2, "start": join_modes([START, START]), "deterministic": True}
-    ours, reports = run(crowd(app_of(), 120), **options)
+    ours, reports = run(population(app_of(), 120), **options)
     theirs, expected = run(nodes(app_of(), 120), **options)
     assert ours == theirs and cohorts(reports) == cohorts(expected)
 
 
 def test_a_run_that_is_resumed_goes_on_as_if_it_had_not_stopped(few, tmp_path):
-    whole, _ = run(crowd(app_of(), 150), rounds=4, checkpoints=tmp_path / "a", deterministic=True)
+    whole, _ = run(population(app_of(), 150), rounds=4, checkpoints=tmp_path / "a", deterministic=True)
     introduced = []
-    grid = crowd(app_of(introduced), 150)
+    grid = population(app_of(introduced), 150)
     run(grid, rounds=2, checkpoints=tmp_path / "b", deterministic=True)
     assert len(Checkpoints(tmp_path / "b").latest().clients) == len(introduced) < 50, "not all names"
     resumed, reports = run(grid, rounds=4, checkpoints=tmp_path / "b", resume=True, deterministic=True)
@@ -184,7 +184,7 @@ def test_a_run_that_is_resumed_goes_on_as_if_it_had_not_stopped(few, tmp_path):
 
 
 def test_an_introduction_is_sent_to_nobody_that_is_known(few):
-    class Watched(CrowdGrid):
+    class Watched(PopulationGrid):
         def push_messages(self, messages):
             messages = list(messages)
             plans = [Manifest.from_content(message.content).plan for message in messages]
@@ -196,8 +196,8 @@ def test_an_introduction_is_sent_to_nobody_that_is_known(few):
     assert len(asked) <= 40 and max(asked) < 30
 
 
-def test_a_crowd_has_all_its_nodes_from_the_start():
-    grid = crowd(app_of(), 3)
+def test_all_nodes_exist_from_the_start():
+    grid = population(app_of(), 3)
     assert grid.get_node_ids() == [1, 2, 3] and len(grid.get_nodes()) == 3
     assert dict(grid.expected_names) == {"client-0": 1, "client-1": 2, "client-2": 3}
     with pytest.raises(NotImplementedError, match="use InProcessGrid"):
