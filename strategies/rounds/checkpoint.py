@@ -69,7 +69,8 @@ class Checkpoint:
     standing: Mapping[str, Any] = field(default_factory=dict)
     """`failures`: client → exchanges in a row without a good reply; `until`: client → round of its next plan; `sizes`:
     client → number of examples of its last reply, of clients whose introduction says none; `proofs`: client → digest of
-    its secret; `norms`: of updates, see `UpdateNorms`. Earlier versions have the first two only."""
+    its secret; `refused`: client that is not drawn again → reason; `norms`: of updates, see `UpdateNorms`. Earlier
+    versions have the first two only."""
     clients: Names = ()
     """The available clients of the round."""
     history: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)

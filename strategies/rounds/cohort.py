@@ -6,6 +6,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from logging import getLogger
 from typing import Any
 
@@ -134,6 +135,8 @@ class Cohorts:
                 self._nodes.update(self._list_nodes())
             except Exception as error:  # a SuperLink that is busy or starting; it is asked again until the deadline
                 log.warning("The SuperLink does not list its nodes: %s", error)
+            if self._when_drawn():
+                self._nodes.refuse(self._ledger.refused)  # of a resumed run
             silent_too = len(self._candidates()) < needed and time.monotonic() >= ask_again
             if asked := self._to_ask(report.round, silent_too=silent_too):
                 unanswered = self._introduce(asked, report, settings, min(timeout, _INTRODUCTION), send)
@@ -154,9 +157,10 @@ class Cohorts:
             # An app's first start may take longer than a round.
             longest = max(timeout, _INTRODUCTION) if unanswered else timeout
             too_late = time.monotonic() > begun + longest
-            # While one of them can take part, others may still connect: a single node cannot end the run.
-            none_can = needed <= len(refusals) == self._nodes.connected()
-            if none_can or (too_late and available < needed <= available + len(refusals)):
+            # While one of them can take part, others may still connect: a single node cannot end the run. Of clients
+            # that are all expected, no others can.
+            all_said = len(refusals) + (available if self._expected else 0) == self._nodes.connected()
+            if (all_said or too_late) and available < needed <= available + len(refusals):
                 raise RoundFailed(
                     f"only {available} of {available + len(refusals)} clients can take part; {needed} are needed "
                     f"({needed_by}). The others report: {refuse}"
@@ -179,7 +183,8 @@ class Cohorts:
     def draw(self, fraction: float, report: RoundReport, attempt: int, action: str) -> Draw:
         """The clients from which an attempt at a round draws its cohort, and the generator that it draws with."""
         available = self._candidates()
-        left_out = self._ledger.left_out(self._nodes.node_of(), report.round)
+        # Clients that have not introduced themselves since the run was resumed may have failed before.
+        left_out = self._ledger.left_out(self._nodes if self._when_drawn() else self._nodes.node_of(), report.round)
         if len(available) - len(left_out) < self.rules.min_replies:
             left_out = []  # too few are left without them
         out = set(left_out)
@@ -190,7 +195,7 @@ class Cohorts:
         rng = np.random.default_rng([self.rules.seed, report.round, attempt, zlib.crc32(action.encode())])
         return Draw(names, size, rng, left_out)
 
-    def meet(
+    def introduce(
         self, cohort: Sequence[str], report: RoundReport, settings: Mapping[str, Any], timeout: float, send: Send
     ) -> Sequence[str]:
         """Let the clients of a cohort introduce themselves that have not. Returns those that can take part."""
@@ -207,6 +212,10 @@ class Cohorts:
     def _when_drawn(self) -> bool:
         """Whether clients introduce themselves when they are drawn: there are very many, and their names are known."""
         return bool(self._expected) and self._nodes.connected() > self._most()
+
+    @cached_property
+    def _expected_at(self) -> Mapping[int, str]:
+        return {node_id: name for name, node_id in self._expected.items()}
 
     def _to_ask(self, round: int, *, silent_too: bool) -> dict[int, str]:
         """The nodes that introduce themselves before a cohort is drawn: id → registered name or ""."""
@@ -257,6 +266,8 @@ class Cohorts:
             {node_id: reply.proof for node_id, reply in introduced.items()},
             self._ledger.proofs,
         )
+        if refused and self._when_drawn():
+            self._ledger.refused.update((self._expected_at[node_id], reason) for node_id, reason in refused.items())
         for node_id, name in names.items():
             reply = introduced[node_id]
             self._ledger.cached(name, reply.holds if reply.client == name else ())

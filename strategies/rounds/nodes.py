@@ -25,11 +25,12 @@ class Nodes:
     wait for it every time, and at once if there are too few others.
 
     Args:
-        expected: name → node id of clients whose names are known before they introduce themselves.
+        expected: name → node id of clients whose names are known before they introduce themselves. Each of these names
+            belongs to its node.
     """
 
     def __init__(self, expected: Mapping[str, int] | None = None) -> None:
-        self._expected = expected or {}
+        self._expected = dict(sorted((expected or {}).items()))
         self._listed: Iterable[NodeInfo] = ()
         self._candidates: Sequence[str] | None = None  # sorted; None: must be computed
         self._sessions: dict[int, tuple[str, str]] = {}  # node id → (when it was last activated, registered name)
@@ -65,28 +66,37 @@ class Nodes:
 
         With more than `most`, that many are drawn at random; the others follow in later calls.
         """
-        chosen = [*self._new, *(node_id for node_id, due in self._silent.items() if silent_too or due <= round)]
+        chosen = [*self._new, *self._due(round, all_of_them=silent_too)]
         if most is not None and len(chosen) > most:
             chosen = Random(round).sample(chosen, most)
-        for node_id in chosen:
-            self._new.pop(node_id, None)
-            self._silent.pop(node_id, None)
-        return [(node_id, self._sessions[node_id][1]) for node_id in chosen]
+        return self._taken(chosen)
 
     def take(self, clients: Iterable[str]) -> list[tuple[int, str]]:
         """As `take_new`, of these clients."""
-        chosen = [node_id for client in clients if (node_id := self._expected.get(client)) in self._new]
-        for node_id in chosen:
-            del self._new[node_id]
-        return [(node_id, self._sessions[node_id][1]) for node_id in chosen]
+        return self._taken([node_id for client in clients if (node_id := self._expected.get(client)) in self._new])
 
     def take_silent(self, round: int, *, all_of_them: bool) -> list[tuple[int, str]]:
         """As `take_new`, of silent nodes only."""
-        chosen = [node_id for node_id, due in self._silent.items() if all_of_them or due <= round]
+        return self._taken(self._due(round, all_of_them=all_of_them))
+
+    def _due(self, round: int, *, all_of_them: bool) -> list[int]:
+        """The silent nodes that are asked again now."""
+        return [node_id for node_id, due in self._silent.items() if all_of_them or due <= round]
+
+    def _taken(self, chosen: Sequence[int]) -> list[tuple[int, str]]:
         for node_id in chosen:
-            del self._silent[node_id]
-        self._candidates = None if chosen else self._candidates
+            self._new.pop(node_id, None)
+            if self._silent.pop(node_id, None) is not None:
+                self._candidates = None  # it is one if it answers now
         return [(node_id, self._sessions[node_id][1]) for node_id in chosen]
+
+    def refuse(self, clients: Mapping[str, str]) -> None:
+        """Enter expected clients that were refused before the run was resumed: name → reason. They are not new."""
+        for client, reason in clients.items():
+            if (node_id := self._expected.get(client, -1)) in self._new:
+                del self._new[node_id]
+                self._refused[node_id] = reason
+                self._candidates = None
 
     def renew(self, client: str) -> None:
         """Let an available client introduce itself again: what it said of itself is no longer true."""
@@ -110,10 +120,10 @@ class Nodes:
     ) -> dict[int, str]:
         """Enter the results of introductions.
 
-        A name belongs to the node whose key is registered under it; otherwise, for the whole run, to its first holder,
-        which proves by its secret that it is the same when it comes back as another node. So do names that a reader
-        would take for it. Others are called `<name>@<node id>`. A node that introduces itself again keeps the name that
-        it has.
+        A name belongs to the node whose key is registered under it, or that is expected under it; otherwise, for the
+        whole run, to its first holder, which proves by its secret that it is the same when it comes back as another
+        node. So do names that a reader would take for it. Others are called `<name>@<node id>`. A node that introduces
+        itself again keeps the name that it has.
 
         Args:
             introduced: node id → the client's name.
@@ -152,7 +162,8 @@ class Nodes:
                 self._unname(other)
             if name in self._met and name not in self._again:
                 log.info("%s is back, as node %d.", name, node_id)
-            holders[name] = holders.get(name) or proof
+            if name not in self._expected:
+                holders[name] = holders.get(name) or proof
             self._looks.setdefault(name_key(name), name)
             self._names[node_id] = self._kept[node_id] = names[node_id] = name
             self._node_of[name] = node_id
@@ -182,7 +193,7 @@ class Nodes:
         other = self._node_of.get(name)
         if other in settled or (other is not None and self._sessions[other][1] == name):
             return False
-        if self._sessions[node_id][1] == name:
+        if self._sessions[node_id][1] == name or self._expected.get(name) == node_id:
             return True
         if other is None and self._kept.get(node_id) == name:
             return True
@@ -215,9 +226,14 @@ class Nodes:
     def candidates(self) -> Sequence[str]:
         """Names of the available clients, and of those that are expected and have not introduced themselves; sorted."""
         if self._candidates is None:
-            expected = (name for name, node_id in self._expected.items() if node_id in self._new)
-            self._candidates = tuple(sorted({*self._node_of, *expected}))
+            # The expected names are sorted already, so that sorting takes one pass.
+            expected = filter(self.__contains__, self._expected)
+            self._candidates = tuple(sorted(dict.fromkeys([*expected, *self._node_of])))
         return self._candidates
+
+    def __contains__(self, client: object) -> bool:
+        """Whether a client is one of the candidates."""
+        return client in self._node_of or self._expected.get(client) in self._new  # type: ignore[call-overload]
 
     def node_of(self) -> Mapping[str, int]:
         """Name → node id of the available clients."""

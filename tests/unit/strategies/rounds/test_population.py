@@ -1,5 +1,6 @@
 """A population of simulated clients: each exists while it answers, and introduces itself when it is drawn first."""
 
+import shutil
 import zlib
 from collections import Counter
 
@@ -10,10 +11,11 @@ from flwr.clientapp import ClientApp
 from flwr.proto.node_pb2 import NodeInfo
 
 from tepal.exchange import PartialExchange, received
+from tepal.exchange.cache import default_root
 from tepal.exchange.manifest import Manifest
 from tepal.exchange.mod import own_name
-from tepal.strategies import FedAvg, FedEnsemble, in_process, join_modes
-from tepal.strategies.in_process import PopulationGrid, InProcessGrid, Node
+from tepal.strategies import FedACS, FedAvg, FedEnsemble, in_process, join_modes
+from tepal.strategies.in_process import InProcessGrid, Node, PopulationGrid
 from tepal.strategies.rounds import cohort
 from tepal.strategies.rounds.checkpoint import Checkpoints
 from tepal.strategies.rounds.cohort import Cohorts, Rules
@@ -149,14 +151,46 @@ def test_a_client_that_cannot_take_part_is_left_out_from_then_on(few):
     assert all(able(int(name.removeprefix("client-"))) for report in reports for name in report.asked)
     refused = [reason for report in reports for _, reason in report.refused]
     assert refused and set(refused) == {"it has no examples"}
-    assert all(5 <= len(report.replied) <= 10 for report in reports)
+    known = np.cumsum([0, *(len(report.refused) for report in reports)])
+    assert [len(report.replied) for report in reports] == [int(0.1 * (100 - n)) for n in known[:-1]]
 
 
-def test_if_nobody_can_take_part_the_round_fails_and_says_why(few):
+def test_clients_that_cannot_take_part_are_replaced_in_the_same_round(few):
+    app = app_of(able=lambda number: number % 10 != 0)
+    _, reports = run(population(app, 400), fraction_train=0.05, min_replies=20)
+    assert [len(report.replied) for report in reports] == [20] * 4
+    assert [len(report.refused) for report in reports] == [0, 3, 0, 1]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_few_that_can_take_part_are_found_among_very_many(few, seed):
+    _, reports = run(population(app_of(able=lambda number: number % 10 == 0), 100), fraction_train=0.05, seed=seed)
+    assert all(report.replied for report in reports)
     introduced = []
-    with pytest.raises(RoundFailed, match=r"fewer than min_replies=1 good replies in 3 attempts.*it has no examples"):
+    app = app_of(introduced, lambda number: number in (7, 70, 90))
+    _, reports = run(population(app, 100), rounds=2, fraction_train=0.05, min_replies=3, seed=seed)
+    assert [sorted(report.replied) for report in reports] == [["client-7", "client-70", "client-90"]] * 2
+    assert len(introduced) == len(set(introduced)) <= 100
+
+
+def test_replacements_are_drawn_uniformly(few):
+    """Each of 90 clients that can take part is as likely as any other to be in the first cohort of ten."""
+    times = Counter()
+    for seed in range(60):
+        _, reports = run(population(app_of(able=lambda number: number % 10 != 0), 100), rounds=1, seed=seed)
+        times.update(reports[0].replied)
+    counts = np.array([times[f"client-{number}"] for number in range(100) if number % 10])
+    assert counts.sum() == 600
+    assert 0.7 < counts.var() / (60 * 1 / 9 * 8 / 9) < 1.3
+
+
+def test_if_too_few_can_take_part_the_run_ends_at_once_and_says_why(few):
+    introduced = []
+    with pytest.raises(RoundFailed, match=r"only 0 of 100 clients can take part; 2 are needed.*it has no examples"):
         run(population(app_of(introduced, lambda number: False), 100))
-    assert len(introduced) == 10 + 9 + 8, "a tenth of those that are left"
+    assert sorted(introduced) == list(range(100))
+    with pytest.raises(RoundFailed, match=r"only 3 of 100 clients can take part; 5 are needed"):
+        run(population(app_of(able=lambda number: number < 3), 100), min_replies=5)
 
 
 def test_clients_that_score_introduce_themselves_too(few):
@@ -164,6 +198,13 @@ def test_clients_that_score_introduce_themselves_too(few):
     _, reports = run(population(app_of(introduced), 200), rounds=2, fraction_evaluate=0.05)
     assert len(introduced) == len(set(introduced)) and 40 < len(introduced) <= 60
     assert "received-loss" in reports[-1].evaluate_metrics
+
+
+def test_only_clients_that_have_a_model_to_score_introduce_themselves(few):
+    introduced = []
+    _, reports = run(population(app_of(introduced), 300), strategy=FedACS, fraction_train=0.02, fraction_evaluate=0.5)
+    assert set(introduced) == {int(name.removeprefix("client-")) for report in reports for name in report.clients}
+    assert len(introduced) == len(set(introduced)) <= 4 * 6, "only those that were drawn to train"
 
 
 def test_a_method_that_gives_each_client_a_stratum_has_all_of_them(few):
@@ -181,6 +222,53 @@ def test_a_run_that_is_resumed_goes_on_as_if_it_had_not_stopped(few, tmp_path):
     assert len(Checkpoints(tmp_path / "b").latest().clients) == len(introduced) < 50, "not all names"
     resumed, reports = run(grid, rounds=4, checkpoints=tmp_path / "b", resume=True, deterministic=True)
     assert resumed == whole and [report.round for report in reports] == [3, 4]
+
+
+def failing_app(number_fails):
+    app = ClientApp(mods=[PartialExchange(lambda msg, context: {"num-examples": 3})])
+
+    @app.train()
+    def train(msg, context):
+        number = int(context.node_config["partition-id"])
+        if number_fails(number):
+            raise RuntimeError("out of memory")
+        arrays = ArrayRecord({"w": Array(np.full(3, float(number)))})
+        return Message(RecordDict({"arrays": arrays, "metrics": MetricRecord({"num-examples": 3})}), reply_to=msg)
+
+    return app
+
+
+@pytest.mark.parametrize(
+    ("make", "rounds", "fraction"),
+    [
+        (lambda introduced: app_of(introduced, lambda number: number % 4 != 0), (3, 6), 0.1),
+        (lambda introduced: failing_app(lambda number: number % 3 == 0), (8, 11), 0.5),
+    ],
+    ids=["some cannot take part", "some fail again and again"],
+)
+def test_a_resumed_run_draws_the_same_cohorts(few, tmp_path, make, rounds, fraction):
+    options = {"deterministic": True, "fraction_train": fraction}
+    whole, expected = run(population(make(None), 60), rounds[1], checkpoints=tmp_path / "a", **options)
+    run(population(make(None), 60), rounds[0], checkpoints=tmp_path / "b", **options)
+    refused = Checkpoints(tmp_path / "b").latest().standing["refused"]
+    introduced = []
+    grid = population(make(introduced), 60)
+    resumed, reports = run(grid, rounds[1], checkpoints=tmp_path / "b", resume=True, **options)
+    assert cohorts(reports) == cohorts(expected)[rounds[0] :] and resumed == whole
+    assert [report.left_out for report in reports] == [report.left_out for report in expected[rounds[0] :]]
+    assert not {f"client-{number}" for number in introduced} & set(refused), "nobody is asked again"
+
+
+def test_clients_keep_their_names_if_their_caches_are_lost(few, tmp_path):
+    options = {"deterministic": True, "fraction_train": 0.2}
+    _, expected = run(population(app_of(), 50), 22, checkpoints=tmp_path / "a", **options)
+    run(population(app_of(), 50), 20, checkpoints=tmp_path / "b", **options)
+    shutil.rmtree(default_root())
+    grid = population(app_of(), 50)
+    _, reports = run(grid, 22, checkpoints=tmp_path / "b", resume=True, **options)
+    assert cohorts(reports) == cohorts(expected)[20:]
+    assert [len(report.replied) for report in reports] == [10, 10]
+    assert not Checkpoints(tmp_path / "b").latest().standing["proofs"], "they need no proof of who they are"
 
 
 def test_an_introduction_is_sent_to_nobody_that_is_known(few):
