@@ -198,7 +198,7 @@ def simulation(figures: Mapping[str, Any]) -> Iterable[Row]:
         yield compared(what, row["some"], other, row["all"], "ms", "≤ 1.1", scale=1e3, faster=False)
 
 
-def population(figures: Mapping[str, Any]) -> Iterable[Row]:
+def very_many(figures: Mapping[str, Any]) -> Iterable[Row]:
     large, small = (figures["populations"][str(figures[name])] for name in ("clients", "of"))
     what, other = f"{figures['cohort']} of {figures['clients']:,} clients", f"of {figures['of']:,} clients"
     whole = f"{what}: {figures['rounds']} rounds with start and end"
@@ -314,7 +314,7 @@ TOPICS: Mapping[str, Topic] = {
         "Few clients of many", "simulation.py", simulation, ("--only", "population", "--model", "small-cnn"),
         ("--quick", "--only", "population", "--model", "small-cnn"),
     ),
-    "population": Topic("Few clients of very many", "population.py", population),
+    "very-many": Topic("Few clients of very many", "population.py", very_many),
     "pfllib": Topic("Simulation, compared with PFLlib", "pfllib.py", pfllib),
     "mixing": Topic(
         "FedACS's similarities and mixtures", "mixing.py", mixing,

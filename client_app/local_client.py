@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from flwr.app import Context, Message
@@ -106,7 +105,9 @@ class LocalClient:
         The number of examples in each class is sent for partitions of the run's dataset, never for a site's own data.
         """
         if (found := received(msg)) is not None:
-            here = _layout(self.model)
+            if _of_thread.layout is None:
+                _of_thread.layout = layout_of(self.model)
+            here: Layout = _of_thread.layout
             if different := found.layout.difference(here, mine="the server's", others="this client's"):
                 built = ", ".join(f"{key}={size}" for key, size in written_sizes(self.sizes).items())
                 raise ValueError(
@@ -141,7 +142,6 @@ class _Loaded:
 
 
 _MOST_LOADED = 2 * 2**30  # bytes of clients' examples that a process keeps: it may serve many clients
-_MOST_OF_MORE = 2**28  # where the examples of all clients are more than that: few would be found when they train again
 
 
 class _Examples(dict[str, _Loaded]):
@@ -151,11 +151,10 @@ class _Examples(dict[str, _Loaded]):
         super().__init__()
         self._nbytes = 0
 
-    def keep(self, key: str, found: _Loaded, clients: int) -> None:
-        """Keep these in place of earlier ones; they are one of so many clients' parts of a dataset."""
-        most = _MOST_LOADED if found.nbytes * clients <= _MOST_LOADED else min(_MOST_LOADED, _MOST_OF_MORE)
+    def keep(self, key: str, found: _Loaded) -> None:
+        """Keep these in place of earlier ones."""
         self._drop(key)
-        while self and self._nbytes + found.nbytes > most:
+        while self and self._nbytes + found.nbytes > _MOST_LOADED:
             self._drop(next(iter(self)))
         self[key] = found
         self._nbytes += found.nbytes
@@ -166,7 +165,6 @@ class _Examples(dict[str, _Loaded]):
 
 
 _loaded = _Examples()
-_layouts: WeakKeyDictionary[nn.Module, Layout] = WeakKeyDictionary()
 _loading = threading.Lock()  # the threads share loaded data and do not load it twice
 _of_thread = threading.local()
 
@@ -182,21 +180,14 @@ def _load(config: InputConfig, node_config: Mapping[str, Any], name: str, run: s
     stamp = own_stamp(node_config) if "data-path" in node_config else _dataset_stamp(run, config)
     with _loading:
         if key not in _loaded or (stamp and stamp != _loaded[key].stamp):
-            data = client_inputs(config, node_config, client=name)
+            data = client_inputs(config, node_config, client=name, stamped=stamp)
             tensors = tuple(
                 torch.from_numpy(array)
                 for array in (data.train.values, data.train.labels, data.test.values, data.test.labels)
             )
             found = _Loaded(data, tensors, stamp)  # type: ignore[arg-type]
-            _loaded.keep(key, found, 1 if "data-path" in node_config else int(node_config.get("num-partitions", 1)))
+            _loaded.keep(key, found)
         return _loaded[key]
-
-
-def _layout(model: nn.Module) -> Layout:
-    """The layout of a thread's model, which is found once and not for each client that introduces itself."""
-    if (found := _layouts.get(model)) is None:
-        found = _layouts[model] = layout_of(model)
-    return found
 
 
 def _model(name: str, sizes: tuple[tuple[str, Any], ...], device: torch.device) -> nn.Module:
@@ -205,6 +196,7 @@ def _model(name: str, sizes: tuple[tuple[str, Any], ...], device: torch.device) 
             model: Any = models.build(name, **dict(sizes), seed=0)
         # Convolutions are 20 % faster with this format on a CPU; it does not affect other layers.
         _of_thread.model = model.to(device, memory_format=torch.channels_last)
+        _of_thread.layout = None  # found at the first introduction, for all clients of the thread
         _of_thread.built = name, sizes, device
     found: nn.Module = _of_thread.model
     return found

@@ -257,7 +257,7 @@ class PopulationGrid(InProcessGrid):
         return [node.node_id for node in self.get_nodes()]
 
     def get_nodes(self) -> tuple[NodeInfo, ...]:  # type: ignore[override]
-        """The same tuple again and again: whoever has read it need not compare it with what he knows."""
+        """The same tuple at every call, so that a caller need not compare it with the one before."""
         return self._listed
 
     @cached_property

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import struct
-import weakref
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ class StoredArray:
     """An array of bytes in a .npz file, (n, …), of which rows are read when they are indexed.
 
     Args:
-        path: the file, which must stay as it is.
+        path: the file, which must stay as it is. It is not mapped into memory: pages that were touched would count as
+            memory of the process, and a file that is cut off would end it.
         offset: where the array begins in it.
         shape: (n, …), as it is stored.
         channels: where an image's channels are in the file: "first", "last", or "none" for one that is not stored. They
@@ -40,9 +42,7 @@ class StoredArray:
 
     def __init__(self, path: Path, offset: int, shape: tuple[int, ...], channels: str = "first") -> None:
         self._path, self._offset, self._stored, self._channels = path, offset, shape, channels
-        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        weakref.finalize(self, os.close, self._file)
-        self._state = self._now()
+        self._state = _state(path.stat())
         self.shape: tuple[int, ...] = (shape[0], *self._viewed(np.empty((0, *shape[1:]), np.uint8)).shape[1:])
         self.ndim, self.size = len(self.shape), int(np.prod(self.shape))
 
@@ -54,32 +54,53 @@ class StoredArray:
         return StoredArray(self._path, self._offset, self._stored, where)
 
     def __getitem__(self, rows: ArrayLike | slice) -> NDArray[np.uint8]:
-        """Return the rows with these numbers. Raises DataError if the file has been changed."""
-        numbers = np.arange(len(self))[rows] if isinstance(rows, slice) else self._numbers(np.asarray(rows, np.int64))
+        """Return the rows of a slice, or those with these numbers (n,).
+
+        Raises DataError if the file has been changed or replaced, TypeError for any other index.
+        """
+        numbers = np.arange(len(self))[rows] if isinstance(rows, slice) else self._numbers(np.asarray(rows))
         nbytes = self.size // max(len(self), 1)
         read = np.empty((len(numbers), nbytes), np.uint8)
         ends = np.flatnonzero(np.diff(numbers, append=-1) != 1) + 1  # of rows that follow each other in the file
         begin = 0
-        for end in ends.tolist():
-            self._read(read[begin:end].reshape(-1).data, self._offset + int(numbers[begin]) * nbytes)
-            begin = end
-        if self._now() != self._state:
-            self._changed()
+        with self._opened() as file:
+            for end in ends.tolist():
+                self._read(file, read[begin:end].reshape(-1).data, self._offset + int(numbers[begin]) * nbytes)
+                begin = end
+            self._check(file)  # once more: it may have been changed meanwhile
         return self._viewed(read.reshape(len(numbers), *self._stored[1:]))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         return self[:].astype(dtype or self.dtype, copy=False)
 
-    def _numbers(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _numbers(self, rows: NDArray[Any]) -> NDArray[np.int64]:
+        if rows.ndim != 1 or rows.dtype.kind not in "iu":
+            raise TypeError(f"rows are {rows.dtype} of shape {rows.shape}; give a slice, or whole numbers (n,)")
         if len(rows) and not (-len(self) <= rows.min() and rows.max() < len(self)):
             raise IndexError(f"rows from {rows.min()} to {rows.max()} of {len(self)}")
-        return np.where(rows < 0, rows + len(self), rows)
+        return np.where(rows < 0, rows + len(self), rows).astype(np.int64)
 
-    def _read(self, into: memoryview, offset: int) -> None:
+    @contextmanager
+    def _opened(self) -> Iterator[int]:
+        try:
+            file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise self._changed() from None
+        try:
+            self._check(file)
+            yield file
+        finally:
+            os.close(file)
+
+    def _check(self, file: int) -> None:
+        if _state(os.fstat(file)) != self._state:
+            raise self._changed()
+
+    def _read(self, file: int, into: memoryview, offset: int) -> None:
         while into:
-            count = os.preadv(self._file, [into[:_MOST]], offset)
+            count = os.preadv(file, [into[:_MOST]], offset)
             if not count:
-                self._changed()
+                raise self._changed()
             into, offset = into[count:], offset + count
 
     def _viewed(self, rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -87,15 +108,16 @@ class StoredArray:
             return rows[:, None]
         return np.moveaxis(rows, -1, 1) if self._channels == "last" else rows
 
-    def _now(self) -> tuple[int, int]:
-        state = os.fstat(self._file)
-        return state.st_mtime_ns, state.st_size
-
-    def _changed(self) -> None:
-        raise DataError(
-            f"{self._path}: the file was changed while it is in use: its images are read from it as clients need them; "
-            "start the run again, and write another version of the data to another file"
+    def _changed(self) -> DataError:
+        return DataError(
+            f"{self._path}: the file was changed, replaced or removed while it is in use: its images are read from it "
+            "as clients need them; start the run again, and give another version of the data another name"
         )
+
+
+def _state(file: os.stat_result) -> tuple[int, ...]:
+    """What is another one for a file that was changed or replaced."""
+    return file.st_dev, file.st_ino, file.st_mtime_ns, file.st_size
 
 
 def stored_array(path: Path, archive: zipfile.ZipFile, name: str) -> StoredArray | None:

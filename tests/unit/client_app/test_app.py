@@ -1,6 +1,7 @@
 """What this project's ClientApp tells and leaves behind, beside training: introduction, probe, delivery."""
 
 import logging
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -81,21 +82,16 @@ def test_examples_of_many_clients_are_read_once_and_of_too_many_the_oldest_are_d
     assert read[-1] == "client-0"
 
 
-def test_of_clients_whose_examples_are_too_many_together_a_process_keeps_less(monkeypatch):
-    monkeypatch.setattr(module, "_loaded", module._Examples())
-
-    def load(clients, of):
-        for k in clients:
-            module._load(InputConfig(partitioner="iid"), {"partition-id": k, "num-partitions": of}, f"client-{k}")
-
-    load(range(20), 100)
-    nbytes = max(found.nbytes for found in module._loaded.values())
-    assert len(module._loaded) == 20
-    monkeypatch.setattr(module, "_MOST_LOADED", 90 * nbytes)
-    monkeypatch.setattr(module, "_MOST_OF_MORE", 10 * nbytes)
-    load(range(20, 40), 100)
-    assert 10 <= len(module._loaded) <= 11
-    assert module._loaded._nbytes == sum(found.nbytes for found in module._loaded.values())
+def test_examples_are_kept_whatever_one_of_the_clients_has(monkeypatch):
+    """One client with far more than its share evicts the others only if all are more than the limit."""
+    kept = module._Examples()
+    parts = {f"client-{k}": SimpleNamespace(nbytes=30_000_000 if k == 0 else 1_000_000) for k in range(100)}
+    for name, part in parts.items():
+        kept.keep(name, part)
+    assert list(kept) == list(parts) and kept._nbytes == 129_000_000
+    monkeypatch.setattr(module, "_MOST_LOADED", 40_000_000)
+    kept.keep("client-0", parts["client-0"])
+    assert list(kept) == [*(f"client-{k}" for k in range(90, 100)), "client-0"]
 
 
 def test_of_an_ensemble_a_client_keeps_every_mode(tmp_path):

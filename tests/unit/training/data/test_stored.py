@@ -1,6 +1,8 @@
 """Large images of a .npz file stay on disk, and clients get the same examples as from memory."""
 
+import copy
 import os
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -119,16 +121,34 @@ def test_a_file_that_is_changed_while_it_is_in_use_is_refused(tmp_path, on_disk,
         os.truncate(path, 200)
     else:
         os.utime(path, ns=(0, 12345))
-    with pytest.raises(DataError, match=r"a\.npz: the file was changed while it is in use.*start the run again"):
+    with pytest.raises(DataError, match=r"a\.npz: the file was changed.* while it is in use.*start the run again"):
         source.train.take(np.arange(50, 90))
 
 
-def test_a_file_that_is_replaced_stays_what_it_was(tmp_path, on_disk):
-    path, images = tmp_path / "a.npz", images_of(90, 5, 4)
-    source = read_npz(written(path, images), Reading())
-    written(tmp_path / "b.npz", images_of(10, 5, 4))
-    (tmp_path / "b.npz").replace(path)
-    np.testing.assert_array_equal(source.train.images[:], images[:, None])
+@pytest.mark.parametrize("how", ["replaced", "removed"])
+def test_another_file_at_the_same_path_is_not_read(tmp_path, on_disk, how):
+    path, other = written(tmp_path / "a.npz", images_of(90, 5, 4)), written(tmp_path / "b.npz", images_of(90, 5, 4))
+    source = read_npz(path, Reading())
+    time = path.stat().st_mtime_ns
+    os.utime(other, ns=(time, time))
+    other.replace(path) if how == "replaced" else path.unlink()
+    with pytest.raises(DataError, match=r"a\.npz: the file was changed, replaced or removed"):
+        source.train.take(np.arange(3))
+
+
+def test_an_index_that_would_choose_other_rows_is_refused(tmp_path, on_disk):
+    images = read_npz(written(tmp_path / "a.npz", images_of(90, 5, 4)), Reading()).train.images
+    for rows in (np.arange(90) % 2 == 0, 3, np.arange(4).reshape(2, 2), [0.5], ...):
+        with pytest.raises(TypeError, match="give a slice, or whole numbers"):
+            images[rows]
+
+
+def test_a_copy_reads_the_same_and_no_file_stays_open(tmp_path, on_disk):
+    before = len(os.listdir("/proc/self/fd"))
+    images = read_npz(written(tmp_path / "a.npz", images_of(90, 5, 4)), Reading()).train.images
+    for copied in (copy.deepcopy(images), pickle.loads(pickle.dumps(images))):
+        np.testing.assert_array_equal(copied[5:9], images_of(90, 5, 4)[5:9, None])
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_damaged_file_is_refused_as_before(tmp_path, on_disk):
