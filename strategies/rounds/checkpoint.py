@@ -93,6 +93,7 @@ class Checkpoints:
         self.keep = max(keep, 2)
         self.digests = Digests()
         """Digests of the arrays that were saved, so that the sender does not compute them again."""
+        self._written: tuple[int, Any] = 0, None  # the round that was written last, and its state as JSON
 
     def rounds(self) -> list[int]:
         """Rounds that have a checkpoint, ascending."""
@@ -127,10 +128,13 @@ class Checkpoints:
 
         The system can release the memory of mapped arrays, see `map_arrays`. Raises OSError and DamagedFile.
         """
-        facts = _read_facts(self._path(number) / FACTS)
-        if "state" not in facts:
-            raise DamagedFile("it has no state")
-        return self._mapped(self._path(number), facts["state"])
+        (written, state), self._written = self._written, (0, None)
+        if written != number:
+            facts = _read_facts(self._path(number) / FACTS)
+            if "state" not in facts:
+                raise DamagedFile("it has no state")
+            state = facts["state"]
+        return self._mapped(self._path(number), state)
 
     def on_disk(self, state: Any) -> Any:
         """A state with its arrays mapped from an unnamed file in this folder. Raises OSError."""
@@ -183,6 +187,7 @@ class Checkpoints:
             if path.exists():  # the round is repeated, because its checkpoint was damaged
                 shutil.rmtree(path)
             os.replace(beside, path)
+            self._written = checkpoint.round, facts["state"]
             sync_folder(self.folder)
         finally:
             shutil.rmtree(beside, ignore_errors=True)
