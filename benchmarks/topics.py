@@ -198,6 +198,16 @@ def simulation(figures: Mapping[str, Any]) -> Iterable[Row]:
         yield compared(what, row["some"], other, row["all"], "ms", "≤ 1.1", scale=1e3, faster=False)
 
 
+def very_many(figures: Mapping[str, Any]) -> Iterable[Row]:
+    large, small = (figures["populations"][str(figures[name])] for name in ("clients", "of"))
+    what, other = f"{figures['cohort']} of {figures['clients']:,} clients", f"of {figures['of']:,} clients"
+    whole = f"{what}: {figures['rounds']} rounds with start and end"
+    yield compared(whole, large["whole"], other, small["whole"], "s", "≤ 1.2", faster=False)
+    yield compared(f"{what}: a round", large["rounds"], other, small["rounds"], "s", faster=False)
+    yield compared(f"{what}: memory", large["bytes"], "the goal", 1.5e9, "MB", "≥ 1", scale=1e-6)
+    yield compared(f"{what}: memory", large["bytes"], other, small["bytes"], "MB", scale=1e-6, faster=False)
+
+
 def pfllib(figures: Mapping[str, Any]) -> Iterable[Row]:
     goals = {"FedAvg": "≥ 1.2", "FedAMP": "≥ 3", "Ditto": "≥ 1.2"}
     for method, row in figures["seconds"].items():
@@ -304,6 +314,7 @@ TOPICS: Mapping[str, Topic] = {
         "Few clients of many", "simulation.py", simulation, ("--only", "population", "--model", "small-cnn"),
         ("--quick", "--only", "population", "--model", "small-cnn"),
     ),
+    "very-many": Topic("Few clients of very many", "population.py", very_many),
     "pfllib": Topic("Simulation, compared with PFLlib", "pfllib.py", pfllib),
     "mixing": Topic(
         "FedACS's similarities and mixtures", "mixing.py", mixing,

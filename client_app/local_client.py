@@ -16,6 +16,7 @@ from flwr.app import Context, Message
 from torch import Tensor, nn
 
 from tepal import models
+from tepal.exchange.layout import Layout
 from tepal.exchange.mod import own_name, received
 from tepal.exchange.plan import LABEL_COUNTS, LAYER_BUDGET, RATE, RATE_FACTOR
 from tepal.models.blocks import layout_of
@@ -104,7 +105,9 @@ class LocalClient:
         The number of examples in each class is sent for partitions of the run's dataset, never for a site's own data.
         """
         if (found := received(msg)) is not None:
-            here = layout_of(self.model)
+            if _of_thread.layout is None:
+                _of_thread.layout = layout_of(self.model)
+            here: Layout = _of_thread.layout
             if different := found.layout.difference(here, mine="the server's", others="this client's"):
                 built = ", ".join(f"{key}={size}" for key, size in written_sizes(self.sizes).items())
                 raise ValueError(
@@ -138,8 +141,30 @@ class _Loaded:
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
-_loaded: dict[str, _Loaded] = {}
 _MOST_LOADED = 2 * 2**30  # bytes of clients' examples that a process keeps: it may serve many clients
+
+
+class _Examples(dict[str, _Loaded]):
+    """The examples that a process keeps, by what they were loaded with; the oldest are dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._nbytes = 0
+
+    def keep(self, key: str, found: _Loaded) -> None:
+        """Keep these in place of earlier ones."""
+        self._drop(key)
+        while self and self._nbytes + found.nbytes > _MOST_LOADED:
+            self._drop(next(iter(self)))
+        self[key] = found
+        self._nbytes += found.nbytes
+
+    def _drop(self, key: str) -> None:
+        if (dropped := self.pop(key, None)) is not None:
+            self._nbytes -= dropped.nbytes
+
+
+_loaded = _Examples()
 _loading = threading.Lock()  # the threads share loaded data and do not load it twice
 _of_thread = threading.local()
 
@@ -155,17 +180,13 @@ def _load(config: InputConfig, node_config: Mapping[str, Any], name: str, run: s
     stamp = own_stamp(node_config) if "data-path" in node_config else _dataset_stamp(run, config)
     with _loading:
         if key not in _loaded or (stamp and stamp != _loaded[key].stamp):
-            data = client_inputs(config, node_config, client=name)
+            data = client_inputs(config, node_config, client=name, stamped=stamp)
             tensors = tuple(
                 torch.from_numpy(array)
                 for array in (data.train.values, data.train.labels, data.test.values, data.test.labels)
             )
             found = _Loaded(data, tensors, stamp)  # type: ignore[arg-type]
-            _loaded.pop(key, None)
-            room = _MOST_LOADED - found.nbytes
-            while _loaded and sum(each.nbytes for each in _loaded.values()) > room:
-                _loaded.pop(next(iter(_loaded)))
-            _loaded[key] = found
+            _loaded.keep(key, found)
         return _loaded[key]
 
 
@@ -175,6 +196,7 @@ def _model(name: str, sizes: tuple[tuple[str, Any], ...], device: torch.device) 
             model: Any = models.build(name, **dict(sizes), seed=0)
         # Convolutions are 20 % faster with this format on a CPU; it does not affect other layers.
         _of_thread.model = model.to(device, memory_format=torch.channels_last)
+        _of_thread.layout = None  # found at the first introduction, for all clients of the thread
         _of_thread.built = name, sizes, device
     found: nn.Module = _of_thread.model
     return found

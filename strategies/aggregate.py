@@ -290,11 +290,14 @@ def with_joiners(
         The mean over all clients, and their names, sorted. Without new clients the arrays are the same objects.
     """
     before = tuple(clients)
-    known = tuple(sorted({*before, *available}))
-    if not before or len(known) == len(before):
-        return dict(mean), known
-    share = len(before) / len(known)
-    return {name: (values * share).astype(values.dtype) for name, values in mean.items()}, known
+    known = {*before, *available}
+    if len(known) == len(before):
+        return dict(mean), before
+    names = tuple(sorted(known))
+    if not before:
+        return dict(mean), names
+    share = len(before) / len(names)
+    return {name: (values * share).astype(values.dtype) for name, values in mean.items()}, names
 
 
 ON_TESTS = ("received-", "trained-", "personal-", "ensemble-")

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 from typing import Any, Self, cast
 
@@ -101,9 +102,12 @@ class InProcessGrid(Grid):
         """Connect a node; returns its node id."""
         node_id = self._next_id
         self._next_id += 1
-        node.context = Context(1, node_id, dict(node.config), RecordDict(), dict(self.run_config))
+        node.context = self._context(node_id, node.config)
         self.nodes[node_id] = node
         return node_id
+
+    def _context(self, node_id: int, config: NodeConfig) -> Context:
+        return Context(1, node_id, dict(config), RecordDict(), dict(self.run_config))
 
     def remove(self, node_id: int) -> None:
         """Disconnect a node."""
@@ -200,8 +204,13 @@ class InProcessGrid(Grid):
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         return self.pull_messages(self.push_messages(messages))
 
+    def _node(self, node_id: int) -> Node:
+        return self.nodes[node_id]
+
     def _answer(self, message: Message) -> Message | None:
-        node = self.nodes[message.metadata.dst_node_id]
+        return self._answer_of(self._node(message.metadata.dst_node_id), message)
+
+    def _answer_of(self, node: Node, message: Message) -> Message | None:
         try:
             reply = node.app(message, node.context)
         # As in Flower: if an app raises, the reply is an error with code 2. SystemExit would end the thread in silence.
@@ -221,6 +230,59 @@ class InProcessGrid(Grid):
 
     def create_message(self, *args: Any, **kwargs: Any) -> Message:
         raise NotImplementedError("make messages with flwr.app.Message(content, node_id, message_type)")
+
+
+class PopulationGrid(InProcessGrid):
+    """The simulated clients 0 … count - 1 of one app, of which a node exists only while it answers a message.
+
+    A node is kept if its context has a state, which its next message needs.
+
+    Args:
+        app: of all clients.
+        count: how many clients there are; each has its number as `partition-id`, and the node id after it.
+        options: see `InProcessGrid`.
+    """
+
+    def __init__(self, app: Answers, count: int, run_config: NodeConfig | None = None, **options: Any) -> None:
+        super().__init__((), run_config, **options)
+        self._app, self._count = app, count
+        self._next_id = count + 1
+
+    @cached_property
+    def expected_names(self) -> Mapping[str, int]:
+        """Name → node id of the clients: with their numbers they have the names that `own_name` gives them."""
+        return {f"client-{number}": number + 1 for number in range(self._count)}
+
+    def get_node_ids(self) -> list[int]:
+        return [node.node_id for node in self.get_nodes()]
+
+    def get_nodes(self) -> tuple[NodeInfo, ...]:  # type: ignore[override]
+        """The same tuple at every call, so that a caller need not compare it with the one before."""
+        return self._listed
+
+    @cached_property
+    def _listed(self) -> tuple[NodeInfo, ...]:
+        return tuple(NodeInfo(node_id=number + 1) for number in range(self._count))
+
+    def add(self, node: Node) -> int:
+        """Not possible: all nodes exist from the start."""
+        raise NotImplementedError("a PopulationGrid has all its nodes from the start: use InProcessGrid")
+
+    remove = add  # type: ignore[assignment]
+
+    def _node(self, node_id: int) -> Node:
+        if (kept := self.nodes.get(node_id)) is not None:
+            return kept
+        node = Node(self._app, {"partition-id": node_id - 1, "num-partitions": self._count})
+        node.context = self._context(node_id, node.config)
+        return node
+
+    def _answer(self, message: Message) -> Message | None:
+        node = self._node(message.metadata.dst_node_id)
+        reply = self._answer_of(node, message)
+        if node.context.state:
+            self.nodes[node.context.node_id] = node
+        return reply
 
 
 def _run(answer: Callable[[Message], Message | None], message: Message) -> Message | None:

@@ -45,6 +45,7 @@ class RunDirectory:
         self.path = path
         self.config = dict(config)
         self._unwritten: list[RoundRecord] = []
+        self._label_counts: dict[str, list[int]] | None = None  # None: not read yet
 
     @classmethod
     def create(
@@ -133,8 +134,10 @@ class RunDirectory:
 
         true = {name: [int(n) for n in each] for name, each in counts.items() if all(map(is_count, each))}
         if true:
-            known = read_label_counts(self.path, most=None) | true
-            write_whole(self.path / LABELS, (json.dumps(known, sort_keys=True) + "\n").encode())
+            if self._label_counts is None:
+                self._label_counts = read_label_counts(self.path, most=None)
+            self._label_counts.update(true)
+            write_whole(self.path / LABELS, (json.dumps(self._label_counts, sort_keys=True) + "\n").encode())
 
     def write_record(self, round: int, arrays: Mapping[str, np.ndarray]) -> None:
         """Write the arrays that a method records of a round, `rounds/<round>.npz`. Raises OSError naming the file."""

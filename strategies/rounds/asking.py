@@ -55,7 +55,7 @@ class Asker:
     ) -> list[Outgoing]:
         """Each plan with its client's values, the app's settings and the client's node."""
         clients = len(plans)
-        rounds_apart = max(len(self._cohorts.available()) / max(clients, 1), 1.0)
+        rounds_apart = max(self._cohorts.count() / max(clients, 1), 1.0)
         return [
             Outgoing(
                 plan,

@@ -69,7 +69,8 @@ class Checkpoint:
     standing: Mapping[str, Any] = field(default_factory=dict)
     """`failures`: client → exchanges in a row without a good reply; `until`: client → round of its next plan; `sizes`:
     client → number of examples of its last reply, of clients whose introduction says none; `proofs`: client → digest of
-    its secret; `norms`: of updates, see `UpdateNorms`. Earlier versions have the first two only."""
+    its secret; `refused`: client that is not drawn again → reason; `norms`: of updates, see `UpdateNorms`. Earlier
+    versions have the first two only."""
     clients: Names = ()
     """The available clients of the round."""
     history: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
@@ -92,6 +93,7 @@ class Checkpoints:
         self.keep = max(keep, 2)
         self.digests = Digests()
         """Digests of the arrays that were saved, so that the sender does not compute them again."""
+        self._written: tuple[int, Any] = 0, None  # the round that was written last, and its state as JSON
 
     def rounds(self) -> list[int]:
         """Rounds that have a checkpoint, ascending."""
@@ -126,10 +128,13 @@ class Checkpoints:
 
         The system can release the memory of mapped arrays, see `map_arrays`. Raises OSError and DamagedFile.
         """
-        facts = _read_facts(self._path(number) / FACTS)
-        if "state" not in facts:
-            raise DamagedFile("it has no state")
-        return self._mapped(self._path(number), facts["state"])
+        (written, state), self._written = self._written, (0, None)
+        if written != number:
+            facts = _read_facts(self._path(number) / FACTS)
+            if "state" not in facts:
+                raise DamagedFile("it has no state")
+            state = facts["state"]
+        return self._mapped(self._path(number), state)
 
     def on_disk(self, state: Any) -> Any:
         """A state with its arrays mapped from an unnamed file in this folder. Raises OSError."""
@@ -182,6 +187,7 @@ class Checkpoints:
             if path.exists():  # the round is repeated, because its checkpoint was damaged
                 shutil.rmtree(path)
             os.replace(beside, path)
+            self._written = checkpoint.round, facts["state"]
             sync_folder(self.folder)
         finally:
             shutil.rmtree(beside, ignore_errors=True)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from logging import getLogger
 from typing import Any
 
@@ -79,26 +80,34 @@ class Cohorts:
         ledger: what is known of each client.
         awaited: clients for which the first round waits: a resumed deterministic run needs those that it had.
         classes: the number of classes, if it is known: label counts of another number are not recorded.
+        expected: name → node id, if the clients' names are known before they introduce themselves. Of very many such
+            clients, each introduces itself when it is drawn for the first time.
     """
 
     def __init__(
         self,
         rules: Rules,
-        list_nodes: Callable[[], list[NodeInfo]],
+        list_nodes: Callable[[], Sequence[NodeInfo]],
         ledger: ClientLedger,
         awaited: Iterable[str] = (),
         classes: int | None = None,
+        expected: Mapping[str, int] | None = None,
     ) -> None:
         self.rules = rules
         self._classes = classes
         self._awaited = set(awaited)
         self._list_nodes = list_nodes
         self._ledger = ledger
-        self._nodes = Nodes()
+        self._expected = expected or {}
+        self._nodes = Nodes(expected)
 
     def available(self) -> tuple[str, ...]:
         """Names of the available clients, sorted."""
         return tuple(self._nodes.available())
+
+    def count(self) -> int:
+        """The number of clients from which cohorts are drawn."""
+        return len(self._candidates())
 
     def introduce_again(self, client: str) -> None:
         """Let a client introduce itself again before the next round."""
@@ -126,15 +135,17 @@ class Cohorts:
                 self._nodes.update(self._list_nodes())
             except Exception as error:  # a SuperLink that is busy or starting; it is asked again until the deadline
                 log.warning("The SuperLink does not list its nodes: %s", error)
-            too_few = len(self._nodes.available()) < needed
-            silent_too = too_few and time.monotonic() >= ask_again
-            if asked := dict(self._nodes.take_new(report.round, silent_too=silent_too, most=self._at_once())):
+            if self._when_drawn():
+                self._nodes.refuse(self._ledger.refused)  # of a resumed run
+            silent_too = len(self._candidates()) < needed and time.monotonic() >= ask_again
+            if asked := self._to_ask(report.round, silent_too=silent_too):
                 unanswered = self._introduce(asked, report, settings, min(timeout, _INTRODUCTION), send)
                 ask_again = time.monotonic() + _ASK_AGAIN
-            available, refusals = len(self._nodes.available()), self._nodes.refusals()
+            available, refusals = len(self._candidates()), self._nodes.refusals()
             reasons = sorted(set(refusals))
             refuse = "; ".join(reasons[:_REASONS]) + " …" * (len(reasons) > _REASONS)
-            self._awaited -= {*self._nodes.available()}
+            if self._awaited:
+                self._awaited.difference_update(self._candidates())
             if self._awaited and time.monotonic() > min(begun + _RETURN, deadline):
                 log.warning(
                     "%s took part before the run was resumed and did not reconnect: the run continues without them, "
@@ -146,9 +157,10 @@ class Cohorts:
             # An app's first start may take longer than a round.
             longest = max(timeout, _INTRODUCTION) if unanswered else timeout
             too_late = time.monotonic() > begun + longest
-            # While one of them can take part, others may still connect: a single node cannot end the run.
-            none_can = needed <= len(refusals) == self._nodes.connected()
-            if none_can or (too_late and available < needed <= available + len(refusals)):
+            # While one of them can take part, others may still connect: a single node cannot end the run. Of clients
+            # that are all expected, no others can.
+            all_said = len(refusals) + (available if self._expected else 0) == self._nodes.connected()
+            if (all_said or too_late) and available < needed <= available + len(refusals):
                 raise RoundFailed(
                     f"only {available} of {available + len(refusals)} clients can take part; {needed} are needed "
                     f"({needed_by}). The others report: {refuse}"
@@ -170,25 +182,54 @@ class Cohorts:
 
     def draw(self, fraction: float, report: RoundReport, attempt: int, action: str) -> Draw:
         """The clients from which an attempt at a round draws its cohort, and the generator that it draws with."""
-        available = self._nodes.available()
-        left_out = self._ledger.left_out(self._nodes.node_of(), report.round)
+        available = self._candidates()
+        # Clients that have not introduced themselves since the run was resumed may have failed before.
+        left_out = self._ledger.left_out(self._nodes if self._when_drawn() else self._nodes.node_of(), report.round)
         if len(available) - len(left_out) < self.rules.min_replies:
             left_out = []  # too few are left without them
         out = set(left_out)
-        names = tuple(name for name in available if name not in out)
+        names = tuple(name for name in available if name not in out) if out else tuple(available)
         # A share of all connected clients, even while most of them have not introduced themselves yet.
-        size = min(len(names), self.rules.size(len(names) + self._nodes.waiting(), fraction))
+        waiting = 0 if self._when_drawn() else self._nodes.waiting()
+        size = min(len(names), self.rules.size(len(names) + waiting, fraction))
         rng = np.random.default_rng([self.rules.seed, report.round, attempt, zlib.crc32(action.encode())])
         return Draw(names, size, rng, left_out)
 
-    def _at_once(self) -> int | None:
-        """The most new nodes that introduce themselves before a round; None for all of them."""
-        rules = self.rules
-        if rules.deterministic:  # their order differs from run to run
-            return None
+    def introduce(
+        self, cohort: Sequence[str], report: RoundReport, settings: Mapping[str, Any], timeout: float, send: Send
+    ) -> Sequence[str]:
+        """Let the clients of a cohort introduce themselves that have not. Returns those that can take part."""
+        if asked := dict(self._nodes.take(cohort)):
+            self._introduce(asked, report, settings, min(timeout, _INTRODUCTION), send)
+            here = self._nodes.node_of()
+            return [client for client in cohort if client in here]
+        return cohort
+
+    def _candidates(self) -> Sequence[str]:
+        """Names of the clients from which cohorts are drawn, sorted."""
+        return self._nodes.candidates() if self._when_drawn() else self._nodes.available()
+
+    def _when_drawn(self) -> bool:
+        """Whether clients introduce themselves when they are drawn: there are very many, and their names are known."""
+        return bool(self._expected) and self._nodes.connected() > self._most()
+
+    @cached_property
+    def _expected_at(self) -> Mapping[int, str]:
+        return {node_id: name for name, node_id in self._expected.items()}
+
+    def _to_ask(self, round: int, *, silent_too: bool) -> dict[int, str]:
+        """The nodes that introduce themselves before a cohort is drawn: id → registered name or ""."""
+        if self._when_drawn():
+            return dict(self._nodes.take_silent(round, all_of_them=silent_too))
+        # With deterministic=true all of them: their order differs from run to run.
+        most = None if self.rules.deterministic else self._most()
+        return dict(self._nodes.take_new(round, silent_too=silent_too, most=most))
+
+    def _most(self) -> int:
+        """The most new nodes that introduce themselves before a round."""
         least, times = _INTRODUCED
         connected = len(self._nodes.available()) + self._nodes.waiting()
-        return max(least, times * rules.size(connected, rules.fraction_train), rules.needed)
+        return max(least, times * self.rules.size(connected, self.rules.fraction_train), self.rules.needed)
 
     def _introduce(
         self,
@@ -225,6 +266,8 @@ class Cohorts:
             {node_id: reply.proof for node_id, reply in introduced.items()},
             self._ledger.proofs,
         )
+        if refused and self._when_drawn():
+            self._ledger.refused.update((self._expected_at[node_id], reason) for node_id, reason in refused.items())
         for node_id, name in names.items():
             reply = introduced[node_id]
             self._ledger.cached(name, reply.holds if reply.client == name else ())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from itertools import chain, islice
 from logging import getLogger
 from typing import Any
@@ -46,6 +46,8 @@ class ClientLedger:
         self._sizes: dict[str, float] = {}  # of clients whose introduction says none: as of their last reply
         self.proofs: dict[str, str] = {}
         """Client's name → digest of the secret of its first holder; "" if that had none."""
+        self.refused: dict[str, str] = {}
+        """Client that is not drawn again → why it cannot take part; of clients that introduce themselves when drawn."""
         self._before: dict[str, str] = {}  # `_current` before the last merge
 
     def record(self, client: str) -> ClientRecord:
@@ -101,7 +103,7 @@ class ClientLedger:
                 client, self._failures[client], self._until[client],
             )  # fmt: skip
 
-    def left_out(self, clients: Collection[str], round: int) -> list[str]:
+    def left_out(self, clients: Container[str], round: int) -> list[str]:
         """Those of these clients that are left out of this round, sorted."""
         return sorted(client for client, until in self._until.items() if until > round and client in clients)
 
@@ -132,6 +134,7 @@ class ClientLedger:
                 "until": dict(self._until),
                 "sizes": dict(self._sizes),
                 "proofs": dict(self.proofs),
+                "refused": dict(self.refused),
             },
         }
 
@@ -150,3 +153,4 @@ class ClientLedger:
         self._failures, self._until = dict(standing.get("failures", {})), dict(standing.get("until", {}))
         self._sizes = dict(standing.get("sizes", {}))
         self.proofs.update(standing.get("proofs", {}))
+        self.refused.update(standing.get("refused", {}))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from logging import getLogger
 
@@ -114,6 +114,7 @@ class Messenger:
         self._waiting: dict[str, _Waiting] = {}  # by message id; of this exchange
         self._late: dict[str, _Waiting] = {}  # of earlier exchanges
         self._sessions: dict[int, str] = {}  # node id → when the node was started
+        self._listed: Sequence[NodeInfo] = ()  # the last list of nodes
         self._metric_names: set[str] = set()  # of the run's reports
         self._brought: dict[int, int] = {}  # node id → how many of them it was the first to report
 
@@ -176,10 +177,14 @@ class Messenger:
         self._waiting = {}
         self._inbox.forget()
 
-    def nodes(self) -> list[NodeInfo]:
+    def nodes(self) -> Sequence[NodeInfo]:
         """List the connected nodes, and remember when each was started: `exchange` notices later restarts."""
-        nodes = list(self.grid.get_nodes())
-        self._sessions.update((node.node_id, node.last_activated_at) for node in nodes)
+        nodes = self.grid.get_nodes()
+        if type(nodes) is not tuple:  # else it cannot have changed if it is the last one
+            nodes = list(nodes)
+        if nodes is not self._listed:
+            self._sessions.update((node.node_id, node.last_activated_at) for node in nodes)
+            self._listed = nodes
         return nodes
 
     def close(self) -> None:

@@ -23,9 +23,16 @@ class Nodes:
     A node is *new* until it has introduced itself; then it is *available* under its name, or *refused* with a reason.
     A node that did not answer is *silent*. It is asked again after 1, 2, 4, … rounds, because the others may have to
     wait for it every time, and at once if there are too few others.
+
+    Args:
+        expected: name → node id of clients whose names are known before they introduce themselves. Each of these names
+            belongs to its node.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, expected: Mapping[str, int] | None = None) -> None:
+        self._expected = dict(sorted((expected or {}).items()))
+        self._listed: Iterable[NodeInfo] = ()
+        self._candidates: Sequence[str] | None = None  # sorted; None: must be computed
         self._sessions: dict[int, tuple[str, str]] = {}  # node id → (when it was last activated, registered name)
         self._new: dict[int, None] = {}  # in their order
         self._silent: dict[int, int] = {}  # node id → the round in which it is asked again
@@ -41,6 +48,9 @@ class Nodes:
 
     def update(self, nodes: Iterable[NodeInfo]) -> None:
         """Enter the connected nodes. A node that was restarted is new again: its cache may be lost."""
+        if nodes is self._listed and type(nodes) is tuple:
+            return
+        self._listed = nodes
         now = {node.node_id: (node.last_activated_at, node.name) for node in nodes}
         changed = [node_id for node_id, session in now.items() if self._sessions.get(node_id) != session]
         for node_id in {*(self._sessions.keys() - now.keys()), *changed}:
@@ -48,7 +58,7 @@ class Nodes:
             for known in (self._new, self._refused, self._silent, self._tries):
                 known.pop(node_id, None)
             self._unname(node_id)
-        self._sessions = now
+        self._sessions, self._candidates = now, None
         self._new.update(dict.fromkeys(sorted(changed)))
 
     def take_new(self, round: int, *, silent_too: bool = False, most: int | None = None) -> list[tuple[int, str]]:
@@ -56,13 +66,37 @@ class Nodes:
 
         With more than `most`, that many are drawn at random; the others follow in later calls.
         """
-        chosen = [*self._new, *(node_id for node_id, due in self._silent.items() if silent_too or due <= round)]
+        chosen = [*self._new, *self._due(round, all_of_them=silent_too)]
         if most is not None and len(chosen) > most:
             chosen = Random(round).sample(chosen, most)
+        return self._taken(chosen)
+
+    def take(self, clients: Iterable[str]) -> list[tuple[int, str]]:
+        """As `take_new`, of these clients."""
+        return self._taken([node_id for client in clients if (node_id := self._expected.get(client)) in self._new])
+
+    def take_silent(self, round: int, *, all_of_them: bool) -> list[tuple[int, str]]:
+        """As `take_new`, of silent nodes only."""
+        return self._taken(self._due(round, all_of_them=all_of_them))
+
+    def _due(self, round: int, *, all_of_them: bool) -> list[int]:
+        """The silent nodes that are asked again now."""
+        return [node_id for node_id, due in self._silent.items() if all_of_them or due <= round]
+
+    def _taken(self, chosen: Sequence[int]) -> list[tuple[int, str]]:
         for node_id in chosen:
             self._new.pop(node_id, None)
-            self._silent.pop(node_id, None)
+            if self._silent.pop(node_id, None) is not None:
+                self._candidates = None  # it is one if it answers now
         return [(node_id, self._sessions[node_id][1]) for node_id in chosen]
+
+    def refuse(self, clients: Mapping[str, str]) -> None:
+        """Enter expected clients that were refused before the run was resumed: name → reason. They are not new."""
+        for client, reason in clients.items():
+            if (node_id := self._expected.get(client, -1)) in self._new:
+                del self._new[node_id]
+                self._refused[node_id] = reason
+                self._candidates = None
 
     def renew(self, client: str) -> None:
         """Let an available client introduce itself again: what it said of itself is no longer true."""
@@ -86,10 +120,10 @@ class Nodes:
     ) -> dict[int, str]:
         """Enter the results of introductions.
 
-        A name belongs to the node whose key is registered under it; otherwise, for the whole run, to its first holder,
-        which proves by its secret that it is the same when it comes back as another node. So do names that a reader
-        would take for it. Others are called `<name>@<node id>`. A node that introduces itself again keeps the name that
-        it has.
+        A name belongs to the node whose key is registered under it, or that is expected under it; otherwise, for the
+        whole run, to its first holder, which proves by its secret that it is the same when it comes back as another
+        node. So do names that a reader would take for it. Others are called `<name>@<node id>`. A node that introduces
+        itself again keeps the name that it has.
 
         Args:
             introduced: node id → the client's name.
@@ -128,11 +162,14 @@ class Nodes:
                 self._unname(other)
             if name in self._met and name not in self._again:
                 log.info("%s is back, as node %d.", name, node_id)
-            holders[name] = holders.get(name) or proof
+            if name not in self._expected:
+                holders[name] = holders.get(name) or proof
             self._looks.setdefault(name_key(name), name)
             self._names[node_id] = self._kept[node_id] = names[node_id] = name
             self._node_of[name] = node_id
         self._available = None
+        if any(self._expected.get(names.get(node_id, "")) != node_id for node_id in asked):
+            self._candidates = None  # else all of them were candidates already, under the same names
         self._refused.update(refused)
         for node_id in asked:
             if node_id not in introduced and node_id not in refused:
@@ -156,7 +193,7 @@ class Nodes:
         other = self._node_of.get(name)
         if other in settled or (other is not None and self._sessions[other][1] == name):
             return False
-        if self._sessions[node_id][1] == name:
+        if self._sessions[node_id][1] == name or self._expected.get(name) == node_id:
             return True
         if other is None and self._kept.get(node_id) == name:
             return True
@@ -171,7 +208,7 @@ class Nodes:
         name = self._names.pop(node_id, "")
         if self._node_of.get(name) == node_id:
             del self._node_of[name]
-            self._available = None
+            self._available = self._candidates = None
 
     def returned(self, names: Collection[str]) -> set[str]:
         """Those of these clients, just introduced, that were known before: their nodes were restarted."""
@@ -185,6 +222,18 @@ class Nodes:
         if self._available is None:
             self._available = sorted(self._node_of)
         return self._available
+
+    def candidates(self) -> Sequence[str]:
+        """Names of the available clients, and of those that are expected and have not introduced themselves; sorted."""
+        if self._candidates is None:
+            # The expected names are sorted already, so that sorting takes one pass.
+            expected = filter(self.__contains__, self._expected)
+            self._candidates = tuple(sorted(dict.fromkeys([*expected, *self._node_of])))
+        return self._candidates
+
+    def __contains__(self, client: object) -> bool:
+        """Whether a client is one of the candidates."""
+        return client in self._node_of or self._expected.get(client) in self._new  # type: ignore[call-overload]
 
     def node_of(self) -> Mapping[str, int]:
         """Name → node id of the available clients."""

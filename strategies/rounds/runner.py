@@ -10,6 +10,7 @@ from functools import partial
 from logging import getLogger
 from typing import Any
 
+import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 
@@ -98,7 +99,8 @@ class RoundRunner:
         self._messenger = Messenger(
             grid, sender, self.ledger, weighted_by_key=weighted_by_key, accept=self._accept
         )
-        self.cohorts = Cohorts(rules, self._messenger.nodes, self.ledger, awaited, classes)
+        expected: Mapping[str, int] | None = getattr(grid, "expected_names", None)
+        self.cohorts = Cohorts(rules, self._messenger.nodes, self.ledger, awaited, classes, expected)
         self._asker = Asker(
             method, self._messenger, self.cohorts, self.ledger, schedule=schedule, on_progress=on_progress
         )
@@ -181,8 +183,10 @@ class RoundRunner:
         report, fraction = this.report, self.rules.fraction_evaluate
         if not fraction:
             return {}
-        cohort = self.cohorts.draw(fraction, report, 0, EVALUATE).at_random()
-        plans = self.method.evaluation(state, this.number, cohort, more_rounds=not final)
+        drawn = self.cohorts.draw(fraction, report, 0, EVALUATE).at_random()
+        plans = self.method.evaluation(state, this.number, drawn, more_rounds=not final)
+        able = {*self._introduced([plan.client for plan in plans], this)}  # of personal models: only who has one
+        plans = [plan for plan in plans if plan.client in able]
         if final:
             plans = [replace(plan, options={**plan.options, FINAL: True}) for plan in plans]
         replies = self._asker.ask(self._asker.outgoing(state, plans, this), this)
@@ -194,13 +198,15 @@ class RoundRunner:
         report, rules = this.report, self.rules
         attempts = searches = failing = 0
         while attempts < ATTEMPTS:
-            send = partial(self._asker.exchange, report)
-            self.cohorts.wait(report, this.config, this.timeout, send)
+            self.cohorts.wait(report, this.config, this.timeout, partial(self._asker.exchange, report))
+            candidates = self.cohorts.count()
             drawn = self.cohorts.draw(rules.fraction_train, report, attempts + searches, TRAIN)
             aside = self.suspects.set_aside(drawn.names, this.number, rules.min_replies)
-            names = tuple(name for name in drawn.names if name not in aside)
+            names = tuple(name for name in drawn.names if name not in aside) if aside else drawn.names
             report.left_out = sorted([*drawn.left_out, *aside])
-            state, cohort = self.method.cohort(state, names, min(drawn.size, len(names)), drawn.rng)
+            state, cohort = self._cohort(state, this, names, min(drawn.size, len(names)), drawn.rng)
+            if len(cohort) < rules.min_replies and self.cohorts.count() < candidates:
+                continue  # the others turned out to be unable, and are not drawn from any more
             plans = self._prepare(state, this, sorted(cohort))
             try:
                 merged = self._merge(state, this, plans)
@@ -231,6 +237,26 @@ class RoundRunner:
             f"round {this.number} got fewer than min_replies={rules.min_replies} good replies in "
             f"{attempts + searches} attempts" + report.reasons()
         )
+
+    def _cohort(
+        self, state: Any, this: Round, names: Sequence[str], size: int, rng: np.random.Generator
+    ) -> tuple[Any, Sequence[str]]:
+        """Draw a cohort. Clients that cannot take part are replaced by others as long as there are any."""
+        cohort: list[str] = []
+        while len(cohort) < size and names:
+            state, drawn = self.method.cohort(state, names, min(size - len(cohort), len(names)), rng)
+            able = self._introduced(drawn, this)
+            cohort += able
+            if len(able) == len(drawn):
+                break
+            out = {*cohort, *drawn}
+            names = tuple(name for name in names if name not in out)
+        return state, cohort
+
+    def _introduced(self, clients: Sequence[str], this: Round) -> Sequence[str]:
+        """Those of these clients that can take part. Who has not introduced itself does so."""
+        send = partial(self._asker.exchange, this.report)
+        return self.cohorts.introduce(clients, this.report, this.config, this.timeout, send)
 
     def _model_fails(self, this: Round) -> bool:
         """Whether most clients fail now, and did not in the round before: the model that was merged last may be why."""

@@ -77,6 +77,8 @@ class Suspects:
             round: the present one.
             needed: clients that must be left.
         """
+        if not self._until:
+            return []
         aside = [client for client in clients if self._until.get(client, 0) > round]
         back = [client for client in clients if client in self._until and client not in aside]
         aside += _random.sample(back, len(back) // 2)

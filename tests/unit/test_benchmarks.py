@@ -122,6 +122,14 @@ for turn in range(int(options.gr) + 1):
 """
 
 
+def test_the_same_cohort_is_drawn_from_few_clients_and_from_many(figures):  # noqa: F811
+    found = figures("population.py", "--quick")
+    assert (found["of"], found["clients"]) == (40, 1500)
+    for row in found["populations"].values():
+        assert len(row["whole"]) == len(row["bytes"]) == 1 and len(row["rounds"]) == 2
+        assert row["bytes"][0] > 10**8 and row["whole"][0] > sum(row["rounds"])
+
+
 def test_pfllib_is_given_its_data_and_timed_by_its_own_words(figures, tmp_path, monkeypatch):  # noqa: F811
     (tmp_path / "checkout" / "system").mkdir(parents=True)
     (tmp_path / "checkout" / "system" / "main.py").write_text(PFLLIB)

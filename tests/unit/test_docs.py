@@ -76,6 +76,7 @@ RUN_BY = {
     "tepal simulate . -c 'deliver=": "tests/unit/server_app/test_best.py",
     "tepal simulate . -c 'wire-dtype": "tests/unit/strategies/rounds/test_encoding.py",
     "tepal simulate . -c 'client.3.": "tests/integration/test_main_job.py",
+    "tepal simulate . --clients 100000": "tests/unit/test_benchmarks.py",
     "tepal simulate . --clients 100": "tests/integration/test_simulation_launcher.py",
     "tepal simulate . --clients 10 -c 'model=\"char-lstm\"": "tests/unit/training/data/test_inputs.py",
     "tepal simulate . --clients 3 -c 'model=\"linear-attention\"": "tests/unit/training/data/test_inputs.py",

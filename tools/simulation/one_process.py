@@ -42,7 +42,7 @@ import tepal.host
 from tepal.client_app.stacked import Gathering
 from tepal.host.files import replacing
 from tepal.host.flower.patches import SERVER_APP_RAISED
-from tepal.strategies.in_process import Answers, InProcessGrid, Node
+from tepal.strategies.in_process import Answers, PopulationGrid
 
 tepal.host.__path__.append(str(Path(__file__).parents[2] / "host"))  # an app's own `tepal` does not have these:
 from tepal.host.allocator import keep_freed_memory
@@ -116,10 +116,9 @@ class LoadedApp:
 
 def _run(app: LoadedApp, config: Mapping[str, Any], clients: int, at_once: int, answer: Answers) -> None:
     """Run the ServerApp in this process; `answer` runs the clients."""
-    nodes = [Node(answer, {"partition-id": k, "num-partitions": clients}) for k in range(clients)]
     stacked = _stacked(config)
     how: dict[str, Any] = {"at_once": stacked, "gathering": Gathering} if stacked > 1 else {"at_once": at_once}
-    with InProcessGrid(nodes, config, **how) as grid:
+    with PopulationGrid(answer, clients, config, **how) as grid:
         app.server_app(grid, Context(1, 0, {}, RecordDict(), dict(config)))
 
 

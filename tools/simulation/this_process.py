@@ -18,7 +18,7 @@ from tepal.host.superlink import EndedRun, Listener, RunError
 from tepal.host.toml import Value
 from tepal.server_app.run import run
 from tepal.strategies import RoundFailed
-from tepal.strategies.in_process import InProcessGrid, Node
+from tepal.strategies.in_process import PopulationGrid
 
 _log = logging.getLogger("flwr")
 _FORMAT = "%(levelname)s : %(message)s"
@@ -56,11 +56,10 @@ class ThisProcess:
         log = log or new_log("run")
         tell("stage", f"Running with {self._clients} clients in this process ...")
         own.prepare(run_config, self._clients)
-        nodes = [Node(self._app, {"partition-id": k, "num-partitions": self._clients}) for k in range(self._clients)]
         with (
             _logged(log, lambda line: tell("log", line)),
             _surroundings(self.cache),
-            InProcessGrid(nodes, run_config) as grid,
+            PopulationGrid(self._app, self._clients, run_config) as grid,
         ):
             try:
                 run(grid, run_config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from tepal.training.data.config import DataError, Reading, Shape
 from tepal.training.data.examples import ImageArrays, Source
 from tepal.training.data.formats.images import resized
+from tepal.training.data.stored import StoredArray
 
 Arrays = tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None]
 """Images, labels and groups (None for no groups), as in a file."""
@@ -57,6 +58,8 @@ def checked_arrays(
     groups: NDArray[Any] | None = None,
 ) -> ImageArrays:
     """Return channel-first images (a view if possible), uint8 or float32 in 0..1, int64 labels, and groups as text.
+
+    Images that stay on disk (`StoredArray`) stay there, unless they must be converted.
 
     With `resize`, images of another size or another number of channels are converted to `shape`.
     Raises DataError for invalid arrays; its message begins with `where`.
@@ -105,6 +108,8 @@ def checked_groups(groups: NDArray[Any], count: int, where: str) -> NDArray[np.s
 
 def _scalable(images: NDArray[Any], where: str) -> NDArray[Any]:
     """Return uint8 for integers 0..255, float32 for floats 0..1. Raises DataError for other values."""
+    if isinstance(images, StoredArray):
+        return images
     if images.dtype.kind == "f":
         finite = np.isfinite(images)
         if not finite.all():
@@ -128,7 +133,7 @@ def _scalable(images: NDArray[Any], where: str) -> NDArray[Any]:
 
 def _channel_first(images: NDArray[Any], shape: Shape | None, where: str, resize: bool) -> NDArray[Any]:
     """Return images (n, C, H, W). The run's shape determines the channel axis; without it, the one of size 1 or 3."""
-    layouts = [images, np.moveaxis(images, -1, 1)] if images.ndim == 4 else [images[:, None]]
+    layouts = [images, _with_channels(images, "last")] if images.ndim == 4 else [_with_channels(images, "none")]
     possible = " or ".join(written(layout.shape[1:]) for layout in layouts) + " (CxHxW)"
     for layout in layouts:
         if layout.shape[1:] == shape:
@@ -148,7 +153,14 @@ def _channel_first(images: NDArray[Any], shape: Shape | None, where: str, resize
             f"{where}: images of shape {images.shape}: the channel axis is ambiguous, {possible}: "
             "set image-shape to the right one"
         )
-    return resized(fitting[0], shape) if shape else fitting[0]
+    return resized(np.asarray(fitting[0]), shape) if shape else fitting[0]
+
+
+def _with_channels(images: NDArray[Any], where: str) -> NDArray[Any]:
+    """Return channel-first images of those whose channels are "last", or that have "none"."""
+    if isinstance(images, StoredArray):
+        return cast(NDArray[Any], images.with_channels(where))
+    return np.moveaxis(images, -1, 1) if where == "last" else images[:, None]
 
 
 def written(shape: tuple[int, ...]) -> str:

@@ -18,7 +18,8 @@ Indices = NDArray[np.int64]
 class ImageArrays:
     """n images with labels, in memory and as callers receive them.
 
-    images: (n, C, H, W), uint8 (a quarter of the memory) or float32 in 0..1.
+    images: (n, C, H, W), uint8 (a quarter of the memory) or float32 in 0..1. Large ones of a file may be a
+        `StoredArray`, of which `take` reads what it returns.
     labels: class numbers (n,), int64.
     groups: group of each example (writer, site, domain); None if the data has none.
     """

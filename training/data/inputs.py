@@ -178,9 +178,11 @@ def unlabelled_inputs(config: InputConfig) -> NDArray[Any] | None:
     return None if examples is None else _inputs(examples, config).values
 
 
-def client_inputs(config: InputConfig, node_config: Mapping[str, Any], *, client: str) -> ClientInputs:
+def client_inputs(
+    config: InputConfig, node_config: Mapping[str, Any], *, client: str, stamped: str = ""
+) -> ClientInputs:
     """Return one client's inputs; see `data.load_client`. Raises DataError, TokenizerError."""
-    found = load_client(config, node_config, client=client, kind=examples_of(config))
+    found = load_client(config, node_config, client=client, kind=examples_of(config), stamped=stamped)
     train, test = _inputs(found.train, config), _inputs(found.test, config)
     if isinstance(found.train, Numbers):
         known = vars(found.train.info)

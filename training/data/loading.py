@@ -85,7 +85,7 @@ def unlabelled(config: DataConfig, kind: type[Kind] = _IMAGES) -> Kind | None:
 
 
 def load_client(
-    config: DataConfig, node_config: Mapping[str, Any], *, client: str, kind: type[Kind] = _IMAGES
+    config: DataConfig, node_config: Mapping[str, Any], *, client: str, kind: type[Kind] = _IMAGES, stamped: str = ""
 ) -> ClientData[Kind]:
     """Return one client's train and test examples.
 
@@ -97,11 +97,12 @@ def load_client(
             run: a registered name, or in a simulation one derived from the partition id. (Flower's node ids change at a
             restart: training examples would become test examples.)
         kind: `ImageArrays`, `Texts`, `Numbers` or `LabelledNumbers`: what the model needs.
+        stamped: `dataset_stamp` or `own_stamp` of the files as the examples must be; "": as they are now.
 
     Raises:
-        DataError: this client's data cannot be found, read or used.
+        DataError: this client's data cannot be found, read or used, or its files have been changed since `stamped`.
     """
-    found, train, test, origin = _client_source(config, node_config, client, kind)
+    found, train, test, origin = _client_source(config, node_config, client, kind, stamped)
     source = _of_kind(found, kind)
     tests = source.train.take(test) if test is not None else _held_out(source, config)
     assert tests is not None, "the source has a test set if there are no indices for tests"
@@ -293,7 +294,7 @@ def own_stamp(node_config: Mapping[str, Any]) -> str:
 
 
 def _client_source(
-    config: DataConfig, node_config: Mapping[str, Any], client: str, kind: type
+    config: DataConfig, node_config: Mapping[str, Any], client: str, kind: type, stamped: str
 ) -> tuple[AnySource, Indices, Indices | None, str]:
     """Return a client's source, its indices for training and for tests, and a description of its origin.
 
@@ -301,7 +302,7 @@ def _client_source(
     """
     if path := node_config.get("data-path"):
         try:
-            own = path_source(str(path), reading_for(config, kind))
+            own = path_source(str(path), reading_for(config, kind), stamped)
             indices = np.arange(len(own.train))
             if own.test is not None:
                 return own, indices, None, own.origin
@@ -309,7 +310,7 @@ def _client_source(
         except DataError as error:
             raise DataError(f"client {client}: {error}") from error
     partition, partitions = _partition_of(config, node_config)
-    named = named_source(config, kind)
+    named = named_source(config, kind, stamped)
     origin = f"{named.origin}, partition {partition} of {partitions}"
     return named, *_split(divide(named, config, partitions)[partition], config, client, origin), origin
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from contextlib import redirect_stderr
-from functools import lru_cache
+from functools import cache, lru_cache
 from io import StringIO
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +17,10 @@ from tepal.training.data.config import DataConfig, DataError
 from tepal.training.data.examples import AnySource, Indices, Numbers
 from tepal.training.data.splits import seed_sequence, shares
 
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from flwr_datasets.partitioner import Partitioner
+
 # Number of seeds that are tried until a partition has the minimum size and every class. With each of them Flower's
 # Dirichlet partitioner draws up to eleven times, the pathological one once.
 ATTEMPTS = {"iid": 1, "dirichlet": 20, "pathological": 100, "natural": 20}
@@ -23,8 +29,45 @@ BY_LABEL = ("dirichlet", "pathological")
 """Partitioners that divide by class."""
 
 
+class Parts(Sequence[Indices]):
+    """Every client's indices, as views of one array: a hundred thousand small arrays would take several times as much.
+
+    Args:
+        indices: those of all clients, one client after another.
+        sizes: how many of them each client has.
+    """
+
+    def __init__(self, indices: Indices, sizes: NDArray[np.int64]) -> None:
+        self.indices, self.sizes = indices, sizes
+        self._ends = np.cumsum(sizes)
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    @overload
+    def __getitem__(self, client: int) -> Indices: ...
+    @overload
+    def __getitem__(self, client: slice) -> list[Indices]: ...
+    def __getitem__(self, client: int | slice) -> Indices | list[Indices]:
+        if isinstance(client, slice):
+            return [self[k] for k in range(len(self))[client]]
+        client = range(len(self))[client]
+        end = int(self._ends[client])
+        return self.indices[end - int(self.sizes[client]) : end]
+
+    def of(self, pool: Indices) -> Parts:
+        """These parts of `pool`, whose positions they are."""
+        return Parts(pool[self.indices], self.sizes)
+
+    @staticmethod
+    def joined(parts: Sequence[Sequence[int] | Indices]) -> Parts:
+        """These parts in one array."""
+        arrays = [np.asarray(part, np.int64) for part in parts]
+        return Parts(np.concatenate(arrays), np.array([*map(len, arrays)]))
+
+
 @lru_cache(maxsize=16)
-def divide(source: AnySource, config: DataConfig, clients: int) -> tuple[Indices, ...]:
+def divide(source: AnySource, config: DataConfig, clients: int) -> Parts:
     """Return every client's indices into `source.train`.
 
     They are disjoint, and together all that are neither held out nor the server's. Raises DataError if there is no
@@ -33,14 +76,14 @@ def divide(source: AnySource, config: DataConfig, clients: int) -> tuple[Indices
     _, _, pool = shares(source, config)
     labels = _labels(source, config)[pool]
     _check_possible(source, config, clients, labels)
-    groups = _groups(source, config, clients, pool) if config.partitioner == "natural" else []
-    attempts = 1 if len(groups) == clients else ATTEMPTS[config.partitioner]
+    groups = _groups(source, clients, pool) if config.partitioner == "natural" else None
+    attempts = 1 if groups is not None and len(groups) == clients else ATTEMPTS[config.partitioner]
     failure = ""
     for attempt in range(attempts):
         seed = int(seed_sequence(config.seed, "partition", attempt).generate_state(1)[0])
-        parts, failure = deal(groups, config, clients, seed) if groups else draw(labels, config, clients, seed)
+        parts, failure = draw(labels, config, clients, seed) if groups is None else deal(groups, config, clients, seed)
         if not failure:
-            return tuple(pool[part] for part in parts)
+            return parts.of(pool)
     key, cure = {
         "dirichlet": (
             f"dirichlet-alpha={config.dirichlet_alpha:g}, ",
@@ -114,9 +157,8 @@ def _labels(source: AnySource, config: DataConfig) -> NDArray[np.int64]:
     return np.zeros(len(source.train), np.int64)
 
 
-def _groups(source: AnySource, config: DataConfig, clients: int, pool: Indices) -> list[Indices]:
+def _groups(source: AnySource, clients: int, pool: Indices) -> Parts:
     """Return each group's positions in `pool`, in the order of the groups' names. Raises DataError."""
-    from datasets import Dataset
     from flwr_datasets.partitioner import NaturalIdPartitioner
 
     if source.train.groups is None:
@@ -124,22 +166,18 @@ def _groups(source: AnySource, config: DataConfig, clients: int, pool: Indices) 
             f"{source.origin}: the natural partitioner divides by groups (writers, sites, domains), but this data "
             "has none: set group-column, or choose another partitioner"
         )
-    partitioner = NaturalIdPartitioner("group")
-    partitioner.dataset = Dataset.from_dict({"group": source.train.groups[pool], "position": np.arange(len(pool))})
-    if partitioner.num_partitions < clients:
+    with redirect_stderr(StringIO()):  # a progress bar
+        groups = _divided(NaturalIdPartitioner("group"), group=source.train.groups[pool])
+    if len(groups) < clients:
         raise DataError(
             f"{source.origin}: {clients} clients, but the data has only "
-            f"{partitioner.num_partitions} groups, which are not divided: use at most as many clients as groups, "
+            f"{len(groups)} groups, which are not divided: use at most as many clients as groups, "
             "or another partitioner"
         )
-    with redirect_stderr(StringIO()):  # a progress bar
-        return [
-            np.asarray(partitioner.load_partition(group)["position"][:], dtype=np.int64)
-            for group in range(partitioner.num_partitions)
-        ]
+    return groups
 
 
-def deal(groups: list[Indices], config: DataConfig, clients: int, seed: int) -> tuple[list[Indices], str]:
+def deal(groups: Parts, config: DataConfig, clients: int, seed: int) -> tuple[Parts, str]:
     """Assign whole groups to clients in rotation, shuffled by `seed`; with equal numbers, client i has group i.
 
     Returns:
@@ -147,20 +185,22 @@ def deal(groups: list[Indices], config: DataConfig, clients: int, seed: int) -> 
     """
     dealt = len(groups) > clients
     order = np.random.default_rng(seed).permutation(len(groups)) if dealt else np.arange(len(groups))
-    parts = [np.concatenate([groups[group] for group in order[client::clients]]) for client in range(clients)]
-    smallest = min(map(len, parts))
+    parts = Parts.joined([
+        np.concatenate([groups[group] for group in order[client::clients]]) for client in range(clients)
+    ])
+    smallest = int(parts.sizes.min())
     return parts, f"a client had {smallest} examples" if smallest < config.min_partition_size else ""
 
 
-def draw(labels: NDArray[np.int64], config: DataConfig, clients: int, seed: int) -> tuple[list[Indices], str]:
+def draw(labels: NDArray[np.int64], config: DataConfig, clients: int, seed: int) -> tuple[Parts, str]:
     """Draw one partition by flwr-datasets.
 
     Returns:
         Each client's positions in `labels`, and the condition that they violate, in words ("" for none).
     """
-    from datasets import Dataset
     from flwr_datasets import partitioner as flower
 
+    partitioner: Partitioner
     if config.partitioner == "iid":
         partitioner = flower.IidPartitioner(clients)
     elif config.partitioner == "dirichlet":
@@ -172,24 +212,36 @@ def draw(labels: NDArray[np.int64], config: DataConfig, clients: int, seed: int)
         partitioner = flower.PathologicalPartitioner(
             clients, "label", config.classes_per_client, class_assignment_mode="first-deterministic", seed=seed
         )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # one per repeated draw
-        partitioner.dataset = Dataset.from_dict({"label": labels, "position": np.arange(len(labels))})
-        try:
-            parts = [
-                np.asarray(partitioner.load_partition(client).with_format("numpy")["position"][:], dtype=np.int64)
-                for client in range(clients)
-            ]
-        except ValueError as error:
-            # The Dirichlet partitioner fails after eleven draws, with a message that lacks the numbers.
-            return [], "a client had too few examples" if config.partitioner == "dirichlet" else str(error)
-    positions = np.concatenate(parts)
-    unused = np.setdiff1d(labels, labels[positions])
-    smallest = min(map(len, parts))
-    if len(unused):
+    try:
+        parts = _divided(partitioner, label=labels)
+    except ValueError as error:
+        # The Dirichlet partitioner fails after eleven draws, with a message that lacks the numbers.
+        return Parts.joined([[]]), "a client had too few examples" if config.partitioner == "dirichlet" else str(error)
+    times = np.bincount(parts.indices, minlength=len(labels))
+    if len(unused := np.setdiff1d(labels[times == 0], labels[times > 0])):
         return parts, f"no client had class {', '.join(map(str, unused))}"
-    if smallest < config.min_partition_size:
+    if (smallest := int(parts.sizes.min())) < config.min_partition_size:
         return parts, f"a client had {smallest} examples"
-    if (np.bincount(positions, minlength=len(labels)) != 1).any():
+    if (times != 1).any():
         return parts, "not every example was at exactly one client"
     return parts, ""
+
+
+def _divided(partitioner: Partitioner, **columns: NDArray[Any]) -> Parts:
+    """Return the positions in the columns' rows of all partitions. Raises ValueError if it cannot divide them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # one per repeated draw
+        partitioner.dataset = _positions().from_dict(columns)
+        return Parts.joined([partitioner.load_partition(number) for number in range(partitioner.num_partitions)])
+
+
+@cache
+def _positions() -> type[Dataset]:
+    """Datasets of which a selection is its rows' positions: datasets of a hundred thousand clients take minutes."""
+    from datasets import Dataset
+
+    class Positions(Dataset):
+        def select(self, indices: Any, *_: Any, **__: Any) -> Any:
+            return indices
+
+    return Positions

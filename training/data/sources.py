@@ -49,8 +49,11 @@ def reading_for(config: DataConfig, kind: type) -> Reading:
     return replace(reading_of(config), numbers=labelled or kind is Numbers, labelled=labelled)
 
 
-def named_source(config: DataConfig, kind: type = ImageArrays) -> AnySource:
-    """Read the run's dataset, a known name or a path, for examples of a kind. Raises DataError."""
+def named_source(config: DataConfig, kind: type = ImageArrays, stamped: str = "") -> AnySource:
+    """Read the run's dataset, a known name or a path, for examples of a kind. Raises DataError.
+
+    `stamped` is as of `path_source`.
+    """
     reading = reading_for(config, kind)
     if config.dataset_path and config.dataset not in KNOWN:
         raise DataError(
@@ -58,7 +61,7 @@ def named_source(config: DataConfig, kind: type = ImageArrays) -> AnySource:
             f"that is given by its name ({', '.join(KNOWN)}): set dataset to the path itself"
         )
     if config.dataset in KNOWN:
-        return path_source(config.dataset_path, reading) if config.dataset_path else _download(reading)
+        return path_source(config.dataset_path, reading, stamped) if config.dataset_path else _download(reading)
     if config.dataset.startswith(HUB):
         return load_hub(config.dataset.removeprefix(HUB), reading)
     if config.dataset == DIGITS:
@@ -70,7 +73,7 @@ def named_source(config: DataConfig, kind: type = ImageArrays) -> AnySource:
             f'"{DIGITS}", "{LOCAL}" (every client reads its own data-path), {", ".join(KNOWN)} (with dataset-path), '
             f'"{HUB}<name>", a path to a .npz file, an image folder, or another path: {EXPECTED}'
         )
-    return path_source(config.dataset, reading)
+    return path_source(config.dataset, reading, stamped)
 
 
 def _download(reading: Reading) -> AnySource:
@@ -88,11 +91,14 @@ def _download(reading: Reading) -> AnySource:
         raise DataError(f"{error}; or {files}") from error
 
 
-def path_source(text: str, reading: Reading) -> AnySource:
-    """Read a file or folder in any of the formats. Raises DataError."""
+def path_source(text: str, reading: Reading, stamped: str = "") -> AnySource:
+    """Read a file or folder in any of the formats, as its files were when they had this `stamp`; "": as they are now.
+
+    Raises DataError, also if the files have been changed since, unless this process has read them before.
+    """
     path = Path(text).expanduser().absolute()
     try:
-        return load_path(path, stamp(path), reading)
+        return load_path(path, stamped or stamp(path), reading)
     except FileNotFoundError as error:
         known = KNOWN.get(reading.name)
         expected = f"for {reading.name}: {known.files}" if known else f"is {EXPECTED}"
@@ -137,7 +143,17 @@ def _file_state(entry: Path | os.DirEntry[str]) -> tuple[bool, str, int, int]:
 
 @lru_cache(maxsize=16)
 def load_path(path: Path, stamped: str, reading: Reading) -> AnySource:
-    """Read a path; cached for the process under path and `stamp`, so that changed files are read again."""
+    """Read a path; cached for the process under path and `stamp`, so that changed files are read again.
+
+    Raises DataError if the files have another stamp after they were read.
+    """
+    source = _read_path(path, reading)
+    if stamp(path) != stamped:
+        raise DataError(f"{path}: the files were changed after the run began, or while they were read: start it again")
+    return source
+
+
+def _read_path(path: Path, reading: Reading) -> AnySource:
     if (known := KNOWN.get(reading.name)) is None:
         return _reader(path)(path, reading)
     if found := known.reader(path):

@@ -1,6 +1,7 @@
 """What this project's ClientApp tells and leaves behind, beside training: introduction, probe, delivery."""
 
 import logging
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -61,7 +62,7 @@ def test_clients_that_do_not_score_as_they_train_score_where_it_is_asked(fractio
 
 def test_examples_of_many_clients_are_read_once_and_of_too_many_the_oldest_are_dropped(monkeypatch):
     read = []
-    monkeypatch.setattr(module, "_loaded", {})
+    monkeypatch.setattr(module, "_loaded", module._Examples())
     counted = lambda *args, **how: read.append(how["client"]) or inputs(*args, **how)  # noqa: E731
     monkeypatch.setattr(module, "client_inputs", counted)
     config = InputConfig(partitioner="iid")
@@ -74,11 +75,23 @@ def test_examples_of_many_clients_are_read_once_and_of_too_many_the_oldest_are_d
     load([*range(100), *range(100)])
     assert read == [f"client-{k}" for k in range(100)]
     monkeypatch.setattr(module, "_MOST_LOADED", 3 * module._loaded[next(iter(module._loaded))].nbytes + 2000)
-    monkeypatch.setattr(module, "_loaded", {})
+    monkeypatch.setattr(module, "_loaded", module._Examples())
     load([0, 1, 2, 3, 3])
     assert read[100:] == ["client-0", "client-1", "client-2", "client-3"] and len(module._loaded) == 3
     load([0])
     assert read[-1] == "client-0"
+
+
+def test_examples_are_kept_whatever_one_of_the_clients_has(monkeypatch):
+    """One client with far more than its share evicts the others only if all are more than the limit."""
+    kept = module._Examples()
+    parts = {f"client-{k}": SimpleNamespace(nbytes=30_000_000 if k == 0 else 1_000_000) for k in range(100)}
+    for name, part in parts.items():
+        kept.keep(name, part)
+    assert list(kept) == list(parts) and kept._nbytes == 129_000_000
+    monkeypatch.setattr(module, "_MOST_LOADED", 40_000_000)
+    kept.keep("client-0", parts["client-0"])
+    assert list(kept) == [*(f"client-{k}" for k in range(90, 100)), "client-0"]
 
 
 def test_of_an_ensemble_a_client_keeps_every_mode(tmp_path):

@@ -14,7 +14,7 @@ from tepal.client_app.app import app
 from tepal.server_app.config import defaults
 from tepal.server_app.run import run
 from tepal.strategies.in_process import InProcessGrid, Node
-from tepal.training.data import DataError, load_client, own_stamp, sources
+from tepal.training.data import DataError, dataset_stamp, load_client, own_stamp, sources, stored
 from tepal.training.data.inputs import InputConfig
 from tests.lines import read_lines
 
@@ -144,6 +144,44 @@ def test_another_run_reads_the_dataset_again_if_its_files_changed(tmp_path):
     before = loaded(root, "first")
     Image.fromarray(np.full((8, 8), 99, np.uint8)).save(Path(root) / "a" / "0.png")
     assert loaded(root, "second") is not before
+
+
+@pytest.mark.parametrize("large", [2**29, 1], ids=["in memory", "on disk"])
+@pytest.mark.parametrize("how", ["replaced", "written over", "removed"])
+def test_all_clients_of_a_run_have_the_examples_that_the_file_had_when_it_began(tmp_path, monkeypatch, large, how):
+    monkeypatch.setattr(stored, "LARGE", large)
+    file, other = tmp_path / "a.npz", tmp_path / "b.npz"
+    config = InputConfig(dataset=str(file), min_partition_size=2)
+
+    def images(run, number):
+        node = {"partition-id": number, "num-partitions": 3}
+        return local_client._load(config, node, f"client-{number}", run).inputs.train.values
+
+    def written(path, value):
+        np.savez(path, images=np.full((200, 8, 8), value, np.uint8), labels=np.arange(200) % 4)
+
+    written(file, 10)
+    before = images("first", 0)
+    stamped = dataset_stamp(config)
+    written(other, 200)
+    if how == "replaced":
+        other.replace(file)
+    elif how == "removed":
+        file.unlink()
+    else:
+        file.write_bytes(other.read_bytes())
+        os.utime(file, ns=(1, 999))
+    node = {"partition-id": 2, "num-partitions": 3}
+    if large == 1:
+        with pytest.raises(DataError, match=r"a\.npz: the file was changed, replaced or removed while it is in use"):
+            images("first", 1)
+    else:
+        assert images("first", 1).min() == images("first", 1).max() == before.max(), "it has been read before"
+        sources.load_path.cache_clear()
+        with pytest.raises(DataError, match=r"a\.npz: (the files were changed after the run began|not a readable)"):
+            load_client(config, node, client="client-2", stamped=stamped)
+    if how != "removed":
+        assert images("second", 2).max() > before.max(), "another run has what the file has now"
 
 
 def test_what_readers_pass_over_changes_nothing(tmp_path):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tepal.records.run_directory import RunDirectory, read_label_counts
+from tepal.records.run_directory import RunDirectory, directory, read_label_counts
 from tepal.records.run_directory.names import LABELS
 
 
@@ -27,3 +27,14 @@ def test_a_damaged_file_is_named_and_not_overwritten(tmp_path, damaged):
     with pytest.raises(ValueError, match=r"labels\.json is damaged"):
         RunDirectory(tmp_path, {}).add_label_counts({"site-2": [1.0]})
     assert (tmp_path / LABELS).read_text() == damaged
+
+
+def test_the_file_is_read_once_however_often_counts_are_added(tmp_path, monkeypatch):
+    RunDirectory(tmp_path, {}).add_label_counts({"site-1": [1.0, 2.0]})
+    read = []
+    monkeypatch.setattr(directory, "read_label_counts", lambda *a, **k: read.append(a) or read_label_counts(*a, **k))
+    run = RunDirectory(tmp_path, {})
+    for number in range(2, 5):
+        run.add_label_counts({f"site-{number}": [3.0, 4.0]})
+    assert len(read) == 1
+    assert read_label_counts(tmp_path) == {"site-1": [1, 2], **{f"site-{number}": [3, 4] for number in range(2, 5)}}

@@ -2,15 +2,17 @@
 
 The file has one pair of arrays of `NPZ_PAIRS` (the first pair found is used); with "train" in their names, it may have
 a test set under the same names with "test". Images are N x H x W, N x C x H x W or N x H x W x C, either integers
-0..255 (scaled to 0..1) or floats 0..1; labels are N integers from 0 on.
+0..255 (scaled to 0..1) or floats 0..1; labels are N integers from 0 on. Large uncompressed images of one byte for each
+value stay on disk, and are read as they are needed.
 """
 
 from __future__ import annotations
 
+import struct
 import zipfile
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +21,7 @@ from tepal.training.data.checks import checked_source
 from tepal.training.data.config import DataError, Reading
 from tepal.training.data.examples import ImageArrays, LabelledNumbers, Numbers, Source
 from tepal.training.data.formats.numbers import checked_labelled, checked_numbers
+from tepal.training.data.stored import stored_array
 
 NPZ_PAIRS = (
     ("images", "labels"),
@@ -53,7 +56,7 @@ def read_npz(path: Path, reading: Reading) -> Source[ImageArrays] | Source[Numbe
             pairs.append(test)
         arrays = {
             " and ".join(pair): (
-                npz_array(archive, pair[0], path),
+                npz_array(archive, pair[0], path) if reading.numbers else _images(archive, pair[0], path),
                 npz_array(archive, pair[1], path),
                 _groups(archive, "train" if "train" in pair[0] else "", path, reading) if pair == train else None,
             )
@@ -133,6 +136,15 @@ def open_npz(path: Path) -> np.lib.npyio.NpzFile:
 def listed(names: list[str]) -> str:
     """Return the names of arrays as text."""
     return ", ".join(sorted(names)) or "no array"
+
+
+def _images(archive: np.lib.npyio.NpzFile, key: str, path: Path) -> NDArray[Any]:
+    """Return an array of images, which stays on disk if it is large and can. Raises DataError."""
+    try:
+        stored = stored_array(path, archive.zip, key) if archive.zip else None
+    except (OSError, KeyError, ValueError, struct.error, zipfile.BadZipFile):
+        stored = None  # the error is found again, and reported, as the array is read
+    return npz_array(archive, key, path) if stored is None else cast(NDArray[Any], stored)
 
 
 def npz_array(archive: np.lib.npyio.NpzFile, key: str, path: Path) -> NDArray[Any]:

@@ -796,3 +796,13 @@ def test_the_arrays_of_a_saved_state_are_not_hashed_again(tmp_path, monkeypatch)
     saved = checkpoints.saved_state(1)
     assert checkpoints.digests.of(saved["w"]) == expected == checkpoints.digests.of(state["w"])
     checkpoints.save(checkpoint_of(2, saved))
+
+
+def test_what_was_just_written_is_not_parsed_again(tmp_path, monkeypatch):
+    checkpoints, state = Checkpoints(tmp_path), {"w": np.arange(6.0), "told": ("a", None, 1.5)}
+    checkpoints.save(checkpoint_of(1, state))
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_read_facts", lambda path: pytest.fail("parsed again"))
+        saved = checkpoints.saved_state(1)
+    assert_same(state, saved)
+    assert_same(saved, Checkpoints(tmp_path).saved_state(1))

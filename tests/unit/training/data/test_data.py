@@ -22,7 +22,6 @@ from tepal.training.data import (
     DataError,
     DatasetInfo,
     dataset_info,
-    examples,
     held_out,
     load_client,
     partitions,
@@ -269,9 +268,10 @@ def test_a_draw_that_fails_is_repeated_with_other_seeds_up_to_a_bound(monkeypatc
 
     def unlucky_twice(
         labels: np.ndarray, config: DataConfig, clients: int, seed: int
-    ) -> tuple[list[examples.Indices], str]:
+    ) -> tuple[partitions.Parts, str]:
         seeds.append(seed)
-        return draw(labels, config, clients, seed) if len(seeds) > 2 else ([], "a client had too few examples")
+        parts, failure = draw(labels, config, clients, seed)
+        return parts, failure if len(seeds) > 2 else "a client had too few examples"
 
     monkeypatch.setattr(partitions, "draw", unlucky_twice)
     config = DataConfig(min_partition_size=40)
