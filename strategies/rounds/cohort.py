@@ -25,6 +25,7 @@ _INTRODUCTION = 300.0  # seconds within which a new node must introduce itself
 _INTRODUCED = 1000, 4  # at most so many nodes before a round, or so many times a cohort, whichever is more
 _LOG_AGAIN, _ASK_AGAIN = 15.0, 3.0  # seconds
 _REASONS = 10  # of clients that cannot take part, in a line
+_UNABLE, _NEARLY_ALL = 100, 0.9  # if more clients, and more of those asked in a round, cannot take part, the run ends
 _RETURN = 300.0  # seconds for which a resumed deterministic run waits for its earlier clients
 
 Send = Callable[[Iterable[Outgoing], float], Iterator[Answered | Failure]]
@@ -100,6 +101,7 @@ class Cohorts:
         self._ledger = ledger
         self._expected = expected or {}
         self._nodes = Nodes(expected)
+        self._first = _FirstAsked()
 
     def available(self) -> tuple[str, ...]:
         """Names of the available clients, sorted."""
@@ -202,8 +204,23 @@ class Cohorts:
         if asked := dict(self._nodes.take(cohort)):
             self._introduce(asked, report, settings, min(timeout, _INTRODUCTION), send)
             here = self._nodes.node_of()
-            return [client for client in cohort if client in here]
+            able = [client for client in cohort if client in here]
+            self._first.add(report.round, len(asked), len(cohort) - len(able))
+            return able
         return cohort
+
+    def check_able(self, report: RoundReport) -> None:
+        """Raise RoundFailed if nearly all clients that were asked for the first time in this round cannot take part.
+
+        What they have in common is at fault, such as a data set that was changed. Without this all others would be
+        asked and refused, and the run would go on with the few clients that it knows.
+        """
+        first = self._first
+        if first.round == report.round and first.unable > _UNABLE and first.unable > _NEARLY_ALL * first.asked:
+            raise RoundFailed(
+                f"{first.unable} of {first.asked} clients that were asked for the first time in round {report.round} "
+                f"cannot take part; the run ends before all others are asked in vain" + report.reasons()
+            )
 
     def _candidates(self) -> Sequence[str]:
         """Names of the clients from which cohorts are drawn, sorted."""
@@ -250,6 +267,7 @@ class Cohorts:
         ]
         introduced: dict[int, Reply] = {}
         refused: dict[int, str] = {}
+        by_client: list[int] = []
         unanswered = False
         for answer in send(introductions, timeout):
             if isinstance(answer, Answered):
@@ -258,6 +276,8 @@ class Cohorts:
                 unanswered |= answer.unanswered
                 if answer.lasting:
                     refused[answer.outgoing.node_id] = answer.reason
+                    if answer.by_client:
+                        by_client.append(answer.outgoing.node_id)
         names = self._nodes.settle(
             {node_id: reply.client for node_id, reply in introduced.items()},
             refused,
@@ -266,8 +286,8 @@ class Cohorts:
             {node_id: reply.proof for node_id, reply in introduced.items()},
             self._ledger.proofs,
         )
-        if refused and self._when_drawn():
-            self._ledger.refused.update((self._expected_at[node_id], reason) for node_id, reason in refused.items())
+        if refused and self._when_drawn():  # what a client says of itself stands when the run is resumed
+            self._ledger.refused.update((self._expected_at[node_id], refused[node_id]) for node_id in by_client)
         for node_id, name in names.items():
             reply = introduced[node_id]
             self._ledger.cached(name, reply.holds if reply.client == name else ())
@@ -284,6 +304,21 @@ class Cohorts:
         for name in self._nodes.returned(names.values()):
             self._ledger.restarted(name)
         return unanswered
+
+
+@dataclass
+class _FirstAsked:
+    """The clients that were asked to introduce themselves when they were drawn in one round."""
+
+    round: int = -1
+    asked: int = 0
+    unable: int = 0
+
+    def add(self, round: int, asked: int, unable: int) -> None:
+        if round != self.round:
+            self.round, self.asked, self.unable = round, 0, 0
+        self.asked += asked
+        self.unable += unable
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,8 @@ class Round:
     deadline: float = 0.0
     """When (`time.monotonic`) the attempt's exchanges must have ended; they share the time until then."""
     phases_left: int = 0
+    scorers: list[str] | None = None
+    """The cohort that scores the model, once it is drawn."""
 
     def share(self) -> float:
         """Seconds for the next exchange: a silent client in an early phase must not use up the time of later phases."""

@@ -183,9 +183,11 @@ class RoundRunner:
         report, fraction = this.report, self.rules.fraction_evaluate
         if not fraction:
             return {}
-        drawn = self.cohorts.draw(fraction, report, 0, EVALUATE).at_random()
-        plans = self.method.evaluation(state, this.number, drawn, more_rounds=not final)
-        able = {*self._introduced([plan.client for plan in plans], this)}  # of personal models: only who has one
+        if this.scorers is None:
+            this.scorers = self.cohorts.draw(fraction, report, 0, EVALUATE).at_random()
+        plans = self.method.evaluation(state, this.number, this.scorers, more_rounds=not final)
+        self._introduced([plan.client for plan in plans], this)  # of personal models: only who has one
+        able = {*self.cohorts.available()}
         plans = [plan for plan in plans if plan.client in able]
         if final:
             plans = [replace(plan, options={**plan.options, FINAL: True}) for plan in plans]
@@ -249,6 +251,7 @@ class RoundRunner:
             cohort += able
             if len(able) == len(drawn):
                 break
+            self.cohorts.check_able(this.report)
             out = {*cohort, *drawn}
             names = tuple(name for name in names if name not in out)
         return state, cohort

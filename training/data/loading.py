@@ -97,10 +97,11 @@ def load_client(
             run: a registered name, or in a simulation one derived from the partition id. (Flower's node ids change at a
             restart: training examples would become test examples.)
         kind: `ImageArrays`, `Texts`, `Numbers` or `LabelledNumbers`: what the model needs.
-        stamped: `dataset_stamp` or `own_stamp` of the files as the examples must be; "": as they are now.
+        stamped: `dataset_stamp` of the run's dataset as it must be; "": as it is now. Files at `data-path` are read as
+            they are.
 
     Raises:
-        DataError: this client's data cannot be found, read or used, or its files have been changed since `stamped`.
+        DataError: this client's data cannot be found, read or used, or the run's dataset was changed since `stamped`.
     """
     found, train, test, origin = _client_source(config, node_config, client, kind, stamped)
     source = _of_kind(found, kind)
@@ -302,7 +303,7 @@ def _client_source(
     """
     if path := node_config.get("data-path"):
         try:
-            own = path_source(str(path), reading_for(config, kind), stamped)
+            own = path_source(str(path), reading_for(config, kind))
             indices = np.arange(len(own.train))
             if own.test is not None:
                 return own, indices, None, own.origin

@@ -94,11 +94,15 @@ def _download(reading: Reading) -> AnySource:
 def path_source(text: str, reading: Reading, stamped: str = "") -> AnySource:
     """Read a file or folder in any of the formats, as its files were when they had this `stamp`; "": as they are now.
 
-    Raises DataError, also if the files have been changed since, unless this process has read them before.
+    Raises DataError, also if the files have been changed since and this process has not read them before.
     """
     path = Path(text).expanduser().absolute()
     try:
         return load_path(path, stamped or stamp(path), reading)
+    except _Changed as changed:
+        if stamped:
+            raise
+        return changed.source  # other files may have been added while these were read
     except FileNotFoundError as error:
         known = KNOWN.get(reading.name)
         expected = f"for {reading.name}: {known.files}" if known else f"is {EXPECTED}"
@@ -141,6 +145,14 @@ def _file_state(entry: Path | os.DirEntry[str]) -> tuple[bool, str, int, int]:
     return stat.S_ISDIR(now.st_mode), os.fspath(entry), now.st_mtime_ns, now.st_size
 
 
+class _Changed(DataError):
+    """Files have another stamp after they were read."""
+
+    def __init__(self, path: Path, source: AnySource) -> None:
+        super().__init__(f"{path}: the files were changed after the run began, or while they were read: start it again")
+        self.source = source
+
+
 @lru_cache(maxsize=16)
 def load_path(path: Path, stamped: str, reading: Reading) -> AnySource:
     """Read a path; cached for the process under path and `stamp`, so that changed files are read again.
@@ -149,7 +161,7 @@ def load_path(path: Path, stamped: str, reading: Reading) -> AnySource:
     """
     source = _read_path(path, reading)
     if stamp(path) != stamped:
-        raise DataError(f"{path}: the files were changed after the run began, or while they were read: start it again")
+        raise _Changed(path, source)
     return source
 
 

@@ -74,7 +74,7 @@ class StoredArray:
         return self[:].astype(dtype or self.dtype, copy=False)
 
     def _numbers(self, rows: NDArray[Any]) -> NDArray[np.int64]:
-        if rows.ndim != 1 or rows.dtype.kind not in "iu":
+        if rows.ndim != 1 or (rows.size and rows.dtype.kind not in "iu"):
             raise TypeError(f"rows are {rows.dtype} of shape {rows.shape}; give a slice, or whole numbers (n,)")
         if len(rows) and not (-len(self) <= rows.min() and rows.max() < len(self)):
             raise IndexError(f"rows from {rows.min()} to {rows.max()} of {len(self)}")

@@ -14,9 +14,11 @@ from tepal.exchange import PartialExchange, received
 from tepal.exchange.cache import default_root
 from tepal.exchange.manifest import Manifest
 from tepal.exchange.mod import own_name
+from tepal.exchange.plan import FINAL
 from tepal.strategies import FedACS, FedAvg, FedEnsemble, in_process, join_modes
 from tepal.strategies.in_process import InProcessGrid, Node, PopulationGrid
 from tepal.strategies.rounds import cohort
+from tepal.strategies.rounds.best import BestModel, Scores
 from tepal.strategies.rounds.checkpoint import Checkpoints
 from tepal.strategies.rounds.cohort import Cohorts, Rules
 from tepal.strategies.rounds.ledger import ClientLedger
@@ -191,6 +193,60 @@ def test_if_too_few_can_take_part_the_run_ends_at_once_and_says_why(few):
     assert sorted(introduced) == list(range(100))
     with pytest.raises(RoundFailed, match=r"only 3 of 100 clients can take part; 5 are needed"):
         run(population(app_of(able=lambda number: number < 3), 100), min_replies=5)
+
+
+@pytest.mark.parametrize("raised", [False, True], ids=["their data was changed", "their processes have ended"])
+def test_a_fault_of_all_new_clients_ends_the_run_and_it_can_go_on_when_it_is_mended(few, tmp_path, raised):
+    options = {"fraction_train": 0.01, "deterministic": True}
+    fault, introduced = [], []
+    healthy = app_of(introduced, able=lambda number: not fault)
+
+    def app(message, context):
+        if raised and fault:
+            introduced.append(context.node_config["partition-id"])
+            raise RuntimeError("its process has ended")
+        return healthy(message, context)
+
+    whole, expected = run(population(app, 2000), **options, checkpoints=tmp_path / "whole")
+    introduced.clear()
+    with pytest.raises(RoundFailed, match=r"\d+ of \d+ clients that were asked for the first time in round 2 cannot"):
+        run(population(app, 2000), **options, checkpoints=tmp_path / "run", on_round=fault.append)
+    assert len(introduced) < 200, "not all of them"
+    fault.clear()
+    assert not Checkpoints(tmp_path / "run").latest().standing["refused"]
+    resumed, reports = run(population(app, 2000), **options, checkpoints=tmp_path / "run", resume=True)
+    assert resumed == whole and cohorts(reports) == cohorts(expected)[1:]
+
+
+def test_a_client_whose_process_ends_is_asked_again_when_the_run_is_resumed(few, tmp_path):
+    app = app_of()
+    ended = []
+
+    def ends_once(message, context):
+        if not ended:
+            ended.append(context.node_config["partition-id"])
+            raise RuntimeError("its process has ended")
+        return app(message, context)
+
+    run(population(ends_once, 200), rounds=2, checkpoints=tmp_path)
+    assert ended and not Checkpoints(tmp_path).latest().standing["refused"]
+
+
+def test_the_result_is_sent_to_the_clients_that_scored_the_model(few, tmp_path):
+    """Also if others of their cohort could not take part."""
+    sent = {True: [], False: []}
+    app = app_of(able=lambda number: number % 10 != 0)
+
+    def watched(message, context):
+        plan = Manifest.from_content(message.content).plan
+        if plan.action == "evaluate" and plan.round == 3:
+            sent[bool(plan.options.get(FINAL))].append(context.node_config["partition-id"])
+        return app(message, context)
+
+    strategy = FedAvg(fraction_evaluate=0.2, fraction_train=0.05, seed=3, deterministic=True, checkpoints=tmp_path)
+    strategy.best = BestModel(lambda report: Scores(own=-float(report.round)), delivered=True)
+    strategy.start(population(watched, 200), START, num_rounds=3, timeout=60)
+    assert len(sent[True]) > 30 and sorted(sent[True]) == sorted(sent[False])
 
 
 def test_clients_that_score_introduce_themselves_too(few):

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
-from tepal.training.data import DataConfig, DataError, load_client, partitions, sources, stored
+from tepal.training.data import DataConfig, DataError, dataset_stamp, load_client, partitions, sources, stored
 from tepal.training.data.config import Reading
 from tepal.training.data.formats.npz import read_npz
 from tepal.training.data.stored import StoredArray
@@ -141,6 +142,42 @@ def test_an_index_that_would_choose_other_rows_is_refused(tmp_path, on_disk):
     for rows in (np.arange(90) % 2 == 0, 3, np.arange(4).reshape(2, 2), [0.5], ...):
         with pytest.raises(TypeError, match="give a slice, or whole numbers"):
             images[rows]
+
+
+def test_no_rows(tmp_path, on_disk):
+    images = read_npz(written(tmp_path / "a.npz", images_of(90, 5, 4)), Reading()).train.images
+    assert images[[]].shape == images[3:3].shape == (0, 1, 5, 4)
+
+
+@pytest.fixture
+def changed_while_read(tmp_path, monkeypatch):
+    """A folder of images to which a file is added whenever it is read."""
+    for number in range(20):
+        for name in "ab":
+            (tmp_path / name).mkdir(exist_ok=True)
+            Image.fromarray(images_of(1, 8, 8)[0] + number).save(tmp_path / name / f"{number}.png")
+    read = sources._read_path
+
+    def reading(path, of):
+        source = read(path, of)
+        (path / "a" / "scanner.log").write_text("a line")
+        os.utime(path / "a", ns=(0, 12345))
+        return source
+
+    monkeypatch.setattr(sources, "_read_path", reading)
+    return tmp_path
+
+
+def test_a_site_may_write_other_files_beside_its_data(changed_while_read):
+    found = load_client(DataConfig(dataset="local"), {"data-path": str(changed_while_read)}, client="a")
+    assert len(found.train) + len(found.test) == 40
+
+
+def test_the_run_s_dataset_must_not_change_while_it_is_read(changed_while_read):
+    config = DataConfig(dataset=str(changed_while_read), min_partition_size=2)
+    node = {"partition-id": 0, "num-partitions": 2}
+    with pytest.raises(DataError, match="the files were changed after the run began, or while they were read"):
+        load_client(config, node, client="a", stamped=dataset_stamp(config))
 
 
 def test_a_copy_reads_the_same_and_no_file_stays_open(tmp_path, on_disk):
