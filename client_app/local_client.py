@@ -105,9 +105,7 @@ class LocalClient:
         The number of examples in each class is sent for partitions of the run's dataset, never for a site's own data.
         """
         if (found := received(msg)) is not None:
-            if _of_thread.layout is None:
-                _of_thread.layout = layout_of(self.model)
-            here: Layout = _of_thread.layout
+            here = _layout(self.model)
             if different := found.layout.difference(here, mine="the server's", others="this client's"):
                 built = ", ".join(f"{key}={size}" for key, size in written_sizes(self.sizes).items())
                 raise ValueError(
@@ -196,7 +194,14 @@ def _model(name: str, sizes: tuple[tuple[str, Any], ...], device: torch.device) 
             model: Any = models.build(name, **dict(sizes), seed=0)
         # Convolutions are 20 % faster with this format on a CPU; it does not affect other layers.
         _of_thread.model = model.to(device, memory_format=torch.channels_last)
-        _of_thread.layout = None  # found at the first introduction, for all clients of the thread
         _of_thread.built = name, sizes, device
     found: nn.Module = _of_thread.model
+    return found
+
+
+def _layout(model: nn.Module) -> Layout:
+    """The layout of a model, found once for all clients of a thread that introduce themselves with it."""
+    if getattr(_of_thread, "laid_out", None) is not model:
+        _of_thread.layout, _of_thread.laid_out = layout_of(model), model
+    found: Layout = _of_thread.layout
     return found
