@@ -1,4 +1,7 @@
-"""The file of a benchmark's `--json`: its figures, and when, at which commit and where they were measured."""
+"""What benchmarks have in common: samples over time, and the file of `--json`.
+
+The file has the figures, and when, at which commit and where they were measured.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,12 @@ import platform
 import shlex
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
 
@@ -43,6 +47,30 @@ def circumstances() -> dict[str, Any]:
         "system": platform.platform(), "python": platform.python_version(),
         **{name: version(name) for name in ("flwr", "torch", "numpy")},
     }  # fmt: skip
+
+
+class Sampler:
+    """Calls `look` again and again in a thread while the context lasts, with pauses of `pause` seconds."""
+
+    pause = 0.2
+
+    def look(self) -> None:
+        """Take one sample."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._over.wait(self.pause):
+            self.look()
 
 
 def _without_json(arguments: list[str]) -> list[str]:

@@ -11,12 +11,12 @@ in which what they share is counted once (PSS).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import zipfile
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import psutil
-from measured import ROOT, write_figures
+from measured import ROOT, Sampler, write_figures
 from rich.console import Console
 from rich.table import Table
 from simulation import BATCH, MODELS, RATE, STOCK, ends_of_rounds
@@ -32,7 +32,6 @@ from simulation import BATCH, MODELS, RATE, STOCK, ends_of_rounds
 SAMPLES = 20  # images of a client
 TESTS = 1000  # the server's
 _BLOCK = 20_000  # images that are written at once, again and again
-_LOOK = 0.2  # seconds between two looks at the memory
 
 
 def write_images(path: Path, count: int) -> None:
@@ -75,43 +74,29 @@ def run(images: Path, clients: int, cohort: int, rounds: int) -> dict[str, Any]:
         with (
             ends_of_rounds(runs) as ended,
             subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process,
+            Memory(process.pid) as memory,
         ):
-            watched = Watched(process.pid)
             output, _ = process.communicate()
             whole = time.perf_counter() - begun
-            most = watched.end()
         if process.returncode:
             raise SystemExit(f"{' '.join(command)} ended with status {process.returncode}:\n{output.decode()}")
-    return {"whole": whole, "rounds": list(np.diff(ended[-rounds:])), "bytes": most}
+    return {"whole": whole, "rounds": list(np.diff(ended[-rounds:])), "bytes": memory.most}
 
 
-class Watched:
-    """The largest memory of a process and all that it started."""
+class Memory(Sampler):
+    """The largest memory of a process and all that it started, in bytes."""
 
     def __init__(self, pid: int) -> None:
         self._process = psutil.Process(pid)
-        self._most = 0
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
+        self.most = 0
 
-    def _watch(self) -> None:
-        while not self._over.wait(_LOOK):
-            now = 0
-            try:
-                for each in (self._process, *self._process.children(recursive=True)):
-                    try:
-                        now += each.memory_full_info().pss
-                    except psutil.Error:  # it has ended
-                        continue
-            except psutil.Error:
-                return
-            self._most = max(self._most, now)
-
-    def end(self) -> int:
-        self._over.set()
-        self._thread.join()
-        return self._most
+    def look(self) -> None:
+        now = 0
+        with contextlib.suppress(psutil.Error):  # the command has ended
+            for each in (self._process, *self._process.children(recursive=True)):
+                with contextlib.suppress(psutil.Error):
+                    now += each.memory_full_info().pss
+        self.most = max(self.most, now)
 
 
 def measure(populations: list[int], cohort: int, rounds: int, runs: int) -> dict[int, dict[str, list[float]]]:

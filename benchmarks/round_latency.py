@@ -26,7 +26,6 @@ import shutil
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -35,7 +34,7 @@ from pathlib import Path
 
 import numpy as np
 import psutil
-from measured import write_figures
+from measured import Sampler, write_figures
 from rich.console import Console
 from rich.table import Table
 
@@ -67,31 +66,23 @@ class Measured:
     processor: dict[str, float] = field(default_factory=dict)
 
 
-class Samples:
+class Samples(Sampler):
     """Samples the memory of a client's processes, and the processor time of all processes, while the context lasts."""
+
+    pause = 0.25
 
     def __init__(self, started: Deployment) -> None:
         self._started = started
+        self._processes: list[psutil.Process] = []
         self.samples: list[tuple[float, int, int, int, int]] = []
         self.processor: list[tuple[float, dict[str, float]]] = []
 
-    def __enter__(self) -> Samples:
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._sample)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _sample(self) -> None:
-        processes: list[psutil.Process] = []
-        while not self._over.wait(0.25):
-            if len(self.processor) % 8 == 0:  # finding processes and reading their shared pages take long
-                self.samples.append((time.monotonic(), *look(self._started.nodes[0])))
-                processes = [each for root in (self._started.superlink, *self._started.nodes) for each in root.tree()]
-            self.processor.append((time.monotonic(), processor_seconds(processes)))
+    def look(self) -> None:
+        if len(self.processor) % 8 == 0:  # finding processes and reading their shared pages take long
+            self.samples.append((time.monotonic(), *look(self._started.nodes[0])))
+            roots = (self._started.superlink, *self._started.nodes)
+            self._processes = [each for root in roots for each in root.tree()]
+        self.processor.append((time.monotonic(), processor_seconds(self._processes)))
 
 
 def look(node: Process) -> tuple[int, int, int, int]:

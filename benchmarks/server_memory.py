@@ -33,7 +33,7 @@ from flwr.supercore.inflatable.inflatable_utils import pull_objects
 from flwr.supercore.retry import RetryInvoker, exponential
 from flwr.supercore.task_identity import TaskIdentity
 from grpc import RpcError
-from measured import write_figures
+from measured import Sampler, write_figures
 from memory.entries import model
 from rich.console import Console
 from rich.table import Table
@@ -183,42 +183,34 @@ def superlink(folder: Path) -> Iterator[tuple[Process, str, str, dict[str, str]]
         yield process, address, fleet, environment
 
 
-class Watch:
+class Watch(Sampler):
     """Peak anonymous memory in bytes of each kind of process of a SuperLink, while the context lasts."""
+
+    pause = 0.02
 
     def __init__(self, process: Process) -> None:
         self._process = process
+        self._kinds: dict[int, str] = {}
+        self._found = 0.0  # when they were found
         self.most = {"flower-superlink": 0, "flwr-serverapp": 0}
 
-    def __enter__(self) -> Watch:
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._look)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _look(self) -> None:
-        kinds: dict[int, str] = {}
-        looked = 0.0
-        while not self._over.wait(0.02):
+    def look(self) -> None:
+        if time.monotonic() - self._found > 0.5:
+            self._found = time.monotonic()
             with contextlib.suppress(psutil.Error, OSError):
-                if time.monotonic() - looked > 0.5:
-                    looked = time.monotonic()
-                    for each in self._process.tree():
-                        with contextlib.suppress(psutil.Error):
-                            program = " ".join(each.cmdline()[:2])
-                            for kind in self.most:
-                                if kind in program:
-                                    kinds[each.pid] = kind
-            for pid, kind in list(kinds.items()):
-                try:
-                    status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
-                    self.most[kind] = max(self.most[kind], 1024 * int(status.split("RssAnon:")[1].split()[0]))
-                except (OSError, IndexError):
-                    del kinds[pid]
+                self._find()
+        for pid, kind in list(self._kinds.items()):
+            try:
+                status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
+                self.most[kind] = max(self.most[kind], 1024 * int(status.split("RssAnon:")[1].split()[0]))
+            except (OSError, IndexError):
+                del self._kinds[pid]
+
+    def _find(self) -> None:
+        for each in self._process.tree():
+            with contextlib.suppress(psutil.Error):
+                program = " ".join(each.cmdline()[:2])
+                self._kinds.update((each.pid, kind) for kind in self.most if kind in program)
 
 
 def main() -> None:

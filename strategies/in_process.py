@@ -204,13 +204,8 @@ class InProcessGrid(Grid):
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         return self.pull_messages(self.push_messages(messages))
 
-    def _node(self, node_id: int) -> Node:
-        return self.nodes[node_id]
-
     def _answer(self, message: Message) -> Message | None:
-        return self._answer_of(self._node(message.metadata.dst_node_id), message)
-
-    def _answer_of(self, node: Node, message: Message) -> Message | None:
+        node = self.nodes[message.metadata.dst_node_id]
         try:
             reply = node.app(message, node.context)
         # As in Flower: if an app raises, the reply is an error with code 2. SystemExit would end the thread in silence.
@@ -270,19 +265,17 @@ class PopulationGrid(InProcessGrid):
 
     remove = add  # type: ignore[assignment]
 
-    def _node(self, node_id: int) -> Node:
-        if (kept := self.nodes.get(node_id)) is not None:
-            return kept
-        node = Node(self._app, {"partition-id": node_id - 1, "num-partitions": self._count})
-        node.context = self._context(node_id, node.config)
-        return node
-
     def _answer(self, message: Message) -> Message | None:
-        node = self._node(message.metadata.dst_node_id)
-        reply = self._answer_of(node, message)
-        if node.context.state:
-            self.nodes[node.context.node_id] = node
-        return reply
+        node_id = message.metadata.dst_node_id
+        if (node := self.nodes.get(node_id)) is None:
+            node = Node(self._app, {"partition-id": node_id - 1, "num-partitions": self._count})
+            node.context = self._context(node_id, node.config)
+            self.nodes[node_id] = node
+        try:
+            return super()._answer(message)
+        finally:
+            if not node.context.state:
+                self.nodes.pop(node_id, None)
 
 
 def _run(answer: Callable[[Message], Message | None], message: Message) -> Message | None:

@@ -25,7 +25,7 @@ _INTRODUCTION = 300.0  # seconds within which a new node must introduce itself
 _INTRODUCED = 1000, 4  # at most so many nodes before a round, or so many times a cohort, whichever is more
 _LOG_AGAIN, _ASK_AGAIN = 15.0, 3.0  # seconds
 _REASONS = 10  # of clients that cannot take part, in a line
-_UNABLE, _NEARLY_ALL = 100, 0.9  # if more clients, and more of those asked in a round, cannot take part, the run ends
+_UNABLE, _NEARLY_ALL = 100, 0.9  # more clients, and a larger share, end a run if they cannot take part
 _RETURN = 300.0  # seconds for which a resumed deterministic run waits for its earlier clients
 
 Send = Callable[[Iterable[Outgoing], float], Iterator[Answered | Failure]]
@@ -66,6 +66,19 @@ class Rules:
         return min(available, max(int(available * fraction), self.min_replies))
 
 
+def check_able(unable: int, asked: int, report: RoundReport) -> None:
+    """Raise RoundFailed if nearly all of many clients that were asked for the first time cannot take part.
+
+    What they have in common is at fault, such as a data set that was changed. Without this all others would be asked
+    and refused, and the run would go on with the few clients that it knows.
+    """
+    if unable > _UNABLE and unable > _NEARLY_ALL * asked:
+        raise RoundFailed(
+            f"{unable} of {asked} clients that were asked for the first time in round {report.round} cannot take part: "
+            "correct what they have in common, and resume the run" + report.reasons()
+        )
+
+
 def check(name: str, value: object, good: bool, allowed: str) -> None:
     """Check an option. Raises ValueError unless `good`; `allowed` describes good values."""
     if not good:
@@ -101,7 +114,6 @@ class Cohorts:
         self._ledger = ledger
         self._expected = expected or {}
         self._nodes = Nodes(expected)
-        self._first = _FirstAsked()
 
     def available(self) -> tuple[str, ...]:
         """Names of the available clients, sorted."""
@@ -204,23 +216,13 @@ class Cohorts:
         if asked := dict(self._nodes.take(cohort)):
             self._introduce(asked, report, settings, min(timeout, _INTRODUCTION), send)
             here = self._nodes.node_of()
-            able = [client for client in cohort if client in here]
-            self._first.add(report.round, len(asked), len(cohort) - len(able))
-            return able
+            return [client for client in cohort if client in here]
         return cohort
 
-    def check_able(self, report: RoundReport) -> None:
-        """Raise RoundFailed if nearly all clients that were asked for the first time in this round cannot take part.
-
-        What they have in common is at fault, such as a data set that was changed. Without this all others would be
-        asked and refused, and the run would go on with the few clients that it knows.
-        """
-        first = self._first
-        if first.round == report.round and first.unable > _UNABLE and first.unable > _NEARLY_ALL * first.asked:
-            raise RoundFailed(
-                f"{first.unable} of {first.asked} clients that were asked for the first time in round {report.round} "
-                f"cannot take part; the run ends before all others are asked in vain" + report.reasons()
-            )
+    def unknown(self, clients: Iterable[str]) -> int:
+        """How many of these clients have not introduced themselves, or cannot take part."""
+        here = self._nodes.node_of()
+        return sum(client not in here for client in clients)
 
     def _candidates(self) -> Sequence[str]:
         """Names of the clients from which cohorts are drawn, sorted."""
@@ -304,21 +306,6 @@ class Cohorts:
         for name in self._nodes.returned(names.values()):
             self._ledger.restarted(name)
         return unanswered
-
-
-@dataclass
-class _FirstAsked:
-    """The clients that were asked to introduce themselves when they were drawn in one round."""
-
-    round: int = -1
-    asked: int = 0
-    unable: int = 0
-
-    def add(self, round: int, asked: int, unable: int) -> None:
-        if round != self.round:
-            self.round, self.asked, self.unable = round, 0, 0
-        self.asked += asked
-        self.unable += unable
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from functools import partial
 from logging import getLogger
 from typing import Any
 
-import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
+from numpy.random import Generator
 
 from tepal.exchange.layout import Arrays
 from tepal.exchange.plan import EVALUATE, FINAL, INTRODUCE, RATE, TRAIN, Outgoing, Plan, Reply, Tree
@@ -21,7 +21,7 @@ from tepal.host.text import visible
 from tepal.strategies.aggregate import ON_TESTS
 from tepal.strategies.method import Method, Run, ServerModel
 from tepal.strategies.rounds.asking import Asker
-from tepal.strategies.rounds.cohort import Cohorts, Rules
+from tepal.strategies.rounds.cohort import Cohorts, Rules, check_able
 from tepal.strategies.rounds.flower import joined
 from tepal.strategies.rounds.judging import Judge, Refused
 from tepal.strategies.rounds.ledger import ClientLedger
@@ -187,8 +187,7 @@ class RoundRunner:
             this.scorers = self.cohorts.draw(fraction, report, 0, EVALUATE).at_random()
         plans = self.method.evaluation(state, this.number, this.scorers, more_rounds=not final)
         self._introduced([plan.client for plan in plans], this)  # of personal models: only who has one
-        able = {*self.cohorts.available()}
-        plans = [plan for plan in plans if plan.client in able]
+        plans = [plan for plan in plans if not self.cohorts.unknown([plan.client])]
         if final:
             plans = [replace(plan, options={**plan.options, FINAL: True}) for plan in plans]
         replies = self._asker.ask(self._asker.outgoing(state, plans, this), this)
@@ -206,7 +205,7 @@ class RoundRunner:
             aside = self.suspects.set_aside(drawn.names, this.number, rules.min_replies)
             names = tuple(name for name in drawn.names if name not in aside) if aside else drawn.names
             report.left_out = sorted([*drawn.left_out, *aside])
-            state, cohort = self._cohort(state, this, names, min(drawn.size, len(names)), drawn.rng)
+            state, cohort = self._draw(state, this, names, min(drawn.size, len(names)), drawn.rng)
             if len(cohort) < rules.min_replies and self.cohorts.count() < candidates:
                 continue  # the others turned out to be unable, and are not drawn from any more
             plans = self._prepare(state, this, sorted(cohort))
@@ -240,18 +239,18 @@ class RoundRunner:
             f"{attempts + searches} attempts" + report.reasons()
         )
 
-    def _cohort(
-        self, state: Any, this: Round, names: Sequence[str], size: int, rng: np.random.Generator
-    ) -> tuple[Any, Sequence[str]]:
+    def _draw(self, state: Any, this: Round, names: Sequence[str], size: int, rng: Generator) -> tuple[Any, list[str]]:
         """Draw a cohort. Clients that cannot take part are replaced by others as long as there are any."""
-        cohort: list[str] = []
+        cohort, asked, unable = list[str](), 0, 0
         while len(cohort) < size and names:
             state, drawn = self.method.cohort(state, names, min(size - len(cohort), len(names)), rng)
+            asked += self.cohorts.unknown(drawn)
             able = self._introduced(drawn, this)
             cohort += able
             if len(able) == len(drawn):
                 break
-            self.cohorts.check_able(this.report)
+            unable += len(drawn) - len(able)
+            check_able(unable, asked, this.report)
             out = {*cohort, *drawn}
             names = tuple(name for name in names if name not in out)
         return state, cohort
