@@ -171,7 +171,8 @@ def steps(log: str) -> dict[str, float]:
     number = r"(\d+\.\d+)"
     pattern = "Answered train .*?: " + ", ".join(f"{number} (?:to )?{step}" for step in STEPS)
     found = [tuple(map(float, match)) for match in re.findall(pattern, log)]
-    return {step: statistics.median(each) for step, each in zip(STEPS, zip(*found[2:], strict=True), strict=True)}
+    warm = found[2:] or found  # of a short run the log may have these only
+    return {step: statistics.median(each) for step, each in zip(STEPS, zip(*warm, strict=True), strict=True)}
 
 
 def growth(samples: list[tuple[float, int, int, int, int]], ended: list[float]) -> dict[str, float]:

@@ -75,7 +75,7 @@ def check_able(unable: int, asked: int, report: RoundReport) -> None:
     if unable > _UNABLE and unable > _NEARLY_ALL * asked:
         raise RoundFailed(
             f"{unable} of {asked} clients that were asked for the first time in round {report.round} cannot take part: "
-            "correct what they have in common, and resume the run" + report.reasons()
+            "correct the common cause, and resume the run" + report.reasons()
         )
 
 
