@@ -6,7 +6,7 @@ has found here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from tepal import models
@@ -36,11 +36,35 @@ def absolute_paths(config: Mapping[str, Value], *folders: Path) -> dict[str, Val
         each = [_existing(source.strip(), folders) or source.strip() for source in given.split(",")]
         found["pretrained"] = _existing(given, folders) or ",".join(each)
     for key, value in config.items():  # such as client.3.data-path
-        if key.startswith(PREFIX) and key.endswith(("data-path", "model-path")) and value and isinstance(value, str):
+        if key.startswith(PREFIX) and key.endswith(_PATHS) and value and isinstance(value, str):
             found[key] = _existing(value, folders) or str(folders[0].absolute() / Path(value).expanduser())
     return found
 
 
+def with_paths(config: Mapping[str, Value], other: Callable[[Path], str]) -> dict[str, Value]:
+    """Return a run config with other paths in place of those of the files and folders that it names.
+
+    Args:
+        config: with absolute paths (see `absolute_paths`).
+        other: what stands in place of a path.
+    """
+
+    def of(text: str) -> str:
+        return other(Path(text)) if text.startswith("/") and Path(text).exists() else text
+
+    found = dict(config)
+    for key, value in config.items():
+        if not isinstance(value, str):
+            continue
+        if key == "pretrained" and not Path(value).exists():
+            found[key] = ",".join(of(source.strip()) for source in value.split(","))
+        elif key in _NAMES or key == "pretrained" or (key.startswith(PREFIX) and key.endswith(_PATHS)):
+            found[key] = of(value)
+    return found
+
+
+_PATHS = ("data-path", "model-path")
+"""Ends of a client's own keys that are paths."""
 _NAMES: Mapping[str, Iterable[str]] = {
     "dataset": {DIGITS, LOCAL, *KNOWN}, "dataset-path": (), "model": models.MODELS, "tokenizer": (),
 }  # fmt: skip

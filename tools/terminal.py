@@ -6,6 +6,7 @@ clients and of run directories is shown with its control characters visible: it 
 
 from __future__ import annotations
 
+import io
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -177,6 +178,14 @@ class RoundProgress:
         else:
             print(f"{self._name}{text}", file=self._console.file, flush=True)
 
+    def note(self, text: str) -> None:
+        """Show something that happened, in a line that stays."""
+        said = f"{self._name}{visible(text)}"
+        if self._progress is not None:
+            self._progress.print(Text(said, style="yellow"))
+        else:
+            print(said, file=self._console.file, flush=True)
+
     def update(self, line: RoundRecord) -> None:
         """Show one round that has ended."""
         now = time.monotonic()
@@ -218,6 +227,25 @@ class RoundProgress:
         """The remaining time of all runs, as text; "" for a single run, and while it cannot be estimated."""
         seconds = self._time_left.seconds if self._time_left is not None else None
         return "" if seconds is None else f"{seconds_text(seconds)} left"
+
+
+class EndProgress(RoundProgress):
+    """Progress of one of several runs at the same time: what is done before its first round, and its last round."""
+
+    def __init__(self, rounds: int, *, name: str = "", done: int = 0, console: Console | None = None) -> None:
+        super().__init__(rounds, name=name, done=done, console=Console(file=io.StringIO()))
+        self._shown = console or Console()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if self._said:
+            self._shown.print(self._said, markup=False, highlight=False, soft_wrap=True)
+
+    def stage(self, text: str) -> None:
+        self.note(text)
+
+    def note(self, text: str) -> None:
+        self._shown.print(f"{self._name}{visible(text)}", markup=False, highlight=False, soft_wrap=True)
 
 
 class _Elapsed(ProgressColumn):

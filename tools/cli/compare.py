@@ -14,7 +14,7 @@ from tepal.host.toml import Value
 from tepal.records.run_directory import LATEST, RunInUse
 from tepal.server_app.config import ConfigError, RunConfig, defaults
 from tepal.tools.cli import commands, reported
-from tepal.tools.cli.running import CPUS, ENGINE, AppFolder, RunConfigs, Verbose
+from tepal.tools.cli.running import CPUS, ENGINE, AppFolder, Ray, RunConfigs, Verbose, runner_for
 from tepal.tools.compare.comparison import (
     OWN_KEYS,
     Comparison,
@@ -80,6 +80,7 @@ def compare_command(
         float | None, typer.Option(min=0, help="share of a GPU for each client that trains", show_default="0")
     ] = None,
     engine: Annotated[str | None, typer.Option(help=ENGINE, show_default=AUTO)] = None,
+    ray: Ray = None,
     verbose: Verbose = False,
 ) -> None:
     """Run several strategies with otherwise equal settings, or the variants of a file, and show accuracy and bytes.
@@ -87,7 +88,7 @@ def compare_command(
     All results are in one folder, runs/<start>-compare: the runs, comparison.html, and tables as CSV, Markdown and
     LaTeX, with --vary with a line for each combination of values. When a run fails the others continue, and the exit
     status is 1. Ctrl-C ends all runs and shows the results so far. --resume FOLDER runs what is not finished; --target,
-    --cpus, --gpus and --engine may then change.
+    --cpus, --gpus, --engine and --ray may then change.
     """
     console, errors = Console(), Console(stderr=True)
     with reported(RunError, RunInUse):
@@ -115,7 +116,7 @@ def compare_command(
         comparison.gpus = comparison.gpus if gpus is None else gpus
         comparison.engine = engine or comparison.engine
         resources: dict[str, Any] = {key: getattr(comparison, key) for key in ("clients", "cpus", "gpus")}
-        with engine_for(comparison.engine, app, **resources) as simulated:  # one for all runs
+        with runner_for(ray, comparison.engine, app, engine_for, **resources) as simulated:  # one for all runs
             simulated.start_ahead()
             where = "" if variants is None else f"{variants}: "
             check(comparison, lambda config: check_clients(config, comparison.clients), where)
@@ -130,7 +131,9 @@ def compare_command(
                 return run_once(simulated.run, config, progress, console, verbose, on_run)
 
             try:
-                run_all(comparison, start, console=console, errors=errors)
+                run_all(
+                    comparison, start, console=console, errors=errors, at_once=simulated.at_once, stop=simulated.stop
+                )
             except SystemExit:  # of SIGTERM or SIGHUP
                 hint = f"Resume it with `tepal compare --resume {comparison.folder}`"
                 console.print(hint, markup=False, highlight=False, soft_wrap=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -29,8 +30,21 @@ def reproduce_command(
     device: Annotated[
         str, typer.Option(help="where clients train: cpu, cuda, cuda:1; auto: on a GPU if there is one")
     ] = "auto",
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="compute on the machines of this Ray cluster, HOST:PORT or auto (docs/clusters.md); none: on this one",
+            show_default="$RAY_ADDRESS",
+        ),
+    ] = None,
+    cpus: Annotated[float, typer.Option(min=0.01, help="on a cluster: CPU cores of each run")] = 1,
+    gpus: Annotated[float, typer.Option(min=0, help="on a cluster: share of a GPU of each run")] = 0,
 ) -> None:
     """Run a named experiment of a paper, and show its results next to the paper's."""
+    from tepal.host.superlink import RunError
+    from tepal.tools.cluster.connection import address_of, connected
+    from tepal.tools.cluster.job import JobFailed
     from tepal.tools.reproduce.experiment import MissingData
     from tepal.tools.reproduce.machine.device import described, find_device
     from tepal.tools.reproduce.machine.memory import TooLittleMemory
@@ -40,12 +54,17 @@ def reproduce_command(
         for each in EXPERIMENTS.values():
             typer.echo(f"{each.name:20} {each.title}. {each.paper}. {each.scale(full=False)}")
         return
-    with reported(MissingData, RunInUse, TooLittleMemory):
+    with reported(MissingData, RunInUse, TooLittleMemory, RunError, JobFailed), ExitStack() as opened:
         experiment = find_experiment(name)
-        how = "one process" if at_once == 1 else f"{at_once} processes (--at-once {at_once})"
-        typer.echo(f"Engine: {how}\nDevice: {described(find_device(device), at_once)}")
+        cluster = opened.enter_context(connected(address, cpus, gpus)) if (address := address_of(ray)) else None
+        if cluster is None:
+            how = "one process" if at_once == 1 else f"{at_once} processes (--at-once {at_once})"
+            typer.echo(f"Engine: {how}\nDevice: {described(find_device(device), at_once)}")
+        else:
+            typer.echo(cluster.description)
         page = reproduce(
-            experiment, folder, full=full, log=typer.echo, data=data.expanduser(), at_once=at_once, device=device
-        )
+            experiment, folder, full=full, log=typer.echo, data=data.expanduser(), at_once=at_once, device=device,
+            cluster=cluster,
+        )  # fmt: skip
         typer.echo((page.parent / "results.md").read_text(encoding="utf-8"))
         typer.echo(f"Results in {page.parent}\n  {page}  (open it in a browser)")

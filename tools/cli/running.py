@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,7 +17,8 @@ from tepal.host.toml import Value
 from tepal.records.run_directory import make_first_free, read_metrics, read_summary
 from tepal.tools.cli import reported
 from tepal.tools.own_app import app_folder
-from tepal.tools.simulation.engine import Engine
+from tepal.tools.simulation.engine import Engine, Runner
+from tepal.tools.simulation.engines import AUTO
 from tepal.tools.simulation.running import resume_hint, run_once
 from tepal.tools.terminal import RoundProgress, final_table
 
@@ -43,7 +44,57 @@ RunConfigs = Annotated[
     list[str] | None,
     typer.Option("--run-config", "-c", help="'key=value …' or a TOML file, as in `flwr run`; may be repeated"),
 ]
+Ray = Annotated[
+    str | None,
+    typer.Option(
+        "--ray",
+        metavar="ADDRESS",
+        help="run on the machines of this Ray cluster, HOST:PORT or auto, each run with --cpus cores and --gpus GPUs "
+        "(docs/clusters.md); none: on this machine",
+        show_default="$RAY_ADDRESS",
+    ),
+]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="show Flower's own log")]
+
+
+def runner_for(
+    ray: str | None,
+    engine: str,
+    app: Path,
+    here: Callable[..., Engine],
+    *,
+    clients: int,
+    cpus: float | None,
+    gpus: float = 0,
+) -> AbstractContextManager[Runner]:
+    """Return the engine of a command: on the cluster that `--ray` or RAY_ADDRESS names, else on this machine.
+
+    Args:
+        ray: value of `--ray`.
+        engine: value of `--engine`, for this machine.
+        app: folder of the app.
+        here: makes an engine on this machine, as `engine_for`.
+        clients: number of clients.
+        cpus, gpus: of each client that trains; on a cluster of each run.
+
+    Raises ValueError for options that contradict one another; entering it, RunError if there is no cluster.
+    """
+    from tepal.tools.cluster.connection import address_of
+
+    if not (address := address_of(ray)):
+        return here(engine, app, clients=clients, cpus=cpus, gpus=gpus)
+    if engine != AUTO:
+        raise ValueError(
+            f"--engine {engine} is for this machine, and the runs are on the cluster {address}: leave out --engine, or "
+            "use --ray none"
+        )
+    from tepal.tools.paths import has_our_keys
+
+    if not has_our_keys(app):
+        raise ValueError(f"{app} is not Tepal's own app, and only that can run on a cluster: use --ray none")
+    from tepal.tools.cluster.engine import engine_on
+
+    return engine_on(address, app, clients=clients, cpus=cpus, gpus=gpus)
 
 
 def run_and_show(start: Callable[..., EndedRun], config: RunConfig, console: Console, verbose: bool) -> None:

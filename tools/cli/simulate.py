@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -16,11 +16,14 @@ from tepal.tools.cli.running import (
     CPUS,
     ENGINE,
     AppFolder,
+    Ray,
     RunConfigs,
     Verbose,
     run_and_show,
     run_other,
+    runner_for,
 )
+from tepal.tools.simulation.engine import Engine
 from tepal.tools.simulation.engines import AUTO, engine_for
 from tepal.tools.simulation.running import cache_of, check_clients
 
@@ -35,15 +38,17 @@ def simulate_command(
     cpus: Annotated[float, typer.Option(min=0.01, help=CPUS)] = 1,
     gpus: Annotated[float, typer.Option(min=0, help="share of a GPU for each client that trains")] = 0,
     engine: Annotated[str, typer.Option(help=ENGINE)] = AUTO,
+    ray: Ray = None,
     verbose: Verbose = False,
 ) -> None:
     """Run the app with simulated clients on this machine, and show its progress and the transferred bytes.
 
     All processes end with the command. Resume a run that was stopped with -c 'resume="runs/latest"'. Of an app that
-    is not Tepal's own, the log is shown.
+    is not Tepal's own, the log is shown. With --ray the run is on one machine of a cluster.
     """
     console = Console()
-    with reported(RunError), engine_for(engine, app, clients=clients, cpus=cpus, gpus=gpus) as simulated:
+    resources: dict[str, Any] = {"clients": clients, "cpus": cpus, "gpus": gpus}
+    with reported(RunError), runner_for(ray, engine, app, engine_for, **resources) as simulated:
         simulated.start_ahead()
         # Imported here, while the engine imports the app: torch takes a second.
         from tepal.server_app.config import open_run
@@ -59,6 +64,7 @@ def simulate_command(
         if ours:
             run_and_show(simulated.run, config, console, verbose)
         else:
+            assert isinstance(simulated, Engine)  # only Tepal's own app runs elsewhere
             run_other(simulated, given, console)
 
 

@@ -7,10 +7,13 @@ that finished are not run again.
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from datetime import UTC, datetime
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
+from threading import Lock
 
 from rich.console import Console
 from rich.markup import escape
@@ -39,7 +42,8 @@ from tepal.tools.compare.plan import FEDAVG
 from tepal.tools.compare.sections import DOUBT, Section
 from tepal.tools.compare.target import BASELINE, FinalScore
 from tepal.tools.compare.text_files import latex, markdown, runs_csv, strategies_csv
-from tepal.tools.terminal import RoundProgress, TimeLeft
+from tepal.tools.simulation.engine import RunStopped
+from tepal.tools.terminal import EndProgress, RoundProgress, TimeLeft
 from tepal.training.data.inputs import InputConfig
 
 USUAL = ("fedavg", "fedfrozen", "selective", "fedensemble", "fedacs")
@@ -49,6 +53,8 @@ ALL = "all"  # in place of the strategies' names
 
 Start = Callable[[RunConfig, RoundProgress, Callable[[Path], None]], Path]
 """Runs one config with its progress; passes the run directory to its last argument when it is made, and returns it."""
+
+_SAVING = Lock()  # runs in threads change the comparison while it is saved
 
 Check = Callable[[RunConfig], None]
 """Raises ConfigError for a config that cannot be run."""
@@ -186,38 +192,97 @@ def new_folder(runs: Path) -> Path:
 # --- running --------------------------------------------------------------------------------------------------------
 
 
-def run_all(comparison: Comparison, start: Start, *, console: Console, errors: Console) -> None:
-    """Run the unfinished runs in turn, and write the comparison after each.
+def run_all(
+    comparison: Comparison,
+    start: Start,
+    *,
+    console: Console,
+    errors: Console,
+    at_once: int = 1,
+    stop: Callable[[], None] = lambda: None,
+) -> None:
+    """Run the unfinished runs, and write the comparison after each.
 
-    A run that has a checkpoint is resumed. If a run fails, the next one begins; Ctrl-C ends the comparison. Raises
-    RunInUse if another process runs this comparison.
+    A run that has a checkpoint is resumed. If a run fails, the others go on; Ctrl-C ends the comparison.
+
+    Args:
+        comparison: what is run.
+        start: runs one of them.
+        console: where progress is shown: of one run its rounds, of several at once where each begins and how it ends.
+        errors: where errors are shown.
+        at_once: how many are run at the same time, each in a thread.
+        stop: ends the runs of threads, which then raise RunStopped.
+
+    Raises RunInUse if another process runs this comparison.
     """
     with held(comparison.folder):
         comparison.save()
         todo = [run for run in comparison.runs if run.outcome != "finished"]
-        rounds = [int(comparison.settings_of(run)["num-server-rounds"]) for run in todo]
-        time_left = TimeLeft(len(todo), max(rounds, default=0), of_each=rounds)
-        for run in todo:
-            try:
-                _run_one(comparison, run, start, time_left, console, errors)
-                write_comparison(comparison)
-            except KeyboardInterrupt:
-                if run.outcome != "finished":
-                    run.outcome, run.reason = "stopped", ""
-                comparison.save()
-                break
-            except Exception:
-                _remove_unused(comparison.folder)
-                raise
+        try:
+            if at_once == 1:
+                _in_turn(comparison, todo, start, console, errors)
+            else:
+                one = partial(_run_one, comparison, start=start, time_left=None, console=console, errors=errors)
+                _in_threads(comparison, todo, one, at_once, stop)
+        except KeyboardInterrupt:
+            comparison.save()
+        except Exception:
+            _remove_unused(comparison.folder)
+            raise
         write_comparison(comparison)
 
 
-def _run_one(
-    comparison: Comparison, run: ComparedRun, start: Start, time_left: TimeLeft, console: Console, errors: Console
+def _in_turn(
+    comparison: Comparison, todo: list[ComparedRun], start: Start, console: Console, errors: Console
 ) -> None:
+    rounds = [int(comparison.settings_of(run)["num-server-rounds"]) for run in todo]
+    time_left = TimeLeft(len(todo), max(rounds, default=0), of_each=rounds)
+    for run in todo:
+        try:
+            _run_one(comparison, run, start, time_left, console, errors)
+            write_comparison(comparison)
+        except KeyboardInterrupt:
+            if run.outcome != "finished":
+                run.outcome, run.reason = "stopped", ""
+            raise
+
+
+def _in_threads(
+    comparison: Comparison,
+    todo: list[ComparedRun],
+    one: Callable[[ComparedRun], None],
+    at_once: int,
+    stop: Callable[[], None],
+) -> None:
+    pool = ThreadPoolExecutor(at_once)
+    try:
+        for ended in as_completed([pool.submit(one, run) for run in todo]):
+            ended.result()
+            write_comparison(comparison)
+    except BaseException:
+        stop()
+        pool.shutdown(cancel_futures=True)
+        if not any(run.outcome == "stopped" for run in todo):
+            todo[0].outcome = "stopped"
+        raise
+    finally:
+        pool.shutdown()
+
+
+def _run_one(
+    comparison: Comparison,
+    run: ComparedRun,
+    start: Start,
+    time_left: TimeLeft | None,
+    console: Console,
+    errors: Console,
+) -> None:
+    """Run one. `time_left`: of all runs, which are run in turn; None: they are run at the same time."""
+
     def begun(directory: Path) -> None:
         run.directory, run.outcome, run.reason = directory, "running", ""
-        comparison.save()
+        with _SAVING:
+            comparison.save()
         # As for a run without a comparison: for `tepal report runs`, or to resume it.
         point_latest_at(directory, comparison.folder.parent)
 
@@ -225,19 +290,24 @@ def _run_one(
     name = f"{comparison.runs.index(run) + 1}/{len(comparison.runs)} {comparison.name(run)}"
     metrics = read_metrics(run.directory) if run.directory and run.checkpointed else []
     done = max((line.round for line in metrics), default=0)
-    progress = RoundProgress(
-        config.rounds.num_server_rounds, name=name, time_left=time_left, done=done, console=console
-    )
+    rounds = config.rounds.num_server_rounds
+    if time_left is None:
+        progress: RoundProgress = EndProgress(rounds, name=name, done=done, console=console)
+    else:
+        progress = RoundProgress(rounds, name=name, time_left=time_left, done=done, console=console)
     try:
         with progress:
             run.directory = start(config, progress, begun)
         run.outcome, run.reason = "finished", ""
+    except RunStopped:
+        run.outcome, run.reason = "stopped", ""
     except (RunError, OSError) as error:
         run.outcome = "failed"
         run.reason = visible((error.reason if isinstance(error, RunError) else str(error)).partition("\n")[0])
         text = f"[bold red]error:[/] {escape(visible_lines(f'{comparison.name(run)}: {error}'))}"
         errors.print(text, highlight=False, soft_wrap=True)
-    comparison.save()
+    with _SAVING:
+        comparison.save()
 
 
 def _remove_unused(folder: Path) -> None:

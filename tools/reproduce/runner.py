@@ -17,12 +17,19 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import (
+    FIRST_COMPLETED,
+    Executor,
+    Future,
+    ProcessPoolExecutor,
+    ThreadPoolExecutor,
+    wait,
+)
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from difflib import get_close_matches
-from functools import lru_cache
+from functools import lru_cache, partial
 from html import escape
 from multiprocessing import get_context, parent_process
 from pathlib import Path
@@ -33,13 +40,22 @@ from tepal.records.columns import seconds_text
 from tepal.records.run_directory import as_json, held, read_json, write_whole
 from tepal.report.page import figure_html, page
 from tepal.strategies import RoundFailed
+from tepal.tools.cluster.connection import Cluster
 from tepal.tools.compare.page import style
 from tepal.tools.reproduce.data import find_data, sizes
 from tepal.tools.reproduce.defaults import Defaults
 from tepal.tools.reproduce.ensemble_images import EnsembleCifar10, EnsembleCifar100, EnsembleMnist
 from tepal.tools.reproduce.ensemble_shakespeare import EnsembleShakespeare
 from tepal.tools.reproduce.ensemble_toy import EnsembleToy
-from tepal.tools.reproduce.experiment import WEIGHTS, Experiment, MissingData, Reproduction, Trial, TrialInputs
+from tepal.tools.reproduce.experiment import (
+    WEIGHTS,
+    Experiment,
+    MissingData,
+    Reproduction,
+    Trial,
+    TrialInputs,
+    Values,
+)
 from tepal.tools.reproduce.fedacs import FedAcs
 from tepal.tools.reproduce.fedfrozen_costs import FedFrozenCosts
 from tepal.tools.reproduce.fedfrozen_simulation import FedFrozenSimulation
@@ -50,6 +66,7 @@ from tepal.tools.reproduce.machine.device import AUTO, find_device
 from tepal.tools.reproduce.machine.memory import check_memory
 from tepal.tools.reproduce.machine.progress import Progress, TimeLeft
 from tepal.tools.reproduce.machine.weights import missing_weights
+from tepal.tools.reproduce.on_cluster import compute_on
 from tepal.tools.reproduce.runs import METHOD_ROLE
 from tepal.tools.reproduce.selective import KINDS, Selective
 
@@ -68,6 +85,10 @@ TRIALS = "cells"
 """Folder of the computed trials in an experiment's folder."""
 _DATA = "data.json"
 _STYLE = ".plot { height: auto; }\n"  # these figures have their own heights
+
+
+Compute = Callable[[Trial, TrialInputs], Values]
+"""As `Experiment.compute`."""
 
 
 class UnknownExperiment(ValueError):
@@ -96,6 +117,7 @@ def reproduce(
     data: Path = Path("data"),
     at_once: int = 1,
     device: str = AUTO,
+    cluster: Cluster | None = None,
 ) -> Path:
     """Compute the missing trials of an experiment, write its results, and return the page's path.
 
@@ -107,6 +129,7 @@ def reproduce(
         data: folder of the data sets, each under its name.
         at_once: number of trials to compute at a time, each in a process of its own with one thread; 1: in this one.
         device: on which clients train; see `find_device`.
+        cluster: compute the trials on its machines, as many at a time as they have room for, and not here.
 
     Raises:
         MissingData: data sets or pretrained weights are missing.
@@ -117,20 +140,24 @@ def reproduce(
         OSError: a file cannot be written.
     """
     place = folder / (f"{experiment.name}-full" if full else experiment.name)
-    trials, where = experiment.trials(full), find_device(device)
+    trials = experiment.trials(full)
+    # Of a cluster only the machine of a trial knows its device.
+    where = find_device(device) if cluster is None else ""
+    at_once = at_once if cluster is None else cluster.at_once
     todo = _missing(place, trials)
     found = _find_inputs(experiment, full, data, place, any_left=bool(todo))
-    check_memory(todo, at_once, where)
+    if not isinstance(where, str):
+        check_memory(todo, at_once, where)
     (place / TRIALS).mkdir(parents=True, exist_ok=True)
     left_out = dict[str, str]()
     with held(place):
         _check_data(place, found)
         log(f"{experiment.title}: {experiment.paper}. {experiment.scale(full)}")
         numbers = {trial.name: number for number, trial in enumerate(trials, start=1)}
-        inputs = TrialInputs(place.absolute(), found, device=str(where))
+        inputs = TrialInputs(place.absolute(), found, device=str(where) or (device if device != AUTO else ""))
         todo = _missing(place, trials)
         with Progress(place, _time_left(place, trials, todo, at_once), log) as progress:
-            for trial, ended in _compute(experiment, todo, inputs, at_once):
+            for trial, ended in _compute(experiment, full, todo, inputs, at_once, cluster):
                 said = f"{numbers[trial.name]}/{len(trials)} {trial.name}"
                 if isinstance(ended, str):
                     left_out[trial.name] = ended
@@ -183,25 +210,44 @@ def _missing(place: Path, trials: Sequence[Trial]) -> list[Trial]:
 
 
 def _compute(
-    experiment: Experiment, todo: Sequence[Trial], inputs: TrialInputs, at_once: int
+    experiment: Experiment,
+    full: bool,
+    todo: Sequence[Trial],
+    inputs: TrialInputs,
+    at_once: int,
+    cluster: Cluster | None,
 ) -> Iterator[tuple[Trial, float | str]]:
     """Compute and keep trials, each after those that it needs; yields each with its seconds, or why it was left out."""
-    if at_once == 1:
+    if cluster is not None:
+        compute = partial(compute_on, cluster, experiment, full)
+        with ThreadPoolExecutor(at_once) as pool:
+            try:
+                yield from _in_pool(pool, compute, todo, inputs, at_once)
+            except BaseException:
+                cluster.stopped.set()
+                raise
+    elif at_once == 1:
         for trial in todo:
-            yield trial, _compute_one(experiment, trial, inputs)
-        return
-    with _one_thread_each(), ProcessPoolExecutor(at_once, get_context("spawn"), _start_worker) as pool:
-        waiting, running = list(todo), dict[Future[float | str], Trial]()
-        try:
-            while waiting or running:
-                due = {trial.name for trial in (*waiting, *running.values())}
-                for trial in [trial for trial in waiting if due.isdisjoint(trial.needs)][: at_once - len(running)]:
-                    waiting.remove(trial)
-                    running[pool.submit(_compute_one, experiment, trial, inputs)] = trial
-                for ended in wait(running, return_when=FIRST_COMPLETED).done:
-                    yield running.pop(ended), ended.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+            yield trial, _compute_one(experiment.compute, trial, inputs)
+    else:
+        with _one_thread_each(), ProcessPoolExecutor(at_once, get_context("spawn"), _start_worker) as pool:
+            yield from _in_pool(pool, experiment.compute, todo, inputs, at_once)
+
+
+def _in_pool(
+    pool: Executor, compute: Compute, todo: Sequence[Trial], inputs: TrialInputs, at_once: int
+) -> Iterator[tuple[Trial, float | str]]:
+    waiting, running = list(todo), dict[Future[float | str], Trial]()
+    try:
+        while waiting or running:
+            due = {trial.name for trial in (*waiting, *running.values())}
+            for trial in [trial for trial in waiting if due.isdisjoint(trial.needs)][: at_once - len(running)]:
+                waiting.remove(trial)
+                running[pool.submit(_compute_one, compute, trial, inputs)] = trial
+            for ended in wait(running, return_when=FIRST_COMPLETED).done:
+                yield running.pop(ended), ended.result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 @contextmanager
@@ -234,7 +280,7 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _compute_one(experiment: Experiment, trial: Trial, inputs: TrialInputs) -> float | str:
+def _compute_one(compute: Compute, trial: Trial, inputs: TrialInputs) -> float | str:
     """Compute and keep a trial. Returns its seconds, or why it was left out: missing data, or a round that failed."""
     flower = logging.getLogger("flwr")
     level, begun = flower.level, time.monotonic()
@@ -245,7 +291,7 @@ def _compute_one(experiment: Experiment, trial: Trial, inputs: TrialInputs) -> f
         if absent := [name for name, kept in needed.items() if kept is None]:
             return f"it needs {', '.join(absent)}, which was not computed"
         values = {name: kept["values"] for name, kept in needed.items() if kept}
-        computed = experiment.compute(trial, replace(inputs, needed=values))
+        computed = compute(trial, replace(inputs, needed=values))
     except (MissingData, RoundFailed) as error:
         return str(error)
     finally:

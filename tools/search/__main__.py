@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -16,13 +17,13 @@ from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory import RunInUse
 from tepal.server_app.config import ConfigError, defaults, read_run_config
 from tepal.tools.cli import commands, reported
-from tepal.tools.cli.running import APP, CPUS, Verbose, found_app
+from tepal.tools.cli.running import APP, CPUS, Ray, Verbose, found_app, runner_for
 from tepal.tools.paths import usual_run_config
 from tepal.tools.search.plan import RMSE, check_values, read_plan
 from tepal.tools.search.results import best_table, trial_line
 from tepal.tools.search.running import open_search, run_trials, score_of
-from tepal.tools.simulation.engine import Engine
-from tepal.tools.simulation.engines import PROCESS, engine_for
+from tepal.tools.simulation.engine import Engine, Runner
+from tepal.tools.simulation.engines import AUTO, PROCESS, engine_for
 from tepal.tools.simulation.running import cache_in, check_clients, run_once, without_warnings
 from tepal.tools.spaces import optuna_is_missing
 from tepal.tools.terminal import RoundProgress, shown
@@ -39,6 +40,7 @@ def search_command(
     trials: Annotated[int, typer.Option(min=1, help="trials of each variant in total")] = 12,
     flower_app: Annotated[Path, typer.Option("--app", help=APP, callback=found_app)] = Path("."),
     cpus: Annotated[float | None, typer.Option(min=0.01, help=CPUS, show_default="1")] = None,
+    ray: Ray = None,
     verbose: Verbose = False,
 ) -> None:
     """Search for settings: run config keys are drawn from ranges, and the best values of each variant kept.
@@ -54,7 +56,7 @@ def search_command(
         usual = {**defaults(), **usual_run_config(flower_app)}
         measure = check_values(plan, usual, file)
         minimise = measure == RMSE
-        with engine_for(PROCESS, flower_app, clients=plan.clients, cpus=cpus) as engine:
+        with _engine(ray, flower_app, plan.clients, cpus) as engine:
             engine.start_ahead()
             for variant in plan.searched:
                 first = {key: space.samples[0] for key, space in variant.search.items()}
@@ -69,6 +71,7 @@ def search_command(
                     plan, folder, trials, Simulated(engine, usual, folder, measure, console, verbose),
                     minimise=minimise,
                     on_trial=lambda trial: console.print(trial_line(trial, trials, minimise), soft_wrap=True),
+                    at_once=engine.at_once, stop=engine.stop,
                 )  # fmt: skip
             except KeyboardInterrupt:
                 console.print(shown(f"Stopped. Results so far in {folder}; the same command goes on"), soft_wrap=True)
@@ -78,11 +81,18 @@ def search_command(
         raise typer.Exit(1)
 
 
+def _engine(ray: str | None, app: Path, clients: int, cpus: float | None) -> AbstractContextManager[Runner]:
+    def here(_engine: str, app: Path, **resources: Any) -> Engine:
+        return engine_for(PROCESS, app, **resources)
+
+    return runner_for(ray, AUTO, app, here, clients=clients, cpus=cpus)
+
+
 class Simulated:
     """Runs trials with an engine: an `Objective`."""
 
     def __init__(
-        self, engine: Engine, usual: Mapping[str, Value], folder: Path, measure: str, console: Console, verbose: bool
+        self, engine: Runner, usual: Mapping[str, Value], folder: Path, measure: str, console: Console, verbose: bool
     ) -> None:
         self._engine, self._usual, self._folder, self._measure = engine, usual, folder, measure
         self._console, self._verbose = console, verbose

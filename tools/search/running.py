@@ -15,7 +15,8 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from tepal.host.superlink import RunError
@@ -61,6 +62,8 @@ def run_trials(
     *,
     minimise: bool,
     on_trial: Callable[[Trial], None],
+    at_once: int = 1,
+    stop: Callable[[], None] = lambda: None,
 ) -> Found:
     """Run what is missing of `trials` trials of each variant, and return what was found.
 
@@ -74,6 +77,8 @@ def run_trials(
         objective: runs one trial.
         minimise: whether low scores are better.
         on_trial: called with each trial that has ended, also those of an earlier call.
+        at_once: how many trials are run at the same time, each of another variant and in a thread.
+        stop: ends the runs of threads, which then raise RunStopped.
 
     Raises:
         RunInUse: another process runs this search.
@@ -81,16 +86,41 @@ def run_trials(
     """
     with held(folder):
         studies = [VariantStudy(folder / JOURNAL, variant, plan.seed, minimise=minimise) for variant in plan.searched]
-        for study, number in ((study, number) for number in range(trials) for study in studies):
-            known = study.trials()
-            if number < len(known) and known[number].ended:
-                on_trial(known[number])
-                continue
-            trial = study.next_trial()
-            _run_trial(plan, study, trial, folder, objective)
-            _write(plan, studies, folder, minimise)
-            on_trial(trial)
+        for number in range(trials):
+            due = list[VariantStudy]()
+            for study in studies:
+                known = study.trials()
+                if number < len(known) and known[number].ended:
+                    on_trial(known[number])
+                else:
+                    due.append(study)
+
+            def run_next(study: VariantStudy) -> Trial:
+                trial = study.next_trial()
+                _run_trial(plan, study, trial, folder, objective)
+                return trial
+
+            for trial in _each(run_next, due, at_once, stop):
+                _write(plan, studies, folder, minimise)
+                on_trial(trial)
         return _write(plan, studies, folder, minimise)
+
+
+def _each(
+    run_next: Callable[[VariantStudy], Trial], due: Sequence[VariantStudy], at_once: int, stop: Callable[[], None]
+) -> Iterator[Trial]:
+    """Run a trial of each study, and yield those that have ended, as they end."""
+    if at_once == 1:
+        yield from map(run_next, due)
+        return
+    with ThreadPoolExecutor(at_once) as pool:
+        try:
+            for ended in as_completed([pool.submit(run_next, study) for study in due]):
+                yield ended.result()
+        except BaseException:
+            stop()
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def score_of(run: Path, measure: str, rounds: int) -> float:

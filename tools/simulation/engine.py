@@ -32,8 +32,8 @@ class RunRequest:
     clock: Clock
 
 
-class Engine(ABC):
-    """Runs a Flower app with clients on this machine, one run after another. A context manager; `run` starts processes.
+class Runner(ABC):
+    """Runs a Flower app with simulated clients, here or on other machines. A context manager.
 
     Args:
         app: folder of the app.
@@ -47,8 +47,8 @@ class Engine(ABC):
     kind: str
     """A description, with the number of clients that train at the same time."""
 
-    _one_run = False
-    """Whether all its files are removed after a run, so that the next one starts anew."""
+    at_once = 1
+    """How many runs it does at the same time, each called in a thread of its own."""
 
     def __init__(self, app: Path, clients: int, *, cache: Path | None = None, why: str = "") -> None:
         if clients < 1:
@@ -57,8 +57,6 @@ class Engine(ABC):
         self.cache = cache
         """Folder of the clients' caches. With Ray it is read at the first run."""
         self._why = why
-        self._runs = 0
-        self._running = contextlib.ExitStack()  # the processes that serve the runs
 
     @property
     def description(self) -> str:
@@ -69,26 +67,21 @@ class Engine(ABC):
         """Raises RunError if this engine cannot run on this machine."""
         return self
 
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @abstractmethod
     def start_ahead(self) -> None:
         """Start what takes time before the first run, while the caller checks the run's settings.
 
         Raises RunError if that fails.
         """
-        try:
-            self._begin()
-        except BaseException as error:
-            self._stop()
-            if isinstance(error, ProcessError):
-                raise RunError(str(error)) from error
-            raise
 
-    def _begin(self) -> None:
-        """What `start_ahead` does."""
-        self._start()
+    @abstractmethod
+    def stop(self) -> None:
+        """End all that was started. A run that another thread waits for raises RunStopped."""
 
-    def __exit__(self, *_: object) -> None:
-        self._stop()
-
+    @abstractmethod
     def run(
         self,
         run_config: Mapping[str, Value] | Sequence[str] = (),
@@ -114,6 +107,48 @@ class Engine(ABC):
             RunError: with the app's own error where the app failed.
             ValueError: the run config cannot be read.
         """
+
+
+class RunStopped(RuntimeError):
+    """`Runner.stop` was called during a run."""
+
+
+class Engine(Runner):
+    """Runs an app with clients on this machine, one run after another. `run` starts processes."""
+
+    _one_run = False
+    """Whether all its files are removed after a run, so that the next one starts anew."""
+
+    def __init__(self, app: Path, clients: int, *, cache: Path | None = None, why: str = "") -> None:
+        super().__init__(app, clients, cache=cache, why=why)
+        self._runs = 0
+        self._running = contextlib.ExitStack()  # the processes that serve the runs
+
+    def start_ahead(self) -> None:
+        try:
+            self._begin()
+        except BaseException as error:
+            self.stop()
+            if isinstance(error, ProcessError):
+                raise RunError(str(error)) from error
+            raise
+
+    def _begin(self) -> None:
+        """What `start_ahead` does."""
+        self._start()
+
+    def stop(self) -> None:
+        self._running.close()
+
+    def run(
+        self,
+        run_config: Mapping[str, Value] | Sequence[str] = (),
+        *,
+        on_event: Listener | None = None,
+        timeout: float | None = None,
+        log: Path | None = None,
+        written: Path | None = None,
+    ) -> EndedRun:
         clock = Clock(on_event or (lambda _kind, _text: None), timeout)
         config = parse_run_config(run_config) if not isinstance(run_config, Mapping) else dict(run_config)
         known = app_run_config(self.app)
@@ -135,10 +170,10 @@ class Engine(ABC):
                     for path in list(self._work.iterdir()):
                         shutil.move(path, written)
             if self._one_run:
-                self._stop()
+                self.stop()
         except BaseException as error:
             # The processes may still be working on this run: the next run starts new ones.
-            self._stop()
+            self.stop()
             if isinstance(error, ProcessError | TimeoutError | subprocess.TimeoutExpired):
                 # Beyond the time limit, the limit is the cause, whatever the error's own text.
                 raise RunError(clock.over or str(error), log) from error
@@ -163,9 +198,6 @@ class Engine(ABC):
     def _forget(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
         del self._folder
-
-    def _stop(self) -> None:
-        self._running.close()
 
     @abstractmethod
     def _run(self, run: RunRequest) -> tuple[int, str, str]:

@@ -102,6 +102,8 @@ def run_once(
             console.print(text, markup=False, highlight=False)
         if kind == "stage" and not found:
             progress.stage(text)
+        if kind == "note":
+            progress.note(text)
         if kind == "log" and KEPT_IN in text and not found:
             # The ServerApp runs in another process: its progress is read from the metrics that it writes.
             found.append(Path(text.partition(KEPT_IN)[2].strip()))

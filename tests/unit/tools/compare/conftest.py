@@ -43,7 +43,9 @@ def compare(monkeypatch, tmp_path):
 
     def engine_for(name, app, **resources):
         asked.append({"engine": name, **resources})
-        engine = SimpleNamespace(run=simulate, start_ahead=lambda: None, description="Engine: none")
+        engine = SimpleNamespace(
+            run=simulate, start_ahead=lambda: None, stop=lambda: None, at_once=1, description="Engine: none"
+        )
         return contextlib.nullcontext(engine)
 
     monkeypatch.setattr("tepal.tools.cli.compare.engine_for", engine_for)

@@ -1,0 +1,164 @@
+"""The connection to a Ray cluster, and what is on its machines."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from threading import Event
+
+from tepal.host.superlink import RunError
+from tepal.tools.cluster import machine
+from tepal.tools.cluster.inputs import Inputs
+
+NONE = "none"
+"""As an address: no cluster, whatever RAY_ADDRESS is."""
+_PATIENCE = 30.0  # seconds for the versions of a machine
+
+
+def address_of(given: str | None) -> str:
+    """The address of a cluster for `--ray`, else that in RAY_ADDRESS; "": no cluster.
+
+    RAY_ADDRESS may also be that of a dashboard, for Ray's own commands, or "local": these are no clusters to join.
+    Raises ValueError for an address that is given and cannot be joined.
+    """
+    if given is None:
+        of_environment = os.environ.get("RAY_ADDRESS", "")
+        return "" if "://" in of_environment or of_environment in (NONE, "local") else of_environment
+    if "://" in given:
+        raise ValueError(
+            f"--ray {given}: expected HOST:PORT of a cluster that this machine is a part of, or auto. To make it a "
+            "part that computes nothing: ray start --address=HOST:PORT --num-cpus=0 --num-gpus=0"
+        )
+    return "" if given == NONE else given
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A cluster that this process is connected to.
+
+    Args:
+        address: what the user gave.
+        cpus: cores of a job.
+        gpus: share of a GPU of a job.
+        nodes: CPU cores and GPUs of each machine.
+        inputs: files that jobs read.
+        stopped: set when all jobs are to end.
+    """
+
+    address: str
+    cpus: float
+    gpus: float
+    nodes: tuple[tuple[float, float], ...]
+    inputs: Inputs
+    stopped: Event = field(default_factory=Event)
+
+    @property
+    def at_once(self) -> int:
+        """How many jobs the machines have room for."""
+        return sum(_room(node, self.cpus, self.gpus) for node in self.nodes)
+
+    @property
+    def description(self) -> str:
+        """One line."""
+        cores, cards = (sum(each) for each in zip(*self.nodes, strict=True))
+        computing = sum(cpus > 0 for cpus, _ in self.nodes)
+        each = f"{self.cpus:g} {'core' if self.cpus == 1 else 'cores'}{f' and {self.gpus:g} GPU' if self.gpus else ''}"
+        has = ", ".join([f"{cores:g} cores", *([f"{cards:g} GPUs"] if cards else [])])
+        machines = f"{computing} {'machine' if computing == 1 else 'machines'} with {has}"
+        return f"Engine: Ray cluster {self.address}: {machines}, {self.at_once} runs at once, each with {each}"
+
+
+@contextmanager
+def connected(address: str, cpus: float | None = None, gpus: float | None = None) -> Iterator[Cluster]:
+    """Connect to a cluster for a block. Its end stops all that was started on it.
+
+    Args:
+        address: as of `address_of`, not "".
+        cpus: cores of a job; one by default.
+        gpus: share of a GPU of a job.
+
+    Raises RunError if there is no cluster, or none of its machines has room for a job.
+    """
+    if find_spec("ray") is None:
+        raise RunError("--ray needs Ray: install it with pip install 'tepal[ray]' (in a checkout pip install -e '.[ray]')")
+    import ray
+
+    # The machines have no code of this project: what they run first is sent as it stands.
+    ray.cloudpickle.register_pickle_by_value(machine)
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise RunError(
+            f"--ray {address}: no cluster answers there, or this machine is not a part of it ({_first_line(error)}). "
+            "See `ray status`; a machine joins with ray start --address=HOST:PORT, and with --num-cpus=0 --num-gpus=0 "
+            "computes nothing itself"
+        ) from error
+    try:
+        nodes = tuple(
+            (float(each["Resources"].get("CPU", 0)), float(each["Resources"].get("GPU", 0)))
+            for each in ray.nodes()
+            if each["Alive"]
+        )
+        with Inputs() as inputs:
+            cluster = Cluster(address, 1.0 if cpus is None else cpus, gpus or 0.0, nodes, inputs)
+            if not cluster.at_once:
+                cores, cards = max(cpu for cpu, _ in nodes), max(gpu for _, gpu in nodes)
+                raise RunError(
+                    f"--ray {address}: no machine of this cluster has room for a run with --cpus {cluster.cpus:g} "
+                    f"--gpus {cluster.gpus:g}; the largest have {cores:g} cores and {cards:g} GPUs"
+                )
+            yield cluster
+    finally:
+        ray.shutdown()
+
+
+def _room(node: tuple[float, float], cpus: float, gpus: float) -> int:
+    by_cpus = int(node[0] / cpus + 1e-9)
+    return by_cpus if not gpus else min(by_cpus, int(node[1]) * int(1 / gpus + 1e-9) if gpus <= 1 else int(node[1] / gpus))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+# --- versions -------------------------------------------------------------------------------------------------------
+
+
+def versions_by_machine() -> dict[str, Mapping[str, str] | str]:
+    """The versions (see `machine.versions`) on each machine of the cluster that has cores, or why they are unknown."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    remote = ray.remote(num_cpus=0, max_retries=0)(machine.versions)
+    asked = {
+        f"{each['NodeManagerHostname']} ({each['NodeManagerAddress']})": remote.options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(each["NodeID"], soft=False)
+        ).remote()
+        for each in ray.nodes()
+        if each["Alive"] and each["Resources"].get("CPU")
+    }
+    found = dict[str, Mapping[str, str] | str]()
+    for name, reference in asked.items():
+        try:
+            found[name] = ray.get(reference, timeout=_PATIENCE)
+        except Exception as error:  # Ray's are of many kinds
+            found[name] = _first_line(error)
+    return found
+
+
+def differing(found: Mapping[str, Mapping[str, str] | str]) -> list[str]:
+    """Sentences on the machines whose versions differ from this one's, or are unknown."""
+    ours = machine.versions()
+    said = []
+    for name, theirs in found.items():
+        if isinstance(theirs, str):
+            said.append(f"{name} does not answer: {theirs}")
+            continue
+        other = [f"{package} {has} (here {ours[package]})" for package, has in theirs.items() if has != ours[package]]
+        if other:
+            said.append(f"{name} has {', '.join(other)}: its runs may fail, or have other numbers")
+    return said

@@ -1,0 +1,135 @@
+"""The engine whose runs are jobs on the machines of a Ray cluster: each run is whole on one machine.
+
+A run's directory is made on this machine and sent; its process there resumes it, which for a new one is to begin. What
+the run writes comes back while it goes on. A client's personal state comes back too, and its cached parts do not: a run
+that goes on elsewhere sends them again, as to clients that have lost their caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from tepal.exchange.secret import own_secret
+from tepal.host.files import new_log
+from tepal.host.superlink import Clock, EndedRun, Listener, RunError, explain
+from tepal.host.toml import Value, parse_run_config
+from tepal.records.run_directory import CONFIG, RunDirectory, find_run, read_config
+from tepal.tools.cluster.connection import Cluster, connected
+from tepal.tools.cluster.inputs import Input
+from tepal.tools.cluster.job import Job, JobFailed, Place, Stopped, done
+from tepal.tools.paths import with_paths
+from tepal.tools.simulation.engine import Runner, RunStopped
+from tepal.tools.simulation.process_engine import ProcessEngine
+
+_RUNS, _CACHE = "runs", "clients"
+_REPORT = "report.html"
+
+
+class ClusterEngine(Runner):
+    """Runs an app of Tepal's keys on the machines of a cluster, several runs at once.
+
+    Args:
+        cluster: the connection.
+    """
+
+    def __init__(self, app: Path, clients: int, cluster: Cluster) -> None:
+        super().__init__(app, clients)
+        self._cluster = cluster
+        self.at_once = cluster.at_once
+
+    @property
+    def description(self) -> str:
+        return self._cluster.description
+
+    def start_ahead(self) -> None:
+        """Nothing: the first run on a machine sends it what it needs."""
+
+    def stop(self) -> None:
+        self._cluster.stopped.set()
+
+    def run(
+        self,
+        run_config: Mapping[str, Value] | Sequence[str] = (),
+        *,
+        on_event: Listener | None = None,
+        timeout: float | None = None,
+        log: Path | None = None,
+        written: Path | None = None,
+    ) -> EndedRun:
+        if timeout is not None or written is not None:
+            raise ValueError("a run on a cluster has no time limit, and no folder for other files")
+        config = parse_run_config(run_config) if not isinstance(run_config, Mapping) else dict(run_config)
+        clock, log = Clock(on_event or (lambda _kind, _text: None), None), log or new_log("run")
+        if config.get("resume"):
+            directory = find_run(Path(str(config["resume"])))
+        else:
+            directory = RunDirectory.create(Path(str(config["runs"])), str(config["strategy"]), config).path
+        cache = self.cache or directory.parent / ".clients"
+        with suppress(OSError):  # the clients then note it in the log
+            own_secret(cache / "secret", "", "")  # the same wherever the run goes on
+        inputs = dict[Path, Input]()
+        app = self._cluster.inputs.of_app(self.app)
+        with_paths(config, lambda path: inputs.setdefault(path, self._cluster.inputs.of(path)).entry)
+
+        def arguments(place: Place) -> Mapping[str, Any]:
+            there = with_paths(config, lambda path: inputs[path].on(place.store))
+            return {"app": app.on(place.store), "config": there, "run": directory.name, "clients": self.clients,
+                    "cpus": self._cluster.cpus}  # fmt: skip
+
+        def here(place: Place, name: str, content: bytes) -> bytes:
+            """A file or line of the run with paths on this machine."""
+            if name and name not in (f"{_RUNS}/{directory.name}/{each}" for each in (CONFIG, _REPORT)):
+                return content
+            paths = {each.on(place.store): str(path) for path, each in inputs.items()}
+            for there, path in {**paths, f"{place.folder}/{_RUNS}": str(directory.parent)}.items():
+                content = content.replace(there.encode(), path.encode())
+            return content
+
+        job = Job(
+            function="tepal.tools.cluster.engine:run_there", arguments=arguments,
+            inputs=(app, *inputs.values()), folders={_RUNS: directory.parent, _CACHE: cache},
+            files=(f"{_CACHE}/secret", f"{_CACHE}/{directory.name}-*/personal/*", f"{_RUNS}/{directory.name}/*"),
+            returned=here,
+        )  # fmt: skip
+        with log.open("a", encoding="utf-8") as lines:
+
+            def tell(kind: str, text: str) -> None:
+                if kind == "log":
+                    print(text, file=lines, flush=True)
+                clock.tell(kind, text)
+
+            try:
+                done(self._cluster, job, tell)
+            except Stopped as error:
+                raise RunStopped from error
+            except JobFailed as error:
+                raise RunError(explain(log.read_text(), str(error)) if not error.kind else str(error), log) from error
+        return EndedRun(1, "completed", log, "")
+
+
+def run_there(
+    folder: Path, *, app: str, config: Mapping[str, Value], run: str, clients: int, cpus: float
+) -> None:
+    """Do a run on the machine that its job is on, in the job's folder. Raises RunError."""
+    directory = folder / _RUNS / run
+    kept = {key: value for key, value in config.items() if with_paths({key: value}, lambda _: "") != {key: value}}
+    RunDirectory(directory, {}).write_config({**read_config(directory), **kept, "runs": str(directory.parent)})
+
+    def show(kind: str, text: str) -> None:
+        if kind == "log":
+            print(text, flush=True)
+
+    asked = {**config, "runs": str(directory.parent), "resume": str(directory)}
+    with ProcessEngine(Path(app), clients, None, cache=folder / _CACHE) as engine:
+        engine.run(asked, on_event=show, log=folder / "run.log")
+
+
+@contextmanager
+def engine_on(address: str, app: Path, *, clients: int, cpus: float | None, gpus: float | None) -> Iterator[Runner]:
+    """Yield an engine on the cluster at an address."""
+    with ExitStack() as opened:
+        cluster = opened.enter_context(connected(address, cpus, gpus))
+        yield opened.enter_context(ClusterEngine(app, clients, cluster))

@@ -1,0 +1,263 @@
+"""One job of a command: sent to a machine of the cluster, followed, and sent to another if that machine is lost."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tepal.host.files import replacing
+from tepal.host.text import visible
+from tepal.tools.cluster.connection import Cluster
+from tepal.tools.cluster.inputs import Input
+from tepal.tools.cluster.machine import Machine, Version, matching
+from tepal.tools.cluster.process import JOB, RESULT, RESULT_FILE
+
+Tell = Callable[[str, str], None]
+"""Called with ("stage", what is done before the job begins), with ("note", what happened to its machine), and with
+("log", a line that the job's process has printed)."""
+
+_REPEATED = 30.0  # seconds without an answer after which a machine is asked again
+_PAUSE = 0.3  # least seconds between two questions on what has changed
+_LOSSES = 3  # machines lost in a row, without a new file between, after which a job fails
+_PART = 16 * 2**20  # bytes of a file in one call
+
+
+class JobFailed(RuntimeError):
+    """A job failed on its machine. `kind`: the name of the exception's class there, "" if its process ended."""
+
+    def __init__(self, message: str, kind: str = "") -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class Stopped(RuntimeError):
+    """The command ends all jobs."""
+
+
+class _Lost(RuntimeError):
+    """The machine of a job, or the actor on it, has ended. `told`: whether it had sent any file before."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.told = False
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a job is: the machine's name, and the folders of the job and of the inputs there."""
+
+    machine: str
+    folder: str
+    store: str
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be done on a machine.
+
+    Args:
+        function: "module:function", called there with the job's folder and the arguments.
+        arguments: given where the job is, the function's arguments, in JSON's types.
+        inputs: files that it reads.
+        folders: folder in the job's → folder here.
+        files: patterns (see `matching`) of the job's own files in these folders, in order. Those that are here are sent
+            before the job begins; what it writes there is written here.
+        sent: place, name and content of a file → the content that is sent.
+        returned: the same of what comes back; the name is "" for a line that was printed.
+    """
+
+    function: str
+    arguments: Callable[[Place], Mapping[str, Any]]
+    inputs: Sequence[Input] = ()
+    folders: Mapping[str, Path] = field(default_factory=dict)
+    files: Sequence[str] = ()
+    sent: Callable[[Place, str, bytes], bytes] | None = None
+    returned: Callable[[Place, str, bytes], bytes] = lambda _place, _name, content: content
+
+
+def done(cluster: Cluster, job: Job, tell: Tell) -> Any:
+    """Do a job on a machine of the cluster, and return what its function returned there.
+
+    If the machine is lost, the job begins again on another, with the files that it has written here.
+
+    Raises:
+        JobFailed: the function raised, its process ended, or machines are lost again and again.
+        Stopped: `cluster.stopped` was set.
+    """
+    lost = 0
+    while True:
+        try:
+            return _Attempt(cluster, job, tell).result()
+        except _Lost as error:
+            lost = 1 if error.told else lost + 1
+            if lost == _LOSSES:
+                raise JobFailed(f"its machine was lost {lost} times in a row: {error}") from error
+            tell("note", f"{error}; it goes on elsewhere")
+
+
+class _Attempt:
+    """A job on one machine."""
+
+    def __init__(self, cluster: Cluster, job: Job, tell: Tell) -> None:
+        self._cluster, self._job, self._tell = cluster, job, tell
+        self._known: dict[str, Version] = {}
+        self._printed, self._line = 0, b""
+        self._told = False
+        self._place = Place("", "", "")
+        self._result = b"{}"
+        self._status = 0
+
+    def result(self) -> Any:
+        import ray
+
+        options = {"num_cpus": self._cluster.cpus, "num_gpus": self._cluster.gpus, "max_concurrency": 4}
+        # A job's process is a child of its actor, which therefore never begins again by itself.
+        remote: Any = ray.remote(Machine)
+        self._actor = remote.options(**options, max_restarts=0).remote()
+        try:
+            self._place = Place(*self._wait(self._actor.place.remote))
+            self._tell("stage", f"on {self._place.machine}")
+            self._send()
+            self._follow()
+            return self._read_result()
+        except _Lost as error:
+            error.told = self._told
+            raise
+        finally:
+            with suppress(Exception):
+                ray.get(self._actor.stop.remote(), timeout=10)
+            ray.kill(self._actor)
+
+    # --- calls ------------------------------------------------------------------------------------------------------
+
+    def _wait(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a method of the actor until there is an answer. Raises _Lost, JobFailed or Stopped."""
+        import ray
+        from ray import exceptions
+
+        while True:
+            asked = method(*arguments)
+            repeat = time.monotonic() + _REPEATED
+            while time.monotonic() < repeat:
+                if self._cluster.stopped.is_set():
+                    raise Stopped
+                if not ray.wait([asked], timeout=1)[0]:
+                    continue
+                try:
+                    return ray.get(asked)
+                except exceptions.ActorUnavailableError:  # the network is cut: it may come back
+                    time.sleep(1)
+                except exceptions.RayActorError as error:
+                    raise _Lost(f"{self._place.machine or 'a machine'} was lost ({_reason(error)})") from error
+                except exceptions.RayTaskError as error:
+                    raise JobFailed(f"on {self._place.machine}: {_reason(error.cause or error)}") from error
+                except (exceptions.RaySystemError, exceptions.ObjectLostError):
+                    time.sleep(1)
+                break
+
+    # --- there ------------------------------------------------------------------------------------------------------
+
+    def _send(self) -> None:
+        inputs = {each.digest: each for each in (self._cluster.inputs.code, *self._job.inputs)}
+        for digest in self._wait(self._actor.missing.remote, list(inputs)):
+            one = inputs[digest]
+            self._tell("stage", f"sending {one.entry or 'code'} to {self._place.machine} ({one.bytes / 1e6:,.0f} MB)")
+            for name, path in one.files.items():
+                for offset, content in _parts(path):
+                    self._wait(self._actor.write_input.remote, digest, name, offset, content)
+            self._wait(self._actor.complete_input.remote, digest)
+        for pattern in self._job.files:
+            folder, _, rest = pattern.partition("/")
+            for name, path in matching(self._job.folders[folder], rest):
+                self._send_file(f"{folder}/{name}", path)
+        job = {"function": self._job.function, "arguments": self._job.arguments(self._place)}
+        self._wait(self._actor.write_file.remote, JOB, 0, json.dumps(job).encode())
+        threads = max(1, int(self._cluster.cpus))
+        self._wait(self._actor.begin.remote, self._cluster.inputs.code.digest, threads)
+
+    def _send_file(self, name: str, path: Path) -> None:
+        for offset, content in _parts(path):
+            if self._job.sent is not None:  # it changes small files only, which are one part
+                content = self._job.sent(self._place, name, content)
+            self._known[name] = tuple(self._wait(self._actor.write_file.remote, name, offset, content))
+
+    # --- back -------------------------------------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        """Write here what the job writes there, until its process has ended."""
+        files = [*self._job.files, f"{RESULT}/*"]
+        while True:
+            begun = time.monotonic()
+            answer = self._wait(self._actor.ask.remote, self._known, files, self._printed)
+            for name, (version, content) in answer.changed.items():
+                self._write(name, content)
+                self._known[name] = tuple(version)
+            if not answer.more:  # what was removed there was replaced by something that is here now
+                for name in answer.removed:
+                    del self._known[name]
+                    self._remove(name)
+            self._print(answer.printed)
+            if answer.more:
+                continue
+            if answer.status is not None:
+                self._status = answer.status
+                return
+            pause = max(_PAUSE, 3 * (time.monotonic() - begun))  # large files take most of the time: ask less often
+            if self._cluster.stopped.wait(pause):
+                raise Stopped
+
+    def _write(self, name: str, content: bytes) -> None:
+        if name == RESULT_FILE:
+            self._result = content
+            return
+        path = self._here(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as partial:
+            partial.write_bytes(self._job.returned(self._place, name, content))
+        self._told = True
+
+    def _remove(self, name: str) -> None:
+        if name != RESULT_FILE:
+            path = self._here(name)
+            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                path.parent.rmdir()  # if it is empty
+
+    def _here(self, name: str) -> Path:
+        folder, _, rest = name.partition("/")
+        return self._job.folders[folder] / rest
+
+    def _print(self, printed: bytes) -> None:
+        self._printed += len(printed)
+        *lines, self._line = (self._line + printed).split(b"\n")
+        for line in lines:
+            self._tell("log", self._job.returned(self._place, "", line).decode(errors="replace"))
+
+    def _read_result(self) -> Any:
+        result = json.loads(self._result)
+        if "value" in result:
+            return result["value"]
+        if "error" in result:
+            raise JobFailed(result["error"], result["kind"])
+        ended = f"was killed by signal {-self._status}" if self._status < 0 else f"ended with status {self._status}"
+        raise JobFailed(f"its process on {self._place.machine} {ended}")
+
+
+def _parts(path: Path) -> Iterator[tuple[int, bytes]]:
+    """A file in parts: offset and content. An empty file has one."""
+    with path.open("rb") as file:
+        offset = 0
+        while (content := file.read(_PART)) or not offset:
+            yield offset, content
+            offset += len(content)
+            if not content:
+                return
+
+
+def _reason(error: BaseException) -> str:
+    return visible(str(error).strip().partition("\n")[0]) or type(error).__name__

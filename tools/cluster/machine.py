@@ -1,0 +1,240 @@
+"""The Ray actor of a job, on its machine: it keeps input files, starts the job's process, and reads what that writes.
+
+The class is sent to the machines as it stands here, before there is any code of this project: this module imports
+Python's standard library alone. All methods can be called again after an answer was lost, with the same result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from platform import python_version
+
+JOB, STORE = "tepal-job-", "tepal-inputs"
+"""Folders in a machine's temporary folder: of a job, and of the inputs of all jobs."""
+OUTPUT = "output.log"
+"""What a job's process prints, in the job's folder."""
+MOST = 64 * 2**20
+"""Bytes of files in one answer, if more than one file has changed."""
+
+_LOCK = ".lock"
+_PARTIAL = ".writing-"  # how the names of files and folders begin that are being written, as in `tepal.host.files`
+_KEPT = 7 * 24 * 3600.0  # seconds after which an input that no job used is removed
+_GRACE = 8.0  # seconds between SIGTERM and SIGKILL of a job's process
+
+Version = tuple[int, int]
+"""Time of the last change in nanoseconds, and bytes, of a file."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a job's files and its process are since the versions that were known.
+
+    Args:
+        changed: path in the job's folder → version and content, of files that are new or have changed.
+        removed: known files that are there no more.
+        more: whether more files have changed, which did not fit into this answer.
+        printed: what the process has printed since the given offset.
+        status: exit status of the process; None while it runs.
+    """
+
+    changed: Mapping[str, tuple[Version, bytes]] = field(default_factory=dict)
+    removed: Sequence[str] = ()
+    more: bool = False
+    printed: bytes = b""
+    status: int | None = None
+
+
+class Machine:
+    """The files and the process of one job. The actor's process holds a lock on them while it lives."""
+
+    def __init__(self) -> None:
+        base = Path(tempfile.gettempdir())
+        _remove_left(base)
+        self._store = base / f"{STORE}-{os.getuid()}"
+        self._store.mkdir(mode=0o700, exist_ok=True)
+        if self._store.stat().st_uid != os.getuid():
+            raise PermissionError(f"{self._store} belongs to another user")
+        self.folder = Path(tempfile.mkdtemp(prefix=JOB))
+        self._lock = (self.folder / _LOCK).open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._partial = self._store / f"{_PARTIAL}{self.folder.name}"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._starting = threading.Lock()
+
+    def place(self) -> tuple[str, str, str]:
+        """The machine's name, and the folders of the job and of the inputs."""
+        return socket.gethostname(), str(self.folder), str(self._store)
+
+    def missing(self, digests: Sequence[str]) -> list[str]:
+        """The inputs that this machine does not have."""
+        absent = []
+        for digest in digests:
+            try:
+                os.utime(self._store / digest)  # so that nobody removes it as unused
+            except OSError:
+                absent.append(digest)
+        return absent
+
+    def write_input(self, digest: str, path: str, offset: int, content: bytes) -> None:
+        """Write a part of a file of an input."""
+        _write(self._partial / digest / path, content, offset)
+
+    def complete_input(self, digest: str) -> None:
+        """Take an input whose files are written into the store."""
+        partial, whole = self._partial / digest, self._store / digest
+        if whole.is_dir():  # another job has written the same
+            return
+        if digest_of(files_below(partial)) != digest:
+            raise OSError(f"{socket.gethostname()} has received other files than were sent: its disk may be full")
+        with contextlib.suppress(OSError):  # another job has written it by now
+            partial.rename(whole)
+
+    def write_file(self, path: str, offset: int, content: bytes) -> Version:
+        """Write a part of a file of the job; returns the version that the file has then."""
+        return _write(self.folder / path, content, offset)
+
+    def begin(self, code: str, threads: int, arguments: Sequence[str]) -> None:
+        """Start the job's process: `python -m tepal.tools.cluster.process FOLDER ARGUMENTS`.
+
+        `code`: the input with the package. `threads`: of numerical libraries.
+        """
+        with self._starting:
+            if self._process is not None:
+                return
+            environment = os.environ | {
+                "PYTHONPATH": str(self._store / code), "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1",
+            }  # fmt: skip
+            environment.pop("RAY_ADDRESS", None)
+            command = [sys.executable, "-P", "-m", "tepal.tools.cluster.process", str(self.folder), *arguments]
+            with (self.folder / OUTPUT).open("ab") as output:
+                self._process = subprocess.Popen(
+                    command, env=environment, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=output,
+                    stderr=subprocess.STDOUT, start_new_session=True,
+                )  # fmt: skip
+
+    def ask(self, known: Mapping[str, Version], patterns: Sequence[str], offset: int) -> Answer:
+        """What has changed since the known versions of the job's files, and what was printed.
+
+        The files of each pattern (see `matching`) are read in their order, each file whole. A file that is being
+        written has its present content.
+        """
+        status = self._process.poll() if self._process else None  # before the files, so that none is missed
+        found = dict[str, Version]()
+        for path, file in (pair for pattern in patterns for pair in matching(self.folder, pattern)):
+            with contextlib.suppress(OSError):
+                facts = file.stat()
+                found[path] = facts.st_mtime_ns, facts.st_size
+        changed, size, more = dict[str, tuple[Version, bytes]](), 0, False
+        for path, now in found.items():
+            if known.get(path) == now:
+                continue
+            if changed and size + now[1] > MOST:
+                more = True
+                break
+            with contextlib.suppress(OSError):  # removed since
+                changed[path] = now, (self.folder / path).read_bytes()
+                size += now[1]
+        removed = [path for path in known if path not in found]
+        with (self.folder / OUTPUT).open("ab+") as output:
+            output.seek(offset)
+            printed = output.read(MOST)
+        more = more or len(printed) == MOST
+        return Answer(changed, removed, more, printed, status)
+
+    def stop(self) -> None:
+        """End the process, and remove the job's files."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_GRACE)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        shutil.rmtree(self._partial, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of what runs need, on this machine."""
+
+    def of(package: str) -> str:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            return "missing"
+
+    return {"python": python_version(), **{package: of(package) for package in ("flwr", "numpy", "ray", "torch")}}
+
+
+def digest_of(files: Mapping[str, Path]) -> str:
+    """Digest of an input: of the names and contents of its files, relative path → file."""
+    whole = hashlib.sha256()
+    for name, path in sorted(files.items()):
+        with path.open("rb") as file:
+            whole.update(f"{name}\0{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return whole.hexdigest()[:32]
+
+
+def files_below(folder: Path) -> dict[str, Path]:
+    """The files below a folder by their relative paths; links are followed."""
+    walked = os.walk(folder, followlinks=True)
+    paths = (Path(here) / name for here, _, names in walked for name in names)
+    return {path.relative_to(folder).as_posix(): path for path in paths if path.is_file()}
+
+
+def matching(base: Path, pattern: str) -> Iterator[tuple[str, Path]]:
+    """The files of a pattern below a folder, with their relative paths, in order.
+
+    `*` stands for any characters, also for several folders. Links are left out, and files that are being written.
+    """
+    fixed = [part for part in pattern.partition("*")[0].split("/")[:-1] if part]
+    for here, folders, names in os.walk(base.joinpath(*fixed)):
+        folders[:] = sorted(name for name in folders if not name.startswith(_PARTIAL))
+        for name in sorted(names):
+            file = Path(here) / name
+            path = file.relative_to(base).as_posix()
+            if not name.startswith(_PARTIAL) and fnmatchcase(path, pattern) and not file.is_symlink():
+                yield path, file
+
+
+def _write(path: Path, content: bytes, offset: int) -> Version:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        # A call that is repeated may still be under way: it writes the same at the same place, and nothing is cut off.
+        os.pwrite(file, content, offset)
+        status = os.fstat(file)
+    finally:
+        os.close(file)
+    return status.st_mtime_ns, status.st_size
+
+
+def _remove_left(base: Path) -> None:
+    """Remove jobs whose actors were killed, and inputs that no job has used for a week."""
+    for folder in base.glob(f"{JOB}*"):
+        with contextlib.suppress(OSError), (folder / _LOCK).open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+    for each in base.glob(f"{STORE}-{os.getuid()}/*"):
+        with contextlib.suppress(OSError):
+            if each.stat().st_mtime < time.time() - _KEPT:
+                gone = each.with_name(f".removed-{uuid.uuid4().hex}")
+                each.rename(gone)
+                shutil.rmtree(gone, ignore_errors=True)

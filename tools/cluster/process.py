@@ -1,0 +1,51 @@
+"""The process of a job on its machine: `python -m tepal.tools.cluster.process FOLDER`.
+
+FOLDER has `job.json`: the function to call, "module:function", and its arguments. It is called with FOLDER and the
+arguments, and what it returns, or why it failed, is written to `result/result.json`. The process ends if its parent,
+the actor of the job, has ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pkgutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+from tepal.host.files import replacing
+from tepal.host.superlink import RunError
+
+JOB, RESULT = "job.json", "result"
+"""The file of a job, and the folder with its result, in the job's folder."""
+RESULT_FILE = f"{RESULT}/result.json"
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    threading.Thread(target=_end_with_parent, args=[os.getppid()], daemon=True).start()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    job = json.loads((folder / JOB).read_text(encoding="utf-8"))
+    try:
+        result = {"value": pkgutil.resolve_name(job["function"])(folder, **job["arguments"])}
+    except Exception as error:
+        traceback.print_exc()
+        result = {"error": error.reason if isinstance(error, RunError) else str(error), "kind": type(error).__name__}
+    file = folder / RESULT_FILE
+    file.parent.mkdir(exist_ok=True)
+    with replacing(file) as partial:
+        partial.write_text(json.dumps(result), encoding="utf-8")
+
+
+def _end_with_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os.killpg(0, signal.SIGKILL)  # with all that it has started; what left the group has a guard
+
+
+if __name__ == "__main__":
+    main()
