@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -84,13 +85,15 @@ def connected(address: str, cpus: float | None = None, gpus: float | None = None
     Raises RunError if there is no cluster, or none of its machines has room for a job.
     """
     if find_spec("ray") is None:
-        raise RunError("--ray needs Ray: install it with pip install 'tepal[ray]' (in a checkout pip install -e '.[ray]')")
+        raise RunError("--ray needs Ray: pip install 'tepal[ray]' (in a checkout pip install -e '.[ray]')")
     import ray
 
     # The machines have no code of this project: what they run first is sent as it stands.
     ray.cloudpickle.register_pickle_by_value(machine)
     try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # on what Ray does with GPUs that were not asked for
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise RunError(
             f"--ray {address}: no cluster answers there, or this machine is not a part of it ({_first_line(error)}). "
@@ -117,8 +120,11 @@ def connected(address: str, cpus: float | None = None, gpus: float | None = None
 
 
 def _room(node: tuple[float, float], cpus: float, gpus: float) -> int:
+    """How many jobs a machine has room for. Several share one GPU, or one has several."""
     by_cpus = int(node[0] / cpus + 1e-9)
-    return by_cpus if not gpus else min(by_cpus, int(node[1]) * int(1 / gpus + 1e-9) if gpus <= 1 else int(node[1] / gpus))
+    if not gpus:
+        return by_cpus
+    return min(by_cpus, int(node[1]) * int(1 / gpus + 1e-9) if gpus <= 1 else int(node[1] / gpus))
 
 
 def _first_line(error: Exception) -> str:

@@ -23,11 +23,13 @@ class Input:
     Args:
         digest: see `digest_of`.
         files: relative path → file on this machine.
+        what: it is, in messages.
         entry: what a job names: the path of the file or folder in the input; "": all of it.
     """
 
     digest: str
     files: Mapping[str, Path]
+    what: str
     entry: str = ""
 
     def on(self, store: str) -> str:
@@ -57,7 +59,7 @@ class Inputs:
         """The files of an app's bundle."""
         copy = Path(self._copies.enter_context(tempfile.TemporaryDirectory(prefix="tepal-app-")))
         stage_app(app, copy)
-        return _input(files_below(copy))
+        return _input(files_below(copy), "the app")
 
     @lru_cache  # noqa: B019
     def of(self, path: Path) -> Input:
@@ -67,16 +69,15 @@ class Inputs:
         }  # fmt: skip
         if not files:
             raise FileNotFoundError(f"{path} is empty, or is no file or folder")
-        return _input(files, entry=path.name)
+        return _input(files, path.name, path.name)
 
 
 def _code() -> Input:
     """The package `tepal`."""
     files = files_below(Path(tepal.__file__).parent)
-    return _input({
-        f"tepal/{name}": path for name, path in files.items() if not any(part in name for part in _LEFT_OUT)
-    })  # fmt: skip
+    kept = {f"tepal/{name}": path for name, path in files.items() if not any(part in name for part in _LEFT_OUT)}
+    return _input(kept, "the code")
 
 
-def _input(files: Mapping[str, Path], entry: str = "") -> Input:
-    return Input(digest_of(files), files, entry)
+def _input(files: Mapping[str, Path], what: str, entry: str = "") -> Input:
+    return Input(digest_of(files), files, what, entry)

@@ -166,7 +166,7 @@ class _Attempt:
         inputs = {each.digest: each for each in (self._cluster.inputs.code, *self._job.inputs)}
         for digest in self._wait(self._actor.missing.remote, list(inputs)):
             one = inputs[digest]
-            self._tell("stage", f"sending {one.entry or 'code'} to {self._place.machine} ({one.bytes / 1e6:,.0f} MB)")
+            self._tell("stage", f"sending {one.what} to {self._place.machine} ({one.bytes / 1e6:,.0f} MB)")
             for name, path in one.files.items():
                 for offset, content in _parts(path):
                     self._wait(self._actor.write_input.remote, digest, name, offset, content)

@@ -110,8 +110,8 @@ class Machine:
         """Write a part of a file of the job; returns the version that the file has then."""
         return _write(self.folder / path, content, offset)
 
-    def begin(self, code: str, threads: int, arguments: Sequence[str]) -> None:
-        """Start the job's process: `python -m tepal.tools.cluster.process FOLDER ARGUMENTS`.
+    def begin(self, code: str, threads: int) -> None:
+        """Start the job's process: `python -m tepal.tools.cluster.process FOLDER`.
 
         `code`: the input with the package. `threads`: of numerical libraries.
         """
@@ -122,7 +122,7 @@ class Machine:
                 "PYTHONPATH": str(self._store / code), "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1",
             }  # fmt: skip
             environment.pop("RAY_ADDRESS", None)
-            command = [sys.executable, "-P", "-m", "tepal.tools.cluster.process", str(self.folder), *arguments]
+            command = [sys.executable, "-P", "-m", "tepal.tools.cluster.process", str(self.folder)]
             with (self.folder / OUTPUT).open("ab") as output:
                 self._process = subprocess.Popen(
                     command, env=environment, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=output,
