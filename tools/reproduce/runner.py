@@ -308,8 +308,12 @@ def _file(place: Path, name: str) -> Path:
 def computed(place: Path, trial: Trial) -> dict[str, Any] | None:
     """What was kept of a trial; None if it is missing, damaged, or computed from other options or other trials."""
     kept: dict[str, Any] | None = read_json(_file(place, trial.name))
-    same = kept and kept.get("options") == as_json(trial.options) and kept.get("needs") == _dates(place, trial)
-    return kept if same else None
+    return kept if kept and fits(trial, kept, _dates(place, trial)) else None
+
+
+def fits(trial: Trial, kept: Mapping[str, Any], dates: Mapping[str, str | None]) -> bool:
+    """Whether what was kept has a trial's options, and was computed from the needed trials of these dates."""
+    return kept.get("options") == as_json(trial.options) and kept.get("needs") == dates
 
 
 def _dates(place: Path, trial: Trial) -> dict[str, str | None]:
