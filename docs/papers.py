@@ -4,12 +4,13 @@
 
 A FOLDER is one of an experiment that `tepal reproduce` computed, such as runs/reproduce/fedacs-cifar-10. Its trials are
 kept in docs/papers/<experiment>.json.xz: options, values (the score of each client among them), date and seconds.
-Without any, the tables are written anew. With `--continue` the kept trials are written into each FOLDER instead, so
-that `tepal reproduce` computes only those that are missing.
+Kept trials that the FOLDER lacks stay, as long as they fit the others. Without a FOLDER, the tables are written anew.
+With `--continue` the kept trials are written into each FOLDER instead, so that `tepal reproduce` computes only those
+that are missing.
 
 On the pages the tables stand between `<!-- reproduced: EXPERIMENT -->` and `<!-- end -->`; the verdicts on all claims
-stand in docs/reproduce.md, between `<!-- verdicts -->` and `<!-- end -->`. Claims that nothing was computed for are
-read from the tables under "## Not tested here".
+stand in docs/reproduce.md, between `<!-- verdicts -->` and `<!-- end -->`. An experiment has neither before all its
+trials are kept. Claims that nothing was computed for are read from the tables under "## Not tested here".
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ import argparse
 import json
 import lzma
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tepal.records.run_directory import write_whole
-from tepal.tools.reproduce.experiment import Reproduction
-from tepal.tools.reproduce.runner import EXPERIMENTS, TRIALS, about, computed
+from tepal.records.run_directory import read_json, write_whole
+from tepal.tools.reproduce.experiment import Reproduction, Trial
+from tepal.tools.reproduce.runner import EXPERIMENTS, TRIALS, about, fits
 
 PAPERS = Path(__file__).parent / "papers"
 INDEX = Path(__file__).parent / "reproduce.md"
@@ -36,45 +38,84 @@ Trials = Mapping[str, Mapping[str, Any]]
 """Trial → what was kept of it."""
 
 
+class FewerTrials(ValueError):
+    """What would be kept of an experiment are fewer trials than are kept already."""
+
+
 def kept(file: Path) -> dict[str, Any]:
-    """The trials of an experiment, by name."""
-    found: dict[str, Any] = json.loads(lzma.decompress(file.read_bytes()))
+    """The trials of an experiment, by name; none without the file."""
+    found: dict[str, Any] = json.loads(lzma.decompress(file.read_bytes())) if file.exists() else {}
     return found
 
 
 def all_kept() -> dict[str, Trials]:
     """Experiment → its trials, of all that are kept."""
-    return {file.name.removesuffix(".json.xz"): kept(file) for file in sorted(PAPERS.glob("*.json.xz"))}
+    files = {file.name.removesuffix(".json.xz"): file for file in sorted(PAPERS.glob("*.json.xz"))}
+    return {name: joined(name, kept(file)) for name, file in files.items()}
+
+
+def trials_of(name: str) -> Sequence[Trial]:
+    """All trials of an experiment, each after those that it needs."""
+    return EXPERIMENTS[name.removesuffix("-full")].trials(name.endswith("-full"))
+
+
+def joined(name: str, *sources: Trials) -> dict[str, Any]:
+    """An experiment's trials by name, each from the first source whose trial fits its options and those it needs."""
+    found = dict[str, Any]()
+    for trial in trials_of(name):
+        if found.keys() >= set(trial.needs):
+            dates = {needed: found[needed].get("computed") for needed in trial.needs}
+            of = [source[trial.name] for source in sources if trial.name in source]
+            if fitting := [each for each in of if fits(trial, each, dates)]:
+                found[trial.name] = fitting[0]
+    return dict(sorted(found.items()))
+
+
+def in_folder(folder: Path) -> dict[str, Any]:
+    """The trials in an experiment's folder, whether or not they fit."""
+    files = {trial.name: folder / TRIALS / f"{trial.name}.json" for trial in trials_of(folder.name)}
+    return {name: of for name, file in files.items() if (of := read_json(file))}
 
 
 def keep(folder: Path) -> Path:
-    """Keep the trials that were computed in a folder; returns the file."""
-    full, experiment = folder.name.endswith("-full"), EXPERIMENTS[folder.name.removesuffix("-full")]
-    found = {trial.name: computed(folder, trial) for trial in experiment.trials(full)}
-    trials = {name: of for name, of in sorted(found.items()) if of is not None}
+    """Keep the trials that were computed in a folder, and those kept before that it lacks; returns the file.
+
+    Raises FewerTrials, and leaves the file, if too many of those kept before do not fit the folder's.
+    """
     file = PAPERS / f"{folder.name}.json.xz"
-    file.write_bytes(lzma.compress(json.dumps(trials, sort_keys=True).encode(), preset=9))
+    trials, before = joined(folder.name, in_folder(folder), kept(file)), joined(folder.name, kept(file))
+    if len(trials) < len(before):
+        raise FewerTrials(
+            f"{file} has {len(before)} trials, and would have {len(trials)} with those of {folder}, because the folder "
+            "has others that they need. Compute more trials in the folder first, or remove the file"
+        )
+    write_whole(file, lzma.compress(json.dumps(trials, sort_keys=True).encode(), preset=9))
     return file
+
+
+def trains_weights(name: str) -> bool:
+    """Whether an experiment first trains weights: these are not kept, and its trials need them."""
+    return any(trial.options.get("part") == "pretraining" for trial in trials_of(name))
 
 
 def write_kept(folder: Path) -> int:
     """Write the kept trials of an experiment into its folder, without those that are there; returns how many.
 
-    Nothing is written of an experiment that first trains weights: these are not kept, and its trials need them.
+    Nothing is written of an experiment that first trains weights.
     """
-    full, experiment = folder.name.endswith("-full"), EXPERIMENTS[folder.name.removesuffix("-full")]
-    trials, of_name = experiment.trials(full), kept(PAPERS / f"{folder.name}.json.xz")
-    if any(trial.options.get("part") == "pretraining" for trial in trials):
+    if trains_weights(folder.name):
         return 0
-    missing = [trial.name for trial in trials if trial.name in of_name and computed(folder, trial) is None]
+    there = in_folder(folder)
+    trials = joined(folder.name, there, kept(PAPERS / f"{folder.name}.json.xz"))
+    missing = {name: of for name, of in trials.items() if there.get(name) != of}
     (folder / TRIALS).mkdir(parents=True, exist_ok=True)
-    for name in missing:
-        write_whole(folder / TRIALS / f"{name}.json", json.dumps(of_name[name]).encode())
+    for name, of in missing.items():
+        write_whole(folder / TRIALS / f"{name}.json", json.dumps(of).encode())
     return len(missing)
 
 
 def with_tables(page: str, trials: Mapping[str, Trials]) -> str:
-    """A page with the tables of its experiments, and a note in place of those that nothing was computed of."""
+    """A page with the tables of its experiments, and a note in place of those that are not, or not all, computed."""
 
     def place(found: re.Match[str]) -> str:
         name = found[2]
@@ -86,8 +127,15 @@ def with_tables(page: str, trials: Mapping[str, Trials]) -> str:
 _NOT_YET = "*Not computed yet.*"
 
 
+def is_whole(name: str, trials: Trials) -> bool:
+    """Whether these are all trials of an experiment; the tables of a part would mislead."""
+    return all(trial.optional or trial.name in trials for trial in trials_of(name))
+
+
 def section(name: str, trials: Trials) -> str:
-    """The claims, tables and findings of an experiment, and how they were computed."""
+    """The claims, tables and findings of an experiment, and how they were computed; of a part, how many trials."""
+    if not is_whole(name, trials):
+        return f"*Computed in part: {len(trials)} of {len(trials_of(name))} trials are kept.*"
     experiment, found = EXPERIMENTS[name.removesuffix("-full")], reproduced(name, trials)
     parts = [f"**{table.title}**\n\n{table.markdown()}" for table in found.shown_tables]
     points = [*found.findings, *about(experiment, name.endswith("-full"), trials)]
@@ -105,7 +153,8 @@ def with_verdicts(index: str, pages: Mapping[Path, str], trials: Mapping[str, Tr
     for path, page in pages.items():
         title = f"[{page.splitlines()[0].removeprefix('# ')}](papers/{path.name})"
         for name in (found[2] for found in _PLACE.finditer(page)):
-            claims = reproduced(name, trials[name]).claims if name in trials else ()
+            whole = name in trials and is_whole(name, trials[name])
+            claims = reproduced(name, trials[name]).claims if whole else ()
             rows += [f"| {title} | `{name}` | {claim.text} | **{claim.verdict}** |" for claim in claims]
         for line in (line for found in _UNTESTED.finditer(page) for line in found[1].splitlines()):
             rows.append(f"| {title} | | {line.split('|')[1].strip()} | not tested |")
@@ -120,7 +169,15 @@ def main() -> None:
     if options.back and not options.folders:
         parser.error("--continue needs a FOLDER")
     for folder in options.folders:
-        print(f"{folder}: {write_kept(folder)} trials written" if options.back else keep(folder))
+        if not options.back:
+            try:
+                print(keep(folder))
+            except FewerTrials as error:
+                sys.exit(f"error: {error}")
+        elif trains_weights(folder.name):
+            print(f"{folder}: nothing written: its trials need weights that it trains first, and these are not kept")
+        else:
+            print(f"{folder}: {write_kept(folder)} trials written")
     if options.back:
         return
     trials = all_kept()

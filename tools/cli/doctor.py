@@ -35,6 +35,9 @@ def doctor_command(
         list[int] | None,
         typer.Option(min=1, max=65535, help="a port that must be free; may be repeated", show_default="a server's"),
     ] = None,
+    ray: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="a Ray cluster, whose machines must have the versions of this one")
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
     """Check this installation and its machine. The exit status is 1 if there is a problem."""
@@ -48,6 +51,10 @@ def doctor_command(
                 root_certificates=root_certificates,
             )
         )  # fmt: skip
+        if ray:
+            from tepal.tools.deploy.doctor_cluster import check_cluster
+
+            findings += check_cluster(ray)
     if as_json:
         typer.echo(json.dumps([asdict(each) for each in findings], indent=2))
     else:

@@ -63,14 +63,17 @@ class Cluster:
         return sum(_room(node, self.cpus, self.gpus) for node in self.nodes)
 
     @property
-    def description(self) -> str:
-        """One line."""
+    def contents(self) -> str:
+        """Its machines that compute, in words."""
         cores, cards = (sum(each) for each in zip(*self.nodes, strict=True))
-        computing = sum(cpus > 0 for cpus, _ in self.nodes)
-        each = f"{self.cpus:g} {'core' if self.cpus == 1 else 'cores'}{f' and {self.gpus:g} GPU' if self.gpus else ''}"
-        has = ", ".join([f"{cores:g} cores", *([f"{cards:g} GPUs"] if cards else [])])
-        machines = f"{computing} {'machine' if computing == 1 else 'machines'} with {has}"
-        return f"Engine: Ray cluster {self.address}: {machines}, {self.at_once} runs at once, each with {each}"
+        machines = _counted(sum(cpus > 0 for cpus, _ in self.nodes), "machine")
+        return f"{self.address}: {machines} with {_cores_and_gpus(cores, cards)}"
+
+    @property
+    def description(self) -> str:
+        """One line on the cluster, and on what a job has of it."""
+        runs = f"{_counted(self.at_once, 'run')} at once, each with {_cores_and_gpus(self.cpus, self.gpus)}"
+        return f"Engine: Ray cluster {self.contents}; {runs}"
 
 
 @contextmanager
@@ -109,14 +112,22 @@ def connected(address: str, cpus: float | None = None, gpus: float | None = None
         with Inputs() as inputs:
             cluster = Cluster(address, 1.0 if cpus is None else cpus, gpus or 0.0, nodes, inputs)
             if not cluster.at_once:
-                cores, cards = max(cpu for cpu, _ in nodes), max(gpu for _, gpu in nodes)
+                largest = _cores_and_gpus(max(cpu for cpu, _ in nodes), max(gpu for _, gpu in nodes))
                 raise RunError(
                     f"--ray {address}: no machine of this cluster has room for a run with --cpus {cluster.cpus:g} "
-                    f"--gpus {cluster.gpus:g}; the largest have {cores:g} cores and {cards:g} GPUs"
+                    f"--gpus {cluster.gpus:g}. The largest have {largest}"
                 )
             yield cluster
     finally:
         ray.shutdown()
+
+
+def _counted(number: float, what: str) -> str:
+    return f"{number:g} {what}{'' if number == 1 else 's'}"
+
+
+def _cores_and_gpus(cores: float, cards: float) -> str:
+    return " and ".join([_counted(cores, "core"), *([_counted(cards, "GPU")] if cards else [])])
 
 
 def _room(node: tuple[float, float], cpus: float, gpus: float) -> int:
@@ -154,17 +165,3 @@ def versions_by_machine() -> dict[str, Mapping[str, str] | str]:
         except Exception as error:  # Ray's are of many kinds
             found[name] = _first_line(error)
     return found
-
-
-def differing(found: Mapping[str, Mapping[str, str] | str]) -> list[str]:
-    """Sentences on the machines whose versions differ from this one's, or are unknown."""
-    ours = machine.versions()
-    said = []
-    for name, theirs in found.items():
-        if isinstance(theirs, str):
-            said.append(f"{name} does not answer: {theirs}")
-            continue
-        other = [f"{package} {has} (here {ours[package]})" for package, has in theirs.items() if has != ours[package]]
-        if other:
-            said.append(f"{name} has {', '.join(other)}: its runs may fail, or have other numbers")
-    return said

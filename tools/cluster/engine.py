@@ -16,7 +16,7 @@ from tepal.exchange.secret import own_secret
 from tepal.host.files import new_log
 from tepal.host.superlink import Clock, EndedRun, Listener, RunError, explain
 from tepal.host.toml import Value, parse_run_config
-from tepal.records.run_directory import CONFIG, RunDirectory, find_run, read_config
+from tepal.records.run_directory import CONFIG, MODEL, REPORT, RunDirectory, find_run, read_config
 from tepal.tools.cluster.connection import Cluster, connected
 from tepal.tools.cluster.inputs import Input
 from tepal.tools.cluster.job import Job, JobFailed, Place, Stopped, done
@@ -25,7 +25,6 @@ from tepal.tools.simulation.engine import Runner, RunStopped
 from tepal.tools.simulation.process_engine import ProcessEngine
 
 _RUNS, _CACHE = "runs", "clients"
-_REPORT = "report.html"
 
 
 class ClusterEngine(Runner):
@@ -81,12 +80,12 @@ class ClusterEngine(Runner):
 
         def here(place: Place, name: str, content: bytes) -> bytes:
             """A file or line of the run with paths on this machine."""
-            if name and name not in (f"{_RUNS}/{directory.name}/{each}" for each in (CONFIG, _REPORT)):
-                return content
             paths = {each.on(place.store): str(path) for path, each in inputs.items()}
-            for there, path in {**paths, f"{place.folder}/{_RUNS}": str(directory.parent)}.items():
-                content = content.replace(there.encode(), path.encode())
-            return content
+            paths[f"{place.folder}/{_RUNS}"] = str(directory.parent)
+            if name == f"{_RUNS}/{directory.name}/{MODEL}":
+                return _with_header(content, paths)
+            written = not name or name in (f"{_RUNS}/{directory.name}/{each}" for each in (CONFIG, REPORT))
+            return _replaced(content, paths) if written else content
 
         job = Job(
             function="tepal.tools.cluster.engine:run_there", arguments=arguments,
@@ -108,6 +107,23 @@ class ClusterEngine(Runner):
             except JobFailed as error:
                 raise RunError(explain(log.read_text(), str(error)) if not error.kind else str(error), log) from error
         return EndedRun(1, "completed", log, "")
+
+
+def _replaced(content: bytes, paths: Mapping[str, str]) -> bytes:
+    for there, here in paths.items():
+        content = content.replace(there.encode(), here.encode())
+    return content
+
+
+def _with_header(model: bytes, paths: Mapping[str, str]) -> bytes:
+    """A safetensors file whose metadata, the run config among it, has other paths.
+
+    It begins with the header's length in 8 bytes and the header, JSON that may end with spaces.
+    """
+    end = 8 + int.from_bytes(model[:8], "little")
+    header = _replaced(model[8:end], paths).rstrip(b" ")
+    header += b" " * (-len(header) % 8)
+    return len(header).to_bytes(8, "little") + header + model[end:]
 
 
 def run_there(

@@ -35,11 +35,13 @@ class Trial:
         name: unique in the experiment, and a file name without suffix.
         options: all that it is computed from, besides data and the trials that it needs.
         needs: names of earlier trials whose values or files it is computed from.
+        optional: the results are whole without it.
     """
 
     name: str
     options: Values
     needs: Sequence[str] = ()
+    optional: bool = False
 
 
 @dataclass(frozen=True)

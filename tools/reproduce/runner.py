@@ -11,27 +11,16 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import (
-    FIRST_COMPLETED,
-    Executor,
-    Future,
-    ProcessPoolExecutor,
-    ThreadPoolExecutor,
-    wait,
-)
-from contextlib import contextmanager
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from datetime import UTC, datetime
 from difflib import get_close_matches
 from functools import lru_cache, partial
 from html import escape
-from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +53,7 @@ from tepal.tools.reproduce.fedfrozen_vision import FedFrozenVision
 from tepal.tools.reproduce.hostile_clients import HostileClients
 from tepal.tools.reproduce.machine.device import AUTO, find_device
 from tepal.tools.reproduce.machine.memory import check_memory
+from tepal.tools.reproduce.machine.processes import processes
 from tepal.tools.reproduce.machine.progress import Progress, TimeLeft
 from tepal.tools.reproduce.machine.weights import missing_weights
 from tepal.tools.reproduce.on_cluster import compute_on
@@ -230,7 +220,7 @@ def _compute(
         for trial in todo:
             yield trial, _compute_one(experiment.compute, trial, inputs)
     else:
-        with _one_thread_each(), ProcessPoolExecutor(at_once, get_context("spawn"), _start_worker) as pool:
+        with processes(at_once) as pool:
             yield from _in_pool(pool, experiment.compute, todo, inputs, at_once)
 
 
@@ -248,36 +238,6 @@ def _in_pool(
                 yield running.pop(ended), ended.result()
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-
-
-@contextmanager
-def _one_thread_each() -> Iterator[None]:
-    """Processes that are started in a block have one thread for numerical work: also in threads that torch does not
-    know, and in NumPy's libraries. More would wait for one another actively, and slow all processes down."""
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = before
-
-
-def _start_worker() -> None:
-    """Use one thread in a process of the pool, and end the process when its parent has ended."""
-    import torch
-
-    torch.set_num_threads(1)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    parent = parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
 
 
 def _compute_one(compute: Compute, trial: Trial, inputs: TrialInputs) -> float | str:
@@ -308,8 +268,12 @@ def _file(place: Path, name: str) -> Path:
 def computed(place: Path, trial: Trial) -> dict[str, Any] | None:
     """What was kept of a trial; None if it is missing, damaged, or computed from other options or other trials."""
     kept: dict[str, Any] | None = read_json(_file(place, trial.name))
-    same = kept and kept.get("options") == as_json(trial.options) and kept.get("needs") == _dates(place, trial)
-    return kept if same else None
+    return kept if kept and fits(trial, kept, _dates(place, trial)) else None
+
+
+def fits(trial: Trial, kept: Mapping[str, Any], dates: Mapping[str, str | None]) -> bool:
+    """Whether what was kept has a trial's options, and was computed from the needed trials of these dates."""
+    return kept.get("options") == as_json(trial.options) and kept.get("needs") == dates
 
 
 def _dates(place: Path, trial: Trial) -> dict[str, str | None]:

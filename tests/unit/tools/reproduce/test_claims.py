@@ -3,13 +3,15 @@
 import json
 import lzma
 import runpy
+import sys
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 
 from tepal.tools.compare.answers import paired
 from tepal.tools.reproduce import experiment
-from tepal.tools.reproduce.experiment import FAILS, HOLDS, UNDECIDED, Claim, claims_table
+from tepal.tools.reproduce.experiment import FAILS, HOLDS, UNDECIDED, Claim, Reproduction, Trial, claims_table, table
 from tepal.tools.reproduce.runner import EXPERIMENTS, reproduce
 from tepal.tools.reproduce.versus import ahead, as_good
 from tests.packages import ROOT
@@ -128,6 +130,121 @@ def test_kept_trials_are_not_computed_again(papers, tmp_path, monkeypatch):
     reproduce(experiment, second, full=False, log=str)
     assert len(computed_now) == 3 and papers["kept"](papers["keep"](second / experiment.name)) == papers["kept"](file)
     assert papers["write_kept"](first / experiment.name) == 1, "what is there stays"
+
+
+class Sums:
+    """An experiment for tests, whose trials `b` and `c` need `a`; `d` is optional."""
+
+    name, title, paper, deviations = "sums", "Sums", "Nobody, Table 1", ()
+    first: ClassVar = {"part": "search"}
+
+    def scale(self, full):
+        return "All."
+
+    def trials(self, full):
+        needing = [Trial(name, {"of": name}, ("a",)) for name in "bc"]
+        return [Trial("a", self.first), *needing, Trial("d", {}, optional=True)]
+
+    def results(self, found):
+        rows = [(name, of["sum"]) for name, of in found.items()]
+        return Reproduction([table("All sums", ("trial", "sum"), rows)], claims=[Claim("They grow.", "+1", HOLDS)])
+
+
+class Trained(Sums):
+    """Its first trial trains the weights that the others start from."""
+
+    first: ClassVar = {"part": "pretraining"}
+
+
+@pytest.fixture
+def sums(papers, tmp_path, monkeypatch):
+    """Functions of papers.py, with a page of the experiment `sums`; its folder."""
+    (tmp_path / "papers").mkdir()
+    (tmp_path / "papers" / "it.md").write_text("# A paper\n\n<!-- reproduced: sums -->\n<!-- end -->\n")
+    (tmp_path / "index.md").write_text("<!-- verdicts -->\n<!-- end -->\n")
+    monkeypatch.setitem(papers["keep"].__globals__, "PAPERS", tmp_path / "papers")
+    monkeypatch.setitem(papers["keep"].__globals__, "INDEX", tmp_path / "index.md")
+    monkeypatch.setitem(papers["keep"].__globals__, "EXPERIMENTS", {"sums": Sums()})
+    return tmp_path / "sums"
+
+
+def compute(folder, *names, day=1, **others):
+    """Put trials into a folder as if they were computed on a day."""
+    options = {trial.name: trial.options for trial in Sums().trials(False)}
+    (folder / "cells").mkdir(parents=True, exist_ok=True)
+    for name in names:
+        needs = {"a": f"2030-01-0{others.get('needs', day)}"} if name in "bc" else {}
+        cell = {"options": options[name], "needs": needs, "values": {"sum": day}, "seconds": 1.0}
+        (folder / "cells" / f"{name}.json").write_text(json.dumps({**cell, "computed": f"2030-01-0{day}"}))
+
+
+def call(papers, monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["papers.py", *map(str, arguments)])
+    papers["main"]()
+
+
+def values(papers, folder):
+    return {name: of["values"]["sum"] for name, of in papers["all_kept"]()[folder.name].items()}
+
+
+def test_an_experiment_is_shown_once_all_its_trials_are_kept(papers, sums, monkeypatch):
+    page, index = sums.parent / "papers" / "it.md", sums.parent / "index.md"
+    compute(sums, "a", "b")
+    call(papers, monkeypatch, sums)
+    note = "<!-- reproduced: sums -->\n\n*Computed in part: 2 of 4 trials are kept.*\n\n<!-- end -->"
+    assert page.read_text() == f"# A paper\n\n{note}\n" and "They grow." not in index.read_text()
+    compute(sums, "c")
+    call(papers, monkeypatch, sums)
+    assert "| c | 1 |" in page.read_text() and "in part" not in page.read_text(), "one that is missing is optional"
+    assert "3 of 4 trials" in page.read_text() and "| They grow. | **holds** |" in index.read_text()
+
+
+def test_kept_trials_of_other_options_do_not_count(papers, sums, monkeypatch):
+    compute(sums, "a", "b", "c")
+    papers["keep"](sums)
+    monkeypatch.setattr(Sums, "first", {"part": "search", "trials": 20})
+    call(papers, monkeypatch)
+    assert "*Computed in part: 0 of 4 trials are kept.*" in (sums.parent / "papers" / "it.md").read_text()
+
+
+def test_trials_that_a_folder_lacks_stay_kept(papers, sums):
+    compute(sums, "a", "b", "d")
+    papers["keep"](sums)
+    for path in (sums / "cells").iterdir():
+        path.unlink()
+    assert papers["write_kept"](sums) == 3
+    compute(sums, "c", day=2, needs=1)
+    compute(sums, "d", day=2)
+    (sums / "cells" / "b.json").unlink()
+    papers["keep"](sums)
+    assert values(papers, sums) == {"a": 1, "b": 1, "c": 2, "d": 2}
+    (sums / "cells" / "a.json").unlink()
+    assert papers["write_kept"](sums) == 2 and values(papers, sums)["c"] == 2, "a and b; the folder's own stay"
+
+
+def test_kept_trials_are_not_replaced_by_fewer(papers, sums, monkeypatch):
+    compute(sums, "a", "b", "c")
+    file = papers["keep"](sums)
+    before, again = file.read_bytes(), sums.parent / "again" / "sums"
+    compute(again, "a", day=2)
+    with pytest.raises(SystemExit, match=r"has 3 trials, and would have 1 with those of .*again.sums, because"):
+        call(papers, monkeypatch, again)
+    assert file.read_bytes() == before
+    assert papers["write_kept"](again) == 0, "the others need another a"
+    compute(again, "b", "c", day=2)
+    papers["keep"](again)
+    assert values(papers, sums) == {"a": 2, "b": 2, "c": 2}
+
+
+def test_continuing_says_when_weights_are_not_kept(papers, sums, monkeypatch, capsys):
+    compute(sums, "a", "b")
+    papers["keep"](sums)
+    call(papers, monkeypatch, "--continue", sums.parent / "new" / "sums")
+    assert capsys.readouterr().out == f"{sums.parent / 'new' / 'sums'}: 2 trials written\n"
+    monkeypatch.setitem(papers["keep"].__globals__, "EXPERIMENTS", {"sums": Trained()})
+    other = sums.parent / "other" / "sums"
+    call(papers, monkeypatch, "--continue", other)
+    assert capsys.readouterr().out.startswith(f"{other}: nothing written: ") and not other.exists()
 
 
 def test_claims_that_nothing_was_computed_for_are_in_the_index(papers, tmp_path):
