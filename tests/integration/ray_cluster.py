@@ -6,8 +6,10 @@ import contextlib
 import os
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
+import venv
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +19,6 @@ import psutil
 from tepal.host.processes import Process, free_port, started, wait_for_log
 from tepal.tools.cluster.machine import JOB
 
-RAY = Path(sys.executable).parent / "ray"
 _LOOPBACK = "127.0.0.1"
 _STORE_BYTES = 200 * 2**20
 # Nodes are found to be dead after some seconds, not after half a minute.
@@ -25,6 +26,16 @@ _SETTINGS = {
     "RAY_health_check_initial_delay_ms": "1000", "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "5000", "RAY_health_check_failure_threshold": "3",
 }  # fmt: skip
+
+
+def python_without_tepal(folder: Path) -> Path:
+    """A Python that has all packages that this one has, except for Tepal: its code must be sent to it."""
+    venv.create(folder, symlinks=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    for path in Path(sysconfig.get_path("purelib")).iterdir():
+        if "tepal" not in path.name.lower():
+            (packages / path.name).symlink_to(path)
+    return folder / "bin" / "python"
 
 
 @dataclass
@@ -64,6 +75,7 @@ class RayCluster:
         self.address = f"{_LOOPBACK}:{free_port()}"
         self.nodes: list[RayNode] = []
         self._made = 0
+        self._python = python_without_tepal(folder / "python")
         self.head = self._start(
             "--head", f"--port={self.address.rpartition(':')[2]}", "--num-cpus=0", "--include-dashboard=false"
         )
@@ -102,11 +114,13 @@ class RayCluster:
         files = self.folder / f"t{self._made}"
         files.mkdir()
         environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "RAY_ADDRESS")}
-        environment |= {"TMPDIR": str(files), "OMP_NUM_THREADS": "1", "PATH": f"{RAY.parent}:{os.environ['PATH']}"}
+        environment |= {
+            "TMPDIR": str(files), "OMP_NUM_THREADS": "1", "PATH": f"{self._python.parent}:{os.environ['PATH']}",
+        }  # fmt: skip
         ports = ("dashboard-agent-listen", "dashboard-agent-grpc", "runtime-env-agent", "metrics-export")
         command = [
-            str(RAY), "start", *options, "--block", f"--node-ip-address={_LOOPBACK}",
-            f"--temp-dir={self.folder / f'r{self._made}'}", f"--object-store-memory={_STORE_BYTES}",
+            str(self._python), "-m", "ray.scripts.scripts", "start", *options, "--block",
+            f"--node-ip-address={_LOOPBACK}", f"--temp-dir={self.folder / f'r{self._made}'}", f"--object-store-memory={_STORE_BYTES}",
             "--disable-usage-stats", "--min-worker-port=0", "--max-worker-port=0",
             *(f"--{name}-port={free_port()}" for name in ports),
         ]  # fmt: skip

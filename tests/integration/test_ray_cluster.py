@@ -144,8 +144,8 @@ def test_a_comparison_on_a_cluster_has_the_tables_of_one_here(cluster, here, tmp
     assert "2 machines with 2 cores, 2 runs at once" in shown
     folder = compared(tmp_path)
     assert tables_of(folder) == tables_of(here)
-    for row in json.loads((folder / "comparison.json").read_text())["runs"]:
-        run = folder / row["directory"] if "directory" in row else folder / row["run"]
+    for cell in json.loads((folder / "comparison.json").read_text())["cells"]:
+        run = folder / cell["run"]
         assert (run / "report.html").is_file() and len(read_lines(run)) == ROUNDS + 1
         for text in (run / "config.toml", run / "report.html", run / "flower.log"):
             assert "tepal-job-" not in text.read_text(), f"{text} names a folder on another machine"
@@ -180,7 +180,7 @@ def test_ctrl_c_ends_all_runs_and_the_comparison_can_be_resumed(cluster, here, t
         os.kill(process.pid, signal.SIGINT)
         assert process.wait(60) == 130, process.tail(50)
     folder = compared(tmp_path)
-    states = [run["outcome"] for run in json.loads((folder / "comparison.json").read_text())["runs"]]
+    states = [run["outcome"] for run in json.loads((folder / "comparison.json").read_text())["cells"]]
     assert "stopped" in states and "running" not in states
     cluster.wait_until_idle(5)
     assert cluster.jobs() == []
@@ -257,8 +257,10 @@ def test_an_experiment_on_a_cluster_has_the_tables_of_one_here(cluster, tmp_path
     shown = ended(tmp_path, *command, str(tmp_path / "there"), ray=cluster.address)
     for cell in cells:
         assert (f" {cell.stem}: " in shown) == (cell in cells[::8])
-    tables = [{table.name: table.read_bytes() for table in (tmp_path / name).glob("*/*.csv")} for name in ("here", "there")]
-    assert tables[0] == tables[1] != {}
+    here, there = (
+        {table.name: table.read_bytes() for table in (tmp_path / name).glob("*/*.csv")} for name in ("here", "there")
+    )
+    assert here == there != {}
 
 
 def test_an_address_without_a_cluster_is_an_error_that_names_it(tmp_path):
