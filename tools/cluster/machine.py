@@ -33,8 +33,9 @@ OUTPUT = "output.log"
 MOST = 64 * 2**20
 """Bytes of files in one answer, if more than one file has changed."""
 
-_LOCK = ".lock"
 _PARTIAL = ".writing-"  # how the names of files and folders begin that are being written, as in `tepal.host.files`
+_LOCK = ".lock"
+_UNNAMED = f"{_PARTIAL}lock"
 _KEPT = 7 * 24 * 3600.0  # seconds after which an input that no job used is removed
 _GRACE = 8.0  # seconds between SIGTERM and SIGKILL of a job's process
 
@@ -72,8 +73,10 @@ class Machine:
         if self._store.stat().st_uid != os.getuid():
             raise PermissionError(f"{self._store} belongs to another user")
         self.folder = Path(tempfile.mkdtemp(prefix=JOB))
-        self._lock = (self.folder / _LOCK).open("w")
+        # Held before it has its name: else another actor that begins now could take the folder for one that was left.
+        self._lock = (self.folder / _UNNAMED).open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
+        (self.folder / _UNNAMED).rename(self.folder / _LOCK)
         self._partial = self._store / f"{_PARTIAL}{self.folder.name}"
         self._process: subprocess.Popen[bytes] | None = None
         self._starting = threading.Lock()
@@ -101,10 +104,16 @@ class Machine:
         partial, whole = self._partial / digest, self._store / digest
         if whole.is_dir():  # another job has written the same
             return
-        if digest_of(files_below(partial)) != digest:
-            raise OSError(f"{socket.gethostname()} has received other files than were sent: its disk may be full")
+        try:
+            received = digest_of(files_below(partial))
+        except FileNotFoundError:
+            received = ""
         with contextlib.suppress(OSError):  # another job has written it by now
-            partial.rename(whole)
+            if received == digest:
+                partial.rename(whole)
+        # A call that was repeated may have renamed the folder while this one was reading it.
+        if not whole.is_dir():
+            raise OSError(f"{socket.gethostname()} has received other files than were sent: its disk may be full")
 
     def write_file(self, path: str, offset: int, content: bytes) -> Version:
         """Write a part of a file of the job; returns the version that the file has then."""
