@@ -120,7 +120,7 @@ class Machine:
         return _write(self.folder / path, content, offset)
 
     def begin(self, code: str, threads: int) -> None:
-        """Start the job's process: `python -m tepal.tools.cluster.process FOLDER`.
+        """Start the job's process: `python -m tepal.tools.cluster.process FOLDER PARENT`.
 
         `code`: the input with the package. `threads`: of numerical libraries.
         """
@@ -131,7 +131,8 @@ class Machine:
                 "PYTHONPATH": str(self._store / code), "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1",
             }  # fmt: skip
             environment.pop("RAY_ADDRESS", None)
-            command = [sys.executable, "-P", "-m", "tepal.tools.cluster.process", str(self.folder)]
+            module = "tepal.tools.cluster.process"
+            command = [sys.executable, "-P", "-m", module, str(self.folder), str(os.getpid())]
             with (self.folder / OUTPUT).open("ab") as output:
                 self._process = subprocess.Popen(
                     command, env=environment, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=output,
