@@ -78,6 +78,7 @@ class Machine:
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         (self.folder / _UNNAMED).rename(self.folder / _LOCK)
         self._partial = self._store / f"{_PARTIAL}{self.folder.name}"
+        self._used: Sequence[str] = ()
         self._process: subprocess.Popen[bytes] | None = None
         self._starting = threading.Lock()
 
@@ -86,8 +87,8 @@ class Machine:
         return socket.gethostname(), str(self.folder), str(self._store)
 
     def missing(self, digests: Sequence[str]) -> list[str]:
-        """The inputs that this machine does not have."""
-        absent = []
+        """The inputs of this job that its machine does not have."""
+        self._used, absent = digests, []
         for digest in digests:
             try:
                 os.utime(self._store / digest)  # so that nobody removes it as unused
@@ -145,6 +146,9 @@ class Machine:
         The files of each pattern (see `matching`) are read in their order, each file whole. A file that is being
         written has its present content.
         """
+        for digest in self._used:
+            with contextlib.suppress(OSError):
+                os.utime(self._store / digest)
         status = self._process.poll() if self._process else None  # before the files, so that none is missed
         found = dict[str, Version]()
         for path, file in (pair for pattern in patterns for pair in matching(self.folder, pattern)):
