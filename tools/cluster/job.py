@@ -206,6 +206,7 @@ class _Attempt:
             if answer.more:
                 continue
             if answer.status is not None:
+                self._print(b"\n" if self._line else b"")  # a line that was cut off
                 self._status = answer.status
                 return
             pause = max(_PAUSE, 3 * (time.monotonic() - begun))  # large files take most of the time: ask less often
