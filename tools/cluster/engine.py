@@ -20,10 +20,10 @@ from tepal.host.toml import Value, parse_run_config
 from tepal.records.run_directory import CONFIG, MODEL, REPORT, RunDirectory, find_run, read_config
 from tepal.tools.cluster.connection import Cluster, connected
 from tepal.tools.cluster.inputs import Input
-from tepal.tools.cluster.job import Job, JobFailed, Place, Stopped, done
+from tepal.tools.cluster.job import Job, JobFailed, Place, done
 from tepal.tools.cluster.texts import Written, in_html, in_json, in_toml, replaced
 from tepal.tools.paths import with_paths
-from tepal.tools.simulation.engine import Runner, RunStopped
+from tepal.tools.simulation.engine import Runner
 from tepal.tools.simulation.process_engine import ProcessEngine
 
 _RUNS, _CACHE = "runs", "clients"
@@ -106,8 +106,6 @@ class ClusterEngine(Runner):
 
             try:
                 done(self._cluster, job, tell)
-            except Stopped as error:
-                raise RunStopped from error
             except JobFailed as error:
                 raise RunError(explain(log.read_text(), str(error)) if not error.kind else str(error), log) from error
         return EndedRun(1, "completed", log, "")

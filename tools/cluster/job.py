@@ -16,6 +16,7 @@ from tepal.tools.cluster.connection import Cluster
 from tepal.tools.cluster.inputs import Input
 from tepal.tools.cluster.machine import Machine, Version, matching
 from tepal.tools.cluster.process import JOB, RESULT, RESULT_FILE
+from tepal.tools.simulation.engine import RunStopped
 
 Tell = Callable[[str, str], None]
 """Called with ("stage", what is done before the job begins), with ("note", what happened to its machine), and with
@@ -33,10 +34,6 @@ class JobFailed(RuntimeError):
     def __init__(self, message: str, kind: str = "") -> None:
         super().__init__(message)
         self.kind = kind
-
-
-class Stopped(RuntimeError):
-    """The command ends all jobs."""
 
 
 class _Lost(RuntimeError):
@@ -87,7 +84,7 @@ def done(cluster: Cluster, job: Job, tell: Tell) -> Any:
 
     Raises:
         JobFailed: the function raised, its process ended, or machines are lost again and again.
-        Stopped: `cluster.stopped` was set.
+        RunStopped: `cluster.stopped` was set.
     """
     lost, seen = 0, set[str]()
     while True:
@@ -136,7 +133,7 @@ class _Attempt:
     # --- calls ------------------------------------------------------------------------------------------------------
 
     def _wait(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a method of the actor until there is an answer. Raises _Lost, JobFailed or Stopped."""
+        """Call a method of the actor until there is an answer. Raises _Lost, JobFailed or RunStopped."""
         import ray
         from ray import exceptions
 
@@ -145,7 +142,7 @@ class _Attempt:
             repeat = time.monotonic() + _REPEATED
             while time.monotonic() < repeat:
                 if self._cluster.stopped.is_set():
-                    raise Stopped
+                    raise RunStopped
                 if not ray.wait([asked], timeout=1)[0]:
                     continue
                 try:
@@ -211,7 +208,7 @@ class _Attempt:
                 return
             pause = max(_PAUSE, 3 * (time.monotonic() - begun))  # large files take most of the time: ask less often
             if self._cluster.stopped.wait(pause):
-                raise Stopped
+                raise RunStopped
 
     def _write(self, name: str, content: bytes) -> None:
         if name == RESULT_FILE:
