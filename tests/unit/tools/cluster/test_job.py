@@ -14,8 +14,8 @@ from tepal.tools.cluster import job as job_module
 from tepal.tools.cluster.connection import Cluster
 from tepal.tools.cluster.inputs import Input
 from tepal.tools.cluster.job import Job, JobFailed, done
-from tepal.tools.simulation.engine import RunStopped
 from tepal.tools.cluster.machine import digest_of, files_below
+from tepal.tools.simulation.engine import RunStopped
 from tests.unit.tools.cluster.fake_ray import ObjectLostError, RaySystemError, fake
 
 JOBS = '''
