@@ -7,6 +7,7 @@ that goes on elsewhere sends them again, as to clients that have lost their cach
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -19,12 +20,15 @@ from tepal.host.toml import Value, parse_run_config
 from tepal.records.run_directory import CONFIG, MODEL, REPORT, RunDirectory, find_run, read_config
 from tepal.tools.cluster.connection import Cluster, connected
 from tepal.tools.cluster.inputs import Input
-from tepal.tools.cluster.job import Job, JobFailed, Place, Stopped, done
+from tepal.tools.cluster.job import Job, JobFailed, Place, done
+from tepal.tools.cluster.texts import Written, in_html, in_json, in_toml, replaced
 from tepal.tools.paths import with_paths
-from tepal.tools.simulation.engine import Runner, RunStopped
+from tepal.tools.simulation.engine import Runner
 from tepal.tools.simulation.process_engine import ProcessEngine
 
 _RUNS, _CACHE = "runs", "clients"
+_WRITTEN: Mapping[str, Written] = {CONFIG: in_toml, REPORT: in_html, "": str}
+"""A run's files with paths, and how they are written there; "" is a line of its log."""
 
 
 class ClusterEngine(Runner):
@@ -84,8 +88,8 @@ class ClusterEngine(Runner):
             paths[f"{place.folder}/{_RUNS}"] = str(directory.parent)
             if name == f"{_RUNS}/{directory.name}/{MODEL}":
                 return _with_header(content, paths)
-            written = not name or name in (f"{_RUNS}/{directory.name}/{each}" for each in (CONFIG, REPORT))
-            return _replaced(content, paths) if written else content
+            written = _WRITTEN.get(name.removeprefix(f"{_RUNS}/{directory.name}/"))
+            return replaced(content, paths, written) if written else content
 
         job = Job(
             function="tepal.tools.cluster.engine:run_there", arguments=arguments,
@@ -102,17 +106,9 @@ class ClusterEngine(Runner):
 
             try:
                 done(self._cluster, job, tell)
-            except Stopped as error:
-                raise RunStopped from error
             except JobFailed as error:
                 raise RunError(explain(log.read_text(), str(error)) if not error.kind else str(error), log) from error
         return EndedRun(1, "completed", log, "")
-
-
-def _replaced(content: bytes, paths: Mapping[str, str]) -> bytes:
-    for there, here in paths.items():
-        content = content.replace(there.encode(), here.encode())
-    return content
 
 
 def _with_header(model: bytes, paths: Mapping[str, str]) -> bytes:
@@ -121,9 +117,12 @@ def _with_header(model: bytes, paths: Mapping[str, str]) -> bytes:
     It begins with the header's length in 8 bytes and the header, JSON that may end with spaces.
     """
     end = 8 + int.from_bytes(model[:8], "little")
-    header = _replaced(model[8:end], paths).rstrip(b" ")
-    header += b" " * (-len(header) % 8)
-    return len(header).to_bytes(8, "little") + header + model[end:]
+    header = json.loads(model[8:end])
+    for key, text in (metadata := header.get("__metadata__", {})).items():
+        metadata[key] = replaced(text.encode(), paths, in_json if key == "config" else str).decode()
+    written = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    written += b" " * (-len(written) % 8)
+    return len(written).to_bytes(8, "little") + written + model[end:]
 
 
 def run_there(

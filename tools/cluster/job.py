@@ -16,6 +16,7 @@ from tepal.tools.cluster.connection import Cluster
 from tepal.tools.cluster.inputs import Input
 from tepal.tools.cluster.machine import Machine, Version, matching
 from tepal.tools.cluster.process import JOB, RESULT, RESULT_FILE
+from tepal.tools.simulation.engine import RunStopped
 
 Tell = Callable[[str, str], None]
 """Called with ("stage", what is done before the job begins), with ("note", what happened to its machine), and with
@@ -35,12 +36,8 @@ class JobFailed(RuntimeError):
         self.kind = kind
 
 
-class Stopped(RuntimeError):
-    """The command ends all jobs."""
-
-
 class _Lost(RuntimeError):
-    """The machine of a job, or the actor on it, has ended. `told`: whether it had sent any file before."""
+    """The machine of a job, or the actor on it, has ended. `told`: whether a new file had come from it before."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -87,12 +84,12 @@ def done(cluster: Cluster, job: Job, tell: Tell) -> Any:
 
     Raises:
         JobFailed: the function raised, its process ended, or machines are lost again and again.
-        Stopped: `cluster.stopped` was set.
+        RunStopped: `cluster.stopped` was set.
     """
-    lost = 0
+    lost, seen = 0, set[str]()
     while True:
         try:
-            return _Attempt(cluster, job, tell).result()
+            return _Attempt(cluster, job, tell, seen).result()
         except _Lost as error:
             lost = 1 if error.told else lost + 1
             if lost == _LOSSES:
@@ -101,10 +98,10 @@ def done(cluster: Cluster, job: Job, tell: Tell) -> Any:
 
 
 class _Attempt:
-    """A job on one machine."""
+    """A job on one machine. `seen`: names of its files on this and on earlier ones."""
 
-    def __init__(self, cluster: Cluster, job: Job, tell: Tell) -> None:
-        self._cluster, self._job, self._tell = cluster, job, tell
+    def __init__(self, cluster: Cluster, job: Job, tell: Tell, seen: set[str]) -> None:
+        self._cluster, self._job, self._tell, self._seen = cluster, job, tell, seen
         self._known: dict[str, Version] = {}
         self._printed, self._line = 0, b""
         self._told = False
@@ -136,7 +133,7 @@ class _Attempt:
     # --- calls ------------------------------------------------------------------------------------------------------
 
     def _wait(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a method of the actor until there is an answer. Raises _Lost, JobFailed or Stopped."""
+        """Call a method of the actor until there is an answer. Raises _Lost, JobFailed or RunStopped."""
         import ray
         from ray import exceptions
 
@@ -145,7 +142,7 @@ class _Attempt:
             repeat = time.monotonic() + _REPEATED
             while time.monotonic() < repeat:
                 if self._cluster.stopped.is_set():
-                    raise Stopped
+                    raise RunStopped
                 if not ray.wait([asked], timeout=1)[0]:
                     continue
                 try:
@@ -185,6 +182,7 @@ class _Attempt:
             if self._job.sent is not None:  # it changes small files only, which are one part
                 content = self._job.sent(self._place, name, content)
             self._known[name] = tuple(self._wait(self._actor.write_file.remote, name, offset, content))
+        self._seen.add(name)
 
     # --- back -------------------------------------------------------------------------------------------------------
 
@@ -205,11 +203,12 @@ class _Attempt:
             if answer.more:
                 continue
             if answer.status is not None:
+                self._print(b"\n" if self._line else b"")  # a line that was cut off
                 self._status = answer.status
                 return
             pause = max(_PAUSE, 3 * (time.monotonic() - begun))  # large files take most of the time: ask less often
             if self._cluster.stopped.wait(pause):
-                raise Stopped
+                raise RunStopped
 
     def _write(self, name: str, content: bytes) -> None:
         if name == RESULT_FILE:
@@ -219,7 +218,9 @@ class _Attempt:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as partial:
             partial.write_bytes(self._job.returned(self._place, name, content))
-        self._told = True
+        # Files that each attempt writes anew, such as its settings, are no progress.
+        self._told = self._told or name not in self._seen
+        self._seen.add(name)
 
     def _remove(self, name: str) -> None:
         if name != RESULT_FILE:

@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from importlib.metadata import PackageNotFoundError, version
@@ -33,8 +33,9 @@ OUTPUT = "output.log"
 MOST = 64 * 2**20
 """Bytes of files in one answer, if more than one file has changed."""
 
-_LOCK = ".lock"
 _PARTIAL = ".writing-"  # how the names of files and folders begin that are being written, as in `tepal.host.files`
+_LOCK = ".lock"
+_UNNAMED = f"{_PARTIAL}lock"
 _KEPT = 7 * 24 * 3600.0  # seconds after which an input that no job used is removed
 _GRACE = 8.0  # seconds between SIGTERM and SIGKILL of a job's process
 
@@ -72,9 +73,12 @@ class Machine:
         if self._store.stat().st_uid != os.getuid():
             raise PermissionError(f"{self._store} belongs to another user")
         self.folder = Path(tempfile.mkdtemp(prefix=JOB))
-        self._lock = (self.folder / _LOCK).open("w")
+        # Held before it has its name: else another actor that begins now could take the folder for one that was left.
+        self._lock = (self.folder / _UNNAMED).open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
+        (self.folder / _UNNAMED).rename(self.folder / _LOCK)
         self._partial = self._store / f"{_PARTIAL}{self.folder.name}"
+        self._used: Sequence[str] = ()
         self._process: subprocess.Popen[bytes] | None = None
         self._starting = threading.Lock()
 
@@ -83,8 +87,8 @@ class Machine:
         return socket.gethostname(), str(self.folder), str(self._store)
 
     def missing(self, digests: Sequence[str]) -> list[str]:
-        """The inputs that this machine does not have."""
-        absent = []
+        """The inputs of this job that its machine does not have."""
+        self._used, absent = digests, []
         for digest in digests:
             try:
                 os.utime(self._store / digest)  # so that nobody removes it as unused
@@ -101,17 +105,23 @@ class Machine:
         partial, whole = self._partial / digest, self._store / digest
         if whole.is_dir():  # another job has written the same
             return
-        if digest_of(files_below(partial)) != digest:
-            raise OSError(f"{socket.gethostname()} has received other files than were sent: its disk may be full")
+        try:
+            received = digest_of(files_below(partial))
+        except FileNotFoundError:
+            received = ""
         with contextlib.suppress(OSError):  # another job has written it by now
-            partial.rename(whole)
+            if received == digest:
+                partial.rename(whole)
+        # A call that was repeated may have renamed the folder while this one was reading it.
+        if not whole.is_dir():
+            raise OSError(f"{socket.gethostname()} has received other files than were sent: its disk may be full")
 
     def write_file(self, path: str, offset: int, content: bytes) -> Version:
         """Write a part of a file of the job; returns the version that the file has then."""
         return _write(self.folder / path, content, offset)
 
     def begin(self, code: str, threads: int) -> None:
-        """Start the job's process: `python -m tepal.tools.cluster.process FOLDER`.
+        """Start the job's process: `python -m tepal.tools.cluster.process FOLDER PARENT`.
 
         `code`: the input with the package. `threads`: of numerical libraries.
         """
@@ -122,7 +132,8 @@ class Machine:
                 "PYTHONPATH": str(self._store / code), "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1",
             }  # fmt: skip
             environment.pop("RAY_ADDRESS", None)
-            command = [sys.executable, "-P", "-m", "tepal.tools.cluster.process", str(self.folder)]
+            module = "tepal.tools.cluster.process"
+            command = [sys.executable, "-P", "-m", module, str(self.folder), str(os.getpid())]
             with (self.folder / OUTPUT).open("ab") as output:
                 self._process = subprocess.Popen(
                     command, env=environment, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=output,
@@ -132,15 +143,16 @@ class Machine:
     def ask(self, known: Mapping[str, Version], patterns: Sequence[str], offset: int) -> Answer:
         """What has changed since the known versions of the job's files, and what was printed.
 
-        The files of each pattern (see `matching`) are read in their order, each file whole. A file that is being
+        Files of an earlier pattern (see `matching`) are answered before those of a later one, and are at least as new:
+        a checkpoint comes after the personal state that belongs to it. Each file is read whole; one that is being
         written has its present content.
         """
-        status = self._process.poll() if self._process else None  # before the files, so that none is missed
-        found = dict[str, Version]()
-        for path, file in (pair for pattern in patterns for pair in matching(self.folder, pattern)):
+        for digest in self._used:
             with contextlib.suppress(OSError):
-                facts = file.stat()
-                found[path] = facts.st_mtime_ns, facts.st_size
+                os.utime(self._store / digest)
+        status = self._process.poll() if self._process else None  # before the files, so that none is missed
+        listed = [dict(_versions(matching(self.folder, pattern))) for pattern in reversed(patterns)]
+        found = {path: version for each in reversed(listed) for path, version in each.items()}
         changed, size, more = dict[str, tuple[Version, bytes]](), 0, False
         for path, now in found.items():
             if known.get(path) == now:
@@ -197,6 +209,13 @@ def files_below(folder: Path) -> dict[str, Path]:
     walked = os.walk(folder, followlinks=True)
     paths = (Path(here) / name for here, _, names in walked for name in names)
     return {path.relative_to(folder).as_posix(): path for path in paths if path.is_file()}
+
+
+def _versions(files: Iterable[tuple[str, Path]]) -> Iterator[tuple[str, Version]]:
+    for path, file in files:
+        with contextlib.suppress(OSError):  # removed since
+            facts = file.stat()
+            yield path, (facts.st_mtime_ns, facts.st_size)
 
 
 def matching(base: Path, pattern: str) -> Iterator[tuple[str, Path]]:

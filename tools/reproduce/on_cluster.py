@@ -10,6 +10,7 @@ from tepal.records.run_directory import CONFIG, as_json
 from tepal.strategies import RoundFailed
 from tepal.tools.cluster.connection import Cluster
 from tepal.tools.cluster.job import Job, JobFailed, Place, done
+from tepal.tools.cluster.texts import in_json, in_toml, replaced
 from tepal.tools.reproduce.experiment import WEIGHTS, Experiment, MissingData, Trial, TrialInputs, Values
 
 _FOLDER = "trial"
@@ -51,10 +52,8 @@ def compute_on(cluster: Cluster, experiment: Experiment, full: bool, trial: Tria
 
 def _with(name: str, content: bytes, others: Mapping[str, str]) -> bytes:
     """The settings of a run with other paths, so that it is known as the same run; other files as they are."""
-    if Path(name).name in (CONFIG, "config.json"):
-        for path, other in others.items():
-            content = content.replace(path.encode(), other.encode())
-    return content
+    written = {CONFIG: in_toml, "config.json": in_json}.get(Path(name).name)
+    return replaced(content, others, written) if written else content
 
 
 def compute_there(
