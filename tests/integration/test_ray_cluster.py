@@ -152,9 +152,9 @@ def wait_for(condition, what: str, process: Process, seconds: float = 120) -> No
 
 
 def under_way(folder: Path) -> list[Path]:
-    """The runs that have a checkpoint here and are not finished."""
-    checkpoints = (folder / "runs").glob("*-compare/*/checkpoint")
-    return [path.parent for path in checkpoints if not (path.parent / "summary.json").exists()]
+    """The runs that have a whole checkpoint here, as another one has begun after it, and are not finished."""
+    runs = [path for path in (folder / "runs").glob("*-compare/2*") if len(list(path.glob("checkpoint/round-*"))) > 1]
+    return [path for path in runs if not (path / "summary.json").exists()]
 
 
 def test_the_cluster_of_these_tests_has_a_head_and_two_workers(cluster):
@@ -192,6 +192,8 @@ def test_runs_of_a_node_that_dies_go_on_elsewhere(cluster, here, compare, tmp_pa
         assert process.wait(300) == 0, process.tail(50)
         shown = process.log.read_text()
     assert "goes on elsewhere" in shown
+    logs = [log.read_text() for log in compared(tmp_path).glob("2*/flower.log")]
+    assert len(logs) == 6 and any("Resumed after round" in log for log in logs), "it began again"
     assert tables_of(compared(tmp_path), *RESENT) == tables_of(here, *RESENT)
     assert cluster.jobs() == []
 
