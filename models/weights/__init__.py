@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import tomllib
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -73,8 +74,9 @@ def _folders() -> dict[str, Path]:
 
 
 def _places() -> list[Path]:
-    """Where the weights may be: here, in the installed package, or in the checkout that is installed in its place."""
-    places = [Path(__file__).parent]
+    """Where the weights may be, the first that has any: here; in a package on Python's path, as a machine of a cluster
+    is sent it; in the installed package; in the checkout that is installed in its place."""
+    places = [Path(__file__).parent, *(Path(each, "tepal", "models", "weights") for each in sys.path if each)]
     try:
         installed = distribution("tepal")
     except PackageNotFoundError:

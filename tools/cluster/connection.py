@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from tepal.tools.cluster.inputs import Inputs
 
 NONE = "none"
 """As an address: no cluster, whatever RAY_ADDRESS is."""
+_ANSWER = 5.0  # seconds until a cluster's port must answer
 _PATIENCE = 30.0  # seconds for the versions of a machine
 
 
@@ -89,6 +91,7 @@ def connected(address: str, cpus: float | None = None, gpus: float | None = None
     """
     if find_spec("ray") is None:
         raise RunError("--ray needs Ray: pip install 'tepal[ray]' (in a checkout pip install -e '.[ray]')")
+    _check_answers(address)
     import ray
 
     # The machines have no code of this project: what they run first is sent as it stands.
@@ -98,11 +101,7 @@ def connected(address: str, cpus: float | None = None, gpus: float | None = None
             warnings.simplefilter("ignore", FutureWarning)  # on what Ray does with GPUs that were not asked for
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise RunError(
-            f"--ray {address}: no cluster answers there, or this machine is not a part of it ({_first_line(error)}). "
-            "See `ray status`; a machine joins with ray start --address=HOST:PORT, and with --num-cpus=0 --num-gpus=0 "
-            "computes nothing itself"
-        ) from error
+        raise _no_cluster(address, error) from error
     try:
         nodes = tuple(
             (float(each["Resources"].get("CPU", 0)), float(each["Resources"].get("GPU", 0)))
@@ -120,6 +119,24 @@ def connected(address: str, cpus: float | None = None, gpus: float | None = None
             yield cluster
     finally:
         ray.shutdown()
+
+
+def _check_answers(address: str) -> None:
+    """Raise RunError if nothing listens at HOST:PORT. Ray itself tries for minutes."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal():
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _ANSWER).close()
+        except (OSError, OverflowError) as error:
+            raise _no_cluster(address, error) from error
+
+
+def _no_cluster(address: str, error: Exception) -> RunError:
+    return RunError(
+        f"--ray {address}: no cluster answers there, or this machine is not a part of it ({_first_line(error)}). See "
+        "`ray status`; a machine joins with ray start --address=HOST:PORT, and with --num-cpus=0 --num-gpus=0 it "
+        "computes nothing itself"
+    )
 
 
 def _counted(number: float, what: str) -> str:
@@ -152,7 +169,7 @@ def versions_by_machine() -> dict[str, Mapping[str, str] | str]:
 
     remote = ray.remote(num_cpus=0, max_retries=0)(machine.versions)
     asked = {
-        f"{each['NodeManagerHostname']} ({each['NodeManagerAddress']})": remote.options(
+        f"{each['NodeManagerHostname']} ({each['NodeManagerAddress']}:{each['NodeManagerPort']})": remote.options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(each["NodeID"], soft=False)
         ).remote()
         for each in ray.nodes()

@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from importlib.metadata import PackageNotFoundError, version
@@ -143,18 +143,16 @@ class Machine:
     def ask(self, known: Mapping[str, Version], patterns: Sequence[str], offset: int) -> Answer:
         """What has changed since the known versions of the job's files, and what was printed.
 
-        The files of each pattern (see `matching`) are read in their order, each file whole. A file that is being
+        Files of an earlier pattern (see `matching`) are answered before those of a later one, and are at least as new:
+        a checkpoint comes after the personal state that belongs to it. Each file is read whole; one that is being
         written has its present content.
         """
         for digest in self._used:
             with contextlib.suppress(OSError):
                 os.utime(self._store / digest)
         status = self._process.poll() if self._process else None  # before the files, so that none is missed
-        found = dict[str, Version]()
-        for path, file in (pair for pattern in patterns for pair in matching(self.folder, pattern)):
-            with contextlib.suppress(OSError):
-                facts = file.stat()
-                found[path] = facts.st_mtime_ns, facts.st_size
+        listed = [dict(_versions(matching(self.folder, pattern))) for pattern in reversed(patterns)]
+        found = {path: version for each in reversed(listed) for path, version in each.items()}
         changed, size, more = dict[str, tuple[Version, bytes]](), 0, False
         for path, now in found.items():
             if known.get(path) == now:
@@ -211,6 +209,13 @@ def files_below(folder: Path) -> dict[str, Path]:
     walked = os.walk(folder, followlinks=True)
     paths = (Path(here) / name for here, _, names in walked for name in names)
     return {path.relative_to(folder).as_posix(): path for path in paths if path.is_file()}
+
+
+def _versions(files: Iterable[tuple[str, Path]]) -> Iterator[tuple[str, Version]]:
+    for path, file in files:
+        with contextlib.suppress(OSError):  # removed since
+            facts = file.stat()
+            yield path, (facts.st_mtime_ns, facts.st_size)
 
 
 def matching(base: Path, pattern: str) -> Iterator[tuple[str, Path]]:

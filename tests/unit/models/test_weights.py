@@ -164,6 +164,19 @@ def test_weights_of_the_installed_package_are_found_from_a_bundle_without_them(t
         weights._folders.cache_clear()
 
 
+def test_weights_of_a_package_that_is_not_installed_are_found_on_the_path(tmp_path, monkeypatch):
+    """As on a machine of a cluster, which is sent the package and has the Flower app's bundle before it."""
+    sent = tmp_path / "sent" / "tepal" / "models" / "weights"
+    shutil.copytree(folder_of("tiny-vit-digits"), sent / "tiny-vit-digits")
+    monkeypatch.setattr(weights, "__file__", str(tmp_path / "bundle" / "models" / "weights" / "__init__.py"))
+    monkeypatch.setattr("sys.path", [str(tmp_path / "bundle"), str(tmp_path / "sent")])
+    weights._folders.cache_clear()
+    try:
+        assert shipped() == ("tiny-vit-digits",) and sent in checked_file("tiny-vit-digits").parents
+    finally:
+        weights._folders.cache_clear()
+
+
 def test_a_file_in_the_users_folder_comes_before_the_weights_of_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = models.build("tiny-vit", image_shape=(1, 8, 8), classes=10, seed=9)

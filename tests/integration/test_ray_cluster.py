@@ -1,0 +1,279 @@
+"""Commands whose runs are on the machines of a Ray cluster find what they find on this machine, whatever is killed."""
+
+import csv
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sklearn.datasets import load_digits
+
+from tepal.host.processes import Process, free_port, started
+from tests.integration.ray_cluster import RayCluster, ray_cluster, seen_nodes
+from tests.lines import read_lines
+from tests.packages import ROOT
+
+pytestmark = [pytest.mark.long, pytest.mark.slow]
+
+ROUNDS = 6
+SHORT = f'pretrained="tiny-vit-digits" local-epochs=1 deterministic=true num-server-rounds={ROUNDS}'
+COMPARE = ("compare", ".", "--strategies", "fedavg,fedfrozen,fedacs", "--seeds", "1,2", "--clients", "3")
+SEARCH = """
+clients = 2
+[common]
+model = "tiny-vit"
+pretrained = "tiny-vit-digits"
+num-server-rounds = 1
+local-epochs = 1
+deterministic = true
+[common.search]
+learning-rate = { from = 1e-4, to = 1e-2, log = true }
+[[variant]]
+name = "FedAvg"
+strategy = "fedavg"
+[[variant]]
+name = "FedFrozen"
+strategy = "fedfrozen"
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayCluster]:
+    with ray_cluster(workers=2) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _all_nodes(request):
+    """Every test finds both workers, and leaves nothing at work on them."""
+    yield
+    if "cluster" in request.fixturenames:
+        running = request.getfixturevalue("cluster")
+        while len(running.nodes) < 2:
+            running.add()
+
+
+@contextmanager
+def tepal(folder: Path, *arguments: str, ray: str | None = None) -> Iterator[Process]:
+    """Start `tepal …` in the project's folder; with `ray` on that cluster, else on this machine."""
+    module = ("tepal.tools.search",) if arguments[0] == "search" else ("tepal.tools.cli.main", arguments[0])
+    environment = {name: value for name, value in os.environ.items() if name != "TEPAL_CACHE"}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache")}
+    environment["RAY_ADDRESS"] = f"127.0.0.1:{free_port()}"  # not asked: --ray takes precedence
+    command = [sys.executable, "-m", *module, *arguments[1:], "--ray", ray or "none"]
+    folder.mkdir(exist_ok=True)
+    with started(command, log=folder / "command.log", env=environment, cwd=ROOT) as process:
+        yield process
+
+
+def ended(folder: Path, *arguments: str, ray: str | None = None, status: int = 0) -> str:
+    """What `tepal …` prints, which ends with this status."""
+    log = folder / "command.log"
+    log.unlink(missing_ok=True)
+    with tepal(folder, *arguments, ray=ray) as process:
+        got = process.wait(300)
+    shown = log.read_text()
+    assert got == status, shown
+    assert ("Engine: Ray cluster" in shown) == (ray is not None) or status == 1, shown
+    return shown
+
+
+def runs_in(folder: Path) -> str:
+    return f'runs="{folder / "runs"}"'
+
+
+def compared(folder: Path) -> Path:
+    (found,) = (folder / "runs").glob("*-compare")
+    return found
+
+
+def rows_of(file: Path, *left_out: str) -> list[dict[str, str]]:
+    """The rows of a table, without times, names of folders, and what else is left out."""
+    with file.open(newline="") as lines:
+        rows = list(csv.DictReader(lines))
+    assert rows
+    return [
+        {key: value for key, value in row.items() if key != "run" and not any(each in key for each in left_out)}
+        for row in rows
+    ]
+
+
+def tables_of(folder: Path, *left_out: str) -> dict[str, list[dict[str, str]]]:
+    return {name: rows_of(folder / name, "seconds", *left_out) for name in ("runs.csv", "comparison.csv")}
+
+
+RESENT = ("down", "bytes_total", "bytes_vs_fedavg", "bytes_to_target", "plain_vs_fedavg")
+"""What a run that goes on with another machine has more of: clients have lost their caches."""
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory) -> Path:
+    """The comparison on this machine."""
+    folder = tmp_path_factory.mktemp("here")
+    ended(folder, *COMPARE, "-c", SHORT, "-c", runs_in(folder))
+    return compared(folder)
+
+
+def wait_for(condition, what: str, process: Process, seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert process.running, f"{process.name} has ended before {what}:\n{process.tail(50)}"
+        assert time.monotonic() < end, f"waited in vain for {what}:\n{process.tail(50)}"
+        time.sleep(0.05)
+
+
+def under_way(folder: Path) -> list[Path]:
+    """The runs that have a checkpoint here and are not finished."""
+    checkpoints = (folder / "runs").glob("*-compare/*/checkpoint")
+    return [path.parent for path in checkpoints if not (path.parent / "summary.json").exists()]
+
+
+def test_the_cluster_of_these_tests_has_a_head_and_two_workers(cluster):
+    assert seen_nodes(cluster.address).count("(True, 1.0)") == 2
+
+
+def test_a_comparison_on_a_cluster_has_the_tables_of_one_here(cluster, here, tmp_path):
+    shown = ended(tmp_path, *COMPARE, "-c", SHORT, "-c", runs_in(tmp_path), ray=cluster.address)
+    assert "2 machines with 2 cores, 2 runs at once" in shown
+    folder = compared(tmp_path)
+    assert tables_of(folder) == tables_of(here)
+    for cell in json.loads((folder / "comparison.json").read_text())["cells"]:
+        run = folder / cell["run"]
+        assert (run / "report.html").is_file() and len(read_lines(run)) == ROUNDS + 1
+        for text in (run / "config.toml", run / "report.html", run / "flower.log"):
+            assert "tepal-job-" not in text.read_text(), f"{text} names a folder on another machine"
+    assert cluster.jobs() == [], "folders of jobs are removed"
+    cluster.wait_until_idle(5)
+
+
+def test_runs_of_a_node_that_dies_go_on_elsewhere(cluster, here, tmp_path):
+    command = (*COMPARE, "-c", SHORT, "-c", runs_in(tmp_path))
+    with tepal(tmp_path, *command, ray=cluster.address) as process:
+
+        def found() -> list:
+            names = {run.name for run in under_way(tmp_path)}
+            return [
+                node for node in cluster.nodes for job in node.jobs()
+                if any(path.parent.name in names for path in job.glob("runs/*/checkpoint"))
+            ]  # fmt: skip
+
+        wait_for(found, "a checkpoint of a run on a node", process)
+        cluster.remove(found()[0])
+        cluster.add()
+        assert process.wait(300) == 0, process.tail(50)
+        shown = process.log.read_text()
+    assert "goes on elsewhere" in shown
+    assert tables_of(compared(tmp_path), *RESENT) == tables_of(here, *RESENT)
+    assert cluster.jobs() == []
+
+
+def test_ctrl_c_ends_all_runs_and_the_comparison_can_be_resumed(cluster, here, tmp_path):
+    with tepal(tmp_path, *COMPARE, "-c", SHORT, "-c", runs_in(tmp_path), ray=cluster.address) as process:
+        wait_for(lambda: under_way(tmp_path), "a checkpoint", process)
+        os.kill(process.pid, signal.SIGINT)
+        assert process.wait(60) == 130, process.tail(50)
+    folder = compared(tmp_path)
+    states = [run["outcome"] for run in json.loads((folder / "comparison.json").read_text())["cells"]]
+    assert "stopped" in states and "running" not in states
+    cluster.wait_until_idle(5)
+    assert cluster.jobs() == []
+
+    ended(tmp_path, "compare", ".", "--resume", str(folder), ray=cluster.address)
+    assert tables_of(folder, *RESENT) == tables_of(here, *RESENT)
+
+
+def test_nothing_goes_on_after_the_command_was_killed(cluster, tmp_path):
+    with tepal(tmp_path, *COMPARE, "-c", SHORT, "-c", runs_in(tmp_path), ray=cluster.address) as process:
+        wait_for(lambda: under_way(tmp_path), "a checkpoint", process)
+        assert cluster.job_processes()
+        os.kill(process.pid, signal.SIGKILL)
+        cluster.wait_until_idle(30)
+
+
+def test_a_search_on_a_cluster_has_the_scores_of_one_here(cluster, tmp_path):
+    (tmp_path / "search.toml").write_text(SEARCH)
+    found = []
+    for name, ray in (("here", None), ("there", cluster.address)):
+        folder = tmp_path / name
+        ended(tmp_path, "search", str(tmp_path / "search.toml"), "--trials", "2", "--folder", str(folder), ray=ray)
+        rows = rows_of(folder / "trials.csv", "seconds")
+        found.append(sorted(rows, key=lambda row: (row["trial"], row["variant"])))
+        assert (folder / "found.toml").is_file()
+    assert found[0] == found[1] and len(found[0]) == 4
+
+
+@pytest.fixture
+def own_data(tmp_path) -> Path:
+    """A data set in a file, by a symbolic link."""
+    digits = load_digits()
+    (tmp_path / "elsewhere").mkdir()
+    images = (digits.images[:600] * 15).astype(np.uint8)
+    np.savez(tmp_path / "elsewhere" / "real.npz", images=images, labels=digits.target[:600])
+    (tmp_path / "mine.npz").symlink_to(tmp_path / "elsewhere" / "real.npz")
+    return tmp_path / "mine.npz"
+
+
+def test_a_simulation_of_personal_models_on_a_cluster_ends_as_one_here(cluster, tmp_path):
+    config = SHORT.replace(f"={ROUNDS}", "=2") + ' strategy="fedacs"'
+    summaries = []
+    for name, ray in (("here", None), ("there", cluster.address)):
+        folder = tmp_path / name
+        ended(folder, "simulate", ".", "--clients", "3", "-c", config, "-c", runs_in(folder), ray=ray)
+        summary = json.loads((folder / "runs" / "latest" / "summary.json").read_text())
+        summaries.append({key: value for key, value in summary.items() if "seconds" not in key})
+    assert summaries[0] == summaries[1] and summaries[0]["rounds"] == 2
+
+
+def test_a_data_set_in_a_file_reaches_the_machines(cluster, own_data, tmp_path):
+    config = f'model="cnn" dataset="{own_data}" deterministic=true local-epochs=1 num-server-rounds=2'
+    found = []
+    for name, ray in (("here", None), ("there", cluster.address)):
+        folder = tmp_path / name
+        command = ("compare", ".", "--strategies", "fedavg", "--clients", "2", "-c", config, "-c", runs_in(folder))
+        ended(folder, *command, ray=ray)
+        found.append(tables_of(compared(folder)))
+        (run,) = compared(folder).glob("*-fedavg")
+        assert str(own_data) in (run / "config.toml").read_text()
+    assert found[0] == found[1]
+
+
+def test_an_experiment_on_a_cluster_has_the_tables_of_one_here(cluster, tmp_path):
+    pytest.importorskip("transformers")
+    command = ("reproduce", "fedfrozen-costs", "--folder")
+    ended(tmp_path, *command, str(tmp_path / "here"))
+    shutil.copytree(tmp_path / "here", tmp_path / "there")
+    cells = sorted((tmp_path / "there" / "fedfrozen-costs" / "cells").iterdir())
+    for cell in cells[::8]:  # each takes longer to start than to compute
+        cell.unlink()
+    for table in (tmp_path / "there").glob("*/*.csv"):
+        table.unlink()
+    shown = ended(tmp_path, *command, str(tmp_path / "there"), ray=cluster.address)
+    for cell in cells:
+        assert (f" {cell.stem}: " in shown) == (cell in cells[::8])
+    here, there = (
+        {table.name: table.read_bytes() for table in (tmp_path / name).glob("*/*.csv")} for name in ("here", "there")
+    )
+    assert here == there != {}
+
+
+def test_an_address_without_a_cluster_is_an_error_that_names_it(tmp_path):
+    address, begun = f"127.0.0.1:{free_port()}", time.monotonic()
+    shown = ended(tmp_path, "simulate", ".", "-c", runs_in(tmp_path), ray=address, status=1)
+    assert f"--ray {address}: no cluster answers there" in " ".join(shown.split())
+    assert time.monotonic() - begun < 60 and not (tmp_path / "runs").exists() and "Traceback" not in shown
+
+
+def test_runs_that_no_machine_has_room_for_are_refused(cluster, tmp_path):
+    command = ("compare", ".", "--strategies", "fedavg", "--cpus", "64", "-c", runs_in(tmp_path))
+    shown = ended(tmp_path, *command, ray=cluster.address, status=1)
+    said = " ".join(shown.split())
+    assert "no machine of this cluster has room for a run with --cpus 64" in said
+    assert "the largest have 1 cores" in said
+    assert not (tmp_path / "runs").exists()
