@@ -171,7 +171,94 @@ def engine_of(ray, engine="auto", app=ROOT):
     def here(name, app, **resources):
         return name, app, resources
 
-    return runner_for(ray, engine, app, here, clients=3, cpus=2.0)
+    return runner_for(ray, engine, app, here, clients=3, cpus=2.0, asked=engine)
+
+
+def test_without_an_address_runs_are_on_this_machine(here, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "far:1")
+    assert engine_of("none", "process") == ("process", ROOT, {"clients": 3, "cpus": 2.0, "gpus": 0})
+    monkeypatch.delenv("RAY_ADDRESS")
+    assert engine_of(None) == ("auto", ROOT, {"clients": 3, "cpus": 2.0, "gpus": 0})
+
+
+def test_with_an_address_they_are_on_the_cluster(here, monkeypatch):
+    asked = []
+    monkeypatch.setattr(on_cluster, "engine_on", lambda *address, **resources: asked.append((address, resources)))
+    engine_of("far:1")
+    monkeypatch.setenv("RAY_ADDRESS", "near:2")
+    engine_of(None)
+    assert asked == [((to, ROOT), {"clients": 3, "cpus": 2.0, "gpus": 0}) for to in ("far:1", "near:2")]
+
+
+def test_options_that_contradict_a_cluster_are_refused(here):
+    with pytest.raises(ValueError, match=r"--engine ray is for this machine, and --ray far:1 for others"):
+        engine_of("far:1", "ray")
+    (here / "pyproject.toml").write_text(FOREIGN)
+    with pytest.raises(ValueError, match=r"is not Tepal's own app.*--ray none"):
+        engine_of("far:1", app=here)
+
+
+def test_what_cannot_be_on_a_cluster_is_here_if_only_the_environment_names_one(here, monkeypatch):
+    """RAY_ADDRESS may be there for other programs."""
+    resources = {"clients": 3, "cpus": 2.0, "gpus": 0}
+    monkeypatch.setenv("RAY_ADDRESS", "far:1")
+    assert engine_of(None, "ray") == ("ray", ROOT, resources)
+    (here / "pyproject.toml").write_text(FOREIGN)
+    assert engine_of(None, app=here) == ("auto", here, resources)
+
+
+def test_a_comparison_that_began_with_an_engine_of_this_machine_goes_on_on_a_cluster(here, monkeypatch):
+    monkeypatch.setattr(on_cluster, "engine_on", lambda address, app, **resources: address)
+    assert runner_for("far:1", "process", ROOT, pytest.fail, clients=3, cpus=2.0) == "far:1"
+
+
+@pytest.mark.parametrize("command", ["simulate", "compare"])
+def test_a_wrong_file_is_named_with_the_folder_in_which_it_was_looked_for(here, command):
+    done = CliRunner().invoke(main, [command, "--clients", "2", "-c", 'dataset="none.npz"'])
+    assert done.exit_code == 1 and f"{here}/none.npz: no such file" in done.stderr
+
+
+def test_a_folder_that_is_not_a_model_is_not_called_an_unknown_name(here):
+    (here / "empty").mkdir()
+    done = CliRunner().invoke(main, ["simulate", "--clients", "2", "-c", 'model="empty"'])
+    assert done.exit_code == 1 and f"the folder '{here}/empty' has no config.json" in done.stderr
+
+
+# Which app -----------------------------------------------------------------------------------------------------------
+
+
+def test_outside_of_an_app_it_is_tepals_own(here, monkeypatch):
+    assert app_folder(Path()) == ROOT == own_app() and has_our_keys(ROOT)
+    (here / "pyproject.toml").write_text("[project]\nname = 'x'\n")
+    assert app_folder(Path()) == ROOT
+    (here / "pyproject.toml").write_text(FOREIGN)
+    assert app_folder(Path()) == Path() and not has_our_keys(Path())
+    assert app_folder(ROOT) == ROOT and app_folder(here / "settings") == here / "settings"
+
+
+def test_of_a_wheel_tepals_own_app_is_a_folder_that_names_the_installed_one(here, monkeypatch):
+    monkeypatch.setattr(tepal, "__file__", str(here / "site-packages" / "tepal" / "__init__.py"))
+    app = own_app()
+    table = tomllib.loads((app / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
+    ours = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
+    assert table["config"] == defaults() and has_our_keys(app)
+    assert table["components"] == {key: f"tepal.{value}" for key, value in ours["components"].items()}
+
+
+def test_an_app_that_is_not_tepals_is_not_compared(here):
+    (here / "pyproject.toml").write_text(FOREIGN)
+    done = CliRunner().invoke(main, ["compare", "--clients", "2"])
+    assert done.exit_code == 1 and "is not Tepal's own app" in done.stderr and "tepal simulate" in done.stderr
+
+
+# On a cluster ---------------------------------------------------------------------------------------------------------
+
+
+def engine_of(ray, engine="auto", app=ROOT):
+    def here(name, app, **resources):
+        return name, app, resources
+
+    return runner_for(ray, engine, app, here, clients=3, cpus=2.0, asked=engine)
 
 
 def test_without_an_address_runs_are_on_this_machine(here, monkeypatch):

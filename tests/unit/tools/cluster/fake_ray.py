@@ -26,6 +26,18 @@ class ObjectLostError(RayError):
     pass
 
 
+class OutOfMemoryError(RayError):
+    pass
+
+
+class NodeDiedError(RayError):
+    pass
+
+
+class WorkerCrashedError(RayError):
+    pass
+
+
 class RayTaskError(RayError):
     def __init__(self, cause):
         super().__init__("in a traceback of many lines")
@@ -91,7 +103,7 @@ class Actor:
 def fake(monkeypatch, fate=lambda actor, name, arguments: None):
     """Put the module in the place of `ray`; it has the list `actors`, and `options` of each."""
     ray, exceptions = types.ModuleType("ray"), types.ModuleType("ray.exceptions")
-    for kind in (RayActorError, ActorUnavailableError, RaySystemError, ObjectLostError, RayTaskError):
+    for kind in (RayError, *RayError.__subclasses__(), ActorUnavailableError):
         setattr(exceptions, kind.__name__, kind)
     ray.exceptions, ray.actors, ray.options = exceptions, [], []
     numbers = itertools.count()

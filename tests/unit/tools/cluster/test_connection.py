@@ -133,10 +133,13 @@ def test_the_connection_ends_with_its_block(ray):
 
 
 def test_a_cluster_without_room_for_a_run_is_refused(ray):
-    with pytest.raises(RunError, match=r"no machine .* --cpus 4.5 --gpus 0. The largest have 4 cores"):
-        connected("auto", 4.5).__enter__()
+    with pytest.raises(RunError, match=r"no machine .* --cpus 5 --gpus 0. The largest have 4 cores"):
+        connected("auto", 5).__enter__()
     with pytest.raises(RunError, match=r"--cpus 1 --gpus 0.5"):
         connected("auto", 1, 0.5).__enter__()
+    assert ray.calls.count("shutdown") == 2
+    with pytest.raises(RunError, match=r"--gpus 1.5: .* whole number"):
+        connected("auto", 1, 1.5).__enter__()
     assert ray.calls.count("shutdown") == 2
 
 

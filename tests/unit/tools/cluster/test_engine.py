@@ -12,12 +12,12 @@ from safetensors import safe_open
 from safetensors.numpy import load
 
 from tepal.host.superlink import RunError
-from tepal.records.run_directory import RunDirectory, read_config
+from tepal.records.run_directory import KEPT_IN, RunDirectory, read_config
 from tepal.tools.cluster import engine as engine_module
 from tepal.tools.cluster import inputs as inputs_module
 from tepal.tools.cluster.engine import ClusterEngine
 from tepal.tools.cluster.inputs import Inputs
-from tepal.tools.cluster.job import JobFailed, Place, Stopped
+from tepal.tools.cluster.job import JobFailed, Place
 from tepal.tools.own_app import own_app
 from tepal.tools.simulation.engine import RunStopped
 
@@ -82,7 +82,7 @@ def test_a_run_is_a_job_in_a_directory_that_is_made_here(engine, jobs, config, t
     assert {**arguments, "app": arguments["app"].rstrip("/")} == given
     assert job.function == "tepal.tools.cluster.engine:run_there"
     assert job.folders == {"runs": tmp_path / "runs", "clients": tmp_path / "runs" / ".clients"}
-    order = [f"clients/{run.name}-*/personal/*", f"runs/{run.name}/*"]
+    order = [f"clients/{run.name}-{'[0-9a-f]' * 8}/personal/*", f"runs/{run.name}/*"]
     assert [pattern for pattern in job.files if pattern in order] == order, "the state is there before its checkpoint"
     assert "clients/secret" in job.files and (tmp_path / "runs/.clients/secret").stat().st_mode & 0o077 == 0
 
@@ -119,7 +119,10 @@ def test_what_a_run_tells_is_passed_on_and_its_lines_are_logged(engine, jobs, co
     jobs.ends = lambda job, tell: [tell(*event) for event in events]
     log = tmp_path / "a.log"
     engine.run(config, on_event=lambda *event: told.append(event), log=log)
-    assert told == events and log.read_text() == "INFO : one\ntwo\n"
+    (run,) = (tmp_path / "runs").glob("*-fedavg")
+    first, *others = told
+    assert first == ("log", f"INFO : {KEPT_IN}{run}"), "it can be resumed from here on"
+    assert others == [("note", "on far"), *events[1:]] and log.read_text() == "INFO : one\ntwo\n"
 
 
 @pytest.mark.parametrize(
@@ -145,7 +148,7 @@ def test_stopping_ends_the_runs(engine, jobs, config, tmp_path):
     def ends(_job, _tell):
         engine.stop()
         assert engine._cluster.stopped.is_set()
-        raise Stopped
+        raise RunStopped
 
     jobs.ends = ends
     with pytest.raises(RunStopped):

@@ -16,7 +16,15 @@ from tepal.tools.cluster.inputs import Input
 from tepal.tools.cluster.job import Job, JobFailed, done
 from tepal.tools.cluster.machine import digest_of, files_below
 from tepal.tools.simulation.engine import RunStopped
-from tests.unit.tools.cluster.fake_ray import ObjectLostError, RaySystemError, fake
+from tests.unit.tools.cluster.fake_ray import (
+    NodeDiedError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayError,
+    RaySystemError,
+    WorkerCrashedError,
+    fake,
+)
 
 JOBS = '''
 import os, signal, sys, time
@@ -47,11 +55,12 @@ def counts(folder, to):
     file.parent.mkdir(parents=True, exist_ok=True)
     begun = int(file.read_text()) if file.exists() else 0
     (folder / "trial" / "settings").write_text("the same")
+    (folder / "trial" / "checkpoint").mkdir(exist_ok=True)
     for number in range(begun + 1, to + 1):
         file.with_name("new").write_text(str(number))
         os.replace(file.with_name("new"), file)
-        (folder / "trial" / f"round-{number}").write_text(f"from {begun}")
-        (folder / "trial" / f"round-{number - 1}").unlink(missing_ok=True)
+        (folder / "trial" / "checkpoint" / f"round-{number}").write_text(f"from {begun}")
+        (folder / "trial" / "checkpoint" / f"round-{number - 1}").unlink(missing_ok=True)
         while not (folder / f"allow-{number}").exists():
             time.sleep(0.01)
     return begun
@@ -85,7 +94,8 @@ def cluster(tmp_path, monkeypatch, code):
     monkeypatch.setattr(job_module, "_REPEATED", 0.02)
     clock = SimpleNamespace(sleep=lambda _seconds: None, monotonic=time.monotonic)
     monkeypatch.setattr(job_module, "time", clock)
-    return Cluster("here:1", 1.0, 0.0, ((4.0, 0.0),), SimpleNamespace(code=code))
+    inputs = SimpleNamespace(code=code, sending=lambda _place: threading.Lock())
+    return Cluster("here:1", 1.0, 0.0, ((4.0, 0.0),), inputs)
 
 
 def a_job(function, *, tmp_path=None, inputs=(), **arguments):
@@ -175,7 +185,7 @@ def test_a_job_goes_on_on_another_machine_with_the_files_that_it_has_written(clu
         if name == "ask":
             for number in range(1, 4 if actor.number else 2):
                 allow(actor, number)
-        return "died" if name == "ask" and not actor.number and (here / "round-2").exists() else None
+        return "died" if name == "ask" and not actor.number and (here / "checkpoint" / "round-2").exists() else None
 
     ray = fake(monkeypatch, fate)
     assert done(cluster, a_job("counts", tmp_path=tmp_path, to=3), lambda *event: told.append(event)) == 2
@@ -184,7 +194,7 @@ def test_a_job_goes_on_on_another_machine_with_the_files_that_it_has_written(clu
     assert len(notes) == 1 and notes[0].endswith(" was lost (The actor died.); it goes on elsewhere")
     # What the first machine has written stays; the one that the second has removed is gone.
     files = {path.relative_to(here).as_posix(): path.read_text() for path in here.rglob("*") if path.is_file()}
-    assert files == {"settings": "the same", "state/count": "3", "round-3": "from 2"}
+    assert files == {"settings": "the same", "state/count": "3", "checkpoint/round-3": "from 2"}
 
 
 @pytest.mark.parametrize("last_call", ["place", "missing", "begin"])
@@ -218,7 +228,7 @@ def test_losses_with_new_files_between_do_not_end_a_job(cluster, tmp_path, monke
         if name == "ask":
             for number in range(1, actor.number + 1):
                 allow(actor, number)
-            if actor.number < 3 and (here / f"round-{actor.number + 1}").exists():
+            if actor.number < 3 and (here / "checkpoint" / f"round-{actor.number + 1}").exists():
                 return "died"
         return None
 
@@ -246,7 +256,9 @@ def test_trouble_now_and_then_changes_nothing(cluster, tmp_path, monkeypatch, co
         return trouble[calls[key] - 1] if calls[key] <= 2 else None
 
     monkeypatch.setattr(job_module, "_REPEATED", 0.002)
+    monkeypatch.setattr(job_module, "_LOOK", 0.002)
     ray = fake(monkeypatch, fate)
+    ray.nodes = lambda: [{"Alive": True, "Resources": {"CPU": 4.0}}]
     job = a_job("told", tmp_path=tmp_path, n=1)
     here.mkdir()
     (here / "x").write_text("content")
@@ -255,6 +267,47 @@ def test_trouble_now_and_then_changes_nothing(cluster, tmp_path, monkeypatch, co
     assert [text for kind, text in seen if kind == "log"] == ["two", "lines, and a torn one"]
     assert ray.actors[0].calls.count("begin") == 3 and ray.actors[0].calls.count("complete_input") == 3
     assert nothing_left(tmp_path, [code.digest]) and (here / "x").read_text() == "content"
+
+
+def test_only_the_job_fails_for_which_its_machine_has_too_little_memory(cluster, monkeypatch):
+    ray = fake(monkeypatch, lambda _actor, name, _arguments: OutOfMemoryError("killed") if name == "ask" else None)
+    with pytest.raises(JobFailed, match="had too little memory for it") as failed:
+        done(cluster, a_job("waits"), lambda *_: None)
+    assert failed.value.kind == "" and len(ray.actors) == 1
+
+
+@pytest.mark.parametrize("error", [NodeDiedError("died"), WorkerCrashedError("crashed")])
+def test_a_node_that_died_is_a_lost_machine(cluster, monkeypatch, error):
+    ray = fake(monkeypatch, lambda actor, name, _arguments: error if name == "ask" and not actor.number else None)
+    assert done(cluster, a_job("told", n=1), lambda *_: None)["n"] == 1
+    assert len(ray.actors) == 2
+
+
+def test_other_errors_of_ray_fail_the_job(cluster, monkeypatch):
+    fake(monkeypatch, lambda _actor, name, _arguments: RayError("a new kind\nmore") if name == "missing" else None)
+    with pytest.raises(JobFailed, match=r": a new kind$"):
+        done(cluster, a_job("told"), lambda *_: None)
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_a_job_that_waits_for_a_machine_says_so_and_fails_if_none_can_come(cluster, monkeypatch, room):
+    """The first three calls have no answer, as of an actor for which no machine has room."""
+    told, calls = [], []
+
+    def fate(_actor, name, _arguments):
+        calls.append(name)
+        return "lost after" if name == "place" and (not room or calls.count("place") < 4) else None
+
+    ray = fake(monkeypatch, fate)
+    ray.nodes = lambda: [{"Alive": room, "Resources": {"CPU": 4.0}}]
+    monkeypatch.setattr(job_module, "_LOOK", 0.001)
+    if room:
+        assert done(cluster, a_job("told", n=1), lambda *event: told.append(event))["n"] == 1
+    else:
+        with pytest.raises(JobFailed, match="no machine of the cluster has room"):
+            done(cluster, a_job("told"), lambda *event: told.append(event))
+        assert calls[-1] != "stop", "of a job that has no machine yet"
+    assert [text for _, text in told].count("waits for a machine with room") == 1
 
 
 # --- stopping -------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -56,20 +57,21 @@ def send(on, files, size=3):
 # --- inputs ---------------------------------------------------------------------------------------------------------
 
 FILES = {"a/b.bin": b"0123456789", "empty": b"", "a/ü.txt": b"text"}
+SIZE = (3, 14)
 
 
 def test_an_input_is_missing_until_all_of_it_was_written(temporary):
     one, of = Machine(), digest(FILES)
     name, folder, store = one.place()
     assert name and Path(folder).parent == temporary == Path(store).parent
-    assert one.missing([of, "0" * 32]) == [of, "0" * 32]
+    assert one.missing({of: SIZE, "0" * 32: (1, 1)}) == [of, "0" * 32]
     send(one, FILES)
-    assert one.missing([of]) == [of]
+    assert one.missing({of: SIZE}) == [of]
     one.complete_input(of)
-    assert one.missing([of, "0" * 32]) == ["0" * 32]
+    assert one.missing({of: SIZE, "0" * 32: (1, 1)}) == ["0" * 32]
     assert {name: (Path(store) / of / name).read_bytes() for name in FILES} == FILES
     other = Machine()
-    assert other.missing([of]) == [] and other.place()[1] != folder
+    assert other.missing({of: SIZE}) == [] and other.place()[1] != folder
     other.complete_input(of)  # repeated, or written by both
 
 
@@ -96,34 +98,69 @@ def test_other_content_than_was_sent_is_refused(temporary):
         one.complete_input(of)
     with pytest.raises(OSError, match="received other files than were sent"):
         one.complete_input(digest({"nothing": b"of it"}))
-    assert one.missing([of]) == [of]
+    assert one.missing({of: SIZE}) == [of]
 
 
-def test_completing_twice_at_the_same_time_is_no_failure(temporary, monkeypatch):
-    """The second call, made as no answer came, finds the folder renamed while it reads it."""
-    one, of, reading, renamed = Machine(), digest(FILES), threading.Event(), threading.Event()
+def test_an_input_is_completed_once_however_often_it_is_asked_for(temporary, monkeypatch):
+    """A second call, made as no answer came, waits for the first one, which may read large files."""
+    one, of, reading, go_on, reads = Machine(), digest(FILES), threading.Event(), threading.Event(), []
     send(one, FILES)
-    slow = threading.Thread(target=lambda: errors.append(outcome()))
-    errors = []
 
-    def outcome():
-        with suppress(BaseException):
-            return one.complete_input(of)
-        return sys.exc_info()
-
-    def late(files):
-        if threading.current_thread() is slow:
-            reading.set()
-            assert renamed.wait(10)
+    def slow(files):
+        reads.append(files)
+        reading.set()
+        assert go_on.wait(10)
         return digest_of(files)
 
-    monkeypatch.setattr(machine, "digest_of", late)
-    slow.start()
-    assert reading.wait(10)
+    monkeypatch.setattr(machine, "digest_of", slow)
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(one.complete_input, of)]
+        assert reading.wait(10)
+        calls.append(pool.submit(one.complete_input, of))
+        go_on.set()
+        assert [call.result() for call in calls] == [None, None]
+    assert len(reads) == 1 and one.missing({of: SIZE}) == []
+
+
+def test_an_input_of_which_a_file_was_removed_is_sent_again(temporary):
+    """As programs do that remove old files from temporary folders, one by one."""
+    one = Machine()
+    of = send(one, FILES)
     one.complete_input(of)
-    renamed.set()
-    slow.join()
-    assert errors == [None] and one.missing([of]) == []
+    (Path(one.place()[2]) / of / "a" / "b.bin").unlink()
+    other = Machine()
+    assert other.missing({of: SIZE}) == [of]
+    send(other, FILES)
+    other.complete_input(of)
+    assert other.missing({of: SIZE}) == [] and (Path(one.place()[2]) / of / "a" / "b.bin").read_bytes() == b"0123456789"
+
+
+@pytest.mark.parametrize("what", ["link", "open to others", "file"])
+def test_a_store_that_others_can_open_or_have_made_is_not_used(temporary, tmp_path_factory, what):
+    place, elsewhere = temporary / f"{machine.STORE}-{os.getuid()}", tmp_path_factory.mktemp("home")
+    (elsewhere / "old").touch()
+    os.utime(elsewhere / "old", (0, 0))
+    if what == "link":
+        place.symlink_to(elsewhere)
+    elif what == "file":
+        place.touch()
+    else:
+        place.mkdir(mode=0o755)
+    with pytest.raises(OSError, match=str(place)):
+        Machine()
+    assert (elsewhere / "old").exists()
+
+
+def test_a_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(temporary, monkeypatch):
+    one = Machine()
+    version = one.write_file("a/x", 0, b"1")
+
+    def denied(path):
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr(os, "scandir", denied)
+    with pytest.raises(PermissionError):
+        one.ask({"a/x": version}, ["a/*"], 0)
 
 
 def test_inputs_that_no_job_used_for_a_week_are_removed(temporary):
@@ -136,11 +173,11 @@ def test_inputs_that_no_job_used_for_a_week_are_removed(temporary):
     store = Path(one.place()[2])
     long_ago = time.time() - WEEK
     running = Machine()
-    assert running.missing([found["running"]]) == []
+    assert running.missing({found["running"]: (1, 7)}) == []
     for text, age in {"old": -60, "new": 60, "running": -60}.items():
         os.utime(store / found[text], (long_ago + age, long_ago + age))
     running.ask({}, [], 0)  # its job has gone on for more than a week
-    assert sorted(Machine().missing(list(found.values()))) == [found["old"]]
+    assert sorted(Machine().missing({of: (1, len(text)) for text, of in found.items()})) == [found["old"]]
     assert len(list(store.iterdir())) == 2
 
 
@@ -148,7 +185,7 @@ def test_a_store_of_another_user_is_not_used(temporary, monkeypatch):
     uid = os.getuid()
     (temporary / f"{machine.STORE}-{uid + 1}").mkdir()
     monkeypatch.setattr(os, "getuid", lambda: uid + 1)
-    with pytest.raises(PermissionError, match="another user"):
+    with pytest.raises(PermissionError, match="only this user can open"):
         Machine()
 
 
