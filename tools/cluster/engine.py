@@ -17,13 +17,23 @@ from tepal.exchange.secret import own_secret
 from tepal.host.files import new_log
 from tepal.host.superlink import Clock, EndedRun, Listener, RunError, explain
 from tepal.host.toml import Value, parse_run_config
-from tepal.records.run_directory import CONFIG, MODEL, REPORT, RunDirectory, find_run, read_config
+from tepal.records.run_directory import (
+    CONFIG,
+    KEPT_IN,
+    MODEL,
+    REPORT,
+    RunDirectory,
+    RunInUse,
+    find_run,
+    held,
+    read_config,
+)
 from tepal.tools.cluster.connection import Cluster, connected
 from tepal.tools.cluster.inputs import Input
-from tepal.tools.cluster.job import Job, JobFailed, Place, Stopped, done
+from tepal.tools.cluster.job import Job, JobFailed, Place, done
 from tepal.tools.cluster.texts import Written, in_html, in_json, in_toml, replaced
 from tepal.tools.paths import with_paths
-from tepal.tools.simulation.engine import Runner, RunStopped
+from tepal.tools.simulation.engine import Runner
 from tepal.tools.simulation.process_engine import ProcessEngine
 
 _RUNS, _CACHE = "runs", "clients"
@@ -37,6 +47,8 @@ class ClusterEngine(Runner):
     Args:
         cluster: the connection.
     """
+
+    here = False
 
     def __init__(self, app: Path, clients: int, cluster: Cluster) -> None:
         super().__init__(app, clients)
@@ -91,13 +103,14 @@ class ClusterEngine(Runner):
             written = _WRITTEN.get(name.removeprefix(f"{_RUNS}/{directory.name}/"))
             return replaced(content, paths, written) if written else content
 
+        experiment = f"{_CACHE}/{directory.name}-{'[0-9a-f]' * 8}"  # as a run names it for its clients' caches
         job = Job(
             function="tepal.tools.cluster.engine:run_there", arguments=arguments,
             inputs=(app, *inputs.values()), folders={_RUNS: directory.parent, _CACHE: cache},
-            files=(f"{_CACHE}/secret", f"{_CACHE}/{directory.name}-*/personal/*", f"{_RUNS}/{directory.name}/*"),
-            returned=here,
+            files=(f"{_CACHE}/secret", f"{experiment}/personal/*", f"{_RUNS}/{directory.name}/*"), returned=here,
         )  # fmt: skip
-        with log.open("a", encoding="utf-8") as lines:
+        clock.tell("log", f"INFO : {KEPT_IN}{directory}")  # before there is a machine: it can be resumed from here on
+        with log.open("a", encoding="utf-8") as lines, _mine(directory, log):
 
             def tell(kind: str, text: str) -> None:
                 if kind == "log":
@@ -106,11 +119,19 @@ class ClusterEngine(Runner):
 
             try:
                 done(self._cluster, job, tell)
-            except Stopped as error:
-                raise RunStopped from error
             except JobFailed as error:
                 raise RunError(explain(log.read_text(), str(error)) if not error.kind else str(error), log) from error
         return EndedRun(1, "completed", log, "")
+
+
+@contextmanager
+def _mine(directory: Path, log: Path) -> Iterator[None]:
+    """Hold the run directory, as its ServerApp does on its machine. Raises RunError if another process has it."""
+    try:
+        with held(directory):
+            yield
+    except RunInUse as error:
+        raise RunError(str(error), log) from error
 
 
 def _with_header(model: bytes, paths: Mapping[str, str]) -> bytes:

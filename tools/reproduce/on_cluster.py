@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,13 @@ def compute_on(cluster: Cluster, experiment: Experiment, full: bool, trial: Tria
         return {"experiment": experiment.name, "full": full, "trial": trial.name, "data": there,
                 "needed": as_json(inputs.needed), "device": inputs.device}  # fmt: skip
 
+    run = f"{_FOLDER}/runs/{trial.name}"  # as `runs.measured` names it, and what is in it
     job = Job(
         function="tepal.tools.reproduce.on_cluster:compute_there", arguments=arguments, inputs=tuple(data.values()),
-        folders={_FOLDER: inputs.folder}, files=(f"{_FOLDER}/{WEIGHTS}/*", f"{_FOLDER}/runs/{trial.name}/*"),
+        folders={_FOLDER: inputs.folder}, files=(
+            f"{_FOLDER}/{WEIGHTS}/*", f"{run}/*clients/secret", f"{run}/*clients/*/personal/*", f"{run}/*runs/*",
+            f"{run}/*config.json",
+        ),
         sent=lambda place, name, content: _with(name, content, {ours: there for there, ours in paths(place).items()}),
         returned=lambda place, name, content: _with(name, content, paths(place)),
     )  # fmt: skip
@@ -47,6 +52,7 @@ def compute_on(cluster: Cluster, experiment: Experiment, full: bool, trial: Tria
         if error.kind and error.kind not in _LEFT_OUT:
             raise
         raise _LEFT_OUT.get(error.kind, RoundFailed)(str(error)) from error
+    shutil.rmtree(inputs.folder / "runs" / trial.name, ignore_errors=True)  # as there
     return values
 
 

@@ -13,8 +13,9 @@ import tepal
 from tepal.tools.cluster import job as job_module
 from tepal.tools.cluster.connection import Cluster
 from tepal.tools.cluster.inputs import Input
-from tepal.tools.cluster.job import Job, JobFailed, Stopped, done
+from tepal.tools.cluster.job import Job, JobFailed, done
 from tepal.tools.cluster.machine import digest_of, files_below
+from tepal.tools.simulation.engine import RunStopped
 from tests.unit.tools.cluster.fake_ray import ObjectLostError, RaySystemError, fake
 
 JOBS = '''
@@ -277,12 +278,12 @@ def test_stopping_ends_the_process_and_the_actor(cluster, tmp_path, monkeypatch,
 
     stopping = threading.Thread(target=stop)
     stopping.start()
-    with pytest.raises(Stopped):
+    with pytest.raises(RunStopped):
         done(cluster, a_job("waits", tmp_path=tmp_path), lambda *_: None)
     stopping.join()
     assert len(ray.actors) == 1 and ray.actors[0].calls[-2:] == ["stop", "kill"]
     assert process[0].returncode in (-signal.SIGTERM, 128 + signal.SIGTERM)
     assert nothing_left(tmp_path, [code.digest]) and int((here / "begun").read_text()) == process[0].pid
-    with pytest.raises(Stopped):
+    with pytest.raises(RunStopped):
         done(cluster, a_job("waits", tmp_path=tmp_path), lambda *_: None)
     assert "begin" not in ray.actors[1].calls
