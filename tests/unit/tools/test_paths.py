@@ -167,11 +167,11 @@ def test_an_app_that_is_not_tepals_is_not_compared(here):
 # On a cluster ---------------------------------------------------------------------------------------------------------
 
 
-def engine_of(ray, engine="auto", app=ROOT):
+def engine_of(ray, engine="auto", app=ROOT, asked=None):
     def here(name, app, **resources):
         return name, app, resources
 
-    return runner_for(ray, engine, app, here, clients=3, cpus=2.0)
+    return runner_for(ray, engine, app, here, clients=3, cpus=2.0, asked=asked)
 
 
 def test_without_an_address_runs_are_on_this_machine(here, monkeypatch):
@@ -190,16 +190,14 @@ def test_with_an_address_they_are_on_the_cluster(here, monkeypatch):
     assert asked == [((to, ROOT), {"clients": 3, "cpus": 2.0, "gpus": 0}) for to in ("far:1", "near:2")]
 
 
-@pytest.mark.parametrize("from_environment", [True, False])
-def test_options_that_contradict_a_cluster_are_refused(here, monkeypatch, from_environment):
-    if from_environment:
-        monkeypatch.setenv("RAY_ADDRESS", "far:1")
-    address = None if from_environment else "far:1"
-    with pytest.raises(ValueError, match=r"--engine ray is for this machine.*far:1.*--ray none"):
-        engine_of(address, "ray")
+def test_options_that_contradict_a_cluster_are_refused_and_leave_out_that_of_the_environment(here, monkeypatch):
     (here / "pyproject.toml").write_text(FOREIGN)
+    with pytest.raises(ValueError, match=r"--engine ray is for this machine, and --ray far:1 for others"):
+        engine_of("far:1", "ray", asked="ray")
     with pytest.raises(ValueError, match=r"is not Tepal's own app.*--ray none"):
-        engine_of(address, app=here)
+        engine_of("far:1", app=here)
+    monkeypatch.setenv("RAY_ADDRESS", "far:1")
+    assert engine_of(None, "ray", asked="ray")[0] == "ray" and engine_of(None, app=here)[1] == here
 
 
 @pytest.mark.parametrize("command", ["simulate", "compare"])

@@ -25,7 +25,9 @@ def compare(monkeypatch, tmp_path):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     started, asked, failing, during = [], [], {}, [lambda strategy, run: None]
     stopped = threading.Event()
-    engine = SimpleNamespace(start_ahead=lambda: None, stop=stopped.set, at_once=1, here=True, description="Engine: none")
+    engine = SimpleNamespace(
+        start_ahead=lambda: None, stop=stopped.set, at_once=1, here=True, description="Engine: none"
+    )  # fmt: skip
 
     def simulate(run_config, *, on_event, log):
         config = dict(run_config)

@@ -5,6 +5,7 @@ import json
 import re
 import threading
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -162,7 +163,11 @@ def test_a_trial_is_a_job_with_its_data_and_what_it_needs(sent, tmp_path):
         "experiment": "sums", "full": True, "trial": "c", "data": store, "needed": {"a": {"sum": 1}}, "device": "cpu",
     }  # fmt: skip
     assert json.loads(json.dumps(arguments)) == arguments
-    assert job.folders == {"trial": tmp_path / "sums"} and job.files == (f"trial/{WEIGHTS}/*", "trial/runs/c/*")
+    assert job.folders == {"trial": tmp_path / "sums"}
+    files = [f"trial/{WEIGHTS}/cnn", "trial/runs/c/clients/a/personal/0/x", "trial/runs/c/runs/1-fedavg/checkpoint/x"]
+    order = [[number for number, pattern in enumerate(job.files) if fnmatchcase(file, pattern)] for file in files]
+    assert [len(each) for each in order] == [1, 1, 1] and order == sorted(order), "the state comes before a checkpoint"
+    assert not any(fnmatchcase("trial/runs/another/runs/1/x", pattern) for pattern in job.files)
 
 
 def test_the_settings_of_its_run_have_the_paths_of_where_it_is(sent, tmp_path):
