@@ -143,6 +143,12 @@ def test_a_cluster_without_room_for_a_run_is_refused(ray):
     assert ray.calls.count("shutdown") == 2
 
 
+@pytest.mark.parametrize(("cpus", "gpus", "option"), [(1.5, 0, "--cpus 1.5"), (1, 2.5, "--gpus 2.5")])
+def test_shares_of_several_are_refused(ray, cpus, gpus, option):
+    with pytest.raises(RunError, match=f"{option}: .* must be a whole number"):
+        connected("auto", cpus, gpus).__enter__()
+
+
 def test_no_cluster_is_said_in_words(ray, monkeypatch):
     def init(**_options):
         raise ConnectionError("Could not find any running Ray instance.\nMore.")
