@@ -131,7 +131,7 @@ def test_what_a_run_tells_is_passed_on_and_its_lines_are_logged(engine, jobs, co
     log = tmp_path / "a.log"
     engine.run(config, on_event=lambda *event: told.append(event), log=log)
     (kept, *others) = told
-    assert others == events and log.read_text() == "INFO : one\ntwo\n"
+    assert others == [("note", "on far"), *events[1:]] and log.read_text() == "INFO : one\ntwo\n"
     assert kept[0] == "log" and Path(kept[1].partition(KEPT_IN)[2]).parent == tmp_path / "runs"
 
 
