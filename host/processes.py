@@ -204,7 +204,7 @@ def started(
     environment = dict(os.environ if env is None else env)
     environment[MARK] = ",".join(part for part in (os.environ.get(MARK, ""), token) if part)
     log.parent.mkdir(parents=True, exist_ok=True)
-    with _exit_on_signals(), log.open("ab") as output, _guarded(token, folder):
+    with exit_on_signals(), log.open("ab") as output, _guarded(token, folder):
         try:
             popen = subprocess.Popen(
                 _ending_with_parent(arguments, environment),
@@ -363,7 +363,7 @@ def _handled(numbers: Iterable[int], handler: Callable[[int, FrameType | None], 
             signal.signal(number, previous)
 
 
-def _exit_on_signals() -> contextlib.AbstractContextManager[None]:
+def exit_on_signals() -> contextlib.AbstractContextManager[None]:
     """Let SIGTERM and SIGHUP raise `SystemExit` inside the block, so that the block can clean up."""
 
     def leave(number: int, _frame: FrameType | None) -> None:

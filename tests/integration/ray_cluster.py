@@ -120,7 +120,8 @@ class RayCluster:
         ports = ("dashboard-agent-listen", "dashboard-agent-grpc", "runtime-env-agent", "metrics-export")
         command = [
             str(self._python), "-m", "ray.scripts.scripts", "start", *options, "--block",
-            f"--node-ip-address={_LOOPBACK}", f"--temp-dir={self.folder / f'r{self._made}'}", f"--object-store-memory={_STORE_BYTES}",
+            f"--node-ip-address={_LOOPBACK}", f"--temp-dir={self.folder / f'r{self._made}'}",
+            f"--object-store-memory={_STORE_BYTES}",
             "--disable-usage-stats", "--min-worker-port=0", "--max-worker-port=0",
             *(f"--{name}-port={free_port()}" for name in ports),
         ]  # fmt: skip

@@ -116,10 +116,10 @@ def compare_command(
         comparison.gpus = comparison.gpus if gpus is None else gpus
         comparison.engine = engine or comparison.engine
         resources: dict[str, Any] = {key: getattr(comparison, key) for key in ("clients", "cpus", "gpus")}
-        with runner_for(ray, comparison.engine, app, engine_for, **resources) as simulated:  # one for all runs
+        with runner_for(ray, comparison.engine, app, engine_for, asked=engine, **resources) as simulated:  # of all runs
             simulated.start_ahead()
             where = "" if variants is None else f"{variants}: "
-            check(comparison, lambda config: check_clients(config, comparison.clients), where)
+            check(comparison, lambda config: check_clients(config, comparison.clients, here=simulated.here), where)
             check_tasks(comparison)
             if resume is None:
                 comparison.folder = new_folder(comparison.folder)

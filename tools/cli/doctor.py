@@ -52,9 +52,10 @@ def doctor_command(
             )
         )  # fmt: skip
         if ray:
+            from tepal.tools.cluster.connection import address_of
             from tepal.tools.deploy.doctor_cluster import check_cluster
 
-            findings += check_cluster(ray)
+            findings += check_cluster(address_of(ray))
     if as_json:
         typer.echo(json.dumps([asdict(each) for each in findings], indent=2))
     else:

@@ -66,32 +66,34 @@ def runner_for(
     clients: int,
     cpus: float | None,
     gpus: float = 0,
+    asked: str | None = None,
 ) -> AbstractContextManager[Runner]:
     """Return the engine of a command: on the cluster that `--ray` or RAY_ADDRESS names, else on this machine.
 
     Args:
         ray: value of `--ray`.
-        engine: value of `--engine`, for this machine.
+        engine: of this machine.
         app: folder of the app.
         here: makes an engine on this machine, as `engine_for`.
         clients: number of clients.
         cpus, gpus: of each client that trains; on a cluster of each run.
+        asked: value of `--engine`.
 
     Raises ValueError for options that contradict one another; entering it, RunError if there is no cluster.
     """
     from tepal.tools.cluster.connection import address_of
-
-    if not (address := address_of(ray)):
-        return here(engine, app, clients=clients, cpus=cpus, gpus=gpus)
-    if engine != AUTO:
-        raise ValueError(
-            f"--engine {engine} is for this machine, and the runs are on the cluster {address}: leave out --engine, or "
-            "use --ray none"
-        )
     from tepal.tools.paths import has_our_keys
 
-    if not has_our_keys(app):
-        raise ValueError(f"{app} is not Tepal's own app, and only that can run on a cluster: use --ray none")
+    address = address_of(ray)
+    wrong = ""
+    if address and asked not in (None, AUTO):
+        wrong = f"--engine {asked} is for this machine, and --ray {address} for others: leave out one of them"
+    elif address and not has_our_keys(app):
+        wrong = f"{app} is not Tepal's own app, and only that can run on a cluster: use --ray none"
+    if wrong and ray is not None:
+        raise ValueError(wrong)
+    if wrong or not address:  # RAY_ADDRESS may be there for other programs
+        return here(engine, app, clients=clients, cpus=cpus, gpus=gpus)
     from tepal.tools.cluster.engine import engine_on
 
     return engine_on(address, app, clients=clients, cpus=cpus, gpus=gpus)

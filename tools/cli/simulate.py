@@ -48,7 +48,7 @@ def simulate_command(
     """
     console = Console()
     resources: dict[str, Any] = {"clients": clients, "cpus": cpus, "gpus": gpus}
-    with reported(RunError), runner_for(ray, engine, app, engine_for, **resources) as simulated:
+    with reported(RunError), runner_for(ray, engine, app, engine_for, asked=engine, **resources) as simulated:
         simulated.start_ahead()
         # Imported here, while the engine imports the app: torch takes a second.
         from tepal.server_app.config import open_run
@@ -58,7 +58,7 @@ def simulate_command(
         ours = has_our_keys(app)
         if ours:
             config, _ = open_run({**usual_run_config(app), **given}, clients)
-            check_clients(config, clients)
+            check_clients(config, clients, here=simulated.here)
             simulated.cache = cache_of(config)
         console.print(simulated.description, markup=False, highlight=False, soft_wrap=True)
         if ours:

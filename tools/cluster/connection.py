@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from threading import Event
 
+from tepal.host.processes import exit_on_signals
 from tepal.host.superlink import RunError
 from tepal.tools.cluster import machine
 from tepal.tools.cluster.inputs import Inputs
@@ -64,6 +65,10 @@ class Cluster:
         """How many jobs the machines have room for."""
         return sum(_room(node, self.cpus, self.gpus) for node in self.nodes)
 
+    def has_room(self) -> bool:
+        """Whether any machine is there now that could do a job, even if it is busy."""
+        return any(_room(node, self.cpus, self.gpus) for node in _nodes())
+
     @property
     def contents(self) -> str:
         """Its machines that compute, in words."""
@@ -91,7 +96,11 @@ def connected(address: str, cpus: float | None = None, gpus: float | None = None
     """
     if find_spec("ray") is None:
         raise RunError("--ray needs Ray: pip install 'tepal[ray]' (in a checkout pip install -e '.[ray]')")
+    for option, value in (("--cpus", cpus), ("--gpus", gpus)):
+        if value and value > 1 and value != int(value):
+            raise RunError(f"{option} {value:g}: on a Ray cluster what is more than 1 must be a whole number")
     _check_answers(address)
+    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # else a call after the end would start a Ray of its own
     import ray
 
     # The machines have no code of this project: what they run first is sent as it stands.
@@ -103,12 +112,8 @@ def connected(address: str, cpus: float | None = None, gpus: float | None = None
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise _no_cluster(address, error) from error
     try:
-        nodes = tuple(
-            (float(each["Resources"].get("CPU", 0)), float(each["Resources"].get("GPU", 0)))
-            for each in ray.nodes()
-            if each["Alive"]
-        )
-        with Inputs() as inputs:
+        nodes = _nodes()
+        with exit_on_signals(), Inputs() as inputs:  # Ray has set a handler for SIGTERM, and none for SIGHUP
             cluster = Cluster(address, 1.0 if cpus is None else cpus, gpus or 0.0, nodes, inputs)
             if not cluster.at_once:
                 largest = _cores_and_gpus(max(cpu for cpu, _ in nodes), max(gpu for _, gpu in nodes))
@@ -116,7 +121,10 @@ def connected(address: str, cpus: float | None = None, gpus: float | None = None
                     f"--ray {address}: no machine of this cluster has room for a run with --cpus {cluster.cpus:g} "
                     f"--gpus {cluster.gpus:g}. The largest have {largest}"
                 )
-            yield cluster
+            try:
+                yield cluster
+            finally:
+                cluster.stopped.set()  # threads must not ask Ray for anything after this
     finally:
         ray.shutdown()
 
@@ -137,6 +145,14 @@ def _no_cluster(address: str, error: Exception) -> RunError:
         "`ray status`; a machine joins with ray start --address=HOST:PORT, and with --num-cpus=0 --num-gpus=0 it "
         "computes nothing itself"
     )
+
+
+def _nodes() -> tuple[tuple[float, float], ...]:
+    """CPU cores and GPUs of each machine that is alive."""
+    import ray
+
+    resources = [each["Resources"] for each in ray.nodes() if each["Alive"]]
+    return tuple((float(each.get("CPU", 0)), float(each.get("GPU", 0))) for each in resources)
 
 
 def _counted(number: float, what: str) -> str:

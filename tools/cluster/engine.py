@@ -7,6 +7,7 @@ that goes on elsewhere sends them again, as to clients that have lost their cach
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -16,15 +17,28 @@ from tepal.exchange.secret import own_secret
 from tepal.host.files import new_log
 from tepal.host.superlink import Clock, EndedRun, Listener, RunError, explain
 from tepal.host.toml import Value, parse_run_config
-from tepal.records.run_directory import CONFIG, MODEL, REPORT, RunDirectory, find_run, read_config
+from tepal.records.run_directory import (
+    CONFIG,
+    KEPT_IN,
+    MODEL,
+    REPORT,
+    RunDirectory,
+    RunInUse,
+    find_run,
+    held,
+    read_config,
+)
 from tepal.tools.cluster.connection import Cluster, connected
 from tepal.tools.cluster.inputs import Input
-from tepal.tools.cluster.job import Job, JobFailed, Place, Stopped, done
+from tepal.tools.cluster.job import Job, JobFailed, Place, done
+from tepal.tools.cluster.texts import Written, in_html, in_json, in_toml, replaced
 from tepal.tools.paths import with_paths
-from tepal.tools.simulation.engine import Runner, RunStopped
+from tepal.tools.simulation.engine import Runner
 from tepal.tools.simulation.process_engine import ProcessEngine
 
 _RUNS, _CACHE = "runs", "clients"
+_WRITTEN: Mapping[str, Written] = {CONFIG: in_toml, REPORT: in_html, "": str}
+"""A run's files with paths, and how they are written there; "" is a line of its log."""
 
 
 class ClusterEngine(Runner):
@@ -33,6 +47,8 @@ class ClusterEngine(Runner):
     Args:
         cluster: the connection.
     """
+
+    here = False
 
     def __init__(self, app: Path, clients: int, cluster: Cluster) -> None:
         super().__init__(app, clients)
@@ -84,16 +100,17 @@ class ClusterEngine(Runner):
             paths[f"{place.folder}/{_RUNS}"] = str(directory.parent)
             if name == f"{_RUNS}/{directory.name}/{MODEL}":
                 return _with_header(content, paths)
-            written = not name or name in (f"{_RUNS}/{directory.name}/{each}" for each in (CONFIG, REPORT))
-            return _replaced(content, paths) if written else content
+            written = _WRITTEN.get(name.removeprefix(f"{_RUNS}/{directory.name}/"))
+            return replaced(content, paths, written) if written else content
 
+        experiment = f"{_CACHE}/{directory.name}-{'[0-9a-f]' * 8}"  # as a run names it for its clients' caches
         job = Job(
             function="tepal.tools.cluster.engine:run_there", arguments=arguments,
             inputs=(app, *inputs.values()), folders={_RUNS: directory.parent, _CACHE: cache},
-            files=(f"{_CACHE}/secret", f"{_CACHE}/{directory.name}-*/personal/*", f"{_RUNS}/{directory.name}/*"),
-            returned=here,
+            files=(f"{_CACHE}/secret", f"{experiment}/personal/*", f"{_RUNS}/{directory.name}/*"), returned=here,
         )  # fmt: skip
-        with log.open("a", encoding="utf-8") as lines:
+        clock.tell("log", f"INFO : {KEPT_IN}{directory}")  # before there is a machine: it can be resumed from here on
+        with log.open("a", encoding="utf-8") as lines, _mine(directory, log):
 
             def tell(kind: str, text: str) -> None:
                 if kind == "log":
@@ -102,17 +119,19 @@ class ClusterEngine(Runner):
 
             try:
                 done(self._cluster, job, tell)
-            except Stopped as error:
-                raise RunStopped from error
             except JobFailed as error:
                 raise RunError(explain(log.read_text(), str(error)) if not error.kind else str(error), log) from error
         return EndedRun(1, "completed", log, "")
 
 
-def _replaced(content: bytes, paths: Mapping[str, str]) -> bytes:
-    for there, here in paths.items():
-        content = content.replace(there.encode(), here.encode())
-    return content
+@contextmanager
+def _mine(directory: Path, log: Path) -> Iterator[None]:
+    """Hold the run directory, as its ServerApp does on its machine. Raises RunError if another process has it."""
+    try:
+        with held(directory):
+            yield
+    except RunInUse as error:
+        raise RunError(str(error), log) from error
 
 
 def _with_header(model: bytes, paths: Mapping[str, str]) -> bytes:
@@ -121,9 +140,12 @@ def _with_header(model: bytes, paths: Mapping[str, str]) -> bytes:
     It begins with the header's length in 8 bytes and the header, JSON that may end with spaces.
     """
     end = 8 + int.from_bytes(model[:8], "little")
-    header = _replaced(model[8:end], paths).rstrip(b" ")
-    header += b" " * (-len(header) % 8)
-    return len(header).to_bytes(8, "little") + header + model[end:]
+    header = json.loads(model[8:end])
+    for key, text in (metadata := header.get("__metadata__", {})).items():
+        metadata[key] = replaced(text.encode(), paths, in_json if key == "config" else str).decode()
+    written = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    written += b" " * (-len(written) % 8)
+    return len(written).to_bytes(8, "little") + written + model[end:]
 
 
 def run_there(

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
+from threading import Lock
 
 import tepal
 from tepal.host.superlink import stage_app
-from tepal.tools.cluster.machine import digest_of, files_below
+from tepal.tools.cluster.machine import Size, digest_of, files_below, size_of
 
 _LEFT_OUT = ("__pycache__", ".pyc")
 
@@ -37,15 +37,16 @@ class Input:
         return str(Path(store) / self.digest / self.entry)
 
     @property
-    def bytes(self) -> int:
-        return sum(path.stat().st_size for path in self.files.values())
+    def size(self) -> Size:
+        return size_of(self.files)
 
 
 class Inputs:
     """The inputs of a command, each read once. A context manager, which removes the copies that it makes of apps."""
 
     def __init__(self) -> None:
-        self._copies = ExitStack()
+        self._copies, self._known, self._reading = ExitStack(), dict[tuple[str, Path], Input](), Lock()
+        self._sending: dict[object, Lock] = {}
         self.code = _code()
 
     def __enter__(self) -> Inputs:
@@ -54,22 +55,38 @@ class Inputs:
     def __exit__(self, *_: object) -> None:
         self._copies.close()
 
-    @lru_cache  # noqa: B019 - one object for a command
     def of_app(self, app: Path) -> Input:
         """The files of an app's bundle."""
+        return self._read("app", app, self._of_app)
+
+    def of(self, path: Path) -> Input:
+        """A file or a folder, by its own name. Raises OSError if it cannot be read."""
+        return self._read("", path, _of)
+
+    def sending(self, place: object) -> Lock:
+        """A lock for sending inputs to a machine: a second job waits, and then finds what the first one has sent."""
+        with self._reading:
+            return self._sending.setdefault(place, Lock())
+
+    def _read(self, kind: str, path: Path, read: Callable[[Path], Input]) -> Input:
+        with self._reading:  # jobs in threads ask for the same, and large files take a while
+            if (kind, path) not in self._known:
+                self._known[kind, path] = read(path)
+            return self._known[kind, path]
+
+    def _of_app(self, app: Path) -> Input:
         copy = Path(self._copies.enter_context(tempfile.TemporaryDirectory(prefix="tepal-app-")))
         stage_app(app, copy)
         return _input(files_below(copy), "the app")
 
-    @lru_cache  # noqa: B019
-    def of(self, path: Path) -> Input:
-        """A file or a folder, by its own name. Raises OSError if it cannot be read."""
-        files = {path.name: path} if path.is_file() else {
-            f"{path.name}/{name}": file for name, file in files_below(path).items()
-        }  # fmt: skip
-        if not files:
-            raise FileNotFoundError(f"{path} is empty, or is no file or folder")
-        return _input(files, path.name, path.name)
+
+def _of(path: Path) -> Input:
+    files = {path.name: path} if path.is_file() else {
+        f"{path.name}/{name}": file for name, file in files_below(path).items()
+    }  # fmt: skip
+    if not files:
+        raise FileNotFoundError(f"{path} is empty, or is no file or folder")
+    return _input(files, path.name, path.name)
 
 
 def _code() -> Input:

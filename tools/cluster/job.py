@@ -7,22 +7,26 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from tepal.host.files import replacing
 from tepal.host.text import visible
+from tepal.records.run_directory import CHECKPOINTS, NOW
 from tepal.tools.cluster.connection import Cluster
 from tepal.tools.cluster.inputs import Input
 from tepal.tools.cluster.machine import Machine, Version, matching
 from tepal.tools.cluster.process import JOB, RESULT, RESULT_FILE
+from tepal.tools.simulation.engine import RunStopped
 
 Tell = Callable[[str, str], None]
-"""Called with ("stage", what is done before the job begins), with ("note", what happened to its machine), and with
-("log", a line that the job's process has printed)."""
+"""Called with ("note", what happens to the job) and with ("log", a line that its process has printed)."""
 
 _REPEATED = 30.0  # seconds without an answer after which a machine is asked again
 _PAUSE = 0.3  # least seconds between two questions on what has changed
+_LOOK = 10.0  # seconds between two looks at the cluster while a job waits
+_ROOMLESS = 12  # looks without any machine that has room, after which a job fails
 _LOSSES = 3  # machines lost in a row, without a new file between, after which a job fails
 _PART = 16 * 2**20  # bytes of a file in one call
 
@@ -35,12 +39,8 @@ class JobFailed(RuntimeError):
         self.kind = kind
 
 
-class Stopped(RuntimeError):
-    """The command ends all jobs."""
-
-
 class _Lost(RuntimeError):
-    """The machine of a job, or the actor on it, has ended. `told`: whether it had sent any file before."""
+    """The machine of a job, or the actor on it, has ended. `told`: whether a new file had come from it before."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -87,12 +87,12 @@ def done(cluster: Cluster, job: Job, tell: Tell) -> Any:
 
     Raises:
         JobFailed: the function raised, its process ended, or machines are lost again and again.
-        Stopped: `cluster.stopped` was set.
+        RunStopped: `cluster.stopped` was set.
     """
-    lost = 0
+    lost, seen = 0, set[str]()
     while True:
         try:
-            return _Attempt(cluster, job, tell).result()
+            return _Attempt(cluster, job, tell, seen).result()
         except _Lost as error:
             lost = 1 if error.told else lost + 1
             if lost == _LOSSES:
@@ -101,10 +101,10 @@ def done(cluster: Cluster, job: Job, tell: Tell) -> Any:
 
 
 class _Attempt:
-    """A job on one machine."""
+    """A job on one machine. `seen`: names of its files on this and on earlier ones."""
 
-    def __init__(self, cluster: Cluster, job: Job, tell: Tell) -> None:
-        self._cluster, self._job, self._tell = cluster, job, tell
+    def __init__(self, cluster: Cluster, job: Job, tell: Tell, seen: set[str]) -> None:
+        self._cluster, self._job, self._tell, self._seen = cluster, job, tell, seen
         self._known: dict[str, Version] = {}
         self._printed, self._line = 0, b""
         self._told = False
@@ -120,8 +120,8 @@ class _Attempt:
         remote: Any = ray.remote(Machine)
         self._actor = remote.options(**options, max_restarts=0).remote()
         try:
-            self._place = Place(*self._wait(self._actor.place.remote))
-            self._tell("stage", f"on {self._place.machine}")
+            self._place = self._taken()
+            self._tell("note", f"on {self._place.machine}")
             self._send()
             self._follow()
             return self._read_result()
@@ -130,61 +130,105 @@ class _Attempt:
             raise
         finally:
             with suppress(Exception):
-                ray.get(self._actor.stop.remote(), timeout=10)
-            ray.kill(self._actor)
+                if self._place.folder:
+                    ray.get(self._actor.stop.remote(), timeout=10)
+            with suppress(Exception):
+                ray.kill(self._actor)
 
     # --- calls ------------------------------------------------------------------------------------------------------
 
+    def _taken(self) -> Place:
+        """Wait until a machine has room for the job. Raises as `_wait`, and if none can have room any more."""
+        said, roomless = False, 0
+        while True:
+            for answer in self._answers(self._actor.place.remote, repeat=inf):
+                if answer is not None:
+                    return Place(*answer)
+                if not said:
+                    self._tell("note", "waits for a machine with room")
+                    said = True
+                roomless = 0 if self._cluster.has_room() else roomless + 1
+                if roomless == _ROOMLESS:
+                    raise JobFailed("no machine of the cluster has room for it any more: see `ray status`")
+
     def _wait(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a method of the actor until there is an answer. Raises _Lost, JobFailed or Stopped."""
+        """Call a method of the actor until there is an answer. Raises _Lost, JobFailed or RunStopped.
+
+        A method that has no result returns None, and so does this.
+        """
+        found = next(answer for answer in self._answers(method, *arguments) if answer is not None)
+        return None if found == () else found
+
+    def _answers(self, method: Callable[..., Any], *arguments: Any, repeat: float = _REPEATED) -> Iterator[Any]:
+        """Call a method of the actor, again after each `repeat` seconds without an answer.
+
+        Yields None every `_LOOK` seconds, and then the answer; () for None. Raises as `_wait`.
+        """
         import ray
         from ray import exceptions
 
+        asked, again, look = list[Any](), 0.0, time.monotonic() + _LOOK
         while True:
-            asked = method(*arguments)
-            repeat = time.monotonic() + _REPEATED
-            while time.monotonic() < repeat:
-                if self._cluster.stopped.is_set():
-                    raise Stopped
-                if not ray.wait([asked], timeout=1)[0]:
-                    continue
-                try:
-                    return ray.get(asked)
-                except exceptions.ActorUnavailableError:  # the network is cut: it may come back
-                    time.sleep(1)
-                except exceptions.RayActorError as error:
-                    raise _Lost(f"{self._place.machine or 'a machine'} was lost ({_reason(error)})") from error
-                except exceptions.RayTaskError as error:
-                    raise JobFailed(f"on {self._place.machine}: {_reason(error.cause or error)}") from error
-                except (exceptions.RaySystemError, exceptions.ObjectLostError):
-                    time.sleep(1)
-                break
+            if self._cluster.stopped.is_set():
+                raise RunStopped
+            if time.monotonic() > look:
+                yield None
+                look = time.monotonic() + _LOOK
+            ready = list[Any]()
+            try:
+                if time.monotonic() >= again:
+                    asked.append(method(*arguments))
+                    again = time.monotonic() + repeat
+                if ready := ray.wait(asked, timeout=1)[0]:
+                    asked.remove(ready[0])
+                    answer = ray.get(ready[0])
+            except (exceptions.ActorUnavailableError, exceptions.RaySystemError, exceptions.ObjectLostError):
+                time.sleep(1)  # the network is cut: it may come back
+                again = time.monotonic() if not asked else again
+                continue
+            except exceptions.OutOfMemoryError as error:
+                raise JobFailed(f"{self._place.machine} had too little memory for it") from error
+            except (exceptions.RayActorError, exceptions.NodeDiedError, exceptions.WorkerCrashedError) as error:
+                raise _Lost(f"{self._place.machine or 'a machine'} was lost ({_reason(error)})") from error
+            except exceptions.RayTaskError as error:
+                raise JobFailed(f"on {self._place.machine}: {_reason(error.cause or error)}") from error
+            except exceptions.RayError as error:
+                raise JobFailed(f"{self._place.machine}: {_reason(error)}") from error
+            if ready:
+                yield () if answer is None else answer
+                return
 
     # --- there ------------------------------------------------------------------------------------------------------
 
     def _send(self) -> None:
         inputs = {each.digest: each for each in (self._cluster.inputs.code, *self._job.inputs)}
-        for digest in self._wait(self._actor.missing.remote, list(inputs)):
-            one = inputs[digest]
-            self._tell("stage", f"sending {one.what} to {self._place.machine} ({one.bytes / 1e6:,.0f} MB)")
-            for name, path in one.files.items():
-                for offset, content in _parts(path):
-                    self._wait(self._actor.write_input.remote, digest, name, offset, content)
-            self._wait(self._actor.complete_input.remote, digest)
+        with self._cluster.inputs.sending((self._place.machine, self._place.store)):
+            self._send_inputs(inputs)
         for pattern in self._job.files:
             folder, _, rest = pattern.partition("/")
             for name, path in matching(self._job.folders[folder], rest):
-                self._send_file(f"{folder}/{name}", path)
+                with suppress(FileNotFoundError):  # removed since
+                    self._send_file(f"{folder}/{name}", path)
         job = {"function": self._job.function, "arguments": self._job.arguments(self._place)}
         self._wait(self._actor.write_file.remote, JOB, 0, json.dumps(job).encode())
         threads = max(1, int(self._cluster.cpus))
         self._wait(self._actor.begin.remote, self._cluster.inputs.code.digest, threads)
+
+    def _send_inputs(self, inputs: Mapping[str, Input]) -> None:
+        for digest in self._wait(self._actor.missing.remote, {digest: each.size for digest, each in inputs.items()}):
+            one = inputs[digest]
+            self._tell("note", f"sends {one.what} to {self._place.machine} ({one.size[1] / 1e6:,.0f} MB)")
+            for name, path in one.files.items():
+                for offset, content in _parts(path):
+                    self._wait(self._actor.write_input.remote, digest, name, offset, content)
+            self._wait(self._actor.complete_input.remote, digest)
 
     def _send_file(self, name: str, path: Path) -> None:
         for offset, content in _parts(path):
             if self._job.sent is not None:  # it changes small files only, which are one part
                 content = self._job.sent(self._place, name, content)
             self._known[name] = tuple(self._wait(self._actor.write_file.remote, name, offset, content))
+        self._seen.add(name)
 
     # --- back -------------------------------------------------------------------------------------------------------
 
@@ -205,11 +249,12 @@ class _Attempt:
             if answer.more:
                 continue
             if answer.status is not None:
+                self._print(b"\n" if self._line else b"")  # a line that was cut off
                 self._status = answer.status
                 return
             pause = max(_PAUSE, 3 * (time.monotonic() - begun))  # large files take most of the time: ask less often
             if self._cluster.stopped.wait(pause):
-                raise Stopped
+                raise RunStopped
 
     def _write(self, name: str, content: bytes) -> None:
         if name == RESULT_FILE:
@@ -219,10 +264,13 @@ class _Attempt:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as partial:
             partial.write_bytes(self._job.returned(self._place, name, content))
-        self._told = True
+        # Files that each attempt writes anew, such as its settings, are no progress.
+        self._told = self._told or name not in self._seen
+        self._seen.add(name)
 
     def _remove(self, name: str) -> None:
-        if name != RESULT_FILE:
+        """Remove what the run itself removes in time; whatever else is missing there stays here."""
+        if any(f"/{each}/" in name for each in (CHECKPOINTS, "personal")) or name.endswith(f"/{NOW}"):
             path = self._here(name)
             path.unlink(missing_ok=True)
             with suppress(OSError):

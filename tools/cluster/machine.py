@@ -10,16 +10,18 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from importlib.metadata import PackageNotFoundError, version
@@ -33,10 +35,15 @@ OUTPUT = "output.log"
 MOST = 64 * 2**20
 """Bytes of files in one answer, if more than one file has changed."""
 
-_LOCK = ".lock"
 _PARTIAL = ".writing-"  # how the names of files and folders begin that are being written, as in `tepal.host.files`
+_LOCK = ".lock"
+_UNNAMED = f"{_PARTIAL}lock"
+_REMOVED = ".removed-"
 _KEPT = 7 * 24 * 3600.0  # seconds after which an input that no job used is removed
 _GRACE = 8.0  # seconds between SIGTERM and SIGKILL of a job's process
+
+Size = tuple[int, int]
+"""Number and bytes of an input's files."""
 
 Version = tuple[int, int]
 """Time of the last change in nanoseconds, and bytes, of a file."""
@@ -66,30 +73,38 @@ class Machine:
 
     def __init__(self) -> None:
         base = Path(tempfile.gettempdir())
-        _remove_left(base)
         self._store = base / f"{STORE}-{os.getuid()}"
         self._store.mkdir(mode=0o700, exist_ok=True)
-        if self._store.stat().st_uid != os.getuid():
-            raise PermissionError(f"{self._store} belongs to another user")
+        # Others may write in the same temporary folder: no link that they have made is followed.
+        facts = self._store.lstat()
+        if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & 0o077:
+            raise PermissionError(f"{self._store} is not a folder that only this user can open: remove it")
+        _remove_left(base, self._store)
         self.folder = Path(tempfile.mkdtemp(prefix=JOB))
-        self._lock = (self.folder / _LOCK).open("w")
+        # Held before it has its name: else another actor that begins now could take the folder for one that was left.
+        self._lock = (self.folder / _UNNAMED).open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
+        (self.folder / _UNNAMED).rename(self.folder / _LOCK)
         self._partial = self._store / f"{_PARTIAL}{self.folder.name}"
+        self._used: Collection[str] = ()
         self._process: subprocess.Popen[bytes] | None = None
-        self._starting = threading.Lock()
+        self._starting, self._completing = threading.Lock(), threading.Lock()
 
     def place(self) -> tuple[str, str, str]:
         """The machine's name, and the folders of the job and of the inputs."""
         return socket.gethostname(), str(self.folder), str(self._store)
 
-    def missing(self, digests: Sequence[str]) -> list[str]:
-        """The inputs that this machine does not have."""
-        absent = []
-        for digest in digests:
-            try:
-                os.utime(self._store / digest)  # so that nobody removes it as unused
-            except OSError:
+    def missing(self, wanted: Mapping[str, Size]) -> list[str]:
+        """The inputs of this job that its machine does not have whole, of those with these sizes."""
+        self._used, absent = wanted.keys(), []
+        for digest, size in wanted.items():
+            whole = self._store / digest
+            if size_of(files_below(whole)) != size:
                 absent.append(digest)
+                with contextlib.suppress(OSError):  # something has removed old files one by one
+                    whole.rename(self._store / f"{_REMOVED}{uuid.uuid4().hex}")
+            else:
+                os.utime(whole)  # so that nobody removes it as unused
         return absent
 
     def write_input(self, digest: str, path: str, offset: int, content: bytes) -> None:
@@ -99,19 +114,23 @@ class Machine:
     def complete_input(self, digest: str) -> None:
         """Take an input whose files are written into the store."""
         partial, whole = self._partial / digest, self._store / digest
-        if whole.is_dir():  # another job has written the same
-            return
-        if digest_of(files_below(partial)) != digest:
-            raise OSError(f"{socket.gethostname()} has received other files than were sent: its disk may be full")
-        with contextlib.suppress(OSError):  # another job has written it by now
-            partial.rename(whole)
+        with self._completing:  # a call that is repeated waits for the first one
+            if whole.is_dir():  # or another job has written the same
+                return
+            if digest_of(files_below(partial)) != digest:
+                raise OSError(
+                    f"{socket.gethostname()} has received other files than were sent: its disk is full, or a file was "
+                    "changed while the command ran"
+                )
+            with contextlib.suppress(OSError):  # another job has written it by now
+                partial.rename(whole)
 
     def write_file(self, path: str, offset: int, content: bytes) -> Version:
         """Write a part of a file of the job; returns the version that the file has then."""
         return _write(self.folder / path, content, offset)
 
     def begin(self, code: str, threads: int) -> None:
-        """Start the job's process: `python -m tepal.tools.cluster.process FOLDER`.
+        """Start the job's process: `python -m tepal.tools.cluster.process FOLDER PARENT`.
 
         `code`: the input with the package. `threads`: of numerical libraries.
         """
@@ -122,7 +141,8 @@ class Machine:
                 "PYTHONPATH": str(self._store / code), "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1",
             }  # fmt: skip
             environment.pop("RAY_ADDRESS", None)
-            command = [sys.executable, "-P", "-m", "tepal.tools.cluster.process", str(self.folder)]
+            module = "tepal.tools.cluster.process"
+            command = [sys.executable, "-P", "-m", module, str(self.folder), str(os.getpid())]
             with (self.folder / OUTPUT).open("ab") as output:
                 self._process = subprocess.Popen(
                     command, env=environment, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=output,
@@ -132,15 +152,16 @@ class Machine:
     def ask(self, known: Mapping[str, Version], patterns: Sequence[str], offset: int) -> Answer:
         """What has changed since the known versions of the job's files, and what was printed.
 
-        The files of each pattern (see `matching`) are read in their order, each file whole. A file that is being
+        Files of an earlier pattern (see `matching`) are answered before those of a later one, and are at least as new:
+        a checkpoint comes after the personal state that belongs to it. Each file is read whole; one that is being
         written has its present content.
         """
-        status = self._process.poll() if self._process else None  # before the files, so that none is missed
-        found = dict[str, Version]()
-        for path, file in (pair for pattern in patterns for pair in matching(self.folder, pattern)):
+        for digest in self._used:
             with contextlib.suppress(OSError):
-                facts = file.stat()
-                found[path] = facts.st_mtime_ns, facts.st_size
+                os.utime(self._store / digest)
+        status = self._process.poll() if self._process else None  # before the files, so that none is missed
+        listed = [dict(_versions(matching(self.folder, pattern))) for pattern in reversed(patterns)]
+        found = {path: version for each in reversed(listed) for path, version in each.items()}
         changed, size, more = dict[str, tuple[Version, bytes]](), 0, False
         for path, now in found.items():
             if known.get(path) == now:
@@ -148,7 +169,7 @@ class Machine:
             if changed and size + now[1] > MOST:
                 more = True
                 break
-            with contextlib.suppress(OSError):  # removed since
+            with contextlib.suppress(FileNotFoundError):  # removed since
                 changed[path] = now, (self.folder / path).read_bytes()
                 size += now[1]
         removed = [path for path in known if path not in found]
@@ -192,6 +213,11 @@ def digest_of(files: Mapping[str, Path]) -> str:
     return whole.hexdigest()[:32]
 
 
+def size_of(files: Mapping[str, Path]) -> Size:
+    """Number and bytes of an input's files."""
+    return len(files), sum(path.stat().st_size for path in files.values())
+
+
 def files_below(folder: Path) -> dict[str, Path]:
     """The files below a folder by their relative paths; links are followed."""
     walked = os.walk(folder, followlinks=True)
@@ -199,13 +225,21 @@ def files_below(folder: Path) -> dict[str, Path]:
     return {path.relative_to(folder).as_posix(): path for path in paths if path.is_file()}
 
 
+def _versions(files: Iterable[tuple[str, Path]]) -> Iterator[tuple[str, Version]]:
+    for path, file in files:
+        with contextlib.suppress(FileNotFoundError):  # removed since
+            facts = file.stat()
+            yield path, (facts.st_mtime_ns, facts.st_size)
+
+
 def matching(base: Path, pattern: str) -> Iterator[tuple[str, Path]]:
     """The files of a pattern below a folder, with their relative paths, in order.
 
     `*` stands for any characters, also for several folders. Links are left out, and files that are being written.
+    Raises OSError for a folder that cannot be read: its files are not known to be removed.
     """
-    fixed = [part for part in pattern.partition("*")[0].split("/")[:-1] if part]
-    for here, folders, names in os.walk(base.joinpath(*fixed)):
+    fixed = [part for part in re.split(r"[*?\[]", pattern)[0].split("/")[:-1] if part]
+    for here, folders, names in os.walk(base.joinpath(*fixed), onerror=_unless_removed):
         folders[:] = sorted(name for name in folders if not name.startswith(_PARTIAL))
         for name in sorted(names):
             file = Path(here) / name
@@ -226,15 +260,21 @@ def _write(path: Path, content: bytes, offset: int) -> Version:
     return status.st_mtime_ns, status.st_size
 
 
-def _remove_left(base: Path) -> None:
+def _unless_removed(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):
+        raise error
+
+
+def _remove_left(base: Path, store: Path) -> None:
     """Remove jobs whose actors were killed, and inputs that no job has used for a week."""
     for folder in base.glob(f"{JOB}*"):
         with contextlib.suppress(OSError), (folder / _LOCK).open("r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(store / f"{_PARTIAL}{folder.name}", ignore_errors=True)
             shutil.rmtree(folder, ignore_errors=True)
-    for each in base.glob(f"{STORE}-{os.getuid()}/*"):
+    for each in store.iterdir():
         with contextlib.suppress(OSError):
             if each.stat().st_mtime < time.time() - _KEPT:
-                gone = each.with_name(f".removed-{uuid.uuid4().hex}")
+                gone = each.with_name(f"{_REMOVED}{uuid.uuid4().hex}")
                 each.rename(gone)
                 shutil.rmtree(gone, ignore_errors=True)

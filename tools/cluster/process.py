@@ -1,8 +1,8 @@
-"""The process of a job on its machine: `python -m tepal.tools.cluster.process FOLDER`.
+"""The process of a job on its machine: `python -m tepal.tools.cluster.process FOLDER PARENT`.
 
 FOLDER has `job.json`: the function to call, "module:function", and its arguments. It is called with FOLDER and the
-arguments, and what it returns, or why it failed, is written to `result/result.json`. The process ends if its parent,
-the actor of the job, has ended.
+arguments, and what it returns, or why it failed, is written to `result/result.json`. The process ends if PARENT has
+ended, the process of the job's actor.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RESULT_FILE = f"{RESULT}/result.json"
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    threading.Thread(target=_end_with_parent, args=[os.getppid()], daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=[int(sys.argv[2])], daemon=True).start()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     job = json.loads((folder / JOB).read_text(encoding="utf-8"))
     try:

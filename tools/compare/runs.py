@@ -262,8 +262,9 @@ def _in_threads(
     except BaseException:
         stop()
         pool.shutdown(cancel_futures=True)
-        if not any(run.outcome == "stopped" for run in todo):
-            todo[0].outcome = "stopped"
+        unfinished = [run for run in todo if run.outcome != "finished"]
+        if unfinished and not any(run.outcome == "stopped" for run in unfinished):
+            unfinished[0].outcome, unfinished[0].reason = "stopped", ""
         raise
     finally:
         pool.shutdown()

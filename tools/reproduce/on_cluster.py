@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from tepal.records.run_directory import CONFIG, as_json
 from tepal.strategies import RoundFailed
 from tepal.tools.cluster.connection import Cluster
 from tepal.tools.cluster.job import Job, JobFailed, Place, done
+from tepal.tools.cluster.texts import in_json, in_toml, replaced
 from tepal.tools.reproduce.experiment import WEIGHTS, Experiment, MissingData, Trial, TrialInputs, Values
 
 _FOLDER = "trial"
@@ -34,9 +36,13 @@ def compute_on(cluster: Cluster, experiment: Experiment, full: bool, trial: Tria
         return {"experiment": experiment.name, "full": full, "trial": trial.name, "data": there,
                 "needed": as_json(inputs.needed), "device": inputs.device}  # fmt: skip
 
+    run = f"{_FOLDER}/runs/{trial.name}"  # as `runs.measured` names it, and what is in it
     job = Job(
         function="tepal.tools.reproduce.on_cluster:compute_there", arguments=arguments, inputs=tuple(data.values()),
-        folders={_FOLDER: inputs.folder}, files=(f"{_FOLDER}/{WEIGHTS}/*", f"{_FOLDER}/runs/{trial.name}/*"),
+        folders={_FOLDER: inputs.folder}, files=(
+            f"{_FOLDER}/{WEIGHTS}/*", f"{run}/*clients/secret", f"{run}/*clients/*/personal/*", f"{run}/*runs/*",
+            f"{run}/*config.json",
+        ),
         sent=lambda place, name, content: _with(name, content, {ours: there for there, ours in paths(place).items()}),
         returned=lambda place, name, content: _with(name, content, paths(place)),
     )  # fmt: skip
@@ -46,15 +52,14 @@ def compute_on(cluster: Cluster, experiment: Experiment, full: bool, trial: Tria
         if error.kind and error.kind not in _LEFT_OUT:
             raise
         raise _LEFT_OUT.get(error.kind, RoundFailed)(str(error)) from error
+    shutil.rmtree(inputs.folder / "runs" / trial.name, ignore_errors=True)  # as there
     return values
 
 
 def _with(name: str, content: bytes, others: Mapping[str, str]) -> bytes:
     """The settings of a run with other paths, so that it is known as the same run; other files as they are."""
-    if Path(name).name in (CONFIG, "config.json"):
-        for path, other in others.items():
-            content = content.replace(path.encode(), other.encode())
-    return content
+    written = {CONFIG: in_toml, "config.json": in_json}.get(Path(name).name)
+    return replaced(content, others, written) if written else content
 
 
 def compute_there(

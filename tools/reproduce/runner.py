@@ -14,8 +14,9 @@ import logging
 import re
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
+from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime
 from difflib import get_close_matches
@@ -146,8 +147,11 @@ def reproduce(
         numbers = {trial.name: number for number, trial in enumerate(trials, start=1)}
         inputs = TrialInputs(place.absolute(), found, device=str(where) or (device if device != AUTO else ""))
         todo = _missing(place, trials)
-        with Progress(place, _time_left(place, trials, todo, at_once), log) as progress:
-            for trial, ended in _compute(experiment, full, todo, inputs, at_once, cluster):
+        with (
+            Progress(place, _time_left(place, trials, todo, at_once), log) as progress,
+            closing(_compute(experiment, full, todo, inputs, at_once, cluster)) as computing,
+        ):
+            for trial, ended in computing:
                 said = f"{numbers[trial.name]}/{len(trials)} {trial.name}"
                 if isinstance(ended, str):
                     left_out[trial.name] = ended
@@ -206,16 +210,12 @@ def _compute(
     inputs: TrialInputs,
     at_once: int,
     cluster: Cluster | None,
-) -> Iterator[tuple[Trial, float | str]]:
+) -> Generator[tuple[Trial, float | str]]:
     """Compute and keep trials, each after those that it needs; yields each with its seconds, or why it was left out."""
     if cluster is not None:
         compute = partial(compute_on, cluster, experiment, full)
         with ThreadPoolExecutor(at_once) as pool:
-            try:
-                yield from _in_pool(pool, compute, todo, inputs, at_once)
-            except BaseException:
-                cluster.stopped.set()
-                raise
+            yield from _in_pool(pool, compute, todo, inputs, at_once, cluster.stopped.set)
     elif at_once == 1:
         for trial in todo:
             yield trial, _compute_one(experiment.compute, trial, inputs)
@@ -225,8 +225,14 @@ def _compute(
 
 
 def _in_pool(
-    pool: Executor, compute: Compute, todo: Sequence[Trial], inputs: TrialInputs, at_once: int
+    pool: Executor,
+    compute: Compute,
+    todo: Sequence[Trial],
+    inputs: TrialInputs,
+    at_once: int,
+    stop: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[Trial, float | str]]:
+    """Compute in a pool. `stop` ends what is under way when something fails."""
     waiting, running = list(todo), dict[Future[float | str], Trial]()
     try:
         while waiting or running:
@@ -236,8 +242,11 @@ def _in_pool(
                 running[pool.submit(_compute_one, compute, trial, inputs)] = trial
             for ended in wait(running, return_when=FIRST_COMPLETED).done:
                 yield running.pop(ended), ended.result()
+    except BaseException:
+        stop()
+        raise
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        pool.shutdown(cancel_futures=True)
 
 
 def _compute_one(compute: Compute, trial: Trial, inputs: TrialInputs) -> float | str:

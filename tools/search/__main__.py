@@ -61,7 +61,8 @@ def search_command(
             for variant in plan.searched:
                 first = {key: space.samples[0] for key, space in variant.search.items()}
                 with without_warnings():
-                    check_clients(read_run_config({**usual, **plan.config_of(variant, first)}), plan.clients)
+                    config = read_run_config({**usual, **plan.config_of(variant, first)})
+                    check_clients(config, plan.clients, here=engine.here)
             folder = folder.expanduser().resolve()
             open_search(plan, folder)
             engine.cache = cache_in(folder)

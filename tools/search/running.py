@@ -15,8 +15,9 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import closing
 from pathlib import Path
 
 from tepal.host.superlink import RunError
@@ -100,15 +101,16 @@ def run_trials(
                 _run_trial(plan, study, trial, folder, objective)
                 return trial
 
-            for trial in _each(run_next, due, at_once, stop):
-                _write(plan, studies, folder, minimise)
-                on_trial(trial)
+            with closing(_each(run_next, due, at_once, stop)) as ended:
+                for trial in ended:
+                    _write(plan, studies, folder, minimise)
+                    on_trial(trial)
         return _write(plan, studies, folder, minimise)
 
 
 def _each(
     run_next: Callable[[VariantStudy], Trial], due: Sequence[VariantStudy], at_once: int, stop: Callable[[], None]
-) -> Iterator[Trial]:
+) -> Generator[Trial]:
     """Run a trial of each study, and yield those that have ended, as they end."""
     if at_once == 1:
         yield from map(run_next, due)

@@ -47,6 +47,8 @@ class Runner(ABC):
     kind: str
     """A description, with the number of clients that train at the same time."""
 
+    here = True
+    """Whether the runs are on this machine."""
     at_once = 1
     """How many runs it does at the same time, each called in a thread of its own."""
 

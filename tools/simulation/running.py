@@ -25,8 +25,15 @@ if TYPE_CHECKING:
 _CLIENTS = ".clients"  # in the folder of runs: the caches of simulated clients, by experiment
 
 
-def check_clients(config: RunConfig, clients: int, *, parts: bool = True) -> None:
-    """Check the settings before a run. `parts`: each client has a partition of the dataset. Raises ConfigError."""
+def check_clients(config: RunConfig, clients: int, *, parts: bool = True, here: bool = True) -> None:
+    """Check the settings before a run. Raises ConfigError.
+
+    Args:
+        config: of the run.
+        clients: number of clients.
+        parts: whether each client has a partition of the dataset.
+        here: whether they train on this machine, which must then have their devices.
+    """
     # Imported here: torch takes seconds.
     from tepal.server_app.config import ConfigError
     from tepal.server_app.run import build_model, build_strategy
@@ -35,7 +42,7 @@ def check_clients(config: RunConfig, clients: int, *, parts: bool = True) -> Non
 
     _, blocks = build_model(config)
     needed = build_strategy(config, blocks).rules.needed
-    problems = [*_own_problems(config)]
+    problems = [*_own_problems(config, here)]
     if needed > clients:
         rounds, said = config.rounds, ""
         if rounds.strategy == "fedensemble":
@@ -53,7 +60,7 @@ def check_clients(config: RunConfig, clients: int, *, parts: bool = True) -> Non
         raise ConfigError("\n".join(problems))
 
 
-def _own_problems(config: RunConfig) -> Iterator[str]:
+def _own_problems(config: RunConfig, here: bool) -> Iterator[str]:
     """Yield what single clients' own settings name and this machine does not have: data and devices."""
     from tepal.training.loop import device_of  # torch takes seconds
 
@@ -61,6 +68,8 @@ def _own_problems(config: RunConfig) -> Iterator[str]:
         path = own.get("data-path")
         if path and not Path(str(path)).exists():
             yield f"client.{client}.data-path={path!r}: there is no such file or folder"
+        if not here:
+            continue
         try:
             device_of(str(own["device"]) if "device" in own else None)
         except ValueError:

@@ -13,10 +13,11 @@ from tepal.host.site import with_absolute_paths
 from tepal.host.superlink import RunError
 from tepal.server_app.config import defaults
 from tepal.tools.cli.main import main
-from tepal.tools.cli.running import run_other
+from tepal.tools.cli.running import run_other, runner_for
+from tepal.tools.cluster import engine as on_cluster
 from tepal.tools.compare.variants import read_variants
 from tepal.tools.own_app import app_folder, own_app
-from tepal.tools.paths import absolute_paths, given_run_config, has_our_keys, usual_run_config
+from tepal.tools.paths import absolute_paths, given_run_config, has_our_keys, usual_run_config, with_paths
 from tepal.tools.search.plan import read_plan
 from tests.packages import ROOT
 
@@ -96,6 +97,34 @@ def test_paths_of_a_node_on_this_machine_are_absolute_also_if_they_do_not_exist_
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("config", "expected", "named"),
+    [
+        ({"dataset": "{}/x.npz", "seed": 1}, {"dataset": "<x.npz>", "seed": 1}, ["x.npz"]),
+        ({"dataset": "{}/none.npz"}, {"dataset": "{}/none.npz"}, []),
+        ({"dataset": "mnist", "model": "tiny-vit"}, {"dataset": "mnist", "model": "tiny-vit"}, []),
+        ({"dataset": "x.npz"}, {"dataset": "x.npz"}, []),  # only absolute paths are files
+        ({"dataset-path": "", "tokenizer": "{}/my-bert"}, {"dataset-path": "", "tokenizer": "<my-bert>"}, ["my-bert"]),
+        ({"pretrained": "{}/a,b.pt"}, {"pretrained": "<a,b.pt>"}, ["a,b.pt"]),
+        (
+            {"pretrained": "{0}/my-bert, {0}/x.npz,tiny-vit"}, {"pretrained": "<my-bert>,<x.npz>,tiny-vit"},
+            ["my-bert", "x.npz"],
+        ),
+        ({"client.3.data-path": "{}/x.npz"}, {"client.3.data-path": "<x.npz>"}, ["x.npz"]),
+        ({"strategy": "{}/x.npz", "runs": "{}/settings"}, {"strategy": "{}/x.npz", "runs": "{}/settings"}, []),
+    ],
+)  # fmt: skip
+def test_the_paths_of_a_config_are_replaced_where_they_are_files_here(here, config, expected, named):
+    def full(values):
+        return {key: value.format(here) if isinstance(value, str) else value for key, value in values.items()}
+
+    asked = []
+    assert with_paths(full(config), lambda path: asked.append(path) or f"<{path.name}>") == full(expected)
+    assert asked == [here / name for name in named]
+    if named:
+        assert with_paths(absolute_paths(config, here), str) == absolute_paths(config, here)
+
+
 @pytest.mark.parametrize("command", ["simulate", "compare"])
 def test_a_wrong_file_is_named_with_the_folder_in_which_it_was_looked_for(here, command):
     done = CliRunner().invoke(main, [command, "--clients", "2", "-c", 'dataset="none.npz"'])
@@ -133,6 +162,52 @@ def test_an_app_that_is_not_tepals_is_not_compared(here):
     (here / "pyproject.toml").write_text(FOREIGN)
     done = CliRunner().invoke(main, ["compare", "--clients", "2"])
     assert done.exit_code == 1 and "is not Tepal's own app" in done.stderr and "tepal simulate" in done.stderr
+
+
+# On a cluster ---------------------------------------------------------------------------------------------------------
+
+
+def engine_of(ray, engine="auto", app=ROOT):
+    def here(name, app, **resources):
+        return name, app, resources
+
+    return runner_for(ray, engine, app, here, clients=3, cpus=2.0)
+
+
+def test_without_an_address_runs_are_on_this_machine(here, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "far:1")
+    assert engine_of("none", "process") == ("process", ROOT, {"clients": 3, "cpus": 2.0, "gpus": 0})
+    monkeypatch.delenv("RAY_ADDRESS")
+    assert engine_of(None) == ("auto", ROOT, {"clients": 3, "cpus": 2.0, "gpus": 0})
+
+
+def test_with_an_address_they_are_on_the_cluster(here, monkeypatch):
+    asked = []
+    monkeypatch.setattr(on_cluster, "engine_on", lambda *address, **resources: asked.append((address, resources)))
+    engine_of("far:1")
+    monkeypatch.setenv("RAY_ADDRESS", "near:2")
+    engine_of(None)
+    assert asked == [((to, ROOT), {"clients": 3, "cpus": 2.0, "gpus": 0}) for to in ("far:1", "near:2")]
+
+
+@pytest.mark.parametrize("from_environment", [True, False])
+def test_options_that_contradict_a_cluster_are_refused(here, monkeypatch, from_environment):
+    if from_environment:
+        monkeypatch.setenv("RAY_ADDRESS", "far:1")
+    address = None if from_environment else "far:1"
+    with pytest.raises(ValueError, match=r"--engine ray is for this machine.*far:1.*--ray none"):
+        engine_of(address, "ray")
+    (here / "pyproject.toml").write_text(FOREIGN)
+    with pytest.raises(ValueError, match=r"is not Tepal's own app.*--ray none"):
+        engine_of(address, app=here)
+
+
+@pytest.mark.parametrize("command", ["simulate", "compare"])
+def test_a_command_says_so(here, command):
+    done = CliRunner().invoke(main, [command, "--clients", "2", "--engine", "ray", "--ray", "far:1"])
+    assert done.exit_code == 1 and "--engine ray is for this machine" in done.stderr
+    done = CliRunner().invoke(main, [command, "--clients", "2", "--ray", "ray://far:1"])
+    assert done.exit_code == 1 and "expected HOST:PORT" in done.stderr
 
 
 class Ran:

@@ -44,7 +44,7 @@ def compare(monkeypatch, tmp_path):
     def engine_for(name, app, **resources):
         asked.append({"engine": name, **resources})
         engine = SimpleNamespace(
-            run=simulate, start_ahead=lambda: None, stop=lambda: None, at_once=1, description="Engine: none"
+            run=simulate, start_ahead=lambda: None, stop=lambda: None, at_once=1, here=True, description="Engine: none"
         )
         return contextlib.nullcontext(engine)
 

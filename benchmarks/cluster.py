@@ -1,0 +1,119 @@
+"""Seconds of a comparison on one core of this machine, and on a Ray cluster of two nodes with one core each.
+
+    python benchmarks/cluster.py [--seeds 4] [--rounds 30] [--runs 3] [--quick]
+
+`tepal compare` as a command: FedAvg and FedFrozen on digits, ten clients, `--seeds` seeds, so eight runs. The nodes are
+processes on this machine, each held to a core of its own, with temporary files of their own; the head has no core. On
+one core the command and all its processes are held to it. The two are taken in turn, and the tables must be the same.
+Starting Ray is not counted; sending code to the nodes is, each time, because their stores are emptied.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from measured import ROOT, write_figures
+from rich.console import Console
+from rich.table import Table
+
+from tepal.host.processes import free_port, started, wait_for_log
+
+_HOST = "127.0.0.1"
+_SAME = ("strategy", "seed", "rounds", "server_accuracy", "clients_accuracy", "bytes_to_target")
+
+
+@contextlib.contextmanager
+def cluster(folder: Path, cores: Sequence[int]) -> Iterator[str]:
+    """Start a head and a node on each of these cores; yield the address."""
+    address = f"{_HOST}:{free_port()}"
+    programs = sysconfig.get_path("scripts")
+    common = [
+        f"{programs}/ray", "start", "--block", f"--node-ip-address={_HOST}", "--disable-usage-stats",
+        "--object-store-memory=200000000", "--min-worker-port=0", "--max-worker-port=0",
+    ]  # fmt: skip
+    head = ["--head", f"--port={address.rpartition(':')[2]}", "--num-cpus=0", "--include-dashboard=false"]
+    worker = [f"--address={address}", "--num-cpus=1"]
+    with contextlib.ExitStack() as nodes:
+        for number, core in enumerate([None, *cores]):
+            files = folder / f"t{number}"
+            files.mkdir()
+            command = common + (head if core is None else worker) + [f"--temp-dir={folder / f'r{number}'}"]
+            held = command if core is None else ["taskset", "-c", str(core), *command]
+            environment = {**os.environ, "TMPDIR": str(files), "OMP_NUM_THREADS": "1"}
+            process = nodes.enter_context(
+                started(held, log=folder / f"{number}.log", env=environment, cwd=files, name="Ray", grace=3)
+            )
+            wait_for_log(process, "Ray runtime started", 90)
+        yield address
+
+
+def compare(runs: Path, seeds: int, rounds: int, options: Sequence[str], core: int | None) -> tuple[float, list[str]]:
+    """Seconds of a comparison, and the lines of its table that must be the same everywhere."""
+    program = "from tepal.tools.cli.main import main; main()"
+    command = [
+        sys.executable, "-c", program, "compare", str(ROOT), "--strategies", "fedavg,fedfrozen", "--seeds",
+        ",".join(map(str, range(1, seeds + 1))), "-c", f'num-server-rounds={rounds} runs="{runs}"', *options,
+    ]  # fmt: skip
+    held = command if core is None else ["taskset", "-c", str(core), *command]
+    begun = time.perf_counter()
+    subprocess.run(held, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    seconds = time.perf_counter() - begun
+    (table,) = runs.glob("*-compare/runs.csv")
+    with table.open(newline="") as file:
+        return seconds, sorted(str([line[key] for key in _SAME]) for line in csv.DictReader(file))
+
+
+def measure(seeds: int, rounds: int, runs: int) -> dict[str, list[float]]:
+    """Seconds of each comparison: on one core, and on two nodes."""
+    found: dict[str, list[float]] = {"one core": [], "two nodes": []}
+    first, second = sorted(os.sched_getaffinity(0))[:2]
+    # A short name: Ray's sockets are below it.
+    with tempfile.TemporaryDirectory(prefix="tb", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        with cluster(folder, (first, second)) as address:
+            for number in range(runs):
+                for stored in folder.glob("t*/tepal-inputs-*"):
+                    shutil.rmtree(stored)
+                seconds, ours = compare(folder / f"one-{number}", seeds, rounds, ["--ray", "none"], first)
+                found["one core"].append(seconds)
+                seconds, theirs = compare(folder / f"two-{number}", seeds, rounds, ["--ray", address], None)
+                found["two nodes"].append(seconds)
+                assert ours == theirs, "the tables differ"
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--runs", type=int, default=3, help="comparisons of each kind")
+    parser.add_argument("--quick", action="store_true", help="one comparison of two short runs of each kind")
+    parser.add_argument("--json", type=Path, help="write all figures here")
+    options = parser.parse_args()
+    if options.quick:
+        options.seeds, options.rounds, options.runs = 1, 2, 1
+    found = measure(options.seeds, options.rounds, options.runs)
+    table = Table("", "seconds", "faster", box=None, title=f"{2 * options.seeds} runs of {options.rounds} rounds")
+    ratio = statistics.median(one / two for one, two in zip(*found.values(), strict=True))
+    for name, seconds in found.items():
+        each = ", ".join(f"{one:.1f}" for one in seconds)
+        table.add_row(name, each, f"{ratio:.2f}" if name == "two nodes" else "")
+    Console().print(table)
+    if options.json:
+        write_figures(options.json, {**found, "ratio": ratio})
+
+
+if __name__ == "__main__":
+    main()

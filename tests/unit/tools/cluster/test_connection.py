@@ -1,0 +1,179 @@
+"""Addresses of clusters, and what has room on their machines. Without Ray."""
+
+import itertools
+import socket
+import sys
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tepal.host.superlink import RunError
+from tepal.tools.cluster import connection
+from tepal.tools.cluster import inputs as inputs_module
+from tepal.tools.cluster.connection import Cluster, address_of, connected
+from tepal.tools.deploy import doctor_cluster
+from tepal.tools.deploy.doctor import OK, PROBLEM
+
+# --- addresses ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "address"),
+    [
+        (None, None, ""),
+        (None, "", ""),
+        (None, "here:6379", "here:6379"),
+        (None, "auto", "auto"),
+        (None, "none", ""),
+        (None, "local", ""),
+        (None, "http://here:8265", ""),  # the dashboard, for `ray job`
+        (None, "ray://here:10001", ""),
+        ("far:1", "here:6379", "far:1"),
+        ("auto", None, "auto"),
+        ("none", "here:6379", ""),
+    ],
+)
+def test_the_address_that_is_given_comes_before_that_of_the_environment(monkeypatch, given, environment, address):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if environment is not None:
+        monkeypatch.setenv("RAY_ADDRESS", environment)
+    assert address_of(given) == address
+
+
+@pytest.mark.parametrize("given", ["ray://here:10001", "http://here:8265"])
+def test_an_address_that_cannot_be_joined_is_refused_with_what_to_do(monkeypatch, given):
+    with pytest.raises(ValueError, match=rf"--ray {given}: expected HOST:PORT .*ray start --address"):
+        address_of(given)
+
+
+# --- room -----------------------------------------------------------------------------------------------------------
+
+
+def cluster(*nodes, cpus=1.0, gpus=0.0):
+    return Cluster("here:1", cpus, gpus, nodes, None)
+
+
+def room(cores, cards, cpus, gpus):
+    """Jobs of hundredths of a core and a GPU that fit, placed one by one as Ray does: a share is of one GPU."""
+    cores, cpus, gpus, free = round(cores * 100), round(cpus * 100), round(gpus * 100), [100] * int(cards)
+    for count in itertools.count():
+        cores -= cpus
+        whole = [number for number, left in enumerate(free) if left == 100][: gpus // 100]
+        if gpus > 100:
+            fits = len(whole) == gpus // 100
+            for number in whole if fits else []:
+                free[number] = 0
+        else:
+            chosen = next((number for number, left in enumerate(free) if left >= gpus), None)
+            fits = not gpus or chosen is not None
+            if gpus and fits:
+                free[chosen] -= gpus
+        if cores < 0 or not fits:
+            return count
+
+
+SHARES = st.one_of(st.integers(0, 100).map(lambda share: share / 100), st.integers(1, 3).map(float))
+
+
+@given(st.integers(0, 9), st.integers(0, 4), st.integers(10, 300).map(lambda share: share / 100), SHARES)
+def test_as_many_jobs_as_fit(cores, cards, cpus, gpus):
+    node = float(cores), float(cards)
+    expected = room(cores, cards, cpus, gpus)
+    assert cluster(node, cpus=cpus, gpus=gpus).at_once == expected
+    assert cluster(node, (0.0, 0.0), node, cpus=cpus, gpus=gpus).at_once == 2 * expected
+
+
+@pytest.mark.parametrize(
+    ("nodes", "cpus", "gpus", "line"),
+    [
+        (((1.0, 0.0),), 1.0, 0.0, "1 machine with 1 core; 1 run at once, each with 1 core"),
+        (((8.0, 0.0), (0.0, 0.0)), 2.0, 0.0, "1 machine with 8 cores; 4 runs at once, each with 2 cores"),
+        (((8.0, 2.0),), 1.0, 0.4, "1 machine with 8 cores and 2 GPUs; 4 runs at once, each with 1 core and 0.4 GPUs"),
+        (((8.0, 1.0), (2.0, 0.0)), 2.0, 1.0, "2 machines with 10 cores and 1 GPU; 1 run at once, each with 2 cores and "
+         "1 GPU"),
+    ],
+)  # fmt: skip
+def test_a_cluster_is_described_in_a_line(nodes, cpus, gpus, line):
+    found = cluster(*nodes, cpus=cpus, gpus=gpus)
+    assert found.description == f"Engine: Ray cluster here:1: {line}"
+    assert found.description.startswith(f"Engine: Ray cluster {found.contents};")
+
+
+# --- connecting -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ray(monkeypatch):
+    """A module in the place of `ray`, with a cluster of two machines, one of which has died."""
+    nodes = [
+        {"Alive": True, "Resources": {"CPU": 4.0, "memory": 1.0}}, {"Alive": False, "Resources": {"CPU": 64.0}},
+        {"Alive": True, "Resources": {}},
+    ]  # fmt: skip
+    calls = []
+    made = SimpleNamespace(
+        calls=calls, nodes=lambda: nodes, shutdown=lambda: calls.append("shutdown"),
+        init=lambda **options: calls.append(options["address"]),
+        cloudpickle=SimpleNamespace(register_pickle_by_value=lambda module: calls.append(module.__name__)),
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "ray", made)
+    monkeypatch.setattr(connection, "find_spec", lambda name: made)
+    monkeypatch.setattr(inputs_module, "_code", lambda: None)
+    return made
+
+
+def test_the_connection_ends_with_its_block(ray):
+    with connected("auto", None, None) as found:
+        assert (found.nodes, found.cpus, found.gpus, found.at_once) == (((4.0, 0.0), (0.0, 0.0)), 1.0, 0.0, 4)
+        assert ray.calls == ["tepal.tools.cluster.machine", "auto"]
+    with pytest.raises(KeyError), connected("auto"):
+        raise KeyError
+    assert ray.calls.count("shutdown") == 2
+
+
+def test_a_cluster_without_room_for_a_run_is_refused(ray):
+    with pytest.raises(RunError, match=r"no machine .* --cpus 4.5 --gpus 0. The largest have 4 cores"):
+        connected("auto", 4.5).__enter__()
+    with pytest.raises(RunError, match=r"--cpus 1 --gpus 0.5"):
+        connected("auto", 1, 0.5).__enter__()
+    assert ray.calls.count("shutdown") == 2
+
+
+def test_no_cluster_is_said_in_words(ray, monkeypatch):
+    def init(**_options):
+        raise ConnectionError("Could not find any running Ray instance.\nMore.")
+
+    ray.init = init
+    with pytest.raises(RunError, match=r"no cluster answers there.*\(Could not find any running Ray instance.\)"):
+        connected("auto").__enter__()
+    with socket.socket() as bound:  # nothing listens
+        bound.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{bound.getsockname()[1]}"
+        with pytest.raises(RunError, match=rf"--ray {address}: no cluster answers there"):
+            connected(address).__enter__()
+    monkeypatch.setattr(connection, "find_spec", lambda name: None)
+    with pytest.raises(RunError, match=r"pip install 'tepal\[ray\]'"):
+        connected("auto").__enter__()
+    assert "shutdown" not in ray.calls
+
+
+# --- `tepal doctor` -------------------------------------------------------------------------------------------------
+
+
+def test_the_doctor_names_machines_with_other_versions(ray, monkeypatch):
+    ours = {"python": "3.11.7", "torch": "2.9"}
+    found = {"a": dict(ours), "b": {"python": "3.11.7", "torch": "missing"}, "c": "it does not answer"}
+    monkeypatch.setattr(doctor_cluster.machine, "versions", lambda: ours)
+    monkeypatch.setattr(doctor_cluster, "versions_by_machine", lambda: found)
+    first, *others = doctor_cluster.check_cluster("auto")
+    assert first.state == OK and "1 machine with 4 cores" in first.found
+    assert [(each.check, each.state) for each in others] == [("a", OK), ("b", PROBLEM), ("c", PROBLEM)]
+    assert "torch missing" in others[1].found and "torch 2.9" in others[1].remedy
+    assert "python" not in others[1].remedy and others[2].found == "it does not answer"
+
+
+def test_the_doctor_says_that_there_is_no_cluster(ray):
+    ray.nodes = lambda: [{"Alive": True, "Resources": {}}]
+    (only,) = doctor_cluster.check_cluster("auto")
+    assert only.state == PROBLEM and "no machine of this cluster has room" in only.found

@@ -1,0 +1,70 @@
+"""Inputs of jobs: files, folders, the app and the code, each read once."""
+
+from pathlib import Path
+
+import pytest
+
+import tepal
+from tepal.tools.cluster import inputs as inputs_module
+from tepal.tools.cluster.inputs import Inputs
+from tepal.tools.own_app import own_app
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    with Inputs() as opened:
+        yield opened
+
+
+def test_a_file_has_its_own_name(inputs, tmp_path):
+    path = tmp_path / "a, b.npz"
+    path.write_bytes(b"12345")
+    found = inputs.of(path)
+    assert found.files == {"a, b.npz": path} and (found.entry, found.what, found.bytes) == ("a, b.npz", "a, b.npz", 5)
+    assert found.on("/store") == f"/store/{found.digest}/a, b.npz"
+
+
+def test_a_folder_has_all_its_files_under_its_name(inputs, tmp_path):
+    for name, content in {"x": b"1", "a/y": b"22"}.items():
+        (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "data" / name).write_bytes(content)
+    (tmp_path / "link").symlink_to(tmp_path / "data")
+    found = inputs.of(tmp_path / "data")
+    assert {name: path.read_bytes() for name, path in found.files.items()} == {"data/x": b"1", "data/a/y": b"22"}
+    assert (found.entry, found.bytes) == ("data", 3) and found.on("/store") == f"/store/{found.digest}/data"
+    linked = inputs.of(tmp_path / "link")
+    assert set(linked.files) == {"link/x", "link/a/y"} and linked.digest != found.digest
+
+
+@pytest.mark.parametrize("name", ["none", "empty"])
+def test_what_cannot_be_read_is_refused(inputs, tmp_path, name):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match=name):
+        inputs.of(tmp_path / name)
+
+
+def test_each_is_read_once(inputs, tmp_path, monkeypatch):
+    (tmp_path / "x").write_text("once")
+    read, real = [], inputs_module.digest_of
+    monkeypatch.setattr(inputs_module, "digest_of", lambda files: read.append(sorted(files)) or real(files))
+    assert inputs.of(tmp_path / "x") is inputs.of(tmp_path / "x") and read == [["x"]]
+    assert inputs.of_app(own_app()) is inputs.of_app(own_app()) and len(read) == 2
+
+
+def test_the_code_is_the_package_without_what_python_compiles(inputs):
+    package = Path(tepal.__file__).parent
+    found = inputs.code.files
+    assert not [name for name in found if "__pycache__" in name or name.endswith(".pyc")]
+    assert all(name.startswith("tepal/") for name in found)
+    ours = {"tepal/__init__.py", "tepal/py.typed", "tepal/host/files.py", "tepal/tools/cluster/process.py"}
+    assert ours <= set(found) and found["tepal/host/files.py"].read_bytes() == (package / "host/files.py").read_bytes()
+    assert inputs.code.on("/store") == f"/store/{inputs.code.digest}", "the folder that Python looks in"
+
+
+def test_an_app_is_sent_as_its_bundle_and_the_copy_is_removed():
+    with Inputs() as opened:
+        found = opened.of_app(own_app())
+        copy = found.files["pyproject.toml"].parent
+        assert found.entry == "" and not any("__pycache__" in name for name in found.files)
+        assert {"pyproject.toml", "client_app/app.py", "server_app/app.py"} <= set(found.files) and copy.is_dir()
+    assert not copy.exists()

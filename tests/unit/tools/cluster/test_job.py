@@ -1,0 +1,289 @@
+"""Jobs on machines that are lost, unreachable or stopped: a fake of Ray, with real actors and processes."""
+
+import signal
+import tempfile
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import tepal
+from tepal.tools.cluster import job as job_module
+from tepal.tools.cluster.connection import Cluster
+from tepal.tools.cluster.inputs import Input
+from tepal.tools.cluster.job import Job, JobFailed, done
+from tepal.tools.cluster.machine import digest_of, files_below
+from tepal.tools.simulation.engine import RunStopped
+from tests.unit.tools.cluster.fake_ray import ObjectLostError, RaySystemError, fake
+
+JOBS = '''
+import os, signal, sys, time
+
+def told(folder, **arguments):
+    """Return the arguments and what is in the folder."""
+    found = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() and not p.name.startswith("."))
+    print("two\\nlines, and a torn one", end="", flush=True)
+    return {**arguments, "files": [name for name in found if name != "output.log"]}
+
+def fails(folder):
+    from tepal.host.superlink import RunError
+    raise RunError("no luck", folder / "log")
+
+def wrong(folder):
+    return {}["a key"]
+
+def killed(folder):
+    print("about to end", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def exits(folder):
+    os._exit(3)
+
+def counts(folder, to):
+    """Count to a number in a file, from where it is, and wait after each until a file allows one more."""
+    file = folder / "trial" / "state" / "count"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    begun = int(file.read_text()) if file.exists() else 0
+    (folder / "trial" / "settings").write_text("the same")
+    for number in range(begun + 1, to + 1):
+        file.with_name("new").write_text(str(number))
+        os.replace(file.with_name("new"), file)
+        (folder / "trial" / f"round-{number}").write_text(f"from {begun}")
+        (folder / "trial" / f"round-{number - 1}").unlink(missing_ok=True)
+        while not (folder / f"allow-{number}").exists():
+            time.sleep(0.01)
+    return begun
+
+def waits(folder):
+    (folder / "trial").mkdir(exist_ok=True)
+    (folder / "trial" / ".writing-begun").write_text(str(os.getpid()))
+    os.replace(folder / "trial" / ".writing-begun", folder / "trial" / "begun")
+    time.sleep(60)
+'''
+
+
+@pytest.fixture(scope="session")
+def code(tmp_path_factory):
+    """What is sent as the code: of this package what a job's process needs, and the functions above."""
+    package = Path(tepal.__file__).parent
+    names = ["__init__.py", "tools/__init__.py", "tools/cluster/__init__.py", "tools/cluster/process.py"]
+    files = {f"tepal/{name}": package / name for name in names}
+    files |= {f"tepal/host/{name}": path for name, path in files_below(package / "host").items() if "py" in path.suffix}
+    (folder := tmp_path_factory.mktemp("jobs")).joinpath("jobs.py").write_text(JOBS)
+    files["jobs.py"] = folder / "jobs.py"
+    return Input(digest_of(files), files, "the code")
+
+
+@pytest.fixture
+def cluster(tmp_path, monkeypatch, code):
+    """A cluster of which each call is done at once; answers are not waited for longer than a moment."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setattr(job_module, "_PAUSE", 0.01)
+    monkeypatch.setattr(job_module, "_REPEATED", 0.02)
+    clock = SimpleNamespace(sleep=lambda _seconds: None, monotonic=time.monotonic)
+    monkeypatch.setattr(job_module, "time", clock)
+    return Cluster("here:1", 1.0, 0.0, ((4.0, 0.0),), SimpleNamespace(code=code))
+
+
+def a_job(function, *, tmp_path=None, inputs=(), **arguments):
+    folders = {"trial": tmp_path / "trial"} if tmp_path else {}
+    return Job(
+        function=f"jobs:{function}", arguments=lambda place: arguments, inputs=inputs, folders=folders,
+        files=("trial/*",) if tmp_path else (),
+    )  # fmt: skip
+
+
+def nothing_left(tmp_path, digests):
+    return sorted(path.name for path in (tmp_path / "tmp").glob("*/*")) == sorted(digests)
+
+
+# --- results --------------------------------------------------------------------------------------------------------
+
+
+def test_a_job_gets_its_inputs_files_and_arguments_and_its_value_comes_back(cluster, tmp_path, monkeypatch, code):
+    ray, told = fake(monkeypatch), []
+    monkeypatch.setattr(job_module, "_PART", 4)
+    (tmp_path / "data").write_bytes(b"0123456789")
+    files = {"data": tmp_path / "data"}
+    data = Input(digest_of(files), files, "the data", "data")
+    (tmp_path / "trial" / "a").mkdir(parents=True)
+    (tmp_path / "trial" / "a" / "x").write_text("long content")
+    (tmp_path / "trial" / "empty").touch()
+    (tmp_path / "trial" / ".writing-1").write_text("torn")
+    job = Job(
+        function="jobs:told", arguments=lambda place: {"data": data.on(place.store), "at": place.folder, "n": 2.5},
+        inputs=(data,), folders={"trial": tmp_path / "trial"}, files=("trial/*",),
+        returned=lambda place, name, content: content.replace(b"lines", b"LINES"),
+    )  # fmt: skip
+    value = done(cluster, job, lambda kind, text: told.append((kind, text)))
+    store = tmp_path / "tmp" / Path(value["data"]).parts[-3]
+    assert Path(value["data"]) == store / data.digest / "data" and Path(value["data"]).read_bytes() == b"0123456789"
+    assert value["n"] == 2.5 and Path(value["at"]).parent == tmp_path / "tmp" and not Path(value["at"]).exists()
+    assert value["files"] == ["job.json", "trial/a/x", "trial/empty"]
+    assert [text for kind, text in told if kind == "log"] == ["two", "LINES, and a torn one"]
+    assert [text.split(" to ")[0] for kind, text in told if kind == "stage"][1:] == [
+        "sending the code", "sending the data",
+    ]  # fmt: skip
+    assert (tmp_path / "trial" / "a" / "x").read_text() == "long content"
+    assert ray.options == [{"num_cpus": 1.0, "num_gpus": 0.0, "max_concurrency": 4, "max_restarts": 0}]
+    (actor,) = ray.actors
+    assert actor.calls[-2:] == ["stop", "kill"] and nothing_left(tmp_path, [code.digest, data.digest])
+
+
+@pytest.mark.parametrize(
+    ("function", "message", "kind"),
+    [
+        ("fails", "no luck", "RunError"),
+        ("wrong", "'a key'", "KeyError"),
+        ("killed", "its process on .* was killed by signal 9", ""),
+        ("exits", "its process on .* ended with status 3", ""),
+    ],
+)
+def test_a_job_that_fails_says_why(cluster, monkeypatch, function, message, kind):
+    ray, told = fake(monkeypatch), []
+    with pytest.raises(JobFailed, match=f"^{message}$") as failed:
+        done(cluster, a_job(function), lambda *event: told.append(event))
+    assert failed.value.kind == kind and len(ray.actors) == 1 and ray.actors[0].calls[-2:] == ["stop", "kill"]
+    assert (("log", "about to end") in told) == (function == "killed")
+
+
+def test_an_error_of_the_actor_is_the_jobs(cluster, monkeypatch):
+    def fate(_actor, name, _arguments):
+        return OSError(28, "No space left on device") if name == "write_input" else None
+
+    ray = fake(monkeypatch, fate)
+    with pytest.raises(JobFailed, match=r"on .*: \[Errno 28\] No space left on device"):
+        done(cluster, a_job("told"), lambda *_: None)
+    assert ray.actors[0].calls[-2:] == ["stop", "kill"]
+
+
+# --- lost machines --------------------------------------------------------------------------------------------------
+
+
+def allow(actor, number):
+    (actor.made.folder / f"allow-{number}").touch()
+
+
+def test_a_job_goes_on_on_another_machine_with_the_files_that_it_has_written(cluster, tmp_path, monkeypatch):
+    told, here = [], tmp_path / "trial"
+
+    def fate(actor, name, _arguments):
+        """The first machine is lost once what the job has written in its second round is here."""
+        if name == "ask":
+            for number in range(1, 4 if actor.number else 2):
+                allow(actor, number)
+        return "died" if name == "ask" and not actor.number and (here / "round-2").exists() else None
+
+    ray = fake(monkeypatch, fate)
+    assert done(cluster, a_job("counts", tmp_path=tmp_path, to=3), lambda *event: told.append(event)) == 2
+    assert len(ray.actors) == 2
+    notes = [text for kind, text in told if kind == "note"]
+    assert len(notes) == 1 and notes[0].endswith(" was lost (The actor died.); it goes on elsewhere")
+    # What the first machine has written stays; the one that the second has removed is gone.
+    files = {path.relative_to(here).as_posix(): path.read_text() for path in here.rglob("*") if path.is_file()}
+    assert files == {"settings": "the same", "state/count": "3", "round-3": "from 2"}
+
+
+@pytest.mark.parametrize("last_call", ["place", "missing", "begin"])
+def test_machines_lost_three_times_in_a_row_end_the_job(cluster, monkeypatch, last_call):
+    ray, told = fake(monkeypatch, lambda _actor, name, _arguments: "died" if name == last_call else None), []
+    with pytest.raises(JobFailed, match=r"its machine was lost 3 times in a row: .*The actor died\.") as failed:
+        done(cluster, a_job("waits"), lambda *event: told.append(event))
+    assert failed.value.kind == "" and len(ray.actors) == 3
+    assert [kind for kind, _ in told if kind == "note"] == ["note"] * 2
+
+
+def test_the_same_files_written_anew_by_each_attempt_are_no_progress(cluster, tmp_path, monkeypatch):
+    """A run that takes down its machine does not do so for ever."""
+    here = tmp_path / "trial" / "begun"
+
+    def fate(actor, name, _arguments):
+        there = actor.made.folder / "trial" / "begun"
+        came = name == "ask" and here.exists() and there.exists() and here.read_text() == there.read_text()
+        return "died" if came and actor.made._process else None
+
+    ray = fake(monkeypatch, fate)
+    with pytest.raises(JobFailed, match="3 times in a row"):
+        done(cluster, a_job("waits", tmp_path=tmp_path), lambda *_: None)
+    assert len(ray.actors) == 3, "the first wrote new files, the others none"
+
+
+def test_losses_with_new_files_between_do_not_end_a_job(cluster, tmp_path, monkeypatch):
+    here = tmp_path / "trial"
+
+    def fate(actor, name, _arguments):
+        if name == "ask":
+            for number in range(1, actor.number + 1):
+                allow(actor, number)
+            if actor.number < 3 and (here / f"round-{actor.number + 1}").exists():
+                return "died"
+        return None
+
+    ray = fake(monkeypatch, fate)
+    assert done(cluster, a_job("counts", tmp_path=tmp_path, to=3), lambda *_: None) == 3
+    assert len(ray.actors) == 4
+
+
+# --- the network ----------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize(
+    "trouble",
+    [("unavailable", "lost after"), (ObjectLostError("lost"), RaySystemError("failed"))],
+    ids=["of the network", "of Ray"],
+)
+def test_trouble_now_and_then_changes_nothing(cluster, tmp_path, monkeypatch, code, trouble):
+    """The first two answers of every call are lost."""
+    calls, here, seen = {}, tmp_path / "trial", []
+
+    def fate(_actor, name, arguments):
+        if name == "stop":
+            return None
+        key = (name, repr(arguments))
+        calls[key] = calls.get(key, 0) + 1
+        return trouble[calls[key] - 1] if calls[key] <= 2 else None
+
+    monkeypatch.setattr(job_module, "_REPEATED", 0.002)
+    ray = fake(monkeypatch, fate)
+    job = a_job("told", tmp_path=tmp_path, n=1)
+    here.mkdir()
+    (here / "x").write_text("content")
+    assert done(cluster, job, lambda *event: seen.append(event)) == {"n": 1, "files": ["job.json", "trial/x"]}
+    assert len(ray.actors) == 1 and [kind for kind, _ in seen if kind == "note"] == []
+    assert [text for kind, text in seen if kind == "log"] == ["two", "lines, and a torn one"]
+    assert ray.actors[0].calls.count("begin") == 3 and ray.actors[0].calls.count("complete_input") == 3
+    assert nothing_left(tmp_path, [code.digest]) and (here / "x").read_text() == "content"
+
+
+# --- stopping -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_stopping_ends_the_process_and_the_actor(cluster, tmp_path, monkeypatch, answers, code):
+    here = tmp_path / "trial"
+
+    def fate(_actor, name, _arguments):
+        return "lost after" if name == "ask" and not answers and (here / "begun").exists() else None
+
+    ray, process = fake(monkeypatch, fate), []
+
+    def stop():
+        until = time.monotonic() + 20
+        while not (here / "begun").exists() and time.monotonic() < until:
+            time.sleep(0.01)
+        process.append(ray.actors[0].made._process)
+        cluster.stopped.set()
+
+    stopping = threading.Thread(target=stop)
+    stopping.start()
+    with pytest.raises(RunStopped):
+        done(cluster, a_job("waits", tmp_path=tmp_path), lambda *_: None)
+    stopping.join()
+    assert len(ray.actors) == 1 and ray.actors[0].calls[-2:] == ["stop", "kill"]
+    assert process[0].returncode in (-signal.SIGTERM, 128 + signal.SIGTERM)
+    assert nothing_left(tmp_path, [code.digest]) and int((here / "begun").read_text()) == process[0].pid
+    with pytest.raises(RunStopped):
+        done(cluster, a_job("waits", tmp_path=tmp_path), lambda *_: None)
+    assert "begin" not in ray.actors[1].calls
