@@ -167,6 +167,21 @@ def test_no_cluster_is_said_in_words(ray, monkeypatch):
     assert "shutdown" not in ray.calls
 
 
+def test_a_command_that_its_cluster_takes_for_dead_ends_with_what_to_do(ray):
+    ray.get_runtime_context = lambda: SimpleNamespace(get_node_id=lambda: "ours")
+    ray.nodes = lambda: [
+        {"NodeID": "ours", "Alive": alive, "Resources": {}},
+        {"NodeID": "other", "Alive": True, "Resources": {"CPU": 1.0}},
+    ]  # fmt: skip
+    alive = True
+    said = r"--ray auto: this machine is no longer a part .* --resume"
+    with pytest.raises(RunError, match=said), connected("auto") as found:
+        assert found.has_room()
+        alive = False
+        found.has_room()
+    assert found.stopped.is_set() and ray.calls[-1] == "shutdown"
+
+
 # --- `tepal doctor` -------------------------------------------------------------------------------------------------
 
 
