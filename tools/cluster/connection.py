@@ -23,6 +23,10 @@ _ANSWER = 5.0  # seconds until a cluster's port must answer
 _PATIENCE = 30.0  # seconds for the versions of a machine
 
 
+class ClusterLost(RuntimeError):
+    """This machine is no longer a part of the cluster: it would hear nothing of jobs any more."""
+
+
 def address_of(given: str | None) -> str:
     """The address of a cluster for `--ray`, else that in RAY_ADDRESS; "": no cluster.
 
@@ -66,7 +70,16 @@ class Cluster:
         return sum(_room(node, self.cpus, self.gpus) for node in self.nodes)
 
     def has_room(self) -> bool:
-        """Whether any machine is there now that could do a job, even if it is busy."""
+        """Whether any machine is there now that could do a job, even if it is busy. Raises ClusterLost."""
+        import ray
+
+        own = ray.get_runtime_context().get_node_id()
+        if not any(each["Alive"] for each in ray.nodes() if each["NodeID"] == own):
+            raise ClusterLost(
+                f"--ray {self.address}: this machine is no longer a part of the cluster. Ray has ended here, or its "
+                "network was cut for so long (a minute, say) that the cluster took it for dead. Start Ray here again, "
+                "and go on with what is here: --resume, or for a search or an experiment the same command"
+            )
         return any(_room(node, self.cpus, self.gpus) for node in _nodes())
 
     @property
@@ -92,7 +105,7 @@ def connected(address: str, cpus: float | None = None, gpus: float | None = None
         cpus: cores of a job; one by default.
         gpus: share of a GPU of a job.
 
-    Raises RunError if there is no cluster, or none of its machines has room for a job.
+    Raises RunError if there is no cluster, if none of its machines has room for a job, and for a ClusterLost.
     """
     if find_spec("ray") is None:
         raise RunError("--ray needs Ray: pip install 'tepal[ray]' (in a checkout pip install -e '.[ray]')")
@@ -123,6 +136,8 @@ def connected(address: str, cpus: float | None = None, gpus: float | None = None
                 )
             try:
                 yield cluster
+            except ClusterLost as error:
+                raise RunError(str(error)) from error
             finally:
                 cluster.stopped.set()  # threads must not ask Ray for anything after this
     finally:

@@ -133,11 +133,20 @@ def test_the_connection_ends_with_its_block(ray):
 
 
 def test_a_cluster_without_room_for_a_run_is_refused(ray):
-    with pytest.raises(RunError, match=r"no machine .* --cpus 4.5 --gpus 0. The largest have 4 cores"):
-        connected("auto", 4.5).__enter__()
+    with pytest.raises(RunError, match=r"no machine .* --cpus 5 --gpus 0. The largest have 4 cores"):
+        connected("auto", 5).__enter__()
     with pytest.raises(RunError, match=r"--cpus 1 --gpus 0.5"):
         connected("auto", 1, 0.5).__enter__()
     assert ray.calls.count("shutdown") == 2
+    with pytest.raises(RunError, match=r"--gpus 1.5: .* whole number"):
+        connected("auto", 1, 1.5).__enter__()
+    assert ray.calls.count("shutdown") == 2
+
+
+@pytest.mark.parametrize(("cpus", "gpus", "option"), [(1.5, 0, "--cpus 1.5"), (1, 2.5, "--gpus 2.5")])
+def test_shares_of_several_are_refused(ray, cpus, gpus, option):
+    with pytest.raises(RunError, match=f"{option}: .* must be a whole number"):
+        connected("auto", cpus, gpus).__enter__()
 
 
 def test_no_cluster_is_said_in_words(ray, monkeypatch):
@@ -156,6 +165,21 @@ def test_no_cluster_is_said_in_words(ray, monkeypatch):
     with pytest.raises(RunError, match=r"pip install 'tepal\[ray\]'"):
         connected("auto").__enter__()
     assert "shutdown" not in ray.calls
+
+
+def test_a_command_that_its_cluster_takes_for_dead_ends_with_what_to_do(ray):
+    ray.get_runtime_context = lambda: SimpleNamespace(get_node_id=lambda: "ours")
+    ray.nodes = lambda: [
+        {"NodeID": "ours", "Alive": alive, "Resources": {}},
+        {"NodeID": "other", "Alive": True, "Resources": {"CPU": 1.0}},
+    ]  # fmt: skip
+    alive = True
+    said = r"--ray auto: this machine is no longer a part .* --resume"
+    with pytest.raises(RunError, match=said), connected("auto") as found:
+        assert found.has_room()
+        alive = False
+        found.has_room()
+    assert found.stopped.is_set() and ray.calls[-1] == "shutdown"
 
 
 # --- `tepal doctor` -------------------------------------------------------------------------------------------------
