@@ -52,7 +52,7 @@ def cluster() -> Iterator[RayCluster]:
 
 @pytest.fixture(autouse=True)
 def _all_nodes(request):
-    """Every test finds both workers, and leaves nothing at work on them."""
+    """Every test finds two workers, whatever the one before it has killed."""
     yield
     if "cluster" in request.fixturenames:
         running = request.getfixturevalue("cluster")
