@@ -66,9 +66,10 @@ def tepal(folder: Path, *arguments: str, ray: str | None = None) -> Iterator[Pro
     module = ("tepal.tools.search",) if arguments[0] == "search" else ("tepal.tools.cli.main", arguments[0])
     environment = {name: value for name, value in os.environ.items() if name != "TEPAL_CACHE"}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache")}
+    environment["TMPDIR"] = str(folder / "temporary")
     environment["RAY_ADDRESS"] = f"127.0.0.1:{free_port()}"  # not asked: --ray takes precedence
     command = [sys.executable, "-m", *module, *arguments[1:], "--ray", ray or "none"]
-    folder.mkdir(exist_ok=True)
+    (folder / "temporary").mkdir(parents=True, exist_ok=True)
     with started(command, log=folder / "command.log", env=environment, cwd=ROOT) as process:
         yield process
 
@@ -81,6 +82,7 @@ def ended(folder: Path, *arguments: str, ray: str | None = None, status: int = 0
         got = process.wait(300)
     shown = log.read_text()
     assert got == status, shown
+    assert not list((folder / "temporary").glob("tepal-app-*"))
     assert ("Engine: Ray cluster" in shown) == (ray is not None) or status == 1, shown
     return shown
 
