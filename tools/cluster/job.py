@@ -152,12 +152,12 @@ class _Attempt:
                     raise JobFailed("no machine of the cluster has room for it any more: see `ray status`")
 
     def _wait(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a method of the actor until there is an answer. Raises _Lost, JobFailed or RunStopped.
-
-        A method that has no result returns None, and so does this.
-        """
-        found = next(answer for answer in self._answers(method, *arguments) if answer is not None)
-        return None if found == () else found
+        """Call a method of the actor until there is an answer. Raises _Lost, JobFailed, RunStopped or ClusterLost."""
+        for answer in self._answers(method, *arguments):
+            if answer is not None:
+                return None if answer == () else answer
+            self._cluster.check()
+        raise AssertionError("it ends with an answer")
 
     def _answers(self, method: Callable[..., Any], *arguments: Any, repeat: float = _REPEATED) -> Iterator[Any]:
         """Call a method of the actor, again after each `repeat` seconds without an answer.
