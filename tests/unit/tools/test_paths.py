@@ -167,11 +167,11 @@ def test_an_app_that_is_not_tepals_is_not_compared(here):
 # On a cluster ---------------------------------------------------------------------------------------------------------
 
 
-def engine_of(ray, engine="auto", app=ROOT, asked=None):
+def engine_of(ray, engine="auto", app=ROOT):
     def here(name, app, **resources):
         return name, app, resources
 
-    return runner_for(ray, engine, app, here, clients=3, cpus=2.0, asked=asked)
+    return runner_for(ray, engine, app, here, clients=3, cpus=2.0, asked=engine)
 
 
 def test_without_an_address_runs_are_on_this_machine(here, monkeypatch):
@@ -190,14 +190,26 @@ def test_with_an_address_they_are_on_the_cluster(here, monkeypatch):
     assert asked == [((to, ROOT), {"clients": 3, "cpus": 2.0, "gpus": 0}) for to in ("far:1", "near:2")]
 
 
-def test_options_that_contradict_a_cluster_are_refused_and_leave_out_that_of_the_environment(here, monkeypatch):
-    (here / "pyproject.toml").write_text(FOREIGN)
+def test_options_that_contradict_a_cluster_are_refused(here):
     with pytest.raises(ValueError, match=r"--engine ray is for this machine, and --ray far:1 for others"):
-        engine_of("far:1", "ray", asked="ray")
+        engine_of("far:1", "ray")
+    (here / "pyproject.toml").write_text(FOREIGN)
     with pytest.raises(ValueError, match=r"is not Tepal's own app.*--ray none"):
         engine_of("far:1", app=here)
+
+
+def test_what_cannot_be_on_a_cluster_is_here_if_only_the_environment_names_one(here, monkeypatch):
+    """RAY_ADDRESS may be there for other programs."""
+    resources = {"clients": 3, "cpus": 2.0, "gpus": 0}
     monkeypatch.setenv("RAY_ADDRESS", "far:1")
-    assert engine_of(None, "ray", asked="ray")[0] == "ray" and engine_of(None, app=here)[1] == here
+    assert engine_of(None, "ray") == ("ray", ROOT, resources)
+    (here / "pyproject.toml").write_text(FOREIGN)
+    assert engine_of(None, app=here) == ("auto", here, resources)
+
+
+def test_a_comparison_that_began_with_an_engine_of_this_machine_goes_on_on_a_cluster(here, monkeypatch):
+    monkeypatch.setattr(on_cluster, "engine_on", lambda address, app, **resources: address)
+    assert runner_for("far:1", "process", ROOT, pytest.fail, clients=3, cpus=2.0) == "far:1"
 
 
 @pytest.mark.parametrize("command", ["simulate", "compare"])

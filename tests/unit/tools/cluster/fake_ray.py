@@ -18,11 +18,11 @@ class ActorUnavailableError(RayActorError):
     pass
 
 
-class NodeDiedError(RayError):
+class RaySystemError(RayError):
     pass
 
 
-class WorkerCrashedError(RayError):
+class ObjectLostError(RayError):
     pass
 
 
@@ -30,11 +30,11 @@ class OutOfMemoryError(RayError):
     pass
 
 
-class RaySystemError(RayError):
+class NodeDiedError(RayError):
     pass
 
 
-class ObjectLostError(RayError):
+class WorkerCrashedError(RayError):
     pass
 
 
@@ -103,9 +103,9 @@ class Actor:
 def fake(monkeypatch, fate=lambda actor, name, arguments: None):
     """Put the module in the place of `ray`; it has the list `actors`, and `options` of each."""
     ray, exceptions = types.ModuleType("ray"), types.ModuleType("ray.exceptions")
-    for kind in (RayError, *RayError.__subclasses__(), *RayActorError.__subclasses__()):
+    for kind in (RayError, *RayError.__subclasses__(), ActorUnavailableError):
         setattr(exceptions, kind.__name__, kind)
-    ray.exceptions, ray.actors, ray.options, ray.nodes = exceptions, [], [], list
+    ray.exceptions, ray.actors, ray.options = exceptions, [], []
     numbers = itertools.count()
 
     def remote(made):

@@ -138,6 +138,9 @@ def test_a_cluster_without_room_for_a_run_is_refused(ray):
     with pytest.raises(RunError, match=r"--cpus 1 --gpus 0.5"):
         connected("auto", 1, 0.5).__enter__()
     assert ray.calls.count("shutdown") == 2
+    with pytest.raises(RunError, match=r"--gpus 1.5: .* whole number"):
+        connected("auto", 1, 1.5).__enter__()
+    assert ray.calls.count("shutdown") == 2
 
 
 @pytest.mark.parametrize(("cpus", "gpus", "option"), [(1.5, 0, "--cpus 1.5"), (1, 2.5, "--gpus 2.5")])

@@ -20,7 +20,8 @@ def test_a_file_has_its_own_name(inputs, tmp_path):
     path = tmp_path / "a, b.npz"
     path.write_bytes(b"12345")
     found = inputs.of(path)
-    assert found.files == {"a, b.npz": path} and found.size == (1, 5) and found.entry == found.what == "a, b.npz"
+    assert found.files == {"a, b.npz": path} and found.size == (1, 5)
+    assert (found.entry, found.what) == ("a, b.npz", "a, b.npz")
     assert found.on("/store") == f"/store/{found.digest}/a, b.npz"
 
 

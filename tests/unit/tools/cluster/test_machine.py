@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -55,20 +56,19 @@ def send(on, files, size=3):
 
 # --- inputs ---------------------------------------------------------------------------------------------------------
 
-SIZE = 3, 14
 FILES = {"a/b.bin": b"0123456789", "empty": b"", "a/ü.txt": b"text"}
+SIZE = (3, 14)
 
 
 def test_an_input_is_missing_until_all_of_it_was_written(temporary):
     one, of = Machine(), digest(FILES)
     name, folder, store = one.place()
     assert name and Path(folder).parent == temporary == Path(store).parent
-    asked = {of: SIZE, "0" * 32: (1, 1)}
-    assert one.missing(asked) == [of, "0" * 32]
+    assert one.missing({of: SIZE, "0" * 32: (1, 1)}) == [of, "0" * 32]
     send(one, FILES)
     assert one.missing({of: SIZE}) == [of]
     one.complete_input(of)
-    assert one.missing(asked) == ["0" * 32]
+    assert one.missing({of: SIZE, "0" * 32: (1, 1)}) == ["0" * 32]
     assert {name: (Path(store) / of / name).read_bytes() for name in FILES} == FILES
     other = Machine()
     assert other.missing({of: SIZE}) == [] and other.place()[1] != folder
@@ -101,30 +101,66 @@ def test_other_content_than_was_sent_is_refused(temporary):
     assert one.missing({of: SIZE}) == [of]
 
 
-def test_completing_twice_at_the_same_time_is_no_failure(temporary, monkeypatch):
-    """The second call is made while the first, of which there was no answer, still reads the files."""
-    one, of, reading, outcomes = Machine(), digest(FILES), threading.Event(), []
+def test_an_input_is_completed_once_however_often_it_is_asked_for(temporary, monkeypatch):
+    """A second call, made as no answer came, waits for the first one, which may read large files."""
+    one, of, reading, go_on, reads = Machine(), digest(FILES), threading.Event(), threading.Event(), []
     send(one, FILES)
 
     def slow(files):
+        reads.append(files)
         reading.set()
-        time.sleep(0.2)
+        assert go_on.wait(10)
         return digest_of(files)
 
-    def complete():
-        try:
-            outcomes.append(one.complete_input(of))
-        except OSError as error:
-            outcomes.append(error)
-
     monkeypatch.setattr(machine, "digest_of", slow)
-    calls = [threading.Thread(target=complete) for _ in range(2)]
-    calls[0].start()
-    assert reading.wait(10)
-    calls[1].start()
-    for call in calls:
-        call.join()
-    assert outcomes == [None, None] and one.missing({of: SIZE}) == []
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(one.complete_input, of)]
+        assert reading.wait(10)
+        calls.append(pool.submit(one.complete_input, of))
+        go_on.set()
+        assert [call.result() for call in calls] == [None, None]
+    assert len(reads) == 1 and one.missing({of: SIZE}) == []
+
+
+def test_an_input_of_which_a_file_was_removed_is_sent_again(temporary):
+    """As programs do that remove old files from temporary folders, one by one."""
+    one = Machine()
+    of = send(one, FILES)
+    one.complete_input(of)
+    (Path(one.place()[2]) / of / "a" / "b.bin").unlink()
+    other = Machine()
+    assert other.missing({of: SIZE}) == [of]
+    send(other, FILES)
+    other.complete_input(of)
+    assert other.missing({of: SIZE}) == [] and (Path(one.place()[2]) / of / "a" / "b.bin").read_bytes() == b"0123456789"
+
+
+@pytest.mark.parametrize("what", ["link", "open to others", "file"])
+def test_a_store_that_others_can_open_or_have_made_is_not_used(temporary, tmp_path_factory, what):
+    place, elsewhere = temporary / f"{machine.STORE}-{os.getuid()}", tmp_path_factory.mktemp("home")
+    (elsewhere / "old").touch()
+    os.utime(elsewhere / "old", (0, 0))
+    if what == "link":
+        place.symlink_to(elsewhere)
+    elif what == "file":
+        place.touch()
+    else:
+        place.mkdir(mode=0o755)
+    with pytest.raises(OSError, match=str(place)):
+        Machine()
+    assert (elsewhere / "old").exists()
+
+
+def test_a_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(temporary, monkeypatch):
+    one = Machine()
+    version = one.write_file("a/x", 0, b"1")
+
+    def denied(path):
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr(os, "scandir", denied)
+    with pytest.raises(PermissionError):
+        one.ask({"a/x": version}, ["a/*"], 0)
 
 
 def test_inputs_that_no_job_used_for_a_week_are_removed(temporary):
@@ -141,36 +177,15 @@ def test_inputs_that_no_job_used_for_a_week_are_removed(temporary):
     for text, age in {"old": -60, "new": 60, "running": -60}.items():
         os.utime(store / found[text], (long_ago + age, long_ago + age))
     running.ask({}, [], 0)  # its job has gone on for more than a week
-    other = Machine()
-    assert {path.name for path in store.iterdir()} == {found["new"], found["running"]}
-    assert other.missing({of: (1, len(text)) for text, of in found.items()}) == [found["old"]]
+    assert sorted(Machine().missing({of: (1, len(text)) for text, of in found.items()})) == [found["old"]]
+    assert len(list(store.iterdir())) == 2
 
 
-def test_an_input_that_has_lost_a_file_is_missing_and_is_taken_again(temporary):
-    one, of = Machine(), digest(FILES)
-    send(one, FILES)
-    one.complete_input(of)
-    whole = Path(one.place()[2]) / of
-    (whole / "empty").unlink()  # as what cleans a temporary folder does
-    other = Machine()
-    assert other.missing({of: SIZE}) == [of]
-    send(other, FILES)
-    other.complete_input(of)
-    assert other.missing({of: SIZE}) == [] and (whole / "empty").exists()
-
-
-@pytest.mark.parametrize("whose", ["another user's", "open to others", "a link"])
-def test_a_store_that_others_can_write_in_is_not_used(temporary, tmp_path, monkeypatch, whose):
-    uid = os.getuid() + (whose == "another user's")
-    store = temporary / f"{machine.STORE}-{uid}"
-    if whose == "a link":
-        (tmp_path / "theirs").mkdir(mode=0o700)
-        store.symlink_to(tmp_path / "theirs")
-    else:
-        store.mkdir()
-        store.chmod(0o700 if whose == "another user's" else 0o770)
-    monkeypatch.setattr(os, "getuid", lambda: uid)
-    with pytest.raises(PermissionError, match="not a folder that only this user can open"):
+def test_a_store_of_another_user_is_not_used(temporary, monkeypatch):
+    uid = os.getuid()
+    (temporary / f"{machine.STORE}-{uid + 1}").mkdir()
+    monkeypatch.setattr(os, "getuid", lambda: uid + 1)
+    with pytest.raises(PermissionError, match="only this user can open"):
         Machine()
 
 
