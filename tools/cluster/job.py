@@ -159,8 +159,8 @@ class _Attempt:
             self._cluster.check()
         raise AssertionError("it ends with an answer")
 
-    def _answers(self, method: Callable[..., Any], *arguments: Any, repeat: float = _REPEATED) -> Iterator[Any]:
-        """Call a method of the actor, again after each `repeat` seconds without an answer.
+    def _answers(self, method: Callable[..., Any], *arguments: Any, repeat: float = 0.0) -> Iterator[Any]:
+        """Call a method of the actor, again after each `repeat` seconds (0: `_REPEATED`) without an answer.
 
         Yields None every `_LOOK` seconds, and then the answer; () for None. Raises as `_wait`.
         """
@@ -178,7 +178,7 @@ class _Attempt:
             try:
                 if time.monotonic() >= again:
                     asked.append(method(*arguments))
-                    again = time.monotonic() + repeat
+                    again = time.monotonic() + (repeat or _REPEATED)
                 if ready := ray.wait(asked, timeout=1)[0]:
                     asked.remove(ready[0])
                     answer = ray.get(ready[0])
