@@ -152,15 +152,15 @@ class _Attempt:
                     raise JobFailed("no machine of the cluster has room for it any more: see `ray status`")
 
     def _wait(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a method of the actor until there is an answer. Raises _Lost, JobFailed or RunStopped.
+        """Call a method of the actor until there is an answer. Raises _Lost, JobFailed, RunStopped or ClusterLost."""
+        for answer in self._answers(method, *arguments):
+            if answer is not None:
+                return None if answer == () else answer
+            self._cluster.check()
+        raise AssertionError("it ends with an answer")
 
-        A method that has no result returns None, and so does this.
-        """
-        found = next(answer for answer in self._answers(method, *arguments) if answer is not None)
-        return None if found == () else found
-
-    def _answers(self, method: Callable[..., Any], *arguments: Any, repeat: float = _REPEATED) -> Iterator[Any]:
-        """Call a method of the actor, again after each `repeat` seconds without an answer.
+    def _answers(self, method: Callable[..., Any], *arguments: Any, repeat: float = 0.0) -> Iterator[Any]:
+        """Call a method of the actor, again after each `repeat` seconds (0: `_REPEATED`) without an answer.
 
         Yields None every `_LOOK` seconds, and then the answer; () for None. Raises as `_wait`.
         """
@@ -178,7 +178,7 @@ class _Attempt:
             try:
                 if time.monotonic() >= again:
                     asked.append(method(*arguments))
-                    again = time.monotonic() + repeat
+                    again = time.monotonic() + (repeat or _REPEATED)
                 if ready := ray.wait(asked, timeout=1)[0]:
                     asked.remove(ready[0])
                     answer = ray.get(ready[0])

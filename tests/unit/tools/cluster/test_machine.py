@@ -146,6 +146,16 @@ def test_inputs_that_no_job_used_for_a_week_are_removed(temporary):
     assert other.missing({of: (1, len(text)) for text, of in found.items()}) == [found["old"]]
 
 
+def test_what_python_writes_beside_the_code_does_not_count(temporary):
+    one = Machine()
+    of = send(one, FILES)
+    one.complete_input(of)
+    folder = Path(one.place()[2]) / of / "a" / "__pycache__"
+    folder.mkdir()
+    (folder / "b.cpython-311.pyc").write_bytes(b"compiled")
+    assert one.missing({of: SIZE}) == []
+
+
 def test_an_input_that_has_lost_a_file_is_missing_and_is_taken_again(temporary):
     one, of = Machine(), digest(FILES)
     send(one, FILES)
