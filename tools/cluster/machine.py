@@ -152,16 +152,16 @@ class Machine:
     def ask(self, known: Mapping[str, Version], patterns: Sequence[str], offset: int) -> Answer:
         """What has changed since the known versions of the job's files, and what was printed.
 
-        Files of an earlier pattern (see `matching`) are answered before those of a later one, and are at least as new:
-        a checkpoint comes after the personal state that belongs to it. Each file is read whole; one that is being
-        written has its present content.
+        Files of an earlier pattern (see `matching`) are answered before those of a later one, and are at least as new,
+        and so are the files of a folder before those in its subfolders: a checkpoint comes after the personal state and
+        the metrics that belong to it. Each file is read whole; one that is being written has its present content.
         """
         for digest in self._used:
             with contextlib.suppress(OSError):
                 os.utime(self._store / digest)
         status = self._process.poll() if self._process else None  # before the files, so that none is missed
-        listed = [dict(_versions(matching(self.folder, pattern))) for pattern in reversed(patterns)]
-        found = {path: version for each in reversed(listed) for path, version in each.items()}
+        listed = [pair for pattern in reversed(patterns) for pair in _versions(matching(self.folder, pattern))]
+        found = dict(reversed(listed))
         changed, size, more = dict[str, tuple[Version, bytes]](), 0, False
         for path, now in found.items():
             if known.get(path) == now:
@@ -234,18 +234,18 @@ def _versions(files: Iterable[tuple[str, Path]]) -> Iterator[tuple[str, Version]
 
 
 def matching(base: Path, pattern: str) -> Iterator[tuple[str, Path]]:
-    """The files of a pattern below a folder, with their relative paths, in order.
+    """The files of a pattern below a folder, with their relative paths; those in subfolders come first.
 
     `*` stands for any characters, also for several folders. Links are left out, and files that are being written.
     Raises OSError for a folder that cannot be read: its files are not known to be removed.
     """
     fixed = [part for part in re.split(r"[*?\[]", pattern)[0].split("/")[:-1] if part]
-    for here, folders, names in os.walk(base.joinpath(*fixed), onerror=_unless_removed):
-        folders[:] = sorted(name for name in folders if not name.startswith(_PARTIAL))
+    for here, _, names in os.walk(base.joinpath(*fixed), topdown=False, onerror=_unless_removed):
         for name in sorted(names):
             file = Path(here) / name
             path = file.relative_to(base).as_posix()
-            if not name.startswith(_PARTIAL) and fnmatchcase(path, pattern) and not file.is_symlink():
+            written = not any(part.startswith(_PARTIAL) for part in path.split("/"))
+            if written and fnmatchcase(path, pattern) and not file.is_symlink():
                 yield path, file
 
 

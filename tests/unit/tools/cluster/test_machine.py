@@ -277,7 +277,28 @@ def test_an_answer_has_the_files_in_order_and_no_more_than_its_size(temporary, m
         answers.append(one.ask(known, ["c/*", "r/*"], 0))
         assert answers[-1] == one.ask(known, ["c/*", "r/*"], 0)
         known |= {name: version for name, (version, _) in answers[-1].changed.items()}
-    assert [list(answer.changed) for answer in answers] == [["c/state"], ["r/a", "r/b"], ["r/c"]]
+    assert [list(answer.changed) for answer in answers] == [["c/state"], ["r/c", "r/b"], ["r/a"]]
+
+
+def test_a_checkpoint_comes_last_and_was_looked_for_first(temporary, monkeypatch):
+    """A round that ends while the files are looked at: its checkpoint may be missed, and then its metrics do not hurt."""
+    one, looked = Machine(), []
+    for path in ("r/metrics", "r/checkpoint/round-1/state", "c/own"):
+        one.write_file(path, 0, b"1")
+    walk = os.walk
+
+    def ending(folder, **options):
+        for place in walk(folder, **options):
+            yield place
+            looked.append(Path(place[0]).name)
+            if looked == ["round-1"]:
+                for path in ("c/own-2", "r/metrics-2", "r/checkpoint/round-2/state"):
+                    one.write_file(path, 0, b"2")
+
+    monkeypatch.setattr(os, "walk", ending)
+    paths = list(one.ask({}, ["c/*", "r/*"], 0).changed)
+    assert paths.index("c/own-2") < paths.index("r/metrics") < paths.index("r/checkpoint/round-1/state")
+    assert "r/checkpoint/round-2/state" not in paths
 
 
 def test_what_was_printed_is_answered_from_an_offset(temporary, monkeypatch):
