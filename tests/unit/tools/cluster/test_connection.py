@@ -119,7 +119,7 @@ def ray(monkeypatch):
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, "ray", made)
     monkeypatch.setattr(connection, "find_spec", lambda name: made)
-    monkeypatch.setattr(inputs_module, "_code", lambda: None)
+    monkeypatch.setattr(inputs_module, "_code", lambda _copy: None)
     return made
 
 

@@ -41,7 +41,7 @@ def jobs(monkeypatch):
 
 @pytest.fixture
 def engine(monkeypatch):
-    monkeypatch.setattr(inputs_module, "_code", lambda: None)
+    monkeypatch.setattr(inputs_module, "_code", lambda _copy: None)
     with Inputs() as inputs:
         cluster = SimpleNamespace(inputs=inputs, cpus=2.0, at_once=5, description="Engine: far", stopped=Event())
         with ClusterEngine(own_app(), 3, cluster) as made:

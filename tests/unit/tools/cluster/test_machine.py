@@ -281,7 +281,7 @@ def test_an_answer_has_the_files_in_order_and_no_more_than_its_size(temporary, m
 
 
 def test_a_checkpoint_comes_last_and_was_looked_for_first(temporary, monkeypatch):
-    """A round that ends while the files are looked at: its checkpoint may be missed, and then its metrics do not hurt."""
+    """A round that ends while the files are looked at may have its metrics in the answer without its checkpoint."""
     one, looked = Machine(), []
     for path in ("r/metrics", "r/checkpoint/round-1/state", "c/own"):
         one.write_file(path, 0, b"1")
