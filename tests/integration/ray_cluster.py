@@ -121,8 +121,8 @@ class RayCluster:
         command = [
             str(self._python), "-m", "ray.scripts.scripts", "start", *options, "--block",
             f"--node-ip-address={_LOOPBACK}", f"--temp-dir={self.folder / f'r{self._made}'}",
-            f"--object-store-memory={_STORE_BYTES}",
-            "--disable-usage-stats", "--min-worker-port=0", "--max-worker-port=0",
+            f"--object-store-memory={_STORE_BYTES}", "--disable-usage-stats",
+            "--min-worker-port=0", "--max-worker-port=0",
             *(f"--{name}-port={free_port()}" for name in ports),
         ]  # fmt: skip
         with contextlib.ExitStack() as opened:

@@ -71,16 +71,27 @@ class Cluster:
 
     def has_room(self) -> bool:
         """Whether any machine is there now that could do a job, even if it is busy. Raises ClusterLost."""
+        self.check()
+        try:
+            return any(_room(node, self.cpus, self.gpus) for node in _nodes())
+        except Exception:  # Ray's are of many kinds: it does not answer now
+            return True
+
+    def check(self) -> None:
+        """Raise ClusterLost if this machine is no longer a part of the cluster."""
         import ray
 
-        own = ray.get_runtime_context().get_node_id()
-        if not any(each["Alive"] for each in ray.nodes() if each["NodeID"] == own):
+        try:
+            own = ray.get_runtime_context().get_node_id()
+            lost = not any(each["Alive"] for each in ray.nodes() if each["NodeID"] == own)
+        except Exception:  # as above
+            return
+        if lost:
             raise ClusterLost(
                 f"--ray {self.address}: this machine is no longer a part of the cluster. Ray has ended here, or its "
                 "network was cut for so long (a minute, say) that the cluster took it for dead. Start Ray here again, "
                 "and go on with what is here: --resume, or for a search or an experiment the same command"
             )
-        return any(_room(node, self.cpus, self.gpus) for node in _nodes())
 
     @property
     def contents(self) -> str:

@@ -115,7 +115,7 @@ class ClusterEngine(Runner):
             def tell(kind: str, text: str) -> None:
                 if kind == "log":
                     print(text, file=lines, flush=True)
-                clock.tell(kind, text)
+                clock.tell("note" if kind == "stage" else kind, text)  # stages are shown before a run has its directory
 
             try:
                 done(self._cluster, job, tell)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -13,7 +14,7 @@ import tepal
 from tepal.host.superlink import stage_app
 from tepal.tools.cluster.machine import Size, digest_of, files_below, size_of
 
-_LEFT_OUT = ("__pycache__", ".pyc")
+_LEFT_OUT = ("__pycache__", "*.pyc")
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Inputs:
     def __init__(self) -> None:
         self._copies, self._known, self._reading = ExitStack(), dict[tuple[str, Path], Input](), Lock()
         self._sending: dict[object, Lock] = {}
-        self.code = _code()
+        self.code = _code(self._copy("code"))
 
     def __enter__(self) -> Inputs:
         return self
@@ -74,8 +75,12 @@ class Inputs:
                 self._known[kind, path] = read(path)
             return self._known[kind, path]
 
+    def _copy(self, what: str) -> Path:
+        """An empty folder for a copy: what is sent later is the same, also if the original is changed meanwhile."""
+        return Path(self._copies.enter_context(tempfile.TemporaryDirectory(prefix=f"tepal-{what}-")))
+
     def _of_app(self, app: Path) -> Input:
-        copy = Path(self._copies.enter_context(tempfile.TemporaryDirectory(prefix="tepal-app-")))
+        copy = self._copy("app")
         stage_app(app, copy)
         return _input(files_below(copy), "the app")
 
@@ -89,11 +94,11 @@ def _of(path: Path) -> Input:
     return _input(files, path.name, path.name)
 
 
-def _code() -> Input:
+def _code(copy: Path) -> Input:
     """The package `tepal`."""
-    files = files_below(Path(tepal.__file__).parent)
-    kept = {f"tepal/{name}": path for name, path in files.items() if not any(part in name for part in _LEFT_OUT)}
-    return _input(kept, "the code")
+    package = Path(tepal.__file__).parent
+    shutil.copytree(package, copy / "tepal", ignore=shutil.ignore_patterns(*_LEFT_OUT))
+    return _input(files_below(copy), "the code")
 
 
 def _input(files: Mapping[str, Path], what: str, entry: str = "") -> Input:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,8 @@ from tepal.tools.cluster.process import JOB, RESULT, RESULT_FILE
 from tepal.tools.simulation.engine import RunStopped
 
 Tell = Callable[[str, str], None]
-"""Called with ("note", what happens to the job) and with ("log", a line that its process has printed)."""
+"""Called with ("stage", what is done before the job begins), with ("note", what happened to its machine), and with
+("log", a line that the job's process has printed)."""
 
 _REPEATED = 30.0  # seconds without an answer after which a machine is asked again
 _PAUSE = 0.3  # least seconds between two questions on what has changed
@@ -121,7 +121,7 @@ class _Attempt:
         self._actor = remote.options(**options, max_restarts=0).remote()
         try:
             self._place = self._taken()
-            self._tell("note", f"on {self._place.machine}")
+            self._tell("stage", f"on {self._place.machine}")
             self._send()
             self._follow()
             return self._read_result()
@@ -141,26 +141,26 @@ class _Attempt:
         """Wait until a machine has room for the job. Raises as `_wait`, and if none can have room any more."""
         said, roomless = False, 0
         while True:
-            for answer in self._answers(self._actor.place.remote, repeat=inf):
+            for answer in self._answers(self._actor.place.remote, repeat=_ROOMLESS * _LOOK):
                 if answer is not None:
                     return Place(*answer)
                 if not said:
-                    self._tell("note", "waits for a machine with room")
+                    self._tell("stage", "waits for a machine with room")
                     said = True
                 roomless = 0 if self._cluster.has_room() else roomless + 1
                 if roomless == _ROOMLESS:
                     raise JobFailed("no machine of the cluster has room for it any more: see `ray status`")
 
     def _wait(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a method of the actor until there is an answer. Raises _Lost, JobFailed or RunStopped.
+        """Call a method of the actor until there is an answer. Raises _Lost, JobFailed, RunStopped or ClusterLost."""
+        for answer in self._answers(method, *arguments):
+            if answer is not None:
+                return None if answer == () else answer
+            self._cluster.check()
+        raise AssertionError("it ends with an answer")
 
-        A method that has no result returns None, and so does this.
-        """
-        found = next(answer for answer in self._answers(method, *arguments) if answer is not None)
-        return None if found == () else found
-
-    def _answers(self, method: Callable[..., Any], *arguments: Any, repeat: float = _REPEATED) -> Iterator[Any]:
-        """Call a method of the actor, again after each `repeat` seconds without an answer.
+    def _answers(self, method: Callable[..., Any], *arguments: Any, repeat: float = 0.0) -> Iterator[Any]:
+        """Call a method of the actor, again after each `repeat` seconds (0: `_REPEATED`) without an answer.
 
         Yields None every `_LOOK` seconds, and then the answer; () for None. Raises as `_wait`.
         """
@@ -178,7 +178,7 @@ class _Attempt:
             try:
                 if time.monotonic() >= again:
                     asked.append(method(*arguments))
-                    again = time.monotonic() + repeat
+                    again = time.monotonic() + (repeat or _REPEATED)
                 if ready := ray.wait(asked, timeout=1)[0]:
                     asked.remove(ready[0])
                     answer = ray.get(ready[0])
@@ -217,7 +217,7 @@ class _Attempt:
     def _send_inputs(self, inputs: Mapping[str, Input]) -> None:
         for digest in self._wait(self._actor.missing.remote, {digest: each.size for digest, each in inputs.items()}):
             one = inputs[digest]
-            self._tell("note", f"sends {one.what} to {self._place.machine} ({one.size[1] / 1e6:,.0f} MB)")
+            self._tell("stage", f"sending {one.what} to {self._place.machine} ({one.size[1] / 1e6:,.0f} MB)")
             for name, path in one.files.items():
                 for offset, content in _parts(path):
                     self._wait(self._actor.write_input.remote, digest, name, offset, content)

@@ -214,8 +214,9 @@ def digest_of(files: Mapping[str, Path]) -> str:
 
 
 def size_of(files: Mapping[str, Path]) -> Size:
-    """Number and bytes of an input's files."""
-    return len(files), sum(path.stat().st_size for path in files.values())
+    """Number and bytes of an input's files, without what Python writes beside those of the code."""
+    own = [path for name, path in files.items() if "__pycache__" not in name]
+    return len(own), sum(path.stat().st_size for path in own)
 
 
 def files_below(folder: Path) -> dict[str, Path]:

@@ -260,8 +260,9 @@ def _in_threads(
             ended.result()
             write_comparison(comparison)
     except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)  # before the others end, so that none begins in their place
         stop()
-        pool.shutdown(cancel_futures=True)
+        pool.shutdown()
         unfinished = [run for run in todo if run.outcome != "finished"]
         if unfinished and not any(run.outcome == "stopped" for run in unfinished):
             unfinished[0].outcome, unfinished[0].reason = "stopped", ""

@@ -120,8 +120,8 @@ def _each(
             for ended in as_completed([pool.submit(run_next, study) for study in due]):
                 yield ended.result()
         except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)  # before the others end, so that none begins in their place
             stop()
-            pool.shutdown(cancel_futures=True)
             raise
 
 

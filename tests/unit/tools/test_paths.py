@@ -171,7 +171,7 @@ def engine_of(ray, engine="auto", app=ROOT):
     def here(name, app, **resources):
         return name, app, resources
 
-    return runner_for(ray, engine, app, here, clients=3, cpus=2.0)
+    return runner_for(ray, engine, app, here, clients=3, cpus=2.0, asked=engine)
 
 
 def test_without_an_address_runs_are_on_this_machine(here, monkeypatch):
@@ -190,16 +190,26 @@ def test_with_an_address_they_are_on_the_cluster(here, monkeypatch):
     assert asked == [((to, ROOT), {"clients": 3, "cpus": 2.0, "gpus": 0}) for to in ("far:1", "near:2")]
 
 
-@pytest.mark.parametrize("from_environment", [True, False])
-def test_options_that_contradict_a_cluster_are_refused(here, monkeypatch, from_environment):
-    if from_environment:
-        monkeypatch.setenv("RAY_ADDRESS", "far:1")
-    address = None if from_environment else "far:1"
-    with pytest.raises(ValueError, match=r"--engine ray is for this machine.*far:1.*--ray none"):
-        engine_of(address, "ray")
+def test_options_that_contradict_a_cluster_are_refused(here):
+    with pytest.raises(ValueError, match=r"--engine ray is for this machine, and --ray far:1 for others"):
+        engine_of("far:1", "ray")
     (here / "pyproject.toml").write_text(FOREIGN)
     with pytest.raises(ValueError, match=r"is not Tepal's own app.*--ray none"):
-        engine_of(address, app=here)
+        engine_of("far:1", app=here)
+
+
+def test_what_cannot_be_on_a_cluster_is_here_if_only_the_environment_names_one(here, monkeypatch):
+    """RAY_ADDRESS may be there for other programs."""
+    resources = {"clients": 3, "cpus": 2.0, "gpus": 0}
+    monkeypatch.setenv("RAY_ADDRESS", "far:1")
+    assert engine_of(None, "ray") == ("ray", ROOT, resources)
+    (here / "pyproject.toml").write_text(FOREIGN)
+    assert engine_of(None, app=here) == ("auto", here, resources)
+
+
+def test_a_comparison_that_began_with_an_engine_of_this_machine_goes_on_on_a_cluster(here, monkeypatch):
+    monkeypatch.setattr(on_cluster, "engine_on", lambda address, app, **resources: address)
+    assert runner_for("far:1", "process", ROOT, pytest.fail, clients=3, cpus=2.0) == "far:1"
 
 
 @pytest.mark.parametrize("command", ["simulate", "compare"])

@@ -18,6 +18,18 @@ class ActorUnavailableError(RayActorError):
     pass
 
 
+class NodeDiedError(RayError):
+    pass
+
+
+class WorkerCrashedError(RayError):
+    pass
+
+
+class OutOfMemoryError(RayError):
+    pass
+
+
 class RaySystemError(RayError):
     pass
 
@@ -91,9 +103,9 @@ class Actor:
 def fake(monkeypatch, fate=lambda actor, name, arguments: None):
     """Put the module in the place of `ray`; it has the list `actors`, and `options` of each."""
     ray, exceptions = types.ModuleType("ray"), types.ModuleType("ray.exceptions")
-    for kind in (RayActorError, ActorUnavailableError, RaySystemError, ObjectLostError, RayTaskError):
+    for kind in (RayError, *RayError.__subclasses__(), *RayActorError.__subclasses__()):
         setattr(exceptions, kind.__name__, kind)
-    ray.exceptions, ray.actors, ray.options = exceptions, [], []
+    ray.exceptions, ray.actors, ray.options, ray.nodes = exceptions, [], [], list
     numbers = itertools.count()
 
     def remote(made):

@@ -133,11 +133,20 @@ def test_the_connection_ends_with_its_block(ray):
 
 
 def test_a_cluster_without_room_for_a_run_is_refused(ray):
-    with pytest.raises(RunError, match=r"no machine .* --cpus 4.5 --gpus 0. The largest have 4 cores"):
-        connected("auto", 4.5).__enter__()
+    with pytest.raises(RunError, match=r"no machine .* --cpus 5 --gpus 0. The largest have 4 cores"):
+        connected("auto", 5).__enter__()
     with pytest.raises(RunError, match=r"--cpus 1 --gpus 0.5"):
         connected("auto", 1, 0.5).__enter__()
     assert ray.calls.count("shutdown") == 2
+    with pytest.raises(RunError, match=r"--gpus 1.5: .* whole number"):
+        connected("auto", 1, 1.5).__enter__()
+    assert ray.calls.count("shutdown") == 2
+
+
+@pytest.mark.parametrize(("cpus", "gpus", "option"), [(1.5, 0, "--cpus 1.5"), (1, 2.5, "--gpus 2.5")])
+def test_shares_of_several_are_refused(ray, cpus, gpus, option):
+    with pytest.raises(RunError, match=f"{option}: .* must be a whole number"):
+        connected("auto", cpus, gpus).__enter__()
 
 
 def test_no_cluster_is_said_in_words(ray, monkeypatch):

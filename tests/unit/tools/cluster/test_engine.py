@@ -1,6 +1,8 @@
 """Runs as jobs: what is sent, what comes back, and how they end. The jobs themselves are fakes."""
 
 import tomllib
+from fnmatch import fnmatchcase
+from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
 
@@ -12,12 +14,12 @@ from safetensors import safe_open
 from safetensors.numpy import load
 
 from tepal.host.superlink import RunError
-from tepal.records.run_directory import RunDirectory, read_config
+from tepal.records.run_directory import KEPT_IN, RunDirectory, RunInUse, held, read_config
 from tepal.tools.cluster import engine as engine_module
 from tepal.tools.cluster import inputs as inputs_module
 from tepal.tools.cluster.engine import ClusterEngine
 from tepal.tools.cluster.inputs import Inputs
-from tepal.tools.cluster.job import JobFailed, Place, Stopped
+from tepal.tools.cluster.job import JobFailed, Place
 from tepal.tools.own_app import own_app
 from tepal.tools.simulation.engine import RunStopped
 
@@ -82,8 +84,10 @@ def test_a_run_is_a_job_in_a_directory_that_is_made_here(engine, jobs, config, t
     assert {**arguments, "app": arguments["app"].rstrip("/")} == given
     assert job.function == "tepal.tools.cluster.engine:run_there"
     assert job.folders == {"runs": tmp_path / "runs", "clients": tmp_path / "runs" / ".clients"}
-    order = [f"clients/{run.name}-*/personal/*", f"runs/{run.name}/*"]
-    assert [pattern for pattern in job.files if pattern in order] == order, "the state is there before its checkpoint"
+    files = [f"clients/{run.name}-0123abcd/personal/3/1.safetensors", f"runs/{run.name}/checkpoint/round-000001/state"]
+    order = [[number for number, pattern in enumerate(job.files) if fnmatchcase(file, pattern)] for file in files]
+    assert [len(each) for each in order] == [1, 1] and order == sorted(order), "the state comes before its checkpoint"
+    assert not any(fnmatchcase("clients/another-run-0123abcd/personal/3/1", pattern) for pattern in job.files)
     assert "clients/secret" in job.files and (tmp_path / "runs/.clients/secret").stat().st_mode & 0o077 == 0
 
 
@@ -111,6 +115,13 @@ def test_as_many_runs_at_once_as_the_cluster_has_room_for(engine):
     assert (engine.at_once, engine.description) == (5, "Engine: far")
 
 
+def test_a_run_that_another_process_has_is_refused(engine, jobs, config, tmp_path):
+    run = RunDirectory.create(tmp_path / "runs", "fedavg", config).path
+    with held(run), pytest.raises(RunError) as refused:
+        engine.run({**config, "resume": str(run)}, log=tmp_path / "a.log")
+    assert isinstance(refused.value.__cause__, RunInUse) and jobs.all == []
+
+
 # --- how it ends ----------------------------------------------------------------------------------------------------
 
 
@@ -119,7 +130,9 @@ def test_what_a_run_tells_is_passed_on_and_its_lines_are_logged(engine, jobs, co
     jobs.ends = lambda job, tell: [tell(*event) for event in events]
     log = tmp_path / "a.log"
     engine.run(config, on_event=lambda *event: told.append(event), log=log)
-    assert told == events and log.read_text() == "INFO : one\ntwo\n"
+    (kept, *others) = told
+    assert others == [("note", "on far"), *events[1:]] and log.read_text() == "INFO : one\ntwo\n"
+    assert kept[0] == "log" and Path(kept[1].partition(KEPT_IN)[2]).parent == tmp_path / "runs"
 
 
 @pytest.mark.parametrize(
@@ -145,7 +158,7 @@ def test_stopping_ends_the_runs(engine, jobs, config, tmp_path):
     def ends(_job, _tell):
         engine.stop()
         assert engine._cluster.stopped.is_set()
-        raise Stopped
+        raise RunStopped
 
     jobs.ends = ends
     with pytest.raises(RunStopped):

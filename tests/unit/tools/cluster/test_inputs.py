@@ -20,7 +20,7 @@ def test_a_file_has_its_own_name(inputs, tmp_path):
     path = tmp_path / "a, b.npz"
     path.write_bytes(b"12345")
     found = inputs.of(path)
-    assert found.files == {"a, b.npz": path} and (found.entry, found.what, found.bytes) == ("a, b.npz", "a, b.npz", 5)
+    assert found.files == {"a, b.npz": path} and found.size == (1, 5) and found.entry == found.what == "a, b.npz"
     assert found.on("/store") == f"/store/{found.digest}/a, b.npz"
 
 
@@ -31,7 +31,7 @@ def test_a_folder_has_all_its_files_under_its_name(inputs, tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "data")
     found = inputs.of(tmp_path / "data")
     assert {name: path.read_bytes() for name, path in found.files.items()} == {"data/x": b"1", "data/a/y": b"22"}
-    assert (found.entry, found.bytes) == ("data", 3) and found.on("/store") == f"/store/{found.digest}/data"
+    assert (found.entry, found.size) == ("data", (2, 3)) and found.on("/store") == f"/store/{found.digest}/data"
     linked = inputs.of(tmp_path / "link")
     assert set(linked.files) == {"link/x", "link/a/y"} and linked.digest != found.digest
 

@@ -16,7 +16,7 @@ from tepal.tools.cluster.inputs import Input
 from tepal.tools.cluster.job import Job, JobFailed, done
 from tepal.tools.cluster.machine import digest_of, files_below
 from tepal.tools.simulation.engine import RunStopped
-from tests.unit.tools.cluster.fake_ray import ObjectLostError, RaySystemError, fake
+from tests.unit.tools.cluster.fake_ray import ObjectLostError, OutOfMemoryError, RaySystemError, fake
 
 JOBS = '''
 import os, signal, sys, time
@@ -45,13 +45,14 @@ def counts(folder, to):
     """Count to a number in a file, from where it is, and wait after each until a file allows one more."""
     file = folder / "trial" / "state" / "count"
     file.parent.mkdir(parents=True, exist_ok=True)
+    (checkpoints := folder / "trial" / "checkpoint").mkdir(exist_ok=True)
     begun = int(file.read_text()) if file.exists() else 0
     (folder / "trial" / "settings").write_text("the same")
     for number in range(begun + 1, to + 1):
-        file.with_name("new").write_text(str(number))
-        os.replace(file.with_name("new"), file)
-        (folder / "trial" / f"round-{number}").write_text(f"from {begun}")
-        (folder / "trial" / f"round-{number - 1}").unlink(missing_ok=True)
+        file.with_name(".writing-new").write_text(str(number))
+        os.replace(file.with_name(".writing-new"), file)
+        (checkpoints / f"round-{number}").write_text(f"from {begun}")
+        (checkpoints / f"round-{number - 1}").unlink(missing_ok=True)
         while not (folder / f"allow-{number}").exists():
             time.sleep(0.01)
     return begun
@@ -82,10 +83,11 @@ def cluster(tmp_path, monkeypatch, code):
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     monkeypatch.setattr(job_module, "_PAUSE", 0.01)
-    monkeypatch.setattr(job_module, "_REPEATED", 0.02)
+    monkeypatch.setitem(job_module._Attempt._answers.__kwdefaults__, "repeat", 0.02)
     clock = SimpleNamespace(sleep=lambda _seconds: None, monotonic=time.monotonic)
     monkeypatch.setattr(job_module, "time", clock)
-    return Cluster("here:1", 1.0, 0.0, ((4.0, 0.0),), SimpleNamespace(code=code))
+    inputs = SimpleNamespace(code=code, sending=lambda _place: threading.Lock())
+    return Cluster("here:1", 1.0, 0.0, ((4.0, 0.0),), inputs)
 
 
 def a_job(function, *, tmp_path=None, inputs=(), **arguments):
@@ -160,6 +162,33 @@ def test_an_error_of_the_actor_is_the_jobs(cluster, monkeypatch):
     assert ray.actors[0].calls[-2:] == ["stop", "kill"]
 
 
+def test_too_little_memory_is_said_and_not_tried_again(cluster, monkeypatch):
+    ray = fake(monkeypatch, lambda _actor, name, _: OutOfMemoryError("killed") if name == "ask" else None)
+    with pytest.raises(JobFailed, match="had too little memory for it"):
+        done(cluster, a_job("waits"), lambda *_: None)
+    assert len(ray.actors) == 1
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_a_job_waits_for_a_machine_with_room_while_one_is_there(cluster, monkeypatch, room):
+    """It waits for a long time where one is busy, and fails if there is none any more."""
+    looks, told = [], []
+
+    def nodes():
+        looks.append(None)
+        if len(looks) == 40:
+            cluster.stopped.set()
+        return [{"Alive": room, "Resources": {"CPU": 4.0}}]
+
+    monkeypatch.setattr(job_module, "_LOOK", 0.001)
+    ray = fake(monkeypatch, lambda _actor, name, _arguments: "lost after" if name == "place" else None)
+    ray.nodes = nodes
+    with pytest.raises(RunStopped if room else JobFailed, match=None if room else "no machine of the cluster has room"):
+        done(cluster, a_job("waits"), lambda *event: told.append(event))
+    assert told == [("stage", "waits for a machine with room")] and len(looks) == (40 if room else 12)
+    assert set(ray.actors[0].calls) == {"place", "kill"}, "there is nothing to stop yet"
+
+
 # --- lost machines --------------------------------------------------------------------------------------------------
 
 
@@ -175,16 +204,17 @@ def test_a_job_goes_on_on_another_machine_with_the_files_that_it_has_written(clu
         if name == "ask":
             for number in range(1, 4 if actor.number else 2):
                 allow(actor, number)
-        return "died" if name == "ask" and not actor.number and (here / "round-2").exists() else None
+        return "died" if name == "ask" and not actor.number and (here / "checkpoint/round-2").exists() else None
 
     ray = fake(monkeypatch, fate)
     assert done(cluster, a_job("counts", tmp_path=tmp_path, to=3), lambda *event: told.append(event)) == 2
     assert len(ray.actors) == 2
     notes = [text for kind, text in told if kind == "note"]
-    assert len(notes) == 1 and notes[0].endswith(" was lost (The actor died.); it goes on elsewhere")
+    lost = [text for text in notes if "lost" in text]
+    assert len(lost) == 1 and lost[0].endswith(" was lost (The actor died.); it goes on elsewhere")
     # What the first machine has written stays; the one that the second has removed is gone.
     files = {path.relative_to(here).as_posix(): path.read_text() for path in here.rglob("*") if path.is_file()}
-    assert files == {"settings": "the same", "state/count": "3", "round-3": "from 2"}
+    assert files == {"settings": "the same", "state/count": "3", "checkpoint/round-3": "from 2"}
 
 
 @pytest.mark.parametrize("last_call", ["place", "missing", "begin"])
@@ -193,7 +223,7 @@ def test_machines_lost_three_times_in_a_row_end_the_job(cluster, monkeypatch, la
     with pytest.raises(JobFailed, match=r"its machine was lost 3 times in a row: .*The actor died\.") as failed:
         done(cluster, a_job("waits"), lambda *event: told.append(event))
     assert failed.value.kind == "" and len(ray.actors) == 3
-    assert [kind for kind, _ in told if kind == "note"] == ["note"] * 2
+    assert sum("goes on elsewhere" in text for _, text in told) == 2
 
 
 def test_the_same_files_written_anew_by_each_attempt_are_no_progress(cluster, tmp_path, monkeypatch):
@@ -218,7 +248,7 @@ def test_losses_with_new_files_between_do_not_end_a_job(cluster, tmp_path, monke
         if name == "ask":
             for number in range(1, actor.number + 1):
                 allow(actor, number)
-            if actor.number < 3 and (here / f"round-{actor.number + 1}").exists():
+            if actor.number < 3 and (here / f"checkpoint/round-{actor.number + 1}").exists():
                 return "died"
         return None
 
@@ -239,19 +269,19 @@ def test_trouble_now_and_then_changes_nothing(cluster, tmp_path, monkeypatch, co
     calls, here, seen = {}, tmp_path / "trial", []
 
     def fate(_actor, name, arguments):
-        if name == "stop":
+        if name == "stop" or (name, trouble[-1]) == ("place", "lost after"):  # this may take as long as it takes
             return None
         key = (name, repr(arguments))
         calls[key] = calls.get(key, 0) + 1
         return trouble[calls[key] - 1] if calls[key] <= 2 else None
 
-    monkeypatch.setattr(job_module, "_REPEATED", 0.002)
+    monkeypatch.setitem(job_module._Attempt._answers.__kwdefaults__, "repeat", 0.002)
     ray = fake(monkeypatch, fate)
     job = a_job("told", tmp_path=tmp_path, n=1)
     here.mkdir()
     (here / "x").write_text("content")
     assert done(cluster, job, lambda *event: seen.append(event)) == {"n": 1, "files": ["job.json", "trial/x"]}
-    assert len(ray.actors) == 1 and [kind for kind, _ in seen if kind == "note"] == []
+    assert len(ray.actors) == 1 and not [text for _, text in seen if "lost" in text]
     assert [text for kind, text in seen if kind == "log"] == ["two", "lines, and a torn one"]
     assert ray.actors[0].calls.count("begin") == 3 and ray.actors[0].calls.count("complete_input") == 3
     assert nothing_left(tmp_path, [code.digest]) and (here / "x").read_text() == "content"
@@ -286,4 +316,4 @@ def test_stopping_ends_the_process_and_the_actor(cluster, tmp_path, monkeypatch,
     assert nothing_left(tmp_path, [code.digest]) and int((here / "begun").read_text()) == process[0].pid
     with pytest.raises(RunStopped):
         done(cluster, a_job("waits", tmp_path=tmp_path), lambda *_: None)
-    assert "begin" not in ray.actors[1].calls
+    assert ray.actors[1].calls == ["kill"]

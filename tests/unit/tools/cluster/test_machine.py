@@ -55,6 +55,7 @@ def send(on, files, size=3):
 
 # --- inputs ---------------------------------------------------------------------------------------------------------
 
+SIZE = 3, 14
 FILES = {"a/b.bin": b"0123456789", "empty": b"", "a/ü.txt": b"text"}
 
 
@@ -62,14 +63,15 @@ def test_an_input_is_missing_until_all_of_it_was_written(temporary):
     one, of = Machine(), digest(FILES)
     name, folder, store = one.place()
     assert name and Path(folder).parent == temporary == Path(store).parent
-    assert one.missing([of, "0" * 32]) == [of, "0" * 32]
+    asked = {of: SIZE, "0" * 32: (1, 1)}
+    assert one.missing(asked) == [of, "0" * 32]
     send(one, FILES)
-    assert one.missing([of]) == [of]
+    assert one.missing({of: SIZE}) == [of]
     one.complete_input(of)
-    assert one.missing([of, "0" * 32]) == ["0" * 32]
+    assert one.missing(asked) == ["0" * 32]
     assert {name: (Path(store) / of / name).read_bytes() for name in FILES} == FILES
     other = Machine()
-    assert other.missing([of]) == [] and other.place()[1] != folder
+    assert other.missing({of: SIZE}) == [] and other.place()[1] != folder
     other.complete_input(of)  # repeated, or written by both
 
 
@@ -96,34 +98,33 @@ def test_other_content_than_was_sent_is_refused(temporary):
         one.complete_input(of)
     with pytest.raises(OSError, match="received other files than were sent"):
         one.complete_input(digest({"nothing": b"of it"}))
-    assert one.missing([of]) == [of]
+    assert one.missing({of: SIZE}) == [of]
 
 
 def test_completing_twice_at_the_same_time_is_no_failure(temporary, monkeypatch):
-    """The second call, made as no answer came, finds the folder renamed while it reads it."""
-    one, of, reading, renamed = Machine(), digest(FILES), threading.Event(), threading.Event()
+    """The second call is made while the first, of which there was no answer, still reads the files."""
+    one, of, reading, outcomes = Machine(), digest(FILES), threading.Event(), []
     send(one, FILES)
-    slow = threading.Thread(target=lambda: errors.append(outcome()))
-    errors = []
 
-    def outcome():
-        with suppress(BaseException):
-            return one.complete_input(of)
-        return sys.exc_info()
-
-    def late(files):
-        if threading.current_thread() is slow:
-            reading.set()
-            assert renamed.wait(10)
+    def slow(files):
+        reading.set()
+        time.sleep(0.2)
         return digest_of(files)
 
-    monkeypatch.setattr(machine, "digest_of", late)
-    slow.start()
+    def complete():
+        try:
+            outcomes.append(one.complete_input(of))
+        except OSError as error:
+            outcomes.append(error)
+
+    monkeypatch.setattr(machine, "digest_of", slow)
+    calls = [threading.Thread(target=complete) for _ in range(2)]
+    calls[0].start()
     assert reading.wait(10)
-    one.complete_input(of)
-    renamed.set()
-    slow.join()
-    assert errors == [None] and one.missing([of]) == []
+    calls[1].start()
+    for call in calls:
+        call.join()
+    assert outcomes == [None, None] and one.missing({of: SIZE}) == []
 
 
 def test_inputs_that_no_job_used_for_a_week_are_removed(temporary):
@@ -136,19 +137,50 @@ def test_inputs_that_no_job_used_for_a_week_are_removed(temporary):
     store = Path(one.place()[2])
     long_ago = time.time() - WEEK
     running = Machine()
-    assert running.missing([found["running"]]) == []
+    assert running.missing({found["running"]: (1, 7)}) == []
     for text, age in {"old": -60, "new": 60, "running": -60}.items():
         os.utime(store / found[text], (long_ago + age, long_ago + age))
     running.ask({}, [], 0)  # its job has gone on for more than a week
-    assert sorted(Machine().missing(list(found.values()))) == [found["old"]]
-    assert len(list(store.iterdir())) == 2
+    other = Machine()
+    assert {path.name for path in store.iterdir()} == {found["new"], found["running"]}
+    assert other.missing({of: (1, len(text)) for text, of in found.items()}) == [found["old"]]
 
 
-def test_a_store_of_another_user_is_not_used(temporary, monkeypatch):
-    uid = os.getuid()
-    (temporary / f"{machine.STORE}-{uid + 1}").mkdir()
-    monkeypatch.setattr(os, "getuid", lambda: uid + 1)
-    with pytest.raises(PermissionError, match="another user"):
+def test_what_python_writes_beside_the_code_does_not_count(temporary):
+    one = Machine()
+    of = send(one, FILES)
+    one.complete_input(of)
+    folder = Path(one.place()[2]) / of / "a" / "__pycache__"
+    folder.mkdir()
+    (folder / "b.cpython-311.pyc").write_bytes(b"compiled")
+    assert one.missing({of: SIZE}) == []
+
+
+def test_an_input_that_has_lost_a_file_is_missing_and_is_taken_again(temporary):
+    one, of = Machine(), digest(FILES)
+    send(one, FILES)
+    one.complete_input(of)
+    whole = Path(one.place()[2]) / of
+    (whole / "empty").unlink()  # as what cleans a temporary folder does
+    other = Machine()
+    assert other.missing({of: SIZE}) == [of]
+    send(other, FILES)
+    other.complete_input(of)
+    assert other.missing({of: SIZE}) == [] and (whole / "empty").exists()
+
+
+@pytest.mark.parametrize("whose", ["another user's", "open to others", "a link"])
+def test_a_store_that_others_can_write_in_is_not_used(temporary, tmp_path, monkeypatch, whose):
+    uid = os.getuid() + (whose == "another user's")
+    store = temporary / f"{machine.STORE}-{uid}"
+    if whose == "a link":
+        (tmp_path / "theirs").mkdir(mode=0o700)
+        store.symlink_to(tmp_path / "theirs")
+    else:
+        store.mkdir()
+        store.chmod(0o700 if whose == "another user's" else 0o770)
+    monkeypatch.setattr(os, "getuid", lambda: uid)
+    with pytest.raises(PermissionError, match="not a folder that only this user can open"):
         Machine()
 
 

@@ -1,6 +1,7 @@
 """`tepal compare` with simulations that leave a run at once."""
 
 import contextlib
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,10 +18,16 @@ from tests.packages import ROOT
 def compare(monkeypatch, tmp_path):
     """`tepal compare` with simulations that leave a run at once.
 
-    `failing` says what instead happens to a strategy, or to one with a seed, after the first round.
+    `failing` says what instead happens to a strategy, or to one with a seed, after the first round; `during` is called
+    with each run's strategy and directory then. `engine.at_once` runs are done at the same time.
     """
     monkeypatch.chdir(ROOT)
-    started, asked, failing = [], [], {}
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    started, asked, failing, during = [], [], {}, [lambda strategy, run: None]
+    stopped = threading.Event()
+    engine = SimpleNamespace(
+        start_ahead=lambda: None, stop=stopped.set, at_once=1, here=True, description="Engine: none"
+    )  # fmt: skip
 
     def simulate(run_config, *, on_event, log):
         config = dict(run_config)
@@ -37,15 +44,14 @@ def compare(monkeypatch, tmp_path):
         (run / "checkpoint" / "round-000001").mkdir(parents=True, exist_ok=True)
         on_event("log", f"INFO : {KEPT_IN}{run}")
         log.write_text("Flower's log")
+        during[-1](strategy, run)
         if error:
             raise error
         RunDirectory(run, read_config(run)).write_summary()
 
     def engine_for(name, app, **resources):
         asked.append({"engine": name, **resources})
-        engine = SimpleNamespace(
-            run=simulate, start_ahead=lambda: None, stop=lambda: None, at_once=1, here=True, description="Engine: none"
-        )
+        engine.run = simulate
         return contextlib.nullcontext(engine)
 
     monkeypatch.setattr("tepal.tools.cli.compare.engine_for", engine_for)
@@ -60,6 +66,6 @@ def compare(monkeypatch, tmp_path):
         started.clear()
         return found
 
-    run.asked = asked
+    run.asked, run.engine, run.during, run.stopped = asked, engine, during, stopped
     run.started, run.failing, run.runs, run.cells = started, failing, tmp_path / "runs", cells
     return run

@@ -3,6 +3,7 @@
 import csv
 import io
 import math
+import threading
 import tomllib
 from contextlib import suppress
 
@@ -22,6 +23,7 @@ from tepal.tools.search.plan import SearchedVariant, SearchPlan
 from tepal.tools.search.results import best_table, trial_line
 from tepal.tools.search.running import JOURNAL, open_search, run_trials, score_of
 from tepal.tools.search.study import VariantStudy
+from tepal.tools.simulation.engine import RunStopped
 from tepal.tools.spaces import Choices, Range
 from tests.packages import ROOT
 
@@ -394,3 +396,81 @@ def test_a_search_trains_and_its_best_values_are_those_of_the_best_run(tmp_path)
     # Nothing is left to run. (Of two runs that begin within a second, the name of the second ends with -2.)
     again = CliRunner().invoke(app, command)
     assert again.exit_code == 0 and len(list((tmp_path / "found").glob("*-fedavg*"))) == 2
+
+
+# --- at the same time -----------------------------------------------------------------------------------------------
+
+
+class Parallel(Fake):
+    """An objective that is called in threads: in `together` of them it scores at the same time."""
+
+    def __init__(self, folder, together, score=hill):
+        super().__init__(folder, score)
+        self.barrier, self.lock = threading.Barrier(together), threading.Lock()
+
+    def __call__(self, name, config, on_run):
+        self.barrier.wait(20)
+        with self.lock:
+            return super().__call__(name, config, on_run)
+
+
+def search_at_once(folder, trials, objective, stop=lambda: None):
+    folder.mkdir(parents=True, exist_ok=True)
+    open_search(PLAN, folder)
+    ended = []
+    found = run_trials(
+        PLAN, folder, trials, objective, minimise=False, on_trial=ended.append, at_once=2, stop=stop
+    )  # fmt: skip
+    return found, ended
+
+
+def without_times(folder):
+    """The lines of trials.csv, of each its run's own values alone."""
+    return [{key: value for key, value in row.items() if key not in ("seconds", "run")} for row in rows(folder)]
+
+
+def test_trials_at_the_same_time_are_those_of_trials_in_turn(tmp_path):
+    in_turn, _ = search(tmp_path / "in turn", 7)
+    folder = tmp_path / "at once"
+    objective = Parallel(folder, 2)
+    found, ended = search_at_once(folder, 7, objective)
+    assert told(found.trials) == told(ended) == told(in_turn.trials)
+    assert without_times(folder) == without_times(tmp_path / "in turn")
+    assert (folder / "found.toml").read_text() == (tmp_path / "in turn" / "found.toml").read_text()
+    again = Parallel(folder, 2)
+    search_at_once(folder, 7, again)
+    assert len(objective.configs) == 14 and again.configs == []
+
+
+def test_a_search_that_is_stopped_at_the_same_time_goes_on_with_the_same_trials(tmp_path):
+    whole, _ = search(tmp_path / "whole", 5)
+    folder, stopped = tmp_path / "stopped", threading.Event()
+
+    class Interrupted(Parallel):
+        def __call__(self, name, config, on_run):
+            score = super().__call__(name, config, on_run)
+            if len(self.configs) > 4 and config["strategy"] == "fedavg":
+                raise KeyboardInterrupt  # in the place of one in the main thread
+            if len(self.configs) > 4:
+                assert stopped.wait(20)
+                raise RunStopped
+            return score
+
+    with pytest.raises(KeyboardInterrupt):
+        search_at_once(folder, 5, Interrupted(folder, 2), stopped.set)
+    assert len(rows(folder)) == 4
+    again = Parallel(folder, 2)
+    found, _ = search_at_once(folder, 5, again)
+    assert told(found.trials) == told(whole.trials) and len(again.configs) == 6
+
+
+def test_a_trial_that_fails_beside_another_is_one_that_failed(tmp_path):
+    def score(config):
+        if config["strategy"] == "fedprox":
+            raise RunError("too few replies")
+        return hill(config)
+
+    found, _ = search_at_once(tmp_path, 2, Parallel(tmp_path, 2, score))
+    assert [(trial.variant, trial.reason) for trial in found.trials] == [
+        ("FedAvg", ""), ("FedAvg", ""), ("FedProx", "too few replies"), ("FedProx", "too few replies"),
+    ]  # fmt: skip

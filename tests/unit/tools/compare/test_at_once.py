@@ -1,0 +1,137 @@
+"""`tepal compare` with several runs at the same time, as on a cluster."""
+
+import csv
+import signal
+import threading
+
+import pytest
+
+from tepal.host.superlink import RunError
+from tepal.records.run_directory import read_config
+from tepal.tools.compare import runs
+from tepal.tools.compare.comparison import read_comparison
+from tepal.tools.simulation.engine import RunStopped
+
+THREE = ("--strategies", "fedavg,fedfrozen,fedacs")
+
+
+def rows_of_runs(folder):
+    with (folder / "runs.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def outcomes(folder):
+    """Of the runs, in the table and in the file that a resumed comparison is read from."""
+    found = [run.outcome for run in read_comparison(folder).runs]
+    assert [row["outcome"] for row in rows_of_runs(folder)] == found
+    return found
+
+
+def folders(compare):
+    return sorted(compare.runs.glob("*-compare"))
+
+
+def together(count):
+    """Called in as many runs, it returns in all of them at the same time."""
+    barrier = threading.Barrier(count)
+    return lambda _strategy, _run: barrier.wait(20)
+
+
+def test_the_tables_are_those_of_runs_in_turn(compare):
+    assert compare(*THREE).exit_code == 0
+    in_turn = compare.cells()
+    compare.engine.at_once = 3
+    compare.during.append(together(3))
+    assert compare(*THREE).exit_code == 0 and sorted(compare.cells()) == sorted(in_turn) and len(in_turn) == 3
+    first, second = folders(compare)
+    for name in ("comparison.csv", "comparison.md", "comparison.tex"):
+        assert (first / name).read_text() == (second / name).read_text(), name
+    assert outcomes(second) == outcomes(first) == ["finished"] * 3
+    # Each run is where it belongs, whichever ended first.
+    for run in read_comparison(second).runs:
+        assert {key: read_config(run.directory)[key] for key in ("strategy", "seed")} == {
+            "strategy": run.strategy, "seed": run.seed,
+        }  # fmt: skip
+    assert not compare.stopped.is_set()
+
+
+def test_a_run_that_fails_leaves_the_others_alone(compare):
+    compare.engine.at_once = 3
+    compare.during.append(together(3))
+    compare.failing["fedfrozen"] = RunError("too few replies")
+    done = compare(*THREE)
+    (folder,) = folders(compare)
+    assert done.exit_code == 1 and "fedfrozen: too few replies" in done.stderr
+    assert outcomes(folder) == ["finished", "failed", "finished"] and not compare.stopped.is_set()
+    compare.failing.clear()
+    compare.cells()
+    compare.engine.at_once = 2
+    compare.during.append(lambda _strategy, _run: None)
+    assert compare("--resume", str(folder), config=None).exit_code == 0
+    assert [strategy for strategy, _ in compare.cells()] == ["fedfrozen"] and outcomes(folder) == ["finished"] * 3
+
+
+@pytest.fixture
+def ctrl_c():
+    """Python's own handler: in a shell's background SIGINT is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_stops_all_that_are_under_way_and_shows_what_is_there(compare, ctrl_c):
+    compare.engine.at_once = 2
+    begun = threading.Barrier(2)
+
+    def wait(strategy, _run):
+        if strategy == "fedavg":
+            return
+        if begun.wait(20) == 0:  # both have begun, as a run before them has ended
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        assert compare.stopped.wait(20)
+        raise RunStopped
+
+    compare.during.append(wait)
+    done = compare("--strategies", "fedavg,fedfrozen,fedacs,local")
+    (folder,) = folders(compare)
+    assert done.exit_code == 130 and outcomes(folder) == ["finished", "stopped", "stopped", "not run"]
+    assert sorted(strategy for strategy, _ in compare.cells()) == ["fedacs", "fedavg", "fedfrozen"]
+    assert f"`tepal compare --resume {folder}`" in done.output and (folder / "comparison.html").is_file()
+    compare.during.append(lambda _strategy, _run: None)
+    assert compare("--resume", str(folder), config=None).exit_code == 0 and outcomes(folder) == ["finished"] * 4
+    assert sorted(strategy for strategy, _ in compare.cells()) == ["fedacs", "fedfrozen", "local"]
+
+
+def test_ctrl_c_after_the_last_run_leaves_it_finished(compare, monkeypatch):
+    compare.engine.at_once = 2
+    real, written = runs.write_comparison, []
+
+    def write(comparison):
+        written.append(None)
+        if len(written) == 2:  # after the second of two runs
+            raise KeyboardInterrupt
+        return real(comparison)
+
+    monkeypatch.setattr(runs, "write_comparison", write)
+    assert compare("--strategies", "fedavg,fedacs").exit_code == 0 and outcomes(folders(compare)[0]) == ["finished"] * 2
+
+
+def test_an_error_of_the_settings_stops_the_others_and_is_said(compare):
+    compare.engine.at_once = 2
+
+    def wait(_strategy, _run):
+        assert compare.stopped.wait(20)
+        raise RunStopped
+
+    compare.during.append(wait)
+    compare.failing["fedacs"] = ValueError("cpus_per_client is 99")
+    done = compare("--strategies", "fedavg,fedacs")
+    assert done.exit_code == 1 and "cpus_per_client is 99" in done.output
+
+
+def test_where_each_begins_and_its_last_round_are_shown(compare):
+    compare.engine.at_once = 2
+    done = compare("--strategies", "fedavg,fedacs")
+    for name in ("1/2 fedavg", "2/2 fedacs"):
+        (line,) = (line for line in done.stdout.splitlines() if line.startswith(name))
+        assert "round 3/3" in line
