@@ -5,7 +5,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -19,23 +19,28 @@ pytestmark = [pytest.mark.long, pytest.mark.slow]
 
 CUT = 20.0  # seconds
 PORT = 6379
-# Ray shall declare no machine dead during a cut.
+# How long the cluster waits for a machine before it takes it for dead: much longer than the cut, and not so long.
 PATIENT = {"RAY_health_check_failure_threshold": "30", "RAY_gcs_rpc_server_reconnect_timeout_s": "300"}
+HASTY = {
+    "RAY_health_check_failure_threshold": "3", "RAY_health_check_period_ms": "500",
+    "RAY_health_check_timeout_ms": "2000",
+}  # fmt: skip
 HEAD = ("--head", f"--port={PORT}", "--num-cpus=1", "--include-dashboard=false")
 COMPARE = ("compare", ".", "--strategies", "fedavg,fedfrozen", "--seeds", "1,2", "--clients", "3")
 CONFIG = 'pretrained="tiny-vit-digits" local-epochs=1 deterministic=true num-server-rounds=8'
 
 
-@pytest.fixture
-def cluster() -> Iterator[list[Machine]]:
+@contextmanager
+def ray_on_machines(settings: Mapping[str, str]) -> Iterator[list[Machine]]:
     """Ray on three machines: the head and another with one core each, and that of the command, which has none."""
     # A short name: Ray's sockets are below it.
     with tempfile.TemporaryDirectory(prefix="tn", ignore_cleanup_errors=True) as folder, ExitStack() as opened:
         made = opened.enter_context(machines(3, Path(folder)))
-        head = opened.enter_context(_ray_on(made[0], *HEAD))
+        head = opened.enter_context(_ray_on(made[0], settings, *HEAD))
         wait_for_log(head, "Ray runtime started", 90)
+        address = f"--address={made[0].address}:{PORT}"
         joined = [
-            opened.enter_context(_ray_on(machine, f"--address={made[0].address}:{PORT}", f"--num-cpus={cores}"))
+            opened.enter_context(_ray_on(machine, settings, address, f"--num-cpus={cores}"))
             for machine, cores in zip(made[1:], (1, 0), strict=True)
         ]
         for node in joined:
@@ -44,14 +49,14 @@ def cluster() -> Iterator[list[Machine]]:
 
 
 @contextmanager
-def _ray_on(machine: Machine, *options: str) -> Iterator[Process]:
+def _ray_on(machine: Machine, settings: Mapping[str, str], *options: str) -> Iterator[Process]:
     command = machine.command(
         sys.executable, "-m", "ray.scripts.scripts", "start", *options, f"--node-ip-address={machine.address}",
         f"--temp-dir={machine.folder / 'r'}", f"--object-store-memory={200 * 2**20}", "--disable-usage-stats",
         "--block", cwd=machine.folder,
     )  # fmt: skip
-    log, environment = machine.folder / "ray.log", machine.environment(**PATIENT)
-    with started(command, log=log, env=environment, name="Ray", grace=1) as process:
+    environment = machine.environment(**settings)
+    with started(command, log=machine.folder / "ray.log", env=environment, name="Ray", grace=1) as process:
         yield process
 
 
@@ -82,32 +87,51 @@ def wait_for(condition: Callable[[], object], what: str, process: Process, secon
         time.sleep(0.1)
 
 
-def command_in(folder: Path, ray: str) -> list[str]:
+@contextmanager
+def compare_in(
+    folder: Path, cluster: list[Machine] | None, settings: Mapping[str, str] | None = None
+) -> Iterator[Process]:
+    """Start the comparison: on a cluster, from its last machine; without one on this machine."""
+    folder.mkdir()
     config = ("-c", CONFIG, "-c", f'runs="{folder / "runs"}"')
-    return [sys.executable, "-m", "tepal.tools.cli.main", *COMPARE, *config, "--ray", ray]
+    address = f"{cluster[0].address}:{PORT}" if cluster else "none"
+    command = [sys.executable, "-m", "tepal.tools.cli.main", *COMPARE, *config, "--ray", address]
+    python = {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+    if cluster:
+        command = cluster[-1].command(*command, cwd=ROOT)
+        environment = cluster[-1].environment(**python, **(settings or {}))
+    else:
+        environment = {**os.environ, **python}
+    with started(command, log=folder / "command.log", env=environment, cwd=ROOT) as process:
+        yield process
 
 
-def test_no_run_is_lost_when_the_commands_network_is_cut(cluster, tmp_path):
-    head, _, own = cluster
+def test_no_run_is_lost_when_the_commands_network_is_cut(tmp_path):
     here, there = tmp_path / "here", tmp_path / "there"
-    for folder in (here, there):
-        folder.mkdir()
-    python = {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    command = own.command(*command_in(there, f"{head.address}:{PORT}"), cwd=ROOT)
-    with started(command, log=there / "command.log", env=own.environment(**PATIENT, **python)) as process:
+    with ray_on_machines(PATIENT) as cluster, compare_in(there, cluster, PATIENT) as process:
         wait_for(lambda: len(rounds_in(there)) == 2, "the first rounds of two runs", process, 120)
-        own.set_cable("down")
+        cluster[-1].set_cable("down")
         begun = time.monotonic()
         time.sleep(1)  # what had arrived is written
         before = rounds_in(there)
         time.sleep(begun + CUT - time.monotonic())
         assert process.running and rounds_in(there) == before, "nothing comes through a cable that is cut"
-        own.set_cable("up")
+        cluster[-1].set_cable("up")
         wait_for(lambda: rounds_in(there) != before, "more rounds after the cut", process, 60)
         shown = finished(process)
     assert "2 machines with 2 cores" in shown and "goes on elsewhere" not in shown
-
-    environment = {**os.environ, **python, "OMP_NUM_THREADS": "1"}
-    with started(command_in(here, "none"), log=here / "command.log", env=environment, cwd=ROOT) as process:
+    with compare_in(here, None) as process:
         finished(process)
     assert len(scores_in(there)) == 4 and scores_in(there) == scores_in(here)
+
+
+def test_a_command_whose_machine_is_taken_for_dead_says_what_to_do(tmp_path):
+    folder = tmp_path / "there"
+    with ray_on_machines(HASTY) as cluster, compare_in(folder, cluster, HASTY) as process:
+        wait_for(lambda: len(rounds_in(folder)) == 2, "the first rounds of two runs", process, 120)
+        cluster[-1].set_cable("down")
+        time.sleep(CUT)
+        cluster[-1].set_cable("up")
+        assert process.wait(120) == 1, process.tail(50)
+    shown = " ".join((folder / "command.log").read_text().split())
+    assert "this machine is no longer a part of the cluster" in shown and "Traceback" not in shown

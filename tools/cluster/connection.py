@@ -6,11 +6,12 @@ import logging
 import os
 import socket
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from threading import Event
+from threading import Event, Lock, Thread
+from typing import TypeVar
 
 from tepal.host.processes import exit_on_signals
 from tepal.host.superlink import RunError
@@ -19,7 +20,9 @@ from tepal.tools.cluster.inputs import Inputs
 
 NONE = "none"
 """As an address: no cluster, whatever RAY_ADDRESS is."""
-_ANSWER = 5.0  # seconds until a cluster's port must answer
+_ANSWER = 5.0  # seconds until a cluster's port must answer, and Ray
+_ASKING = Lock()  # held by a thread that asks Ray
+_Found = TypeVar("_Found")
 _PATIENCE = 30.0  # seconds for the versions of a machine
 
 
@@ -72,21 +75,18 @@ class Cluster:
     def has_room(self) -> bool:
         """Whether any machine is there now that could do a job, even if it is busy. Raises ClusterLost."""
         self.check()
-        try:
-            return any(_room(node, self.cpus, self.gpus) for node in _nodes())
-        except Exception:  # Ray's are of many kinds: it does not answer now
-            return True
+        nodes = _unless_cut(_nodes)
+        return nodes is None or any(_room(node, self.cpus, self.gpus) for node in nodes)
 
     def check(self) -> None:
         """Raise ClusterLost if this machine is no longer a part of the cluster."""
         import ray
 
-        try:
+        def lost() -> bool:
             own = ray.get_runtime_context().get_node_id()
-            lost = not any(each["Alive"] for each in ray.nodes() if each["NodeID"] == own)
-        except Exception:  # as above
-            return
-        if lost:
+            return not any(each["Alive"] for each in ray.nodes() if each["NodeID"] == own)
+
+        if _unless_cut(lost):
             raise ClusterLost(
                 f"--ray {self.address}: this machine is no longer a part of the cluster. Ray has ended here, or its "
                 "network was cut for so long (a minute, say) that the cluster took it for dead. Start Ray here again, "
@@ -171,6 +171,22 @@ def _no_cluster(address: str, error: Exception) -> RunError:
         "`ray status`; a machine joins with ray start --address=HOST:PORT, and with --num-cpus=0 --num-gpus=0 it "
         "computes nothing itself"
     )
+
+
+def _unless_cut(call: Callable[[], _Found]) -> _Found | None:
+    """What a call of Ray returns; None if there is no answer now. It may wait for as long as the network is cut."""
+    found = list[_Found]()
+
+    def ask() -> None:
+        with _ASKING, suppress(Exception):  # Ray's are of many kinds
+            found.append(call())
+
+    if _ASKING.locked():  # another thread waits
+        return None
+    thread = Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(_ANSWER)
+    return found[0] if found else None
 
 
 def _nodes() -> tuple[tuple[float, float], ...]:
