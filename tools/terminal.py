@@ -244,6 +244,11 @@ class EndProgress(RoundProgress):
     def stage(self, text: str) -> None:
         self.note(text)
 
+    def update(self, line: RoundRecord) -> None:
+        super().update(line)
+        for text in _trouble(line):
+            self.note(f"round {line.round}/{self._rounds}: {text}")
+
     def note(self, text: str) -> None:
         self._shown.print(f"{self._name}{visible(text)}", markup=False, highlight=False, soft_wrap=True)
 

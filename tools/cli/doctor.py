@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from tepal.tools.cli import AsJson, commands
+from tepal.tools.cli import AsJson, commands, reported
 
 app = commands("doctor")
 
@@ -44,6 +44,12 @@ def doctor_command(
     from tepal.tools.dashboard.printed import console
     from tepal.tools.deploy.doctor import PROBLEM, examine, findings_table
 
+    address = ""
+    if ray:
+        from tepal.tools.cluster.connection import address_of
+
+        with reported():
+            address = address_of(ray)
     with Console(stderr=True).status("checking …"):
         findings = list(
             examine(
@@ -51,11 +57,10 @@ def doctor_command(
                 root_certificates=root_certificates,
             )
         )  # fmt: skip
-        if ray:
-            from tepal.tools.cluster.connection import address_of
+        if address:
             from tepal.tools.deploy.doctor_cluster import check_cluster
 
-            findings += check_cluster(address_of(ray))
+            findings += check_cluster(address)
     if as_json:
         typer.echo(json.dumps([asdict(each) for each in findings], indent=2))
     else:

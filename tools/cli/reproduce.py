@@ -25,7 +25,10 @@ def reproduce_command(
         Path("data")
     ),
     at_once: Annotated[
-        int, typer.Option(min=1, help="runs at the same time, each in a process with one thread; 1: with all threads")
+        int,
+        typer.Option(
+            min=1, help="without --ray: runs at the same time, each in a process with one thread; 1: with all threads"
+        ),
     ] = 1,
     device: Annotated[
         str, typer.Option(help="where clients train: cpu, cuda, cuda:1; auto: on a GPU if there is one")

@@ -38,13 +38,17 @@ def address_of(given: str | None) -> str:
     """
     if given is None:
         of_environment = os.environ.get("RAY_ADDRESS", "")
-        return "" if "://" in of_environment or of_environment in (NONE, "local") else of_environment
-    if "://" in given:
+        return of_environment if _is_cluster(of_environment) else ""
+    if given != NONE and not _is_cluster(given):
         raise ValueError(
             f"--ray {given}: expected HOST:PORT of a cluster that this machine is a part of, or auto. To make it a "
             "part that computes nothing: ray start --address=HOST:PORT --num-cpus=0 --num-gpus=0"
         )
     return "" if given == NONE else given
+
+
+def _is_cluster(address: str) -> bool:
+    return "://" not in address and address not in (NONE, "local")
 
 
 @dataclass(frozen=True)
@@ -72,11 +76,14 @@ class Cluster:
         """How many jobs the machines have room for."""
         return sum(_room(node, self.cpus, self.gpus) for node in self.nodes)
 
-    def has_room(self) -> bool:
-        """Whether any machine is there now that could do a job, even if it is busy. Raises ClusterLost."""
+    def has_room(self) -> bool | None:
+        """Whether any machine is there now that could do a job, even if it is busy; None: not known now.
+
+        Raises ClusterLost.
+        """
         self.check()
         nodes = _unless_cut(_nodes)
-        return nodes is None or any(_room(node, self.cpus, self.gpus) for node in nodes)
+        return None if nodes is None else any(_room(node, self.cpus, self.gpus) for node in nodes)
 
     def check(self) -> None:
         """Raise ClusterLost if this machine is no longer a part of the cluster."""
@@ -119,11 +126,16 @@ def connected(address: str, cpus: float | None = None, gpus: float | None = None
     Raises RunError if there is no cluster, if none of its machines has room for a job, and for a ClusterLost.
     """
     if find_spec("ray") is None:
-        raise RunError("--ray needs Ray: pip install 'tepal[ray]' (in a checkout pip install -e '.[ray]')")
+        raise RunError(
+            f"--ray {address} needs Ray: pip install 'tepal[ray]' (in a checkout pip install -e '.[ray]'). Without "
+            "--ray the address is that of RAY_ADDRESS; --ray none computes on this machine"
+        )
     for option, value in (("--cpus", cpus), ("--gpus", gpus)):
         if value and value > 1 and value != int(value):
             raise RunError(f"{option} {value:g}: on a Ray cluster what is more than 1 must be a whole number")
     _check_answers(address)
+    if address == "auto" and not _is_cluster(os.environ.get("RAY_ADDRESS", "")):
+        os.environ.pop("RAY_ADDRESS", None)  # Ray would take it
     os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # else a call after the end would start a Ray of its own
     import ray
 
@@ -169,7 +181,7 @@ def _no_cluster(address: str, error: Exception) -> RunError:
     return RunError(
         f"--ray {address}: no cluster answers there, or this machine is not a part of it ({_first_line(error)}). See "
         "`ray status`; a machine joins with ray start --address=HOST:PORT, and with --num-cpus=0 --num-gpus=0 it "
-        "computes nothing itself"
+        "computes nothing itself. Without --ray the address is that of RAY_ADDRESS; --ray none computes on this machine"
     )
 
 
@@ -178,10 +190,13 @@ def _unless_cut(call: Callable[[], _Found]) -> _Found | None:
     found = list[_Found]()
 
     def ask() -> None:
-        with _ASKING, suppress(Exception):  # Ray's are of many kinds
-            found.append(call())
+        try:
+            with suppress(Exception):  # Ray's are of many kinds
+                found.append(call())
+        finally:
+            _ASKING.release()
 
-    if _ASKING.locked():  # another thread waits
+    if not _ASKING.acquire(timeout=_ANSWER):  # another thread waits for an answer
         return None
     thread = Thread(target=ask, daemon=True)
     thread.start()

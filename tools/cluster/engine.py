@@ -30,7 +30,7 @@ from tepal.records.run_directory import (
 )
 from tepal.tools.cluster.connection import Cluster, connected
 from tepal.tools.cluster.inputs import Input
-from tepal.tools.cluster.job import Job, JobFailed, Place, done
+from tepal.tools.cluster.job import PROCESS, Job, JobFailed, Place, done
 from tepal.tools.cluster.texts import Written, in_html, in_json, in_toml, replaced
 from tepal.tools.paths import with_paths
 from tepal.tools.simulation.engine import Runner
@@ -39,6 +39,10 @@ from tepal.tools.simulation.process_engine import ProcessEngine
 _RUNS, _CACHE = "runs", "clients"
 _WRITTEN: Mapping[str, Written] = {CONFIG: in_toml, REPORT: in_html, "": str}
 """A run's files with paths, and how they are written there; "" is a line of its log."""
+
+
+class ClusterFailed(RunError):
+    """Machines of the cluster failed, and not the run: elsewhere, or another time, it may succeed."""
 
 
 class ClusterEngine(Runner):
@@ -91,8 +95,7 @@ class ClusterEngine(Runner):
 
         def arguments(place: Place) -> Mapping[str, Any]:
             there = with_paths(config, lambda path: inputs[path].on(place.store))
-            return {"app": app.on(place.store), "config": there, "run": directory.name, "clients": self.clients,
-                    "cpus": self._cluster.cpus}  # fmt: skip
+            return {"app": app.on(place.store), "config": there, "run": directory.name, "clients": self.clients}
 
         def here(place: Place, name: str, content: bytes) -> bytes:
             """A file or line of the run with paths on this machine."""
@@ -120,7 +123,10 @@ class ClusterEngine(Runner):
             try:
                 done(self._cluster, job, tell)
             except JobFailed as error:
-                raise RunError(explain(log.read_text(), str(error)) if not error.kind else str(error), log) from error
+                if not error.kind:
+                    raise ClusterFailed(str(error), log) from error
+                said = explain(log.read_text(), str(error)) if error.kind == PROCESS else str(error)
+                raise RunError(said, log) from error
         return EndedRun(1, "completed", log, "")
 
 
@@ -148,9 +154,7 @@ def _with_header(model: bytes, paths: Mapping[str, str]) -> bytes:
     return len(written).to_bytes(8, "little") + written + model[end:]
 
 
-def run_there(
-    folder: Path, *, app: str, config: Mapping[str, Value], run: str, clients: int, cpus: float
-) -> None:
+def run_there(folder: Path, *, app: str, config: Mapping[str, Value], run: str, clients: int) -> None:
     """Do a run on the machine that its job is on, in the job's folder. Raises RunError."""
     directory = folder / _RUNS / run
     kept = {key: value for key, value in config.items() if with_paths({key: value}, lambda _: "") != {key: value}}

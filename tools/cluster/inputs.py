@@ -47,7 +47,7 @@ class Inputs:
 
     def __init__(self) -> None:
         self._copies, self._known, self._reading = ExitStack(), dict[tuple[str, Path], Input](), Lock()
-        self._sending: dict[object, Lock] = {}
+        self._sending, self._looking = dict[object, Lock](), Lock()
         self.code = _code(self._copy("code"))
 
     def __enter__(self) -> Inputs:
@@ -66,7 +66,7 @@ class Inputs:
 
     def sending(self, place: object) -> Lock:
         """A lock for sending inputs to a machine: a second job waits, and then finds what the first one has sent."""
-        with self._reading:
+        with self._looking:
             return self._sending.setdefault(place, Lock())
 
     def _read(self, kind: str, path: Path, read: Callable[[Path], Input]) -> Input:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tepal.host.files import replacing
+from tepal.host.superlink import without_colour
 from tepal.host.text import visible
 from tepal.records.run_directory import CHECKPOINTS, NOW
 from tepal.tools.cluster.connection import Cluster
@@ -31,8 +32,12 @@ _LOSSES = 3  # machines lost in a row, without a new file between, after which a
 _PART = 16 * 2**20  # bytes of a file in one call
 
 
+PROCESS = "process"
+"""The kind of a failure: the job's process ended."""
+
+
 class JobFailed(RuntimeError):
-    """A job failed on its machine. `kind`: the name of the exception's class there, "" if its process ended."""
+    """A job failed. `kind`: class of the exception there, `PROCESS` if its process ended, "" if machines failed."""
 
     def __init__(self, message: str, kind: str = "") -> None:
         super().__init__(message)
@@ -147,7 +152,9 @@ class _Attempt:
                 if not said:
                     self._tell("stage", "waits for a machine with room")
                     said = True
-                roomless = 0 if self._cluster.has_room() else roomless + 1
+                room = self._cluster.has_room()
+                if room is not None:
+                    roomless = 0 if room else roomless + 1
                 if roomless == _ROOMLESS:
                     raise JobFailed("no machine of the cluster has room for it any more: see `ray status`")
 
@@ -188,7 +195,11 @@ class _Attempt:
                 continue
             except exceptions.OutOfMemoryError as error:
                 raise JobFailed(f"{self._place.machine} had too little memory for it") from error
-            except (exceptions.RayActorError, exceptions.NodeDiedError, exceptions.WorkerCrashedError) as error:
+            except exceptions.RayActorError as error:
+                if getattr(error, "actor_init_failed", False):  # Machine() raised
+                    raise JobFailed(f"a machine cannot begin it: {_last_line(error)}") from error
+                raise _Lost(f"{self._place.machine or 'a machine'} was lost ({_reason(error)})") from error
+            except (exceptions.NodeDiedError, exceptions.WorkerCrashedError) as error:
                 raise _Lost(f"{self._place.machine or 'a machine'} was lost ({_reason(error)})") from error
             except exceptions.RayTaskError as error:
                 raise JobFailed(f"on {self._place.machine}: {_reason(error.cause or error)}") from error
@@ -293,7 +304,7 @@ class _Attempt:
         if "error" in result:
             raise JobFailed(result["error"], result["kind"])
         ended = f"was killed by signal {-self._status}" if self._status < 0 else f"ended with status {self._status}"
-        raise JobFailed(f"its process on {self._place.machine} {ended}")
+        raise JobFailed(f"its process on {self._place.machine} {ended}", PROCESS)
 
 
 def _parts(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -305,6 +316,12 @@ def _parts(path: Path) -> Iterator[tuple[int, bytes]]:
             offset += len(content)
             if not content:
                 return
+
+
+def _last_line(error: BaseException) -> str:
+    """The last line of an error that has a traceback of another machine."""
+    lines = [line for line in without_colour(str(error)).splitlines() if line.strip()]
+    return visible(lines[-1].strip()) if lines else type(error).__name__
 
 
 def _reason(error: BaseException) -> str:

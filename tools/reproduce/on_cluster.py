@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from tepal.records.run_directory import CONFIG, as_json
 from tepal.strategies import RoundFailed
 from tepal.tools.cluster.connection import Cluster
-from tepal.tools.cluster.job import Job, JobFailed, Place, done
+from tepal.tools.cluster.job import PROCESS, Job, JobFailed, Place, done
 from tepal.tools.cluster.texts import in_json, in_toml, replaced
 from tepal.tools.reproduce.experiment import WEIGHTS, Experiment, MissingData, Trial, TrialInputs, Values
 
@@ -19,8 +19,12 @@ _LEFT_OUT = {error.__name__: error for error in (MissingData, RoundFailed)}
 """Exceptions for which a trial is left out, and the others go on."""
 
 
-def compute_on(cluster: Cluster, experiment: Experiment, full: bool, trial: Trial, inputs: TrialInputs) -> Values:
+def compute_on(
+    cluster: Cluster, experiment: Experiment, full: bool, log: Callable[[str], None], trial: Trial, inputs: TrialInputs
+) -> Values:
     """As `Experiment.compute`, on a machine of the cluster. A run that was interrupted goes on there.
+
+    `log` is called with a line on a machine that was lost.
 
     Raises MissingData; RoundFailed, also if the trial's process ended or its machines are lost; JobFailed.
     """
@@ -36,6 +40,10 @@ def compute_on(cluster: Cluster, experiment: Experiment, full: bool, trial: Tria
         return {"experiment": experiment.name, "full": full, "trial": trial.name, "data": there,
                 "needed": as_json(inputs.needed), "device": inputs.device}  # fmt: skip
 
+    def tell(kind: str, text: str) -> None:
+        if kind == "note":
+            log(f"{trial.name}: {text}")
+
     run = f"{_FOLDER}/runs/{trial.name}"  # as `runs.measured` names it, and what is in it
     job = Job(
         function="tepal.tools.reproduce.on_cluster:compute_there", arguments=arguments, inputs=tuple(data.values()),
@@ -47,9 +55,9 @@ def compute_on(cluster: Cluster, experiment: Experiment, full: bool, trial: Tria
         returned=lambda place, name, content: _with(name, content, paths(place)),
     )  # fmt: skip
     try:
-        values: Values = done(cluster, job, lambda _kind, _text: None)
+        values: Values = done(cluster, job, tell)
     except JobFailed as error:
-        if error.kind and error.kind not in _LEFT_OUT:
+        if error.kind not in ("", PROCESS, *_LEFT_OUT):
             raise
         raise _LEFT_OUT.get(error.kind, RoundFailed)(str(error)) from error
     shutil.rmtree(inputs.folder / "runs" / trial.name, ignore_errors=True)  # as there

@@ -149,7 +149,7 @@ def reproduce(
         todo = _missing(place, trials)
         with (
             Progress(place, _time_left(place, trials, todo, at_once), log) as progress,
-            closing(_compute(experiment, full, todo, inputs, at_once, cluster)) as computing,
+            closing(_compute(experiment, full, todo, inputs, at_once, cluster, log)) as computing,
         ):
             for trial, ended in computing:
                 said = f"{numbers[trial.name]}/{len(trials)} {trial.name}"
@@ -210,10 +210,11 @@ def _compute(
     inputs: TrialInputs,
     at_once: int,
     cluster: Cluster | None,
+    log: Callable[[str], None],
 ) -> Generator[tuple[Trial, float | str]]:
     """Compute and keep trials, each after those that it needs; yields each with its seconds, or why it was left out."""
     if cluster is not None:
-        compute = partial(compute_on, cluster, experiment, full)
+        compute = partial(compute_on, cluster, experiment, full, log)
         with ThreadPoolExecutor(at_once) as pool:
             yield from _in_pool(pool, compute, todo, inputs, at_once, cluster.stopped.set)
     elif at_once == 1:

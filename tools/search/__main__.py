@@ -102,18 +102,21 @@ class Simulated:
         with without_warnings():
             checked = read_run_config({**self._usual, **config, "runs": str(self._folder), "resume": ""})
         rounds = checked.rounds.num_server_rounds
-        with TrialProgress(rounds, name, self._console) as progress:
+        with TrialProgress(rounds, name, self._console, alone=self._engine.at_once == 1) as progress:
             run = run_once(self._engine.run, checked, progress, self._console, self._verbose, on_run)
         return score_of(run, self._measure, rounds)
 
 
 class TrialProgress(RoundProgress):
-    """Shows in a terminal what a trial is doing, on a line that disappears with it; elsewhere nothing."""
+    """Shows in a terminal what a trial is doing, on a line that disappears with it; elsewhere nothing.
 
-    def __init__(self, rounds: int, name: str, console: Console) -> None:
+    `alone`: no other trial runs at the same time; else nothing is shown but what happens to its machine.
+    """
+
+    def __init__(self, rounds: int, name: str, console: Console, *, alone: bool = True) -> None:
         super().__init__(rounds, console=Console(file=io.StringIO()))
-        self._trial, self._of = name, rounds
-        self._status = console.status(shown(name)) if console.is_terminal else None
+        self._trial, self._of, self._shown = name, rounds, console
+        self._status = console.status(shown(name)) if console.is_terminal and alone else None
 
     def __enter__(self) -> TrialProgress:
         if self._status is not None:
@@ -127,6 +130,9 @@ class TrialProgress(RoundProgress):
     def stage(self, text: str) -> None:
         if self._status is not None:
             self._status.update(shown(f"{self._trial}: {text}"))
+
+    def note(self, text: str) -> None:
+        self._shown.print(shown(f"{self._trial}: {text}"), soft_wrap=True)
 
     def update(self, line: RoundRecord) -> None:
         self.stage(f"round {line.round}/{self._of}")

@@ -25,6 +25,7 @@ from tepal.host.text import visible
 from tepal.host.toml import Value
 from tepal.records.run_directory import held, read_metrics, write_whole
 from tepal.server_app.config import ConfigError
+from tepal.tools.cluster.engine import ClusterFailed
 from tepal.tools.search.plan import SearchPlan
 from tepal.tools.search.results import FOUND, TRIALS, Found, found_toml, trials_csv
 from tepal.tools.search.study import Trial, VariantStudy
@@ -159,6 +160,8 @@ def _run_trial(plan: SearchPlan, study: VariantStudy, trial: Trial, folder: Path
         trial.score = objective(
             f"{trial.variant} trial {trial.number + 1}", config, lambda run: study.begin(trial, run.name)
         )
+    except ClusterFailed:
+        raise  # it says nothing of the trial, which is run again
     except (RunError, ConfigError, OSError) as error:
         lines = (error.reason if isinstance(error, RunError) else str(error)).splitlines()
         # The first line of a ConfigError names no key.

@@ -107,7 +107,7 @@ def run_once(
             progress.update(line)
 
     def on_event(kind: str, text: str) -> None:
-        if verbose:
+        if verbose and kind != "note":
             console.print(text, markup=False, highlight=False)
         if kind == "stage" and not found:
             progress.stage(text)

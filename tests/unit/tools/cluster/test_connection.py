@@ -3,6 +3,8 @@
 import itertools
 import socket
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -201,3 +203,16 @@ def test_the_doctor_says_that_there_is_no_cluster(ray):
     ray.nodes = lambda: [{"Alive": True, "Resources": {}}]
     (only,) = doctor_cluster.check_cluster("auto")
     assert only.state == PROBLEM and "no machine of this cluster has room" in only.found
+
+
+def test_jobs_that_wait_at_the_same_time_all_learn_whether_there_is_room(ray, monkeypatch):
+    """A look of another thread is waited for, and is not taken for a cluster that does not answer."""
+    nodes = ray.nodes
+
+    def slow():
+        time.sleep(0.05)
+        return nodes()
+
+    monkeypatch.setattr(ray, "nodes", slow)
+    with connected("auto", None, None) as found, ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(lambda _: found.has_room(), range(6))) == [True] * 6

@@ -17,9 +17,9 @@ from tepal.host.superlink import RunError
 from tepal.records.run_directory import KEPT_IN, RunDirectory, RunInUse, held, read_config
 from tepal.tools.cluster import engine as engine_module
 from tepal.tools.cluster import inputs as inputs_module
-from tepal.tools.cluster.engine import ClusterEngine
+from tepal.tools.cluster.engine import ClusterEngine, ClusterFailed
 from tepal.tools.cluster.inputs import Inputs
-from tepal.tools.cluster.job import JobFailed, Place
+from tepal.tools.cluster.job import PROCESS, JobFailed, Place
 from tepal.tools.own_app import own_app
 from tepal.tools.simulation.engine import RunStopped
 
@@ -79,7 +79,7 @@ def test_a_run_is_a_job_in_a_directory_that_is_made_here(engine, jobs, config, t
         **config, "dataset": f"{store['x.npz']}/x.npz", "model": f"{store['my-bert']}/my-bert",
         "pretrained": f"{store['w.pt']}/w.pt,tiny-vit",
     }  # fmt: skip
-    given = {"app": store["the app"], "config": there, "run": run.name, "clients": 3, "cpus": 2.0}
+    given = {"app": store["the app"], "config": there, "run": run.name, "clients": 3}
     arguments = dict(job.arguments(PLACE))
     assert {**arguments, "app": arguments["app"].rstrip("/")} == given
     assert job.function == "tepal.tools.cluster.engine:run_there"
@@ -139,7 +139,7 @@ def test_what_a_run_tells_is_passed_on_and_its_lines_are_logged(engine, jobs, co
     ("error", "printed", "reason"),
     [
         (JobFailed("min-clients is 5", "RunError"), "a line", "min-clients is 5"),
-        (JobFailed("its process on far was killed by signal 9"), "a line", "its process on far was killed by signal 9"),
+        (JobFailed("its process was killed by signal 9", PROCESS), "a line", "its process was killed by signal 9"),
         (JobFailed("its machine was lost 3 times in a row: far"), "", "its machine was lost 3 times in a row: far"),
     ],
 )
@@ -152,6 +152,7 @@ def test_a_job_that_failed_is_a_run_that_failed(engine, jobs, config, tmp_path, 
     with pytest.raises(RunError) as failed:
         engine.run(config, log=tmp_path / "a.log")
     assert failed.value.reason == reason and failed.value.log == tmp_path / "a.log"
+    assert isinstance(failed.value, ClusterFailed) == ("lost" in reason), "it says nothing of the run"
 
 
 def test_stopping_ends_the_runs(engine, jobs, config, tmp_path):

@@ -13,7 +13,7 @@ import tepal
 from tepal.tools.cluster import job as job_module
 from tepal.tools.cluster.connection import Cluster
 from tepal.tools.cluster.inputs import Input
-from tepal.tools.cluster.job import Job, JobFailed, done
+from tepal.tools.cluster.job import PROCESS, Job, JobFailed, done
 from tepal.tools.cluster.machine import digest_of, files_below
 from tepal.tools.simulation.engine import RunStopped
 from tests.unit.tools.cluster.fake_ray import ObjectLostError, OutOfMemoryError, RaySystemError, fake
@@ -140,8 +140,8 @@ def test_a_job_gets_its_inputs_files_and_arguments_and_its_value_comes_back(clus
     [
         ("fails", "no luck", "RunError"),
         ("wrong", "'a key'", "KeyError"),
-        ("killed", "its process on .* was killed by signal 9", ""),
-        ("exits", "its process on .* ended with status 3", ""),
+        ("killed", "its process on .* was killed by signal 9", PROCESS),
+        ("exits", "its process on .* ended with status 3", PROCESS),
     ],
 )
 def test_a_job_that_fails_says_why(cluster, monkeypatch, function, message, kind):

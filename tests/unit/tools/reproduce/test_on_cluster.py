@@ -16,7 +16,7 @@ from tepal.strategies import RoundFailed
 from tepal.tools.cli.main import main
 from tepal.tools.cluster import inputs as inputs_module
 from tepal.tools.cluster.inputs import Inputs
-from tepal.tools.cluster.job import JobFailed, Place
+from tepal.tools.cluster.job import PROCESS, JobFailed, Place
 from tepal.tools.reproduce import on_cluster, runner
 from tepal.tools.reproduce.experiment import WEIGHTS, MissingData, Reproduction, Trial, TrialInputs, table
 from tepal.tools.reproduce.on_cluster import compute_on, compute_there
@@ -56,7 +56,7 @@ def machines(monkeypatch):
     found = SimpleNamespace(at_once=2, stopped=threading.Event(), events=[], fails={}, most=0, running=0)
     lock = threading.Lock()
 
-    def compute_on(cluster, experiment, full, trial, inputs):
+    def compute_on(cluster, experiment, full, log, trial, inputs):
         assert cluster is found and experiment.name == "sums" and not full
         with lock:
             found.events.append(("begun", trial.name))
@@ -140,22 +140,23 @@ def sent(monkeypatch, tmp_path):
     given = TrialInputs(
         tmp_path / "sums", {name: tmp_path / name for name in ("cifar10", "cifar100")}, {"a": {"sum": 1}}, "cpu"
     )
-    made = SimpleNamespace(ends=lambda: {"sum": 3}, given=given)
+    made = SimpleNamespace(ends=lambda: {"sum": 3}, given=given, log=[])
 
     def done(cluster, job, tell):
         made.job = job
         tell("stage", "on far")
+        tell("note", "far was lost; it goes on elsewhere")
         return made.ends()
 
     monkeypatch.setattr(on_cluster, "done", done)
     trial = next(trial for trial in Sums().trials(False) if trial.name == "c")
     with Inputs() as inputs:
-        made.compute = lambda: compute_on(SimpleNamespace(inputs=inputs), Sums(), True, trial, given)
+        made.compute = lambda: compute_on(SimpleNamespace(inputs=inputs), Sums(), True, made.log.append, trial, given)
         yield made
 
 
 def test_a_trial_is_a_job_with_its_data_and_what_it_needs(sent, tmp_path):
-    assert sent.compute() == {"sum": 3}
+    assert sent.compute() == {"sum": 3} and sent.log == ["c: far was lost; it goes on elsewhere"]
     job, arguments = sent.job, sent.job.arguments(PLACE)
     store = {each.what: f"{PLACE.store}/{each.digest}/{each.what}" for each in job.inputs}
     assert job.function == "tepal.tools.reproduce.on_cluster:compute_there" and store.keys() == {"cifar10", "cifar100"}
@@ -190,7 +191,8 @@ def test_the_settings_of_its_run_have_the_paths_of_where_it_is(sent, tmp_path):
     [
         (JobFailed("get it there", "MissingData"), MissingData),
         (JobFailed("all clients diverged", "RoundFailed"), RoundFailed),
-        (JobFailed("its process on far was killed by signal 9"), RoundFailed),
+        (JobFailed("its process on far was killed by signal 9", PROCESS), RoundFailed),
+        (JobFailed("its machine was lost 3 times in a row: far"), RoundFailed),
         (JobFailed("'x'", "KeyError"), JobFailed),
     ],
 )

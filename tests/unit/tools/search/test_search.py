@@ -18,6 +18,7 @@ from tepal.host.toml import flat
 from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory import RunDirectory, RunInUse, held, read_config, read_metrics
 from tepal.server_app.config import ConfigError, read_run_config
+from tepal.tools.cluster.engine import ClusterFailed
 from tepal.tools.search.__main__ import TrialProgress, app
 from tepal.tools.search.plan import SearchedVariant, SearchPlan
 from tepal.tools.search.results import best_table, trial_line
@@ -474,3 +475,22 @@ def test_a_trial_that_fails_beside_another_is_one_that_failed(tmp_path):
     assert [(trial.variant, trial.reason) for trial in found.trials] == [
         ("FedAvg", ""), ("FedAvg", ""), ("FedProx", "too few replies"), ("FedProx", "too few replies"),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_a_trial_is_not_judged_by_machines_that_failed(tmp_path, at_once):
+    """Its values are drawn, and it is run again by the next search, with the result that it has."""
+    whole, _ = search(tmp_path / "whole", 3)
+    folder, begin = tmp_path / "lost", search if at_once == 1 else search_at_once
+
+    def score(config):
+        if len(lost.configs) > 3:
+            raise ClusterFailed("its machine was lost 3 times in a row")
+        return hill(config)
+
+    folder.mkdir()
+    lost = Parallel(folder, at_once, score)
+    with pytest.raises(ClusterFailed, match="was lost"):
+        begin(folder, 3, lost)
+    found, _ = begin(folder, 3, Parallel(folder, 1))
+    assert told(found.trials) == told(whole.trials) and not any(trial.reason for trial in found.trials)
