@@ -22,7 +22,7 @@ from tests.packages import ROOT
 
 pytestmark = [pytest.mark.long, pytest.mark.slow]
 
-ROUNDS = 8
+ROUNDS = 30  # some seconds of a run on a free machine: enough to kill its node in the middle
 SHORT = 'pretrained="tiny-vit-digits" local-epochs=1 deterministic=true'
 COMPARE = ("compare", ".", "--strategies", "fedacs,fedfrozen", "--seeds", "1,2", "--clients", "3", "--target", "0.9")
 SEARCH = """
@@ -200,6 +200,15 @@ def test_runs_of_a_node_that_dies_go_on_elsewhere(cluster, here, compare, tmp_pa
     assert cluster.jobs() == []
 
 
+@pytest.fixture
+def _hears_ctrl_c():
+    """What runs in the background hands an ignored SIGINT on to its children, but no handler of Python's."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_hears_ctrl_c")
 def test_ctrl_c_ends_all_runs_and_the_comparison_can_be_resumed(cluster, here, compare, tmp_path):
     with tepal(tmp_path, *compare(tmp_path), ray=cluster.address) as process:
         wait_for(lambda: under_way(tmp_path), "a checkpoint", process)
