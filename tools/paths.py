@@ -63,6 +63,18 @@ def with_paths(config: Mapping[str, Value], other: Callable[[Path], str]) -> dic
     return found
 
 
+def files_in(config: Mapping[str, Value]) -> list[Path]:
+    """Return the files and folders that a run config names, as `with_paths` finds them."""
+    found: list[Path] = []
+
+    def note(path: Path) -> str:
+        found.append(path)
+        return str(path)
+
+    with_paths(config, note)
+    return found
+
+
 _PATHS = ("data-path", "model-path")
 """Ends of a client's own keys that are paths."""
 _NAMES: Mapping[str, Iterable[str]] = {

@@ -13,6 +13,15 @@ typer.core.HAS_RICH = False
 
 
 
+Ray = Annotated[
+    str | None,
+    typer.Option(
+        "--ray",
+        metavar="ADDRESS",
+        help="compute on the machines of this Ray cluster, HOST:PORT or auto (docs/clusters.md); none: on this machine",
+        show_default="$RAY_ADDRESS",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 

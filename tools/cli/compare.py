@@ -13,8 +13,8 @@ from tepal.host.superlink import RunError
 from tepal.host.toml import Value
 from tepal.records.run_directory import LATEST, RunInUse
 from tepal.server_app.config import ConfigError, RunConfig, defaults
-from tepal.tools.cli import commands, reported
-from tepal.tools.cli.running import CPUS, ENGINE, AppFolder, Ray, RunConfigs, Verbose, runner_for
+from tepal.tools.cli import Ray, commands, reported
+from tepal.tools.cli.running import CPUS, ENGINE, GPUS, AppFolder, RunConfigs, Verbose, runner_for
 from tepal.tools.compare.comparison import (
     OWN_KEYS,
     Comparison,
@@ -76,9 +76,7 @@ def compare_command(
         typer.Option(help=f"resume the comparison in this folder; {LATEST!r}: the last one"),
     ] = None,
     cpus: Annotated[float | None, typer.Option(min=0.01, help=CPUS, show_default="1")] = None,
-    gpus: Annotated[
-        float | None, typer.Option(min=0, help="share of a GPU for each client that trains", show_default="0")
-    ] = None,
+    gpus: Annotated[float | None, typer.Option(min=0, help=GPUS, show_default="0")] = None,
     engine: Annotated[str | None, typer.Option(help=ENGINE, show_default=AUTO)] = None,
     ray: Ray = None,
     verbose: Verbose = False,

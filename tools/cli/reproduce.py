@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from tepal.records.run_directory import RunInUse
-from tepal.tools.cli import commands, reported
+from tepal.tools.cli import Ray, commands, reported
 
 app = commands("reproduce")
 
@@ -33,14 +33,7 @@ def reproduce_command(
     device: Annotated[
         str, typer.Option(help="where clients train: cpu, cuda, cuda:1; auto: on a GPU if there is one")
     ] = "auto",
-    ray: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ADDRESS",
-            help="compute on the machines of this Ray cluster, HOST:PORT or auto (docs/clusters.md); none: on this one",
-            show_default="$RAY_ADDRESS",
-        ),
-    ] = None,
+    ray: Ray = None,
     cpus: Annotated[float, typer.Option(min=0.01, help="on a cluster: CPU cores of each run")] = 1,
     gpus: Annotated[float, typer.Option(min=0, help="on a cluster: share of a GPU of each run")] = 0,
 ) -> None:

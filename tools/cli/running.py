@@ -29,7 +29,8 @@ ENGINE = (
     "process: all clients in one process; ray: in Flower's simulation runtime; auto: in one process, unless --gpus is "
     "given or the app needs Ray"
 )
-CPUS = "CPU cores for each client that trains"
+CPUS = "CPU cores for each client that trains; on a cluster (--ray) for each run"
+GPUS = "share of a GPU for each client that trains; on a cluster (--ray) for each run"
 
 
 def found_app(given: Path) -> Path:
@@ -43,16 +44,6 @@ AppFolder = Annotated[Path, typer.Argument(help=APP, callback=found_app)]
 RunConfigs = Annotated[
     list[str] | None,
     typer.Option("--run-config", "-c", help="'key=value …' or a TOML file, as in `flwr run`; may be repeated"),
-]
-Ray = Annotated[
-    str | None,
-    typer.Option(
-        "--ray",
-        metavar="ADDRESS",
-        help="run on the machines of this Ray cluster, HOST:PORT or auto, each run with --cpus cores and --gpus GPUs "
-        "(docs/clusters.md); none: on this machine",
-        show_default="$RAY_ADDRESS",
-    ),
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="show Flower's own log")]
 
@@ -82,14 +73,9 @@ def runner_for(
     Raises ValueError for options that contradict one another; entering it, RunError if there is no cluster.
     """
     from tepal.tools.cluster.connection import address_of
-    from tepal.tools.paths import has_our_keys
 
     address = address_of(ray)
-    wrong = ""
-    if address and asked not in (None, AUTO):
-        wrong = f"--engine {asked} is for this machine, and --ray {address} for others: leave out one of them"
-    elif address and not has_our_keys(app):
-        wrong = f"{app} is not Tepal's own app, and only that can run on a cluster: use --ray none"
+    wrong = _not_on_a_cluster(address, app, asked) if address else ""
     if wrong and ray is not None:
         raise ValueError(wrong)
     if wrong or not address:  # RAY_ADDRESS may be there for other programs
@@ -97,6 +83,17 @@ def runner_for(
     from tepal.tools.cluster.engine import engine_on
 
     return engine_on(address, app, clients=clients, cpus=cpus, gpus=gpus)
+
+
+def _not_on_a_cluster(address: str, app: Path, asked: str | None) -> str:
+    """Why a command cannot run on a cluster; "" if it can."""
+    if asked not in (None, AUTO):
+        return f"--engine {asked} is for this machine, and --ray {address} for others: leave out one of them"
+    from tepal.tools.paths import has_our_keys  # imports torch, which takes a second
+
+    if not has_our_keys(app):
+        return f"{app} is not Tepal's own app, and only that can run on a cluster: use --ray none"
+    return ""
 
 
 def run_and_show(start: Callable[..., EndedRun], config: RunConfig, console: Console, verbose: bool) -> None:

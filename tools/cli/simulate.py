@@ -11,12 +11,12 @@ from rich.console import Console
 from tepal.host.site import with_absolute_paths
 from tepal.host.superlink import RunError
 from tepal.host.toml import parse_run_config
-from tepal.tools.cli import commands, reported
+from tepal.tools.cli import Ray, commands, reported
 from tepal.tools.cli.running import (
     CPUS,
     ENGINE,
+    GPUS,
     AppFolder,
-    Ray,
     RunConfigs,
     Verbose,
     run_and_show,
@@ -36,7 +36,7 @@ def simulate_command(
     clients: Annotated[int, typer.Option(min=2, help="simulated clients")] = 10,
     run_config: RunConfigs = None,
     cpus: Annotated[float, typer.Option(min=0.01, help=CPUS)] = 1,
-    gpus: Annotated[float, typer.Option(min=0, help="share of a GPU for each client that trains")] = 0,
+    gpus: Annotated[float, typer.Option(min=0, help=GPUS)] = 0,
     engine: Annotated[str, typer.Option(help=ENGINE)] = AUTO,
     ray: Ray = None,
     verbose: Verbose = False,

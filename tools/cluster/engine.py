@@ -15,7 +15,7 @@ from typing import Any
 
 from tepal.exchange.secret import own_secret
 from tepal.host.files import new_log
-from tepal.host.superlink import Clock, EndedRun, Listener, RunError, explain
+from tepal.host.superlink import EndedRun, Listener, RunError, explain
 from tepal.host.toml import Value, parse_run_config
 from tepal.records.run_directory import (
     CONFIG,
@@ -29,12 +29,12 @@ from tepal.records.run_directory import (
     read_config,
 )
 from tepal.tools.cluster.connection import Cluster, connected
-from tepal.tools.cluster.inputs import Input
 from tepal.tools.cluster.job import PROCESS, Job, JobFailed, Place, done
 from tepal.tools.cluster.texts import Written, in_html, in_json, in_toml, replaced
-from tepal.tools.paths import with_paths
+from tepal.tools.paths import files_in, with_paths
 from tepal.tools.simulation.engine import Runner
 from tepal.tools.simulation.process_engine import ProcessEngine
+from tepal.tools.simulation.running import cache_in
 
 _RUNS, _CACHE = "runs", "clients"
 _WRITTEN: Mapping[str, Written] = {CONFIG: in_toml, REPORT: in_html, "": str}
@@ -74,30 +74,45 @@ class ClusterEngine(Runner):
         run_config: Mapping[str, Value] | Sequence[str] = (),
         *,
         on_event: Listener | None = None,
-        timeout: float | None = None,
         log: Path | None = None,
-        written: Path | None = None,
     ) -> EndedRun:
-        if timeout is not None or written is not None:
-            raise ValueError("a run on a cluster has no time limit, and no folder for other files")
         config = parse_run_config(run_config) if not isinstance(run_config, Mapping) else dict(run_config)
-        clock, log = Clock(on_event or (lambda _kind, _text: None), None), log or new_log("run")
+        tell, log = on_event or (lambda _kind, _text: None), log or new_log("run")
         if config.get("resume"):
             directory = find_run(Path(str(config["resume"])))
         else:
             directory = RunDirectory.create(Path(str(config["runs"])), str(config["strategy"]), config).path
-        cache = self.cache or directory.parent / ".clients"
+        job = self._job(directory, config)
+        tell("log", f"INFO : {KEPT_IN}{directory}")  # before there is a machine: it can be resumed from here on
+        with log.open("a", encoding="utf-8") as lines, _mine(directory, log):
+
+            def pass_on(kind: str, text: str) -> None:
+                if kind == "log":
+                    print(text, file=lines, flush=True)
+                tell("note" if kind == "stage" else kind, text)  # stages are shown before a run has its directory
+
+            try:
+                done(self._cluster, job, pass_on)
+            except JobFailed as error:
+                if not error.kind:
+                    raise ClusterFailed(str(error), log) from error
+                said = explain(log.read_text(), str(error)) if error.kind == PROCESS else str(error)
+                raise RunError(said, log) from error
+        return EndedRun(1, "completed", log, "")
+
+    def _job(self, directory: Path, config: Mapping[str, Value]) -> Job:
+        """The run of a directory as a job."""
+        cache = self.cache or cache_in(directory.parent)
         with suppress(OSError):  # the clients then note it in the log
             own_secret(cache / "secret", "", "")  # the same wherever the run goes on
-        inputs = dict[Path, Input]()
         app = self._cluster.inputs.of_app(self.app)
-        with_paths(config, lambda path: inputs.setdefault(path, self._cluster.inputs.of(path)).entry)
+        inputs = {path: self._cluster.inputs.of(path) for path in files_in(config)}
 
         def arguments(place: Place) -> Mapping[str, Any]:
             there = with_paths(config, lambda path: inputs[path].on(place.store))
             return {"app": app.on(place.store), "config": there, "run": directory.name, "clients": self.clients}
 
-        def here(place: Place, name: str, content: bytes) -> bytes:
+        def returned(place: Place, name: str, content: bytes) -> bytes:
             """A file or line of the run with paths on this machine."""
             paths = {each.on(place.store): str(path) for path, each in inputs.items()}
             paths[f"{place.folder}/{_RUNS}"] = str(directory.parent)
@@ -107,27 +122,11 @@ class ClusterEngine(Runner):
             return replaced(content, paths, written) if written else content
 
         experiment = f"{_CACHE}/{directory.name}-{'[0-9a-f]' * 8}"  # as a run names it for its clients' caches
-        job = Job(
-            function="tepal.tools.cluster.engine:run_there", arguments=arguments,
-            inputs=(app, *inputs.values()), folders={_RUNS: directory.parent, _CACHE: cache},
-            files=(f"{_CACHE}/secret", f"{experiment}/personal/*", f"{_RUNS}/{directory.name}/*"), returned=here,
+        return Job(
+            function="tepal.tools.cluster.engine:run_there", arguments=arguments, inputs=(app, *inputs.values()),
+            folders={_RUNS: directory.parent, _CACHE: cache},
+            files=(f"{_CACHE}/secret", f"{experiment}/personal/*", f"{_RUNS}/{directory.name}/*"), returned=returned,
         )  # fmt: skip
-        clock.tell("log", f"INFO : {KEPT_IN}{directory}")  # before there is a machine: it can be resumed from here on
-        with log.open("a", encoding="utf-8") as lines, _mine(directory, log):
-
-            def tell(kind: str, text: str) -> None:
-                if kind == "log":
-                    print(text, file=lines, flush=True)
-                clock.tell("note" if kind == "stage" else kind, text)  # stages are shown before a run has its directory
-
-            try:
-                done(self._cluster, job, tell)
-            except JobFailed as error:
-                if not error.kind:
-                    raise ClusterFailed(str(error), log) from error
-                said = explain(log.read_text(), str(error)) if error.kind == PROCESS else str(error)
-                raise RunError(said, log) from error
-        return EndedRun(1, "completed", log, "")
 
 
 @contextmanager
@@ -157,7 +156,7 @@ def _with_header(model: bytes, paths: Mapping[str, str]) -> bytes:
 def run_there(folder: Path, *, app: str, config: Mapping[str, Value], run: str, clients: int) -> None:
     """Do a run on the machine that its job is on, in the job's folder. Raises RunError."""
     directory = folder / _RUNS / run
-    kept = {key: value for key, value in config.items() if with_paths({key: value}, lambda _: "") != {key: value}}
+    kept = {key: value for key, value in config.items() if files_in({key: value})}
     RunDirectory(directory, {}).write_config({**read_config(directory), **kept, "runs": str(directory.parent)})
 
     def show(kind: str, text: str) -> None:

@@ -134,7 +134,9 @@ def reproduce(
     trials = experiment.trials(full)
     # Of a cluster only the machine of a trial knows its device.
     where = find_device(device) if cluster is None else ""
-    at_once = at_once if cluster is None else cluster.at_once
+    compute: Compute = experiment.compute
+    if cluster is not None:
+        compute, at_once = partial(compute_on, cluster, experiment, full, log), cluster.at_once
     todo = _missing(place, trials)
     found = _find_inputs(experiment, full, data, place, any_left=bool(todo))
     if not isinstance(where, str):
@@ -149,7 +151,7 @@ def reproduce(
         todo = _missing(place, trials)
         with (
             Progress(place, _time_left(place, trials, todo, at_once), log) as progress,
-            closing(_compute(experiment, full, todo, inputs, at_once, cluster, log)) as computing,
+            closing(_compute(compute, todo, inputs, at_once, cluster)) as computing,
         ):
             for trial, ended in computing:
                 said = f"{numbers[trial.name]}/{len(trials)} {trial.name}"
@@ -204,25 +206,18 @@ def _missing(place: Path, trials: Sequence[Trial]) -> list[Trial]:
 
 
 def _compute(
-    experiment: Experiment,
-    full: bool,
-    todo: Sequence[Trial],
-    inputs: TrialInputs,
-    at_once: int,
-    cluster: Cluster | None,
-    log: Callable[[str], None],
+    compute: Compute, todo: Sequence[Trial], inputs: TrialInputs, at_once: int, cluster: Cluster | None
 ) -> Generator[tuple[Trial, float | str]]:
     """Compute and keep trials, each after those that it needs; yields each with its seconds, or why it was left out."""
     if cluster is not None:
-        compute = partial(compute_on, cluster, experiment, full, log)
         with ThreadPoolExecutor(at_once) as pool:
             yield from _in_pool(pool, compute, todo, inputs, at_once, cluster.stopped.set)
     elif at_once == 1:
         for trial in todo:
-            yield trial, _compute_one(experiment.compute, trial, inputs)
+            yield trial, _compute_one(compute, trial, inputs)
     else:
         with processes(at_once) as pool:
-            yield from _in_pool(pool, experiment.compute, todo, inputs, at_once)
+            yield from _in_pool(pool, compute, todo, inputs, at_once)
 
 
 def _in_pool(

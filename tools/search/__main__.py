@@ -16,8 +16,8 @@ from tepal.host.toml import Value
 from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory import RunInUse
 from tepal.server_app.config import ConfigError, defaults, read_run_config
-from tepal.tools.cli import commands, reported
-from tepal.tools.cli.running import APP, CPUS, Ray, Verbose, found_app, runner_for
+from tepal.tools.cli import Ray, commands, reported
+from tepal.tools.cli.running import APP, CPUS, Verbose, found_app, runner_for
 from tepal.tools.paths import usual_run_config
 from tepal.tools.search.plan import RMSE, check_values, read_plan
 from tepal.tools.search.results import best_table, trial_line

@@ -89,9 +89,7 @@ class Runner(ABC):
         run_config: Mapping[str, Value] | Sequence[str] = (),
         *,
         on_event: Listener | None = None,
-        timeout: float | None = None,
         log: Path | None = None,
-        written: Path | None = None,
     ) -> EndedRun:
         """Run the app once, and wait for its end.
 
@@ -101,9 +99,7 @@ class Runner(ABC):
             run_config: Changes to the app's `[tool.flwr.app.config]`: a mapping with the flat keys, or strings as
                 `flwr run --run-config` takes them (`'lr=0.1 name="x"'`, or the path of a TOML file); later ones win.
             on_event: Called with stages and log lines.
-            timeout: Seconds from the call on, after which the run is stopped. None: no limit.
             log: File for the run's log (default: a new one in the system's temporary folder).
-            written: Folder to which the files are moved that the ServerApp wrote in its current folder.
 
         Raises:
             RunError: with the app's own error where the app failed.
@@ -151,6 +147,13 @@ class Engine(Runner):
         log: Path | None = None,
         written: Path | None = None,
     ) -> EndedRun:
+        """As `Runner.run`.
+
+        Args:
+            run_config, on_event, log: as there.
+            timeout: Seconds from the call on, after which the run is stopped. None: no limit.
+            written: Folder to which the files are moved that the ServerApp wrote in its current folder.
+        """
         clock = Clock(on_event or (lambda _kind, _text: None), timeout)
         config = parse_run_config(run_config) if not isinstance(run_config, Mapping) else dict(run_config)
         known = app_run_config(self.app)

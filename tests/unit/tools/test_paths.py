@@ -1,6 +1,8 @@
 """Relative paths on the command line, and which app a command runs."""
 
 import io
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from tepal.tools.cli.running import run_other, runner_for
 from tepal.tools.cluster import engine as on_cluster
 from tepal.tools.compare.variants import read_variants
 from tepal.tools.own_app import app_folder, own_app
-from tepal.tools.paths import absolute_paths, given_run_config, has_our_keys, usual_run_config, with_paths
+from tepal.tools.paths import absolute_paths, files_in, given_run_config, has_our_keys, usual_run_config, with_paths
 from tepal.tools.search.plan import read_plan
 from tests.packages import ROOT
 
@@ -120,7 +122,7 @@ def test_the_paths_of_a_config_are_replaced_where_they_are_files_here(here, conf
 
     asked = []
     assert with_paths(full(config), lambda path: asked.append(path) or f"<{path.name}>") == full(expected)
-    assert asked == [here / name for name in named]
+    assert asked == files_in(full(config)) == [here / name for name in named]
     if named:
         assert with_paths(absolute_paths(config, here), str) == absolute_paths(config, here)
 
@@ -179,6 +181,17 @@ def test_without_an_address_runs_are_on_this_machine(here, monkeypatch):
     assert engine_of("none", "process") == ("process", ROOT, {"clients": 3, "cpus": 2.0, "gpus": 0})
     monkeypatch.delenv("RAY_ADDRESS")
     assert engine_of(None) == ("auto", ROOT, {"clients": 3, "cpus": 2.0, "gpus": 0})
+
+
+def test_without_an_address_the_engine_does_not_wait_for_torch(here):
+    """It is imported while the engine starts."""
+    code = (
+        "import sys, tepal.tools.cli.simulate\n"
+        "from tepal.tools.cli.running import runner_for\n"
+        "runner_for('none', 'auto', None, lambda *_, **__: None, clients=2, cpus=1)\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 def test_with_an_address_they_are_on_the_cluster(here, monkeypatch):

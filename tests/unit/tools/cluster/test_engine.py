@@ -42,6 +42,7 @@ def jobs(monkeypatch):
 @pytest.fixture
 def engine(monkeypatch):
     monkeypatch.setattr(inputs_module, "_code", lambda _copy: None)
+    monkeypatch.delenv("TEPAL_CACHE", raising=False)
     with Inputs() as inputs:
         cluster = SimpleNamespace(inputs=inputs, cpus=2.0, at_once=5, description="Engine: far", stopped=Event())
         with ClusterEngine(own_app(), 3, cluster) as made:
@@ -102,10 +103,7 @@ def test_a_run_that_goes_on_has_its_own_directory_and_the_cache_of_its_folder(en
     assert [path.name for path in (tmp_path / "runs").iterdir() if not path.is_symlink()] == [run.name]
 
 
-def test_what_a_cluster_cannot_do_is_refused(engine, jobs, config, tmp_path):
-    for options in ({"timeout": 1.0}, {"written": tmp_path}):
-        with pytest.raises(ValueError, match="no time limit"):
-            engine.run(config, **options)
+def test_a_run_to_resume_that_is_not_there_is_refused(engine, jobs, config, tmp_path):
     with pytest.raises(FileNotFoundError):
         engine.run({**config, "resume": str(tmp_path / "none")})
     assert jobs.all == [] and not (tmp_path / "runs").exists()

@@ -18,36 +18,18 @@ from tepal.tools.cluster import inputs as inputs_module
 from tepal.tools.cluster.inputs import Inputs
 from tepal.tools.cluster.job import PROCESS, JobFailed, Place
 from tepal.tools.reproduce import on_cluster, runner
-from tepal.tools.reproduce.experiment import WEIGHTS, MissingData, Reproduction, Trial, TrialInputs, table
+from tepal.tools.reproduce.experiment import WEIGHTS, MissingData, TrialInputs
 from tepal.tools.reproduce.on_cluster import compute_on, compute_there
 from tepal.tools.reproduce.runner import reproduce
+from tests.unit.tools.reproduce import sums
 
 PLACE = Place("far", "/tmp/tepal-job-x", "/tmp/tepal-inputs-7")
 
 
-class Sums:
-    """An experiment for tests: `c` needs `a` and `b`, and `e` needs `c`."""
+class Sums(sums.Sums):
+    """`c` needs `a` and `b`, and `e` needs `c`."""
 
-    name, title, paper, deviations = "sums", "Sums", "Nobody, Table 1", ()
     needs = {"a": (), "b": (), "c": ("a", "b"), "d": (), "e": ("c",)}  # noqa: RUF012
-
-    def data(self, full):
-        return ()
-
-    def weights(self, full):
-        return {}
-
-    def scale(self, full):
-        return "All."
-
-    def trials(self, full):
-        return [Trial(name, {"of": name}, needs) for name, needs in self.needs.items()]
-
-    def compute(self, trial, inputs):
-        return {"sum": 1 + sum(of["sum"] for of in inputs.needed.values())}
-
-    def results(self, found):
-        return Reproduction([table("All", ("trial", "sum"), [(name, of["sum"]) for name, of in found.items()])])
 
 
 @pytest.fixture
@@ -80,13 +62,13 @@ def run(machines, folder, lines=None):
     return reproduce(Sums(), folder, full=False, log=log, cluster=machines)
 
 
-def sums(folder):
+def sums_in(folder):
     return {path.stem: json.loads(path.read_text())["values"]["sum"] for path in (folder / "sums/cells").glob("*.json")}
 
 
 def test_a_trial_begins_once_those_that_it_needs_have_ended(machines, tmp_path):
     run(machines, tmp_path)
-    assert sums(tmp_path) == {"a": 1, "b": 1, "c": 3, "d": 1, "e": 4}
+    assert sums_in(tmp_path) == {"a": 1, "b": 1, "c": 3, "d": 1, "e": 4}
     for name, needs in Sums.needs.items():
         for needed in needs:
             assert machines.events.index(("ended", needed)) < machines.events.index(("begun", name))
@@ -110,12 +92,12 @@ def test_a_trial_that_fails_is_left_out_with_those_that_need_it(machines, tmp_pa
     machines.fails["b"] = error
     lines = []
     run(machines, tmp_path, lines)
-    assert sums(tmp_path) == {"a": 1, "d": 1} and not machines.stopped.is_set()
+    assert sums_in(tmp_path) == {"a": 1, "d": 1} and not machines.stopped.is_set()
     assert any(f"b: left out: {error}" in line for line in lines)
     assert any("c: left out: it needs b, which was not computed" in line for line in lines)
     machines.fails.clear()
     run(machines, tmp_path)
-    assert sums(tmp_path) == {"a": 1, "b": 1, "c": 3, "d": 1, "e": 4}
+    assert sums_in(tmp_path) == {"a": 1, "b": 1, "c": 3, "d": 1, "e": 4}
 
 
 @pytest.mark.parametrize("error", [JobFailed("'x'", "KeyError"), KeyboardInterrupt()])
@@ -123,7 +105,7 @@ def test_what_is_wrong_with_the_code_and_ctrl_c_stop_all_jobs(machines, tmp_path
     machines.fails["c"] = error
     with pytest.raises(type(error)):
         run(machines, tmp_path)
-    assert machines.stopped.is_set() and {"a", "b"} <= sums(tmp_path).keys() and machines.running == 0
+    assert machines.stopped.is_set() and {"a", "b"} <= sums_in(tmp_path).keys() and machines.running == 0
 
 
 # --- one trial ------------------------------------------------------------------------------------------------------

@@ -39,6 +39,7 @@ from tepal.tools.reproduce.versus import on_common_clients
 from tests.lines import read_lines
 from tests.packages import ROOT
 from tests.quiet import quiet  # noqa: F401
+from tests.unit.tools.reproduce import sums
 
 pytestmark = pytest.mark.usefixtures("no_report")
 
@@ -190,37 +191,16 @@ def test_means_are_written_with_their_spread():
 # --- trials that need others, several at once ------------------------------------------------------------------------
 
 
-class Sums:
-    """Each trial adds one to what it needs."""
+class Sums(sums.Sums):
+    """`d` needs `b` and `c`, and both need `a`. There is no `c` if the folder says so."""
 
-    name, title, paper, deviations = "sums", "Sums", "Nobody", ()
-
-    def data(self, full):
-        return ()
-
-    def weights(self, full):
-        return {}
-
-    def scale(self, full):
-        return "All."
-
-    def trials(self, full):
-        return [
-            Trial("a", {}),
-            Trial("b", {}, ("a",)),
-            Trial("c", {}, ("a",)),
-            Trial("d", {}, ("b", "c")),
-            Trial("e", {}),
-        ]
+    needs = {"a": (), "b": ("a",), "c": ("a",), "d": ("b", "c"), "e": ()}  # noqa: RUF012
 
     def compute(self, trial, inputs):
         if trial.name == "c" and (inputs.folder / "no-c").exists():
             raise MissingData("there is no c")
         threads = os.environ.get("OMP_NUM_THREADS")
-        return {"sum": 1 + sum(of["sum"] for of in inputs.needed.values()), "process": os.getpid(), "threads": threads}
-
-    def results(self, found):
-        return Reproduction([table("Sums", ("cell", "sum"), [(name, of["sum"]) for name, of in found.items()])])
+        return {**super().compute(trial, inputs), "process": os.getpid(), "threads": threads}
 
 
 @pytest.mark.parametrize("at_once", [1, pytest.param(2, marks=pytest.mark.long)])
