@@ -89,16 +89,20 @@ class Cluster:
         """Raise ClusterLost if this machine is no longer a part of the cluster."""
         import ray
 
-        def lost() -> bool:
+        def is_lost() -> bool:
             own = ray.get_runtime_context().get_node_id()
             return not any(each["Alive"] for each in ray.nodes() if each["NodeID"] == own)
 
-        if _unless_cut(lost):
-            raise ClusterLost(
-                f"--ray {self.address}: this machine is no longer a part of the cluster. Ray has ended here, or its "
-                "network was cut for so long (a minute, say) that the cluster took it for dead. Start Ray here again, "
-                "and go on with what is here: --resume, or for a search or an experiment the same command"
-            )
+        if _unless_cut(is_lost):
+            raise self.lost()
+
+    def lost(self) -> ClusterLost:
+        """What is raised if this machine is no longer a part of the cluster."""
+        return ClusterLost(
+            f"--ray {self.address}: this machine is no longer a part of the cluster. Ray has ended here or on the "
+            "head, or the network was cut for so long (a minute, say) that the cluster took it for dead. Start Ray "
+            "again, and go on with what is here: --resume, or for a search or an experiment the same command"
+        )
 
     @property
     def contents(self) -> str:

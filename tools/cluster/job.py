@@ -205,6 +205,8 @@ class _Attempt:
                 raise JobFailed(f"on {self._place.machine}: {_reason(error.cause or error)}") from error
             except exceptions.RayError as error:
                 raise JobFailed(f"{self._place.machine}: {_reason(error)}") from error
+            except OSError as error:  # of the connection to Ray on this machine
+                raise self._cluster.lost() from error
             if ready:
                 yield () if answer is None else answer
                 return

@@ -11,7 +11,7 @@ import pytest
 
 import tepal
 from tepal.tools.cluster import job as job_module
-from tepal.tools.cluster.connection import Cluster
+from tepal.tools.cluster.connection import Cluster, ClusterLost
 from tepal.tools.cluster.inputs import Input
 from tepal.tools.cluster.job import PROCESS, Job, JobFailed, done
 from tepal.tools.cluster.machine import digest_of, files_below
@@ -285,6 +285,17 @@ def test_trouble_now_and_then_changes_nothing(cluster, tmp_path, monkeypatch, co
     assert [text for kind, text in seen if kind == "log"] == ["two", "lines, and a torn one"]
     assert ray.actors[0].calls.count("begin") == 3 and ray.actors[0].calls.count("complete_input") == 3
     assert nothing_left(tmp_path, [code.digest]) and (here / "x").read_text() == "content"
+
+
+def test_a_command_ends_if_ray_has_ended_on_its_machine(cluster, monkeypatch):
+    ray = fake(monkeypatch)
+
+    def broken(_refs, timeout):
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(ray, "wait", broken)
+    with pytest.raises(ClusterLost, match=r"--ray here:1: this machine is no longer a part .* --resume"):
+        done(cluster, a_job("told"), lambda *_: None)
 
 
 # --- stopping -------------------------------------------------------------------------------------------------------
