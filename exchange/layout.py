@@ -21,6 +21,9 @@ Arrays = Mapping[str, np.ndarray]
 Shaped = tuple[str, str, tuple[int, ...]]
 """(name, dtype, shape) of an array."""
 
+BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+"""The last parts of the names of BatchNorm's buffers."""
+
 
 @cache
 def dtype_name(dtype: np.dtype) -> str:

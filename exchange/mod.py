@@ -276,7 +276,7 @@ class _ClientExchange:
             if not (wire.feedback or (tree in plan.remembers and not wire.plain)):
                 continue
             for name, read in unpacked(packed[tree], shapes_of(values, values), wire):
-                if not wire.codec(dtype_name(read.dtype), read.shape):
+                if not wire.encodes(name, read):
                     continue
                 if wire.feedback:
                     left_out[f"{tree}/{name}"] = written(name) - read
@@ -362,7 +362,7 @@ class _ClientExchange:
 def _written(wire: Wire, values: Arrays, starts: Arrays, left_out: Arrays, name: str) -> np.ndarray:
     """The array to pack for an entry: an encoded one is a difference from its start, with what was left out before."""
     value = values[name]
-    if wire.codec(dtype_name(value.dtype), value.shape):
+    if wire.encodes(name, value):
         if name in starts:
             value = value - starts[name]
         if name in left_out:

@@ -17,7 +17,7 @@ from flwr.app import Array
 
 from tepal.exchange.encodings import AUTO, FEW_BITS, PLAIN, Encoding, EncodingError, Wire
 from tepal.exchange.initial import InitialParts
-from tepal.exchange.layout import Arrays, Names, dtype_name
+from tepal.exchange.layout import Arrays, Names
 from tepal.exchange.manifest import Parcel
 from tepal.exchange.parts import Digests, Part, digest, digests_of, pack, shapes_of, unpack, unpack_sums, unpacked
 from tepal.exchange.plan import Tree
@@ -144,7 +144,7 @@ class Packer:
             KeyError: they are not known any more.
         """
         if self._references is None:
-            return {name: self._encoding.download.decoded(values[name]) for name in part.names}
+            return {name: self._encoding.download.decoded(name, values[name]) for name in part.names}
         if (known := self._references.find(slot_of(part.tree, part.block, part.id))) is None:
             raise KeyError(part.id)
         return known.values
@@ -241,7 +241,7 @@ class Packer:
 
         def written(name: str) -> np.ndarray:
             value = values[name]
-            encoded = wire.codec(dtype_name(value.dtype), value.shape)
+            encoded = wire.encodes(name, value)
             with np.errstate(over="ignore", invalid="ignore"):  # then the whole is sent
                 return value - starts[name] if base and encoded else value
 

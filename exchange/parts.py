@@ -19,7 +19,7 @@ import numpy as np
 from blake3 import blake3
 from flwr.app import Array
 
-from tepal.exchange.encodings import PLAIN, Codec, EncodingError, Steps, TopK, Wire, add_difference
+from tepal.exchange.encodings import CHUNK, PLAIN, Codec, EncodingError, Steps, TopK, Wire, add_difference
 from tepal.exchange.layout import Arrays, Names, Shaped, dtype_name
 from tepal.exchange.plan import Tree
 from tepal.exchange.threads import in_threads
@@ -139,10 +139,61 @@ def listed(parts: Mapping[Tree, Sequence[Shaped]]) -> str:
     return hashlib.sha256(repr(sorted((tree, [*shaped]) for tree, shaped in parts.items())).encode()).hexdigest()[:16]
 
 
-def _packing_order(shaped: Iterable[Shaped], wire: Wire) -> list[tuple[Shaped, Codec | None]]:
-    """The arrays in their order in a packed part, each with its codec: wider items first, otherwise as given."""
-    found = [(item, wire.codec(item[1], item[2])) for item in shaped]
-    return sorted(found, key=lambda one: -(one[1].width if one[1] else np.dtype(one[0][1]).itemsize))
+@dataclass(frozen=True)
+class _Piece:
+    """Arrays that follow each other in a packed part: one, or several that are encoded together."""
+
+    items: tuple[Shaped, ...]
+    codec: Codec | None
+
+    @property
+    def width(self) -> int:
+        """Bytes of the widest item."""
+        return self.codec.width if self.codec else np.dtype(self.items[0][1]).itemsize
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape that is encoded: several arrays are flat, one after the other."""
+        return self.items[0][2] if len(self.items) == 1 else (self.size,)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return sum(math.prod(shape) for _, _, shape in self.items)
+
+    def floats(self, written: Callable[[str], np.ndarray]) -> np.ndarray:
+        """The values to encode, in float32."""
+        if len(self.items) == 1:
+            return np.asarray(written(self.items[0][0]), np.float32)
+        return np.concatenate([np.asarray(written(name), np.float32).reshape(-1) for name, _, _ in self.items])
+
+    def arrays(self, values: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+        """Name and array of each of the arrays in what was decoded. Several are views of it."""
+        flat, start = values.reshape(-1), 0
+        for name, dtype, shape in self.items:
+            stop = start + math.prod(shape)
+            yield name, flat[start:stop].reshape(shape).astype(np.dtype(dtype), copy=False)
+            start = stop
+
+
+def pieces_of(shaped: Iterable[Shaped], wire: Wire) -> list[_Piece]:
+    """The arrays in their order in a packed part: wider items first, otherwise as given; then those joined."""
+    alone: list[_Piece] = []
+    joined: list[list[Shaped]] = []
+    size = CHUNK
+    for item in shaped:
+        codec = wire.codec_of(*item)
+        few = math.prod(item[2]) if isinstance(codec, Steps) else CHUNK
+        if few >= CHUNK:
+            alone.append(_Piece((item,), codec))
+            continue
+        if size >= CHUNK:
+            joined.append([])
+            size = 0
+        joined[-1].append(item)
+        size += few
+    pieces = sorted(alone, key=lambda piece: -piece.width)
+    return pieces + [_Piece(tuple(items), wire.codec_of(*items[0])) for items in joined]
 
 
 def pack(
@@ -166,59 +217,56 @@ def pack(
         EncodingError: an array has values that the encoding cannot represent.
     """
     written = written or values.__getitem__
-    order = _of_all(_packing_order(shapes_of(values, names), wire), written)
-    pieces = _pieces(order, written, wire, random)
+    pieces = _of_all(pieces_of(shapes_of(values, names), wire), written)
+    packed = _packed(pieces, written, wire, random)
     for _ in range(_TRIES):
-        fewer = _within(order, pieces)
+        fewer = _within(pieces, packed)
         if fewer is None:
             break
-        order = fewer
-        pieces = _pieces(order, written, wire, random)
-    data = b"".join(pieces)
+        pieces = fewer
+        packed = _packed(pieces, written, wire, random)
+    data = b"".join(packed)
     return Array(dtype="uint8", shape=(len(data),), stype=STYPE, data=data)
 
 
-def _pieces(
-    order: list[tuple[Shaped, Codec | None]],
+def _packed(
+    pieces: list[_Piece],
     written: Callable[[str], np.ndarray],
     wire: Wire,
     random: np.random.Generator | None,
 ) -> list[bytes | memoryview]:
-    pieces: list[bytes | memoryview] = []
-    for (name, _, _), codec in order:
-        if codec is None:
-            pieces.append(raw_bytes(written(name)))
+    packed: list[bytes | memoryview] = []
+    for piece in pieces:
+        name = piece.items[0][0]
+        if piece.codec is None:
+            packed.append(raw_bytes(written(name)))
             continue
         try:
-            pieces.append(codec.write(np.asarray(written(name), np.float32), random))
+            packed.append(piece.codec.write(piece.floats(written), random))
         except EncodingError as error:
             raise EncodingError(f"entry {name!r} cannot be sent as {wire.dtype}: {error}") from error
-    return pieces
+    return packed
 
 
-def _within(
-    order: list[tuple[Shaped, Codec | None]], pieces: list[bytes | memoryview]
-) -> list[tuple[Shaped, Codec | None]] | None:
+def _within(pieces: list[_Piece], packed: list[bytes | memoryview]) -> list[_Piece] | None:
     """The same with a codec that writes fewer values; None if what was written is within the codec's limit."""
-    several = [(math.prod(item[2]), len(piece)) for (item, codec), piece in zip(order, pieces, strict=True) if codec]
-    codec = next((codec for _, codec in order if isinstance(codec, Steps)), None)
+    several = [(piece.size, len(data)) for piece, data in zip(pieces, packed, strict=True) if piece.codec]
+    codec = next((piece.codec for piece in pieces if isinstance(piece.codec, Steps)), None)
     found = codec.within(sum(n for _, n in several), len(several), sum(n for n, _ in several)) if codec else None
-    return [(item, found if codec else None) for item, codec in order] if found else None
+    return [replace(piece, codec=found) if piece.codec else piece for piece in pieces] if found else None
 
 
-def _of_all(
-    order: list[tuple[Shaped, Codec | None]], written: Callable[[str], np.ndarray]
-) -> list[tuple[Shaped, Codec | None]]:
+def _of_all(pieces: list[_Piece], written: Callable[[str], np.ndarray]) -> list[_Piece]:
     """The same with one threshold for all arrays of which the largest values are sent.
 
     So an array that changed much has more of its values sent than one that changed little.
     """
-    sparse = [(name, math.prod(shape), codec) for (name, _, shape), codec in order if isinstance(codec, TopK | Steps)]
+    sparse = [(piece, piece.codec) for piece in pieces if isinstance(piece.codec, TopK | Steps)]
     if not sparse:
-        return order
-    sizes = [size for _, size, _ in sparse]
-    fitted = sparse[0][2].fitted(sizes, lambda number: np.asarray(written(sparse[number][0]), np.float32))
-    return [(item, fitted if isinstance(codec, TopK | Steps) else codec) for item, codec in order]
+        return pieces
+    sizes = [piece.size for piece, _ in sparse]
+    fitted = sparse[0][1].fitted(sizes, lambda number: sparse[number][0].floats(written))
+    return [replace(piece, codec=fitted) if isinstance(piece.codec, TopK | Steps) else piece for piece in pieces]
 
 
 def unpack(array: Array, shaped: Iterable[Shaped], wire: Wire = PLAIN) -> dict[str, np.ndarray]:
@@ -236,7 +284,7 @@ def unpack_sums(array: Array, shaped: Iterable[Shaped], wire: Wire, starts: Arra
     """
     values = dict(unpacked(array, shaped, wire))
     for name, value in values.items():
-        if wire.codec(dtype_name(value.dtype), value.shape):
+        if wire.encodes(name, value):
             add_difference(starts[name], value)
         value.flags.writeable = False
     return values
@@ -299,24 +347,26 @@ def unpacked(array: Array, shaped: Iterable[Shaped], wire: Wire = PLAIN) -> Iter
     """
     if array.stype != STYPE:
         raise ValueError(f"an Array has the stype {array.stype!r}; a packed part has {STYPE!r}")
-    order = _packing_order(shaped, wire)
-    if all(codec is None for _, codec in order):
-        expected = sum(math.prod(shape) * np.dtype(dtype).itemsize for (_, dtype, shape), _ in order)
+    pieces = pieces_of(shaped, wire)
+    if all(piece.codec is None for piece in pieces):
+        expected = sum(piece.size * piece.width for piece in pieces)
         if len(array.data) != expected:
             raise ValueError(f"a packed part has {len(array.data)} bytes; by its shapes it must have {expected}")
     data = memoryview(array.data)
     offset = 0
-    for (name, dtype, shape), codec in order:
-        kind = np.dtype(dtype)
-        length = codec.length(shape, data[offset:]) if codec else math.prod(shape) * kind.itemsize
-        piece = data[offset : offset + length]
-        if len(piece) < length:
-            raise ValueError(f"a packed part has {len(data)} bytes, but entry {name!r} ends at byte {offset + length}")
+    for piece in pieces:
+        codec = piece.codec
+        length = codec.length(piece.shape, data[offset:]) if codec else piece.size * piece.width
+        own = data[offset : offset + length]
+        if len(own) < length:
+            last = piece.items[-1][0]
+            raise ValueError(f"a packed part has {len(data)} bytes, but entry {last!r} ends at byte {offset + length}")
         if codec:
-            value = codec.read(piece, shape).astype(kind, copy=False)
+            yield from piece.arrays(codec.read(own, piece.shape))
         else:
-            value = np.frombuffer(piece, kind.newbyteorder("<")).astype(kind, copy=False).reshape(shape)
-        yield name, value
+            name, dtype, shape = piece.items[0]
+            kind = np.dtype(dtype)
+            yield name, np.frombuffer(own, kind.newbyteorder("<")).astype(kind, copy=False).reshape(shape)
         offset += length
     if offset != len(data):
         raise ValueError(f"a packed part has {len(data)} bytes, but its entries have {offset}")

@@ -6,9 +6,8 @@ has cached, and whether one is missing that the record lists. The caller updates
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from logging import getLogger
 
@@ -17,12 +16,12 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 
 from tepal.exchange.bounds import BadReply, examples_of, metrics_of, notes_of
 from tepal.exchange.encodings import AUTO, FIXED, PLAIN, Encoding, Wire, add_difference, bits_within
-from tepal.exchange.layout import Arrays, Layout, Names, dtype_name
+from tepal.exchange.layout import Arrays, Layout, Names
 from tepal.exchange.local import is_local
 from tepal.exchange.manifest import PARTS, RECORD, Header, Manifest, Parcel, ProtocolError, other_version, write_id
 from tepal.exchange.norms import SMALL, estimated_norms, integer_norms, squared_norms
 from tepal.exchange.packer import Packer, Wanted
-from tepal.exchange.parts import Part, listed, unpacked
+from tepal.exchange.parts import Part, listed, pieces_of, unpacked
 from tepal.exchange.plan import FINAL, INTRODUCE, Outgoing, Reply, Tree
 from tepal.exchange.references import References
 from tepal.exchange.secret import proof_of
@@ -194,21 +193,19 @@ class Sender:
         arrays: dict[str, Array] = {}
         rounded: dict[tuple[Tree, str], Part] = {}
         exact = set(plan.exact)
+        needed = {tree: self._by_block(names) for tree, names in plan.needs.items()}
+        inexact = [names for parts in needed.values() for names in parts.values() if not exact.issuperset(names)]
+        bits = self._bits(self.encoding.download, inexact, outgoing.clients)
         upload = self.encoding.upload.after(outgoing.rounds_apart) if plan.returns else PLAIN
-        upload = replace(upload, bits=self._bits(upload, plan.returns, outgoing.clients))
-        bits = self._bits(self.encoding.download, plan.needs, outgoing.clients, but=exact)
-        for tree, names in plan.needs.items():
-            values = outgoing.values(tree)
-            wanted, kept = set(names), set(plan.keeps.get(tree, ()))
-            for block, block_names in self.blocks.items():
-                chosen = tuple(name for name in block_names if name in wanted)
-                if not chosen:
-                    continue
-                wanted_block = Wanted(
-                    tree, block, chosen, values, keep=kept.issuperset(chosen),
-                    exact=exact.issuperset(chosen), final=bool(plan.options.get(FINAL)), bits=bits,
+        upload = replace(upload, bits=self._bits(upload, [*plan.returns.values()], outgoing.clients))
+        for tree, parts in needed.items():
+            values, kept = outgoing.values(tree), set(plan.keeps.get(tree, ()))
+            for block, names in parts.items():
+                wanted = Wanted(
+                    tree, block, names, values, keep=kept.issuperset(names),
+                    exact=exact.issuperset(names), final=bool(plan.options.get(FINAL)), bits=bits,
                 )  # fmt: skip
-                packed = self.packer.parcel(wanted_block, client.held, missing)
+                packed = self.packer.parcel(wanted, client.held, missing)
                 if packed.data is not None:
                     arrays[str(len(parcels))] = packed.data
                 if packed.rounded:
@@ -239,25 +236,31 @@ class Sender:
         replaces = tuple(parcel.base for parcel in parcels if parcel.base)
         return content, Exchange(write_id(content), outgoing, upload, sent_entries, rounded, keeps, replaces)
 
-    def _bits(self, wire: Wire, trees: Mapping[Tree, Names], clients: int, but: Collection[str] = ()) -> float:
-        """Most bits for an encoded value in one direction of one client's exchange, without the entries `but`.
+    def _by_block(self, names: Names) -> dict[str, Names]:
+        """The entries by the block that they are in; only blocks that have any."""
+        wanted = set(names)
+        found = {block: tuple(name for name in of_block if name in wanted) for block, of_block in self.blocks.items()}
+        return {block: chosen for block, chosen in found.items() if chosen}
+
+    def _bits(self, wire: Wire, parts: Sequence[Names], clients: int) -> float:
+        """Most bits for an encoded value in one direction of one client's exchange, which has these parts.
 
         Half of the round's budget is for each direction, and of that an equal share for each client. 0: no limit.
         """
         if not self.encoding.budget or wire.dtype != AUTO:
             return 0.0
-        entries = [self.layout.by_name[name] for names in trees.values() for name in names if name not in but]
-        encoded = [entry for entry in entries if wire.codec(entry.dtype, entry.shape)]
-        others = sum(entry.nbytes for entry in entries) - sum(entry.nbytes for entry in encoded)
+        pieces = [piece for names in parts for piece in pieces_of(self.layout.shaped(names), wire)]
+        encoded = [piece for piece in pieces if piece.codec]
+        others = sum(piece.size * piece.width for piece in pieces if piece.codec is None)
         fixed = others + FIXED * len(encoded)
         if 2 * clients * fixed > self.encoding.budget and not self._warned:
             self._warned = True
             log.warning(
-                "A budget of %s bytes a round is too small for %d clients: vectors, and what each matrix has in any "
-                "case, are %s bytes. One value of each matrix is sent. Raise wire-budget well above that.",
+                "A budget of %s bytes a round is too small for %d clients: what is not encoded, and what each encoded "
+                "matrix has in any case, are %s bytes. One value of each is sent. Raise wire-budget well above that.",
                 f"{self.encoding.budget:,}", clients, f"{2 * clients * fixed:,}",
             )  # fmt: skip
-        values = sum(math.prod(entry.shape) for entry in encoded)
+        values = sum(piece.size for piece in encoded)
         return bits_within(self.encoding.budget / (2 * clients) - others, len(encoded), values)
 
     def read(self, exchange: Exchange, message: Message, weighted_by: str = "num-examples") -> Reply | Missing:
@@ -347,7 +350,7 @@ class Sender:
                 raise BadReply(str(error)) from error
             if wire.differences and tree == plan.model:
                 for name, array in parts[tree].items():
-                    if wire.codec(dtype_name(array.dtype), array.shape):
+                    if wire.encodes(name, array):
                         add_difference(starts[name], array)
         return parts
 

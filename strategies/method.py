@@ -16,7 +16,7 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from tepal.exchange.layout import Arrays, Layout, Names
+from tepal.exchange.layout import BUFFERS, Arrays, Layout, Names
 from tepal.exchange.plan import MODEL, Plan, Reply, Tree
 from tepal.strategies.aggregate import Mean, WeightedMean
 
@@ -92,12 +92,11 @@ class Run:
     """The factor of the learning rate in a round, counted from 1, by its schedule."""
 
 
-BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
-"""The last parts of the names of BatchNorm's buffers, used where no model is given."""
-
-
 def parameters_of(model: ServerModel) -> Names:
-    """The entries that can be trained, in the order of the layout: floating-point entries that are not buffers."""
+    """The entries that can be trained, in the order of the layout: floating-point entries that are not buffers.
+
+    Where no model is given, BatchNorm's buffers are known by their names.
+    """
     buffers = (
         {name for name in model.layout.names if name.rpartition(".")[2] in BUFFERS}
         if model.blocks is None

@@ -15,6 +15,7 @@ from tepal.exchange.encodings.dense import BFloat16, Float16, Float32, Int8
 from tepal.exchange.encodings.few_bits import Int4, Sign, Ternary
 from tepal.exchange.encodings.sparse import TopK
 from tepal.exchange.encodings.steps import FIXED, Steps
+from tepal.exchange.layout import BUFFERS, dtype_name
 
 CODECS: Mapping[str, Codec] = {
     "float32": Float32(), "float16": Float16(), "bfloat16": BFloat16(), "int8": Int8(), "int4": Int4(),
@@ -75,11 +76,20 @@ class Wire:
             return Steps(self.left_out, self.bits)
         return TopK(self.top_k, CODECS[self.dtype]) if self.top_k else CODECS[self.dtype]
 
-    def codec(self, dtype: str, shape: tuple[int, ...]) -> Codec | None:
-        """The codec of an entry of this dtype and shape; None if it is not encoded."""
-        if self.plain or len(shape) < 2 or dtype not in ("float32", "float64"):
+    def codec_of(self, name: str, dtype: str, shape: tuple[int, ...]) -> Codec | None:
+        """The codec of an entry; None if it is not encoded.
+
+        Encoded are matrices of float32 and float64; in AUTO also vectors of them, but not BatchNorm's statistics.
+        """
+        if self.plain or not shape or dtype not in ("float32", "float64"):
+            return None
+        if len(shape) < 2 and (self.dtype != AUTO or name.rpartition(".")[2] in BUFFERS):
             return None
         return self._codec
+
+    def encodes(self, name: str, value: np.ndarray) -> bool:
+        """Whether the values of this entry are encoded."""
+        return self.codec_of(name, dtype_name(value.dtype), value.shape) is not None
 
     def after(self, rounds: float) -> Wire:
         """This encoding for a client that last took part so many rounds ago: AUTO leaves out as much less.
@@ -89,9 +99,9 @@ class Wire:
         """
         return replace(self, left_out=self.left_out / rounds) if self.left_out and rounds > 1 else self
 
-    def decoded(self, value: np.ndarray) -> np.ndarray:
-        """The value as the receiver decodes it, if it is rounded to the nearest."""
-        codec = self.codec(value.dtype.name, value.shape)
+    def decoded(self, name: str, value: np.ndarray) -> np.ndarray:
+        """An entry's value as the receiver decodes it, if it is rounded to the nearest."""
+        codec = self.codec_of(name, dtype_name(value.dtype), value.shape)
         if codec is None:
             return value
         written = codec.write(np.asarray(value, np.float32), None)

@@ -76,13 +76,13 @@ def _manifest(data: bytes) -> None:
         names = set(found.layout.names)
         assert all(isinstance(text, str) for text in (found.experiment, found.record, found.current, found.plan.client))
         assert type(found.plan.round) is int and all(isinstance(kept, str) for kept in found.kept)
-        assert found.upload.codec("float32", (2, 3)) is None or not found.upload.plain
+        assert found.upload.codec_of("w", "float32", (2, 3)) is None or not found.upload.plain
         for entry in found.layout.entries:
             assert math.prod(entry.shape) >= 0 and entry.nbytes >= 0
         for parcel in found.parcels:
             assert len(parcel.part.id) == 32 and names >= set(parcel.part.names) >= set(parcel.sent)
             assert parcel.wire.differences == bool(parcel.base) and parcel.keep in (True, False)
-            assert parcel.wire.codec("float32", (2, 3)) is None or not parcel.wire.plain
+            assert parcel.wire.codec_of("w", "float32", (2, 3)) is None or not parcel.wire.plain
         again = Manifest.from_content({RECORD: found.to_record()})
         # Of a part that is sent as a whole the id is written, whatever was read.
         assert again.layout == found.layout and again.parcels == tuple(map(_as_written, found.parcels))
@@ -181,8 +181,7 @@ def _part(data: bytes) -> None:
     with np.errstate(all="ignore"):
         sums, _ = unpack_checked(array, shaped, wire, None, "base", lambda: starts)
         for name, value in sums.items():
-            codec = wire.codec(value.dtype.name, value.shape)
-            np.testing.assert_array_equal(value, found[name] + 1 if codec else found[name])
+            np.testing.assert_array_equal(value, found[name] + 1 if wire.encodes(name, value) else found[name])
     other = unpack_checked(array, shaped, wire, part, "other base", dict)
     assert other == ({}, {}), "without the base nothing can be read"
 
