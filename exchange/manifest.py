@@ -270,7 +270,8 @@ def _checked(manifest: Manifest) -> Manifest:
         raise ValueError(f"{reprlib.repr(wrong[0])} is not text")
     if wrong := [value for value in (plan.round, *(wire.seed for wire in wires)) if type(value) is not int]:
         raise ValueError(f"{reprlib.repr(wrong[0])} is not a whole number")
-    if wrong := [value for wire in wires for value in (wire.differences, wire.feedback) if type(value) is not bool]:
+    bools = [value for wire in wires for value in (wire.differences, wire.feedback, wire.unbiased)]
+    if wrong := [value for value in bools if type(value) is not bool]:
         raise ValueError(f"{reprlib.repr(wrong[0])} is not a bool")
     shares = [value for wire in wires for value in (wire.top_k, wire.left_out, wire.bits)]
     if wrong := [value for value in shares if type(value) not in (int, float) or not value < _MOST_BITS]:

@@ -113,6 +113,8 @@ class Outgoing:
     """The number of clients of this exchange, which share a round's budget."""
     rounds_apart: float = 1.0
     """Rounds from one in which a client takes part to its next, in the mean."""
+    averaged: int = 0
+    """The fewest clients over which the server takes the mean of an entry that this one returns; 0: not only means."""
 
     @property
     def name(self) -> str:

@@ -196,7 +196,8 @@ class Sender:
         needed = {tree: self._by_block(names) for tree, names in plan.needs.items()}
         inexact = [names for parts in needed.values() for names in parts.values() if not exact.issuperset(names)]
         bits = self._bits(self.encoding.download, inexact, outgoing.clients)
-        upload = self.encoding.upload.after(outgoing.rounds_apart) if plan.returns else PLAIN
+        upload = self.encoding.upload if plan.returns else PLAIN
+        upload = upload.averaged(0 if self.encoding.budget else outgoing.averaged, outgoing.rounds_apart)
         upload = replace(upload, bits=self._bits(upload, [*plan.returns.values()], outgoing.clients))
         for tree, parts in needed.items():
             values, kept = outgoing.values(tree), set(plan.keeps.get(tree, ()))

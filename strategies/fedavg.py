@@ -60,6 +60,8 @@ class ModelMerger(Generic[State]):
 class GlobalModelMethod(Method[State]):
     """Base class of methods with one global model that is sent as a whole. Subclasses define `init` and `merger`."""
 
+    averages = True
+
     mean: Callable[[], Mean] = staticmethod(WeightedMean)
     """Makes the mean of the clients' parts for a merger; `init` sets it to that of the run."""
 

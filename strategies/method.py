@@ -161,6 +161,9 @@ class Method(ABC, Generic[State]):
     eval_metrics_of: str = "received"
     """The model that the metrics of an evaluation describe, as in their names: "received", "ensemble" or "personal"."""
 
+    averages: bool = False
+    """Whether of the replies' values only their means over the clients are needed. Uploads may then be less exact."""
+
     storage: Storage[State] | None = None
     """Values outside of the state, if the method has any; made by `init`."""
 

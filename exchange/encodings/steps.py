@@ -53,14 +53,21 @@ class Steps:
     left_out: float
     bits: float = 0.0
     """Most bits for a value, in the mean and beyond FIXED; 0: no limit. Within a limit more is left out if needed."""
+    unbiased: bool = False
+    """Whether several matrices, `fitted` together, are scaled up for what is left out of them: what is decoded has the
+    dot product with the values v that they have with themselves, ‖v‖². The error is then larger, D / (1 − D) ‖v‖² if
+    the share D is left out, but a mean of many such vectors does not become too short."""
     threshold: Kept | None = None
     """None: it is computed from the matrix itself."""
+    scale: float = 1.0
+    """By which what is decoded is multiplied."""
 
     width = 1
 
     def fitted(self, sizes: Sequence[int], values: Callable[[int], np.ndarray]) -> Steps:
         """The codec for several matrices: with one threshold for all of them. Arguments: see `threshold`."""
-        return replace(self, threshold=threshold(self.left_out, sizes, values, self.bits))
+        found = threshold(self.left_out, sizes, values, self.bits)
+        return replace(self, threshold=found, scale=_scale(found, len(sizes), values) if self.unbiased else 1.0)
 
     def within(self, nbytes: int, matrices: int, values: int) -> Steps | None:
         """The codec with fewer values, if it wrote more than its limit allows; None if it did not.
@@ -76,8 +83,7 @@ class Steps:
     def write(self, values: np.ndarray, random: np.random.Generator | None) -> bytes:
         flat = np.ascontiguousarray(values, np.float32).reshape(-1)
         least, share = self.threshold or threshold(self.left_out, [flat.size], lambda _: flat, self.bits)
-        # A little less, so that the threshold itself is one step, however it is rounded.
-        step = min(least / _DEAD * (1 - 1e-6), _LARGEST) if np.isfinite(flat).all() else math.nan
+        step = _step(least) if np.isfinite(flat).all() else math.nan
         places = np.flatnonzero(magnitudes(flat) >= least)
         if share < 1:
             some = math.ceil(share * len(places))
@@ -98,6 +104,7 @@ class Steps:
             codes = [in_huffman(code) for code in written]
             signs = np.packbits(np.delete(steps, of_several) < 0)
         numbers = np.array([len(steps), several, *map(len, codes)], "<u4")
+        step = min(step * self.scale, _LARGEST)
         return b"".join([bytes_of(np.array([step, above], "<f4")), bytes_of(numbers), *codes, bytes_of(signs)])
 
     def length(self, shape: tuple[int, ...], data: memoryview) -> int:
@@ -136,6 +143,28 @@ class Steps:
         values = np.zeros(size, np.float32)
         values[places] = steps
         return values.reshape(shape)
+
+
+def _step(least: float) -> float:
+    """The step of a threshold: a little less, so that the threshold itself is one step, however it is rounded."""
+    return min(least / _DEAD * (1 - 1e-6), _LARGEST)
+
+
+def _scale(kept: Kept, matrices: int, values: Callable[[int], np.ndarray]) -> float:
+    """See `Steps.unbiased`: squared norm of several matrices, divided by their dot product with what is decoded."""
+    step = _step(kept.least)
+    squares = product = 0.0
+    for number in range(matrices):
+        counts = magnitudes(np.ascontiguousarray(values(number), np.float32).reshape(-1)) / np.float32(step)
+        squares += _dot(counts, counts)
+        counts = counts[counts >= _DEAD]
+        levels, above = _steps(counts, 1.0, fewest=1)
+        product += _dot(counts, levels) + above * float(counts.sum(dtype=np.float64))
+    return squares / product if product > 0 and math.isfinite(squares / product) else 1.0
+
+
+def _dot(first: np.ndarray, second: np.ndarray) -> float:
+    return sum(float(np.vdot(first[part].astype(np.float64), second[part])) for part in chunks(len(first)))
 
 
 def _steps(values: np.ndarray, step: float, *, fewest: int) -> tuple[np.ndarray, float]:

@@ -26,6 +26,7 @@ AUTO = "auto"
 DTYPES = (*CODECS, AUTO)
 FEW_BITS = ("int4", "ternary", "sign", AUTO)
 """Those of them that are for differences."""
+_OF_FEEDBACK = 1 / 8  # see `Wire.averaged`
 _LOSSY = ("int8", *FEW_BITS)  # whose error is worth keeping
 WHOLES = ("float32", "float16", "bfloat16", "int8", "int4")
 """Those that a part may have which is sent to a client with nothing to take a difference from."""
@@ -43,6 +44,7 @@ class Wire:
         seed: of rounding at random.
         left_out: of AUTO: share of the squared norm that is left out.
         bits: of AUTO: most bits for a value, in the mean over a part; 0: no limit.
+        unbiased: of AUTO: what is sent is scaled up for what is left out, see `Steps`.
     """
 
     dtype: str = "float32"
@@ -52,6 +54,7 @@ class Wire:
     seed: int = 0
     left_out: float = 0.0
     bits: float = 0.0
+    unbiased: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -73,7 +76,7 @@ class Wire:
     @cached_property
     def _codec(self) -> Codec:
         if self.dtype == AUTO:
-            return Steps(self.left_out, self.bits)
+            return Steps(self.left_out, self.bits, self.unbiased)
         return TopK(self.top_k, CODECS[self.dtype]) if self.top_k else CODECS[self.dtype]
 
     def codec_of(self, name: str, dtype: str, shape: tuple[int, ...]) -> Codec | None:
@@ -98,6 +101,25 @@ class Wire:
         What an upload leaves out waits as long for the next.
         """
         return replace(self, left_out=self.left_out / rounds) if self.left_out and rounds > 1 else self
+
+    def averaged(self, clients: int, rounds: float) -> Wire:
+        """This encoding for uploads of which only the mean over so many clients is needed.
+
+        Args:
+            clients: in a round; 0: not only their mean is needed.
+            rounds: from one in which a client takes part to its next.
+
+        Without feedback nothing waits for the client's next round. AUTO scales what is sent up, so that a client's
+        error is D / (1 − D) times its squared update if the share D is left out; that of the mean of n clients, whose
+        errors are not alike, is an n-th of that. D is such that this is an eighth of ε / (1 − ε), which feedback and
+        the share ε leave of a round's squared change. Of the two that is used which leaves out more.
+        """
+        fed = self.after(rounds)
+        error = clients * _OF_FEEDBACK * self.left_out / (1 - self.left_out)
+        share = error / (1 + error)
+        if rounds < 2 or share <= fed.left_out:
+            return fed
+        return replace(self, left_out=share, feedback=False, unbiased=True)
 
     def decoded(self, name: str, value: np.ndarray) -> np.ndarray:
         """An entry's value as the receiver decodes it, if it is rounded to the nearest."""
@@ -217,7 +239,10 @@ class Encoding:
         lossy = self.up in _LOSSY or self.top_k > 0
         feedback = lossy and self.error_feedback
         left_out = self.left_out if self.up == AUTO else 0.0
-        return Wire(self.up, self.top_k, differences=True, feedback=feedback, seed=self.seed, left_out=left_out)
+        return Wire(
+            self.up, self.top_k, differences=True, feedback=feedback, seed=self.seed, left_out=left_out,
+            unbiased=self.up == AUTO and not feedback,
+        )  # fmt: skip
 
     def __str__(self) -> str:
         made = ", the initial values made by the clients" * (self.start == "made")

@@ -108,6 +108,8 @@ class DirichletModels:
 class FedBEMethod(FedAvgMethod):
     """The method of FedBE. Arguments are those of `FedBE`."""
 
+    averages = False  # models are drawn from the distribution of the clients'
+
     def __init__(
         self,
         distribution: str = "gaussian",

@@ -48,6 +48,7 @@ class FedDynState(ModelState):
 class FedDynMethod(GlobalModelMethod[FedDynState]):
     """The method of FedDyn."""
 
+    averages = False  # h is the sum of what the clients remember exactly, and must not drift from it
     objective = "feddyn"
 
     def __init__(self, alpha: float) -> None:

@@ -20,7 +20,12 @@ _MEANS = ("trimmed", "median", "krum", "rfa")
 ROBUST = ("none", CLIP, *_MEANS, *(f"{CLIP}+{mean}" for mean in _MEANS))
 """Values of the option `robust`."""
 
-__all__ = ["CLIP", "ROBUST", "GeometricMedian", "Krum", "Median", "TrimmedMean", "clips", "mean_factory"]
+__all__ = ["CLIP", "ROBUST", "GeometricMedian", "Krum", "Median", "TrimmedMean", "averages", "clips", "mean_factory"]
+
+
+def averages(robust: str) -> bool:
+    """Whether the clients' parts are averaged with weights, so that only their mean is needed."""
+    return robust in ("none", CLIP)
 
 
 def clips(robust: str) -> bool:

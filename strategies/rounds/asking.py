@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 from tepal.exchange.encodings import EncodingError
-from tepal.exchange.plan import RATE, RATE_FACTOR, TRAIN, Outgoing, Plan, Reply
+from tepal.exchange.plan import RATE, RATE_FACTOR, TRAIN, Outgoing, Plan, Reply, Tree
 from tepal.strategies.method import Method
 from tepal.strategies.rounds.cohort import Cohorts
 from tepal.strategies.rounds.ledger import ClientLedger
@@ -31,6 +32,7 @@ class Asker:
         messenger: sends and receives.
         cohorts: knows the clients' nodes.
         ledger: where clients without a good reply are entered.
+        averages: whether of the replies' values only means over the clients are needed.
         schedule: name of the learning rate schedule.
         on_progress: called with the round's report after every event.
     """
@@ -42,10 +44,12 @@ class Asker:
         cohorts: Cohorts,
         ledger: ClientLedger,
         *,
+        averages: bool,
         schedule: str,
         on_progress: Callable[[RoundReport], None],
     ) -> None:
         self.method = method
+        self.averages = averages
         self.schedule = schedule
         self.on_progress = on_progress
         self._messenger, self._cohorts, self._ledger = messenger, cohorts, ledger
@@ -56,6 +60,7 @@ class Asker:
         """Each plan with its client's values, the app's settings and the client's node."""
         clients = len(plans)
         rounds_apart = max(self._cohorts.count() / max(clients, 1), 1.0)
+        returned = Counter((plan.model, name) for plan in plans for name in plan.returns.get(plan.model, ()))
         return [
             Outgoing(
                 plan,
@@ -65,9 +70,16 @@ class Asker:
                 measured=measured,
                 clients=clients,
                 rounds_apart=rounds_apart,
+                averaged=self._averaged(plan, returned),
             )
             for plan in plans
         ]
+
+    def _averaged(self, plan: Plan, returned: Mapping[tuple[Tree, str], int]) -> int:
+        """See `Outgoing.averaged`. `returned`: (tree, entry) → the number of clients that return it."""
+        if not self.averages or plan.returns.keys() != {plan.model} or plan.remembers:
+            return 0
+        return min((returned[plan.model, name] for name in plan.returns[plan.model]), default=0)
 
     def ask(self, messages: list[Outgoing], this: Round, limit: int | None = None) -> Iterator[Reply]:
         """Send these messages, and yield the good replies as they arrive."""

@@ -20,6 +20,7 @@ from tepal.exchange.sender import Sender
 from tepal.host.text import visible
 from tepal.strategies.aggregate import ON_TESTS
 from tepal.strategies.method import Method, Run, ServerModel
+from tepal.strategies.robust import averages, clips
 from tepal.strategies.rounds.asking import Asker
 from tepal.strategies.rounds.cohort import Cohorts, Rules, check_able
 from tepal.strategies.rounds.flower import joined
@@ -63,7 +64,7 @@ class RoundRunner:
         weighted_by_key: the metric that is a reply's weight.
         schedule: name of the learning rate schedule.
         classes: number of classes of the task, if it has any.
-        clip: whether updates beyond the running median norm are scaled down to it.
+        robust: how the clients' parts are averaged, one of ROBUST.
         memories: name → what a checkpoint has in addition to what the runner remembers.
         awaited: clients for which the first round waits.
         on_progress: called with the round's report after every event of an exchange.
@@ -81,7 +82,7 @@ class RoundRunner:
         weighted_by_key: str,
         schedule: str,
         classes: int | None,
-        clip: bool,
+        robust: str,
         memories: Mapping[str, Memory],
         awaited: Collection[str],
         on_progress: Callable[[RoundReport], None],
@@ -102,9 +103,10 @@ class RoundRunner:
         expected: Mapping[str, int] | None = getattr(grid, "expected_names", None)
         self.cohorts = Cohorts(rules, self._messenger.nodes, self.ledger, awaited, classes, expected)
         self._asker = Asker(
-            method, self._messenger, self.cohorts, self.ledger, schedule=schedule, on_progress=on_progress
-        )
-        self._judge = Judge(self.norms, rules.max_weight_share, clip=clip, folder=run.folder)
+            method, self._messenger, self.cohorts, self.ledger, averages=method.averages and averages(robust),
+            schedule=schedule, on_progress=on_progress,
+        )  # fmt: skip
+        self._judge = Judge(self.norms, rules.max_weight_share, clip=clips(robust), folder=run.folder)
         self._most_had_failed = False  # in the round of the last merge
 
     def close(self) -> None:

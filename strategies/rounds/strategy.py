@@ -27,7 +27,7 @@ from tepal.exchange.layout import Layout
 from tepal.exchange.references import References
 from tepal.exchange.sender import Sender
 from tepal.strategies.method import Method, ModelBlocks, Run, ServerModel
-from tepal.strategies.robust import clips, mean_factory
+from tepal.strategies.robust import mean_factory
 from tepal.strategies.rounds.asking import SCHEDULES
 from tepal.strategies.rounds.best import NAME, BestModel
 from tepal.strategies.rounds.checkpoint import Checkpoint, Checkpoints
@@ -309,7 +309,7 @@ class MethodStrategy(WithoutHooks):
             weighted_by_key=self.weighted_by_key,
             schedule=self.schedule,
             classes=self.classes,
-            clip=clips(self.robust),
+            robust=self.robust,
             memories={NAME: self.best, **({"initial": sender.packer.initial} if self.encoding.start == "made" else {})},
             awaited=checkpoint.clients if checkpoint and self.rules.deterministic else (),
             on_progress=self.on_progress,

@@ -454,6 +454,58 @@ def test_differences_over_several_rounds_are_sent_more_exactly():
     assert Wire("sign").after(4) == Wire("sign")
 
 
+@pytest.mark.parametrize("clients, rounds, left_out", [
+    (20, 10, 3.75 / 4.75), (2, 40, 0.375 / 1.375), (1, 20, 0.1875 / 1.1875), (1, 3, 0.2), (1, 1, 0.6), (50, 1.5, 0.4),
+    (0, 10, 0.06),
+])  # fmt: skip
+def test_uploads_to_a_mean_leave_out_more_the_more_clients_there_are(clients, rounds, left_out):
+    wire = Encoding(up="auto").upload.averaged(clients, rounds)
+    assert wire.left_out == pytest.approx(left_out)
+    assert wire.unbiased == (not wire.feedback) == (clients > 0 and rounds > 3)
+    if wire.unbiased:  # D / (1 − D) / n is an eighth of .6 / .4
+        assert wire.left_out / (1 - wire.left_out) / clients == pytest.approx(1.5 / 8)
+    for other in (Encoding(up="sign"), Encoding(up="int8"), Encoding(top_k=0.1), Encoding()):
+        assert other.upload.averaged(20, 10) == other.upload
+
+
+@pytest.mark.parametrize("left_out", [0.0, 0.1, 0.6, 0.8, 0.95])
+@pytest.mark.parametrize("heavy", [False, True])
+def test_unbiased_what_is_decoded_has_the_length_of_the_values_along_them(left_out, heavy):
+    rng = np.random.default_rng(0)
+    values = {"w": rng.normal(size=(300, 1000)), "v": 0.1 * rng.normal(size=(40, 50)), "none": np.zeros((3, 4))}
+    values = {name: (value ** (3 if heavy else 1)).astype(np.float32) for name, value in values.items()}
+    biased, unbiased = (
+        unpack(pack(values, values, wire), shapes_of(values, values), wire)
+        for wire in (Wire("auto", left_out=left_out), Wire("auto", left_out=left_out, unbiased=True))
+    )
+    flat, short, along = (np.concatenate([of[n].reshape(-1) for n in values]).astype(float)
+                          for of in (values, biased, unbiased))  # fmt: skip
+    assert along @ flat == pytest.approx(flat @ flat, rel=1e-3)
+    assert not unbiased["none"].any()
+    np.testing.assert_allclose(along, short * (flat @ flat) / (short @ flat), rtol=1e-3)
+    share = np.square(short - flat).sum() / (flat @ flat)
+    assert np.square(along - flat).sum() / (flat @ flat) == pytest.approx(share / (1 - share), rel=0.02, abs=1e-4)
+
+
+@pytest.mark.parametrize("clients", [4, 16, 64])
+def test_the_mean_of_unbiased_uploads_is_closer_the_more_there_are(clients):
+    rng = np.random.default_rng(0)
+    wire = Wire("auto", left_out=0.6, unbiased=True)
+    updates = [{"w": rng.normal(size=(100, 200)).astype(np.float32)} for _ in range(clients)]
+    decoded = [unpack(pack(of, of, wire), shapes_of(of, of), wire)["w"] for of in updates]
+    off = np.mean(decoded, axis=0) - np.mean([of["w"] for of in updates], axis=0)
+    assert np.square(off).mean() == pytest.approx(1.55 / clients, rel=0.05)  # .61 / .39 of what each has
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 3e38])
+def test_unbiased_what_is_not_finite_arrives_and_what_is_nearly_so_stays_finite(value):
+    values = {"w": np.full((20, 20), value, np.float32)}
+    values["w"][5:] = 1.0
+    wire = Wire("auto", left_out=0.6, unbiased=True)
+    read = unpack(pack(values, ["w"], wire), shapes_of(values, ["w"]), wire)
+    assert np.isfinite(read["w"]).all() == np.isfinite(value)
+
+
 def test_how_long_what_is_written_is():
     values = {"w": np.random.default_rng(0).normal(size=(768, 3072)).astype(np.float32)}
     size = values["w"].size
@@ -559,6 +611,9 @@ def test_what_an_encoding_asks_of_clients():
     assert Encoding("sign", whole="int4").download_whole == Wire("int4")
     both = Encoding("auto", "auto", left_out=0.5)
     assert both.upload == Wire("auto", differences=True, feedback=True, left_out=0.5)
+    alone = Encoding("auto", "auto", left_out=0.5, error_feedback=False)
+    assert alone.upload == Wire("auto", differences=True, left_out=0.5, unbiased=True)
+    assert alone.download == both.download and not alone.download.unbiased
     assert (both.download, both.download_whole) == (Wire("auto", differences=True, left_out=0.5), Wire("int4"))
     assert Encoding("bfloat16", top_k_down=0.1).download_whole == Wire("bfloat16")
     described = "changes in sign down, ternary up, with error feedback"

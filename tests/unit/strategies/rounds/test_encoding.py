@@ -1,6 +1,8 @@
 """Rounds whose values travel encoded. Clients move what they get by steps that follow from partition and round."""
 
+import contextlib
 import shutil
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -12,9 +14,24 @@ from flwr.clientapp import ClientApp
 from tepal.exchange import partial_exchange, received
 from tepal.exchange.encodings import Encoding
 from tepal.exchange.files import read_arrays
+from tepal.exchange.sender import Sender
 from tepal.models.blocks import find_blocks
 from tepal.models.tiny_vit import TinyViT
-from tepal.strategies import FedACS, FedAvg, FedFrozen, RoundFailed
+from tepal.strategies import (
+    Ditto,
+    FedACS,
+    FedAvg,
+    FedAvgM,
+    FedBE,
+    FedDyn,
+    FedEnsemble,
+    FedFrozen,
+    LocalOnly,
+    RoundFailed,
+    Scaffold,
+    join_modes,
+)
+from tepal.strategies.fedavg import FedAvgMethod
 from tepal.strategies.in_process import InProcessGrid, Node
 from tests.quiet import quiet  # noqa: F401
 
@@ -122,9 +139,9 @@ def test_plain_bytes_are_those_of_the_same_entries_without_an_encoding(encoding)
 def left_out(cache_folder, partition):
     (folder,) = cache_folder.glob(f"*/personal/client-{partition}")
     newest = max(folder.glob("*.safetensors"))
-    (kept,) = read_arrays(newest).items()
-    assert kept[0] == "left out/model/w"
-    return kept[1]
+    kept = read_arrays(newest)
+    assert kept.keys() <= {"left out/model/w", "left out/model/bias"}, "a vector's only in auto"
+    return kept["left out/model/w"]
 
 
 @pytest.mark.parametrize(
@@ -142,15 +159,99 @@ def test_error_feedback_brings_everything_in_the_end(cache_folder, encoding):
     np.testing.assert_allclose(made["w"] + kept, expected, atol=3e-6)
 
 
-@pytest.mark.parametrize("clients, share", [(2, 0.5), (6, 0.5), (8, 0.25), (8, 1.0)])
-def test_auto_leaves_out_less_of_a_client_that_takes_part_rarely(cache_folder, clients, share):
+@pytest.mark.parametrize(
+    "clients, share, expected", [(2, 1.0, 0.5), (8, 1.0, 0.5), (3, 2 / 3, 0.5 / 1.5), (2, 0.5, 0.25)]
+)
+def test_auto_with_feedback_leaves_out_less_of_a_client_that_takes_part_rarely(cache_folder, clients, share, expected):
     strategy = FedAvg(encoding=Encoding(up="auto", left_out=0.5), fraction_train=share, fraction_evaluate=0, seed=1)
     _, (report,) = start(strategy, moving_app(), clients=clients)
     kept = [left_out(cache_folder, name.removeprefix("client-")) for name in report.replied]
-    assert len(kept) == share * clients
+    assert len(kept) == round(share * clients)
     moved = [step(int(name.removeprefix("client-")), 1) for name in report.replied]
     found = np.mean([np.square(of).sum() / np.square(by).sum() for of, by in zip(kept, moved, strict=True)])
-    assert 0.6 * 0.5 * share < found < 1.3 * 0.5 * share + 0.03
+    assert 0.6 * expected < found < 1.3 * expected + 0.03
+
+
+@pytest.mark.parametrize("clients", [10, 40])
+def test_auto_without_feedback_keeps_nothing_and_is_right_along_the_update(cache_folder, clients):
+    """One client of many in a round: its error is an eighth of what feedback would leave, and so of its update."""
+    encoding = Encoding(up="auto", left_out=0.5)
+    strategy = FedAvg(encoding=encoding, fraction_train=1 / clients, fraction_evaluate=0, seed=1)
+    made, (report,) = start(strategy, moving_app(), clients=clients)
+    (name,) = report.replied
+    assert not [*cache_folder.glob(f"*/personal/{name}/*.safetensors")]
+    moved = np.append(step(int(name.removeprefix("client-")), 1), np.full(40, 0.01)).astype(float)
+    came = np.append(made["w"] - START["w"], made["bias"]).astype(float)
+    assert came @ moved == pytest.approx(moved @ moved, rel=1e-3)
+    assert 0.08 < np.square(came - moved).sum() / (moved @ moved) < 0.2
+
+
+def averaged(strategy, monkeypatch, clients=4, arrays=START, **options):
+    """Client → `Outgoing.averaged` of the last message to it for training, and the encoding of its answer."""
+    found = {}
+    content = Sender.content
+
+    def noted(self, outgoing, *rest):
+        made = content(self, outgoing, *rest)
+        if outgoing.plan.action == "train":
+            found[outgoing.plan.client] = outgoing.averaged, made[1].upload
+        return made
+
+    monkeypatch.setattr(Sender, "content", noted)
+    with contextlib.suppress(RoundFailed):  # this app has no control variates
+        start(strategy, moving_app(**options), clients, rounds=1, arrays=arrays)
+    return found
+
+
+MEANS = {
+    "fedavg": (lambda **of: FedAvg(**of), 4), "fedavgm": (lambda **of: FedAvgM(**of), 4),
+    "ditto": (lambda **of: Ditto(**of), 4), "clipped": (lambda **of: FedAvg(robust="clip", **of), 4),
+    "median": (lambda **of: FedAvg(robust="median", **of), 0), "scaffold": (lambda **of: Scaffold(**of), 0),
+    "feddyn": (lambda **of: FedDyn(**of), 0), "fedacs": (lambda **of: FedACS(quantile=0.5, **of), 0),
+    "fedbe": (lambda **of: FedBE(distil=False, **of), 0), "local": (lambda **of: LocalOnly(**of), 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_methods_that_need_a_mean_alone(monkeypatch, name):
+    make, expected = MEANS[name]
+    strategy = make(encoding=Encoding(up="auto"), fraction_train=0.25, fraction_evaluate=0)
+    found = averaged(strategy, monkeypatch, clients=16)
+    assert {count for count, _ in found.values()} == {expected} and len(found) == 4
+    for _, wire in found.values():
+        assert wire.unbiased == (expected > 0)
+        assert wire.feedback == (expected == 0 and name != "local")
+
+
+def test_of_an_ensemble_the_clients_of_a_mode_are_averaged(monkeypatch):
+    modes = [{name: value + k if value.dtype.kind == "f" else value for name, value in START.items()} for k in range(3)]
+    arrays = {name: array.numpy() for name, array in join_modes(
+        [{name: Array(array) for name, array in mode.items()} for mode in modes]).items()}  # fmt: skip
+    strategy = FedEnsemble(modes=3, strata=6, encoding=Encoding(up="auto"), fraction_train=0.5, fraction_evaluate=0)
+    found = averaged(strategy, monkeypatch, clients=12, arrays=arrays)
+    of_a_mode = Counter(count for count, _ in found.values())
+    assert sum(of_a_mode.values()) == 6 and all(number % count == 0 for count, number in of_a_mode.items())
+
+
+def test_of_selected_layers_the_fewest_clients_of_a_layer_count(monkeypatch):
+    layers = {f"layer{k}": np.zeros((3, 4), np.float32) for k in range(3)}
+    chosen = {"client-0": ["layer0"], "client-1": ["layer0", "layer1"], "client-2": ["layer0", "layer1"]}
+
+    def plan(self, state, round, phase, cohort, probe_replies):
+        plans = plan_all(self, state, round, phase, cohort, probe_replies)
+        return [replace(one, trains=tuple(chosen[one.client]), returns={"model": tuple(chosen[one.client])})
+                for one in plans]  # fmt: skip
+
+    plan_all = FedAvgMethod.plan
+    monkeypatch.setattr(FedAvgMethod, "plan", plan)
+    found = averaged(FedAvg(encoding=Encoding(up="auto"), fraction_evaluate=0), monkeypatch, 3, layers, seen={})
+    assert {client: count for client, (count, _) in found.items()} == {"client-0": 3, "client-1": 2, "client-2": 2}
+
+
+def test_within_a_budget_uploads_have_feedback(monkeypatch):
+    encoding = Encoding(up="auto", budget=100_000)
+    strategy = FedAvg(encoding=encoding, fraction_train=0.25, fraction_evaluate=0)
+    assert all(wire.feedback for _, wire in averaged(strategy, monkeypatch, 16).values())
 
 
 def test_without_it_what_is_never_among_the_largest_is_never_sent():
