@@ -43,7 +43,7 @@ PARTS = "tepal.parts"
 
 ID = "id"
 """Key of the exchange's id in this record of a message."""
-PROTOCOL = 5
+PROTOCOL = 6
 """Version of what server and clients send each other. It rises with every change that the other side must know.
 
     1   digests of entries and of packed parts are SHA-256; messages do not state a version
@@ -52,6 +52,7 @@ PROTOCOL = 5
     4   matrices may be in whole steps; of an encoding only what is not usual is sent
     5   a part that is sent as a whole, or not at all, has its id, and no digests; entries are listed as runs; of
         an answer's entries, which are those that the plan returns, in its order, only a digest is sent
+    6   in auto vectors are encoded, too, and small arrays together; uploads may be scaled up
 """
 
 _PROTOCOL = "protocol"

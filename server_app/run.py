@@ -168,7 +168,7 @@ def _start(
 
     strategy.on_round = keep
     # Clients have the config of the Flower run, which differs from this run's if it is resumed.
-    own = {*_OWN} - ({"pretrained"} if config.wire.start == "made" else set())
+    own = {*_OWN} - ({"pretrained"} if config.wire.made else set())
     changed = {key: value for key, value in config.flat.items() if key not in own and values.get(key, value) != value}
     if not config.data.names and (names := written_names(config.data)):
         changed[FOUND_NAMES] = names["class-names"]

@@ -1,7 +1,7 @@
 """Encodings of values in messages, unchanged or in fewer bytes.
 
-Matrices (floating-point entries with two axes or more) may be encoded. Vectors, counters and all others are never
-encoded: they are few, and a BatchNorm's variance must not become negative.
+Matrices (floating-point entries with two axes or more) may be encoded, in `auto` vectors as well. Counters and all
+others are never encoded, nor BatchNorm's statistics: a variance must not become negative.
 
     float32     unchanged
     float16     half the bytes; values beyond 65504 are refused
@@ -20,7 +20,7 @@ to the weights. The server adds them to its own exact values. Rounding of downlo
 update that is smaller than a step of the encoding is not lost. Uploads in `int8` are rounded at random (unbiased). A
 client adds what `int8`, `int4`, `ternary`, `sign`, `auto` and top k leave out to its next upload of the same entries:
 **error feedback** (Seide et al. 2014; Karimireddy et al. 2019, arXiv:1901.09847, algorithm 1). Without it `int4` and
-`ternary` are rounded at random, too.
+`ternary` are rounded at random, too, and `auto` is scaled up for what it leaves out (see `Wire.averaged`).
 
 Downloads are the values themselves, rounded to the nearest; with `int4`, `ternary`, `sign`, `auto` or top k they are
 differences from what the client has (see `tepal.exchange.packer`). Nothing in them depends on chance, so all clients

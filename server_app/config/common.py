@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ByteSize, Field, TypeAdapter, ValidationError, field_validator
 
-from tepal.exchange.encodings import Encoding
+from tepal.exchange.encodings import AUTO, Encoding
 from tepal.models.initial import patterns_of, sources_of
 from tepal.strategies import STRATEGIES
 from tepal.training.config import keys
@@ -168,7 +168,7 @@ class EncodingConfig(BaseModel):
     model_config = keys("wire-")
 
     dtype: WireDtype = Field(
-        "float32", description="dtype of matrices when sent; vectors and counters keep theirs (docs/encodings.md)"
+        "float32", description="dtype of matrices when sent; vectors, except in auto, and counters keep theirs (docs/encodings.md)"
     )
     dtype_down: _OrSame = Field(
         "same",
@@ -199,10 +199,11 @@ class EncodingConfig(BaseModel):
         description='bytes that all clients send and are sent in a round of training, such as "2MB", within which auto '
         'leaves out more; "": no limit',
     )
-    start: Literal["sent", "made"] = Field(
-        "sent",
+    start: Literal["auto", "sent", "made"] = Field(
+        "auto",
         description="the initial model; sent: the server sends it to each client; made: each client makes it from "
-        "seed, or from pretrained weights that it has, and is sent only what has changed",
+        "seed, or from pretrained weights that it has, and is sent only what has changed; auto: made where "
+        "wire-dtype-down is auto, otherwise sent",
     )
     error_feedback: bool = Field(
         True, description="clients keep what int8, fewer bits and wire-top-k leave out, and add it to their next upload"
@@ -226,10 +227,15 @@ class EncodingConfig(BaseModel):
         """The dtype of what clients send."""
         return self.dtype if self.dtype_up == "same" else self.dtype_up
 
+    @property
+    def made(self) -> bool:
+        """Whether clients make the initial model themselves."""
+        return self.start == "made" or (self.start == "auto" and self.down == AUTO)
+
     def encoding(self, seed: int) -> Encoding:
         return Encoding(
             self.down, self.up, self.top_k, self.error_feedback, seed, self.top_k_down, self.dtype_whole,
-            self.reference_megabytes, self.left_out, _nbytes(self.budget), self.start,
+            self.reference_megabytes, self.left_out, _nbytes(self.budget), "made" if self.made else "sent",
         )
 
 

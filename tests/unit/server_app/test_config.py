@@ -184,7 +184,9 @@ def test_steps_temperatures_and_scales_out_of_range_are_refused(values, words):
         read_run_config(values)
 
 
-VARIANTS = {ROOT / "conf/tour.toml": (3, 13), ROOT / "conf/encodings.toml": (1, 6)}
+VARIANTS = {
+    ROOT / "conf/tour.toml": (3, 13), ROOT / "conf/encodings.toml": (2, 8), ROOT / "conf/encodings-many.toml": (1, 2),
+}  # fmt: skip
 """Variants that are compared, not run configs: the numbers of sections and variants."""
 
 

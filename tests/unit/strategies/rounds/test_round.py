@@ -257,7 +257,8 @@ def test_a_plan_may_return_entries_in_any_order(wire):
     initial = ArrayRecord({name: Array(np.zeros((2, 3), np.float32)) for name in ("a", "b")})
     strategy = MethodStrategy(Backwards(), encoding=wire, fraction_evaluate=0)
     result = strategy.start(grid_of(2, app), initial, num_rounds=1)
-    assert [float(result.arrays[name].numpy().mean().round(1)) for name in ("a", "b")] == [1.0, 5.0]
+    found = [float(result.arrays[name].numpy().mean()) for name in ("a", "b")]
+    np.testing.assert_allclose(found, [1, 5], atol=0.6 if wire.up == "auto" else 0.05)
 
 
 def test_huge_finite_values_are_not_taken_for_infinite():
