@@ -168,7 +168,8 @@ class EncodingConfig(BaseModel):
     model_config = keys("wire-")
 
     dtype: WireDtype = Field(
-        "float32", description="dtype of matrices when sent; vectors, except in auto, and counters keep theirs (docs/encodings.md)"
+        "float32",
+        description="dtype of matrices when sent, with auto of vectors, too; counters keep theirs (docs/encodings.md)",
     )
     dtype_down: _OrSame = Field(
         "same",
