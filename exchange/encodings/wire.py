@@ -94,13 +94,15 @@ class Wire:
         """Whether the values of this entry are encoded."""
         return self.codec_of(name, dtype_name(value.dtype), value.shape) is not None
 
-    def after(self, rounds: float) -> Wire:
-        """This encoding for a client that last took part so many rounds ago: AUTO leaves out as much less.
+    def after(self, rounds: int) -> Wire:
+        """This encoding for downloads to a client that was last sent the model so many rounds ago.
 
-        Downloads then have the changes of all these rounds, of which the client lacks no more than another of its one.
-        What an upload leaves out waits as long for the next.
+        They have the changes of all these rounds, m. AUTO leaves out 1 / √m of the share that it leaves out of one.
         """
-        return replace(self, left_out=self.left_out / rounds) if self.left_out and rounds > 1 else self
+        return self._leaving_out(self.left_out / math.sqrt(rounds)) if rounds > 1 else self
+
+    def _leaving_out(self, share: float) -> Wire:
+        return replace(self, left_out=share) if self.left_out else self
 
     def averaged(self, clients: int, rounds: float) -> Wire:
         """This encoding for uploads of which only the mean over so many clients is needed.
@@ -109,12 +111,13 @@ class Wire:
             clients: in a round; 0: not only their mean is needed.
             rounds: from one in which a client takes part to its next.
 
-        Without feedback nothing waits for the client's next round. AUTO scales what is sent up, so that a client's
-        error is D / (1 − D) times its squared update if the share D is left out; that of the mean of n clients, whose
-        errors are not alike, is an n-th of that. D is such that this is an eighth of ε / (1 − ε), which feedback and
-        the share ε leave of a round's squared change. Of the two that is used which leaves out more.
+        What an upload with feedback leaves out waits m rounds for the client's next. So it leaves out ε / m, of the
+        share ε of one round. Without feedback nothing waits. AUTO then scales up what is sent, so that a client's error
+        is D / (1 − D) times its squared update if the share D is left out; that of the mean of n clients, whose errors
+        are not alike, is an n-th of it. D is such that this is an eighth of ε / (1 − ε), which feedback leaves of a
+        round's squared change if all take part. Of the two ways that is used which leaves out more.
         """
-        fed = self.after(rounds)
+        fed = self._leaving_out(self.left_out / rounds) if rounds > 1 else self
         error = clients * _OF_FEEDBACK * self.left_out / (1 - self.left_out)
         share = error / (1 + error)
         if rounds < 2 or share <= fed.left_out:

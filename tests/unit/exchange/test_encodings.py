@@ -450,7 +450,7 @@ def test_auto_passes_on_that_a_matrix_is_not_finite(bad, many):
 
 def test_differences_over_several_rounds_are_sent_more_exactly():
     wire = Wire("auto", left_out=0.6)
-    assert wire.after(1) is wire and wire.after(4) == Wire("auto", left_out=0.15)
+    assert wire.after(1) is wire and wire.after(4) == Wire("auto", left_out=0.3)
     assert Wire("sign").after(4) == Wire("sign")
 
 

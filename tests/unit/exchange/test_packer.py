@@ -1,5 +1,6 @@
 """What one client is sent of a block, and what it then has, as the server knows it."""
 
+import math
 import os
 import shutil
 import tempfile
@@ -513,7 +514,7 @@ def test_of_a_base_that_is_rounds_old_the_share_of_one_round_is_left_out(tmp_pat
     x = {name: value + step for (name, value), step in zip(x.items(), matrices(0.5).values(), strict=True)}
     packer.begin(1 + missed, {client.held[0]: 1})
     parcel = client.asks(packer, x).parcel
-    share = left_out / missed
+    share = left_out / math.sqrt(missed)
     assert parcel.base and parcel.wire.left_out == pytest.approx(share)
     difference, sent = (
         np.concatenate([(after[name] - had[name]).ravel() for name in ("w", "v")]) for after in (x, client.values)

@@ -30,9 +30,10 @@ START = {"w": np.zeros(3, np.float32)}
 
 
 @pytest.fixture(autouse=True)
-def task():
+def in_a_task(monkeypatch):
     """Messages that are made outside of a grid belong to a task, too."""
-    TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
+    for name in ("_run_id", "_node_id", "_task_id"):
+        monkeypatch.setattr(TaskIdentity, name, 1)
 
 
 def app():
