@@ -266,19 +266,20 @@ class _ClientExchange:
         """The packed part of each tree. Values in `parts` that the client caches are replaced by decoded ones."""
         wire, plan = self.manifest.upload, self.plan
         left_out = self.personal.load_left_out() if wire.feedback else {}
+        feeds = wire.feedback and not wire.unbiased
         packed: dict[Tree, Array] = {}
         for tree, values in parts.items():
             starts = trees[tree] if wire.differences and tree == plan.model else {}
-            before = {name: left_out[f"{tree}/{name}"] for name in values if f"{tree}/{name}" in left_out}
+            before = {name: left_out[f"{tree}/{name}"] for name in values if feeds and f"{tree}/{name}" in left_out}
             written = partial(_written, wire, values, starts, before)
             random = wire.random(plan.client, plan.round, tree)
             packed[tree] = pack(values, values, wire, written=written, random=random)
-            if not (wire.feedback or (tree in plan.remembers and not wire.plain)):
+            if not (feeds or (tree in plan.remembers and not wire.plain)):
                 continue
             for name, read in unpacked(packed[tree], shapes_of(values, values), wire):
                 if not wire.encodes(name, read):
                     continue
-                if wire.feedback:
+                if feeds:
                     left_out[f"{tree}/{name}"] = written(name) - read
                 if tree in plan.remembers:
                     add_difference(starts.get(name, np.zeros_like(read)), read)

@@ -19,7 +19,7 @@ import numpy as np
 from blake3 import blake3
 from flwr.app import Array
 
-from tepal.exchange.encodings import CHUNK, PLAIN, Codec, EncodingError, Steps, TopK, Wire, add_difference
+from tepal.exchange.encodings import PLAIN, Codec, EncodingError, Steps, TopK, Wire, add_difference
 from tepal.exchange.layout import Arrays, Names, Shaped, dtype_name
 from tepal.exchange.plan import Tree
 from tepal.exchange.threads import in_threads
@@ -29,6 +29,7 @@ _KNOWN = "_tepal_values"
 
 DIGEST_BYTES = 16
 
+_JOINED = 1 << 18  # values: arrays of fewer are encoded together, up to about as many. Another number: another protocol
 _TRIES = 8  # to write a part within the limit of its codec; each comes closer by its excess
 
 
@@ -180,14 +181,14 @@ def pieces_of(shaped: Iterable[Shaped], wire: Wire) -> list[_Piece]:
     """The arrays in their order in a packed part: wider items first, otherwise as given; then those joined."""
     alone: list[_Piece] = []
     joined: list[list[Shaped]] = []
-    size = CHUNK
+    size = _JOINED
     for item in shaped:
         codec = wire.codec_of(*item)
-        few = math.prod(item[2]) if isinstance(codec, Steps) else CHUNK
-        if few >= CHUNK:
+        few = math.prod(item[2]) if isinstance(codec, Steps) else _JOINED
+        if few >= _JOINED:
             alone.append(_Piece((item,), codec))
             continue
-        if size >= CHUNK:
+        if size >= _JOINED:
             joined.append([])
             size = 0
         joined[-1].append(item)

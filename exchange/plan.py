@@ -113,8 +113,9 @@ class Outgoing:
     """The number of clients of this exchange, which share a round's budget."""
     rounds_apart: float = 1.0
     """Rounds from one in which a client takes part to its next, in the mean."""
-    averaged: int = 0
-    """The fewest clients over which the server takes the mean of an entry that this one returns; 0: not only means."""
+    averaged: float = 0.0
+    """The fewest clients over which the server takes the mean of an entry that this one returns, weighted as so many
+    with equal weights; 0: not only their mean is needed."""
 
     @property
     def name(self) -> str:

@@ -54,14 +54,13 @@ class EnsembleState:
 class FedEnsembleMethod(Method[EnsembleState]):
     """The method of Fed-ensemble. Arguments are those of `FedEnsemble`, `member` as a method."""
 
-    averages = True
-
     def __init__(
         self, modes: int, strata: int = 0, *, member: FedAvgMethod, weighting: str = "uniform", assign: str = "schedule"
     ) -> None:
         self.modes = modes
         self.strata = strata
         self.member = member
+        self.averages = member.averages
         self.weighting = weighting
         self.assign = assign
         self.phases = member.phases

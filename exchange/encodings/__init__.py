@@ -27,7 +27,7 @@ differences from what the client has (see `tepal.exchange.packer`). Nothing in t
 with the same values receive the same bytes, and digests are those of the decoded values.
 """
 
-from tepal.exchange.encodings.codec import CHUNK, Codec, EncodingError
+from tepal.exchange.encodings.codec import Codec, EncodingError
 from tepal.exchange.encodings.sparse import TopK
 from tepal.exchange.encodings.steps import FIXED, Steps
 from tepal.exchange.encodings.wire import (
@@ -44,7 +44,6 @@ from tepal.exchange.encodings.wire import (
 
 __all__ = [
     "AUTO",
-    "CHUNK",
     "CODECS",
     "DTYPES",
     "FEW_BITS",

@@ -17,12 +17,13 @@ from tepal.exchange.encodings.sparse import magnitudes, sampled_magnitudes
 
 _HEAD = 7 * 4  # bytes before the coded ones: two float32, five numbers
 FIXED = _HEAD + 20
-"""Bytes that a matrix has in any case: its head, and one value at a place that is not far."""
+"""Bytes that a code has in any case: its head, and one value at a place that is not far."""
 _DEAD = 0.66  # of a step: smaller values become 0
 _MOST = 127  # steps
 _MANY = 0.4  # of the places: more values than this are coded together with the zeros between them, without their places
 _SAMPLE = 1 << 17  # values from which the threshold is computed
 _FEW = 1 << 10  # with fewer of them that are not 0, it is computed from all values
+_PIECE = 1 << 13  # values
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -164,7 +165,8 @@ def _scale(kept: Kept, matrices: int, values: Callable[[int], np.ndarray]) -> fl
 
 
 def _dot(first: np.ndarray, second: np.ndarray) -> float:
-    return sum(float(np.vdot(first[part].astype(np.float64), second[part])) for part in chunks(len(first)))
+    """Of small pieces, each in float32: larger ones would be given to threads that wait for each other."""
+    return sum(float(np.vdot(first[k : k + _PIECE], second[k : k + _PIECE])) for k in range(0, len(first), _PIECE))
 
 
 def _steps(values: np.ndarray, step: float, *, fewest: int) -> tuple[np.ndarray, float]:

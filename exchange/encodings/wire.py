@@ -26,7 +26,7 @@ AUTO = "auto"
 DTYPES = (*CODECS, AUTO)
 FEW_BITS = ("int4", "ternary", "sign", AUTO)
 """Those of them that are for differences."""
-_OF_FEEDBACK = 1 / 8  # see `Wire.averaged`
+_OF_FEEDBACK, _MOST_LEFT_OUT = 1 / 8, 0.999  # see `Wire.averaged`
 _LOSSY = ("int8", *FEW_BITS)  # whose error is worth keeping
 WHOLES = ("float32", "float16", "bfloat16", "int8", "int4")
 """Those that a part may have which is sent to a client with nothing to take a difference from."""
@@ -40,11 +40,12 @@ class Wire:
         dtype: one of DTYPES; those of FEW_BITS for differences alone.
         top_k: share of all matrices' values together that are sent, the largest; 0: all.
         differences: send differences from values that the receiver has.
-        feedback: add what is left out to the next upload.
+        feedback: clients keep what is left out, and add it to their next upload.
         seed: of rounding at random.
         left_out: of AUTO: share of the squared norm that is left out.
         bits: of AUTO: most bits for a value, in the mean over a part; 0: no limit.
-        unbiased: of AUTO: what is sent is scaled up for what is left out, see `Steps`.
+        unbiased: of AUTO: what is sent is scaled up for what is left out (see `Steps`). The client adds nothing to this
+            upload, and keeps nothing of it; what it keeps of earlier ones stays.
     """
 
     dtype: str = "float32"
@@ -104,25 +105,23 @@ class Wire:
     def _leaving_out(self, share: float) -> Wire:
         return replace(self, left_out=share) if self.left_out else self
 
-    def averaged(self, clients: int, rounds: float) -> Wire:
+    def averaged(self, clients: float, rounds: float) -> Wire:
         """This encoding for uploads of which only the mean over so many clients is needed.
 
         Args:
             clients: in a round; 0: not only their mean is needed.
-            rounds: from one in which a client takes part to its next.
+            rounds: from one in which a client takes part to its next, m.
 
-        What an upload with feedback leaves out waits m rounds for the client's next. So it leaves out ε / m, of the
-        share ε of one round. Without feedback nothing waits. AUTO then scales up what is sent, so that a client's error
-        is D / (1 − D) times its squared update if the share D is left out; that of the mean of n clients, whose errors
-        are not alike, is an n-th of it. D is such that this is an eighth of ε / (1 − ε), which feedback leaves of a
-        round's squared change if all take part. Of the two ways that is used which leaves out more.
+        What an upload of AUTO leaves out waits m rounds for the client's next. So it leaves out ε / m, of the share ε
+        of one round. If m is 2 or more, and a mean is needed, nothing waits: what is sent is scaled up instead. A
+        client's error is then D / (1 − D) times its squared update, if the share D is left out, and that of the mean of
+        n clients an n-th of it, as far as their errors are not alike. D is such that this is an eighth of ε / (1 − ε),
+        which feedback leaves of a round's squared change if all take part.
         """
-        fed = self._leaving_out(self.left_out / rounds) if rounds > 1 else self
-        error = clients * _OF_FEEDBACK * self.left_out / (1 - self.left_out)
-        share = error / (1 + error)
-        if rounds < 2 or share <= fed.left_out:
-            return fed
-        return replace(self, left_out=share, feedback=False, unbiased=True)
+        if clients and self.left_out and (rounds >= 2 or not self.feedback):
+            error = clients * _OF_FEEDBACK * self.left_out / (1 - self.left_out)
+            return replace(self, left_out=min(error / (1 + error), _MOST_LEFT_OUT), unbiased=True)
+        return self._leaving_out(self.left_out / rounds) if self.feedback and rounds > 1 else self
 
     def decoded(self, name: str, value: np.ndarray) -> np.ndarray:
         """An entry's value as the receiver decodes it, if it is rounded to the nearest."""
@@ -170,11 +169,12 @@ class Encoding:
     """The encodings of a run.
 
     Args:
-        down: dtype of matrices in downloads, one of DTYPES. With one of FEW_BITS, or with `top_k_down`, what is sent
-            down is the difference from what the client has.
+        down: dtype of matrices (in AUTO, of vectors as well) in downloads, one of DTYPES. With one of FEW_BITS, or with
+            `top_k_down`, what is sent down is the difference from what the client has.
         up: dtype of matrices' differences in uploads, one of DTYPES.
         top_k: share of the matrices' differences, the largest of all, that are uploaded; 0: all.
-        error_feedback: clients keep what `int8`, fewer bits and top k leave out, and add it to their next upload.
+        error_feedback: clients keep what `int8`, fewer bits and top k leave out, and add it to their next upload; not
+            with AUTO if half of them or fewer take part in a round, and only their mean is needed (`Wire.averaged`).
         seed: of rounding at random.
         top_k_down: share of the matrices' differences, the largest of a block, that are sent down; 0: all.
         whole: with differences down, dtype of matrices for a client that has nothing to take a difference from, and of
@@ -242,10 +242,7 @@ class Encoding:
         lossy = self.up in _LOSSY or self.top_k > 0
         feedback = lossy and self.error_feedback
         left_out = self.left_out if self.up == AUTO else 0.0
-        return Wire(
-            self.up, self.top_k, differences=True, feedback=feedback, seed=self.seed, left_out=left_out,
-            unbiased=self.up == AUTO and not feedback,
-        )  # fmt: skip
+        return Wire(self.up, self.top_k, differences=True, feedback=feedback, seed=self.seed, left_out=left_out)
 
     def __str__(self) -> str:
         made = ", the initial values made by the clients" * (self.start == "made")

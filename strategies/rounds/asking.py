@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -32,6 +32,7 @@ class Asker:
         messenger: sends and receives.
         cohorts: knows the clients' nodes.
         ledger: where clients without a good reply are entered.
+        weighted_by: name of the metric with a reply's weight.
         averages: whether of the replies' values only means over the clients are needed.
         schedule: name of the learning rate schedule.
         on_progress: called with the round's report after every event.
@@ -44,23 +45,27 @@ class Asker:
         cohorts: Cohorts,
         ledger: ClientLedger,
         *,
+        weighted_by: str,
         averages: bool,
         schedule: str,
         on_progress: Callable[[RoundReport], None],
     ) -> None:
         self.method = method
-        self.averages = averages
+        self.weighted_by, self.averages = weighted_by, averages
         self.schedule = schedule
         self.on_progress = on_progress
         self._messenger, self._cohorts, self._ledger = messenger, cohorts, ledger
 
     def outgoing(
-        self, state: Any, plans: list[Plan], this: Round, *, measured: bool = False
+        self, state: Any, plans: list[Plan], this: Round, *, measured: bool = False, limit: int | None = None
     ) -> list[Outgoing]:
-        """Each plan with its client's values, the app's settings and the client's node."""
+        """Each plan with its client's values, the app's settings and the client's node.
+
+        `limit`: the number of replies that are awaited; None: all.
+        """
         clients = len(plans)
         rounds_apart = max(self._cohorts.count() / max(clients, 1), 1.0)
-        returned = Counter((plan.model, name) for plan in plans for name in plan.returns.get(plan.model, ()))
+        averaged = self._averaged(plans, limit)
         return [
             Outgoing(
                 plan,
@@ -70,16 +75,28 @@ class Asker:
                 measured=measured,
                 clients=clients,
                 rounds_apart=rounds_apart,
-                averaged=self._averaged(plan, returned),
+                averaged=averaged[plan.client],
             )
             for plan in plans
         ]
 
-    def _averaged(self, plan: Plan, returned: Mapping[tuple[Tree, str], int]) -> int:
-        """See `Outgoing.averaged`. `returned`: (tree, entry) → the number of clients that return it."""
-        if not self.averages or plan.returns.keys() != {plan.model} or plan.remembers:
-            return 0
-        return min((returned[plan.model, name] for name in plan.returns[plan.model]), default=0)
+    def _averaged(self, plans: list[Plan], limit: int | None) -> Mapping[str, float]:
+        """Client → `Outgoing.averaged`. `limit`: the number of replies that are awaited; None: all."""
+        sizes = [self._ledger.size(plan.client, self.weighted_by) for plan in plans]
+        weights = [size for size in sizes if size] if all(sizes) else [1.0] * len(plans)
+        sums: dict[tuple[Tree, str], float] = defaultdict(float)
+        squares: dict[tuple[Tree, str], float] = defaultdict(float)
+        for plan, weight in zip(plans, weights, strict=True):
+            for entry in plan.returns.get(plan.model, ()):
+                sums[plan.model, entry] += weight
+                squares[plan.model, entry] += weight**2
+        share = min(limit / len(plans), 1.0) if limit and plans else 1.0
+        found = dict.fromkeys((plan.client for plan in plans), 0.0)
+        for plan in plans:
+            if self.averages and plan.returns.keys() == {plan.model} and not plan.remembers:
+                returned = [(plan.model, entry) for entry in plan.returns[plan.model]]
+                found[plan.client] = share * min((sums[key] ** 2 / squares[key] for key in returned), default=0.0)
+        return found
 
     def ask(self, messages: list[Outgoing], this: Round, limit: int | None = None) -> Iterator[Reply]:
         """Send these messages, and yield the good replies as they arrive."""

@@ -103,8 +103,8 @@ class RoundRunner:
         expected: Mapping[str, int] | None = getattr(grid, "expected_names", None)
         self.cohorts = Cohorts(rules, self._messenger.nodes, self.ledger, awaited, classes, expected)
         self._asker = Asker(
-            method, self._messenger, self.cohorts, self.ledger, averages=method.averages and averages(robust),
-            schedule=schedule, on_progress=on_progress,
+            method, self._messenger, self.cohorts, self.ledger, weighted_by=weighted_by_key,
+            averages=method.averages and averages(robust), schedule=schedule, on_progress=on_progress,
         )  # fmt: skip
         self._judge = Judge(self.norms, rules.max_weight_share, clip=clips(robust), folder=run.folder)
         self._most_had_failed = False  # in the round of the last merge
@@ -291,7 +291,7 @@ class RoundRunner:
         clients = [plan.client for plan in plans]
         self.norms.ratios.clear()
         measured = self._judge.clip or self.rules.deterministic  # estimates differ from run to run
-        messages = self._asker.outgoing(state, plans, this, measured=measured)
+        messages = self._asker.outgoing(state, plans, this, measured=measured, limit=self.rules.max_replies)
         report.learning_rate = _mean_rate(messages, {})
         replies = self._asker.ask(messages, this, self.rules.max_replies)
         merger = self.method.merger(state, this.number)

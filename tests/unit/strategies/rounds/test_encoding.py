@@ -14,6 +14,7 @@ from flwr.clientapp import ClientApp
 from tepal.exchange import partial_exchange, received
 from tepal.exchange.encodings import Encoding
 from tepal.exchange.files import read_arrays
+from tepal.exchange.mod import PartialExchange
 from tepal.exchange.sender import Sender
 from tepal.models.blocks import find_blocks
 from tepal.models.tiny_vit import TinyViT
@@ -33,6 +34,7 @@ from tepal.strategies import (
 )
 from tepal.strategies.fedavg import FedAvgMethod
 from tepal.strategies.in_process import InProcessGrid, Node
+from tepal.strategies.rounds.cohort import Cohorts
 from tests.quiet import quiet  # noqa: F401
 
 START = {
@@ -159,9 +161,7 @@ def test_error_feedback_brings_everything_in_the_end(cache_folder, encoding):
     np.testing.assert_allclose(made["w"] + kept, expected, atol=3e-6)
 
 
-@pytest.mark.parametrize(
-    "clients, share, expected", [(2, 1.0, 0.5), (8, 1.0, 0.5), (3, 2 / 3, 0.5 / 1.5), (2, 0.5, 0.25)]
-)
+@pytest.mark.parametrize("clients, share, expected", [(2, 1.0, 0.5), (8, 1.0, 0.5), (3, 2 / 3, 0.5 / 1.5)])
 def test_auto_with_feedback_leaves_out_less_of_a_client_that_takes_part_rarely(cache_folder, clients, share, expected):
     strategy = FedAvg(encoding=Encoding(up="auto", left_out=0.5), fraction_train=share, fraction_evaluate=0, seed=1)
     _, (report,) = start(strategy, moving_app(), clients=clients)
@@ -179,7 +179,8 @@ def test_auto_without_feedback_keeps_nothing_and_is_right_along_the_update(cache
     strategy = FedAvg(encoding=encoding, fraction_train=1 / clients, fraction_evaluate=0, seed=1)
     made, (report,) = start(strategy, moving_app(), clients=clients)
     (name,) = report.replied
-    assert not [*cache_folder.glob(f"*/personal/{name}/*.safetensors")]
+    (path,) = cache_folder.glob(f"*/personal/{name}/*.safetensors")
+    assert not read_arrays(path)
     moved = np.append(step(int(name.removeprefix("client-")), 1), np.full(40, 0.01)).astype(float)
     came = np.append(made["w"] - START["w"], made["bias"]).astype(float)
     assert came @ moved == pytest.approx(moved @ moved, rel=1e-3)
@@ -220,7 +221,7 @@ def test_methods_that_need_a_mean_alone(monkeypatch, name):
     assert {count for count, _ in found.values()} == {expected} and len(found) == 4
     for _, wire in found.values():
         assert wire.unbiased == (expected > 0)
-        assert wire.feedback == (expected == 0 and name != "local")
+        assert wire.feedback == (name != "local")
 
 
 def test_of_an_ensemble_the_clients_of_a_mode_are_averaged(monkeypatch):
@@ -248,10 +249,62 @@ def test_of_selected_layers_the_fewest_clients_of_a_layer_count(monkeypatch):
     assert {client: count for client, (count, _) in found.items()} == {"client-0": 3, "client-1": 2, "client-2": 2}
 
 
-def test_within_a_budget_uploads_have_feedback(monkeypatch):
-    encoding = Encoding(up="auto", budget=100_000)
-    strategy = FedAvg(encoding=encoding, fraction_train=0.25, fraction_evaluate=0)
-    assert all(wire.feedback for _, wire in averaged(strategy, monkeypatch, 16).values())
+def test_clients_of_unequal_weights_count_as_fewer_of_equal_ones(monkeypatch):
+    sizes = [100, 10, 10, 10, 10]
+    exchange = PartialExchange(lambda msg, context: {"num-examples": sizes[context.node_config["partition-id"]]})
+    found = averaged(FedAvg(encoding=Encoding(up="auto"), fraction_evaluate=0), monkeypatch, 5, exchange=exchange)
+    # The variance of their weighted mean is that of a mean of so many.
+    shares = np.array(sizes) / sum(sizes)
+    assert [count for count, _ in found.values()] == pytest.approx([1 / np.square(shares).sum()] * 5)
+
+
+def test_replies_that_are_not_awaited_are_not_averaged(monkeypatch):
+    strategy = FedAvg(encoding=Encoding(up="auto"), fraction_train=0.5, fraction_evaluate=0, max_replies=2)
+    found = averaged(strategy, monkeypatch, 16)
+    assert len(found) == 8 and {count for count, _ in found.values()} == {2}
+
+
+@pytest.mark.parametrize("options", [{"budget": 100_000}, {"error_feedback": False, "budget": 100_000}])
+def test_within_a_budget_nothing_is_scaled_up(monkeypatch, options):
+    strategy = FedAvg(encoding=Encoding(up="auto", **options), fraction_train=0.25, fraction_evaluate=0)
+    found = averaged(strategy, monkeypatch, 16)
+    assert not any(wire.unbiased for _, wire in found.values())
+    assert all(wire.feedback == ("error_feedback" not in options) for _, wire in found.values())
+
+
+@pytest.mark.parametrize("robust, unbiased", [("none", True), ("median", False)])
+@pytest.mark.parametrize("share", [0.25, 1.0])
+def test_what_is_never_fed_back_is_scaled_up_in_a_mean(monkeypatch, robust, unbiased, share):
+    encoding = Encoding(up="auto", left_out=0.5, error_feedback=False)
+    strategy = FedAvg(encoding=encoding, robust=robust, fraction_train=share, fraction_evaluate=0)
+    for count, wire in averaged(strategy, monkeypatch, 16).values():
+        assert wire.unbiased == unbiased and not wire.feedback
+        assert wire.left_out == pytest.approx(count / 8 / (1 + count / 8) if unbiased else 0.5)
+
+
+def test_what_was_left_out_waits_while_uploads_are_scaled_up(cache_folder, monkeypatch):
+    """In rounds 3 and 4 the client is one of ten, in the others the only one."""
+    kept = {}
+    strategy = FedAvg(encoding=Encoding(up="auto"), fraction_evaluate=0)
+    monkeypatch.setattr(Cohorts, "count", lambda self: 10 if len(kept) in (2, 3) else 1)
+    history = []
+
+    class Noting(list):
+        def append(self, report):
+            super().append(report)
+            if report.round:
+                kept[report.round] = left_out(cache_folder, 0).copy()
+
+    history = Noting()
+    strategy.on_round = history.append
+    strategy.rules = replace(strategy.rules, min_available_nodes=1)
+    grid = InProcessGrid([Node(moving_app(), {"partition-id": 0})])
+    initial = ArrayRecord({name: Array(array) for name, array in START.items()})
+    strategy.start(grid, initial, num_rounds=6)
+    assert not any(report.notes for report in history)
+    np.testing.assert_array_equal(kept[3], kept[2])
+    np.testing.assert_array_equal(kept[4], kept[2])
+    assert all((kept[later] != kept[number]).any() for number, later in ((1, 2), (4, 5), (5, 6)))
 
 
 def test_without_it_what_is_never_among_the_largest_is_never_sent():
