@@ -257,8 +257,8 @@ class Sender:
         if 2 * clients * fixed > self.encoding.budget and not self._warned:
             self._warned = True
             log.warning(
-                "A budget of %s bytes a round is too small for %d clients: what is not encoded, and what each encoded "
-                "matrix has in any case, are %s bytes. One value of each is sent. Raise wire-budget well above that.",
+                "A budget of %s bytes a round is too small for %d clients: what is not encoded, and what each code has "
+                "in any case, are %s bytes. One value for each code is sent. Raise wire-budget well above that.",
                 f"{self.encoding.budget:,}", clients, f"{2 * clients * fixed:,}",
             )  # fmt: skip
         values = sum(piece.size for piece in encoded)

@@ -250,7 +250,8 @@ class Encoding:
             return "none" + made
         down = _sent("changes", self.down, self.top_k_down) if self.differences_down else self.down
         up = _sent("values", self.up, self.top_k) if self.top_k else self.up
-        return f"{down} down, {up} up" + ", with error feedback" * self.upload.feedback + made
+        fed = ", with error feedback" * self.upload.feedback + " if most clients take part" * (self.up == AUTO)
+        return f"{down} down, {up} up" + fed * self.upload.feedback + made
 
 
 def _sent(what: str, dtype: str, top_k: float) -> str:

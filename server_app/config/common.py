@@ -173,7 +173,7 @@ class EncodingConfig(BaseModel):
     )
     dtype_down: _OrSame = Field(
         "same",
-        description="dtype of matrices sent to clients, or with int4, ternary, sign and auto of their changes; same: "
+        description="dtype of what is sent to clients, or with int4, ternary, sign and auto of its changes; same: "
         "wire-dtype",
     )
     dtype_up: _OrSame = Field("same", description="dtype of changes sent by clients; same: wire-dtype")
@@ -207,7 +207,9 @@ class EncodingConfig(BaseModel):
         "wire-dtype-down is auto, otherwise sent",
     )
     error_feedback: bool = Field(
-        True, description="clients keep what int8, fewer bits and wire-top-k leave out, and add it to their next upload"
+        True,
+        description="clients keep what int8, fewer bits and wire-top-k leave out, and add it to their next upload; not "
+        "with auto where half of them or fewer take part and only their mean is needed",
     )
 
     @field_validator("budget", mode="before")
