@@ -21,8 +21,12 @@ Arrays = Mapping[str, np.ndarray]
 Shaped = tuple[str, str, tuple[int, ...]]
 """(name, dtype, shape) of an array."""
 
-BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
-"""The last parts of the names of BatchNorm's buffers."""
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def is_buffer(name: str) -> bool:
+    """Whether an entry is one of BatchNorm's buffers, by the last part of its name."""
+    return name.rpartition(".")[2] in _BUFFERS
 
 
 @cache

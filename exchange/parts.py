@@ -141,7 +141,7 @@ def listed(parts: Mapping[Tree, Sequence[Shaped]]) -> str:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class Piece:
     """Arrays that follow each other in a packed part: one, or several that are encoded together."""
 
     items: tuple[Shaped, ...]
@@ -177,16 +177,16 @@ class _Piece:
             start = stop
 
 
-def pieces_of(shaped: Iterable[Shaped], wire: Wire) -> list[_Piece]:
+def pieces_of(shaped: Iterable[Shaped], wire: Wire) -> list[Piece]:
     """The arrays in their order in a packed part: wider items first, otherwise as given; then those joined."""
-    alone: list[_Piece] = []
+    alone: list[Piece] = []
     joined: list[list[Shaped]] = []
     size = _JOINED
     for item in shaped:
         codec = wire.codec_of(*item)
         few = math.prod(item[2]) if isinstance(codec, Steps) else _JOINED
         if few >= _JOINED:
-            alone.append(_Piece((item,), codec))
+            alone.append(Piece((item,), codec))
             continue
         if size >= _JOINED:
             joined.append([])
@@ -194,7 +194,7 @@ def pieces_of(shaped: Iterable[Shaped], wire: Wire) -> list[_Piece]:
         joined[-1].append(item)
         size += few
     pieces = sorted(alone, key=lambda piece: -piece.width)
-    return pieces + [_Piece(tuple(items), wire.codec_of(*items[0])) for items in joined]
+    return pieces + [Piece(tuple(items), wire.codec_of(*items[0])) for items in joined]
 
 
 def pack(
@@ -231,7 +231,7 @@ def pack(
 
 
 def _packed(
-    pieces: list[_Piece],
+    pieces: list[Piece],
     written: Callable[[str], np.ndarray],
     wire: Wire,
     random: np.random.Generator | None,
@@ -249,7 +249,7 @@ def _packed(
     return packed
 
 
-def _within(pieces: list[_Piece], packed: list[bytes | memoryview]) -> list[_Piece] | None:
+def _within(pieces: list[Piece], packed: list[bytes | memoryview]) -> list[Piece] | None:
     """The same with a codec that writes fewer values; None if what was written is within the codec's limit."""
     several = [(piece.size, len(data)) for piece, data in zip(pieces, packed, strict=True) if piece.codec]
     codec = next((piece.codec for piece in pieces if isinstance(piece.codec, Steps)), None)
@@ -257,7 +257,7 @@ def _within(pieces: list[_Piece], packed: list[bytes | memoryview]) -> list[_Pie
     return [replace(piece, codec=found) if piece.codec else piece for piece in pieces] if found else None
 
 
-def _of_all(pieces: list[_Piece], written: Callable[[str], np.ndarray]) -> list[_Piece]:
+def _of_all(pieces: list[Piece], written: Callable[[str], np.ndarray]) -> list[Piece]:
     """The same with one threshold for all arrays of which the largest values are sent.
 
     So an array that changed much has more of its values sent than one that changed little.

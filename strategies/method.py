@@ -16,7 +16,7 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from tepal.exchange.layout import BUFFERS, Arrays, Layout, Names
+from tepal.exchange.layout import Arrays, Layout, Names, is_buffer
 from tepal.exchange.plan import MODEL, Plan, Reply, Tree
 from tepal.strategies.aggregate import Mean, WeightedMean
 
@@ -98,7 +98,7 @@ def parameters_of(model: ServerModel) -> Names:
     Where no model is given, BatchNorm's buffers are known by their names.
     """
     buffers = (
-        {name for name in model.layout.names if name.rpartition(".")[2] in BUFFERS}
+        set(filter(is_buffer, model.layout.names))
         if model.blocks is None
         else set(model.blocks.buffers)
     )

@@ -15,7 +15,7 @@ from tepal.exchange.encodings.dense import BFloat16, Float16, Float32, Int8
 from tepal.exchange.encodings.few_bits import Int4, Sign, Ternary
 from tepal.exchange.encodings.sparse import TopK
 from tepal.exchange.encodings.steps import FIXED, Steps
-from tepal.exchange.layout import BUFFERS, dtype_name
+from tepal.exchange.layout import dtype_name, is_buffer
 
 CODECS: Mapping[str, Codec] = {
     "float32": Float32(), "float16": Float16(), "bfloat16": BFloat16(), "int8": Int8(), "int4": Int4(),
@@ -87,7 +87,7 @@ class Wire:
         """
         if self.plain or not shape or dtype not in ("float32", "float64"):
             return None
-        if len(shape) < 2 and (self.dtype != AUTO or name.rpartition(".")[2] in BUFFERS):
+        if len(shape) < 2 and (self.dtype != AUTO or is_buffer(name)):
             return None
         return self._codec
 
@@ -250,7 +250,7 @@ class Encoding:
             return "none" + made
         down = _sent("changes", self.down, self.top_k_down) if self.differences_down else self.down
         up = _sent("values", self.up, self.top_k) if self.top_k else self.up
-        fed = ", with error feedback" * self.upload.feedback + " if most clients take part" * (self.up == AUTO)
+        fed = ", with error feedback" + " if most clients take part" * (self.up == AUTO)
         return f"{down} down, {up} up" + fed * self.upload.feedback + made
 
 

@@ -82,20 +82,22 @@ class Asker:
 
     def _averaged(self, plans: list[Plan], limit: int | None) -> Mapping[str, float]:
         """Client → `Outgoing.averaged`. `limit`: the number of replies that are awaited; None: all."""
-        sizes = [self._ledger.size(plan.client, self.weighted_by) for plan in plans]
-        weights = [size for size in sizes if size] if all(sizes) else [1.0] * len(plans)
+        found = dict.fromkeys((plan.client for plan in plans), 0.0)
+        means = [plan for plan in plans if plan.returns.keys() == {plan.model} and not plan.remembers]
+        if not self.averages or not means:
+            return found
+        sizes = [self._ledger.size(plan.client, self.weighted_by) for plan in means]
+        weights = [size for size in sizes if size] if all(sizes) else [1.0] * len(means)
         sums: dict[tuple[Tree, str], float] = defaultdict(float)
         squares: dict[tuple[Tree, str], float] = defaultdict(float)
-        for plan, weight in zip(plans, weights, strict=True):
-            for entry in plan.returns.get(plan.model, ()):
+        for plan, weight in zip(means, weights, strict=True):
+            for entry in plan.returns[plan.model]:
                 sums[plan.model, entry] += weight
                 squares[plan.model, entry] += weight**2
-        share = min(limit / len(plans), 1.0) if limit and plans else 1.0
-        found = dict.fromkeys((plan.client for plan in plans), 0.0)
-        for plan in plans:
-            if self.averages and plan.returns.keys() == {plan.model} and not plan.remembers:
-                returned = [(plan.model, entry) for entry in plan.returns[plan.model]]
-                found[plan.client] = share * min((sums[key] ** 2 / squares[key] for key in returned), default=0.0)
+        share = min(limit / len(plans), 1.0) if limit else 1.0
+        for plan in means:
+            returned = [(plan.model, entry) for entry in plan.returns[plan.model]]
+            found[plan.client] = share * min((sums[key] ** 2 / squares[key] for key in returned), default=0.0)
         return found
 
     def ask(self, messages: list[Outgoing], this: Round, limit: int | None = None) -> Iterator[Reply]:
