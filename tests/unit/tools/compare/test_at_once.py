@@ -28,7 +28,7 @@ def outcomes(folder):
 
 
 def folders(compare):
-    return sorted(compare.runs.glob("*-compare"))
+    return sorted(compare.runs.glob("*-compare*"))  # the second of a second is called -compare-2
 
 
 def together(count):
