@@ -34,19 +34,22 @@ run: $(VENV)/.ready-run
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 WITH_TWO := -n 2 --dist worksteal
 
-# Integration tests start processes and wait for them; on a loaded machine one may pass its deadline. What failed (exit
-# status 1) runs once more, one test at a time: a test that fails twice fails the target, and tests/conftest.py lists
-# the tests that failed once and passed when run alone.
+# What failed (exit status 1) runs once more, one test at a time: on a loaded machine a test that waits for a process may
+# pass its deadline, and a test may have found what the one before it left. One that fails twice fails the target, and
+# tests/conftest.py lists those that failed once and passed when run alone.
 AGAIN := --last-failed --last-failed-no-failures none
-INTEGRATION = $(PYTEST) tests/integration -m "$(1)" -n 2 --dist loadfile --no-loadscope-reorder || \
-	{ test $$? = 1 && $(PYTEST) tests/integration -m "$(1)" $(AGAIN); }
+define TESTED
+$(PYTEST) $(1) -m "$(2)" $(3) || { test $$? = 1 && $(PYTEST) $(1) -m "$(2)" $(AGAIN); }
+endef
+UNITS = $(call TESTED,tests/unit $(2),$(1),$(WITH_TWO))
+INTEGRATION = $(call TESTED,tests/integration,$(1),-n 2 --dist loadfile --no-loadscope-reorder)
 
 test: $(VENV)/.ready-dev
-	$(PYTEST) tests/unit tests/campaign $(WITH_TWO) -m "not long"
+	$(call UNITS,not long,tests/campaign)
 	$(call INTEGRATION,not long)
 
 test-long: $(VENV)/.ready-dev
-	$(PYTEST) tests/unit $(WITH_TWO) -m long
+	$(call UNITS,long)
 	$(call INTEGRATION,long)
 
 # Twenty strategies, two at a time: ten minutes with the default of 60 seconds for each.

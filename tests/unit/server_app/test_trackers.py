@@ -21,13 +21,21 @@ from tests.packages import ROOT
 
 BOTH = {"trackers": "tensorboard, mlflow"}
 
-pytest.importorskip("tensorboard", reason="pip install 'tepal[tensorboard]'")
+event_file_writer = pytest.importorskip(
+    "tensorboard.summary.writer.event_file_writer", reason="pip install 'tepal[tensorboard]'"
+)
 pytest.importorskip("mlflow", reason="pip install 'tepal[mlflow]'")
 
 
 @pytest.fixture(autouse=True)
 def nothing_of_the_environment(monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+
+@pytest.fixture(autouse=True)
+def numbers_of_files(monkeypatch):
+    """TensorBoard reads files of one second in the order of their names, which end with a number: of as many digits."""
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(100))
 
 
 def line(number, **values):

@@ -294,7 +294,9 @@ def test_online_without_an_api_key_is_refused_before_a_run_and_does_not_end_a_re
         check_trackers(read_run_config({"trackers": "wandb"}))
     follow(directory, range(3), ONLINE)
     assert caplog.text.count("no API key") == 1 and "The run continues" in caplog.text
-    assert capfd.readouterr() == ("", "") and not list(directory.path.glob("wandb/*")) and not core()
+    # Flower's handler may write to what the terminal was when Flower was imported.
+    printed = [text for text in "".join(capfd.readouterr()).splitlines() if "The run continues" not in text]
+    assert not printed and not list(directory.path.glob("wandb/*")) and not core()
 
 
 def test_an_api_key_that_the_server_refuses_is_refused_without_naming_it(server):
