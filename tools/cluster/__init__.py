@@ -1,10 +1,11 @@
 """Runs and trials on the machines of a Ray cluster.
 
     connection  connects to a cluster, and says what is on it
+    actors      those that have no job at the moment
     job         one job of the command: sent to a machine, its files mirrored, sent to another if the machine is lost
     inputs      files that jobs read, by digest: code, apps, data sets
     machine     the Ray actor of a job on its machine: keeps files, starts the job's process, reads what it writes
-    process     the job's process
+    process     the job's process, which does several jobs in turn
     engine      the engine whose runs are such jobs
 
 Nothing is assumed on a shared disk. The command asks its actors at intervals what has changed; it can ask the same

@@ -16,6 +16,7 @@ from typing import TypeVar
 from tepal.host.processes import exit_on_signals
 from tepal.host.superlink import RunError
 from tepal.tools.cluster import machine
+from tepal.tools.cluster.actors import Actors
 from tepal.tools.cluster.inputs import Inputs
 
 NONE = "none"
@@ -62,6 +63,7 @@ class Cluster:
         nodes: CPU cores and GPUs of each machine.
         inputs: files that jobs read.
         stopped: set when all jobs are to end.
+        actors: those that have no job.
     """
 
     address: str
@@ -70,6 +72,7 @@ class Cluster:
     nodes: tuple[tuple[float, float], ...]
     inputs: Inputs
     stopped: Event = field(default_factory=Event)
+    actors: Actors = field(default_factory=Actors)
 
     @property
     def at_once(self) -> int:
@@ -167,6 +170,7 @@ def connected(address: str, cpus: float | None = None, gpus: float | None = None
                 raise RunError(str(error)) from error
             finally:
                 cluster.stopped.set()  # threads must not ask Ray for anything after this
+                cluster.actors.close()
     finally:
         ray.shutdown()
 

@@ -7,9 +7,11 @@ that goes on elsewhere sends them again, as to clients that have lost their cach
 
 from __future__ import annotations
 
+import atexit
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -102,9 +104,9 @@ class ClusterEngine(Runner):
 
     def _job(self, directory: Path, config: Mapping[str, Value]) -> Job:
         """The run of a directory as a job."""
-        cache = self.cache or cache_in(directory.parent)
+        caches = self.cache or cache_in(directory.parent)
         with suppress(OSError):  # the clients then note it in the log
-            own_secret(cache / "secret", "", "")  # the same wherever the run goes on
+            own_secret(caches / "secret", "", "")  # the same wherever the run goes on
         app = self._cluster.inputs.of_app(self.app)
         inputs = {path: self._cluster.inputs.of(path) for path in files_in(config)}
 
@@ -124,7 +126,7 @@ class ClusterEngine(Runner):
         experiment = f"{_CACHE}/{directory.name}-{'[0-9a-f]' * 8}"  # as a run names it for its clients' caches
         return Job(
             function="tepal.tools.cluster.engine:run_there", arguments=arguments, inputs=(app, *inputs.values()),
-            folders={_RUNS: directory.parent, _CACHE: cache},
+            folders={_RUNS: directory.parent, _CACHE: caches},
             files=(f"{_CACHE}/secret", f"{experiment}/personal/*", f"{_RUNS}/{directory.name}/*"), returned=returned,
         )  # fmt: skip
 
@@ -164,8 +166,15 @@ def run_there(folder: Path, *, app: str, config: Mapping[str, Value], run: str, 
             print(text, flush=True)
 
     asked = {**config, "runs": str(directory.parent), "resume": str(directory)}
-    with ProcessEngine(Path(app), clients, None, cache=folder / _CACHE) as engine:
-        engine.run(asked, on_event=show, log=folder / "run.log")
+    _engine_there(Path(app), clients, folder / _CACHE).run(asked, on_event=show, log=folder / "run.log")
+
+
+@cache
+def _engine_there(app: Path, clients: int, kept: Path) -> ProcessEngine:
+    """The engine of all jobs of this process, which imports the app once. It ends with the process."""
+    opened = ExitStack()
+    atexit.register(opened.close)
+    return opened.enter_context(ProcessEngine(app, clients, None, cache=kept))
 
 
 @contextmanager

@@ -14,10 +14,11 @@ from tepal.host.files import replacing
 from tepal.host.superlink import without_colour
 from tepal.host.text import visible
 from tepal.records.run_directory import CHECKPOINTS, NOW
+from tepal.tools.cluster.actors import end
 from tepal.tools.cluster.connection import Cluster
 from tepal.tools.cluster.inputs import Input
-from tepal.tools.cluster.machine import Machine, Version, matching
-from tepal.tools.cluster.process import JOB, RESULT, RESULT_FILE
+from tepal.tools.cluster.machine import RESULT, RESULT_FILE, Machine, Version, matching
+from tepal.tools.cluster.process import JOB
 from tepal.tools.simulation.engine import RunStopped
 
 Tell = Callable[[str, str], None]
@@ -113,32 +114,35 @@ class _Attempt:
         self._known: dict[str, Version] = {}
         self._printed, self._line = 0, b""
         self._told = False
+        self._repeated = False  # whether a call was made twice: the second may still be under way, and write a file
         self._place = Place("", "", "")
         self._result = b"{}"
         self._status = 0
 
     def result(self) -> Any:
-        import ray
-
-        options = {"num_cpus": self._cluster.cpus, "num_gpus": self._cluster.gpus, "max_concurrency": 4}
-        # A job's process is a child of its actor, which therefore never begins again by itself.
-        remote: Any = ray.remote(Machine)
-        self._actor = remote.options(**options, max_restarts=0).remote()
+        self._actor, ended_well = self._cluster.actors.take() or self._new_actor(), False
         try:
             self._place = self._taken()
             self._tell("stage", f"on {self._place.machine}")
             self._send()
             self._follow()
-            return self._read_result()
+            result = self._read_result()
+            ended_well = True
+            return result
         except _Lost as error:
             error.told = self._told
             raise
         finally:
-            with suppress(Exception):
-                if self._place.folder:
-                    ray.get(self._actor.stop.remote(), timeout=10)
-            with suppress(Exception):
-                ray.kill(self._actor)
+            if not ended_well or self._repeated or not self._cluster.actors.give(self._actor):
+                end(self._actor, stop=bool(self._place.folder))
+
+    def _new_actor(self) -> Any:
+        import ray
+
+        options = {"num_cpus": self._cluster.cpus, "num_gpus": self._cluster.gpus, "max_concurrency": 4}
+        # A job's process is a child of its actor, which therefore never begins again by itself.
+        remote: Any = ray.remote(Machine)
+        return remote.options(**options, max_restarts=0).remote()
 
     # --- calls ------------------------------------------------------------------------------------------------------
 
@@ -184,6 +188,7 @@ class _Attempt:
             ready = list[Any]()
             try:
                 if time.monotonic() >= again:
+                    self._repeated = self._repeated or again > 0
                     asked.append(method(*arguments))
                     again = time.monotonic() + (repeat or _REPEATED)
                 if ready := ray.wait(asked, timeout=1)[0]:

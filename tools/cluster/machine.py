@@ -1,5 +1,8 @@
 """The Ray actor of a job, on its machine: it keeps input files, starts the job's process, and reads what that writes.
 
+After a job that ended well it may have another of the same command, and so may its process, which has imported by then
+what jobs need.
+
 The class is sent to the machines as it stands here, before there is any code of this project: this module imports
 Python's standard library alone. All methods can be called again after an answer was lost, with the same result.
 """
@@ -32,6 +35,9 @@ JOB, STORE = "tepal-job-", "tepal-inputs"
 """Folders in a machine's temporary folder: of a job, and of the inputs of all jobs."""
 OUTPUT = "output.log"
 """What a job's process prints, in the job's folder."""
+RESULT = "result"
+RESULT_FILE = f"{RESULT}/result.json"
+"""The folder and the file in it that a job's process writes at the end of the job, in the job's folder."""
 MOST = 64 * 2**20
 """Bytes of files in one answer, if more than one file has changed."""
 
@@ -88,6 +94,7 @@ class Machine:
         self._partial = self._store / f"{_PARTIAL}{self.folder.name}"
         self._used: Collection[str] = ()
         self._process: subprocess.Popen[bytes] | None = None
+        self._begun = False
         self._starting, self._completing = threading.Lock(), threading.Lock()
 
     def place(self) -> tuple[str, str, str]:
@@ -130,12 +137,19 @@ class Machine:
         return _write(self.folder / path, content, offset)
 
     def begin(self, code: str, threads: int) -> None:
-        """Start the job's process: `python -m tepal.tools.cluster.process FOLDER PARENT`.
+        """Start the job's process, `python -m tepal.tools.cluster.process FOLDER PARENT`, or let it begin its next job.
 
-        `code`: the input with the package. `threads`: of numerical libraries.
+        `code`: the input with the package. `threads`: of numerical libraries. Both are those of the jobs before.
         """
         with self._starting:
-            if self._process is not None:
+            if self._begun:
+                return
+            self._begun = True
+            if self._process is not None and self._process.poll() is None:
+                assert self._process.stdin is not None
+                with contextlib.suppress(BrokenPipeError):  # it has just ended, as its status will tell
+                    self._process.stdin.write(b"\n")
+                    self._process.stdin.flush()
                 return
             environment = os.environ | {
                 "PYTHONPATH": str(self._store / code), "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1",
@@ -145,7 +159,7 @@ class Machine:
             command = [sys.executable, "-P", "-m", module, str(self.folder), str(os.getpid())]
             with (self.folder / OUTPUT).open("ab") as output:
                 self._process = subprocess.Popen(
-                    command, env=environment, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=output,
+                    command, env=environment, cwd=self.folder, stdin=subprocess.PIPE, stdout=output,
                     stderr=subprocess.STDOUT, start_new_session=True,
                 )  # fmt: skip
 
@@ -159,7 +173,7 @@ class Machine:
         for digest in self._used:
             with contextlib.suppress(OSError):
                 os.utime(self._store / digest)
-        status = self._process.poll() if self._process else None  # before the files, so that none is missed
+        status = self._status()  # before the files, so that none is missed
         listed = [pair for pattern in reversed(patterns) for pair in _versions(matching(self.folder, pattern))]
         found = dict(reversed(listed))
         changed, size, more = dict[str, tuple[Version, bytes]](), 0, False
@@ -178,6 +192,26 @@ class Machine:
             printed = output.read(MOST)
         more = more or len(printed) == MOST
         return Answer(changed, removed, more, printed, status)
+
+    def _status(self) -> int | None:
+        """Exit status of the process, 0 if it has ended its job and waits; None while it is at work."""
+        status = self._process.poll() if self._process else None
+        return 0 if status is None and self._begun and (self.folder / RESULT_FILE).exists() else status
+
+    def renew(self) -> bool:
+        """Remove the files of a job that has ended, for another job. False if the process cannot do another one."""
+        if self._process is None or self._process.poll() is not None or self._status() is None:
+            return False
+        shutil.rmtree(self._partial, ignore_errors=True)
+        for path in self.folder.iterdir():
+            if path.name == OUTPUT:
+                os.truncate(path, 0)  # the process has it open, and writes at its end
+            elif path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            elif path.name != _LOCK:
+                path.unlink()
+        self._used, self._begun = (), False
+        return True
 
     def stop(self) -> None:
         """End the process, and remove the job's files."""

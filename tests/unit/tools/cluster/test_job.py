@@ -1,5 +1,6 @@
 """Jobs on machines that are lost, unreachable or stopped: a fake of Ray, with real actors and processes."""
 
+import os
 import signal
 import tempfile
 import threading
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 import tepal
+from tepal.tools.cluster import actors as actors_module
 from tepal.tools.cluster import job as job_module
 from tepal.tools.cluster.connection import Cluster, ClusterLost
 from tepal.tools.cluster.inputs import Input
@@ -26,6 +28,14 @@ def told(folder, **arguments):
     found = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() and not p.name.startswith("."))
     print("two\\nlines, and a torn one", end="", flush=True)
     return {**arguments, "files": [name for name in found if name != "output.log"]}
+
+def who(folder, **arguments):
+    """Return this process, what can be read from it, and how many files the folder has; leave one more."""
+    print(f"job {arguments}", flush=True)
+    (folder / "left").mkdir()
+    (folder / "left" / "a").touch()
+    (folder / "link").symlink_to(folder / "left")
+    return [os.getpid(), sys.stdin.read(), len(list(folder.rglob("*")))]
 
 def fails(folder):
     from tepal.host.superlink import RunError
@@ -69,7 +79,8 @@ def waits(folder):
 def code(tmp_path_factory):
     """What is sent as the code: of this package what a job's process needs, and the functions above."""
     package = Path(tepal.__file__).parent
-    names = ["__init__.py", "tools/__init__.py", "tools/cluster/__init__.py", "tools/cluster/process.py"]
+    tools = ("__init__.py", "cluster/__init__.py", "cluster/machine.py", "cluster/process.py")
+    names = ["__init__.py", *(f"tools/{name}" for name in tools)]
     files = {f"tepal/{name}": package / name for name in names}
     files |= {f"tepal/host/{name}": path for name, path in files_below(package / "host").items() if "py" in path.suffix}
     (folder := tmp_path_factory.mktemp("jobs")).joinpath("jobs.py").write_text(JOBS)
@@ -87,7 +98,9 @@ def cluster(tmp_path, monkeypatch, code):
     clock = SimpleNamespace(sleep=lambda _seconds: None, monotonic=time.monotonic)
     monkeypatch.setattr(job_module, "time", clock)
     inputs = SimpleNamespace(code=code, sending=lambda _place: threading.Lock())
-    return Cluster("here:1", 1.0, 0.0, ((4.0, 0.0),), inputs)
+    found = Cluster("here:1", 1.0, 0.0, ((4.0, 0.0),), inputs)
+    yield found
+    found.actors.close()
 
 
 def a_job(function, *, tmp_path=None, inputs=(), **arguments):
@@ -123,7 +136,7 @@ def test_a_job_gets_its_inputs_files_and_arguments_and_its_value_comes_back(clus
     value = done(cluster, job, lambda kind, text: told.append((kind, text)))
     store = tmp_path / "tmp" / Path(value["data"]).parts[-3]
     assert Path(value["data"]) == store / data.digest / "data" and Path(value["data"]).read_bytes() == b"0123456789"
-    assert value["n"] == 2.5 and Path(value["at"]).parent == tmp_path / "tmp" and not Path(value["at"]).exists()
+    assert value["n"] == 2.5 and Path(value["at"]).parent == tmp_path / "tmp"
     assert value["files"] == ["job.json", "trial/a/x", "trial/empty"]
     assert [text for kind, text in told if kind == "log"] == ["two", "LINES, and a torn one"]
     assert [text.split(" to ")[0] for kind, text in told if kind == "stage"][1:] == [
@@ -132,6 +145,8 @@ def test_a_job_gets_its_inputs_files_and_arguments_and_its_value_comes_back(clus
     assert (tmp_path / "trial" / "a" / "x").read_text() == "long content"
     assert ray.options == [{"num_cpus": 1.0, "num_gpus": 0.0, "max_concurrency": 4, "max_restarts": 0}]
     (actor,) = ray.actors
+    assert actor.calls[-1] == "renew" and Path(value["at"]).exists()
+    cluster.actors.close()
     assert actor.calls[-2:] == ["stop", "kill"] and nothing_left(tmp_path, [code.digest, data.digest])
 
 
@@ -187,6 +202,109 @@ def test_a_job_waits_for_a_machine_with_room_while_one_is_there(cluster, monkeyp
         done(cluster, a_job("waits"), lambda *event: told.append(event))
     assert told == [("stage", "waits for a machine with room")] and len(looks) == (40 if room else 12)
     assert set(ray.actors[0].calls) == {"place", "kill"}, "there is nothing to stop yet"
+
+
+# --- one job after the other ----------------------------------------------------------------------------------------
+
+
+def gone(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def lines_of(told):
+    return [text for kind, text in told if kind == "log"]
+
+
+def test_a_process_does_several_jobs_and_finds_nothing_of_the_last_one(cluster, tmp_path, monkeypatch, code):
+    ray, told = fake(monkeypatch), []
+    found = [done(cluster, a_job("who", number=number), lambda *event: told.append(event)) for number in range(3)]
+    assert len(ray.actors) == 1 and {(pid, read) for pid, read, _ in found} == {(found[0][0], "")}
+    assert len({count for *_, count in found}) == 1 and lines_of(told) == [f"job {{'number': {n}}}" for n in range(3)]
+    assert ray.actors[0].calls.count("write_input") == len(code.files) and ray.actors[0].calls.count("begin") == 3
+    (tmp_path / "trial" / "x").parent.mkdir()
+    (tmp_path / "trial" / "x").touch()
+    assert done(cluster, a_job("told", tmp_path=tmp_path), lambda *_: None) == {"files": ["job.json", "trial/x"]}
+    cluster.actors.close()
+    assert gone(found[0][0]) and nothing_left(tmp_path, [code.digest])
+
+
+def together(count):
+    """Told of a job's machine, it waits until as many jobs have one."""
+    apart = threading.Barrier(count)
+    return lambda _kind, text: apart.wait(30) if text.startswith("on ") else None
+
+
+def test_jobs_at_the_same_time_have_a_process_each_and_no_more_are_made(cluster, monkeypatch):
+    ray, pids, tell = fake(monkeypatch), [], together(3)
+
+    def jobs():
+        for number in range(3):
+            pids.append((number, done(cluster, a_job("who"), tell)[0]))
+
+    threads = [threading.Thread(target=jobs) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(pids) == 9 and len(ray.actors) == 3
+    for number in range(3):
+        assert len({pid for of, pid in pids if of == number}) == 3
+    assert len({pid for _, pid in pids}) == 3
+
+
+def test_after_a_job_that_failed_its_actor_has_no_other(cluster, monkeypatch):
+    ray = fake(monkeypatch)
+    with pytest.raises(JobFailed, match="no luck"):
+        done(cluster, a_job("fails"), lambda *_: None)
+    done(cluster, a_job("who"), lambda *_: None)
+    assert [actor.calls[-1] for actor in ray.actors] == ["kill", "renew"]
+
+
+def test_an_actor_that_was_lost_without_a_job_is_replaced_and_no_loss_of_the_next_one(cluster, monkeypatch):
+    """Also if more are lost at once than a job may lose."""
+    ray, told, tell = fake(monkeypatch), [], together(4)
+    threads = [threading.Thread(target=done, args=(cluster, a_job("who"), tell)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [actor.calls[-1] for actor in ray.actors] == ["renew"] * 4
+    for actor in ray.actors:
+        actor.die()
+    done(cluster, a_job("who"), lambda *event: told.append(event))
+    assert len(ray.actors) == 5 and not [text for kind, text in told if kind == "note"]
+
+
+def test_a_process_that_has_ended_without_a_job_is_replaced(cluster, monkeypatch):
+    ray = fake(monkeypatch)
+    before, *_ = done(cluster, a_job("who"), lambda *_: None)
+    process = ray.actors[0].made._process
+    process.kill()
+    process.wait()
+    after, *_ = done(cluster, a_job("who"), lambda *_: None)
+    assert len(ray.actors) == 1 and after != before and gone(before)
+
+
+def test_an_actor_without_a_job_is_ended_after_a_while(cluster, tmp_path, monkeypatch, code):
+    monkeypatch.setattr(actors_module, "_IDLE", 0.05)
+    ray = fake(monkeypatch)
+    pid, *_ = done(cluster, a_job("who"), lambda *_: None)
+    until = time.monotonic() + 20
+    while ray.actors[0].calls[-1] != "kill" and time.monotonic() < until:
+        time.sleep(0.01)
+    assert ray.actors[0].calls[-3:] == ["renew", "stop", "kill"] and gone(pid) and nothing_left(tmp_path, [code.digest])
+    assert cluster.actors.take() is None
+
+
+def test_none_is_kept_once_the_command_ends(cluster, tmp_path, monkeypatch, code):
+    ray = fake(monkeypatch)
+    cluster.actors.close()
+    pid, *_ = done(cluster, a_job("who"), lambda *_: None)
+    assert ray.actors[0].calls[-3:] == ["renew", "stop", "kill"] and gone(pid) and nothing_left(tmp_path, [code.digest])
 
 
 # --- lost machines --------------------------------------------------------------------------------------------------

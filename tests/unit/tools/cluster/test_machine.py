@@ -367,7 +367,7 @@ def test_applied_answers_give_the_files_that_are_there_whatever_is_lost(temporar
 # --- the job's process ----------------------------------------------------------------------------------------------
 
 STUB = """
-import json, os, pathlib, signal, sys, time
+import itertools, json, os, pathlib, signal, sys, time
 folder = pathlib.Path(sys.argv[1])
 facts = {"pid": os.getpid(), "parent": int(sys.argv[2]), "cwd": os.getcwd(), "path": sys.path,
          "threads": os.environ["OMP_NUM_THREADS"], "ray": "RAY_ADDRESS" in os.environ}
@@ -376,6 +376,11 @@ if (folder / "deaf").exists():
 print("begun", flush=True)
 (folder / f"begun-{os.getpid()}").write_text(json.dumps(facts))
 os.rename(folder / f"begun-{os.getpid()}", folder / f"process-{os.getpid()}")
+for job in itertools.chain([0], sys.stdin) if (folder / "many").exists() else []:
+    print("job", repr(job), flush=True)
+    (folder / "result").mkdir()
+    (folder / "result" / ".writing-1").write_text("done")
+    os.rename(folder / "result" / ".writing-1", folder / "result" / "result.json")
 time.sleep(0 if (folder / "short").exists() else 60)
 sys.exit(7)
 """
@@ -433,6 +438,48 @@ def test_the_exit_status_is_answered_also_again(worker):
     assert [one.ask({}, [], 0).status for _ in range(2)] == [7, 7]
     one.begin(of, 1)
     assert begun(one)["pid"] == pid, "none is begun again"
+
+
+def when_done(one, known=(), offset=0):
+    """The answer once the process has ended its job, or itself."""
+    until = time.monotonic() + 20
+    while (answer := one.ask(dict(known), ["runs/*"], offset)).status is None and time.monotonic() < until:
+        time.sleep(0.02)
+    return answer
+
+
+def test_a_machine_has_its_next_job_in_the_same_process_and_an_empty_folder(worker):
+    one, of = worker
+    assert not one.renew(), "there is no process"
+    leave(one.folder, {"many": b"", "runs/a/x": b"first"})
+    one.begin(of, 1)
+    pid = begun(one)["pid"]
+    first = when_done(one)
+    assert first.status == 0 and first.printed == b"begun\njob 0\n" and list(first.changed) == ["runs/a/x"]
+    assert one.ask({}, ["runs/*"], 0) == first
+    assert one.renew() and sorted(path.name for path in one.folder.iterdir()) == [".lock", "output.log"]
+    assert not one.renew(), "its process waits already"
+    known = {"runs/x": one.write_file("runs/x", 0, b"second")}
+    assert one.ask(known, ["runs/*"], 0) == machine.Answer(removed=[])
+    one.begin(of, 1)
+    one.begin(of, 1)  # its answer was lost
+    second = when_done(one, known)
+    assert second == machine.Answer(removed=[], printed=rb"job '\n'" + b"\n", status=0) and one._process.pid == pid
+    one.stop()
+    assert ended(pid) and not one.folder.exists()
+
+
+@pytest.mark.parametrize("way", ["at work", "ended"])
+def test_a_machine_whose_process_cannot_do_another_job_has_none(worker, way):
+    one, of = worker
+    if way == "ended":
+        (one.folder / "short").touch()
+    one.begin(of, 1)
+    begun(one)
+    if way == "ended":
+        one._process.wait()
+        leave(one.folder, {"result/result.json": b"{}"})
+    assert not one.renew() and list(one.folder.glob("process-*"))
 
 
 @pytest.mark.parametrize("deaf", [False, True])
