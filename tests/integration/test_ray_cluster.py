@@ -74,12 +74,18 @@ def tepal(folder: Path, *arguments: str, ray: str | None = None) -> Iterator[Pro
         yield process
 
 
-def ended(folder: Path, *arguments: str, ray: str | None = None, status: int = 0) -> str:
-    """What `tepal …` prints, which ends with this status."""
+def ended(
+    folder: Path, *arguments: str, ray: str | None = None, status: int = 0, look: Callable[[], None] = lambda: None
+) -> str:
+    """What `tepal …` prints, which ends with this status. `look` is called again and again meanwhile."""
     log = folder / "command.log"
     log.unlink(missing_ok=True)
     with tepal(folder, *arguments, ray=ray) as process:
-        got = process.wait(300)
+        end = time.monotonic() + 300
+        while process.running and time.monotonic() < end:
+            look()
+            time.sleep(0.1)
+        got = process.wait(1)
     shown = log.read_text()
     assert got == status, shown
     assert not list((folder / "temporary").glob("tepal-app-*"))
@@ -164,8 +170,10 @@ def test_the_cluster_of_these_tests_has_a_head_and_two_workers(cluster):
 
 
 def test_a_comparison_on_a_cluster_has_the_tables_of_one_here(cluster, here, compare, data, tmp_path):
-    shown = ended(tmp_path, *compare(tmp_path), ray=cluster.address)
+    jobs: set[Path] = set()
+    shown = ended(tmp_path, *compare(tmp_path), ray=cluster.address, look=lambda: jobs.update(cluster.jobs()))
     assert "2 machines with 2 cores; 2 runs at once" in shown
+    assert len(jobs) == 2, "four runs, of which each machine does one after the other"
     folder = compared(tmp_path)
     assert tables_of(folder) == tables_of(here)
     for cell in json.loads((folder / "comparison.json").read_text())["cells"]:
