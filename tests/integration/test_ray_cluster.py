@@ -170,10 +170,12 @@ def test_the_cluster_of_these_tests_has_a_head_and_two_workers(cluster):
 
 
 def test_a_comparison_on_a_cluster_has_the_tables_of_one_here(cluster, here, compare, data, tmp_path):
-    jobs: set[Path] = set()
-    shown = ended(tmp_path, *compare(tmp_path), ray=cluster.address, look=lambda: jobs.update(cluster.jobs()))
+    before, seen = set(cluster.job_processes()), set[str]()
+    shown = ended(tmp_path, *compare(tmp_path), ray=cluster.address, look=lambda: seen.update(cluster.job_processes()))
     assert "2 machines with 2 cores; 2 runs at once" in shown
-    assert len(jobs) == 2, "four runs, of which each machine does one after the other"
+    # Their command lines have the job's folder and the actor's process.
+    processes = [line for line in seen - before if "tepal.tools.cluster.process" in line]
+    assert len(processes) == 2, "four runs, of which each machine does one after the other"
     folder = compared(tmp_path)
     assert tables_of(folder) == tables_of(here)
     for cell in json.loads((folder / "comparison.json").read_text())["cells"]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from threading import Lock, Timer
 from typing import Any
 
@@ -15,7 +16,8 @@ class Actors:
     """Actors whose jobs have ended well, and their processes, which wait for another job."""
 
     def __init__(self) -> None:
-        self._idle, self._closed, self._changing = list[tuple[Any, Timer]](), False, Lock()
+        self._idle, self._timers = list[tuple[Any, Timer]](), list[Timer]()
+        self._waiting, self._closed, self._changing = 0, False, Lock()
 
     def take(self) -> Any:
         """One that answers, for a job; None if there is none."""
@@ -29,7 +31,7 @@ class Actors:
         return None
 
     def give(self, actor: Any) -> bool:
-        """Keep one for the next job, for a short time. False if it cannot do another."""
+        """Keep one for the next job, for a short time. False if it cannot do one, or a new actor waits for cores."""
         import ray
 
         try:
@@ -37,29 +39,46 @@ class Actors:
         except Exception:  # as above
             return False
         with self._changing:
-            if not able or self._closed:
+            if not able or self._waiting or self._closed:
                 return False
             timer = Timer(_IDLE, self._release, [actor])
             timer.daemon = True
             self._idle.append((actor, timer))
+            self._timers = [timer, *(each for each in self._timers if each.is_alive())]
             timer.start()
         return True
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """A block in which a new actor waits for cores: none are kept by those that have no job."""
+        with self._changing:
+            self._waiting += 1
+            idle, self._idle = self._idle, []
+        try:
+            for actor, timer in idle:
+                timer.cancel()
+                end(actor)
+            yield
+        finally:
+            with self._changing:
+                self._waiting -= 1
 
     def close(self) -> None:
         """End all that have no job, and keep no others."""
         with self._changing:
             self._closed, idle, self._idle = True, self._idle, []
-        if not idle:
-            return
-        import ray
-
-        for _, timer in idle:
+        for timer in self._timers:
             timer.cancel()
-        with suppress(Exception):
-            ray.wait([actor.stop.remote() for actor, _ in idle], num_returns=len(idle), timeout=_ENDING)
-        for actor, _ in idle:
+        if idle:
+            import ray
+
             with suppress(Exception):
-                ray.kill(actor)
+                ray.wait([actor.stop.remote() for actor, _ in idle], num_returns=len(idle), timeout=_ENDING)
+            for actor, _ in idle:
+                with suppress(Exception):
+                    ray.kill(actor)
+        for timer in self._timers:  # one may just be ending its actor
+            timer.join(2 * _ENDING)
 
     def _taken(self) -> Any:
         with self._changing:

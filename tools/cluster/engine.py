@@ -127,7 +127,8 @@ class ClusterEngine(Runner):
         return Job(
             function="tepal.tools.cluster.engine:run_there", arguments=arguments, inputs=(app, *inputs.values()),
             folders={_RUNS: directory.parent, _CACHE: caches},
-            files=(f"{_CACHE}/secret", f"{experiment}/personal/*", f"{_RUNS}/{directory.name}/*"), returned=returned,
+            files=(f"{_CACHE}/secret", f"{experiment}/personal/*", f"{_RUNS}/{directory.name}/*"), renewed=True,
+            returned=returned,
         )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,7 @@ class Job:
         folders: folder in the job's → folder here.
         files: patterns (see `matching`) of the job's own files in these folders, in order. Those that are here are sent
             before the job begins; what it writes there is written here.
+        renewed: whether the process can do another job afterwards: what this one leaves in its memory does no harm.
         sent: place, name and content of a file → the content that is sent.
         returned: the same of what comes back; the name is "" for a line that was printed.
     """
@@ -82,6 +83,7 @@ class Job:
     inputs: Sequence[Input] = ()
     folders: Mapping[str, Path] = field(default_factory=dict)
     files: Sequence[str] = ()
+    renewed: bool = False
     sent: Callable[[Place, str, bytes], bytes] | None = None
     returned: Callable[[Place, str, bytes], bytes] = lambda _place, _name, content: content
 
@@ -120,9 +122,13 @@ class _Attempt:
         self._status = 0
 
     def result(self) -> Any:
-        self._actor, ended_well = self._cluster.actors.take() or self._new_actor(), False
+        actors, ended_well = self._cluster.actors, False
+        known = actors.take()
+        self._actor = known or self._new_actor()
         try:
-            self._place = self._taken()
+            with nullcontext() if known else actors.waiting():
+                self._place = self._taken()
+            self._repeated = False  # a place that is asked for again changes nothing
             self._tell("stage", f"on {self._place.machine}")
             self._send()
             self._follow()
@@ -133,7 +139,7 @@ class _Attempt:
             error.told = self._told
             raise
         finally:
-            if not ended_well or self._repeated or not self._cluster.actors.give(self._actor):
+            if not (ended_well and self._job.renewed and not self._repeated and actors.give(self._actor)):
                 end(self._actor, stop=bool(self._place.folder))
 
     def _new_actor(self) -> Any:

@@ -4,7 +4,8 @@ After a job that ended well it may have another of the same command, and so may 
 what jobs need.
 
 The class is sent to the machines as it stands here, before there is any code of this project: this module imports
-Python's standard library alone. All methods can be called again after an answer was lost, with the same result.
+Python's standard library alone. All methods but `renew` can be called again after an answer was lost, with the same
+result.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ _LOCK = ".lock"
 _UNNAMED = f"{_PARTIAL}lock"
 _REMOVED = ".removed-"
 _KEPT = 7 * 24 * 3600.0  # seconds after which an input that no job used is removed
+_OLD = 300.0  # seconds after which an actor does no other job
 _GRACE = 8.0  # seconds between SIGTERM and SIGKILL of a job's process
 
 Size = tuple[int, int]
@@ -94,7 +96,7 @@ class Machine:
         self._partial = self._store / f"{_PARTIAL}{self.folder.name}"
         self._used: Collection[str] = ()
         self._process: subprocess.Popen[bytes] | None = None
-        self._begun = False
+        self._begun, self._made = False, time.monotonic()
         self._starting, self._completing = threading.Lock(), threading.Lock()
 
     def place(self) -> tuple[str, str, str]:
@@ -144,8 +146,8 @@ class Machine:
         with self._starting:
             if self._begun:
                 return
-            self._begun = True
             if self._process is not None and self._process.poll() is None:
+                self._begun = True
                 assert self._process.stdin is not None
                 with contextlib.suppress(BrokenPipeError):  # it has just ended, as its status will tell
                     self._process.stdin.write(b"\n")
@@ -162,6 +164,7 @@ class Machine:
                     command, env=environment, cwd=self.folder, stdin=subprocess.PIPE, stdout=output,
                     stderr=subprocess.STDOUT, start_new_session=True,
                 )  # fmt: skip
+            self._begun = True
 
     def ask(self, known: Mapping[str, Version], patterns: Sequence[str], offset: int) -> Answer:
         """What has changed since the known versions of the job's files, and what was printed.
@@ -199,8 +202,13 @@ class Machine:
         return 0 if status is None and self._begun and (self.folder / RESULT_FILE).exists() else status
 
     def renew(self) -> bool:
-        """Remove the files of a job that has ended, for another job. False if the process cannot do another one."""
+        """Remove the files of a job that has ended, for another job. Called once, with no other call under way.
+
+        False if the process cannot do another one, or if it is so old that others should have its cores.
+        """
         if self._process is None or self._process.poll() is not None or self._status() is None:
+            return False
+        if time.monotonic() - self._made > _OLD:
             return False
         shutil.rmtree(self._partial, ignore_errors=True)
         for path in self.folder.iterdir():

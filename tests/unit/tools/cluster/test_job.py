@@ -5,6 +5,7 @@ import signal
 import tempfile
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ import pytest
 import tepal
 from tepal.tools.cluster import actors as actors_module
 from tepal.tools.cluster import job as job_module
+from tepal.tools.cluster import machine as machine_module
 from tepal.tools.cluster.connection import Cluster, ClusterLost
 from tepal.tools.cluster.inputs import Input
 from tepal.tools.cluster.job import PROCESS, Job, JobFailed, done
@@ -107,7 +109,7 @@ def a_job(function, *, tmp_path=None, inputs=(), **arguments):
     folders = {"trial": tmp_path / "trial"} if tmp_path else {}
     return Job(
         function=f"jobs:{function}", arguments=lambda place: arguments, inputs=inputs, folders=folders,
-        files=("trial/*",) if tmp_path else (),
+        files=("trial/*",) if tmp_path else (), renewed=True,
     )  # fmt: skip
 
 
@@ -130,7 +132,7 @@ def test_a_job_gets_its_inputs_files_and_arguments_and_its_value_comes_back(clus
     (tmp_path / "trial" / ".writing-1").write_text("torn")
     job = Job(
         function="jobs:told", arguments=lambda place: {"data": data.on(place.store), "at": place.folder, "n": 2.5},
-        inputs=(data,), folders={"trial": tmp_path / "trial"}, files=("trial/*",),
+        inputs=(data,), folders={"trial": tmp_path / "trial"}, files=("trial/*",), renewed=True,
         returned=lambda place, name, content: content.replace(b"lines", b"LINES"),
     )  # fmt: skip
     value = done(cluster, job, lambda kind, text: told.append((kind, text)))
@@ -298,6 +300,62 @@ def test_an_actor_without_a_job_is_ended_after_a_while(cluster, tmp_path, monkey
         time.sleep(0.01)
     assert ray.actors[0].calls[-3:] == ["renew", "stop", "kill"] and gone(pid) and nothing_left(tmp_path, [code.digest])
     assert cluster.actors.take() is None
+
+
+def test_the_end_of_a_command_waits_for_an_actor_that_is_just_ended(cluster, monkeypatch):
+    ending = threading.Event()
+
+    def fate(_actor, name, _arguments):
+        if name == "stop":
+            ending.set()
+            time.sleep(0.5)
+
+    monkeypatch.setattr(actors_module, "_IDLE", 0.01)
+    ray = fake(monkeypatch, fate)
+    done(cluster, a_job("who"), lambda *_: None)
+    assert ending.wait(20) and ray.actors[0].calls[-1] == "stop"
+    cluster.actors.close()
+    assert ray.actors[0].calls[-2:] == ["stop", "kill"] and not ray.actors[0].made.folder.exists()
+
+
+def test_none_is_kept_while_a_job_waits_for_a_machine_with_room(cluster, monkeypatch):
+    """The cores are given to it; else they would do nothing until the actor is ended."""
+    room = threading.Event()
+    ray = fake(monkeypatch, lambda actor, name, _: "lost after" if actor.number == 1 and name == "place" else None)
+    ray.nodes = lambda: [{"Alive": True, "Resources": {"CPU": 4.0}}]
+    monkeypatch.setattr(job_module, "_LOOK", 0.01)
+    waits = threading.Event()
+
+    def first(_kind, text):
+        if text.startswith("on "):  # it has the only core
+            waiting.start()
+            waits.wait(20)
+
+    def second():
+        with pytest.raises(RunStopped):
+            done(cluster, a_job("who"), lambda _kind, text: waits.set())
+        room.set()
+
+    waiting = threading.Thread(target=second)
+    done(cluster, a_job("who"), first)
+    assert ray.actors[0].calls[-3:] == ["renew", "stop", "kill"]
+    cluster.stopped.set()
+    assert room.wait(20)
+    waiting.join()
+    cluster.stopped.clear()
+    done(cluster, a_job("who"), lambda *_: None)
+    assert ray.actors[2].calls[-1] == "renew", "none waits any more"
+    with cluster.actors.waiting():
+        assert ray.actors[2].calls[-1] == "kill"
+
+
+@pytest.mark.parametrize("why", ["the job", "its age"])
+def test_no_other_job_is_done_where_a_job_or_the_age_does_not_allow_it(cluster, monkeypatch, why):
+    if why == "its age":
+        monkeypatch.setattr(machine_module, "_OLD", -1)
+    ray = fake(monkeypatch)
+    done(cluster, replace(a_job("who"), renewed=why != "the job"), lambda *_: None)
+    assert ray.actors[0].calls[-2:] == ["stop", "kill"]
 
 
 def test_none_is_kept_once_the_command_ends(cluster, tmp_path, monkeypatch, code):

@@ -469,6 +469,19 @@ def test_a_machine_has_its_next_job_in_the_same_process_and_an_empty_folder(work
     assert ended(pid) and not one.folder.exists()
 
 
+def test_a_process_that_could_not_be_started_is_started_when_that_is_asked_again(worker, monkeypatch):
+    one, of = worker
+
+    def fails(*_arguments, **_options):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    with monkeypatch.context() as patched, pytest.raises(BlockingIOError):
+        patched.setattr(machine.subprocess, "Popen", fails)
+        one.begin(of, 1)
+    one.begin(of, 1)
+    assert begun(one)["pid"] == one._process.pid
+
+
 @pytest.mark.parametrize("way", ["at work", "ended"])
 def test_a_machine_whose_process_cannot_do_another_job_has_none(worker, way):
     one, of = worker
