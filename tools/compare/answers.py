@@ -175,11 +175,12 @@ def threshold(group: Group) -> str:
             # A comparison.json that was changed by hand may name what the section does not have.
             of = group.comparison.reference(group.section, relative.of) or relative.of
         return f"No finished run of {of} has an {by.name} on the server's data, so there is no target"
+    own = f" on {target.data}" if target.own_tests else ""
     if target.margin is None:
-        return f"An {by.name} of {target.score:.4f}"
+        return f"An {by.name} of {target.score:.4f}{own}"
     size = f"{100 * abs(target.margin):g} points" if by.share else f"{abs(target.margin):g}"
     margin = f" {'plus' if target.margin > 0 else 'less'} {size}" if target.margin else ""
-    return f"{target.of}'s final {by.name}{margin} ({target.score:.4f})"
+    return f"{target.of}'s final {by.name}{own}{margin} ({target.score:.4f})"
 
 
 def _bytes(group: Group) -> str:

@@ -155,11 +155,7 @@ class Result:
     @cached_property
     def _each(self) -> list[tuple[int, dict[str, float | None]]]:
         """The seed and all figures of each counted run."""
-        targets = [self.target.at(each.run.seed) if self.target else None for each in self.counted]
-        return [
-            (run.run.seed, {**run.figures(target), **run.doubt})
-            for run, target in zip(self.counted, targets, strict=True)
-        ]
+        return [(each.run.seed, {**each.figures(*aim(self.target, each)), **each.doubt}) for each in self.counted]
 
     def by_seed(self, key: str) -> dict[int, float]:
         """A figure of each counted run that has it, by seed."""
@@ -212,16 +208,28 @@ class Target:
         of: What it is derived from, a strategy or variant; "" if it is given.
         by_seed: Each seed's own score; None: all have the same.
         margin: What is added to the final score that it is derived from; None: it is a share of that, or given.
+        own_tests: Whether it is a score on the clients' own tests, and not on the server's held-out data.
     """
 
     score: float
     of: str = ""
     by_seed: Mapping[int, float] | None = None
     margin: float | None = None
+    own_tests: bool = False
 
     def at(self, seed: int) -> float | None:
         """The score of a seed; None if it has none."""
         return self.score if self.by_seed is None else self.by_seed.get(seed)
+
+    @property
+    def data(self) -> str:
+        """What it is a score on, in words."""
+        return "the clients' own tests" if self.own_tests else "the server's data"
+
+
+def aim(target: Target | None, run: Measured) -> tuple[float | None, bool]:
+    """The score that a run is to reach, or None, and whether it is one on the clients' own tests."""
+    return (None, False) if target is None else (target.at(run.run.seed), target.own_tests)
 
 
 @dataclass(frozen=True)
@@ -255,9 +263,12 @@ class Group:
 
     @property
     def line(self) -> float | None:
-        """The target as figures draw it: with a curve of the server's data, to which it belongs."""
-        of_server = any(result.curve is not None and result.curve.of == "server" for result in self.variants)
-        return self.target.score if self.target and self.section.counts and of_server else None
+        """The target as figures draw it: with a curve of the data to which it belongs."""
+        if self.target is None or not self.section.counts:
+            return None
+        curves = [result.curve for result in self.variants if result.curve is not None]
+        drawn = any((curve.of == "server") is not self.target.own_tests for curve in curves)
+        return self.target.score if drawn else None
 
     @property
     def unfinished(self) -> list[Measured]:
@@ -265,7 +276,7 @@ class Group:
 
     @property
     def unreached(self) -> list[Result]:
-        """The variants of which some runs, but not all, reached the target on the server's data."""
+        """The variants of which some runs, but not all, reached the target."""
         counts = ((result, result.figures.get("rounds_to_target")) for result in self.variants)
         return [result for result, reached in counts if reached and reached.runs < result.aimed]
 
@@ -306,7 +317,19 @@ def _target(comparison: Comparison, section: Section, results: Sequence[Result])
     if relative := comparison.relative_target:
         of = comparison.reference(section, relative.of)
         return _relative([each for each in results if each.base == of], relative.margin)
-    return target_of(section, results) if comparison.target is None else Target(float(comparison.target))
+    if comparison.target is not None:
+        return Target(float(comparison.target), own_tests=_on_own_tests(results))
+    return target_of(section, results)
+
+
+def _on_own_tests(results: Sequence[Result]) -> bool:
+    """Whether a target of these results is one on the clients' own tests: where all models are personal."""
+    curves = [each.curve for result in results for each in result.runs if each.curve is not None]
+    return bool(curves) and all(curve.of == "personal" for curve in curves)
+
+
+def _final(run: Measured, own_tests: bool) -> float | None:
+    return run.own_score if own_tests else run.server_score
 
 
 def _relative(results: Sequence[Result], margin: float) -> Target | None:
@@ -314,17 +337,19 @@ def _relative(results: Sequence[Result], margin: float) -> Target | None:
 
     The best one is of those that finished with the most seeds: another one may be without the difficult seed.
     """
-    found, share = [], bool(results) and results[0].by.share
+    found, share, own = [], bool(results) and results[0].by.share, _on_own_tests(results)
     for result in results:
-        finals = {each.run.seed: each.server_score for each in result.runs if each.run.outcome == "finished"}
+        finals = {each.run.seed: _final(each, own) for each in result.runs if each.run.outcome == "finished"}
         by_seed = {seed: score + margin for seed, score in finals.items() if score is not None}
         if mean := over_seeds(list(by_seed.values())):
-            found.append(Target(mean.mean, result.label, by_seed, margin))
+            found.append(Target(mean.mean, result.label, by_seed, margin, own))
     return max(found, key=lambda one: (len(one.by_seed or ()), one.score if share else -one.score), default=None)
 
 
 def target_of(section: Section, results: Sequence[Result]) -> Target | None:
-    """The target of a section for which none is given, on the server's held-out data. Only finished runs count.
+    """The target of a section for which none is given. Only finished runs count.
+
+    It is a score on the server's held-out data, or where all models are personal, on the clients' own tests.
 
     If it asks for bytes: the baseline's final score less `within`, of each seed its own. Otherwise: 90 % of the final
     accuracy of the baseline, of FedAvg if there is no baseline, or of the first that has one. An error is divided by
@@ -334,10 +359,10 @@ def target_of(section: Section, results: Sequence[Result]) -> Target | None:
     if section.question == BYTES:
         baseline = next((result for result in results if result.name == section.baseline), results[0])
         return _relative([baseline], -section.within if share else section.within)
+    own = _on_own_tests(results)
+    key = f"{'clients' if own else 'server'}_{results[0].by.key}"
     known = [
-        (result, score.mean)
-        for result in results
-        if result.finished and (score := result.figures[f"server_{result.by.key}"]) is not None
+        (result, score.mean) for result in results if result.finished and (score := result.figures[key]) is not None
     ]
     if not known:
         return None
@@ -346,4 +371,4 @@ def target_of(section: Section, results: Sequence[Result]) -> Target | None:
         wanted = known[0][0].base
     scores = [(result, score) for result, score in known if result.base == wanted]
     of, best = (max if share else min)(scores, key=lambda one: one[1])
-    return Target(best * _TARGET if share else best / _TARGET, of.label)
+    return Target(best * _TARGET if share else best / _TARGET, of.label, own_tests=own)

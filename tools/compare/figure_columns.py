@@ -83,7 +83,8 @@ def group_columns(group: Group) -> tuple[Column, ...]:
     server, clients = _scores(group.by)
     match group.section.question:
         case question if question == BYTES:
-            figures: tuple[Column, ...] = (server, *_TO_TARGET, _TOTAL)
+            score = clients if group.target and group.target.own_tests else server
+            figures: tuple[Column, ...] = (score, *_TO_TARGET, _TOTAL)
         case question if question == OWN_TESTS:
             figures = (clients, _SPREAD)
         case question if question == DOUBT:

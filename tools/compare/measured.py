@@ -74,31 +74,44 @@ class Measured:
     def curve(self) -> Curve | None:
         """The scores of the personal models if there are such, else on the server's data, else on the clients'."""
         for of in ("personal", *TEST_DATA):
-            points = tuple(
-                Point(line.round, transferred, score)
-                for line, transferred in zip(self.metrics, self.transferred, strict=True)
-                if (score := line.value(self.by.key)) is not None and line.accuracy_of == of
-            )
-            if points:
+            if points := self._points(self.by.key, of):
                 return Curve(of, points)
         return None
 
-    def reached(self, target: float | None) -> Point | None:
-        """The first point with at least the target score on the server's held-out data; None if there is none."""
-        if target is None or self.curve is None or self.curve.of != "server":
-            return None
-        return next((point for point in self.curve.points if self.by.good(point.score, target)), None)
+    def _points(self, key: str, of: str = "") -> tuple[Point, ...]:
+        """The rounds with this score; `of`: only those whose result was scored on this test data."""
+        return tuple(
+            Point(line.round, transferred, score)
+            for line, transferred in zip(self.metrics, self.transferred, strict=True)
+            if (score := line.value(key)) is not None and line.accuracy_of == (of or line.accuracy_of)
+        )
 
-    def figures(self, target: float | None) -> dict[str, float | None]:
-        """All figures of the run; None for one that is unknown or does not exist."""
-        # Only of the last round: an earlier model is not the result.
-        last = self.metrics[-1] if self.metrics else None
-        reached = self.reached(target)
+    @property
+    def own_score(self) -> float | None:
+        """The score of the last round on the clients' own tests: an earlier model is not the result."""
+        return self.metrics[-1].value(f"clients_{self.by.key}") if self.metrics else None
+
+    def reached(self, target: float | None, own_tests: bool = False) -> Point | None:
+        """The first point with at least the target score on the server's held-out data; None if there is none.
+
+        `own_tests`: the score is the mean over the clients' own tests, of personal models or of the global one.
+        """
+        if target is None:
+            return None
+        if own_tests:
+            points = self._points(f"clients_{self.by.key}")
+        else:
+            points = self.curve.points if self.curve is not None and self.curve.of == "server" else ()
+        return next((point for point in points if self.by.good(point.score, target)), None)
+
+    def figures(self, target: float | None, own_tests: bool = False) -> dict[str, float | None]:
+        """All figures of the run; None for one that is unknown or does not exist. Arguments as of `reached`."""
+        reached = self.reached(target, own_tests)
         summed = {key: self.summary.get(key) for key in ("bytes_down", "bytes_up", "bytes_vs_fedavg", "seconds")}
         return {
             f"server_{self.by.key}": self.server_score,
-            f"clients_{self.by.key}": last.value(f"clients_{self.by.key}") if last else None,
-            "clients_spread": last.clients_spread if last else None,
+            f"clients_{self.by.key}": self.own_score,
+            "clients_spread": self.metrics[-1].clients_spread if self.metrics else None,
             **self._to_target(reached),
             **(summed if self.metrics else dict.fromkeys(summed)),
             "plain_vs_fedavg": self._plain_vs_fedavg,

@@ -234,7 +234,7 @@ def _caption(group: Group) -> str:
     target = ""
     if group.target and group.line is not None:
         mean = " (the mean of the seeds' targets)" if len(group.target.by_seed or ()) > 1 else ""
-        target = f" Dotted: the target on the server's data{mean}."
+        target = f" Dotted: the target on {group.target.data}{mean}."
     return " ".join(data_note(group.variants)) + target + (_BAND if len(group.comparison.seeds) > 1 else "")
 
 

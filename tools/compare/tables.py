@@ -80,7 +80,7 @@ def about_target(group: Group) -> str:
     if target is None:
         return f"No run finished with an {by.name} on the server's held-out data, so there is no common target"
     share = "90% of" if by.share else "1/0.9 of"
-    of = f", {share} {target.of}'s final {by.name} on the server's data" if target.of else " on the server's data"
+    of = f", {share} {target.of}'s final {by.name} on {target.data}" if target.of else f" on {target.data}"
     return f"Target: an {by.name} of {target.score:.4f}{of}"
 
 
@@ -228,6 +228,9 @@ def _marked(text: Cell, group: Group, key: str) -> Cell:
 
 def _bytes_columns(group: Group) -> Sequence[tuple[str, Cell]]:
     to_target = f"{group.target.score:.4f}" if group.target else "target"
+    score = ("server's\ndata", _short(f"server_{group.by.key}"))
+    if group.target and group.target.own_tests:
+        score = ("clients'\nown tests", _short(f"clients_{group.by.key}"))
 
     def until(result: Result) -> str:
         figure = result.figures.get("bytes_to_target")
@@ -235,7 +238,7 @@ def _bytes_columns(group: Group) -> Sequence[tuple[str, Cell]]:
         return _mean("bytes_to_target", bytes_text)(result) + some
 
     return (
-        ("server's\ndata", _short(f"server_{group.by.key}")),
+        score,
         (f"bytes until\n{to_target}", until),
         ("down,\nup", _both(_mean("bytes_down_to_target", bytes_text), _mean("bytes_up_to_target", bytes_text))),
         ("rounds,\ntime", _both(_mean("rounds_to_target", count_text), _mean("seconds_to_target", seconds_text))),

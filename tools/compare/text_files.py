@@ -9,7 +9,7 @@ from tepal.host.text import visible
 from tepal.records.columns import Column
 from tepal.report.table import Table, markdown_text
 from tepal.tools.compare.answers import Compared, answer, compared_in
-from tepal.tools.compare.comparison import Group, Measured, Result, Results
+from tepal.tools.compare.comparison import Group, Measured, Result, Results, aim
 from tepal.tools.compare.doubt import DOUBT_COLUMNS
 from tepal.tools.compare.figure_columns import columns_of, difference_key, group_columns
 from tepal.tools.compare.grid.best import marks
@@ -96,7 +96,7 @@ def runs_csv(results: Results) -> str:
 
 
 def _run_row(each: Measured, result: Result, group: Group, results: Results) -> dict[str, Any]:
-    target = group.target.at(each.run.seed) if group.target else None
+    target, own_tests = aim(group.target, each)
     return {
         **_names(result, group),
         "seed": each.run.seed,
@@ -104,7 +104,7 @@ def _run_row(each: Measured, result: Result, group: Group, results: Results) -> 
         "reason": each.run.reason,
         "run": each.run.directory.name if each.run.directory else "",
         "rounds": each.summary.get("rounds"),
-        **each.figures(target),
+        **each.figures(target, own_tests),
         **{key: each.doubt[key] for key in _doubt_keys(results)},
         f"target_{results.by.key}": target,
     }

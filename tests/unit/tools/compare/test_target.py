@@ -244,6 +244,71 @@ def test_a_changed_file_may_name_what_is_not_compared(tmp_path):
     assert about_target(found).startswith("No finished run of nope has an accuracy on the server's data")
 
 
+# --- personal models ------------------------------------------------------------------------------------------------
+
+# FedACS' in `RUNS`, on the clients' own tests after each round of 10 MB: .80, .85 and .90.
+
+
+def test_personal_models_have_a_target_on_the_clients_own_tests(tmp_path):
+    names, added = {"float32": "fedacs", "other": "fedacs", "global": "fedavg"}, {1: 0.0, 2: 0.01, 3: 0.02}
+    sections = [("S", "bytes", names, {"baseline": "float32", "within": 0.06})]
+    [group] = measure(finish(variants_in(tmp_path, sections, (1, 2, 3)), added.get)).sections
+    # With seed 1 it is .84. The global model is scored on these tests, too, in its last round: .75 is not enough.
+    assert group.target.own_tests and group.target.by_seed == pytest.approx({1: 0.84, 2: 0.85, 3: 0.86})
+    assert answer(group) == (
+        "float32's final accuracy on the clients' own tests less 6 points (0.8500) is reached with 20.0 MB by float32 "
+        "itself; other needs 20.0 MB, 1 times as many (undecided: 95% interval 1 to 1); global does not reach it."
+    )
+    rows = rows_of(tmp_path)
+    assert {(row["variant"], row["rounds_to_target"]) for row in rows} == {
+        ("float32", "2"), ("other", "2"), ("global", ""),
+    }  # fmt: skip
+    assert sorted({float(row["target_accuracy"]) for row in rows}) == pytest.approx([0.84, 0.85, 0.86])
+    text = (tmp_path / "comparison.md").read_text()
+    assert "accuracy, clients’ own tests" in text and "server’s data" not in text and "0.9100" in text
+
+
+def test_a_global_model_reaches_a_target_on_the_clients_own_tests_when_they_score_it(tmp_path):
+    sections = [("S", "bytes", {"own": "fedacs", "global": "fedavg"}, {"baseline": "own", "within": 0.15})]
+    [group] = measure(finish(variants_in(tmp_path, sections))).sections
+    # Own has .90 - .15 after its first round, the global model .75 after its third, of 20 MB each.
+    assert [result.figures["bytes_to_target"].mean for result in group.variants] == [10e6, 60e6]
+
+
+def test_the_baselines_models_decide_which_data_the_target_is_on(tmp_path):
+    sections = [("S", "bytes", {"own": "fedacs", "global": "fedavg"}, {"baseline": "global", "within": 0.1})]
+    [group] = measure(finish(variants_in(tmp_path, sections))).sections
+    assert not group.target.own_tests and group.target.score == pytest.approx(0.7)
+    assert group.variants[0].figures["rounds_to_target"] is None
+    assert answer(group).startswith("global's final accuracy less 10 points (0.7000) is reached with 40.0 MB by global")
+
+
+@pytest.mark.parametrize(
+    ("strategies", "target", "said", "rounds"),
+    [
+        (["fedacs"], 0.85, "an accuracy of 0.8500 on the clients' own tests", "2"),
+        (["fedacs"], None, "an accuracy of 0.8100, 90% of fedacs's final accuracy on the clients' own tests", "2"),
+        (["fedacs"], "fedacs-0.1", "fedacs's final accuracy on the clients' own tests less 10 points (0.8000)", "1"),
+        (["fedacs", "fedavg"], 0.75, "an accuracy of 0.7500 on the server's data", ""),
+    ],
+)
+def test_where_all_models_are_personal_the_target_is_on_the_clients_own_tests(
+    tmp_path, strategies, target, said, rounds
+):
+    found = measure(finish(comparison_in(tmp_path, strategies, target=target)))
+    assert about_target(found) == f"Target: {said}" and said in (tmp_path / "comparison.md").read_text()
+    assert rows_of(tmp_path)[0]["rounds_to_target"] == rounds
+    data = "the server's data" if "server" in said else "the clients' own tests"
+    assert f"Dotted: the target on {data}." in figures(found)[0].caption
+
+
+def test_a_target_on_the_clients_own_tests_may_be_an_error(tmp_path):
+    found = measure(finish(comparison_in(tmp_path, ["fedacs"], target="fedacs+0.05"), regression=True))
+    # Of the errors in `RUNS`, 1 - .85, 1 - .90 and 1 - .95, they have .05 less: .10, .05 and 0.
+    assert about_target(found) == "Target: fedacs's final RMSE on the clients' own tests plus 0.05 (0.0500)"
+    assert rows_of(tmp_path)[0]["rounds_to_target"] == "2"
+
+
 # --- the command ----------------------------------------------------------------------------------------------------
 
 
