@@ -140,7 +140,7 @@ class _Attempt:
             raise
         finally:
             if not (ended_well and self._job.renewed and not self._repeated and actors.give(self._actor)):
-                end(self._actor, stop=bool(self._place.folder))
+                end(self._actor, stop=bool(known or self._place.folder))
 
     def _new_actor(self) -> Any:
         import ray

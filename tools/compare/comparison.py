@@ -316,28 +316,31 @@ def results_of(comparison: Comparison, runs: Sequence[Measured]) -> Results:
 def _target(comparison: Comparison, section: Section, results: Sequence[Result]) -> Target | None:
     if relative := comparison.relative_target:
         of = comparison.reference(section, relative.of)
-        return _relative([each for each in results if each.base == of], relative.margin)
+        return _relative([each for each in results if each.base == of], relative.margin, _on_own_tests(results))
     if comparison.target is not None:
         return Target(float(comparison.target), own_tests=_on_own_tests(results))
     return target_of(section, results)
 
 
 def _on_own_tests(results: Sequence[Result]) -> bool:
-    """Whether a target of these results is one on the clients' own tests: where all models are personal."""
-    curves = [each.curve for result in results for each in result.runs if each.curve is not None]
-    return bool(curves) and all(curve.of == "personal" for curve in curves)
+    """Whether the target of a section with these results is one on the clients' own tests: all models are personal.
+
+    A global model may be scored there in the last round alone, and so cannot be compared by the round that reached it.
+    """
+    curves = [[each.curve for each in result.runs if each.curve is not None] for result in results]
+    return all(each and all(curve.of == "personal" for curve in each) for each in curves)
 
 
 def _final(run: Measured, own_tests: bool) -> float | None:
     return run.own_score if own_tests else run.server_score
 
 
-def _relative(results: Sequence[Result], margin: float) -> Target | None:
+def _relative(results: Sequence[Result], margin: float, own: bool) -> Target | None:
     """The final score of each seed plus a margin; of combinations of varied values, that of the best one.
 
     The best one is of those that finished with the most seeds: another one may be without the difficult seed.
     """
-    found, share, own = [], bool(results) and results[0].by.share, _on_own_tests(results)
+    found, share = [], bool(results) and results[0].by.share
     for result in results:
         finals = {each.run.seed: _final(each, own) for each in result.runs if each.run.outcome == "finished"}
         by_seed = {seed: score + margin for seed, score in finals.items() if score is not None}
@@ -349,17 +352,16 @@ def _relative(results: Sequence[Result], margin: float) -> Target | None:
 def target_of(section: Section, results: Sequence[Result]) -> Target | None:
     """The target of a section for which none is given. Only finished runs count.
 
-    It is a score on the server's held-out data, or where all models are personal, on the clients' own tests.
+    It is a score on the server's held-out data, or if all models are personal, on the clients' own tests.
 
     If it asks for bytes: the baseline's final score less `within`, of each seed its own. Otherwise: 90 % of the final
     accuracy of the baseline, of FedAvg if there is no baseline, or of the first that has one. An error is divided by
     0.9 instead. If keys are varied, the final accuracy is that of the best combination of the baseline.
     """
-    share = results[0].by.share
+    share, own = results[0].by.share, _on_own_tests(results)
     if section.question == BYTES:
         baseline = next((result for result in results if result.name == section.baseline), results[0])
-        return _relative([baseline], -section.within if share else section.within)
-    own = _on_own_tests(results)
+        return _relative([baseline], -section.within if share else section.within, own)
     key = f"{'clients' if own else 'server'}_{results[0].by.key}"
     known = [
         (result, score.mean) for result in results if result.finished and (score := result.figures[key]) is not None

@@ -94,7 +94,7 @@ class Measured:
     def reached(self, target: float | None, own_tests: bool = False) -> Point | None:
         """The first point with at least the target score on the server's held-out data; None if there is none.
 
-        `own_tests`: the score is the mean over the clients' own tests, of personal models or of the global one.
+        `own_tests`: the score is the mean over the clients' own tests, of personal models.
         """
         if target is None:
             return None

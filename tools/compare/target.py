@@ -21,7 +21,7 @@ EXPECTED = (
 
 @dataclass(frozen=True)
 class FinalScore:
-    """The final score of a strategy or variant on the server's held-out data, with each seed its own, plus a margin.
+    """The final score of a strategy or variant, with each seed its own, plus a margin.
 
     Args:
         of: Its name, or BASELINE.

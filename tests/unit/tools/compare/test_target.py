@@ -250,32 +250,38 @@ def test_a_changed_file_may_name_what_is_not_compared(tmp_path):
 
 
 def test_personal_models_have_a_target_on_the_clients_own_tests(tmp_path):
-    names, added = {"float32": "fedacs", "other": "fedacs", "global": "fedavg"}, {1: 0.0, 2: 0.01, 3: 0.02}
+    names, added = {"float32": "fedacs", "other": "fedacs"}, {1: 0.0, 2: 0.01, 3: 0.02}
     sections = [("S", "bytes", names, {"baseline": "float32", "within": 0.06})]
     [group] = measure(finish(variants_in(tmp_path, sections, (1, 2, 3)), added.get)).sections
-    # With seed 1 it is .84. The global model is scored on these tests, too, in its last round: .75 is not enough.
     assert group.target.own_tests and group.target.by_seed == pytest.approx({1: 0.84, 2: 0.85, 3: 0.86})
     assert answer(group) == (
         "float32's final accuracy on the clients' own tests less 6 points (0.8500) is reached with 20.0 MB by float32 "
-        "itself; other needs 20.0 MB, 1 times as many (undecided: 95% interval 1 to 1); global does not reach it."
+        "itself; other needs 20.0 MB, 1 times as many (undecided: 95% interval 1 to 1)."
     )
     rows = rows_of(tmp_path)
-    assert {(row["variant"], row["rounds_to_target"]) for row in rows} == {
-        ("float32", "2"), ("other", "2"), ("global", ""),
-    }  # fmt: skip
+    assert [row["rounds_to_target"] for row in rows] == ["2"] * 6
     assert sorted({float(row["target_accuracy"]) for row in rows}) == pytest.approx([0.84, 0.85, 0.86])
     text = (tmp_path / "comparison.md").read_text()
     assert "accuracy, clients’ own tests" in text and "server’s data" not in text and "0.9100" in text
 
 
-def test_a_global_model_reaches_a_target_on_the_clients_own_tests_when_they_score_it(tmp_path):
+@pytest.mark.parametrize("target", [None, "own-0.1"])
+def test_beside_global_models_personal_ones_have_no_target(tmp_path, target):
+    """A global model has a score on the clients' own tests after its last round alone, whichever round reached it."""
     sections = [("S", "bytes", {"own": "fedacs", "global": "fedavg"}, {"baseline": "own", "within": 0.15})]
-    [group] = measure(finish(variants_in(tmp_path, sections))).sections
-    # Own has .90 - .15 after its first round, the global model .75 after its third, of 20 MB each.
-    assert [result.figures["bytes_to_target"].mean for result in group.variants] == [10e6, 60e6]
+    [group] = measure(finish(variants_in(tmp_path, sections, target=target))).sections
+    assert group.target is None and [result.figures["bytes_to_target"] for result in group.variants] == [None] * 2
+    assert answer(group) == "No finished run of own has an accuracy on the server's data, so there is no target."
 
 
-def test_the_baselines_models_decide_which_data_the_target_is_on(tmp_path):
+def test_a_global_model_that_is_not_scored_yet_decides_as_one_that_is(tmp_path):
+    comparison = comparison_in(tmp_path, ["fedacs", "fedavg"], target=0.85)
+    comparison.runs[1].outcome = "running"
+    found = measure(finish(comparison))
+    assert not found.target.own_tests and found.variants[0].figures["rounds_to_target"] is None
+
+
+def test_a_global_baselines_target_is_on_the_servers_data(tmp_path):
     sections = [("S", "bytes", {"own": "fedacs", "global": "fedavg"}, {"baseline": "global", "within": 0.1})]
     [group] = measure(finish(variants_in(tmp_path, sections))).sections
     assert not group.target.own_tests and group.target.score == pytest.approx(0.7)
