@@ -30,7 +30,7 @@ _PAUSE = 0.3  # least seconds between two questions on what has changed
 _LOOK = 10.0  # seconds between two looks at the cluster while a job waits
 _ROOMLESS = 12  # looks without any machine that has room, after which a job fails
 _LOSSES = 3  # machines lost in a row, without a new file between, after which a job fails
-_PART = 16 * 2**20  # bytes of a file in one call
+_PART = 16 * 2**20  # bytes of files in one call
 
 
 PROCESS = "process"
@@ -242,9 +242,8 @@ class _Attempt:
         for digest in self._wait(self._actor.missing.remote, {digest: each.size for digest, each in inputs.items()}):
             one = inputs[digest]
             self._tell("stage", f"sending {one.what} to {self._place.machine} ({one.size[1] / 1e6:,.0f} MB)")
-            for name, path in one.files.items():
-                for offset, content in _parts(path):
-                    self._wait(self._actor.write_input.remote, digest, name, offset, content)
+            for parts in _calls(one.files):
+                self._wait(self._actor.write_input.remote, digest, parts)
             self._wait(self._actor.complete_input.remote, digest)
 
     def _send_file(self, name: str, path: Path) -> None:
@@ -329,6 +328,20 @@ def _parts(path: Path) -> Iterator[tuple[int, bytes]]:
             offset += len(content)
             if not content:
                 return
+
+
+def _calls(files: Mapping[str, Path]) -> Iterator[list[tuple[str, int, bytes]]]:
+    """Files in parts (path, offset and content), as many as fit into one call: an answer takes longer than a file."""
+    parts, size = list[tuple[str, int, bytes]](), 0
+    for name, path in files.items():
+        for offset, content in _parts(path):
+            if parts and size + len(content) > _PART:
+                yield parts
+                parts, size = [], 0
+            parts.append((name, offset, content))
+            size += len(content)
+    if parts:
+        yield parts
 
 
 def _last_line(error: BaseException) -> str:

@@ -116,9 +116,10 @@ class Machine:
                 os.utime(whole)  # so that nobody removes it as unused
         return absent
 
-    def write_input(self, digest: str, path: str, offset: int, content: bytes) -> None:
-        """Write a part of a file of an input."""
-        _write(self._partial / digest / path, content, offset)
+    def write_input(self, digest: str, parts: Sequence[tuple[str, int, bytes]]) -> None:
+        """Write parts of an input's files: path, offset and content of each."""
+        for path, offset, content in parts:
+            _write(self._partial / digest / path, content, offset)
 
     def complete_input(self, digest: str) -> None:
         """Take an input whose files are written into the store."""

@@ -10,6 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import tepal
 from tepal.tools.cluster import actors as actors_module
@@ -152,6 +154,22 @@ def test_a_job_gets_its_inputs_files_and_arguments_and_its_value_comes_back(clus
     assert actor.calls[-2:] == ["stop", "kill"] and nothing_left(tmp_path, [code.digest, data.digest])
 
 
+@given(st.lists(st.integers(0, 11), max_size=8))
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_files_of_an_input_are_sent_in_as_few_calls_as_hold_them_in_order(tmp_path, monkeypatch, sizes):
+    monkeypatch.setattr(job_module, "_PART", 5)
+    files, expected = {}, []
+    for number, size in enumerate(sizes):
+        files[f"{number}"] = tmp_path / f"{number}"
+        files[f"{number}"].write_bytes(content := os.urandom(size))
+        expected += [(f"{number}", at, content[at : at + 5]) for at in range(0, max(size, 1), 5)]
+    calls = list(job_module._calls(files))
+    assert [part for call in calls for part in call] == expected
+    bytes_of = [sum(len(content) for *_, content in call) for call in calls]
+    assert all(calls) and max(bytes_of, default=0) <= 5
+    assert all(size + len(after[0][2]) > 5 for size, after in zip(bytes_of, calls[1:], strict=False))
+
+
 @pytest.mark.parametrize(
     ("function", "message", "kind"),
     [
@@ -226,7 +244,7 @@ def test_a_process_does_several_jobs_and_finds_nothing_of_the_last_one(cluster, 
     found = [done(cluster, a_job("who", number=number), lambda *event: told.append(event)) for number in range(3)]
     assert len(ray.actors) == 1 and {(pid, read) for pid, read, _ in found} == {(found[0][0], "")}
     assert len({count for *_, count in found}) == 1 and lines_of(told) == [f"job {{'number': {n}}}" for n in range(3)]
-    assert ray.actors[0].calls.count("write_input") == len(code.files) and ray.actors[0].calls.count("begin") == 3
+    assert ray.actors[0].calls.count("write_input") == 1 and ray.actors[0].calls.count("begin") == 3
     (tmp_path / "trial" / "x").parent.mkdir()
     (tmp_path / "trial" / "x").touch()
     assert done(cluster, a_job("told", tmp_path=tmp_path), lambda *_: None) == {"files": ["job.json", "trial/x"]}

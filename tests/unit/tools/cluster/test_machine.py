@@ -49,7 +49,7 @@ def send(on, files, size=3):
     of = digest(files)
     for name, content in files.items():
         for offset in range(0, max(len(content), 1), size):
-            on.write_input(of, name, offset, content[offset : offset + size])
+            on.write_input(of, [(name, offset, content[offset : offset + size])])
     return of
 
 
@@ -78,11 +78,10 @@ def test_an_input_is_missing_until_all_of_it_was_written(temporary):
 def test_parts_in_any_order_repeated_and_late(temporary):
     one, of, content = Machine(), digest(FILES), FILES["a/b.bin"]
     send(one, FILES)
-    one.write_input(of, "a/b.bin", 6, content[6:9])
-    one.write_input(of, "a/b.bin", 0, content[:3])
+    one.write_input(of, [("a/b.bin", 6, content[6:9]), ("a/b.bin", 0, content[:3])])
     one.complete_input(of)
     one.complete_input(of)
-    one.write_input(of, "a/b.bin", 0, content[:3])  # an early call that was under way for long
+    one.write_input(of, [("a/b.bin", 0, content[:3])])  # an early call that was under way for long
     one.complete_input(of)
     store = Path(one.place()[2])
     assert (store / of / "a/b.bin").read_bytes() == content
@@ -93,7 +92,7 @@ def test_parts_in_any_order_repeated_and_late(temporary):
 def test_other_content_than_was_sent_is_refused(temporary):
     one, of = Machine(), digest(FILES)
     send(one, FILES)
-    one.write_input(of, "empty", 0, b"x")
+    one.write_input(of, [("empty", 0, b"x")])
     with pytest.raises(OSError, match="received other files than were sent"):
         one.complete_input(of)
     with pytest.raises(OSError, match="received other files than were sent"):
