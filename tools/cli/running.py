@@ -58,6 +58,7 @@ def runner_for(
     cpus: float | None,
     gpus: float = 0,
     asked: str | None = None,
+    spread: bool = False,
 ) -> AbstractContextManager[Runner]:
     """Return the engine of a command: on the cluster that `--ray` or RAY_ADDRESS names, else on this machine.
 
@@ -69,6 +70,7 @@ def runner_for(
         clients: number of clients.
         cpus, gpus: of each client that trains; on a cluster of each run.
         asked: value of `--engine`.
+        spread: whether the clients of a run are to train on all machines of the cluster.
 
     Raises ValueError for options that contradict one another; entering it, RunError if there is no cluster.
     """
@@ -76,13 +78,15 @@ def runner_for(
 
     address = address_of(ray)
     wrong = _not_on_a_cluster(address, app, asked) if address else ""
-    if wrong and ray is not None:
+    if spread and not address:
+        wrong = "--spread needs a cluster to whose machines the clients go: --ray ADDRESS"
+    if wrong and (ray is not None or spread):
         raise ValueError(wrong)
     if wrong or not address:  # RAY_ADDRESS may be there for other programs
         return here(engine, app, clients=clients, cpus=cpus, gpus=gpus)
     from tepal.tools.cluster.engine import engine_on
 
-    return engine_on(address, app, clients=clients, cpus=cpus, gpus=gpus)
+    return engine_on(address, app, clients=clients, cpus=cpus, gpus=gpus, spread=spread)
 
 
 def _not_on_a_cluster(address: str, app: Path, asked: str | None) -> str:

@@ -39,16 +39,19 @@ def simulate_command(
     gpus: Annotated[float, typer.Option(min=0, help=GPUS)] = 0,
     engine: Annotated[str, typer.Option(help=ENGINE)] = AUTO,
     ray: Ray = None,
+    spread: Annotated[bool, typer.Option("--spread", help="with --ray: clients train on all machines at once")] = False,
     verbose: Verbose = False,
 ) -> None:
     """Run the app with simulated clients on this machine, and show its progress and the transferred bytes.
 
     All processes end with the command. Resume a run that was stopped with -c 'resume="runs/latest"'. Of an app that
-    is not Tepal's own, the log is shown. With --ray the run is on one machine of a cluster.
+    is not Tepal's own, the log is shown. With --ray the run is on one machine of a cluster; with --spread its server is
+    on this machine, and its clients are on all.
     """
     console = Console()
     resources: dict[str, Any] = {"clients": clients, "cpus": cpus, "gpus": gpus}
-    with reported(RunError), runner_for(ray, engine, app, engine_for, asked=engine, **resources) as simulated:
+    places: dict[str, Any] = {"asked": engine, "spread": spread}
+    with reported(RunError), runner_for(ray, engine, app, engine_for, **places, **resources) as simulated:
         simulated.start_ahead()
         # Imported here, while the engine imports the app: torch takes a second.
         from tepal.server_app.config import open_run

@@ -117,8 +117,14 @@ class Cluster:
     @property
     def description(self) -> str:
         """One line on the cluster, and on what a job has of it."""
-        runs = f"{_counted(self.at_once, 'run')} at once, each with {_cores_and_gpus(self.cpus, self.gpus)}"
-        return f"Engine: Ray cluster {self.contents}; {runs}"
+        return f"Engine: Ray cluster {self.contents}; {self._jobs(self.at_once, 'run')}"
+
+    def described_for_clients(self, count: int) -> str:
+        """The same for a run of which `count` clients train at once."""
+        return f"Engine: Ray cluster {self.contents}; the server here, {self._jobs(count, 'client')}"
+
+    def _jobs(self, count: int, what: str) -> str:
+        return f"{_counted(count, what)} at once, each with {_cores_and_gpus(self.cpus, self.gpus)}"
 
 
 @contextmanager

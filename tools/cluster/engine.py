@@ -32,6 +32,7 @@ from tepal.records.run_directory import (
 )
 from tepal.tools.cluster.connection import Cluster, connected
 from tepal.tools.cluster.job import PROCESS, Job, JobFailed, Place, done
+from tepal.tools.cluster.spread import SpreadEngine
 from tepal.tools.cluster.texts import Written, in_html, in_json, in_toml, replaced
 from tepal.tools.paths import files_in, with_paths
 from tepal.tools.simulation.engine import Runner
@@ -179,8 +180,11 @@ def _engine_there(app: Path, clients: int, kept: Path) -> ProcessEngine:
 
 
 @contextmanager
-def engine_on(address: str, app: Path, *, clients: int, cpus: float | None, gpus: float | None) -> Iterator[Runner]:
-    """Yield an engine on the cluster at an address."""
+def engine_on(
+    address: str, app: Path, *, clients: int, cpus: float | None, gpus: float | None, spread: bool = False
+) -> Iterator[Runner]:
+    """Yield an engine on the cluster at an address. `spread`: the clients of a run train on all machines."""
+    kind = SpreadEngine if spread else ClusterEngine
     with ExitStack() as opened:
         cluster = opened.enter_context(connected(address, cpus, gpus))
-        yield opened.enter_context(ClusterEngine(app, clients, cluster))
+        yield opened.enter_context(kind(app, clients, cluster))

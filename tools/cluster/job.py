@@ -26,7 +26,6 @@ Tell = Callable[[str, str], None]
 ("log", a line that the job's process has printed)."""
 
 _REPEATED = 30.0  # seconds without an answer after which a machine is asked again
-_PAUSE = 0.3  # least seconds between two questions on what has changed
 _LOOK = 10.0  # seconds between two looks at the cluster while a job waits
 _ROOMLESS = 12  # looks without any machine that has room, after which a job fails
 _LOSSES = 3  # machines lost in a row, without a new file between, after which a job fails
@@ -73,6 +72,10 @@ class Job:
         folders: folder in the job's → folder here.
         files: patterns (see `matching`) of the job's own files in these folders, in order. Those that are here are sent
             before the job begins; what it writes there is written here.
+        made: more patterns, of files that are not sent: they come before the others.
+        fed: patterns of files that are sent while the job goes on, whole, in this order of patterns, and are removed
+            there when they are removed here.
+        pause: least seconds between two questions on what has changed.
         renewed: whether the process can do another job afterwards: what this one leaves in its memory does no harm.
         sent: place, name and content of a file → the content that is sent.
         returned: the same of what comes back; the name is "" for a line that was printed.
@@ -83,6 +86,9 @@ class Job:
     inputs: Sequence[Input] = ()
     folders: Mapping[str, Path] = field(default_factory=dict)
     files: Sequence[str] = ()
+    made: Sequence[str] = ()
+    fed: Sequence[str] = ()
+    pause: float = 0.3
     renewed: bool = False
     sent: Callable[[Place, str, bytes], bytes] | None = None
     returned: Callable[[Place, str, bytes], bytes] = lambda _place, _name, content: content
@@ -114,6 +120,7 @@ class _Attempt:
     def __init__(self, cluster: Cluster, job: Job, tell: Tell, seen: set[str]) -> None:
         self._cluster, self._job, self._tell, self._seen = cluster, job, tell, seen
         self._known: dict[str, Version] = {}
+        self._fed = set[str]()  # names of files that were fed
         self._printed, self._line = 0, b""
         self._told = False
         self._repeated = False  # whether a call was made twice: the second may still be under way, and write a file
@@ -229,10 +236,9 @@ class _Attempt:
         with self._cluster.inputs.sending((self._place.machine, self._place.store)):
             self._send_inputs(inputs)
         for pattern in self._job.files:
-            folder, _, rest = pattern.partition("/")
-            for name, path in matching(self._job.folders[folder], rest):
+            for name, path in self._files_of(pattern):
                 with suppress(FileNotFoundError):  # removed since
-                    self._send_file(f"{folder}/{name}", path)
+                    self._send_file(name, path)
         job = {"function": self._job.function, "arguments": self._job.arguments(self._place)}
         self._wait(self._actor.write_file.remote, JOB, 0, json.dumps(job).encode())
         threads = max(1, int(self._cluster.cpus))
@@ -253,12 +259,38 @@ class _Attempt:
             self._known[name] = tuple(self._wait(self._actor.write_file.remote, name, offset, content))
         self._seen.add(name)
 
+    def _feed(self) -> None:
+        """Send the files of the job's `fed` that are new here, and remove there those that are here no more."""
+        # In reverse: those that a later one needs are there when it is listed.
+        listed = [pair for pattern in reversed(self._job.fed) for pair in reversed([*self._files_of(pattern)])]
+        found = dict(reversed(listed))
+        for name, path in found.items():
+            if name in self._fed:
+                continue
+            folder, _, last = name.rpartition("/")
+            partial = f"{folder}/.writing-{last}"
+            with suppress(FileNotFoundError):  # removed since
+                for offset, content in _parts(path):
+                    self._wait(self._actor.write_file.remote, partial, offset, content)
+                self._wait(self._actor.place_file.remote, name, partial)
+                self._fed.add(name)
+        if gone := sorted(self._fed - found.keys()):
+            self._wait(self._actor.remove_files.remote, gone)
+            self._fed -= {*gone}
+
+    def _files_of(self, pattern: str) -> Iterator[tuple[str, Path]]:
+        """Names and paths of the files here."""
+        folder, _, rest = pattern.partition("/")
+        for name, path in matching(self._job.folders[folder], rest):
+            yield f"{folder}/{name}", path
+
     # --- back -------------------------------------------------------------------------------------------------------
 
     def _follow(self) -> None:
         """Write here what the job writes there, until its process has ended."""
-        files = [*self._job.files, f"{RESULT}/*"]
+        files = [*self._job.made, *self._job.files, f"{RESULT}/*"]
         while True:
+            self._feed()
             begun = time.monotonic()
             answer = self._wait(self._actor.ask.remote, self._known, files, self._printed)
             for name, (version, content) in answer.changed.items():
@@ -275,7 +307,8 @@ class _Attempt:
                 self._print(b"\n" if self._line else b"")  # a line that was cut off
                 self._status = answer.status
                 return
-            pause = max(_PAUSE, 3 * (time.monotonic() - begun))  # large files take most of the time: ask less often
+            # Large files take most of the time: ask less often.
+            pause = max(self._job.pause, 3 * (time.monotonic() - begun))
             if self._cluster.stopped.wait(pause):
                 raise RunStopped
 

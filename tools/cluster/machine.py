@@ -139,6 +139,16 @@ class Machine:
         """Write a part of a file of the job; returns the version that the file has then."""
         return _write(self.folder / path, content, offset)
 
+    def place_file(self, path: str, written: str) -> None:
+        """Give a file of the job its name, when all of it was written under another one."""
+        if not (self.folder / path).exists():  # else the call is repeated, and a late part may have the other name
+            (self.folder / written).rename(self.folder / path)
+
+    def remove_files(self, paths: Sequence[str]) -> None:
+        """Remove files of the job."""
+        for path in paths:
+            (self.folder / path).unlink(missing_ok=True)
+
     def begin(self, code: str, threads: int) -> None:
         """Start the job's process, `python -m tepal.tools.cluster.process FOLDER PARENT`, or let it begin its next job.
 

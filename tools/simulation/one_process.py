@@ -4,6 +4,9 @@
       the run        the ServerApp, and the clients if they train in turn
       a worker …     the ClientApp, one for each client that trains at the same time; messages come through a pipe
 
+If the clients train on several machines, each has such a process: one has a run whose messages are files, the others
+have a worker each, which answers them (see `tepal.host.request_files`).
+
 Forked processes share the memory of this one. Arrays of messages go through shared memory, and a part of the model that
 all clients receive goes to each process once (see `tepal.host.shared_pipe`). Every run starts from the same state, and
 a run that fails or is killed does not affect the next one. Where forking is not safe, as on macOS, a run is in this
@@ -28,6 +31,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from logging import getLogger
 from pathlib import Path
 from typing import Any, NoReturn
@@ -40,15 +44,21 @@ from flwr.supercore.task_identity import TaskIdentity
 
 import tepal.host
 from tepal.client_app.stacked import Gathering
+from tepal.exchange.cache import ClientCache, default_root
+from tepal.exchange.files import SUFFIX
+from tepal.exchange.manifest import Manifest, ProtocolError
 from tepal.host.files import replacing
 from tepal.host.flower.patches import SERVER_APP_RAISED
 from tepal.strategies.in_process import Answers, PopulationGrid
 
 tepal.host.__path__.append(str(Path(__file__).parents[2] / "host"))  # an app's own `tepal` does not have these:
 from tepal.host.allocator import keep_freed_memory
+from tepal.host.request_files import Workers, answer_all
 from tepal.host.shared_pipe import SharedPipe, shared_pipe
 
 FORKS = sys.platform.startswith("linux")
+
+_WAITING = 4  # messages for each worker on another machine, so that most have a next one when they have answered
 
 
 def main() -> None:
@@ -59,6 +69,9 @@ def main() -> None:
     as JSON: `config` is the run configuration, `cache` the folder of the clients' caches, `ended` the path of a file
     for the run's status. `train-together` in the run configuration replaces AT_ONCE; such clients have THREADS threads
     of PyTorch, others OMP_NUM_THREADS. What runs need is imported before the first one is requested.
+
+    With `asks`, a folder, the clients are asked through files in it, on `workers` machines. With `answers` it is no run
+    but such a worker, and the folder is its own; in what it is asked, the keys of `paths` are replaced by their values.
     """
     keep_freed_memory()
     folder, *components = sys.argv[1:4]
@@ -80,10 +93,18 @@ def main() -> None:
             config = request["config"]
             os.environ["TEPAL_CACHE"] = request["cache"]
             if FORKS:
-                app.prepare(config, clients)
+                if "asks" not in request:  # here are no clients
+                    app.prepare(config, clients)
                 gc.freeze()  # a collection in a forked process would look at all that it shares, and so copy it
             gc.enable()
-            if FORKS:
+            if "answers" in request:
+                answer = partial(_answered, app.client_app, config, request["paths"])
+                status = _done(partial(answer_all, Path(request["answers"]), answer))
+            elif "asks" in request:
+                count = request["workers"]
+                far = FarClients(Workers(Path(request["asks"]), count))
+                status = _done(partial(_run, app, config, clients, _WAITING * count, far))
+            elif FORKS:
                 status = _status_of(_forked_run(app, config, clients, at_once, threads))
             else:
                 _run(app, config, clients, at_once, app.client_app)
@@ -91,8 +112,8 @@ def main() -> None:
         except Exception:
             _log_exception()
             status, failed = "its app raised an exception", None
-        with replacing(Path(request["ended"])) as partial:
-            partial.write_text(status, encoding="utf-8")
+        with replacing(Path(request["ended"])) as written:
+            written.write_text(status, encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -168,6 +189,21 @@ def _forked_run(app: LoadedApp, config: Mapping[str, Any], clients: int, at_once
     return status
 
 
+def _done(work: Callable[[], None]) -> str:
+    """Do something in a forked process, or in this one; return why it failed, "" if it did not."""
+    if not FORKS:
+        work()
+        return ""
+    if (process := os.fork()) == 0:
+        try:
+            work()
+        except BaseException:  # it must not return: its caller is the parent's code
+            _log_exception()
+            os._exit(1)
+        _leave()
+    return _status_of(os.waitpid(process, 0)[1])
+
+
 def _status_of(status: int) -> str:
     """Return why a run failed, "" if it completed."""
     code = os.waitstatus_to_exitcode(status)
@@ -182,16 +218,19 @@ def _work(client_app: ClientApp, pipe: SharedPipe) -> NoReturn:
     try:
         while True:
             message, context = pipe.recv()
-            try:
-                reply = client_app(message, context)
-            except Exception as error:  # as Flower does: an app that raises answers with error code 2
-                reply = Message(Error(2, f"{type(error).__name__}: {error}"), reply_to=message)
-            pipe.send((reply, context.state))
+            pipe.send((_reply(client_app, message, context), context.state))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         _leave()
     except BaseException:  # it must not return: its caller is the parent's code
         _log_exception()
         os._exit(1)
+
+
+def _reply(client_app: ClientApp, message: Message, context: Context) -> Message:
+    try:
+        return client_app(message, context)
+    except Exception as error:  # as Flower does: an app that raises answers with error code 2
+        return Message(Error(2, f"{type(error).__name__}: {error}"), reply_to=message)
 
 
 def _leave() -> NoReturn:
@@ -236,6 +275,70 @@ class ClientProcesses:
             raise RuntimeError("the process that the client ran in has ended") from error
         self._free.put(pipe)
         return reply
+
+
+# --- machines -------------------------------------------------------------------------------------------------------
+
+
+class FarClients:
+    """Answers each message on one of several machines, always the same one for a client as long as that is there.
+
+    Args:
+        workers: the processes there.
+    """
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        """Return the reply. Raises WorkerEnded."""
+
+        def asked(again: bool) -> object:
+            kept = {} if again else _personal_state(message)
+            return message, context.node_id, context.node_config, context.state, kept
+
+        # The nodes' numbers begin with 1.
+        reply, context.state = self._workers.ask(context.node_id - 1, asked)
+        found: Message = reply
+        return found
+
+
+def _personal_state(message: Message) -> dict[str, bytes]:
+    """The files of a client's personal state that its answer needs, by their paths in the folder of caches."""
+    try:
+        manifest = Manifest.from_content(message.content)
+    except ProtocolError:
+        return {}
+    if not manifest.current:
+        return {}
+    root = default_root()
+    folder = ClientCache(root, manifest.experiment, manifest.plan.client).personal
+    return {
+        path.relative_to(root).as_posix(): path.read_bytes() for path in folder.glob(f"*-{manifest.current}{SUFFIX}")
+    }
+
+
+def _answered(
+    client_app: ClientApp, config: Mapping[str, Any], paths: Mapping[str, str], asked: Any
+) -> tuple[Message, RecordDict]:
+    """A client's reply and its state, on the machine of a worker. `config`: with the paths of this machine."""
+    message, node_id, node_config, state, kept = asked
+    TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1  # as in `_work`
+    for name, content in kept.items():
+        path = default_root() / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as written:
+            written.write_bytes(content)
+    if message.has_content():
+        for record in message.content.config_records.values():
+            record.update({key: _there(value, paths) for key, value in record.items() if isinstance(value, str)})
+    context = Context(1, node_id, node_config, state, dict(config))
+    return _reply(client_app, message, context), context.state
+
+
+def _there(text: str, paths: Mapping[str, str]) -> str:
+    """A setting with paths of this machine; one may have several, separated by commas."""
+    return paths.get(text) or ",".join(paths.get(each, each) for each in text.split(","))
 
 
 if __name__ == "__main__":

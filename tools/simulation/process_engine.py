@@ -7,10 +7,10 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from tepal.host.processes import Process, started
 from tepal.host.superlink import app_components, app_run_config, without_colour
@@ -24,10 +24,18 @@ class ProcessEngine(Engine):
     Args:
         cpus_per_client: cores for each client that trains, which gives the number of clients that train at the same
             time. None: clients train in turn, each with all cores.
+        others: what a run is told of the clients or the server on other machines, see `one_process.main`.
     """
 
     def __init__(
-        self, app: Path, clients: int, cpus_per_client: float | None = None, *, cache: Path | None = None, why: str = ""
+        self,
+        app: Path,
+        clients: int,
+        cpus_per_client: float | None = None,
+        *,
+        cache: Path | None = None,
+        why: str = "",
+        others: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(app, clients, cache=cache, why=why)
         cores = cores_for(cpus_per_client or 1)
@@ -35,6 +43,7 @@ class ProcessEngine(Engine):
         self._threads = max(1, cores // self._at_once)  # of PyTorch, for each client
         at_once = "client after client" if self._at_once == 1 else f"{self._at_once} clients at once"
         self.kind = f"one process, {at_once}"
+        self._others = dict(others or {})
         self._process: _AppProcess | None = None
 
     def _begin(self) -> None:
@@ -47,7 +56,7 @@ class ProcessEngine(Engine):
         run.clock.stage(f"Running with {self.clients} clients in one process ...")
         self._begin()
         assert self._process is not None
-        status, details = self._process.run(run, self._folder / f"ended-{self._runs}")
+        status, details = self._process.run(run, self._folder / f"ended-{self._runs}", self._others)
         run.clock.stage("The run ended")
         return 1, status, details
 
@@ -89,11 +98,11 @@ class _AppProcess:
     requests: IO[str]
     output: IO[str]
 
-    def run(self, run: RunRequest, ended: Path) -> tuple[str, str]:
+    def run(self, run: RunRequest, ended: Path, others: Mapping[str, Any]) -> tuple[str, str]:
         """Run the app once and copy its log; return status and explanation. `ended` is the file that ends the run."""
         config = app_run_config(self.app) | parse_run_config([str(run.changes)])
         with contextlib.suppress(BrokenPipeError):  # the process has ended, which is checked below
-            request = {"config": config, "cache": str(run.cache), "ended": str(ended)}
+            request = {"config": config, "cache": str(run.cache), "ended": str(ended), **others}
             print(json.dumps(request), file=self.requests, flush=True)
         rest = ""
         with run.log.open("w", encoding="utf-8") as log:

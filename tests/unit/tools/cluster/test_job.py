@@ -97,7 +97,6 @@ def cluster(tmp_path, monkeypatch, code):
     """A cluster of which each call is done at once; answers are not waited for longer than a moment."""
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    monkeypatch.setattr(job_module, "_PAUSE", 0.01)
     monkeypatch.setitem(job_module._Attempt._answers.__kwdefaults__, "repeat", 0.02)
     clock = SimpleNamespace(sleep=lambda _seconds: None, monotonic=time.monotonic)
     monkeypatch.setattr(job_module, "time", clock)
@@ -111,7 +110,7 @@ def a_job(function, *, tmp_path=None, inputs=(), **arguments):
     folders = {"trial": tmp_path / "trial"} if tmp_path else {}
     return Job(
         function=f"jobs:{function}", arguments=lambda place: arguments, inputs=inputs, folders=folders,
-        files=("trial/*",) if tmp_path else (), renewed=True,
+        files=("trial/*",) if tmp_path else (), renewed=True, pause=0.01,
     )  # fmt: skip
 
 

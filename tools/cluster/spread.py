@@ -1,0 +1,194 @@
+"""The engine of one run whose clients train on the machines of a Ray cluster; its server is on this machine.
+
+Each client has its machine, where its cached parts stay. Messages and replies are files on their way (see
+`tepal.host.request_files`). A client whose machine is lost goes on elsewhere: its personal state is here, and the
+server sends its cached parts again.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from tepal.exchange.secret import own_secret
+from tepal.host.files import new_log
+from tepal.host.request_files import ARRAYS, AWAY, END, REPLIES, REQUESTS
+from tepal.host.superlink import EndedRun, Listener, RunError
+from tepal.host.toml import Value, parse_run_config
+from tepal.tools.cluster.connection import Cluster, ClusterLost
+from tepal.tools.cluster.job import Job, JobFailed, Place, done
+from tepal.tools.paths import files_in, with_paths
+from tepal.tools.simulation.engine import Runner, RunStopped
+from tepal.tools.simulation.process_engine import ProcessEngine
+from tepal.tools.simulation.running import cache_in
+
+_CACHE, _WORKER = "clients", "worker"
+_PAUSE = 0.05  # least seconds between two questions on replies
+_GRACE = 5.0  # seconds until jobs have ended by themselves
+
+
+class SpreadEngine(Runner):
+    """Runs an app of Tepal's keys once: the ServerApp here, the clients on a cluster.
+
+    Args:
+        cluster: the connection. Its jobs are the processes in which clients train, one after another in each.
+    """
+
+    here = False
+
+    def __init__(self, app: Path, clients: int, cluster: Cluster) -> None:
+        super().__init__(app, clients)
+        self._cluster = cluster
+        self._count = min(clients, cluster.at_once)
+        self._folder = tempfile.TemporaryDirectory(prefix="tepal-spread-", ignore_cleanup_errors=True)
+        others = {"asks": self._folder.name, "workers": self._count}
+        self._server = ProcessEngine(app, clients, others=others)
+
+    @property
+    def description(self) -> str:
+        return self._cluster.described_for_clients(self._count)
+
+    def start_ahead(self) -> None:
+        self._server.start_ahead()
+
+    def stop(self) -> None:
+        self._cluster.stopped.set()
+        self._server.stop()
+        self._folder.cleanup()
+
+    def run(
+        self,
+        run_config: Mapping[str, Value] | Sequence[str] = (),
+        *,
+        on_event: Listener | None = None,
+        log: Path | None = None,
+    ) -> EndedRun:
+        config = parse_run_config(run_config) if not isinstance(run_config, Mapping) else dict(run_config)
+        if (together := config.get("train-together", 1)) != 1:
+            raise RunError(f"train-together={together} is for clients of one process: leave it out, or --spread")
+        log = log or new_log("run")
+        caches = self.cache or cache_in(Path(str(config["runs"])))
+        with suppress(OSError):  # the clients then note it in the log
+            own_secret(caches / "secret", "", "")  # the same for a client on all machines
+        self._server.cache = caches
+        workers = _Workers(self._cluster, Path(self._folder.name), self._count, on_event or (lambda _kind, _text: None))
+        app = self._cluster.inputs.of_app(self.app)
+        inputs = {path: self._cluster.inputs.of(path) for path in files_in(config)}
+
+        def arguments(place: Place) -> Mapping[str, Any]:
+            paths = {str(path): each.on(place.store) for path, each in inputs.items()}
+            there = with_paths(config, lambda path: paths[str(path)])
+            return {"app": app.on(place.store), "config": there, "clients": self.clients, "paths": paths}
+
+        def job(folder: Path) -> Job:
+            return Job(
+                function="tepal.tools.cluster.spread:answer_there", arguments=arguments, inputs=(app, *inputs.values()),
+                folders={_CACHE: caches, _WORKER: folder}, files=(f"{_CACHE}/secret",),
+                made=(f"{_CACHE}/*/personal/*", f"{_WORKER}/{REPLIES}/*"),
+                fed=(f"{_WORKER}/{ARRAYS}/*", f"{_WORKER}/{REQUESTS}/*", f"{_WORKER}/{END}"), pause=_PAUSE,
+            )  # fmt: skip
+
+        try:
+            workers.start(job)
+            return self._server.run(config, on_event=workers.tell_of_server, log=log)
+        except RunError:
+            if workers.lost:
+                raise workers.lost from None
+            raise
+        finally:
+            workers.end()
+            with log.open("a", encoding="utf-8") as lines:
+                lines.writelines(f"{line}\n" for line in workers.lines)
+
+
+class _Workers:
+    """The jobs in which clients train, each followed by a thread.
+
+    Args:
+        folder: has a folder for each.
+        listener: is told of them, and of the server.
+    """
+
+    def __init__(self, cluster: Cluster, folder: Path, count: int, listener: Listener) -> None:
+        self._cluster, self._listener = cluster, listener
+        self._folders = [folder / str(worker) for worker in range(count)]
+        self._threads = list[threading.Thread]()
+        self._telling = threading.Lock()
+        self.lines = list[str]()
+        """What the clients' processes have printed, in the order of its arrival."""
+        self.lost: ClusterLost | None = None
+
+    def start(self, job: Callable[[Path], Job]) -> None:
+        """Start a job for each folder, which is made anew."""
+        for folder in self._folders:
+            shutil.rmtree(folder, ignore_errors=True)
+            for name in (REQUESTS, ARRAYS, REPLIES):
+                (folder / name).mkdir(parents=True, exist_ok=True)
+            (folder / AWAY).touch()
+            self._threads.append(threading.Thread(target=self._follow, args=[folder, job(folder)], daemon=True))
+            self._threads[-1].start()
+
+    def end(self) -> None:
+        """End the jobs. A client that still trains is not waited for, and neither is a machine with room."""
+        for folder in self._folders:
+            (folder / END).touch()
+        end = time.monotonic() + _GRACE
+        for thread in self._threads:
+            thread.join(max(end - time.monotonic(), 0))
+        self._cluster.stopped.set()
+        for thread in self._threads:
+            thread.join()
+
+    def tell_of_server(self, kind: str, text: str) -> None:
+        if kind == "log":
+            self._tell(kind, text)
+
+    def _tell(self, kind: str, text: str) -> None:
+        with self._telling:
+            self._listener(kind, text)
+
+    def _follow(self, folder: Path, job: Job) -> None:
+        away = folder / AWAY
+
+        def tell(kind: str, text: str) -> None:
+            if kind == "log":
+                self.lines.append(text)
+                return
+            if kind == "stage" and text.startswith("on "):
+                away.unlink(missing_ok=True)
+            elif kind == "note":
+                away.touch()
+            self._tell(kind, text)
+
+        why = "it has ended"
+        try:
+            done(self._cluster, job, tell)
+        except RunStopped:
+            pass
+        except ClusterLost as error:
+            self.lost = error
+        except JobFailed as error:
+            why = str(error)
+            self._tell("note", f"{why}; its clients go on elsewhere")
+        finally:
+            away.write_text(why, encoding="utf-8")
+
+
+def answer_there(
+    folder: Path, *, app: str, config: Mapping[str, Value], clients: int, paths: Mapping[str, str]
+) -> None:
+    """Train clients on the machine that a job is on, in the job's folder, until they are to end. Raises RunError."""
+    others = {"answers": str(folder / _WORKER), "paths": dict(paths)}
+
+    def show(kind: str, text: str) -> None:
+        if kind == "log":
+            print(text, flush=True)
+
+    with ProcessEngine(Path(app), clients, cache=folder / _CACHE, others=others) as engine:
+        engine.run(config, on_event=show, log=folder / "run.log")
