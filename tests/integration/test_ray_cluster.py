@@ -265,6 +265,67 @@ def test_a_simulation_of_personal_models_on_a_cluster_ends_as_one_here(cluster, 
     assert summaries[0] == summaries[1] and summaries[0]["rounds"] == 2
 
 
+SPREAD = ("simulate", ".", "--clients", "4", "--spread", "-c", f'{SHORT} strategy="ditto"')
+"""A run with personal state."""
+
+
+def spread(folder: Path, rounds: int, data: Path) -> tuple[str, ...]:
+    return (*SPREAD, "-c", f'num-server-rounds={rounds} dataset="{data}" {runs_in(folder)}')
+
+
+@pytest.fixture(scope="module")
+def in_one_place(tmp_path_factory, data) -> Path:
+    """The run with clients in this machine's one process."""
+    folder = tmp_path_factory.mktemp("one")
+    ended(folder, *(each for each in spread(folder, ROUNDS, data) if each != "--spread"))
+    return folder / "runs" / "latest"
+
+
+def rounds_of(run: Path, *left_out: str) -> list[dict[str, object]]:
+    """What is recorded of a run's rounds, without times."""
+    return [
+        {key: value for key, value in line.items() if not any(each in key for each in ("seconds", "time", *left_out))}
+        for line in read_lines(run)
+    ]
+
+
+def test_a_run_whose_clients_are_on_two_machines_has_the_rounds_of_one_here(cluster, in_one_place, data, tmp_path):
+    shown = ended(tmp_path, *spread(tmp_path, ROUNDS, data), ray=cluster.address)
+    assert "the server here, 2 clients at once, each with 1 core" in shown
+    run = tmp_path / "runs" / "latest"
+    assert rounds_of(run) == rounds_of(in_one_place) and len(rounds_of(run)) == ROUNDS + 1
+    kept = [path.relative_to(tmp_path).parts[2:] for path in (tmp_path / "runs").rglob("personal/*/*.safetensors")]
+    assert len({names[-2] for names in kept}) == 4, "the personal models are here"
+    assert cluster.jobs() == [] and not list((tmp_path / "temporary").glob("tepal-spread-*"))
+    cluster.wait_until_idle(5)
+
+
+def test_clients_whose_machine_dies_go_on_on_the_other_one(cluster, in_one_place, data, tmp_path):
+    with tepal(tmp_path, *spread(tmp_path, ROUNDS, data), ray=cluster.address) as process:
+        run = tmp_path / "runs" / "latest"
+        wait_for(lambda: run.exists() and len(read_lines(run)) > 4, "some rounds", process)
+        cluster.remove(cluster.nodes[0])
+        assert process.wait(300) == 0, process.tail(50)
+        shown = process.log.read_text()
+    assert "was lost" in shown
+    assert rounds_of(run, *RESENT, "bytes") == rounds_of(in_one_place, *RESENT, "bytes")
+    assert "personal state is lost" not in (run / "flower.log").read_text()
+
+
+@pytest.mark.usefixtures("_hears_ctrl_c")
+def test_ctrl_c_ends_a_spread_run_and_it_is_resumed_with_its_personal_models(cluster, in_one_place, data, tmp_path):
+    with tepal(tmp_path, *spread(tmp_path, ROUNDS, data), ray=cluster.address) as process:
+        run = tmp_path / "runs" / "latest"
+        wait_for(lambda: run.exists() and len(read_lines(run)) > 4, "some rounds", process)
+        os.kill(process.pid, signal.SIGINT)
+        assert process.wait(60) == 130, process.tail(50)
+    cluster.wait_until_idle(5)
+    assert cluster.jobs() == [] and not list((tmp_path / "temporary").glob("tepal-spread-*"))
+    ended(tmp_path, *spread(tmp_path, ROUNDS, data), "-c", f'resume="{run.resolve()}"', ray=cluster.address)
+    assert rounds_of(run, *RESENT, "bytes") == rounds_of(in_one_place, *RESENT, "bytes")
+    assert "personal state is lost" not in (run / "flower.log").read_text()
+
+
 def test_an_experiment_on_a_cluster_has_the_tables_of_one_here(cluster, tmp_path):
     pytest.importorskip("transformers")
     command = ("reproduce", "fedfrozen-costs", "--folder")

@@ -71,6 +71,22 @@ def counts(folder, to):
             time.sleep(0.01)
     return begun
 
+def echoes(folder):
+    """Answer each file in `asked` by one in `said`, and remove that with it, until there is `end`."""
+    asked, said = folder / "trial" / "asked", folder / "trial" / "said"
+    for each in (asked, said):
+        each.mkdir(parents=True, exist_ok=True)
+    while not (folder / "trial" / "end").exists():
+        for path in said.iterdir():
+            if not (asked / path.name).exists():
+                path.unlink()
+        for path in asked.iterdir():
+            if path.name[0] != "." and not (said / path.name).exists():
+                path.with_name(".writing-x").write_text(path.read_text().upper())
+                os.replace(path.with_name(".writing-x"), said / path.name)
+        time.sleep(0.01)
+    return sorted(os.listdir(said))
+
 def waits(folder):
     (folder / "trial").mkdir(exist_ok=True)
     (folder / "trial" / ".writing-begun").write_text(str(os.getpid()))
@@ -380,6 +396,64 @@ def test_none_is_kept_once_the_command_ends(cluster, tmp_path, monkeypatch, code
     cluster.actors.close()
     pid, *_ = done(cluster, a_job("who"), lambda *_: None)
     assert ray.actors[0].calls[-3:] == ["renew", "stop", "kill"] and gone(pid) and nothing_left(tmp_path, [code.digest])
+
+
+# --- files that are sent while a job goes on ------------------------------------------------------------------------
+
+
+def echo(tmp_path):
+    """A job that answers files, which are here, and the folder with them."""
+    here = tmp_path / "trial"
+    for name in ("asked", "said"):
+        (here / name).mkdir(parents=True)
+    fed = ("trial/asked/*", "trial/end")
+    return here, Job("jobs:echoes", lambda _: {}, folders={"trial": here}, made=("trial/said/*",), fed=fed, pause=0.01)
+
+
+def test_files_are_sent_whole_as_they_appear_and_removed_as_they_are_removed(cluster, tmp_path, monkeypatch):
+    here, job = echo(tmp_path)
+    there = []
+
+    def fate(actor, name, _arguments):
+        """What happens here meanwhile."""
+        if name != "ask":
+            return
+        if (here / "said" / "1").exists():
+            assert (here / "said" / "1").read_text() == "A LONG ONE" and not (here / "said" / "3").exists()
+            for path in (here / "said" / "1", here / "asked" / "1"):
+                path.unlink()
+            (here / "asked" / "2").write_text("")
+        if (here / "said" / "2").exists():
+            there.append(sorted(os.listdir(actor.made.folder / "trial" / "asked")))
+            (here / "end").touch()
+
+    monkeypatch.setattr(job_module, "_PART", 4)
+    (here / "asked" / "1").write_text("a long one")
+    (here / "asked" / ".writing-3").write_text("torn")
+    (here / "said" / "0").write_text("not sent")
+    ray = fake(monkeypatch, fate)
+    assert done(cluster, job, lambda *_: None) == ["2"] and there[0] == ["2"]
+    assert ray.actors[0].calls.count("place_file") == 3 and ray.actors[0].calls.count("remove_files") == 1
+    assert sorted(path.name for path in here.rglob("*") if path.is_file()) == [".writing-3", "0", "2", "2", "end"]
+
+
+def test_another_machine_is_sent_what_is_here_by_then(cluster, tmp_path, monkeypatch):
+    here, job = echo(tmp_path)
+
+    def fate(actor, name, _arguments):
+        if name != "ask" or not (here / "said" / "1").exists():
+            return None
+        if not actor.number:
+            (here / "said" / "1").unlink()
+            return "died"
+        (here / "end").touch()
+        return None
+
+    (here / "asked" / "1").write_text("one")
+    ray = fake(monkeypatch, fate)
+    assert done(cluster, job, lambda *_: None) == ["1"]
+    assert [actor.calls.count("place_file") for actor in ray.actors] == [1, 2]
+    assert (here / "said" / "1").read_text() == "ONE"
 
 
 # --- lost machines --------------------------------------------------------------------------------------------------

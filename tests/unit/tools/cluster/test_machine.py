@@ -89,6 +89,21 @@ def test_parts_in_any_order_repeated_and_late(temporary):
     assert [path.name for path in store.iterdir()] == [of]
 
 
+def test_a_file_has_its_name_once_it_is_whole_and_a_late_part_does_not_harm_it(temporary):
+    one = Machine()
+    for _ in range(2):  # all calls are repeated
+        one.write_file("a/.writing-b", 0, b"0123")
+        one.write_file("a/.writing-b", 4, b"45")
+        one.place_file("a/b", "a/.writing-b")
+    assert (one.folder / "a/b").read_bytes() == b"012345"
+    one.write_file("a/.writing-b", 4, b"45")
+    one.place_file("a/b", "a/.writing-b")
+    assert (one.folder / "a/b").read_bytes() == b"012345"
+    for _ in range(2):
+        one.remove_files(["a/b", "a/none"])
+        assert not (one.folder / "a/b").exists()
+
+
 def test_other_content_than_was_sent_is_refused(temporary):
     one, of = Machine(), digest(FILES)
     send(one, FILES)

@@ -1,0 +1,225 @@
+"""Requests in files: who is asked, what arrives, what is written once, and what happens when a worker goes away."""
+
+import gc
+import itertools
+import pickle
+import shutil
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tepal.host import request_files
+from tepal.host.request_files import ARRAYS, AWAY, END, REPLIES, REQUESTS, WorkerEnded, Workers, answer_all
+
+LARGE = 20_000  # float32 values: more bytes than an Array without a file of its own has
+
+
+def array(value, size=LARGE):
+    return Array(np.full(size, value, np.float32))
+
+
+def names_in(*parts):
+    folder = parts[0].joinpath(*map(str, parts[1:]))
+    return sorted(path.name for path in folder.iterdir())
+
+
+@contextmanager
+def answering(folder, *workers, answer=lambda asked: asked):
+    """Workers in threads, which answer with themselves and what `answer` makes of what they are asked."""
+    threads = []
+    for worker in workers:
+        own = folder / str(worker)
+        (own / END).unlink(missing_ok=True)
+        threads.append(threading.Thread(target=answer_all, args=[own, lambda asked, by=worker: (by, answer(asked))]))
+        threads[-1].start()
+    try:
+        yield
+    finally:
+        for worker in workers:
+            (folder / str(worker) / END).touch()
+        for thread in threads:
+            thread.join(10)
+            assert not thread.is_alive()
+
+
+def always(thing):
+    return lambda _again: thing
+
+
+def test_what_arrives_is_what_was_asked_and_what_comes_back_is_the_reply(tmp_path):
+    content = RecordDict({
+        "arrays": ArrayRecord({"large": array(1), "small": array(2, 3)}), "config": ConfigRecord({"x": 1.5}),
+    })  # fmt: skip
+    workers = Workers(tmp_path, 1)
+    with answering(tmp_path, 0, answer=lambda asked: (asked[0], asked[1] + 1)):
+        _, (came, number) = workers.ask(0, always((content, 6)))
+    assert came == content and number == 7
+    assert [float(each.numpy()[0]) for each in came["arrays"].values()] == [1, 2]
+
+
+@given(st.lists(st.integers(0, 7), min_size=1, max_size=12), st.integers(1, 4))
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_each_key_has_its_worker_which_is_told_whether_it_knows_the_key(tmp_path, keys, count):
+    shutil.rmtree(tmp_path)
+    workers = Workers(tmp_path, count)
+    with answering(tmp_path, *range(count)):
+        for at, key in enumerate(keys):
+            assert workers.ask(key, lambda again: again) == (key % count, key in keys[:at])
+    for worker in range(count):
+        assert [names_in(tmp_path, worker, name) for name in (REQUESTS, REPLIES, ARRAYS)] == [[], [], []]
+
+
+def test_threads_get_their_own_replies_and_a_worker_answers_in_order(tmp_path):
+    workers, answered = Workers(tmp_path, 2), {0: [], 1: []}
+    begun = []
+    with ThreadPoolExecutor(12) as pool:
+        for key in range(12):
+            begun.append(pool.submit(workers.ask, key, always(key)))
+            while sum(len(names_in(tmp_path, worker, REQUESTS)) for worker in (0, 1)) <= key:
+                time.sleep(0.001)
+        with answering(tmp_path, 0, 1, answer=lambda asked: answered[asked % 2].append(asked) or -asked):
+            found = [each.result(10) for each in begun]
+    assert found == [(key % 2, -key) for key in range(12)]
+    assert answered == {0: [0, 2, 4, 6, 8, 10], 1: [1, 3, 5, 7, 9, 11]}
+
+
+def test_an_array_is_written_once_for_each_worker_that_is_asked_it_and_until_it_is_freed(tmp_path):
+    workers, shared, seen = Workers(tmp_path, 3), array(1), []
+    with answering(tmp_path, 0, 1, 2, answer=lambda asked: seen.append(id(asked[0])) or float(asked[0].numpy()[0])):
+        for key in (0, 1, 0, 0):
+            assert workers.ask(key, always([shared, array(2)])) == (key, 1.0)
+        gc.collect()
+        (number,) = names_in(tmp_path, 0, ARRAYS)  # the others were freed
+        assert names_in(tmp_path, 1, ARRAYS) == [number] and names_in(tmp_path, 2, ARRAYS) == []
+        files = [tmp_path / str(worker) / ARRAYS / number for worker in (0, 1)]
+        assert files[0].samefile(files[1]) and files[0].read_bytes() == shared.data
+        assert seen[0] == seen[2] == seen[3], "a worker has it once"
+        del shared
+        gc.collect()
+        assert not any(file.exists() for file in files)
+        assert workers.ask(0, always([array(3)])) == (0, 3.0)
+
+
+def test_while_a_worker_is_away_the_next_one_is_asked_and_does_not_know_the_key(tmp_path):
+    workers = Workers(tmp_path, 3)
+    with answering(tmp_path, 0, 1, 2):
+        assert [workers.ask(4, lambda again: again) for _ in range(2)] == [(1, False), (1, True)]
+        (tmp_path / "1" / AWAY).touch()
+        assert [workers.ask(4, lambda again: again) for _ in range(2)] == [(2, False), (2, True)]
+        (tmp_path / "2" / AWAY).write_text("for good")
+        assert workers.ask(4, lambda again: again) == (0, False)
+        (tmp_path / "1" / AWAY).unlink()
+        assert workers.ask(4, lambda again: again) == (1, False), "it has missed what the others were asked"
+
+
+def asked_of(tmp_path, worker, count=1):
+    end = time.monotonic() + 10
+    while len(names_in(tmp_path, worker, REQUESTS)) < count:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_what_a_lost_worker_has_not_answered_is_asked_elsewhere(tmp_path):
+    workers = Workers(tmp_path, 2)
+    with ThreadPoolExecutor(2) as pool:
+        begun = [pool.submit(workers.ask, 0, always(what)) for what in "ab"]
+        asked_of(tmp_path, 0, 2)
+        with answering(tmp_path, 1):
+            (tmp_path / "0" / AWAY).touch()
+            assert [each.result(10) for each in begun] == [(1, "a"), (1, "b")]
+    assert names_in(tmp_path, 0, REQUESTS) == []
+
+
+def test_a_reply_that_came_before_its_worker_was_lost_counts(tmp_path, monkeypatch):
+    workers, looks = Workers(tmp_path, 1), iter(range(9))
+
+    def away(worker):
+        if next(looks) == 0:
+            return None  # when the worker is chosen
+        (number,) = names_in(tmp_path, worker, REQUESTS)
+        (tmp_path / str(worker) / REPLIES / number).write_bytes(pickle.dumps("the reply"))
+        return ""
+
+    monkeypatch.setattr(workers, "_away", away)
+    assert workers.ask(0, always("a")) == "the reply" and next(looks) == 2
+    assert names_in(tmp_path, 0, REQUESTS) == names_in(tmp_path, 0, REPLIES) == []
+
+
+def test_a_worker_that_ended_for_good_fails_the_first_request_it_had_alone(tmp_path):
+    workers = Workers(tmp_path, 2)
+    with ThreadPoolExecutor(3) as pool:
+        begun = []
+        for what in "abc":
+            begun.append(pool.submit(workers.ask, 0, always(what)))
+            asked_of(tmp_path, 0, len(begun))
+        with answering(tmp_path, 1):
+            (tmp_path / "0" / AWAY).write_text("killed by signal 9")
+            with pytest.raises(WorkerEnded, match="killed by signal 9"):
+                begun[0].result(10)
+            assert [each.result(10) for each in begun[1:]] == [(1, "b"), (1, "c")]
+            assert workers.ask(0, always("d")) == (1, "d")
+        (tmp_path / "1" / AWAY).write_text("no disk")
+        with pytest.raises(WorkerEnded, match="no worker is left: killed by signal 9"):
+            workers.ask(0, always("e"))
+
+
+def test_while_all_are_away_a_request_waits(tmp_path):
+    workers = Workers(tmp_path, 2)
+    (tmp_path / "0" / AWAY).write_text("ended")
+    (tmp_path / "1" / AWAY).touch()
+    with answering(tmp_path, 1), ThreadPoolExecutor(1) as pool:
+        begun = pool.submit(workers.ask, 0, always("a"))
+        time.sleep(0.2)
+        assert not begun.done()
+        (tmp_path / "1" / AWAY).unlink()
+        assert begun.result(10) == (1, "a")
+
+
+def test_a_request_that_was_taken_back_is_not_answered_and_others_are(tmp_path, monkeypatch):
+    """The asker takes back a request, with the Array that it names, while the worker reads it."""
+    workers, load, gone = Workers(tmp_path, 1), pickle.loads, [array(1)]
+    workers._write(0, 0, gone[0])
+    workers._numbers = itertools.count(1)
+
+    def taken_back(content):
+        monkeypatch.setattr(pickle, "loads", load)
+        gone.clear()
+        assert names_in(tmp_path, 0, ARRAYS) == []
+        (tmp_path / "0" / REQUESTS / "0").unlink()
+        return load(content)
+
+    monkeypatch.setattr(pickle, "loads", taken_back)
+    with answering(tmp_path, 0):
+        assert workers.ask(0, always("b")) == (0, "b")
+
+
+def test_a_reply_stays_until_its_request_is_gone(tmp_path):
+    """On a machine of its own, the worker keeps a reply for as long as it may not have arrived."""
+    workers = Workers(tmp_path / "here", 1)
+    workers._write(0, 3, "a")
+    shutil.copytree(tmp_path / "here" / "0", tmp_path / "0")
+    with answering(tmp_path, 0):
+        while names_in(tmp_path, 0, REPLIES) != ["3"]:
+            time.sleep(0.001)
+        time.sleep(0.1)
+        assert names_in(tmp_path, 0, REPLIES) == ["3"]
+        (tmp_path / "0" / REQUESTS / "3").unlink()
+        end = time.monotonic() + 10
+        while names_in(tmp_path, 0, REPLIES):
+            assert time.monotonic() < end
+            time.sleep(0.001)
+
+
+def test_a_worker_ends_with_its_parent(tmp_path, monkeypatch):
+    Workers(tmp_path, 1)
+    parents = iter([5, 5, 5, 1])
+    monkeypatch.setattr(request_files.os, "getppid", lambda: next(parents))
+    answer_all(tmp_path / "0", lambda asked: asked)
+    assert next(parents, None) is None

@@ -1,0 +1,204 @@
+"""A run whose clients are on a cluster: its jobs, which are fakes here, and when one waits, is lost or fails."""
+
+import json
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tepal.host.request_files import AWAY, END, REQUESTS
+from tepal.host.superlink import EndedRun, RunError
+from tepal.tools.cluster import inputs as inputs_module
+from tepal.tools.cluster import spread as spread_module
+from tepal.tools.cluster.connection import Cluster, ClusterLost
+from tepal.tools.cluster.inputs import Inputs
+from tepal.tools.cluster.job import JobFailed, Place
+from tepal.tools.cluster.spread import SpreadEngine
+from tepal.tools.own_app import own_app
+from tepal.tools.simulation.engine import RunStopped
+
+PLACE = Place("far", "/tmp/tepal-job-x", "/tmp/tepal-inputs-7")
+
+
+class Server:
+    """In the place of the process with the ServerApp: it does what a test wants with the workers' folder."""
+
+    does = staticmethod(lambda folder: None)
+
+    def __init__(self, app, clients, *, others):
+        self.others, self.cache = others, None
+
+    def run(self, config, *, on_event, log):
+        log.write_text("the server's\n")
+        on_event("stage", "Running with 3 clients in one process ...")
+        on_event("log", "a line")
+        Server.does(Path(self.others["asks"]))
+        return EndedRun(1, "completed", log)
+
+    def start_ahead(self):
+        self.begun = True
+
+    def stop(self):
+        self.stopped = True
+
+
+@pytest.fixture
+def jobs(monkeypatch):
+    """What the jobs do: `jobs.do(folder, tell)`, each in a thread; by default they end when they are to."""
+    found = SimpleNamespace(all=[], do=lambda folder, tell: tell("stage", "on far"))
+
+    def done(cluster, job, tell):
+        found.all.append(job)
+        folder = job.folders["worker"]
+        assert (folder / AWAY).exists()
+        found.do(folder, tell)
+        while not (folder / END).exists():
+            if cluster.stopped.wait(0.01):
+                raise RunStopped
+
+    monkeypatch.setattr(spread_module, "done", done)
+    return found
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    monkeypatch.setattr(inputs_module, "_code", lambda _copy: None)
+    monkeypatch.setattr(spread_module, "ProcessEngine", Server)
+    monkeypatch.setattr(Server, "does", staticmethod(lambda folder: None))
+    monkeypatch.delenv("TEPAL_CACHE", raising=False)
+    with Inputs() as inputs:
+        cluster = Cluster("here:1", 2.0, 0.0, ((4.0, 0.0), (5.0, 0.0)), inputs)
+        with SpreadEngine(own_app(), 3, cluster) as made:
+            yield made
+
+
+@pytest.fixture
+def config(tmp_path):
+    (tmp_path / "x.npz").write_text("data")
+    (tmp_path / "w.pt").write_text("weights")
+    return {
+        "strategy": "fedavg", "runs": str(tmp_path / "runs"), "dataset": str(tmp_path / "x.npz"),
+        "pretrained": f"{tmp_path}/w.pt,tiny-vit",
+    }  # fmt: skip
+
+
+def states(folder):
+    return [
+        (folder / str(worker) / AWAY).read_text() if (folder / str(worker) / AWAY).exists() else None
+        for worker in range(3)
+    ]
+
+
+def until(condition):
+    for _ in range(1000):
+        if condition():
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError("waited in vain")
+
+
+def test_each_place_has_a_job_that_is_sent_messages_and_sends_personal_state_before_replies(
+    engine, jobs, config, tmp_path
+):
+    assert engine.description == (
+        "Engine: Ray cluster here:1: 2 machines with 9 cores; the server here, 3 clients at once, each with 2 cores"
+    )
+    told = []
+    Server.does = staticmethod(lambda folder: until(lambda: states(folder) == [None] * 3))
+    ended = engine.run(config, on_event=lambda *event: told.append(event), log=tmp_path / "a.log")
+    assert ended.status == "completed" and len(jobs.all) == 3
+    assert told.count(("stage", "on far")) == 3 and ("log", "a line") in told and len(told) == 4
+    assert len({job.folders["worker"] for job in jobs.all}) == 3
+    for job in jobs.all:
+        assert job.folders["clients"] == tmp_path / "runs" / ".clients" == engine._server.cache
+        assert job.files == ("clients/secret",) and (job.folders["clients"] / "secret").exists()
+        assert job.made == ("clients/*/personal/*", "worker/replies/*")
+        assert job.fed == ("worker/arrays/*", "worker/requests/*", "worker/end") and not job.renewed
+    arguments = job.arguments(PLACE)
+    there = {each.what: f"{PLACE.store}/{each.digest}/{each.what}" for each in job.inputs if each.entry}
+    assert arguments["paths"] == {str(tmp_path / name): path for name, path in there.items()}
+    assert arguments["clients"] == 3 and arguments["config"] == {
+        **config, "dataset": there["x.npz"], "pretrained": f"{there['w.pt']},tiny-vit",
+    }  # fmt: skip
+    json.dumps(arguments)
+
+
+def test_a_worker_is_away_until_it_has_a_machine_when_that_is_lost_and_when_it_has_failed(
+    engine, jobs, config, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(spread_module, "_GRACE", 0.1)  # the first one never ends by itself
+    steps, told = [threading.Event() for _ in range(3)], []
+
+    def do(folder, tell):
+        if folder.name == "0":
+            tell("stage", "waits for a machine with room")
+            engine._cluster.stopped.wait(10)
+            raise RunStopped
+        tell("stage", "on far")
+        if folder.name == "1":
+            steps[0].wait(10)
+            tell("note", "far was lost; it goes on elsewhere")
+            steps[1].wait(10)
+            tell("stage", "on farther")
+            tell("log", "Client 1 trains")
+        else:
+            steps[2].wait(10)
+            raise JobFailed("its process on far was killed by signal 9", "process")
+
+    def does(folder):
+        for step, expected in zip(
+            [None, *steps],
+            [
+                ["", None, None],
+                ["", "", None],
+                ["", None, None],
+                ["", None, "its process on far was killed by signal 9"],
+            ],
+            strict=True,
+        ):
+            if step is not None:
+                step.set()
+            until(lambda expected=expected: states(folder) == expected)
+
+    jobs.do, Server.does = do, staticmethod(does)
+    engine.run(config, on_event=lambda *event: told.append(event), log=tmp_path / "a.log")
+    assert ("note", "its process on far was killed by signal 9; its clients go on elsewhere") in told
+    assert (tmp_path / "a.log").read_text() == "the server's\nClient 1 trains\n"
+    assert not [thread for thread in threading.enumerate() if "_follow" in thread.name]
+
+
+def test_a_run_finds_nothing_of_the_one_before(engine, jobs, config, tmp_path):
+    def does(folder):
+        assert not any((folder / str(worker) / REQUESTS / "0").exists() for worker in range(3))
+        (folder / "0" / REQUESTS / "0").touch()
+
+    Server.does = staticmethod(does)
+    engine.run(config, log=tmp_path / "a.log")
+    engine._cluster.stopped.clear()
+    engine.run(config, log=tmp_path / "b.log")
+
+
+def test_a_cluster_that_is_lost_is_the_error_and_not_what_follows_from_it(engine, jobs, config, tmp_path):
+    def do(folder, tell):
+        raise ClusterLost("no longer a part")
+
+    def does(folder):
+        until(lambda: states(folder) == ["it has ended"] * 3)
+        raise RunError("too few replies")
+
+    jobs.do, Server.does = do, staticmethod(does)
+    with pytest.raises(ClusterLost, match="no longer a part"):
+        engine.run(config, log=tmp_path / "a.log")
+
+
+def test_clients_that_train_together_are_refused(engine, jobs, config, tmp_path):
+    with pytest.raises(RunError, match="train-together=4 is for clients of one process"):
+        engine.run({**config, "train-together": 4}, log=tmp_path / "a.log")
+    assert not jobs.all
+
+
+def test_all_files_are_removed_at_the_end(monkeypatch, engine, jobs, config, tmp_path):
+    engine.run(config, log=tmp_path / "a.log")
+    engine.stop()
+    assert engine._server.stopped and engine._cluster.stopped.is_set() and not Path(engine._folder.name).exists()
