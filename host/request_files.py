@@ -51,7 +51,6 @@ class Workers:
         self._folder, self._count = folder, count
         self._numbers = itertools.count()
         self._arrays = _SentArrays(folder)
-        self._asked = dict[int, int]()  # key → the worker that answered last
         self._pending = defaultdict[int, set[int]](set)  # worker → numbers of requests
         self._at_fault = dict[int, int]()  # worker that ended for good → the request that it then had
         self._lock = threading.Lock()
@@ -59,7 +58,7 @@ class Workers:
             for name in (REQUESTS, ARRAYS, REPLIES):
                 (folder / str(worker) / name).mkdir(parents=True, exist_ok=True)
 
-    def ask(self, key: int, thing: Callable[[bool], object]) -> Any:
+    def ask(self, key: int, thing: Callable[[int], object]) -> Any:
         """Ask the worker of a key, and wait for its reply.
 
         The worker is always the same one, so that it can keep what belongs to the key. While it is away, the request
@@ -67,7 +66,7 @@ class Workers:
 
         Args:
             key: 0 or more; the keys are divided evenly.
-            thing: what to ask, as a function of whether this worker has answered the request before with this key.
+            thing: what to ask, as a function of the worker. If that goes away, it is called again with the next one.
 
         Raises WorkerEnded if a worker ended for good with this request, which was the first of those that it had.
         """
@@ -77,7 +76,7 @@ class Workers:
                 number = next(self._numbers)
                 self._pending[worker].add(number)
             try:
-                self._write(worker, number, thing(self._asked.get(key) == worker))
+                self._write(worker, number, thing(worker))
                 reply = self._reply(worker, number)
             finally:
                 for name in (REQUESTS, REPLIES):
@@ -85,7 +84,6 @@ class Workers:
                 with self._lock:
                     self._pending[worker].discard(number)
             if reply is not None:
-                self._asked[key] = worker
                 return reply[0]
 
     def _worker(self, key: int) -> int:

@@ -47,6 +47,7 @@ from tepal.client_app.stacked import Gathering
 from tepal.exchange.cache import ClientCache, default_root
 from tepal.exchange.files import SUFFIX
 from tepal.exchange.manifest import Manifest, ProtocolError
+from tepal.exchange.plan import INTRODUCE
 from tepal.host.files import replacing
 from tepal.host.flower.patches import SERVER_APP_RAISED
 from tepal.strategies.in_process import Answers, PopulationGrid
@@ -289,33 +290,39 @@ class FarClients:
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
+        self._known = dict[int, int]()  # client → the worker that has its current personal state, if it has any
 
     def __call__(self, message: Message, context: Context) -> Message:
         """Return the reply. Raises WorkerEnded."""
+        client = context.node_id - 1  # the nodes' numbers begin with 1
+        known = dict[int, int]()
 
-        def asked(again: bool) -> object:
-            kept = {} if again else _personal_state(message)
-            return message, context.node_id, context.node_config, context.state, kept
+        def asked(worker: int) -> object:
+            state, uses = ({}, True) if self._known.get(client) == worker else _personal_state(message)
+            known.update({client: worker} if uses else {})
+            return message, context.node_id, context.node_config, context.state, state
 
-        # The nodes' numbers begin with 1.
-        reply, context.state = self._workers.ask(context.node_id - 1, asked)
+        reply, context.state = self._workers.ask(client, asked)
+        self._known |= known
         found: Message = reply
         return found
 
 
-def _personal_state(message: Message) -> dict[str, bytes]:
-    """The files of a client's personal state that its answer needs, by their paths in the folder of caches."""
+def _personal_state(message: Message) -> tuple[dict[str, bytes], bool]:
+    """What a client's answer needs of its personal state: files, by their paths in the folder of caches.
+
+    The second value is False for a message whose answer does not use it.
+    """
     try:
         manifest = Manifest.from_content(message.content)
-    except ProtocolError:
-        return {}
-    if not manifest.current:
-        return {}
+    except ProtocolError:  # another app's
+        return {}, True
+    if manifest.plan.action == INTRODUCE:
+        return {}, False
     root = default_root()
     folder = ClientCache(root, manifest.experiment, manifest.plan.client).personal
-    return {
-        path.relative_to(root).as_posix(): path.read_bytes() for path in folder.glob(f"*-{manifest.current}{SUFFIX}")
-    }
+    paths = folder.glob(f"*-{manifest.current}{SUFFIX}") if manifest.current else ()
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in paths}, True
 
 
 def _answered(
