@@ -6,6 +6,7 @@ has found here.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tepal.server_app.config.client_tables import PREFIX
 from tepal.training.data.config import DIGITS, LOCAL
 from tepal.training.data.hub import HUB
 from tepal.training.data.known import KNOWN
+from tepal.training.node_settings import CLIENT_SETTINGS
 
 
 def absolute_paths(config: Mapping[str, Value], *folders: Path) -> dict[str, Value]:
@@ -45,7 +47,7 @@ def with_paths(config: Mapping[str, Value], other: Callable[[Path], str]) -> dic
     """Return a run config with other paths in place of those of the files and folders that it names.
 
     Args:
-        config: with absolute paths (see `absolute_paths`).
+        config: with absolute paths (see `absolute_paths`), and checked if it has `client-settings`.
         other: what stands in place of a path.
     """
 
@@ -60,6 +62,11 @@ def with_paths(config: Mapping[str, Value], other: Callable[[Path], str]) -> dic
             found[key] = ",".join(of(source.strip()) for source in value.split(","))
         elif key in _NAMES or key == "pretrained" or (key.startswith(PREFIX) and key.endswith(_PATHS)):
             found[key] = of(value)
+        elif key == CLIENT_SETTINGS and value:
+            tables: dict[str, dict[str, Value]] = json.loads(value)
+            for table in tables.values():
+                table |= {own: of(str(table[own])) for own in ("data-path",) if own in table}
+            found[key] = json.dumps(tables)
     return found
 
 

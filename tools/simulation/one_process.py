@@ -344,7 +344,11 @@ def _answered(
 
 
 def _there(text: str, paths: Mapping[str, str]) -> str:
-    """A setting with paths of this machine; one may have several, separated by commas."""
+    """A setting with paths of this machine; one may have several, separated by commas, or be JSON."""
+    if text.startswith("{"):
+        for path, there in paths.items():
+            text = text.replace(json.dumps(path), json.dumps(there))
+        return text
     return paths.get(text) or ",".join(paths.get(each, each) for each in text.split(","))
 
 

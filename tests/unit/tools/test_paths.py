@@ -1,6 +1,7 @@
 """Relative paths on the command line, and which app a command runs."""
 
 import io
+import json
 import subprocess
 import sys
 import tomllib
@@ -14,6 +15,7 @@ import tepal
 from tepal.host.site import with_absolute_paths
 from tepal.host.superlink import RunError
 from tepal.server_app.config import defaults
+from tepal.server_app.config.client_tables import fold
 from tepal.tools.cli.main import main
 from tepal.tools.cli.running import run_other, runner_for
 from tepal.tools.cluster import engine as on_cluster
@@ -176,6 +178,21 @@ def engine_of(ray, engine="auto", app=ROOT):
     return runner_for(ray, engine, app, here, clients=3, cpus=2.0, asked=engine)
 
 
+def test_the_clients_own_data_is_found_in_their_settings(here):
+    """A checked run config has the tables of clients as one text."""
+    config, problems = fold({
+        "client.3.data-path": f"{here}/x.npz", "client.5-9.learning-rate": 0.5, "client.4.data-path": f"{here}/none",
+        "client.3.model-path": f"{here}/x.npz",
+    }, 10)  # fmt: skip
+    assert not problems and files_in(config) == [here / "x.npz"]
+    there = json.loads(with_paths(config, lambda path: f"<{path.name}>")["client-settings"])
+    assert there == {
+        "3": {"data-path": "<x.npz>", "model-path": f"{here}/x.npz"}, "4": {"data-path": f"{here}/none"},
+        "5-9": {"learning-rate": 0.5},
+    }  # fmt: skip
+    assert with_paths(config, str) == config and with_paths({"client-settings": ""}, str) == {"client-settings": ""}
+
+
 def test_without_an_address_runs_are_on_this_machine(here, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "far:1")
     assert engine_of("none", "process") == ("process", ROOT, {"clients": 3, "cpus": 2.0, "gpus": 0})
@@ -200,7 +217,8 @@ def test_with_an_address_they_are_on_the_cluster(here, monkeypatch):
     engine_of("far:1")
     monkeypatch.setenv("RAY_ADDRESS", "near:2")
     engine_of(None)
-    assert asked == [((to, ROOT), {"clients": 3, "cpus": 2.0, "gpus": 0}) for to in ("far:1", "near:2")]
+    resources = {"clients": 3, "cpus": 2.0, "gpus": 0, "spread": False}
+    assert asked == [((to, ROOT), resources) for to in ("far:1", "near:2")]
 
 
 def test_options_that_contradict_a_cluster_are_refused(here):
@@ -223,6 +241,20 @@ def test_what_cannot_be_on_a_cluster_is_here_if_only_the_environment_names_one(h
 def test_a_comparison_that_began_with_an_engine_of_this_machine_goes_on_on_a_cluster(here, monkeypatch):
     monkeypatch.setattr(on_cluster, "engine_on", lambda address, app, **resources: address)
     assert runner_for("far:1", "process", ROOT, pytest.fail, clients=3, cpus=2.0) == "far:1"
+
+
+def test_clients_go_to_the_machines_of_a_cluster_if_there_is_one(here, monkeypatch):
+    asked = []
+    monkeypatch.setattr(on_cluster, "engine_on", lambda *_, spread, **__: asked.append(spread))
+    runner_for("far:1", "auto", ROOT, pytest.fail, clients=3, cpus=1, spread=True)
+    monkeypatch.setenv("RAY_ADDRESS", "near:2")
+    runner_for(None, "auto", ROOT, pytest.fail, clients=3, cpus=1, spread=True)
+    assert asked == [True, True]
+    with pytest.raises(ValueError, match="--spread needs a cluster to whose machines the clients go: --ray ADDRESS"):
+        runner_for("none", "auto", ROOT, pytest.fail, clients=3, cpus=1, spread=True)
+    (here / "pyproject.toml").write_text(FOREIGN)
+    with pytest.raises(ValueError, match="is not Tepal's own app"):
+        runner_for(None, "auto", here, pytest.fail, clients=3, cpus=1, spread=True)
 
 
 @pytest.mark.parametrize("command", ["simulate", "compare"])

@@ -101,6 +101,7 @@ def test_paths_in_settings_are_those_of_the_clients_machine(one_process):
     paths = {"/here/x": "/there/y", "/here/w,2.pt": "/there/w"}
     sent = ConfigRecord({
         "dataset": "/here/x", "pretrained": "tiny,/here/x", "weights": "/here/w,2.pt", "rate": 0.5, "other": "/here/xy",
+        "client-settings": '{"3": {"data-path": "/here/x", "model-path": "/here/xy"}}',
     })  # fmt: skip
     message = Message(RecordDict({"config": sent}), 3, "train")
     context = Context(1, 3, {"partition-id": 2}, RecordDict(), {"dataset": "/here/x"})
@@ -108,7 +109,8 @@ def test_paths_in_settings_are_those_of_the_clients_machine(one_process):
     reply, state = one_process._answered(made, {"dataset": "/there/y"}, paths, asked)
     assert reply.metadata.dst_node_id == message.metadata.src_node_id and not state
     assert seen == [(
-        {"dataset": "/there/y", "pretrained": "tiny,/there/y", "weights": "/there/w", "rate": 0.5, "other": "/here/xy"},
+        {"dataset": "/there/y", "pretrained": "tiny,/there/y", "weights": "/there/w", "rate": 0.5, "other": "/here/xy",
+         "client-settings": '{"3": {"data-path": "/there/y", "model-path": "/here/xy"}}'},
         {"dataset": "/there/y"},
     )]  # fmt: skip
 
