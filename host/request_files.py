@@ -58,7 +58,7 @@ class Workers:
             for name in (REQUESTS, ARRAYS, REPLIES):
                 (folder / str(worker) / name).mkdir(parents=True, exist_ok=True)
 
-    def ask(self, key: int, thing: Callable[[int], object]) -> Any:
+    def ask(self, key: int, thing: object) -> Any:
         """Ask the worker of a key, and wait for its reply.
 
         The worker is always the same one, so that it can keep what belongs to the key. While it is away, the request
@@ -66,7 +66,7 @@ class Workers:
 
         Args:
             key: 0 or more; the keys are divided evenly.
-            thing: what to ask, as a function of the worker. If that goes away, it is called again with the next one.
+            thing: what to ask.
 
         Raises WorkerEnded if a worker ended for good with this request, which was the first of those that it had.
         """
@@ -76,7 +76,7 @@ class Workers:
                 number = next(self._numbers)
                 self._pending[worker].add(number)
             try:
-                self._write(worker, number, thing(worker))
+                self._write(worker, number, thing)
                 reply = self._reply(worker, number)
             finally:
                 for name in (REQUESTS, REPLIES):

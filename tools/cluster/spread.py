@@ -90,7 +90,7 @@ class SpreadEngine(Runner):
             return Job(
                 function="tepal.tools.cluster.spread:answer_there", arguments=arguments, inputs=(app, *inputs.values()),
                 folders={_CACHE: caches, _WORKER: folder}, files=(f"{_CACHE}/secret",),
-                made=(f"{_CACHE}/*/personal/*", f"{_WORKER}/{REPLIES}/*"),
+                made=(f"{_WORKER}/{REPLIES}/*",),
                 fed=(f"{_WORKER}/{ARRAYS}/*", f"{_WORKER}/{REQUESTS}/*", f"{_WORKER}/{END}"), pause=_PAUSE,
             )  # fmt: skip
 

@@ -37,17 +37,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from flwr.app import Context, Error, Message, RecordDict
+from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 from flwr.supercore.task_identity import TaskIdentity
 
 import tepal.host
+from tepal.client_app.elsewhere import FarClients, answered, reply_of
 from tepal.client_app.stacked import Gathering
-from tepal.exchange.cache import ClientCache, default_root
-from tepal.exchange.files import SUFFIX
-from tepal.exchange.manifest import Manifest, ProtocolError
-from tepal.exchange.plan import INTRODUCE
 from tepal.host.files import replacing
 from tepal.host.flower.patches import SERVER_APP_RAISED
 from tepal.strategies.in_process import Answers, PopulationGrid
@@ -99,11 +96,11 @@ def main() -> None:
                 gc.freeze()  # a collection in a forked process would look at all that it shares, and so copy it
             gc.enable()
             if "answers" in request:
-                answer = partial(_answered, app.client_app, config, request["paths"])
+                answer = partial(answered, app.client_app, config, request["paths"])
                 status = _done(partial(answer_all, Path(request["answers"]), answer))
             elif "asks" in request:
                 count = request["workers"]
-                far = FarClients(Workers(Path(request["asks"]), count))
+                far = FarClients(Workers(Path(request["asks"]), count).ask)
                 status = _done(partial(_run, app, config, clients, _WAITING * count, far))
             elif FORKS:
                 status = _status_of(_forked_run(app, config, clients, at_once, threads))
@@ -219,19 +216,12 @@ def _work(client_app: ClientApp, pipe: SharedPipe) -> NoReturn:
     try:
         while True:
             message, context = pipe.recv()
-            pipe.send((_reply(client_app, message, context), context.state))
+            pipe.send((reply_of(client_app, message, context), context.state))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         _leave()
     except BaseException:  # it must not return: its caller is the parent's code
         _log_exception()
         os._exit(1)
-
-
-def _reply(client_app: ClientApp, message: Message, context: Context) -> Message:
-    try:
-        return client_app(message, context)
-    except Exception as error:  # as Flower does: an app that raises answers with error code 2
-        return Message(Error(2, f"{type(error).__name__}: {error}"), reply_to=message)
 
 
 def _leave() -> NoReturn:
@@ -276,80 +266,6 @@ class ClientProcesses:
             raise RuntimeError("the process that the client ran in has ended") from error
         self._free.put(pipe)
         return reply
-
-
-# --- machines -------------------------------------------------------------------------------------------------------
-
-
-class FarClients:
-    """Answers each message on one of several machines, always the same one for a client as long as that is there.
-
-    Args:
-        workers: the processes there.
-    """
-
-    def __init__(self, workers: Workers) -> None:
-        self._workers = workers
-        self._known = dict[int, int]()  # client → the worker that has its current personal state, if it has any
-
-    def __call__(self, message: Message, context: Context) -> Message:
-        """Return the reply. Raises WorkerEnded."""
-        client = context.node_id - 1  # the nodes' numbers begin with 1
-        known = dict[int, int]()
-
-        def asked(worker: int) -> object:
-            state, uses = ({}, True) if self._known.get(client) == worker else _personal_state(message)
-            known.update({client: worker} if uses else {})
-            return message, context.node_id, context.node_config, context.state, state
-
-        reply, context.state = self._workers.ask(client, asked)
-        self._known |= known
-        found: Message = reply
-        return found
-
-
-def _personal_state(message: Message) -> tuple[dict[str, bytes], bool]:
-    """What a client's answer needs of its personal state: files, by their paths in the folder of caches.
-
-    The second value is False for a message whose answer does not use it.
-    """
-    try:
-        manifest = Manifest.from_content(message.content)
-    except ProtocolError:  # another app's
-        return {}, True
-    if manifest.plan.action == INTRODUCE:
-        return {}, False
-    root = default_root()
-    folder = ClientCache(root, manifest.experiment, manifest.plan.client).personal
-    paths = folder.glob(f"*-{manifest.current}{SUFFIX}") if manifest.current else ()
-    return {path.relative_to(root).as_posix(): path.read_bytes() for path in paths}, True
-
-
-def _answered(
-    client_app: ClientApp, config: Mapping[str, Any], paths: Mapping[str, str], asked: Any
-) -> tuple[Message, RecordDict]:
-    """A client's reply and its state, on the machine of a worker. `config`: with the paths of this machine."""
-    message, node_id, node_config, state, kept = asked
-    TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1  # as in `_work`
-    for name, content in kept.items():
-        path = default_root() / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as written:
-            written.write_bytes(content)
-    if message.has_content():
-        for record in message.content.config_records.values():
-            record.update({key: _there(value, paths) for key, value in record.items() if isinstance(value, str)})
-    context = Context(1, node_id, node_config, state, dict(config))
-    return _reply(client_app, message, context), context.state
-
-
-def _there(text: str, paths: Mapping[str, str]) -> str:
-    """A setting with paths of this machine; one may have several, separated by commas, or be JSON."""
-    if text.startswith("{"):
-        for path, there in paths.items():
-            text = text.replace(json.dumps(path), json.dumps(there))
-        return text
-    return paths.get(text) or ",".join(paths.get(each, each) for each in text.split(","))
 
 
 if __name__ == "__main__":

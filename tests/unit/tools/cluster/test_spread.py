@@ -98,9 +98,7 @@ def until(condition):
     raise AssertionError("waited in vain")
 
 
-def test_each_place_has_a_job_that_is_sent_messages_and_sends_personal_state_before_replies(
-    engine, jobs, config, tmp_path
-):
+def test_each_place_has_a_job_that_is_sent_messages_and_sends_replies(engine, jobs, config, tmp_path):
     assert engine.description == (
         "Engine: Ray cluster here:1: 2 machines with 9 cores; the server here, 3 clients at once, each with 2 cores"
     )
@@ -113,7 +111,7 @@ def test_each_place_has_a_job_that_is_sent_messages_and_sends_personal_state_bef
     for job in jobs.all:
         assert job.folders["clients"] == tmp_path / "runs" / ".clients" == engine._server.cache
         assert job.files == ("clients/secret",) and (job.folders["clients"] / "secret").exists()
-        assert job.made == ("clients/*/personal/*", "worker/replies/*")
+        assert job.made == ("worker/replies/*",)
         assert job.fed == ("worker/arrays/*", "worker/requests/*", "worker/end") and not job.renewed
     arguments = job.arguments(PLACE)
     there = {each.what: f"{PLACE.store}/{each.digest}/{each.what}" for each in job.inputs if each.entry}

@@ -1,6 +1,5 @@
 """Clients on other machines: what belongs to a client goes with it, and paths are those of its machine."""
 
-import gc
 import shutil
 import threading
 
@@ -9,21 +8,13 @@ import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
+from tepal.client_app.elsewhere import Asked, FarClients, answered
 from tepal.exchange import partial_exchange, received
 from tepal.host.request_files import AWAY, END, Workers, answer_all
 from tepal.strategies import FedAvg
 from tepal.strategies.in_process import InProcessGrid, Node
 
 START = ArrayRecord({"w": Array(np.zeros(9000, np.float32))})
-
-
-@pytest.fixture(scope="module")
-def one_process():
-    """The module, which is a program: it turns off garbage collection."""
-    from tepal.tools.simulation import one_process
-
-    gc.enable()
-    return one_process
 
 
 @pytest.fixture
@@ -46,23 +37,21 @@ def app():
 
 
 def test_a_client_that_goes_on_elsewhere_has_its_personal_state_and_is_sent_what_it_has_lost(
-    tmp_path, monkeypatch, one_process, app
+    tmp_path, monkeypatch, app
 ):
     folder, here, used = tmp_path / "asked", tmp_path / "here", []
     monkeypatch.setenv("TEPAL_CACHE", str(here))
     workers = Workers(folder, 2)
 
     def on(worker):
-        """Answer with a cache of its own, whose personal state comes back, as from another machine."""
+        """Answer with a cache of its own, as on another machine."""
 
         def answer(asked):
             own = tmp_path / f"there-{worker}"
             monkeypatch.setenv("TEPAL_CACHE", str(own))
-            reply = one_process._answered(app, {}, {}, asked)
-            for personal in own.glob("*/personal"):
-                shutil.copytree(personal, here / personal.relative_to(own), dirs_exist_ok=True)
+            reply = answered(app, {}, {}, asked)
             monkeypatch.setenv("TEPAL_CACHE", str(here))
-            used.append((worker, asked[2]["name"], sorted(asked[4])))
+            used.append((worker, asked.node_config["name"], asked.files))
             return reply
 
         return threading.Thread(target=answer_all, args=[folder / str(worker), answer])
@@ -70,12 +59,19 @@ def test_a_client_that_goes_on_elsewhere_has_its_personal_state_and_is_sent_what
     threads = [on(worker) for worker in (0, 1)]
     for thread in threads:
         thread.start()
-    # Resumed after the first round, so that each client introduces itself again; in the third one moves.
+
+    def at_the_end_of(report):
+        if report.round == 2:
+            (folder / "1" / AWAY).touch()
+        if report.round == 3:  # as if its process went on on another machine
+            shutil.rmtree(tmp_path / "there-0")
+
+    # Resumed after the first round, so that each client introduces itself again.
     for rounds in (1, 4):
-        far = one_process.FarClients(workers)
+        far = FarClients(workers.ask)
         grid = InProcessGrid([Node(far, {"name": f"c{k}"}) for k in range(2)])
         strategy = FedAvg(min_available_nodes=2, fraction_evaluate=0, checkpoints=tmp_path / "c", resume=rounds == 4)
-        strategy.on_round = lambda report: (folder / "1" / AWAY).touch() if report.round == 2 else None
+        strategy.on_round = at_the_end_of
         strategy.start(grid, START, num_rounds=rounds)
     for worker, thread in enumerate(threads):
         (folder / str(worker) / END).touch()
@@ -83,14 +79,20 @@ def test_a_client_that_goes_on_elsewhere_has_its_personal_state_and_is_sent_what
     assert sorted(app.rounds) == [(f"c{k}", float(count), "") for k in range(2) for count in range(1, 5)]
     workers_of = {name: [worker for worker, of, _ in used if of == name] for name in ("c0", "c1")}
     assert set(workers_of["c0"]) == {0} and workers_of["c1"] == sorted(workers_of["c1"], reverse=True)
-    # Only to a client that was not there before, in the run that was resumed too.
-    assert [(worker, name, len(files)) for worker, name, files in used if files] == [
-        (0, "c0", 1), (1, "c1", 1), (0, "c1", 1),
-    ]  # fmt: skip
+    sent = [(worker, name, len(files)) for worker, name, files in used if files is not None]
+    assert sent[0] == (0, "c1", 1), "after the second round"
+    assert sorted(sent[1:]) == [(0, "c0", 1), (0, "c1", 1)], "after the third"
+
+    def versions(root):
+        return {path.relative_to(root): path.read_bytes() for path in root.glob("*/personal/*/*")}
+
+    kept = versions(here)
+    assert {path.parts[2] for path in kept} == {"c0", "c1"}
+    assert {path: kept[path] for path in versions(tmp_path / "there-0")} == versions(tmp_path / "there-0") != {}
     assert {node.context.state["seen"]["rounds"] for node in grid.nodes.values()} == {4.0}
 
 
-def test_paths_in_settings_are_those_of_the_clients_machine(one_process):
+def test_paths_in_settings_are_those_of_the_clients_machine():
     made, seen = ClientApp(), []
 
     @made.train()
@@ -105,9 +107,10 @@ def test_paths_in_settings_are_those_of_the_clients_machine(one_process):
     })  # fmt: skip
     message = Message(RecordDict({"config": sent}), 3, "train")
     context = Context(1, 3, {"partition-id": 2}, RecordDict(), {"dataset": "/here/x"})
-    asked = (message, context.node_id, context.node_config, context.state, {})
-    reply, state = one_process._answered(made, {"dataset": "/there/y"}, paths, asked)
-    assert reply.metadata.dst_node_id == message.metadata.src_node_id and not state
+    asked = Asked(message, context.node_id, context.node_config, context.state, {})
+    found = answered(made, {"dataset": "/there/y"}, paths, asked)
+    assert found.reply.metadata.dst_node_id == message.metadata.src_node_id
+    assert not found.state and not found.files and not found.gone
     assert seen == [(
         {"dataset": "/there/y", "pretrained": "tiny,/there/y", "weights": "/there/w", "rate": 0.5, "other": "/here/xy",
          "client-settings": '{"3": {"data-path": "/there/y", "model-path": "/here/xy"}}'},
@@ -115,13 +118,13 @@ def test_paths_in_settings_are_those_of_the_clients_machine(one_process):
     )]  # fmt: skip
 
 
-def test_an_app_that_raises_answers_with_an_error(one_process):
+def test_an_app_that_raises_answers_with_an_error():
     made = ClientApp()
 
     @made.train()
     def train(msg, context):
         raise ValueError("no data")
 
-    asked = (Message(RecordDict(), 3, "train"), 3, {}, RecordDict(), {})
-    reply, _ = one_process._answered(made, {}, {}, asked)
-    assert reply.error.code == 2 and reply.error.reason == "ValueError: no data"
+    asked = Asked(Message(RecordDict(), 3, "train"), 3, {}, RecordDict(), {})
+    error = answered(made, {}, {}, asked).reply.error
+    assert error.code == 2 and error.reason == "ValueError: no data"

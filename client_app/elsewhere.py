@@ -1,0 +1,159 @@
+"""Clients of a simulation that train on other machines than the server is on.
+
+    the server's machine   `FarClients` takes the place of the ClientApp, and asks a process there
+    the client's machine   `answered` calls the ClientApp
+
+What a client keeps from round to round is on its machine: cached parts, and personal state. The latter is also on the
+server's, in the folder of caches, and goes with the client if that trains on another machine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.supercore.task_identity import TaskIdentity
+
+from tepal.exchange.cache import ClientCache, default_root
+from tepal.exchange.files import SUFFIX
+from tepal.exchange.manifest import Manifest, ProtocolError
+from tepal.exchange.plan import INTRODUCE
+from tepal.host.files import replacing
+from tepal.strategies.in_process import NodeConfig
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the process of a client's machine is asked. `files`: of its personal state; None: they may be there."""
+
+    message: Message
+    node_id: int
+    node_config: NodeConfig
+    state: RecordDict
+    files: Mapping[str, bytes] | None = None
+
+
+@dataclass(frozen=True)
+class Answered:
+    """Its reply. `files`: what is new of the client's personal state; `gone`: names of what was removed of it."""
+
+    reply: Message
+    state: RecordDict
+    files: Mapping[str, bytes]
+    gone: Collection[str]
+
+
+class Lacking:
+    """A reply instead: the personal state is not there."""
+
+
+class FarClients:
+    """Answers each message on one of several machines, always the same one for a client as long as that is there.
+
+    Args:
+        ask: of the processes there: function of the client's number and of what to ask
+            (`tepal.host.request_files.Workers.ask`).
+    """
+
+    def __init__(self, ask: Callable[[int, Asked], Answered | Lacking]) -> None:
+        self._ask = ask
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        """Return the reply. Raises what `ask` raises."""
+        client = context.node_id - 1  # the nodes' numbers begin with 1
+        asked = Asked(message, context.node_id, context.node_config, context.state)
+        found = self._ask(client, asked)
+        if isinstance(found, Lacking):  # it has another machine than before
+            personal = _personal_state(message)
+            found = self._ask(client, replace(asked, files=personal.current() if personal else {}))
+        assert isinstance(found, Answered)
+        context.state = found.state
+        if (found.files or found.gone) and (personal := _personal_state(message)):
+            personal.change(found.files, found.gone)
+        return found.reply
+
+
+def answered(
+    client_app: ClientApp, config: Mapping[str, Any], paths: Mapping[str, str], asked: Asked
+) -> Answered | Lacking:
+    """A client's reply, on its machine. `config`: with the paths of this machine."""
+    message, personal, before = asked.message, _personal_state(asked.message), set[str]()
+    if personal:
+        personal.change(asked.files or {}, ())
+        if asked.files is None and personal.version and not personal.is_here():
+            return Lacking()
+        before = personal.names()
+    if message.has_content():
+        for record in message.content.config_records.values():
+            record.update({key: _there(value, paths) for key, value in record.items() if isinstance(value, str)})
+    TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1  # a Message outside a task needs them
+    context = Context(1, asked.node_id, dict(asked.node_config), asked.state, dict(config))
+    reply = reply_of(client_app, message, context)
+    if not personal:
+        return Answered(reply, context.state, {}, ())
+    after = personal.names()
+    return Answered(reply, context.state, personal.read(after - before), before - after)
+
+
+def reply_of(client_app: ClientApp, message: Message, context: Context) -> Message:
+    """The app's reply; an error with code 2 if it raises, as with Flower."""
+    try:
+        return client_app(message, context)
+    except Exception as error:
+        return Message(Error(2, f"{type(error).__name__}: {error}"), reply_to=message)
+
+
+@dataclass(frozen=True)
+class _PersonalState:
+    """The files of a client's personal state on a machine. `version`: id of the current one, "" if there is none."""
+
+    folder: Path
+    version: str
+
+    def names(self) -> set[str]:
+        return {path.name for path in self.folder.glob(f"*{SUFFIX}")}
+
+    def is_here(self) -> bool:
+        """Whether the current version is."""
+        return any(self.folder.glob(f"*-{self.version}{SUFFIX}"))
+
+    def current(self) -> dict[str, bytes]:
+        """The file that the client's answer needs; {} if it is not here."""
+        return self.read(path.name for path in self.folder.glob(f"*-{self.version}{SUFFIX}"))
+
+    def read(self, names: Iterable[str]) -> dict[str, bytes]:
+        return {name: (self.folder / name).read_bytes() for name in names}
+
+    def change(self, new: Mapping[str, bytes], gone: Iterable[str]) -> None:
+        for name, content in new.items():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with replacing(self.folder / name) as written:
+                written.write_bytes(content)
+        for name in gone:
+            (self.folder / name).unlink(missing_ok=True)
+
+
+def _personal_state(message: Message) -> _PersonalState | None:
+    """Where a message finds the client's personal state; None if it does not use it."""
+    try:
+        manifest = Manifest.from_content(message.content)
+    except ProtocolError:  # another app's
+        return None
+    if manifest.plan.action == INTRODUCE:
+        return None
+    folder = ClientCache(default_root(), manifest.experiment, manifest.plan.client).personal
+    return _PersonalState(folder, manifest.current)
+
+
+def _there(text: str, paths: Mapping[str, str]) -> str:
+    """A setting with paths of this machine; one may have several, separated by commas, or be JSON."""
+    if text.startswith("{"):
+        for path, there in paths.items():
+            text = text.replace(json.dumps(path), json.dumps(there))
+        return text
+    return paths.get(text) or ",".join(paths.get(each, each) for each in text.split(","))
