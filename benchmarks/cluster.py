@@ -1,11 +1,12 @@
-"""Seconds of a comparison on one core of this machine, and on a Ray cluster of two nodes with one core each.
+"""Seconds on one core of this machine, and on a Ray cluster of two nodes with one core each.
 
-    python benchmarks/cluster.py [--seeds 4] [--rounds 30] [--runs 3] [--quick]
+    python benchmarks/cluster.py [comparison | run] [--seeds 4] [--rounds 30] [--runs 3] [--quick]
 
-`tepal compare` as a command: FedAvg and FedFrozen on digits, ten clients, `--seeds` seeds, so eight runs. The nodes are
-processes on this machine, each held to a core of its own, with temporary files of their own; the head has no core. On
-one core the command and all its processes are held to it. The two are taken in turn, and the tables must be the same.
-Starting Ray is not counted; sending code to the nodes is, each time, because their stores are emptied.
+Either a comparison, `tepal compare` with FedAvg and FedFrozen and `--seeds` seeds, of which each run is on one node; or
+one run, `tepal simulate --spread` with FedAvg, whose clients are on both. Digits, ten clients. The nodes are processes
+on this machine, each held to a core of its own, with temporary files of their own; the head has no core. On one core
+the command and all its processes are held to it. The two are taken in turn, and the results must be the same. Starting
+Ray is not counted; sending code to the nodes is, each time, because their stores are emptied.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ from rich.console import Console
 from rich.table import Table
 
 from tepal.host.processes import free_port, started, wait_for_log
+from tepal.records.run_directory import read_metrics
 
 _HOST = "127.0.0.1"
+_COMPARISON, _RUN = "comparison", "run"
 _SAME = ("strategy", "seed", "rounds", "server_accuracy", "clients_accuracy", "bytes_to_target")
 
 
@@ -59,53 +62,63 @@ def cluster(folder: Path, cores: Sequence[int]) -> Iterator[str]:
         yield address
 
 
-def compare(runs: Path, seeds: int, rounds: int, options: Sequence[str], core: int | None) -> tuple[float, list[str]]:
-    """Seconds of a comparison, and the lines of its table that must be the same everywhere."""
-    program = "from tepal.tools.cli.main import main; main()"
-    command = [
-        sys.executable, "-c", program, "compare", str(ROOT), "--strategies", "fedavg,fedfrozen", "--seeds",
-        ",".join(map(str, range(1, seeds + 1))), "-c", f'num-server-rounds={rounds} runs="{runs}"', *options,
-    ]  # fmt: skip
+def seconds_of(what: str, runs: Path, options: argparse.Namespace, address: str, core: int | None) -> float:
+    """Seconds of a comparison or a run in the folder `runs`. `core`: the command's; None: any."""
+    command = [sys.executable, "-c", "from tepal.tools.cli.main import main; main()"]
+    config = ["-c", f'num-server-rounds={options.rounds} runs="{runs}"', "--clients", "10", "--ray", address]
+    if what == _COMPARISON:
+        seeds = ",".join(map(str, range(1, options.seeds + 1)))
+        command += ["compare", str(ROOT), "--strategies", "fedavg,fedfrozen", "--seeds", seeds, *config]
+    else:
+        command += ["simulate", str(ROOT), *config, "-c", 'strategy="fedavg"']
+        command += [] if address == "none" else ["--spread"]
     held = command if core is None else ["taskset", "-c", str(core), *command]
     begun = time.perf_counter()
     subprocess.run(held, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    seconds = time.perf_counter() - begun
+    return time.perf_counter() - begun
+
+
+def results(what: str, runs: Path) -> list[str]:
+    """What must be the same wherever it is computed."""
+    if what == _RUN:
+        return [str((line.round, line.accuracy, line.bytes_down, line.bytes_up)) for line in read_metrics(runs / "latest")]
     (table,) = runs.glob("*-compare/runs.csv")
     with table.open(newline="") as file:
-        return seconds, sorted(str([line[key] for key in _SAME]) for line in csv.DictReader(file))
+        return sorted(str([line[key] for key in _SAME]) for line in csv.DictReader(file))
 
 
-def measure(seeds: int, rounds: int, runs: int) -> dict[str, list[float]]:
-    """Seconds of each comparison: on one core, and on two nodes."""
+def measure(what: str, options: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds each time: on one core, and on two nodes."""
     found: dict[str, list[float]] = {"one core": [], "two nodes": []}
     first, second = sorted(os.sched_getaffinity(0))[:2]
     # A short name: Ray's sockets are below it.
     with tempfile.TemporaryDirectory(prefix="tb", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         with cluster(folder, (first, second)) as address:
-            for number in range(runs):
+            for number in range(options.runs):
                 for stored in folder.glob("t*/tepal-inputs-*"):
                     shutil.rmtree(stored)
-                seconds, ours = compare(folder / f"one-{number}", seeds, rounds, ["--ray", "none"], first)
-                found["one core"].append(seconds)
-                seconds, theirs = compare(folder / f"two-{number}", seeds, rounds, ["--ray", address], None)
-                found["two nodes"].append(seconds)
-                assert ours == theirs, "the tables differ"
+                one, two = folder / f"one-{number}", folder / f"two-{number}"
+                found["one core"].append(seconds_of(what, one, options, "none", first))
+                found["two nodes"].append(seconds_of(what, two, options, address, None))
+                assert results(what, one) == results(what, two), "the results differ"
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument("what", nargs="?", choices=[_COMPARISON, _RUN], default=_COMPARISON)
+    parser.add_argument("--seeds", type=int, default=4, help="of a comparison")
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--runs", type=int, default=3, help="comparisons of each kind")
-    parser.add_argument("--quick", action="store_true", help="one comparison of two short runs of each kind")
+    parser.add_argument("--runs", type=int, default=3, help="times that each is computed")
+    parser.add_argument("--quick", action="store_true", help="once, with one seed and two rounds")
     parser.add_argument("--json", type=Path, help="write all figures here")
     options = parser.parse_args()
     if options.quick:
         options.seeds, options.rounds, options.runs = 1, 2, 1
-    found = measure(options.seeds, options.rounds, options.runs)
-    table = Table("", "seconds", "faster", box=None, title=f"{2 * options.seeds} runs of {options.rounds} rounds")
+    found = measure(options.what, options)
+    runs = f"{2 * options.seeds} runs" if options.what == _COMPARISON else "one run"
+    table = Table("", "seconds", "faster", box=None, title=f"{runs} of {options.rounds} rounds")
     ratio = statistics.median(one / two for one, two in zip(*found.values(), strict=True))
     for name, seconds in found.items():
         each = ", ".join(f"{one:.1f}" for one in seconds)

@@ -148,6 +148,14 @@ def test_a_gpus_measurements_can_be_tried_out_without_one(figures):  # noqa: F81
     assert len(together["round"]) == len(by_core["round"]) == 2
 
 
+@pytest.mark.parametrize("what", ["comparison", "run"])
+def test_two_nodes_of_a_cluster_are_timed_beside_one_core(figures, what):  # noqa: F811
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("it needs two cores")
+    found = figures("cluster.py", what, "--quick")  # it checks that the results are the same
+    assert found["ratio"] == pytest.approx(found["one core"][0] / found["two nodes"][0])
+
+
 def test_curves_of_growth_are_drawn_from_what_was_measured(figures, tmp_path):  # noqa: F811
     found = figures("growth.py", "--quick", "--svg", str(tmp_path / "growth.svg"))
     one, two = found["parameters"].values()
